@@ -1,0 +1,347 @@
+"""Every setting: typed, validated, frozen. Knows nothing of torch, nor of files (see recipe.py)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A frozen group of settings that accepts only the keys it knows."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+def _from(name: str, function: Callable[[Any], Any] = lambda value: value) -> Any:
+    """A default computed from a field declared earlier."""
+    return lambda data: function(data[name])
+
+
+class ModelConfig(Section):
+    """A decoder-only transformer. Names follow the GPT-3 paper (Brown et al., 2020, table 2.1)."""
+
+    vocab_size: int = Field(0, ge=0, description="Number of token ids. 0: taken from the tokenizer.")
+    context_length: PositiveInt = Field(description="Longest sequence in tokens (T).")
+    n_layers: PositiveInt = Field(description="Number of blocks (L).")
+    d_model: PositiveInt = Field(description="Width of the residual stream (C).")
+    n_heads: PositiveInt = Field(description="Query heads per layer (H).")
+    n_kv_heads: PositiveInt = Field(
+        default_factory=_from("n_heads"), description="Key/value heads; fewer than n_heads is grouped-query attention."
+    )
+    d_head: PositiveInt = Field(
+        default_factory=lambda data: data["d_model"] // data["n_heads"] or 1,
+        description="Width of one head (D). Default: d_model / n_heads, which must then divide.",
+    )
+    d_ff: PositiveInt = Field(
+        default_factory=_from("d_model", lambda width: 4 * width),
+        description="Inner width of the MLP. Default: 4 × d_model.",
+    )
+
+    position: Literal["learned", "rope", "none"] = Field("rope", description="How positions enter the model.")
+    rope_theta: float = Field(10_000.0, gt=1, description="Base of the rotary frequencies (Su et al., 2021).")
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_eps: float = Field(1e-5, gt=0)
+    norm_bias: bool = Field(
+        default_factory=_from("norm", lambda norm: norm == "layernorm"),
+        description="Shift term of LayerNorm. Default: true for layernorm; rmsnorm has none.",
+    )
+    mlp: Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu"] = Field(
+        "gelu", description="Activation; swiglu and geglu add a gate matrix (Shazeer, 2020)."
+    )
+    attention_bias: bool = Field(False, description="Biases on the query, key, value and output projections.")
+    mlp_bias: bool = Field(False, description="Biases on the MLP's linear layers.")
+    qk_norm: bool = Field(False, description="RMSNorm over each head of queries and keys (Henry et al., 2020).")
+    tie_embeddings: bool = Field(True, description="The head shares the token embedding's matrix.")
+
+    window: PositiveInt | None = Field(
+        None, description="Tokens a windowed layer sees, the token itself included. None: every layer sees all."
+    )
+    window_pattern: tuple[Literal["full", "window"], ...] = Field(
+        default_factory=lambda data: ("window",) if data["window"] else ("full",),
+        min_length=1,
+        description="Repeated over the layers: which are windowed.",
+    )
+
+    dropout_embedding: Fraction = 0.0
+    dropout_attention: Fraction = 0.0
+    dropout_residual: Fraction = 0.0
+
+    init: Literal["normal", "gpt2", "xavier"] = Field(
+        "normal",
+        description="normal: N(0, init_std). gpt2: the same, residual projections scaled by 1/sqrt(2L). "
+        "xavier: uniform (Glorot & Bengio, 2010), each matrix by its own fan.",
+    )
+    init_std: float = Field(0.02, gt=0)
+    zero_init_projections: bool = Field(
+        False, description="Residual projections start at zero: blocks begin as identity."
+    )
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP multiplies by a gate (three matrices instead of two)."""
+        return self.mlp in ("swiglu", "geglu")
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """For each layer, the tokens it sees, or None for all of them."""
+        pattern = self.window_pattern
+        return tuple(self.window if pattern[i % len(pattern)] == "window" else None for i in range(self.n_layers))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if "d_head" not in self.model_fields_set and self.d_model % self.n_heads:
+            raise ValueError(
+                f"d_model={self.d_model} is not a multiple of n_heads={self.n_heads}: "
+                f"choose n_heads that divides d_model, or set d_head"
+            )
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}: "
+                f"each key/value head serves a whole number of query heads"
+            )
+        if self.position == "rope" and self.d_head % 2:
+            raise ValueError(
+                f"d_head={self.d_head} is odd, and position=rope rotates pairs: "
+                f"choose n_heads so that d_model / n_heads is even, or set d_head"
+            )
+        if self.norm == "rmsnorm" and self.norm_bias:
+            raise ValueError("norm_bias=true with norm=rmsnorm: RMSNorm has no shift; leave norm_bias out")
+        if "window" in self.window_pattern and self.window is None:
+            raise ValueError("window_pattern names windowed layers and window is not set: set window to a token count")
+        if self.window is not None and "window" not in self.window_pattern:
+            raise ValueError(f"window={self.window} is set and window_pattern has no `window` entry: drop one of them")
+        if self.window is not None and self.window > self.context_length:
+            raise ValueError(
+                f"window={self.window} is longer than context_length={self.context_length}: "
+                f"a window holds at most the context"
+            )
+        return self
+
+
+# ------------------------------------------------------------------------------------------------ tokenizer
+
+
+class BPETokenizer(Section):
+    """Byte-level byte-pair encoding trained on the recipe's own training text. Every byte sequence round-trips."""
+
+    type: Literal["bpe"]
+    vocab_size: int = Field(4096, ge=257, description="256 bytes, one document separator, the rest merges.")
+
+
+class CharTokenizer(Section):
+    """One token for each character of the training text."""
+
+    type: Literal["char"]
+
+
+class WordTokenizer(Section):
+    """Lower-cased words and punctuation, the most frequent first; <pad> <unk> <bos> <eos> are 0 to 3."""
+
+    type: Literal["word"]
+    vocab_size: int = Field(16_000, ge=5, description="At most this many tokens, the four special ones included.")
+
+
+class GPT2Tokenizer(Section):
+    """GPT-2's 50,257 tokens."""
+
+    type: Literal["gpt2"]
+    path: Path | None = Field(
+        None, description="The published ranks file (r50k_base.tiktoken) or a Hugging Face folder. None: the hub."
+    )
+
+
+class FileTokenizer(Section):
+    """Any `tokenizer.json`, or a folder that holds one."""
+
+    type: Literal["file"]
+    path: Path
+
+
+TokenizerConfig = Annotated[
+    BPETokenizer | CharTokenizer | WordTokenizer | GPT2Tokenizer | FileTokenizer, Field(discriminator="type")
+]
+
+# ----------------------------------------------------------------------------------------------------- data
+
+
+class PythonStdlibSource(Section):
+    """The standard library's own sources of the interpreter that runs, tests left out."""
+
+    type: Literal["python-stdlib"]
+
+
+class _FileSource(Section):
+    path: str | None = Field(None, description="A file, a folder or a glob. With url: a local copy, used instead.")
+    url: str | None = Field(None, description="Downloaded once into the cache; needs sha256.")
+    sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.path and not self.url:
+            raise ValueError("neither path nor url is set: say where the text is")
+        if self.url and not self.sha256:
+            raise ValueError(f"url={self.url} has no sha256: add it, so that the same bytes are used every time")
+        return self
+
+
+class TextSource(_FileSource):
+    """UTF-8 text; each file is one document."""
+
+    type: Literal["text"]
+    extensions: tuple[str, ...] = Field((".txt", ".md", ".text"), description="Files taken from a folder.")
+
+
+class JSONLSource(_FileSource):
+    """One JSON object a line, plain or .gz; each is one document."""
+
+    type: Literal["jsonl"]
+    field: str = "text"
+
+
+class ParquetSource(_FileSource):
+    """Parquet files; each row is one document. Needs the `data` extra."""
+
+    type: Literal["parquet"]
+    field: str = "text"
+
+
+class HuggingFaceSource(Section):
+    """A dataset of the Hugging Face hub, or a local dataset folder, streamed. Needs the `data` extra."""
+
+    type: Literal["huggingface"]
+    dataset: str
+    name: str | None = None
+    split: str = "train"
+    field: str = "text"
+
+
+SourceConfig = Annotated[
+    PythonStdlibSource | TextSource | JSONLSource | ParquetSource | HuggingFaceSource, Field(discriminator="type")
+]
+
+
+class ValidationSplit(Section):
+    """What is held out. Deterministic: it depends on the text alone."""
+
+    fraction: float = Field(0.05, gt=0, lt=1)
+    by: Literal["auto", "document", "tail"] = Field(
+        "auto",
+        description="document: whole documents, chosen by a hash of their text. tail: the end of each document. "
+        "auto: document where there are at least 20, else tail.",
+    )
+
+
+class DataConfig(Section):
+    sources: tuple[SourceConfig, ...] = Field(min_length=1)
+    validation: ValidationSplit = ValidationSplit()
+    cache_dir: Path = Field(Path("data"), description="Prepared shards go to a folder of their own below this one.")
+    shard_tokens: PositiveInt = Field(100_000_000, description="A shard is closed when it holds this many tokens.")
+    processes: int = Field(0, ge=0, description="Worker processes for preparing. 0: one for each core.")
+
+
+# ---------------------------------------------------------------------------------------------------- train
+
+
+class TrainConfig(Section):
+    """One training run. The length is the first reached of max_steps, epochs and max_minutes."""
+
+    max_steps: PositiveInt | None = None
+    epochs: float | None = Field(None, gt=0)
+    max_minutes: float | None = Field(None, gt=0)
+
+    batch_size: PositiveInt = Field(32, description="Sequences in one optimizer step.")
+    micro_batch_size: PositiveInt = Field(
+        default_factory=_from("batch_size"),
+        description="Sequences in one forward and backward pass; divides batch_size. Gradients are accumulated.",
+    )
+
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: Muon for the blocks' matrices (Jordan et al., 2024), AdamW for the rest."
+    )
+    learning_rate: float = Field(3e-4, gt=0, description="Peak rate of AdamW.")
+    muon_learning_rate: float = Field(0.02, gt=0, description="Peak rate of Muon's matrices.")
+    muon_momentum: Fraction = 0.95
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0, description="Decoupled, on matrices only.")
+    grad_clip: float = Field(1.0, ge=0, description="Largest global gradient norm. 0: no clipping.")
+
+    schedule: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine", description="After warmup: cosine to the end; or constant, then linear decay (WSD); or constant."
+    )
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warmup.")
+    decay_fraction: float = Field(0.2, gt=0, le=1, description="wsd: share of the run that decays, at its end.")
+    final_rate_fraction: float = Field(0.1, ge=0, le=1, description="Last rate as a fraction of the peak.")
+
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="auto: bf16 autocast where the hardware multiplies bf16 natively, else fp32."
+    )
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+
+    log_every: PositiveInt = 10
+    evaluate_every: PositiveInt = 250
+    evaluate_sequences: int = Field(0, ge=0, description="Validation windows per evaluation, evenly spaced. 0: all.")
+    checkpoint_every: PositiveInt = 250
+    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints kept; the best is kept besides.")
+    sample_every: int = Field(0, ge=0, description="Steps between samples. 0: none.")
+    sample_prompts: tuple[str, ...] = ("",)
+    sample_tokens: PositiveInt = 100
+
+    early_stopping_patience: PositiveInt | None = Field(None, description="Evaluations without improvement.")
+    max_skipped_steps: PositiveInt = Field(10, description="Non-finite steps in a row that end the run.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_steps is None and self.epochs is None and self.max_minutes is None:
+            raise ValueError("the run has no end: set one of max_steps, epochs, max_minutes")
+        if self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}: "
+                f"a step is a whole number of micro-batches"
+            )
+        if self.max_steps is not None and self.warmup_steps >= self.max_steps:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} leaves nothing of max_steps={self.max_steps}: warm up for less"
+            )
+        return self
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches in one optimizer step."""
+        return self.batch_size // self.micro_batch_size
+
+
+# --------------------------------------------------------------------------------------------------- recipe
+
+
+class Recipe(Section):
+    """A model, its tokenizer, its data and its training: everything a command needs to know."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Default: the file's name.")
+    run_dir: Path = Field(default_factory=lambda data: Path("runs") / data["name"])
+    seed: int = Field(1337, ge=0, lt=2**32)
+    model: ModelConfig
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    train: TrainConfig
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        known = known_vocab_size(self.tokenizer)
+        if known is not None and self.model.vocab_size not in (0, known):
+            raise ValueError(
+                f"model.vocab_size={self.model.vocab_size} and the tokenizer has {known} tokens: "
+                f"they must be equal; set tokenizer.vocab_size or leave model.vocab_size out"
+            )
+        return self
+
+
+def known_vocab_size(tokenizer: TokenizerConfig) -> int | None:
+    """The vocabulary a tokenizer will have, where its settings alone fix it; None where its text decides."""
+    if isinstance(tokenizer, GPT2Tokenizer):
+        return 50_257
+    return tokenizer.vocab_size if isinstance(tokenizer, BPETokenizer) else None

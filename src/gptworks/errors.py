@@ -1,0 +1,22 @@
+"""The two ways a command can end badly, and what each tells the user."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Something the user gave cannot work. The message states the value, the rule and the fix. Exit code 2."""
+
+    exit_code = 2
+
+
+class RunError(RuntimeError):
+    """The input was right and the work failed (a full disk, a diverging run). Exit code 1."""
+
+    exit_code = 1
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name most like `name`, or None where nothing is close."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return matches[0] if matches else None

@@ -1,0 +1,132 @@
+"""GPT: a decoder-only transformer. Every variant of ModelConfig is this one class.
+
+    tokens ─► embedding (+ position) ─► dropout ─► L × block ─► norm ─► head ─► logits
+
+    block:  x ─┬─► norm ─► attention ─► dropout ─┬─► + ─┬─► norm ─► MLP ─► dropout ─► + ─►
+               └────────────────────────────────►┘      └───────────────────────────►┘
+
+Shapes: B batch, T time, C width, V vocabulary.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptworks.config import ModelConfig
+from gptworks.model.attention import Attention, Rotary
+from gptworks.model.cache import KVCache, LayerCache
+from gptworks.model.layers import MLP, build_norm, product_dtype
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each behind a norm and added to the residual stream (pre-norm; Xiong et al., 2020)."""
+
+    def __init__(self, config: ModelConfig, window: int | None) -> None:
+        super().__init__()
+        self.norm1 = build_norm(config)
+        self.attention = Attention(config, window)
+        self.norm2 = build_norm(config)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout_residual)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x), rotary, cache))
+        x = x + self.dropout(self.mlp(self.norm2(x)))
+        return x
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer over `config.vocab_size` tokens."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Build the model and initialize it from torch's global random state.
+
+        Raises:
+            ValueError: the vocabulary is not known yet (config.vocab_size is 0).
+        """
+        super().__init__()
+        if not config.vocab_size:
+            raise ValueError(
+                "model.vocab_size is not known: set it, or prepare the data so that the tokenizer tells it"
+            )
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.position_embedding = (
+            nn.Embedding(config.context_length, config.d_model) if config.position == "learned" else None
+        )
+        self.rotary = Rotary(config) if config.position == "rope" else None
+        self.dropout = nn.Dropout(config.dropout_embedding)
+        self.blocks = nn.ModuleList(Block(config, window) for window in config.layer_windows)
+        self.norm = build_norm(config)
+        self.untied_head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        initialize(self)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's matrix [V, C]: the token embedding's own where they are tied."""
+        return self.token_embedding.weight if self.untied_head is None else self.untied_head.weight
+
+    def features(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Token ids [B, T] → the last norm's output [B, T, C], from which the head makes logits.
+
+        With a cache, `tokens` continue the tokens that the cache has seen, and the cache is extended by them.
+
+        Raises:
+            ValueError: more tokens than the context (or the cache) holds.
+        """
+        start, length = (cache.length if cache is not None else 0), tokens.size(1)
+        room = cache.capacity if cache is not None else self.config.context_length
+        if start + length > room:
+            raise ValueError(f"{start + length} tokens do not fit in a context of {room}")
+        x: Tensor = self.token_embedding(tokens)  # B T C
+        if self.position_embedding is not None:
+            x = x + self.position_embedding.weight[start : start + length]
+        x = self.dropout(x)
+        rotary = self.rotary(start, length, product_dtype(x)) if self.rotary is not None else None
+        for i, block in enumerate(self.blocks):
+            x = block(x, rotary, cache.layers[i] if cache is not None else None)
+        x = self.norm(x)
+        return x
+
+    def logits(self, features: Tensor) -> Tensor:
+        """[..., C] → [..., V]."""
+        return F.linear(features, self.head_weight)
+
+    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Token ids [B, T] → logits [B, T, V]: at each position, the scores of the token that follows."""
+        return self.logits(self.features(tokens, cache))
+
+    @property
+    def device(self) -> torch.device:
+        return self.token_embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.token_embedding.weight.dtype
+
+
+@torch.no_grad()
+def initialize(model: GPT) -> None:
+    """Set every parameter as `config.init` says; norms are 1 and 0, biases 0."""
+    config = model.config
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            if config.init == "xavier":
+                nn.init.xavier_uniform_(module.weight)
+            else:
+                nn.init.normal_(module.weight, std=config.init_std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    for projection in residual_projections(model):
+        if config.zero_init_projections:
+            nn.init.zeros_(projection.weight)
+        elif config.init == "gpt2":  # Radford et al., 2019, section 2.3
+            nn.init.normal_(projection.weight, std=config.init_std / math.sqrt(2 * config.n_layers))
+
+
+def residual_projections(model: GPT) -> list[nn.Linear]:
+    """The two matrices of each block that write to the residual stream."""
+    blocks = [block for block in model.blocks if isinstance(block, Block)]
+    return [projection for block in blocks for projection in (block.attention.out, block.mlp.down)]

@@ -1,0 +1,84 @@
+"""The small parts of a block: normalization and the MLP.
+
+Under autocast the residual stream stays float32; a norm computes in float32 and hands on the dtype in which the
+matrix products that follow are done, so that its result is cast once and not once a product.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptworks.config import ModelConfig
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which matrix products with x are done here: autocast's, or x's own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm (Ba et al., 2016) with an optional shift."""
+
+    def __init__(self, width: int, eps: float, bias: bool) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps).to(product_dtype(x))
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm (Zhang & Sennrich, 2019)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        return F.rms_norm(wide, self.weight.shape, self.weight, self.eps).to(product_dtype(x))
+
+
+def build_norm(config: ModelConfig) -> nn.Module:
+    """The normalization of the residual stream."""
+    if config.norm == "rmsnorm":
+        return RMSNorm(config.d_model, config.norm_eps)
+    return LayerNorm(config.d_model, config.norm_eps, config.norm_bias)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """ReLU squared (So et al., 2021)."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": relu2,
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+}
+
+
+class MLP(nn.Module):
+    """Two matrices around an activation, or three where the activation gates (Shazeer, 2020)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.mlp]
+        self.gate = nn.Linear(config.d_model, config.d_ff, bias=config.mlp_bias) if config.gated else None
+        self.up = nn.Linear(config.d_model, config.d_ff, bias=config.mlp_bias)
+        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, C] → [B, T, C]."""
+        inner = self.activation(self.up(x)) if self.gate is None else self.activation(self.gate(x)) * self.up(x)
+        out: Tensor = self.down(inner)
+        return out

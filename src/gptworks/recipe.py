@@ -1,0 +1,214 @@
+"""Recipe files: reading, overriding, checking, saving.
+
+A recipe is one YAML file with the sections `model`, `tokenizer`, `data` and `train`. `load_recipe` reads it, applies
+`key.path=value` overrides, and refuses unknown keys, wrong types and settings that contradict one another before any
+work begins.
+"""
+
+import json
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import ValidationError
+
+from gptworks.config import ModelConfig, Recipe, Section, known_vocab_size
+from gptworks.errors import UserError, nearest
+from gptworks.presets import expand_preset
+
+
+def with_vocab_size(recipe: Recipe, vocab_size: int) -> Recipe:
+    """The recipe with its model's vocabulary set to the tokenizer's.
+
+    Raises:
+        UserError: the recipe states another vocabulary.
+    """
+    stated = recipe.model.vocab_size
+    if stated not in (0, vocab_size):
+        raise UserError(
+            f"model.vocab_size={stated} and the tokenizer has {vocab_size} tokens: they must be equal. "
+            f"Set model.vocab_size={vocab_size} (or leave it out), or give another tokenizer."
+        )
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": vocab_size})})
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file, apply `key.path=value` overrides, and validate the whole.
+
+    Raises:
+        UserError: a missing file, broken YAML, an unknown key, a wrong type or settings that contradict one another.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "recipe.yaml"
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{path}: no such recipe file. `gptworks presets` lists what can be described by name."
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not readable YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise UserError(
+            f"{path} holds {type(tree).__name__}, not a mapping with the sections model, tokenizer, data, train."
+        )
+    tree.setdefault("name", path.stem if path.stem != "recipe" else path.absolute().parent.name)
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse_recipe(tree, str(path))
+
+
+def parse_recipe(tree: dict[str, Any], origin: str = "recipe") -> Recipe:
+    """Validate a recipe given as plain dictionaries; `model.preset` is replaced by the preset's settings."""
+    if isinstance(tree.get("model"), dict):
+        tree = {**tree, "model": expand_preset(tree["model"])}
+    try:
+        recipe = Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(_explain(error, Recipe, origin)) from None
+    known = known_vocab_size(recipe.tokenizer)
+    return recipe if known is None else with_vocab_size(recipe, known)
+
+
+def parse_model(tree: dict[str, Any], origin: str = "model") -> ModelConfig:
+    """Validate the settings of a model given as a plain dictionary."""
+    try:
+        return ModelConfig.model_validate(expand_preset(tree))
+    except ValidationError as error:
+        raise UserError(_explain(error, ModelConfig, origin)) from None
+
+
+def save_recipe(recipe: Recipe, path: Path) -> None:
+    """Write the resolved recipe as YAML; `load_recipe` reads back an equal one."""
+    path.write_text(
+        yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True), encoding="utf-8"
+    )
+
+
+def recipe_schema() -> dict[str, Any]:
+    """JSON schema of a recipe file, for editors."""
+    schema = Recipe.model_json_schema()
+    model = schema["$defs"]["ModelConfig"]
+    model["properties"] = {
+        "preset": {"type": "string", "description": "Start from this preset."},
+        **model["properties"],
+    }
+    model.pop("required", None)
+    schema["title"] = "gptworks recipe"
+    return schema
+
+
+# ------------------------------------------------------------------------------------------------ overrides
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not separator or not all(parts):
+        raise UserError(f"override `{override}` is not of the form key.path=value, such as train.max_steps=200.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    node: Any = tree
+    index: Any
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        where = ".".join(parts[: depth + 1])
+        if isinstance(node, list):
+            if not part.isdigit() or int(part) >= len(node):
+                raise UserError(
+                    f"override `{override}`: {where} is not an item of a list of {len(node)}; use 0 to {len(node) - 1}."
+                )
+            index = int(part)
+        elif isinstance(node, dict):
+            index = part
+        else:
+            raise UserError(f"override `{override}`: `{'.'.join(parts[:depth])}` is a value, it has no keys below it.")
+        if last:
+            node[index] = value
+        else:
+            if isinstance(node, dict) and node.get(index) is None:
+                node[index] = {}
+            node = node[index]
+
+
+# --------------------------------------------------------------------------------------------------- errors
+
+
+def _explain(error: ValidationError, root: type[Section], origin: str) -> str:
+    items = [dict(item) for item in error.errors() if item["type"] != "default_factory_not_called"]
+    inner = {item["loc"][:depth] for item in items for depth in range(len(item["loc"]))}
+    items = [item for item in items if not (item["type"] == "too_short" and item["loc"] in inner)]  # a mere consequence
+    lines = list(dict.fromkeys(_explain_one(item, root) for item in items))
+    return "\n".join(f"{origin}: {line}" for line in lines)
+
+
+def _explain_one(item: dict[str, Any], root: type[Section]) -> str:
+    location: tuple[Any, ...] = item["loc"]
+    key = ".".join(str(part) for part in _visible(location, root))
+    if item["type"] == "extra_forbidden":
+        known = sorted({name for section in _sections_at(location[:-1], root) for name in section.model_fields})
+        near = nearest(str(location[-1]), known)
+        return f"unknown key `{key}`" + (f"; did you mean `{near}`?" if near else f"; known here: {', '.join(known)}.")
+    if item["type"] == "missing":
+        return f"`{key}` is missing."
+    if item["type"] == "union_tag_not_found":
+        return f"`{key}` needs a `type`: one of {item['ctx']['discriminator'] and _tags(location, root)}."
+    if item["type"] == "union_tag_invalid":
+        near = nearest(str(item["ctx"]["tag"]), item["ctx"]["expected_tags"].replace("'", "").split(", "))
+        hint = f"; did you mean `{near}`?" if near else "."
+        return f"`{key}.type` is `{item['ctx']['tag']}`: one of {item['ctx']['expected_tags']}{hint}"
+    message: str = item["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:] if message.startswith(("Input", "Field")) else message
+    if not key:
+        return message
+    given = "" if item["type"] == "value_error" else f"={json.dumps(item['input'], default=str)}"
+    return f"`{key}`{given}: {message.removeprefix('input ')}"
+
+
+def _tags(location: tuple[Any, ...], root: type[Section]) -> str:
+    tags = [get_args(section.model_fields["type"].annotation)[0] for section in _sections_at(location, root)]
+    return ", ".join(tags)
+
+
+def _visible(location: tuple[Any, ...], root: type[Section]) -> Iterator[Any]:
+    """The location as the user wrote it: pydantic adds the chosen `type` of a union, which is not a key."""
+    for depth, part in enumerate(location):
+        before = _sections_at(location[:depth], root)
+        if isinstance(part, str) and len(before) > 1 and part not in ("type",):
+            continue
+        yield part
+
+
+def _sections_at(location: tuple[Any, ...], root: type[Section]) -> list[type[Section]]:
+    """The section types that may stand at a location; several where a union has not been decided yet."""
+    current: list[Any] = [root]
+    for part in location:
+        sections = [c for c in current if isinstance(c, type) and issubclass(c, Section)]
+        tagged = [
+            c for c in sections if "type" in c.model_fields and get_args(c.model_fields["type"].annotation) == (part,)
+        ]
+        if len(sections) > 1 and tagged:
+            current = tagged
+        elif isinstance(part, int):
+            continue
+        else:
+            current = [
+                leaf for c in sections if part in c.model_fields for leaf in _leaves(c.model_fields[part].annotation)
+            ]
+    return [c for c in current if isinstance(c, type) and issubclass(c, Section)]
+
+
+def _leaves(annotation: Any) -> Iterator[Any]:
+    """The plain types inside unions, tuples and annotations."""
+    if get_origin(annotation) is Annotated:
+        yield from _leaves(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, types.UnionType, tuple):
+        for argument in get_args(annotation):
+            yield from _leaves(argument)
+    else:
+        yield annotation

@@ -1,0 +1,15 @@
+"""Fixtures shared by the tests."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder with TinyShakespeare, GPT-2's ranks and the like, named by GPTWORKS_SHARED_DATA."""
+    folder = os.environ.get("GPTWORKS_SHARED_DATA")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("GPTWORKS_SHARED_DATA does not name a folder: this test needs its files")
+    return Path(folder)
