@@ -5,6 +5,7 @@ A recipe is one YAML file with the sections `model`, `tokenizer`, `data` and `tr
 work begins.
 """
 
+import copy
 import json
 import types
 from collections.abc import Iterator, Sequence
@@ -35,14 +36,14 @@ def with_vocab_size(recipe: Recipe, vocab_size: int) -> Recipe:
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file, apply `key.path=value` overrides, and validate the whole.
+    """Read a recipe file, or the one of a run folder, apply `key.path=value` overrides, and validate the whole.
 
     Raises:
         UserError: a missing file, broken YAML, an unknown key, a wrong type or settings that contradict one another.
     """
     path = Path(path)
-    if path.is_dir():
-        path = path / "recipe.yaml"
+    run_dir = path if path.is_dir() else None
+    path = path / "recipe.yaml" if path.is_dir() else path
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -56,9 +57,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             f"{path} holds {type(tree).__name__}, not a mapping with the sections model, tokenizer, data, train."
         )
     tree.setdefault("name", path.stem if path.stem != "recipe" else path.absolute().parent.name)
-    for override in overrides:
-        _apply_override(tree, override)
-    return parse_recipe(tree, str(path))
+    if run_dir is not None:
+        tree["run_dir"] = str(run_dir)  # a run folder may have been moved or copied
+    return parse_recipe(apply_overrides(tree, overrides), str(path))
 
 
 def parse_recipe(tree: dict[str, Any], origin: str = "recipe") -> Recipe:
@@ -102,6 +103,18 @@ def recipe_schema() -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------ overrides
+
+
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The tree with each `key.path=value` set; list items are named by their index, and values are read as YAML.
+
+    Raises:
+        UserError: an override of another form, or a path that runs through a value or past a list's end.
+    """
+    tree = copy.deepcopy(tree)
+    for override in overrides:
+        _apply_override(tree, override)
+    return tree
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

@@ -17,7 +17,9 @@ from gptworks.config import ModelConfig
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which matrix products with x are done here: autocast's, or x's own."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 class LayerNorm(nn.Module):
@@ -43,7 +45,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        return F.rms_norm(wide, self.weight.shape, self.weight, self.eps).to(product_dtype(x))
+        return F.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(product_dtype(x))
 
 
 def build_norm(config: ModelConfig) -> nn.Module:

@@ -27,6 +27,8 @@ def linear_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor) -> T
         A float32 scalar. Its gradient reaches features and weight.
     """
     features, targets = features.reshape(-1, features.size(-1)), targets.reshape(-1)
+    if not torch.is_grad_enabled():  # or else needs_input_grad, which asks the tensors alone, has d_weight computed
+        features, weight = features.detach(), weight.detach()
     total: Tensor = _LinearCrossEntropy.apply(features, weight, targets)  # type: ignore[no-untyped-call]
     return total
 

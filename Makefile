@@ -1,0 +1,52 @@
+# Every target makes .venv if it is missing; nothing else needs to be set up.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help demo test test-slow lint bench clean
+
+help:
+	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores)"
+	@echo "make test    run the tests"
+	@echo "make lint    ruff, mypy and the import contract"
+	@echo "make bench   training throughput beside a textbook loop"
+
+demo: .venv/.installed
+	$(BIN)/gptworks train recipes/demo.yaml --resume
+	@echo; echo "Completions:"
+	$(BIN)/gptworks generate runs/demo "def read_lines(path):" --max-tokens 120 --temperature 0.6 --seed 1
+	@echo
+	$(BIN)/gptworks generate runs/demo "class Queue:" --max-tokens 120 --temperature 0.6 --seed 2
+	@echo; echo "Held-out text, and what compressors make of it:"
+	$(BIN)/gptworks evaluate runs/demo --compressors
+	@echo; echo "Go on with: $(BIN)/gptworks chat runs/demo"
+
+test: .venv/.installed-dev
+	$(BIN)/python -m pytest
+
+test-slow: .venv/.installed-dev
+	$(BIN)/python -m pytest -m slow --timeout 3600
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: .venv/.installed-dev
+	$(BIN)/python bench/train.py
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gptworks needs Python 3.11 or later")'
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) -e ".[plots]"
+	@touch $@
+
+.venv/.installed-dev: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) -e ".[plots,data,dev]"
+	@touch $@ .venv/.installed

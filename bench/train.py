@@ -1,0 +1,158 @@
+"""Training throughput beside the same model in a textbook loop, from one run.
+
+    python bench/train.py --text tinyshakespeare.txt
+
+The model is nanoGPT's character model: 6 layers, 6 heads, width 384, context 256, batch 16, no dropout. The textbook
+loop is fp32, eager, attention written out, AdamW as it comes. gptworks runs its own training step, with its own batches,
+in the precision it chooses. The two take turns, and the ratio is of medians.
+"""
+
+import argparse
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptworks.data.prepare import prepare
+from gptworks.device import choose_device, choose_precision, device_name, keep_freed_memory
+from gptworks.plan.flops import forward_flops
+from gptworks.recipe import parse_recipe, with_vocab_size
+from gptworks.tokenizer import vocabulary_size
+from gptworks.train.display import Display
+from gptworks.train.loop import Run
+from gptworks.train.objectives import next_token
+
+LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 6, 6, 384, 256, 16
+
+
+class TextbookBlock(nn.Module):
+    """Pre-norm attention and MLP, as any tutorial has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.register_buffer("mask", torch.ones(CONTEXT, CONTEXT, dtype=torch.bool).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).split(width, dim=2)
+        q, k, v = (t.view(batch, length, HEADS, width // HEADS).transpose(1, 2) for t in (q, k, v))
+        scores = (q @ k.transpose(-2, -1)) / math.sqrt(width // HEADS)
+        weights = torch.softmax(scores.masked_fill(~self.mask, float("-inf")), dim=-1)
+        x = x + self.out((weights @ v).transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class TextbookGPT(nn.Module):
+    """Learned positions, tied head."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocab_size, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(*[TextbookBlock() for _ in range(LAYERS)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, vocab_size, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.size(1)))
+        logits = self.head(self.norm(self.blocks(x)))
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+def textbook_step(vocab_size: int, data: Tensor) -> Callable[[], None]:
+    """One step of the textbook loop."""
+    model = TextbookGPT(vocab_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+    def step() -> None:
+        starts = torch.randint(len(data) - CONTEXT - 1, (BATCH,)).tolist()
+        x = torch.stack([data[i : i + CONTEXT] for i in starts])
+        y = torch.stack([data[i + 1 : i + CONTEXT + 1] for i in starts])
+        loss = model(x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def product_rate(dtype: torch.dtype) -> float:
+    """FLOP/s of a large square matrix product here, the best of several."""
+    a, b = (torch.randn(2048, 2048).to(dtype) for _ in range(2))
+    a @ b
+    return 2 * 2048**3 / min(seconds(lambda: a @ b) for _ in range(5))
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--text", type=Path, help="a text file; default: the standard library's sources")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=4, help="steps of each loop in a round")
+    arguments = parser.parse_args()
+
+    source = {"type": "text", "path": str(arguments.text)} if arguments.text else {"type": "python-stdlib"}
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = parse_recipe(
+            {
+                "name": "bench",
+                "run_dir": f"{folder}/run",
+                "model": {"context_length": CONTEXT, "n_layers": LAYERS, "d_model": WIDTH, "n_heads": HEADS,
+                          "position": "learned", "norm": "layernorm", "mlp": "gelu"},
+                "tokenizer": {"type": "char"},
+                "data": {"sources": [source], "cache_dir": folder, "validation": {"fraction": 0.1, "by": "tail"}},
+                "train": {"max_steps": 10_000, "batch_size": BATCH, "log_every": 10_000},
+            }
+        )  # fmt: skip
+        prepared = prepare(recipe)
+        recipe = with_vocab_size(recipe, vocabulary_size(prepared.tokenizer))
+        device = choose_device("cpu")
+        precision = choose_precision("auto", device)
+        run = Run(recipe, prepared.folder, prepared.tokenizer, device, precision, next_token, Display())
+        data = torch.from_numpy(run.train_shards.read(0, min(run.train_shards.n_tokens, 10**6)))
+        textbook = textbook_step(recipe.model.vocab_size, data)
+
+        before: list[float] = []
+        keep_freed_memory()
+        loops = {"textbook fp32": textbook, f"gptworks {precision.name}": run.training_step}
+        times: dict[str, list[float]] = {name: [] for name in loops}
+        for step in loops.values():
+            step()
+        rates = []
+        for _ in range(arguments.rounds):
+            rates.append(product_rate(precision.dtype))
+            for name, step in loops.items():
+                times[name] += [seconds(step) for _ in range(arguments.steps)]
+        del before
+
+    rate = statistics.median(rates)
+    flops_per_token = 3 * forward_flops(recipe.model, CONTEXT).total / CONTEXT
+    tokens = BATCH * CONTEXT
+    speed = {name: tokens / statistics.median(values) for name, values in times.items()}
+    slow, fast = speed.values()
+    print(f"{device_name(device)}, torch {torch.__version__}")
+    print(f"matrix products in {precision.name}: {rate / 1e9:,.0f} GFLOP/s")
+    for name, value in speed.items():
+        used = value * flops_per_token
+        print(f"{name:<18} {value:>9,.0f} tokens/s  {used / 1e9:>6,.0f} GFLOP/s  {used / rate:>4.0%} of the product rate")
+    print(f"ratio              {fast / slow:>9.2f}")
+
+
+if __name__ == "__main__":
+    main()

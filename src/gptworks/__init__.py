@@ -1,0 +1,53 @@
+"""gptworks: design, plan, train, evaluate and run your own GPT-family language models.
+
+    import gptworks
+
+    engine = gptworks.load("runs/demo")
+    print(engine.generate("def ", max_tokens=100))
+
+The building blocks are imported on first use, so that `import gptworks` costs nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from gptworks.config import ModelConfig, Recipe
+    from gptworks.data.prepare import prepare
+    from gptworks.infer.engine import Engine, load
+    from gptworks.model import GPT, KVCache
+    from gptworks.presets import preset
+    from gptworks.recipe import load_recipe
+
+_HOMES = {
+    "ModelConfig": "gptworks.config",
+    "Recipe": "gptworks.config",
+    "load_recipe": "gptworks.recipe",
+    "preset": "gptworks.presets",
+    "prepare": "gptworks.data.prepare",
+    "GPT": "gptworks.model",
+    "KVCache": "gptworks.model",
+    "Engine": "gptworks.infer.engine",
+    "load": "gptworks.infer.engine",
+}
+
+__all__ = [
+    "GPT",
+    "Engine",
+    "KVCache",
+    "ModelConfig",
+    "Recipe",
+    "__version__",
+    "load",
+    "load_recipe",
+    "prepare",
+    "preset",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gptworks' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,6 @@
+"""`python -m gptworks`."""
+
+from gptworks.cli import main
+
+if __name__ == "__main__":
+    main()

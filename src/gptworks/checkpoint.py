@@ -1,0 +1,273 @@
+"""Crash-safe checkpoints: written aside, flushed to disk, described by a manifest of sha256 sums, then renamed.
+
+    checkpoints/step-000500/
+        model.safetensors       the weights
+        optimizer.safetensors   `parameter/key` → tensor
+        state.json              counters of the run
+        manifest.json           bytes and sha256 of the three, written last
+
+A folder with the final name is complete: a crash at any moment leaves either it or nothing. What time or a failing disk
+does to it later is found by its manifest.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gptworks.config import ModelConfig, Recipe
+from gptworks.errors import RunError, UserError
+from gptworks.model import GPT
+from gptworks.recipe import load_recipe
+
+FORMAT = 1
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder whose name says its step."""
+
+    folder: Path
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(self.folder.name.removeprefix("step-"))
+
+    def verify(self) -> None:
+        """Compare every file with the manifest.
+
+        Raises:
+            UserError: a file is missing, truncated or changed; it is named.
+        """
+        manifest = self.folder / "manifest.json"
+        try:
+            files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+            for name, entry in files.items():
+                path = self.folder / name
+                if path.stat().st_size != entry["bytes"]:
+                    raise UserError(
+                        f"{path} is damaged: {path.stat().st_size:,} bytes, its manifest says {entry['bytes']:,}."
+                    )
+                if sha256_file(path) != entry["sha256"]:
+                    raise UserError(f"{path} is damaged: its sha256 differs from the manifest's.")
+        except FileNotFoundError as error:
+            raise UserError(f"checkpoint {self.folder} is damaged: {error.filename} is missing.") from None
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{manifest} is damaged: it is not a checkpoint's manifest.") from None
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """The weights by name."""
+        return load_file(self.folder / "model.safetensors")
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """The optimizer's state by `parameter/key`."""
+        return load_file(self.folder / "optimizer.safetensors")
+
+    def state(self) -> dict[str, Any]:
+        """The counters of the run."""
+        state: dict[str, Any] = json.loads((self.folder / "state.json").read_text(encoding="utf-8"))
+        return state
+
+
+def save_checkpoint(
+    run_dir: Path,
+    step: int,
+    model_tensors: dict[str, Tensor],
+    optimizer_tensors: dict[str, Tensor],
+    state: dict[str, Any],
+) -> Checkpoint:
+    """Write `checkpoints/step-<step>` so that it is there whole or not at all.
+
+    Raises:
+        RunError: the disk is full or refuses; earlier checkpoints are untouched and nothing half-written stays.
+    """
+    parent = run_dir / "checkpoints"
+    final = parent / f"step-{step:06d}"
+    aside = parent / f".writing-step-{step:06d}"
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        for name, tensors in (("model", model_tensors), ("optimizer", optimizer_tensors)):
+            whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
+            save_file(whole, aside / f"{name}.safetensors", {"format": "pt"})
+        (aside / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
+        files = {
+            path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in sorted(aside.iterdir())
+        }
+        manifest = {"format": FORMAT, "step": step, "files": files}
+        (aside / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        for path in aside.iterdir():
+            flush(path)
+        flush(aside)
+        if final.exists():  # a damaged one that a resumed run has come past again
+            shutil.rmtree(final)
+        aside.rename(final)
+        flush(parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        kept = ", ".join(checkpoint.folder.name for checkpoint in checkpoints(run_dir)) or "none"
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise RunError(
+            f"checkpoint at step {step} could not be written to {parent}: {reason}. Earlier ones kept: {kept}."
+        ) from error
+    return Checkpoint(final)
+
+
+def checkpoints(run_dir: Path) -> list[Checkpoint]:
+    """The run's checkpoints, newest first."""
+    found = [Checkpoint(path) for path in (run_dir / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
+    return sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True)
+
+
+def newest_verified(run_dir: Path, report: Report = lambda _: None) -> Checkpoint | None:
+    """The newest checkpoint that matches its manifest; each damaged one that is passed over is reported."""
+    for checkpoint in checkpoints(run_dir):
+        try:
+            checkpoint.verify()
+        except UserError as damage:
+            report(f"{damage} Going back to the checkpoint before it.")
+        else:
+            return checkpoint
+    return None
+
+
+def best_step(run_dir: Path) -> int | None:
+    """The step with the lowest validation loss, as the newest readable checkpoint knows it; None before one exists."""
+    for checkpoint in checkpoints(run_dir):
+        try:
+            return int(checkpoint.state()["best_step"]) or None
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+def remove_old(run_dir: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints and the best one, and what an interrupted write left."""
+    best = best_step(run_dir)
+    for checkpoint in checkpoints(run_dir)[keep:]:
+        if checkpoint.step != best:
+            shutil.rmtree(checkpoint.folder)
+    for leftover in (run_dir / "checkpoints").glob(".writing-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambda _: None) -> Checkpoint:
+    """The run's `best` or `last` checkpoint, or the one of a step, verified.
+
+    A damaged best falls back to the newest that is whole, and says so.
+
+    Raises:
+        UserError: the folder is no run, has no checkpoint, lacks the step asked for, or everything is damaged.
+    """
+    if not (run_dir / "recipe.yaml").exists():
+        raise UserError(f"{run_dir} is not a run folder: it has no recipe.yaml. `gptworks train RECIPE` makes one.")
+    available = checkpoints(run_dir)
+    if not available:
+        raise UserError(f"run {run_dir} has no checkpoint yet: let it train to its first one (train.checkpoint_every).")
+    if which not in ("best", "last"):
+        steps = [checkpoint.step for checkpoint in available]
+        if not which.isdigit() or int(which) not in steps:
+            raise UserError(f"checkpoint `{which}` is not in {run_dir}: use best, last or one of {sorted(steps)}.")
+        asked = available[steps.index(int(which))]
+        asked.verify()
+        return asked
+    best = best_step(run_dir)
+    if which == "best" and (chosen := next((c for c in available if c.step == best), None)) is not None:
+        try:
+            chosen.verify()
+            return chosen
+        except UserError as damage:
+            report(f"{damage} Using the newest checkpoint that is whole.")
+    found = newest_verified(run_dir, report)
+    if found is None:
+        raise UserError(f"every checkpoint of {run_dir} is damaged: train again, or restore them from a copy.")
+    return found
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run's model with the checkpoint's weights, and the recipe and tokenizer that belong to it."""
+
+    model: GPT
+    recipe: Recipe
+    tokenizer_folder: Path
+    checkpoint: Checkpoint
+
+
+def load_run(
+    run_dir: str | Path,
+    which: str = "best",
+    *,
+    device: torch.device | str = "cpu",
+    report: Report = lambda _: None,
+) -> LoadedRun:
+    """Load a run's model for use, in eval mode.
+
+    Raises:
+        UserError: as `choose_checkpoint`; or the weights do not belong to the recipe's model.
+    """
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: no such run folder. `gptworks train RECIPE` makes one below runs/.")
+    checkpoint = choose_checkpoint(run_dir, which, report)
+    recipe = load_recipe(run_dir)
+    return LoadedRun(load_model(checkpoint, recipe.model, device), recipe, run_dir / "tokenizer", checkpoint)
+
+
+def load_model(checkpoint: Checkpoint, config: ModelConfig, device: torch.device | str = "cpu") -> GPT:
+    """The model with a checkpoint's weights, in eval mode.
+
+    Raises:
+        UserError: names or shapes of the weights are not those of `config`.
+    """
+    tensors = checkpoint.model_tensors()
+    with torch.device("meta"):
+        model = GPT(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if expected != given:
+        name = next(name for name in sorted(expected | given) if expected.get(name) != given.get(name))
+        raise UserError(
+            f"{checkpoint.folder / 'model.safetensors'} does not hold the recipe's model: `{name}` is "
+            f"{given.get(name, 'missing')} there and {expected.get(name, 'absent')} in the model."
+        )
+    model.load_state_dict(tensors, assign=True)
+    if model.rotary is not None:
+        model.rotary.reset()
+    for parameter in model.parameters():
+        parameter.requires_grad_()
+    return model.to(device).eval()
+
+
+def sha256_file(path: Path) -> str:
+    """The sha256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Force a file's bytes, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a small file at once: a reader sees the old text or the new, never a part."""
+    aside = path.with_name(f".{path.name}.writing")
+    aside.write_text(text, encoding="utf-8")
+    flush(aside)
+    aside.replace(path)

@@ -1,0 +1,393 @@
+"""The command line: one function a command, each importing what it needs when it runs."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gptworks import __version__
+from gptworks.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gptworks.config import ModelConfig, Recipe
+    from gptworks.data.prepare import Prepared
+    from gptworks.infer.engine import Engine
+
+app = typer.Typer(
+    name="gptworks",
+    help="Design, plan, train, evaluate and run your own GPT-family language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file, or a run folder.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the file's, such as train.max_steps=200."),
+]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/demo.")]
+WhichCheckpoint = Annotated[str, typer.Option("--checkpoint", help="best, last, or a step.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Slide = Annotated[bool, typer.Option("--slide", help="When the context is full, go on from its last half.")]
+
+# How to sample; shared by `generate` and `chat`.
+MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token (greedy).")]
+TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens. 0: all.")]
+TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens that hold this much probability.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: tokens already there become less likely.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this string; may be given several times.")]
+
+
+def main() -> None:
+    """Run a command; a mistake of the user or a failure of the work is one clear message and an exit code."""
+    try:
+        app()
+    except (UserError, RunError) as error:
+        _fail(str(error), error.exit_code)
+    except BrokenPipeError:  # the reader of our output has gone
+        sys.stderr.close()
+        sys.exit(1)
+    except OSError as error:
+        _fail(f"{error.filename or 'input/output'}: {error.strerror or error}", 1)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+
+
+def _fail(message: str, code: int) -> None:
+    for line in message.splitlines():
+        typer.echo(f"error: {line}", err=True)
+    sys.exit(code)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+# ------------------------------------------------------------------------------------------------ looking
+
+
+@app.command()
+def presets(as_json: AsJSON = False) -> None:
+    """List the named architectures."""
+    from rich.table import Table
+
+    from gptworks.plan.params import count_parameters
+    from gptworks.presets import PRESETS
+
+    rows = {name: (make(), count_parameters(make()).total) for name, make in PRESETS.items()}
+    if as_json:
+        _print_json({name: {"parameters": {"total": total}, "model": c.model_dump()} for name, (c, total) in rows.items()})
+        return
+    table = Table("preset", box=None, header_style="bold", pad_edge=False)
+    for column in ("parameters", "layers", "width", "heads", "context", "vocabulary"):
+        table.add_column(column, justify="right")
+    table.add_column("position, norm, MLP")
+    for name, (c, total) in rows.items():
+        figures = (total, c.n_layers, c.d_model, c.n_heads, c.context_length, c.vocab_size)
+        table.add_row(name, *(f"{figure:,}" for figure in figures), f"{c.position}, {c.norm}, {c.mlp}")
+    _console().print(table)
+
+
+@app.command()
+def describe(
+    target: Annotated[str, typer.Argument(metavar="PRESET|RECIPE|RUN")],
+    overrides: Overrides = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Draw an architecture: data flow with shapes, every parameter group, exact totals beside published ones."""
+    from gptworks.plan.sheet import describe as describe_model
+
+    config, name = _architecture(target, overrides or [])
+    sheet = describe_model(config, name)
+    if as_json:
+        _print_json(sheet.to_json())
+    elif markdown:
+        typer.echo(sheet.to_markdown())
+    else:
+        _console().print(sheet)
+
+
+@app.command()
+def plan(recipe: RecipeFile, overrides: Overrides = None, as_json: AsJSON = False) -> None:
+    """Say what a training run comes to, before data or weights exist."""
+    from gptworks.data.prepare import find_prepared
+    from gptworks.plan.sheet import plan as plan_recipe
+    from gptworks.recipe import load_recipe, with_vocab_size
+
+    settings, n_train_tokens = load_recipe(recipe, overrides or []), None
+    if (prepared := find_prepared(settings)) is not None:
+        settings = with_vocab_size(settings, prepared.manifest.vocab_size)
+        n_train_tokens = prepared.manifest.splits["train"].tokens
+    sheet = plan_recipe(settings, n_train_tokens)
+    if as_json:
+        _print_json(sheet.to_json())
+    else:
+        _console().print(sheet)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of recipe files, for editors."""
+    from gptworks.recipe import recipe_schema
+
+    _print_json(recipe_schema())
+
+
+def _architecture(target: str, overrides: list[str]) -> tuple["ModelConfig", str]:
+    """The model that a preset's name, a recipe file or a run folder stands for."""
+    from gptworks.presets import PRESETS
+    from gptworks.recipe import apply_overrides, load_recipe, parse_model
+
+    if target in PRESETS:
+        tree = apply_overrides({"model": {"preset": target}}, overrides)
+        return parse_model(tree["model"], target), target
+    if Path(target).exists() or target.endswith((".yaml", ".yml")):
+        recipe = load_recipe(target, overrides)
+        return recipe.model, recipe.name
+    return parse_model({"preset": target}), target  # says which preset is nearest
+
+
+# ------------------------------------------------------------------------------------------------- making
+
+
+@app.command()
+def prepare(recipe: RecipeFile, overrides: Overrides = None, as_json: AsJSON = False) -> None:
+    """Turn the recipe's text into a tokenizer and token shards."""
+    from gptworks.recipe import load_recipe
+
+    prepared = _prepare(load_recipe(recipe, overrides or []))
+    if as_json:
+        _print_json({"folder": str(prepared.folder), "reused": prepared.reused, **prepared.manifest.model_dump()})
+        return
+    for split, files in prepared.manifest.splits.items():
+        per_token = f", {files.text_bytes / files.tokens:.2f} bytes a token" if files.tokens else ""
+        typer.echo(f"{split:<10} {files.tokens:>13,} tokens  {files.documents:>9,} documents{per_token}")
+
+
+@app.command()
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")] = False,
+) -> None:
+    """Train the recipe's model; everything it leaves is in the run folder (run_dir=...)."""
+    from gptworks.recipe import load_recipe
+    from gptworks.train.run_folder import check_run_folder
+
+    settings = load_recipe(recipe, overrides or [])
+    check_run_folder(settings, resume)
+    _prepare(settings)
+    from gptworks.train.loop import train as train_model
+
+    train_model(settings, resume=resume)
+
+
+def _prepare(recipe: "Recipe") -> "Prepared":
+    """Prepare with a progress bar that shows MB/s."""
+    from rich.progress import BarColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from gptworks.data.prepare import prepare as prepare_data
+
+    names = {"waiting": "waiting for another prepare", "tokenizer": "training the tokenizer", "shards": "encoding"}
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TransferSpeedColumn())
+    with Progress(*columns, console=_console(stderr=True), transient=True) as progress:
+        tasks: dict[str, Any] = {}
+
+        def report(stage: str, done_bytes: int, total_bytes: int | None) -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(names.get(stage, stage), total=total_bytes)
+            progress.update(tasks[stage], completed=done_bytes, total=total_bytes)
+
+        prepared = prepare_data(recipe, report=report)
+    tokens = prepared.manifest.splits["train"].tokens
+    said = "nothing has changed, using" if prepared.reused else "prepared"
+    typer.echo(f"{said} {prepared.folder}: {tokens:,} training tokens", err=True)
+    return prepared
+
+
+# ------------------------------------------------------------------------------------------------- using
+
+
+@app.command()
+def evaluate(
+    run: RunFolder,
+    checkpoint: WhichCheckpoint = "best",
+    stride: Annotated[int | None, typer.Option(help="Tokens between windows; below the context, each sees more.")] = None,
+    compressors: Annotated[bool, typer.Option("--compressors", help="Beside gzip and xz on the same text.")] = False,
+    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16. Default: the run's own.")] = None,
+    device: Device = "auto",
+    as_json: AsJSON = False,
+) -> None:
+    """Measure loss, perplexity and bits per byte over the whole validation split."""
+    from gptworks.checkpoint import load_run
+    from gptworks.data.batches import evaluation_windows
+    from gptworks.data.prepare import held_out_text
+    from gptworks.data.shards import TokenShards
+    from gptworks.device import choose_device, choose_precision
+    from gptworks.evaluate.loss import compressor_bits_per_byte, evaluate_loss
+
+    place = choose_device(device)
+    loaded = load_run(run, checkpoint, device=place, report=_notice)
+    autocast = choose_precision(precision or loaded.recipe.train.precision, place)
+    prepared = _prepare(loaded.recipe)
+    shards = TokenShards(prepared.folder, "validation")
+    windows = evaluation_windows(shards, loaded.recipe.model.context_length, stride=stride)
+    text_bytes = shards.text_bytes if prepared.manifest.round_trips else None
+    report = evaluate_loss(loaded.model, windows, text_bytes=text_bytes, autocast=autocast.autocast)
+    result: dict[str, Any] = {
+        "loss": report.loss,
+        "perplexity": report.perplexity,
+        "bits_per_byte": report.bits_per_byte,
+        "tokens": report.n_tokens,
+        "text_bytes": text_bytes,
+        "precision": autocast.name,
+        "step": loaded.checkpoint.step,
+    }
+    if compressors:
+        result["compressors"] = compressor_bits_per_byte(b"".join(held_out_text(prepared)))
+    if as_json:
+        _print_json(result)
+        return
+    typer.echo(f"validation loss  {report.loss:.4f} nats per token, {report.n_tokens:,} tokens, step {result['step']:,}")
+    typer.echo(f"perplexity       {report.perplexity:.3f}")
+    if report.bits_per_byte is None:
+        typer.echo("bits per byte    undefined: this tokenizer does not keep the whole text")
+    else:
+        typer.echo(f"bits per byte    {report.bits_per_byte:.4f} over {text_bytes:,} bytes")
+    for name, bits in result.get("compressors", {}).items():
+        typer.echo(f"{name:<16} {bits:.4f}")
+
+
+@app.command()
+def generate(
+    run: RunFolder,
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")] = "",
+    max_tokens: MaxTokens = 200,
+    temperature: Temperature = 0.8,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    samples: Annotated[int, typer.Option(help="How many continuations.")] = 1,
+    slide: Slide = False,
+    checkpoint: WhichCheckpoint = "best",
+    device: Device = "auto",
+    as_json: AsJSON = False,
+) -> None:
+    """Continue a prompt; the text streams as it comes."""
+    from gptworks.infer.sampling import SamplingSettings
+
+    settings = SamplingSettings(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+        seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()),
+    )  # fmt: skip
+    engine = _engine(run, checkpoint, device)
+    prompt = sys.stdin.read() if prompt == "-" else prompt
+    overflow: Any = "slide" if slide else "error"
+    if as_json or samples > 1:
+        completions = engine.complete(prompt, settings, n_samples=samples, overflow=overflow)
+        if as_json:
+            _print_json({"prompt": prompt, "completions": [vars(completion) for completion in completions]})
+            return
+        for i, completion in enumerate(completions):
+            typer.echo(f"--- {i + 1} of {samples}\n{prompt}{completion.text}")
+        return
+    reason = None
+    pieces = engine.pieces(prompt, settings, overflow=overflow)
+    sys.stdout.write(prompt)
+    for piece in pieces:
+        sys.stdout.write(piece.text)
+        sys.stdout.flush()
+        reason = piece.finish_reason
+    sys.stdout.write("\n")
+    if reason == "context":
+        _notice("stopped: the context is full. With --slide it goes on from the context's last half.")
+
+
+@app.command()
+def chat(
+    run: RunFolder,
+    max_tokens: MaxTokens = 200,
+    temperature: Temperature = 0.8,
+    top_k: TopK = 0,
+    top_p: TopP = 0.95,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    checkpoint: WhichCheckpoint = "best",
+    device: Device = "auto",
+) -> None:
+    """Talk with a model. A base model has no turns: it continues the growing text."""
+    from gptworks.infer.chat import ChatSession
+
+    session = ChatSession(
+        _engine(run, checkpoint, device), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()),
+    )  # fmt: skip
+    _notice("This is a base model: it continues what you write. /reset forgets the text, /quit ends. Ctrl-C stops a reply.")
+    forgotten_said = False
+    while True:
+        try:
+            text = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            typer.echo()
+            return
+        if text.strip() in ("/quit", "/exit"):
+            return
+        if text.strip() == "/reset":
+            session.reset()
+            forgotten_said = False
+            continue
+        try:
+            for part in session.send(text):
+                sys.stdout.write(part)
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            pass
+        except UserError as error:
+            _notice(f"error: {error}")
+        typer.echo()
+        if session.n_forgotten_tokens and not forgotten_said:
+            _notice("(The context is full: the oldest text falls out as the conversation grows.)")
+            forgotten_said = True
+
+
+def _engine(run: Path, checkpoint: str, device: str) -> "Engine":
+    from gptworks.infer.engine import load
+
+    return load(run, checkpoint, device=device, report=_notice)
+
+
+# ------------------------------------------------------------------------------------------------ output
+
+
+def _notice(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def _console(stderr: bool = False) -> "Console":
+    from rich.console import Console
+
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=100)

@@ -1,0 +1,133 @@
+"""Batches as a pure function of (shards, seed, step): nothing to restore but integers, the same on any machine."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gptworks.data.shards import TokenShards
+from gptworks.errors import UserError
+
+IGNORED = -100
+"""The target of a token that is not counted, as `torch.nn.functional.cross_entropy` has it."""
+
+Int64s = npt.NDArray[np.int64]
+Uint64s = npt.NDArray[np.uint64]
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+_ROUNDS = 8
+
+
+class Batches:
+    """Windows of context_length + 1 tokens, in an order that is shuffled anew each epoch.
+
+    An epoch lays windows side by side over the split from a random first position, so that from one epoch to the next
+    the cuts fall elsewhere, and visits each window once. Sample number step × batch_size + i is a function of the seed
+    alone: the micro-batch size decides only how a step is divided.
+
+    Raises:
+        UserError: the split is shorter than one window.
+    """
+
+    def __init__(self, shards: TokenShards, context_length: int, batch_size: int, seed: int) -> None:
+        _check_length(shards, context_length)
+        self._shards, self._context_length, self._batch_size, self._seed = shards, context_length, batch_size, seed
+        targets = shards.n_tokens - 1
+        # As many windows as fit behind the last of T first positions, so that every epoch has the same number.
+        self.windows_per_epoch = max(1, (targets - (context_length - 1)) // context_length)
+        self._phases = min(context_length, targets - self.windows_per_epoch * context_length + 1)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.windows_per_epoch / self._batch_size
+
+    def batch(self, step: int, micro_step: int = 0, micro_batch_size: int | None = None) -> Pair:
+        """Inputs and targets, each int64 [B, T]: a micro-batch of a step, or the whole step.
+
+        Micro-batches 0, 1, … of a step, put together, are the step's batch.
+        """
+        size = micro_batch_size or self._batch_size
+        assert 0 <= micro_step * size <= self._batch_size - size
+        first = step * self._batch_size + micro_step * size
+        starts = self.starts(np.arange(first, first + size))
+        windows = torch.from_numpy(np.stack([self._shards.read(s, self._context_length + 1) for s in starts.tolist()]))
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def starts(self, samples: Int64s) -> Int64s:
+        """Position [n] in the split of the first token of each sample [n]."""
+        epochs, places = np.divmod(samples, self.windows_per_epoch)
+        starts = np.empty_like(samples)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            keys = np.random.SeedSequence([self._seed, epoch]).generate_state(_ROUNDS + 1, np.uint64).astype(np.uint64)
+            windows = permute(places[here], self.windows_per_epoch, keys[:_ROUNDS])
+            starts[here] = int(keys[_ROUNDS]) % self._phases + windows * self._context_length
+        return starts
+
+
+def permute(places: Int64s, n: int, keys: Uint64s) -> Int64s:
+    """The image [k] of each place [k] under a pseudo-random permutation of 0 … n-1, held in no memory.
+
+    A Feistel network permutes the numbers below a power of four, at most 4n; a number that falls outside n goes through
+    again until it is inside (cycle walking: Black & Rogaway, 2002).
+    """
+    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    values = places.astype(np.uint64)
+    outside = np.ones(len(values), dtype=bool)
+    while outside.any():
+        left, right = values[outside] >> shift, values[outside] & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        values[outside] = left << shift | right
+        outside = values >= n
+    return values.astype(np.int64)
+
+
+def _mix(values: Uint64s) -> Uint64s:
+    """SplitMix64's finalizer (Steele, Lea & Flood, 2014): every input bit changes about half of the output bits."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def evaluation_windows(
+    shards: TokenShards, context_length: int, n_sequences: int = 0, stride: int | None = None
+) -> Iterator[Pair]:
+    """Inputs and targets, each int64 [T] with T ≤ context_length, that cover the split in order.
+
+    Each token but the very first is a target once. The last window may be shorter.
+
+    Args:
+        n_sequences: this many of the windows, evenly spaced. 0: all.
+        stride: tokens from one window's start to the next. Below context_length, windows overlap, each token is
+            predicted from at least context_length - stride tokens, and only the new ones count: other targets are
+            IGNORED. None: context_length.
+
+    Raises:
+        UserError: fewer than two tokens, or a stride that is not within 1 … context_length.
+    """
+    stride = context_length if stride is None else stride
+    if not 1 <= stride <= context_length:
+        raise UserError(f"stride={stride} is not within 1 and context_length={context_length}: choose one that is.")
+    _check_length(shards, 1)
+    n_targets = shards.n_tokens - 1
+    n_windows = 1 + -(-max(0, n_targets - context_length) // stride)
+    chosen = min(n_sequences or n_windows, n_windows)
+    for window in (place * n_windows // chosen for place in range(chosen)):
+        start = window * stride
+        tokens = torch.from_numpy(shards.read(start, min(context_length, n_targets - start) + 1))
+        inputs, targets = tokens[:-1], tokens[1:].clone()
+        if window:
+            targets[: context_length - stride] = IGNORED
+        yield inputs, targets
+
+
+def _check_length(shards: TokenShards, context_length: int) -> None:
+    if shards.n_tokens < context_length + 1:
+        raise UserError(
+            f"the {shards.split} split has {shards.n_tokens} tokens and a window needs {context_length + 1} "
+            f"(context_length={context_length} and one more): too small a corpus for the context. "
+            f"Give more text, or set model.context_length={max(1, shards.n_tokens - 1)} or less."
+        )

@@ -1,0 +1,473 @@
+"""From documents to token shards: split, train or load the tokenizer, encode, write. Done once for the same inputs.
+
+The folder's name carries a fingerprint of everything that decides its contents. Work happens in a hidden folder beside
+it, which takes its name when it is complete: what has the name can be trusted, and is never written again.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from importlib import metadata
+from itertools import chain, islice, pairwise
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from filelock import FileLock, Timeout
+from tokenizers import Tokenizer
+
+from gptworks.config import BPETokenizer, FileTokenizer, GPT2Tokenizer, Recipe, TokenizerConfig, ValidationSplit
+from gptworks.data.shards import (
+    FORMAT_VERSION,
+    Ids,
+    Manifest,
+    ShardWriter,
+    Split,
+    TokenShards,
+    dtype_for,
+    read_manifest,
+    write_manifest,
+)
+from gptworks.data.sources import Piece, check_sources, count_documents, iter_documents, source_signature, total_bytes
+from gptworks.errors import RunError, UserError
+from gptworks.tokenizer import (
+    StreamDecoder,
+    document_frame,
+    fingerprint,
+    load_tokenizer,
+    save_tokenizer,
+    special_tokens,
+    tokenizer_from_json,
+    train_tokenizer,
+    vocabulary_size,
+)
+
+TOKENIZER_FOLDER = "tokenizer"
+_BPE_TRAINING_BYTES = 200_000_000
+_BATCH_BYTES = 1 << 20
+_BATCHES_WORTH_A_POOL = 16  # below this the tokenizer's own threads are done before processes have started
+_DOCUMENTS_WORTH_A_SPLIT = 20
+_DECODED_TOKENS = 1 << 16
+_NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
+
+Report = Callable[[str, int, int | None], None]
+"""Told what is being done ("waiting", "tokenizer", "shards"), bytes of text done, and bytes in all where known."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A folder of shards, complete and checked."""
+
+    folder: Path
+    manifest: Manifest
+    tokenizer: Tokenizer
+    reused: bool
+
+
+def prepare(recipe: Recipe, *, report: Report = lambda stage, done_bytes, total_bytes: None) -> Prepared:
+    """The recipe's text as token shards, made now or found from before.
+
+    The shards are the same whatever the number of worker processes. Two calls at once are safe: one works, one waits.
+
+    Raises:
+        UserError: something wrong with the sources or the tokenizer, or a split without text.
+        RunError: the disk is full, or a worker process died. Nothing is left behind.
+    """
+    data, made_from = recipe.data, _made_from(recipe)
+    folder = _folder(recipe, made_from)
+    if folder.exists():
+        return open_prepared(folder)
+    check_sources(data.sources)
+    data.cache_dir.mkdir(parents=True, exist_ok=True)
+    with _alone(folder, report):
+        if folder.exists():  # made by another process while this one waited
+            return open_prepared(folder)
+        _remove_stale(data.cache_dir, recipe.name)
+        partial = _partial(folder)
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir()
+            _fill(partial, recipe, made_from, report)
+            partial.rename(folder)
+            _sync(folder.parent)
+        except OSError as error:
+            if error.errno not in _NO_SPACE:
+                raise
+            raise RunError(
+                f"{data.cache_dir}: no room to write the shards ({error.strerror}). What was written is removed. "
+                f"Free space, or set data.cache_dir to another disk."
+            ) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return replace(open_prepared(folder), reused=False)
+
+
+def find_prepared(recipe: Recipe) -> Prepared | None:
+    """What `prepare` has made of this recipe before; None where it has not, or where the sources are not there.
+
+    Raises:
+        UserError: it has, and something in the folder is missing or was changed.
+    """
+    try:
+        folder = _folder(recipe, _made_from(recipe))
+    except UserError:  # without its sources nothing tells what they were
+        return None
+    return open_prepared(folder) if folder.exists() else None
+
+
+def open_prepared(folder: str | Path) -> Prepared:
+    """Open a folder that `prepare` made.
+
+    Raises:
+        UserError: it is not one, or something in it is missing or was changed.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    for split in manifest.splits:
+        TokenShards(folder, split)
+    tokenizer = load_tokenizer(folder / TOKENIZER_FOLDER)
+    if fingerprint(tokenizer) != manifest.tokenizer_sha256:
+        raise UserError(
+            f"{folder / TOKENIZER_FOLDER} is not the tokenizer that made these tokens. "
+            f"Delete {folder} and run `gptworks prepare` again."
+        )
+    return Prepared(folder, manifest, tokenizer, reused=True)
+
+
+def held_out_text(prepared: Prepared) -> Iterator[bytes]:
+    """The validation text itself, in parts, decoded from the shards.
+
+    Raises:
+        UserError: the tokenizer loses something, so that its tokens do not give the text back.
+    """
+    if not prepared.manifest.round_trips:
+        raise UserError(
+            f"{prepared.folder}: this tokenizer does not give back the text it encoded, so the held-out text cannot be "
+            f"read from the tokens. Use tokenizer.type=bpe, which loses nothing."
+        )
+    shards = TokenShards(prepared.folder, "validation")
+    bounds = [*shards.document_starts().tolist(), shards.n_tokens]
+    for start, end in pairwise(bounds):
+        stream = StreamDecoder(prepared.tokenizer)
+        for at in range(start, end, _DECODED_TOKENS):
+            yield stream.push(*shards.read(at, min(_DECODED_TOKENS, end - at)).tolist()).encode("utf-8")
+        yield stream.flush().encode("utf-8")
+
+
+# ------------------------------------------------------------------------------------------------- identity
+
+
+def _made_from(recipe: Recipe) -> dict[str, Any]:
+    """Everything that decides what the shards hold, as JSON."""
+    signature = json.dumps(source_signature(recipe.data.sources))
+    return {
+        "format_version": FORMAT_VERSION,
+        "sources": [source.model_dump(mode="json") for source in recipe.data.sources],
+        "sources_signature": hashlib.sha256(signature.encode("utf-8")).hexdigest(),
+        "tokenizer": recipe.tokenizer.model_dump(mode="json"),
+        "tokenizer_files": _tokenizer_files(recipe.tokenizer),
+        "validation": recipe.data.validation.model_dump(mode="json"),
+        "shard_tokens": recipe.data.shard_tokens,
+    }
+
+
+def _folder(recipe: Recipe, made_from: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode("utf-8")).hexdigest()
+    return recipe.data.cache_dir / f"{recipe.name}-{digest[:8]}"
+
+
+def _tokenizer_files(config: TokenizerConfig) -> list[str]:
+    """sha256 of each file a tokenizer is loaded from."""
+    if not isinstance(config, FileTokenizer | GPT2Tokenizer) or config.path is None:
+        return []
+    path = config.path.expanduser()
+    candidates = [path, *(path / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))]
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in candidates if file.is_file()]
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f".partial-{folder.name}")
+
+
+def _lock(folder_name: str, cache_dir: Path) -> FileLock:
+    return FileLock(cache_dir / f".{folder_name}.lock")
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, report: Report) -> Iterator[None]:
+    """Hold the folder's lock, which the system releases even when a process is killed."""
+    lock = _lock(folder.name, folder.parent)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        report("waiting", 0, None)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _remove_stale(cache_dir: Path, name: str) -> None:
+    """Remove what killed processes left: hidden folders of this recipe whose lock nobody holds."""
+    for partial in cache_dir.glob(f".partial-{name}-????????"):
+        with contextlib.suppress(Timeout), _lock(partial.name.removeprefix(".partial-"), cache_dir).acquire(timeout=0):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Have the disk hold a file, or the names in a folder, where the system lets a folder be opened."""
+    with contextlib.suppress(PermissionError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+# ---------------------------------------------------------------------------------------------------- split
+
+
+def split_documents(pieces: Iterable[Piece], validation: ValidationSplit) -> Iterator[tuple[Split, Piece]]:
+    """Assign text to training or validation. It depends on the text alone, not on its order or its neighbours.
+
+    `validation.by` is "document" or "tail". A document's tail is given as a document of its own, which the training
+    part then does not end.
+    """
+    if validation.by == "tail":
+        yield from _split_tails(pieces, validation.fraction)
+        return
+    split: Split = "train"
+    for piece in pieces:
+        if piece.starts_document:
+            hashed = hashlib.blake2b(piece.text.encode("utf-8"), digest_size=8).digest()
+            split = "validation" if int.from_bytes(hashed, "big") < validation.fraction * 2**64 else "train"
+        yield split, piece
+
+
+def _split_tails(pieces: Iterable[Piece], fraction: float) -> Iterator[tuple[Split, Piece]]:
+    start_bytes = cut_bytes = 0
+    in_tail = False
+    for piece in pieces:
+        if piece.starts_document:
+            start_bytes, cut_bytes, in_tail = 0, int(piece.document_bytes * (1 - fraction)), False
+        text = piece.text.encode("utf-8")
+        cut = max(cut_bytes - start_bytes, 0)
+        while cut < len(text) and text[cut] & 0xC0 == 0x80:  # inside a character: forward to the next one
+            cut += 1
+        head, tail = text[:cut].decode("utf-8"), text[cut:].decode("utf-8")
+        if head:
+            yield "train", replace(piece, text=head, ends_document=piece.ends_document and not tail)
+        if tail:
+            yield "validation", replace(piece, text=tail, starts_document=not in_tail)
+            in_tail = True
+        start_bytes += len(text)
+
+
+# ---------------------------------------------------------------------------------------------------- write
+
+
+def _fill(folder: Path, recipe: Recipe, made_from: dict[str, Any], report: Report) -> None:
+    """Write the tokenizer, the shards of both splits, and the manifest."""
+    data, validation = recipe.data, recipe.data.validation
+    if validation.by == "auto":
+        enough = count_documents(data.sources, _DOCUMENTS_WORTH_A_SPLIT) == _DOCUMENTS_WORTH_A_SPLIT
+        validation = validation.model_copy(update={"by": "document" if enough else "tail"})
+
+    def parts() -> Iterator[tuple[Split, Piece]]:
+        return split_documents(iter_documents(data.sources), validation)
+
+    texts = (piece.text for split, piece in parts() if split == "train")
+    total = total_bytes(data.sources)
+    first_text = next(texts, None)
+    if first_text is None:
+        if next(parts(), None) is not None:
+            raise UserError(_empty("train", validation))
+        raise UserError("data.sources hold no text: every document is empty. Give sources with text.")
+    limit = _BPE_TRAINING_BYTES if isinstance(recipe.tokenizer, BPETokenizer) else None
+    tokenizer = train_tokenizer(recipe.tokenizer, _counted(chain([first_text], texts), limit, total, report))
+    save_tokenizer(tokenizer, folder / TOKENIZER_FOLDER)
+    for path in (*(folder / TOKENIZER_FOLDER).iterdir(), folder / TOKENIZER_FOLDER):
+        _sync(path)
+
+    dtype = dtype_for(vocabulary_size(tokenizer))
+    splits: tuple[Split, ...] = ("train", "validation")
+    writers = {split: ShardWriter(folder, split, dtype, data.shard_tokens) for split in splits}
+    prefix, suffix = (np.array(ids, dtype=np.uint32) for ids in document_frame(tokenizer))
+    round_trips, done_bytes, at_first_tail = True, 0, validation.by == "tail"
+    try:
+        for (split, piece), encoded in _encode_all(tokenizer, parts(), data.processes):
+            opens = piece.starts_document
+            if split == "validation" and at_first_tail:
+                opens = at_first_tail = False  # it goes on where a training text stopped: nothing separates them
+            ids = [prefix[: len(prefix) * opens], encoded.ids, suffix[: len(suffix) * piece.ends_document]]
+            writers[split].add(np.concatenate(ids), encoded.text_bytes, piece.starts_document, encoded.unknown_tokens)
+            round_trips &= encoded.round_trips
+            done_bytes += encoded.text_bytes
+            report("shards", done_bytes, total)
+        written = {split: writer.finish() for split, writer in writers.items()}
+    except BaseException:
+        for writer in writers.values():
+            writer.abandon()
+        raise
+    for split, files in written.items():
+        if not files.tokens:
+            raise UserError(_empty(split, validation))
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        created_by=f"gptworks {_version()}",
+        dtype=dtype,
+        vocab_size=vocabulary_size(tokenizer),
+        tokenizer_sha256=fingerprint(tokenizer),
+        made_from=made_from,
+        round_trips=round_trips,
+        splits=written,
+    )
+    write_manifest(manifest, folder)
+    _sync(folder)
+
+
+def _counted(texts: Iterable[str], limit_bytes: int | None, total: int | None, report: Report) -> Iterator[str]:
+    """The texts, as many as fit in the limit, counted for the report."""
+    done_bytes = 0
+    for text in texts:
+        yield text
+        done_bytes += len(text.encode("utf-8"))
+        report("tokenizer", done_bytes, total if limit_bytes is None or total is None else min(total, limit_bytes))
+        if limit_bytes is not None and done_bytes >= limit_bytes:
+            return
+
+
+def _empty(split: Split, validation: ValidationSplit) -> str:
+    name, change = ("training", "Lower") if split == "train" else ("validation", "Raise")
+    other = "" if validation.by == "tail" else ", set data.validation.by=tail"
+    return (
+        f"data.validation.fraction={validation.fraction} by {validation.by} leaves the {name} split without text. "
+        f"{change} the fraction{other}, or give more text."
+    )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("gptworks")
+    except metadata.PackageNotFoundError:  # a source tree that is not installed
+        return "unknown"
+
+
+# --------------------------------------------------------------------------------------------------- encode
+
+
+class _Encoded(NamedTuple):
+    """The tokens of one piece, and what is counted of it."""
+
+    ids: Ids  # [n] uint32
+    text_bytes: int
+    unknown_tokens: int
+    round_trips: bool
+
+
+_Part = tuple[Split, Piece]
+
+
+def _encode(tokenizer: Tokenizer, batch: list[_Part]) -> list[_Encoded]:
+    unknown = special_tokens(tokenizer).unk
+    encodings = tokenizer.encode_batch_fast([piece.text for _, piece in batch], add_special_tokens=False)
+    encoded = []
+    for (split, piece), encoding in zip(batch, encodings, strict=True):
+        ids = encoding.ids
+        unknown_tokens = 0 if unknown is None else ids.count(unknown)
+        round_trips = split == "train" or _round_trips(tokenizer, piece, ids)
+        text_bytes = len(piece.text.encode("utf-8"))
+        encoded.append(_Encoded(np.array(ids, dtype=np.uint32), text_bytes, unknown_tokens, round_trips))
+    return encoded
+
+
+def _round_trips(tokenizer: Tokenizer, piece: Piece, ids: list[int]) -> bool:
+    """Whether the tokens give the text back, also where they go on after others."""
+    if piece.starts_document:
+        return bool(tokenizer.decode(ids) == piece.text)
+    before = piece.text[:1]
+    return bool(tokenizer.decode(tokenizer.encode(before, add_special_tokens=False).ids + ids) == before + piece.text)
+
+
+def _encode_all(tokenizer: Tokenizer, parts: Iterator[_Part], processes: int) -> Iterator[tuple[_Part, _Encoded]]:
+    """Each part with its tokens, in order. A small text is not worth starting processes for."""
+    batches = _batches(parts)
+    first = list(islice(batches, _BATCHES_WORTH_A_POOL))
+    processes = processes or _cores()
+    if processes == 1 or len(first) < _BATCHES_WORTH_A_POOL:
+        for batch in chain(first, batches):
+            yield from zip(batch, _encode(tokenizer, batch), strict=True)
+        return
+    pool = ProcessPoolExecutor(
+        processes, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(tokenizer.to_str(),)
+    )
+    try:
+        waiting = deque((batch, pool.submit(_encode_in_worker, batch)) for batch in first)
+        while waiting:
+            batch, future = waiting.popleft()
+            encoded = future.result()
+            for following in islice(batches, max(0, 3 * processes - len(waiting))):
+                waiting.append((following, pool.submit(_encode_in_worker, following)))
+            yield from zip(batch, encoded, strict=True)
+    except BrokenProcessPool as error:
+        raise RunError(
+            "a worker process died while encoding, most often for want of memory. Set data.processes=1. In a script of "
+            "your own, call `prepare` below `if __name__ == '__main__':`."
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _batches(parts: Iterator[_Part]) -> Iterator[list[_Part]]:
+    """Parts in lists of about a mebibyte of text."""
+    batch: list[_Part] = []
+    size = 0
+    for part in parts:
+        batch.append(part)
+        size += len(part[1].text)
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_worker_tokenizer: Tokenizer
+
+
+def _start_worker(tokenizer_json: str) -> None:
+    global _worker_tokenizer  # noqa: PLW0603 (a process of its own, started for this)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends the pool
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _worker_tokenizer = tokenizer_from_json(tokenizer_json)
+
+
+def _encode_in_worker(batch: list[_Part]) -> list[_Encoded]:
+    return _encode(_worker_tokenizer, batch)
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed cannot end its workers."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

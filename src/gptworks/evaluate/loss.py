@@ -1,0 +1,112 @@
+"""Loss, perplexity and bits per byte of held-out text, and what general compressors make of the same bytes."""
+
+import gzip
+import lzma
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gptworks.errors import UserError
+from gptworks.infer.engine import eval_mode
+from gptworks.model import GPT
+from gptworks.model.loss import IGNORED, linear_cross_entropy
+
+BATCH_TOKENS = 4096
+"""Windows of equal shape are evaluated together, up to about this many tokens."""
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """What the model paid for the targets it was asked to predict."""
+
+    total_nats: float
+    """Sum of −ln p(target)."""
+    n_tokens: int
+    """Targets counted."""
+    text_bytes: int | None = None
+    """Bytes of the original text that the targets stand for, where they are all of it."""
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.total_nats / self.n_tokens
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss): comparable only between models of one tokenizer. Infinite where it does not fit a float."""
+        return math.exp(self.loss) if not self.loss > 709 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits per byte of original text: comparable between tokenizers, and with compressors."""
+        return None if self.text_bytes is None else self.total_nats / math.log(2) / self.text_bytes
+
+
+def evaluate_loss(
+    model: GPT,
+    windows: Iterable[tuple[Tensor, Tensor]],
+    *,
+    text_bytes: int | None = None,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> LossReport:
+    """Cross-entropy of the targets of all windows, without dropout; the model's mode is restored.
+
+    Args:
+        windows: pairs (inputs, targets), each int64 [T] or [B, T] with T ≤ context_length, as `evaluation_windows`
+            makes them; targets of −100 are not counted.
+        text_bytes: bytes of the original text. Give it only where the windows count each token of it once: of a
+            sample of the windows, bits per byte would come out too low.
+        autocast: makes the context in which the model runs, such as one of `torch.autocast`.
+
+    Raises:
+        UserError: there is nothing to count.
+    """
+    total_nats, n_tokens = 0.0, 0
+    with eval_mode(model), torch.inference_mode():
+        for inputs, targets in _batches(windows):
+            with autocast():
+                features = model.features(inputs.to(model.device))
+                nats = linear_cross_entropy(features, model.head_weight, targets.to(model.device))
+            total_nats += nats.item()
+            n_tokens += int((targets != IGNORED).sum())
+    if not n_tokens:
+        raise UserError("there is no token to evaluate: the split is empty or shorter than two tokens.")
+    return LossReport(total_nats, n_tokens, text_bytes)
+
+
+def _batches(windows: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Neighbouring windows of equal length, stacked up to BATCH_TOKENS."""
+    held: list[tuple[Tensor, Tensor]] = []
+    for inputs, targets in windows:
+        n_held = sum(rows.numel() for rows, _ in held)
+        if held and (held[0][0].size(-1) != inputs.size(-1) or n_held + inputs.numel() > BATCH_TOKENS):
+            yield _stack(held)
+            held = []
+        held.append((inputs, targets))
+    if held:
+        yield _stack(held)
+
+
+def _stack(windows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    inputs, targets = zip(*windows, strict=True)
+    length = inputs[0].size(-1)
+    return torch.cat(inputs).view(-1, length), torch.cat(targets).view(-1, length)
+
+
+def compressor_bits_per_byte(text: bytes) -> dict[str, float]:
+    """Bits per byte that gzip and xz need at their strongest settings, containers included: a floor to compare with.
+
+    Raises:
+        UserError: the text is empty.
+    """
+    if not text:
+        raise UserError("there is no text to compress.")
+    compressed = {
+        "gzip -9": gzip.compress(text, 9, mtime=0),
+        "xz -9e": lzma.compress(text, preset=9 | lzma.PRESET_EXTREME),
+    }
+    return {name: 8 * len(data) / len(text) for name, data in compressed.items()}

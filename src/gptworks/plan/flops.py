@@ -1,0 +1,97 @@
+"""Floating-point operations of a forward pass, from the configuration alone.
+
+A multiply-add is two operations. Counted are matrix products; norms, activations, softmax, the rotary turn and the
+embedding lookup are not: together they are a few thousandths of the work.
+"""
+
+from dataclasses import dataclass
+
+from gptworks.config import ModelConfig
+from gptworks.errors import UserError
+from gptworks.plan.params import require_vocab_size
+
+BACKWARD_PER_FORWARD = 2
+"""Each product's gradient is two products of its size (Kaplan et al., 2020, section 2.1)."""
+
+TRAINING_PER_FORWARD = 1 + BACKWARD_PER_FORWARD
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """Operations of one forward pass over one sequence of `length` tokens, all layers together.
+
+    The two attention figures count scores and weighted sum. `attention_dense` takes all T × T pairs in every layer,
+    as `torch.utils.flop_counter` does; `attention_causal` takes each pair that a token may see once, and in banded
+    layers the pairs inside the window alone: what a kernel that skips the rest has to do.
+    """
+
+    length: int
+    query: int
+    key: int
+    value: int
+    out: int
+    attention_dense: int
+    attention_causal: int
+    mlp: int
+    head: int
+
+    @property
+    def projections(self) -> int:
+        """Query, key, value and output projections."""
+        return self.query + self.key + self.value + self.out
+
+    @property
+    def total_dense(self) -> int:
+        """All parts, attention dense."""
+        return self.projections + self.attention_dense + self.mlp + self.head
+
+    @property
+    def total_causal(self) -> int:
+        """All parts, attention counted once a visible pair."""
+        return self.projections + self.attention_causal + self.mlp + self.head
+
+    @property
+    def per_token_dense(self) -> float:
+        return self.total_dense / self.length
+
+    @property
+    def per_token_causal(self) -> float:
+        return self.total_causal / self.length
+
+    @property
+    def training_per_token_dense(self) -> float:
+        """Forward and backward: three times forward."""
+        return TRAINING_PER_FORWARD * self.per_token_dense
+
+
+def visible_pairs(length: int, window: int | None) -> int:
+    """(query, key) pairs under a causal mask: Σ min(i, window) for i from 1 to length."""
+    band = length if window is None else min(window, length)
+    return band * (band + 1) // 2 + (length - band) * band
+
+
+def forward_flops(config: ModelConfig, length: int | None = None) -> ForwardFlops:
+    """Operations of one forward pass over `length` tokens (default: the full context), logits at every position.
+
+    Raises:
+        UserError: the vocabulary is not known yet, or `length` is not between 1 and the context.
+    """
+    vocab_size = require_vocab_size(config)
+    length = config.context_length if length is None else length
+    if not 1 <= length <= config.context_length:
+        raise UserError(f"length={length} is not between 1 and context_length={config.context_length}")
+    layer_tokens = config.n_layers * length
+    query_width, key_width = config.n_heads * config.d_head, config.n_kv_heads * config.d_head
+    query, key = (2 * layer_tokens * config.d_model * width for width in (query_width, key_width))
+    per_pair = 2 * 2 * query_width  # a score and a weighted value, in every head
+    return ForwardFlops(
+        length=length,
+        query=query,
+        key=key,
+        value=key,
+        out=query,
+        attention_dense=per_pair * config.n_layers * length**2,
+        attention_causal=per_pair * sum(visible_pairs(length, window) for window in config.layer_windows),
+        mlp=2 * layer_tokens * config.d_model * config.d_ff * (3 if config.gated else 2),
+        head=2 * length * config.d_model * vocab_size,
+    )

@@ -1,0 +1,123 @@
+"""Every parameter of a model, from its configuration alone: names, shapes and counts."""
+
+from dataclasses import dataclass
+from math import prod
+
+from gptworks.config import ModelConfig
+from gptworks.errors import UserError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Tensors of one purpose. Names and shapes are those of the built model, a matrix being [out, in]."""
+
+    name: str
+    tensors: dict[str, Shape]
+    """One layer's tensors where `repeats` is the number of layers, else the model's."""
+    repeats: int = 1
+    in_block: bool = False
+
+    @property
+    def per_layer(self) -> int:
+        """Parameters of one copy."""
+        return sum(map(prod, self.tensors.values()))
+
+    @property
+    def total(self) -> int:
+        """Parameters of all copies."""
+        return self.repeats * self.per_layer
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """A model's parameters by group. All ten groups are always present; an absent part has no tensors."""
+
+    groups: dict[str, ParameterGroup]
+
+    @property
+    def total(self) -> int:
+        """Every parameter once: a tied head adds nothing."""
+        return sum(group.total for group in self.groups.values())
+
+    @property
+    def embedding(self) -> int:
+        """Token and position tables."""
+        return self.groups["token_embedding"].total + self.groups["position_embedding"].total
+
+    @property
+    def non_embedding(self) -> int:
+        """All but the token and position tables; an untied head, a matrix product like any other, is included."""
+        return self.total - self.embedding
+
+    @property
+    def block_matrices(self) -> int:
+        """Weights of the blocks' linear layers: what Muon optimizes."""
+        return self.groups["attention_weights"].total + self.groups["mlp_weights"].total
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Shape of each tensor by its name in the built model's `named_parameters`."""
+        return {
+            f"blocks.{i}.{name}" if group.in_block else name: shape
+            for group in self.groups.values()
+            for i in range(group.repeats)
+            for name, shape in group.tensors.items()
+        }
+
+
+def require_vocab_size(config: ModelConfig) -> int:
+    """The model's vocabulary, an error where it is not known yet."""
+    if not config.vocab_size:
+        raise UserError(
+            "model.vocab_size=0: nothing can be counted before the vocabulary is known. "
+            "Set model.vocab_size, or prepare the data first, so that its tokenizer tells it."
+        )
+    return config.vocab_size
+
+
+def count_parameters(config: ModelConfig) -> ParameterCount:
+    """Count the parameters of the model that `config` describes, exactly.
+
+    Raises:
+        UserError: the vocabulary is not known yet.
+    """
+    vocab_size, width = require_vocab_size(config), config.d_model
+    query_width, key_width = config.n_heads * config.d_head, config.n_kv_heads * config.d_head
+    attention = {
+        "query": (query_width, width),
+        "key": (key_width, width),
+        "value": (key_width, width),
+        "out": (width, query_width),
+    }
+    mlp = {"gate": (config.d_ff, width)} if config.gated else {}
+    mlp |= {"up": (config.d_ff, width), "down": (width, config.d_ff)}
+    norm_parts = ("weight", "bias") if config.norm_bias else ("weight",)
+
+    def once(name: str, tensors: dict[str, Shape]) -> ParameterGroup:
+        return ParameterGroup(name, tensors)
+
+    def every_layer(name: str, tensors: dict[str, Shape], present: bool = True) -> ParameterGroup:
+        return ParameterGroup(name, tensors if present else {}, repeats=config.n_layers, in_block=True)
+
+    def weights(module: str, matrices: dict[str, tuple[int, int]]) -> dict[str, Shape]:
+        return {f"{module}.{name}.weight": shape for name, shape in matrices.items()}
+
+    def biases(module: str, matrices: dict[str, tuple[int, int]]) -> dict[str, Shape]:
+        return {f"{module}.{name}.bias": shape[:1] for name, shape in matrices.items()}
+
+    learned, tied, per_head = config.position == "learned", config.tie_embeddings, (config.d_head,)
+    groups = (
+        once("token_embedding", {"token_embedding.weight": (vocab_size, width)}),
+        once("position_embedding", {"position_embedding.weight": (config.context_length, width)} if learned else {}),
+        every_layer("attention_weights", weights("attention", attention)),
+        every_layer("attention_biases", biases("attention", attention), config.attention_bias),
+        every_layer("qk_norms", {f"attention.{x}_norm.weight": per_head for x in ("query", "key")}, config.qk_norm),
+        every_layer("mlp_weights", weights("mlp", mlp)),
+        every_layer("mlp_biases", biases("mlp", mlp), config.mlp_bias),
+        every_layer("norms", {f"{norm}.{part}": (width,) for norm in ("norm1", "norm2") for part in norm_parts}),
+        once("final_norm", {f"norm.{part}": (width,) for part in norm_parts}),
+        once("head", {} if tied else {"untied_head.weight": (vocab_size, width)}),
+    )
+    return ParameterCount({group.name: group for group in groups})

@@ -1,0 +1,338 @@
+"""Train, load and save tokenizers. Each is a plain `tokenizers.Tokenizer`, kept as a tokenizer.json.
+
+A tokenizer that comes from this module reads text as text: `<|endoftext|>` written in a document is a run of ordinary
+characters, never the special token. Special tokens are placed by their ids (`document_frame`, `prompt_ids`).
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from gptworks.config import BPETokenizer, CharTokenizer, FileTokenizer, TokenizerConfig, WordTokenizer
+from gptworks.errors import UserError
+
+TOKENIZER_FILE = "tokenizer.json"
+SEPARATOR = "<|endoftext|>"
+
+# What one BPE token may span: a word with the sign or space before it; up to three digits; a run of signs; a line break
+# with the blank lines before it and the indentation after it; other white space. On the Python standard library with
+# 4,096 tokens it gives 3.50 bytes per token, where GPT-2's pattern gives 3.44 and GPT-4's 3.42.
+_BPE_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*\n[ \t]*|\s+(?!\S)|\s+"
+_WORD_PATTERN = r"\b\w+\b|[^\w\s]"
+_WORD_SPECIALS = ("<pad>", "<unk>", "<bos>", "<eos>")
+_GPT2_RANKS = 50_256
+
+_BOS = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", "[BOS]")
+_EOS = ("<eos>", "</s>", SEPARATOR, "<|end_of_text|>", "<|im_end|>", "<｜end▁of▁sentence｜>", "[EOS]")
+_UNK = ("<unk>", "[UNK]", "<|unk|>")
+_PAD = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
+
+
+# ----------------------------------------------------------------------------------------------------- make
+
+
+def train_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer that `config` describes: trained on `texts`, or loaded where it is published.
+
+    The same texts give the same tokenizer. `gpt2` and `file` leave `texts` unread.
+
+    Raises:
+        UserError: too little text for the vocabulary, or a tokenizer file that is missing or broken.
+    """
+    if isinstance(config, BPETokenizer):
+        return _plain_text(_train_bpe(config, texts))
+    if isinstance(config, CharTokenizer):
+        return _plain_text(_train_char(texts))
+    if isinstance(config, WordTokenizer):
+        return _plain_text(_train_word(config, texts))
+    return load_tokenizer(config.path) if isinstance(config, FileTokenizer) else _plain_text(_load_gpt2(config.path))
+
+
+def _train_bpe(config: BPETokenizer, texts: Iterable[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(_BPE_PATTERN), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocab_size,
+        min_frequency=2,
+        special_tokens=[SEPARATOR],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    reached = tokenizer.get_vocab_size()
+    if reached < config.vocab_size:
+        raise UserError(
+            f"tokenizer.vocab_size={config.vocab_size} and the training text yields {reached} tokens: a merge needs a "
+            f"pair that occurs twice. Set tokenizer.vocab_size to {reached} or less, or give more text."
+        )
+    return tokenizer
+
+
+def _train_char(texts: Iterable[str]) -> Tokenizer:
+    characters: set[str] = set()
+    for text in texts:
+        characters.update(text)
+    if not characters:
+        raise UserError("tokenizer.type=char and the training text is empty: give text to take the characters from.")
+    vocabulary = {token: index for index, token in enumerate([SEPARATOR, "<unk>", *sorted(characters)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([SEPARATOR, "<unk>"])
+    return tokenizer
+
+
+def _train_word(config: WordTokenizer, texts: Iterable[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_WORD_PATTERN), "removed", invert=True)
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=config.vocab_size, special_tokens=list(_WORD_SPECIALS), show_progress=False
+    )  # most frequent first, equally frequent ones in alphabetical order
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() == len(_WORD_SPECIALS):
+        raise UserError("tokenizer.type=word and the training text holds no word: give text to take the words from.")
+    return tokenizer
+
+
+def _load_gpt2(path: Path | None) -> Tokenizer:
+    path = path and path.expanduser()
+    if path is None:
+        try:
+            tokenizer = Tokenizer.from_pretrained("openai-community/gpt2")
+        except Exception as error:  # the hub client's own types, whose module may be missing
+            raise UserError(
+                f"tokenizer.type=gpt2 without a path is fetched from the Hugging Face hub, which failed: "
+                f"{_one_line(error)} Set tokenizer.path to r50k_base.tiktoken, or to a folder with GPT-2's files."
+            ) from None
+    elif path.is_dir() and not (path / TOKENIZER_FILE).exists() and (path / "merges.txt").exists():
+        try:
+            vocabulary, merges = models.BPE.read_file(str(path / "vocab.json"), str(path / "merges.txt"))
+        except Exception as error:
+            raise UserError(f"{path}: vocab.json and merges.txt are not GPT-2's: {_one_line(error)}") from None
+        tokenizer = _gpt2_tokenizer(vocabulary, merges)
+    elif path.is_dir() or path.suffix == ".json" or not path.exists():
+        tokenizer = load_tokenizer(path)
+    else:
+        ranks = _read_ranks(path)
+        vocabulary = {_printable(token): rank for token, rank in ranks.items()}
+        pairs = (_merge_of(token, ranks) for token in ranks if len(token) > 1)
+        tokenizer = _gpt2_tokenizer(vocabulary, [(_printable(left), _printable(right)) for left, right in pairs])
+    if (size := vocabulary_size(tokenizer)) != _GPT2_RANKS + 1:
+        raise UserError(f"{path} has {size} tokens and GPT-2 has {_GPT2_RANKS + 1}. Use tokenizer.type=file.")
+    return tokenizer
+
+
+def _gpt2_tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    except Exception as error:
+        raise UserError(f"GPT-2's vocabulary and merges do not belong together: {_one_line(error)}") from None
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([SEPARATOR])
+    return tokenizer
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """The published file: on each line a token in base64 and its rank, in the order of the ranks."""
+    ranks: dict[bytes, int] = {}
+    try:
+        for line in path.read_bytes().splitlines():
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+    except ValueError:
+        raise UserError(
+            f"{path}, line {len(ranks) + 1}: not `base64-token rank`. "
+            f"tokenizer.path takes r50k_base.tiktoken as published."
+        ) from None
+    if list(ranks.values()) != list(range(_GPT2_RANKS)):
+        raise UserError(
+            f"{path} holds {len(ranks)} ranks and GPT-2 has {_GPT2_RANKS}, in order: it is cut short, or another file. "
+            f"tokenizer.path takes r50k_base.tiktoken as published."
+        )
+    if any(bytes([byte]) not in ranks for byte in range(256)):
+        raise UserError(f"{path} lacks some of the 256 bytes. tokenizer.path takes r50k_base.tiktoken as published.")
+    return ranks
+
+
+def _merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    """The last merge that makes `token`: merge its bytes by every earlier rank, and two parts are left."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        pairs = [ranks.get(left + right, _GPT2_RANKS) for left, right in pairwise(parts)]
+        best = min(range(len(pairs)), key=pairs.__getitem__)
+        parts[best : best + 2] = [parts[best] + parts[best + 1]]
+    return parts[0], parts[1]
+
+
+def _byte_characters() -> list[str]:
+    """GPT-2's printable character for each byte: itself where it prints, else the next free one from U+0100 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    free = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(free)) for byte in range(256)]
+
+
+_BYTE_CHARACTERS = _byte_characters()
+
+
+def _printable(token: bytes) -> str:
+    return "".join(_BYTE_CHARACTERS[byte] for byte in token)
+
+
+# -------------------------------------------------------------------------------------------- load and save
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Read a tokenizer.json, or the one in a folder.
+
+    Raises:
+        UserError: it is missing or broken.
+    """
+    path = Path(path).expanduser()
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    try:
+        return tokenizer_from_json(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file. Give a {TOKENIZER_FILE}, or a folder that holds one.") from None
+    except Exception as error:  # the library raises a bare Exception
+        raise UserError(
+            f"{file} is not a tokenizer of the Hugging Face `tokenizers` format: {_one_line(error)} "
+            f"Give a {TOKENIZER_FILE}, or a folder that holds one."
+        ) from None
+
+
+def tokenizer_from_json(text: str) -> Tokenizer:
+    """The tokenizer written as JSON (`tokenizer.to_str()`), reading text as text."""
+    return _plain_text(Tokenizer.from_str(text))
+
+
+def _plain_text(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.encode_special_tokens = True  # a special token's name in a text is text
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write tokenizer.json, and tokenizer_config.json so that `transformers.AutoTokenizer` reads the folder."""
+    special = special_tokens(tokenizer)
+    bos = special.eos if special.separator else special.bos
+    names = {"bos_token": bos, "eos_token": special.eos, "unk_token": special.unk, "pad_token": special.pad}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **{name: tokenizer.id_to_token(token_id) for name, token_id in names.items() if token_id is not None},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    written = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (folder / "tokenizer_config.json").write_text(written, encoding="utf-8")
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """The largest token id plus one: the rows an embedding needs."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """sha256, in hex, of the tokenizer's canonical JSON; saving and loading keeps it."""
+    canonical = json.dumps(json.loads(tokenizer.to_str()), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------- special tokens
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids of the special tokens a tokenizer has, found by their well-known names."""
+
+    bos: int | None
+    eos: int | None
+    unk: int | None
+    pad: int | None
+    separator: bool
+    """Whether `eos` is GPT-2's `<|endoftext|>` standing alone: one token that separates documents."""
+
+
+def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
+    """The special tokens of a tokenizer. A name in the plain vocabulary does not count, only an added special token."""
+    ids = {token.content: index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+
+    def first(names: tuple[str, ...]) -> int | None:
+        return next((ids[name] for name in names if name in ids), None)
+
+    bos, eos = first(_BOS), first(_EOS)
+    separator = bos is None and eos is not None and tokenizer.id_to_token(eos) == SEPARATOR
+    return SpecialTokens(bos, eos, first(_UNK), first(_PAD), separator)
+
+
+def document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids put before and after each document: bos and eos, or a lone separator before it."""
+    special = special_tokens(tokenizer)
+    before, after = (special.eos, None) if special.separator else (special.bos, special.eos)
+    return [] if before is None else [before], [] if after is None else [after]
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids a model continues: the text, after bos where there is one. An empty text starts a new document."""
+    prefix, _ = document_frame(tokenizer)
+    if not text:
+        return prefix
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids if special_tokens(tokenizer).separator else prefix + ids
+
+
+# --------------------------------------------------------------------------------------------------- stream
+
+
+class StreamDecoder:
+    """Text from tokens as they come. What is pushed and flushed, joined, equals `tokenizer.decode` of all the ids.
+
+    A character split over tokens is held back until it is whole. Each step decodes a few tokens, however long the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []  # the tokens shown last: what follows them may depend on them (a joining space)
+        self._held: list[int] = []
+
+    def push(self, *token_ids: int) -> str:
+        """The text that these tokens complete; empty while a character is unfinished."""
+        before, self._held = self._held, [*self._held, *token_ids]
+        shown, text = self._decode(self._context), self._decode(self._context + self._held)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return self._show(text[len(shown) :], self._held, [])
+        # Perhaps an unfinished character. Where the new tokens decode alone as they do here, what was held before them
+        # is not the beginning of it and will stay as it is.
+        settled, alone = self._decode(self._context + before), self._decode(list(token_ids))
+        return self._show(settled[len(shown) :], before, list(token_ids)) if alone and text == settled + alone else ""
+
+    def flush(self) -> str:
+        """The text held back, with replacement characters for what stayed unfinished."""
+        shown = self._decode(self._context)
+        return self._show(self._decode(self._context + self._held)[len(shown) :], self._held, [])
+
+    def _show(self, new: str, shown: list[int], held: list[int]) -> str:
+        if new:  # special tokens decode to nothing and are no context
+            self._context = shown
+        self._held = held
+        return new
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if text.endswith(".") else text + "."

@@ -1,0 +1,418 @@
+"""The training loop: read `train` first; the steps it is built of follow in the order in which they run."""
+
+import hashlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from gptworks.checkpoint import Checkpoint, checkpoints, newest_verified, remove_old, save_checkpoint
+from gptworks.config import Recipe
+from gptworks.data.batches import Batches, evaluation_windows
+from gptworks.data.prepare import prepare
+from gptworks.data.shards import Manifest, TokenShards
+from gptworks.device import Precision, choose_device, choose_precision, device_name, keep_freed_memory
+from gptworks.errors import RunError, UserError
+from gptworks.evaluate.loss import LossReport, evaluate_loss
+from gptworks.infer.engine import Engine
+from gptworks.model import GPT
+from gptworks.plan.sheet import planned_steps
+from gptworks.recipe import with_vocab_size
+from gptworks.tokenizer import save_tokenizer, vocabulary_size
+from gptworks.train.display import Display, clock
+from gptworks.train.metrics import MetricsLog, draw_curves, write_samples
+from gptworks.train.objectives import Objective, count_targets, next_token
+from gptworks.train.optim import Optimizer
+from gptworks.train.run_folder import check_run_folder, open_run_folder, write_model_card, write_recipe
+from gptworks.train.schedule import rate_factor
+
+
+@dataclass
+class Progress:
+    """Where a run stands. Saved with every checkpoint; with the weights it is all that a resumed run needs."""
+
+    step: int = 0  # optimizer steps done, skipped ones included
+    tokens: int = 0
+    seconds: float = 0.0  # of training, over all sittings
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    best_loss: float = math.inf
+    best_step: int = 0
+    evaluations_since_best: int = 0
+    data_fingerprint: str = ""
+    scaler: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    reason: str
+    step: int
+    tokens: int
+    seconds: float
+    validation: LossReport | None
+    best_loss: float
+    run_dir: Path
+
+
+def train(
+    recipe: Recipe, *, resume: bool = False, display: Display | None = None, objective: Objective = next_token
+) -> Outcome:
+    """Train the recipe's model until its length is reached, it stops improving, or a signal asks it to stop.
+
+    Args:
+        recipe: what to train, on what, for how long.
+        resume: go on from the newest whole checkpoint of `recipe.run_dir`, bit for bit as if never stopped; a folder
+            without one is begun anew.
+
+    Raises:
+        UserError: the recipe, its data or the run folder cannot be used.
+        RunError: loss or gradients stayed non-finite, or a checkpoint could not be written.
+    """
+    display = display or Display()
+    check_run_folder(recipe, resume)
+    keep_freed_memory()
+    device = choose_device(recipe.train.device)
+    precision = choose_precision(recipe.train.precision, device)
+    prepared = prepare(recipe)
+    recipe = with_vocab_size(recipe, vocabulary_size(prepared.tokenizer))
+    with open_run_folder(recipe, resume):
+        run = Run(recipe, prepared.folder, prepared.tokenizer, device, precision, objective, display)
+        run.begin(resume)
+        with stop_signals() as stop_asked, display:
+            while (reason := run.end_reason(stop_asked())) is None:
+                run.training_step()
+                if run.due(recipe.train.evaluate_every):
+                    run.evaluate()
+                if run.due(recipe.train.sample_every):
+                    run.sample()
+                if run.due(recipe.train.checkpoint_every) or run.is_best:
+                    run.save()
+            return run.finish(reason)
+
+
+class Run:
+    """A model in training with everything around it."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        data_folder: Path,
+        tokenizer: Tokenizer,
+        device: torch.device,
+        precision: Precision,
+        objective: Objective,
+        display: Display,
+    ) -> None:
+        self.recipe, self.settings, self.display = recipe, recipe.train, display
+        self.device, self.precision, self.objective, self.tokenizer = device, precision, objective, tokenizer
+        self.train_shards = TokenShards(data_folder, "train", verify=True)
+        self.validation_shards = TokenShards(data_folder, "validation", verify=True)
+        self.batches = Batches(self.train_shards, recipe.model.context_length, recipe.train.batch_size, recipe.seed)
+        torch.manual_seed(recipe.seed)
+        self.model = GPT(recipe.model).to(device)
+        self.optimizer = Optimizer(self.model, recipe.train)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=precision.needs_scaler)
+        self.progress = Progress(data_fingerprint=data_fingerprint(self.train_shards.manifest))
+        self.total_steps, _ = planned_steps(recipe.train, recipe.model.context_length, self.train_shards.n_tokens)
+        self.validation: LossReport | None = None
+        self._saved_step = -1
+        self._seconds_at_log, self._tokens_at_log = 0.0, 0
+
+    # -------------------------------------------------------------------------------------------- begin
+
+    def begin(self, resume: bool) -> None:
+        """Start a new run folder, or restore the newest whole checkpoint of the one that is there."""
+        folder = self.recipe.run_dir
+        checkpoint = newest_verified(folder, self.display.message) if resume else None
+        if checkpoint is None and checkpoints(folder):
+            raise UserError(
+                f"every checkpoint of {folder} is damaged: restore one from a copy, or give another run_dir=."
+            )
+        if checkpoint is not None:
+            self._restore(checkpoint)
+            self.display.message(f"resuming {folder} from step {self.progress.step:,}")
+        elif resume:
+            self.display.message(f"{folder} has no checkpoint: starting from step 0")
+        write_recipe(self.recipe)
+        save_tokenizer(self.tokenizer, folder / "tokenizer")
+        self.log = MetricsLog(folder / "metrics.jsonl", self.progress.step)
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        state = checkpoint.state()
+        progress = Progress(**state)
+        if progress.data_fingerprint != self.progress.data_fingerprint:
+            raise UserError(
+                f"the data has changed since {self.recipe.run_dir} began: its shards were {progress.data_fingerprint[:12]} "
+                f"and are now {self.progress.data_fingerprint[:12]}. Restore the text, or start anew with another run_dir=."
+            )
+        self.progress = progress
+        self._saved_step = progress.step
+        self.model.load_state_dict(checkpoint.model_tensors())
+        self.optimizer.load_state_tensors(checkpoint.optimizer_tensors())
+        if progress.scaler:
+            self.scaler.load_state_dict(progress.scaler)
+        self._seconds_at_log, self._tokens_at_log = progress.seconds, progress.tokens
+
+    # --------------------------------------------------------------------------------------------- step
+
+    def training_step(self) -> None:
+        """One optimizer step: gradients of the whole batch, clipped, applied; or skipped where they are not finite."""
+        started = time.perf_counter()
+        progress, settings = self.progress, self.settings
+        factor = rate_factor(settings, progress.step, self.share_done)
+        loss, n_targets = self._accumulate_gradients()
+        self.optimizer.unscale(self.scaler)
+        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]).item()
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if finite:
+            if settings.grad_clip and norm > settings.grad_clip:
+                nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.grad_clip, torch.tensor(norm))
+            self.optimizer.set_rate(factor)
+            self.optimizer.step(self.scaler)
+            progress.skipped_in_a_row = 0
+        else:
+            self.scaler.update()
+            progress.skipped += 1
+            progress.skipped_in_a_row += 1
+        self.optimizer.zero_grad()
+        progress.step += 1
+        progress.tokens += n_targets
+        progress.seconds += time.perf_counter() - started
+        self._report_step(loss, norm, factor, finite)
+
+    def _accumulate_gradients(self) -> tuple[float, int]:
+        """Gradients of the mean loss over every target of the step, however it is cut into micro-batches.
+
+        Returns the mean loss in nats per token, and the number of targets.
+        """
+        step = self.progress.step
+        micro_batches = [
+            self.batches.batch(step, i, self.settings.micro_batch_size) for i in range(self.settings.accumulation_steps)
+        ]
+        n_targets = sum(count_targets(batch) for batch in micro_batches)
+        total = torch.zeros((), device=self.device)
+        self.model.train()
+        for i, (inputs, targets) in enumerate(micro_batches):
+            # Dropout is a function of (seed, step, micro-step), so a resumed run needs no generator state.
+            torch.manual_seed(int(np.random.SeedSequence((self.recipe.seed, step, i)).generate_state(1, np.uint64)[0]))
+            with self.precision.autocast():
+                loss = self.objective(self.model, (inputs.to(self.device), targets.to(self.device)))
+            self.scaler.scale(loss / n_targets).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return (total / n_targets).item(), n_targets
+
+    def _report_step(self, loss: float, norm: float, factor: float, finite: bool) -> None:
+        progress, settings = self.progress, self.settings
+        if not finite:
+            what = "loss" if not math.isfinite(loss) else "gradient"
+            self.log.write({"kind": "skipped", "step": progress.step, "loss": loss, "grad_norm": norm})
+            self.display.message(
+                f"step {progress.step:,} skipped: its {what} is not finite ({progress.skipped} so far)"
+            )
+            if progress.skipped_in_a_row >= settings.max_skipped_steps:
+                self._give_up()
+            return
+        if progress.step % settings.log_every and self.share_done < 1:
+            return
+        seconds, tokens = progress.seconds - self._seconds_at_log, progress.tokens - self._tokens_at_log
+        self._seconds_at_log, self._tokens_at_log = progress.seconds, progress.tokens
+        speed = tokens / seconds if seconds > 0 else 0.0
+        self.log.write(
+            {
+                "kind": "train",
+                "step": progress.step,
+                "tokens": progress.tokens,
+                "loss": loss,
+                "grad_norm": norm,
+                "learning_rate": factor * settings.learning_rate,
+                "seconds": round(progress.seconds, 3),
+                "tokens_per_second": round(speed, 1),
+            }
+        )
+        done = self.share_done
+        left = progress.seconds / done * (1 - done) if done else 0.0
+        self.display.step(progress.step, self.total_steps, done, loss, speed, left)
+
+    def _give_up(self) -> None:
+        good = newest_verified(self.recipe.run_dir)
+        where = f"the last good checkpoint is {good.folder}" if good else "there is no checkpoint yet"
+        raise RunError(
+            f"{self.progress.skipped_in_a_row} steps in a row had a non-finite loss or gradient, the last at step "
+            f"{self.progress.step:,}: {where}. Lower train.learning_rate, warm up longer, or use precision fp32."
+        )
+
+    # --------------------------------------------------------------------------- evaluate, sample, save
+
+    def evaluate(self) -> None:
+        """Loss over the validation split, or over the part of it that the recipe asks for."""
+        progress = self.progress
+        whole = self.settings.evaluate_sequences == 0
+        windows = evaluation_windows(
+            self.validation_shards, self.recipe.model.context_length, self.settings.evaluate_sequences
+        )
+        report = evaluate_loss(
+            self.model,
+            windows,
+            text_bytes=self.validation_shards.text_bytes if whole and self.validation_shards.manifest.round_trips else None,
+            autocast=self.precision.autocast,
+        )
+        self.validation = report
+        better = report.loss < progress.best_loss
+        if better:
+            progress.best_loss, progress.best_step, progress.evaluations_since_best = report.loss, progress.step, 0
+        else:
+            progress.evaluations_since_best += 1
+        self.log.write(
+            {
+                "kind": "validation",
+                "step": progress.step,
+                "tokens": progress.tokens,
+                "loss": report.loss,
+                "perplexity": report.perplexity,
+                "bits_per_byte": report.bits_per_byte,
+            }
+        )
+        bits = f"  perplexity {report.perplexity:.2f}"
+        bits += f"  {report.bits_per_byte:.4f} bits per byte" if report.bits_per_byte is not None else ""
+        self.display.validation(progress.step, report.loss, bits + ("  (best)" if better else ""))
+
+    def sample(self) -> None:
+        """Continue the recipe's prompts with the model as it is; the same seed each time shows what training changed."""
+        engine = Engine(self.model, self.tokenizer)
+        for prompt in self.settings.sample_prompts:
+            text = engine.generate(
+                prompt, max_tokens=self.settings.sample_tokens, temperature=0.8, top_k=50, seed=self.recipe.seed
+            )
+            self.log.write({"kind": "sample", "step": self.progress.step, "prompt": prompt, "text": text})
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, unless it is written already, and delete the oldest beyond those to keep."""
+        progress = self.progress
+        if self._saved_step == progress.step:
+            return
+        progress.scaler = self.scaler.state_dict()
+        save_checkpoint(
+            self.recipe.run_dir,
+            progress.step,
+            self.model.state_dict(),
+            self.optimizer.state_tensors(),
+            asdict(progress),
+        )
+        self._saved_step = progress.step
+        remove_old(self.recipe.run_dir, self.settings.keep_checkpoints)
+
+    # ---------------------------------------------------------------------------------------------- end
+
+    @property
+    def share_done(self) -> float:
+        """How much of the run is done, from 0 to 1: by steps, or by the clock where that is further."""
+        shares = [self.progress.step / self.total_steps] if self.total_steps else []
+        if self.settings.max_minutes is not None:
+            shares.append(self.progress.seconds / (60 * self.settings.max_minutes))
+        return min(1.0, max(shares))
+
+    def due(self, every: int) -> bool:
+        """Whether something done every so many steps, and at the end, is to be done now."""
+        return every > 0 and (self.progress.step % every == 0 or self.share_done >= 1)
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the weights as they are have the lowest validation loss so far."""
+        return self.progress.best_step == self.progress.step
+
+    def end_reason(self, stop_asked: str | None) -> str | None:
+        """Why the run ends here; None while it goes on."""
+        patience = self.settings.early_stopping_patience
+        if stop_asked:
+            return f"stopped by {stop_asked}"
+        if self.share_done >= 1:
+            return "finished"
+        if patience is not None and self.progress.evaluations_since_best >= patience:
+            return f"no better validation loss in {patience} evaluations"
+        return None
+
+    def finish(self, reason: str) -> Outcome:
+        """Save, and describe the run in its folder."""
+        self.save()
+        self.log.close()
+        folder, progress = self.recipe.run_dir, self.progress
+        write_samples(folder / "metrics.jsonl", folder / "samples.md")
+        if not draw_curves(folder / "metrics.jsonl", folder / "curves.png", self.recipe.name):
+            self.display.message("curves.png is left out: matplotlib is not installed (pip install 'gptworks[plots]').")
+        outcome = Outcome(
+            reason, progress.step, progress.tokens, progress.seconds, self.validation, progress.best_loss, folder
+        )
+        self._write_card(outcome)
+        left = " Go on with --resume." if self.share_done < 1 else ""
+        self.display.message(
+            f"{reason} at step {progress.step:,} after {clock(progress.seconds)}, {progress.tokens:,} tokens. "
+            f"Saved in {folder}.{left}"
+        )
+        return outcome
+
+    def _write_card(self, outcome: Outcome) -> None:
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        figures = {"parameters": f"{parameters:,}"}
+        if math.isfinite(outcome.best_loss):
+            figures["best validation loss"] = (
+                f"{outcome.best_loss:.4f} nats per token, at step {self.progress.best_step:,}"
+            )
+        if outcome.validation is not None:
+            figures["last validation loss"] = f"{outcome.validation.loss:.4f} nats per token"
+            figures["last perplexity"] = f"{outcome.validation.perplexity:.2f}"
+            if outcome.validation.bits_per_byte is not None:
+                figures["last bits per byte"] = f"{outcome.validation.bits_per_byte:.4f}"
+        settings = self.settings
+        speed = outcome.tokens / outcome.seconds if outcome.seconds else 0.0
+        training = {
+            "ended": f"{outcome.reason}, step {outcome.step:,}",
+            "tokens": f"{outcome.tokens:,}, {outcome.tokens / self.train_shards.n_tokens:.2f} epochs of the training text",
+            "time": f"{clock(outcome.seconds)} of training, {speed:,.0f} tokens/s",
+            "batch": f"{settings.batch_size} × {self.recipe.model.context_length:,} tokens"
+            + (f" in {settings.accumulation_steps} micro-batches" if settings.accumulation_steps > 1 else ""),
+            "optimizer": f"{settings.optimizer}, peak rate {settings.learning_rate:g}"
+            + (f" (matrices {settings.muon_learning_rate:g})" if settings.optimizer == "muon" else "")
+            + f", decay {settings.weight_decay:g}, {settings.schedule} schedule",
+            "precision": self.precision.name,
+            "steps skipped as non-finite": str(self.progress.skipped),
+            "seed": str(self.recipe.seed),
+        }
+        write_model_card(self.recipe, device_name(self.device), figures, training)
+
+
+def data_fingerprint(manifest: Manifest) -> str:
+    """One sha256 over those of all token files: what a resumed run must find again."""
+    sums = [shard.sha256 for split in sorted(manifest.splits) for shard in manifest.splits[split].shards]
+    return hashlib.sha256(" ".join(sums).encode()).hexdigest()
+
+
+@contextmanager
+def stop_signals() -> Iterator[Callable[[], str | None]]:
+    """Turn the first SIGINT or SIGTERM into a request to stop after the step; a second one acts as usual."""
+    asked: list[str] = []
+    previous: dict[signal.Signals, Any] = {}
+
+    def ask(number: int, _: FrameType | None) -> None:
+        asked.append(signal.Signals(number).name)
+        signal.signal(number, previous[signal.Signals(number)])
+
+    if threading.current_thread() is threading.main_thread():  # elsewhere, whoever started us handles signals
+        previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked[0] if asked else None
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,138 @@
+"""Checkpoints: whole or absent, verified, and damage named."""
+
+import json
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptworks.checkpoint import (
+    checkpoints,
+    choose_checkpoint,
+    load_model,
+    load_run,
+    newest_verified,
+    remove_old,
+    save_checkpoint,
+)
+from gptworks.config import ModelConfig
+from gptworks.errors import RunError, UserError
+from gptworks.model import GPT
+
+CONFIG = ModelConfig(vocab_size=30, context_length=16, n_layers=2, d_model=16, n_heads=2, tie_embeddings=True)
+
+
+def write(run_dir: Path, step: int, best: int = 0) -> None:
+    torch.manual_seed(step)
+    (run_dir / "recipe.yaml").parent.mkdir(parents=True, exist_ok=True)
+    (run_dir / "recipe.yaml").touch()
+    save_checkpoint(
+        run_dir, step, GPT(CONFIG).state_dict(), {"a/b": torch.ones(3)}, {"step": step, "best_step": best}
+    )
+
+
+def test_weights_come_back_bit_for_bit_and_are_plain_safetensors(tmp_path: Path) -> None:
+    write(tmp_path, 7)
+    [checkpoint] = checkpoints(tmp_path)
+    checkpoint.verify()
+    torch.manual_seed(7)
+    expected = GPT(CONFIG)
+    loaded = load_model(checkpoint, CONFIG)
+    for (name, a), b in zip(expected.named_parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    tokens = torch.randint(30, (1, 16))
+    assert torch.equal(expected.eval()(tokens), loaded(tokens))
+    assert {path.name for path in checkpoint.folder.iterdir()} == {
+        "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_any_damage_is_found_and_the_checkpoint_before_is_used(tmp_path: Path, file: str, damage: str) -> None:
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    path = tmp_path / "checkpoints" / "step-000002" / file
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    elif damage == "truncate":
+        path.write_bytes(data[:-1])
+    else:
+        path.unlink()
+    said: list[str] = []
+    found = newest_verified(tmp_path, said.append)
+    assert found is not None
+    assert found.step == 1
+    assert len(said) == 1
+    assert file in said[0]
+
+
+def test_an_unreadable_manifest_is_damage(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    (tmp_path / "checkpoints" / "step-000001" / "manifest.json").write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match="every checkpoint .* is damaged"):
+        choose_checkpoint(tmp_path)
+
+
+def test_an_interrupted_write_is_never_read_and_is_cleaned_up(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    leftover = tmp_path / "checkpoints" / ".writing-step-000002"
+    shutil.copytree(tmp_path / "checkpoints" / "step-000001", leftover)
+    assert [checkpoint.step for checkpoint in checkpoints(tmp_path)] == [1]
+    remove_old(tmp_path, keep=2)
+    assert not leftover.exists()
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        write(tmp_path, step, best=min(step, 2))
+        remove_old(tmp_path, keep=2)
+    assert [checkpoint.step for checkpoint in checkpoints(tmp_path)] == [6, 5, 2]
+    assert choose_checkpoint(tmp_path, "best").step == 2
+    assert choose_checkpoint(tmp_path, "last").step == 6
+    assert choose_checkpoint(tmp_path, "5").step == 5
+    with pytest.raises(UserError, match="use best, last or one of"):
+        choose_checkpoint(tmp_path, "4")
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_half_written(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    big = {"x/y": torch.ones(200_000)}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(RunError, match="step 2 could not be written.*Earlier ones kept: step-000001"):
+            save_checkpoint(tmp_path, 2, GPT(CONFIG).state_dict(), big, {"best_step": 0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+    checkpoints(tmp_path)[0].verify()
+
+
+def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    other = CONFIG.model_copy(update={"d_ff": 99})
+    with pytest.raises(UserError, match=r"blocks\.0\.mlp\.down\.weight.*\(16, 64\).*\(16, 99\)"):
+        load_model(checkpoints(tmp_path)[0], other)
+
+
+def test_what_is_no_run_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such run folder"):
+        load_run(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"has no recipe\.yaml"):
+        load_run(tmp_path)
+    (tmp_path / "recipe.yaml").touch()
+    with pytest.raises(UserError, match="has no checkpoint yet"):
+        load_run(tmp_path)
+
+
+def test_manifest_lists_every_file_with_its_sum(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    manifest = json.loads((tmp_path / "checkpoints" / "step-000003" / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["step"] == 3
+    assert set(manifest["files"]) == {"model.safetensors", "optimizer.safetensors", "state.json"}
+    assert all(len(entry["sha256"]) == 64 for entry in manifest["files"].values())

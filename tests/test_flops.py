@@ -1,0 +1,95 @@
+"""FLOPs in closed form against torch's counter and against figures worked out by hand."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from gptworks.config import ModelConfig
+from gptworks.errors import UserError
+from gptworks.model import GPT
+from gptworks.plan import forward_flops
+from gptworks.plan.flops import visible_pairs
+from gptworks.presets import preset
+from test_params import random_config
+
+
+def counted_flops(config: ModelConfig, length: int, *, backward: bool = False) -> int:
+    """What torch counts. Fake tensors allocate nothing; the counter knows no fused kernel for CPUs, hence MATH."""
+    mode = FakeTensorMode()
+    with mode:
+        model = GPT(config).eval()
+        tokens = torch.zeros(1, length, dtype=torch.long)
+        with torch.set_grad_enabled(backward), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            logits = model(tokens)
+            if backward:
+                logits.sum().backward()
+    total: int = counter.get_total_flops()
+    return total
+
+
+@pytest.mark.parametrize(
+    "name", ["custom-300m", "gpt3-125m-banded", "gpt2-midi", "gpt2-small-untied", "vaani-427m", "llm-200m"]
+)
+def test_dense_total_is_what_torch_counts(name: str) -> None:
+    config = preset(name)
+    assert forward_flops(config).total_dense == counted_flops(config, config.context_length)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_models_at_random_lengths(seed: int) -> None:
+    config = random_config(seed)
+    length = 2 + seed % (config.context_length - 1)
+    assert forward_flops(config, length).total_dense == counted_flops(config, length)
+
+
+def test_training_is_three_times_forward() -> None:
+    config = preset("gpt2-mini")
+    flops = forward_flops(config)
+    assert flops.training_per_token_dense * flops.length == counted_flops(config, flops.length, backward=True)
+
+
+def test_causal_pairs_by_counting_them() -> None:
+    for length in (1, 2, 7, 12):
+        for window in (None, 1, 3, 7, 12):
+            span = length if window is None else window
+            pairs = sum(1 for i in range(length) for j in range(length) if i - span < j <= i)
+            assert visible_pairs(length, window) == pairs
+
+
+def test_banded_layers_cost_what_they_see() -> None:
+    dense, banded = (forward_flops(preset(f"gpt3-125m{kind}")) for kind in ("", "-banded"))
+    per_pair = 4 * 768
+    band_pairs = 256 * 257 // 2 + (2048 - 256) * 256
+    assert dense.attention_causal == per_pair * 12 * (2048 * 2049 // 2)
+    assert banded.attention_causal == per_pair * (6 * (2048 * 2049 // 2) + 6 * band_pairs)
+    assert banded.total_dense == dense.total_dense
+
+
+# REFERENCE.md section 3, typed in by hand.
+
+
+def test_document_000() -> None:
+    flops = forward_flops(preset("custom-300m"))
+    giga = 2048 * 1e9
+    assert flops.projections / giga == pytest.approx(0.201, abs=5e-4)
+    assert flops.attention_dense / giga == pytest.approx(0.201, abs=5e-4)
+    assert flops.mlp / giga == pytest.approx(0.403, abs=5e-4)
+    assert flops.head / giga == pytest.approx(0.103, abs=5e-4)
+    assert flops.per_token_dense / 1e9 == pytest.approx(0.908, abs=5e-4)
+    step_tokens = 512 * 2048
+    assert flops.per_token_dense * step_tokens / 1e12 == pytest.approx(952, abs=0.5)
+    assert flops.training_per_token_dense * step_tokens / 1e12 == pytest.approx(2857, abs=0.5)
+
+
+def test_document_003() -> None:
+    flops = forward_flops(preset("vaani-427m"), 1024)
+    assert flops.total_dense / 1e9 == pytest.approx(920.2, abs=0.05)
+    assert flops.total_causal / 1e9 == pytest.approx(872.9, abs=0.1)  # 872.965, cut there
+
+
+@pytest.mark.parametrize("length", [0, 129])
+def test_a_length_outside_the_context_is_refused(length: int) -> None:
+    with pytest.raises(UserError, match=f"length={length} .* context_length=128"):
+        forward_flops(preset("gpt2-tiny"), length)

@@ -1,0 +1,81 @@
+"""Which parameter gets which optimizer, rate and decay; the arithmetic against torch; the state's round trip."""
+
+import torch
+
+from gptworks.config import ModelConfig, TrainConfig
+from gptworks.model import GPT
+from gptworks.train.optim import Optimizer, parameter_groups
+
+CONFIG = ModelConfig(
+    vocab_size=30, context_length=16, n_layers=2, d_model=16, n_heads=2, position="learned", attention_bias=True,
+    mlp_bias=True, tie_embeddings=False,
+)  # fmt: skip
+NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
+
+
+def model_with_gradients(seed: int = 0) -> GPT:
+    torch.manual_seed(seed)
+    model = GPT(CONFIG)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return model
+
+
+def test_decay_falls_on_matrices_alone_and_every_parameter_is_in_one_group() -> None:
+    model = GPT(CONFIG)
+    groups = parameter_groups(model, TrainConfig(max_steps=1, weight_decay=0.3))
+    names = [name for group in groups for name in group.names]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    shapes = {name: parameter.ndim for name, parameter in model.named_parameters()}
+    for group in groups:
+        assert {shapes[name] >= 2 for name in group.names} == {group.weight_decay == 0.3}
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_nothing_else() -> None:
+    model = GPT(CONFIG)
+    train = TrainConfig(max_steps=1, optimizer="muon", learning_rate=0.003, muon_learning_rate=0.02)
+    by_optimizer = {group.optimizer: group for group in parameter_groups(model, train) if group.name == "matrices"}
+    muon = by_optimizer["muon"]
+    assert muon.learning_rate == 0.02
+    assert len(muon.names) == CONFIG.n_layers * 6
+    assert all(name.startswith("blocks.") and name.endswith("weight") for name in muon.names)
+    assert not any("embedding" in name or "head" in name or "norm" in name for name in muon.names)
+
+
+def test_adamw_step_equals_torch_step_by_step() -> None:
+    train = TrainConfig(max_steps=1, learning_rate=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2)
+    ours, theirs = model_with_gradients(), model_with_gradients()
+    optimizer = Optimizer(ours, train)
+    reference = torch.optim.AdamW(
+        [
+            {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.2},
+            {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=0.005, betas=(0.8, 0.9), eps=1e-6, foreach=False, fused=False,
+    )  # fmt: skip
+    optimizer.set_rate(0.5)
+    for _ in range(3):
+        optimizer.step(NO_SCALER)
+        reference.step()
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_state_round_trips_and_the_next_step_is_identical() -> None:
+    train = TrainConfig(max_steps=1, optimizer="muon")
+    first = model_with_gradients()
+    optimizer = Optimizer(first, train)
+    optimizer.step(NO_SCALER)
+    second = model_with_gradients(seed=1)
+    second.load_state_dict(first.state_dict())
+    restored = Optimizer(second, train)
+    restored.load_state_tensors({key: value.clone() for key, value in optimizer.state_tensors().items()})
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        b.grad = a.grad
+    optimizer.step(NO_SCALER)
+    restored.step(NO_SCALER)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+    ours, theirs = optimizer.state_tensors(), restored.state_tensors()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)

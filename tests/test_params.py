@@ -1,0 +1,133 @@
+"""Closed-form parameter counts against the built model and against figures worked out by hand."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from gptworks.config import ModelConfig
+from gptworks.errors import UserError
+from gptworks.model import GPT
+from gptworks.plan import count_parameters
+from gptworks.presets import PRESETS, preset
+
+
+def built_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        model = GPT(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def random_config(seed: int) -> ModelConfig:
+    choose = random.Random(seed)
+    n_kv_heads, d_head = choose.randint(1, 4), 2 * choose.randint(1, 16)
+    norm, window = choose.choice(["layernorm", "rmsnorm"]), choose.choice([None, 3])
+    return ModelConfig(
+        vocab_size=choose.randint(1, 300), context_length=choose.randint(3, 40), n_layers=choose.randint(1, 4),
+        d_model=choose.randint(1, 90), n_heads=n_kv_heads * choose.randint(1, 3), n_kv_heads=n_kv_heads, d_head=d_head,
+        d_ff=choose.randint(1, 200), position=choose.choice(["learned", "rope", "none"]), norm=norm,
+        norm_bias=norm == "layernorm" and choose.random() < 0.5,
+        mlp=choose.choice(["gelu", "gelu_tanh", "relu2", "swiglu", "geglu"]), attention_bias=choose.random() < 0.5,
+        mlp_bias=choose.random() < 0.5, qk_norm=choose.random() < 0.5, tie_embeddings=choose.random() < 0.5,
+        window=window, window_pattern=("full", "window") if window else ("full",),
+    )  # fmt: skip
+
+
+# REFERENCE.md section 2, typed in by hand.
+EXACT = {
+    "custom-300m": 355_871_744,
+    "gpt2-medium": 354_823_168,
+    "gpt2": 124_439_808,
+    "gpt2-tiny": 742_528,
+    "gpt2-mini": 3_487_232,
+    "gpt2-midi": 11_139_072,
+    "gpt2-small-untied": 163_037_184,
+    "vaani-427m": 403_254_016,
+    "llm-200m": 265_165_056,
+    "gpt3-125m": 125_226_240,
+    "gpt3-350m": 355_871_744,
+    "gpt3-760m": 760_300_032,
+    "gpt3-1.3b": 1_315_723_264,
+    "gpt3-2.7b": 2_651_553_280,
+    "gpt3-6.7b": 6_658_404_352,
+    "gpt3-13b": 12_853_386_240,
+    "gpt3-175b": 174_604_259_328,
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_presets_have_the_published_exact_size(name: str) -> None:
+    assert count_parameters(preset(name)).total == EXACT[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_built_with_the_counted_tensors(name: str) -> None:
+    shapes = built_shapes(preset(name))
+    assert count_parameters(preset(name)).shapes == shapes
+    n_built = sum(torch.Size(shape).numel() for shape in shapes.values())
+    assert n_built == EXACT.get(name.removesuffix("-banded"), n_built)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_models_are_built_with_the_counted_tensors(seed: int) -> None:
+    config = random_config(seed)
+    shapes, count = built_shapes(config), count_parameters(config)
+    assert count.shapes == shapes
+    assert count.total == sum(torch.Size(shape).numel() for shape in shapes.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "exact"),
+    [
+        ("gpt2-small-untied", {"tie_embeddings": True}, 124_439_808),
+        ("vaani-427m", {"mlp_bias": True}, 403_366_656),
+        ("gpt3-175b-banded", {}, 174_604_259_328),
+    ],
+)
+def test_variants(name: str, changes: dict[str, Any], exact: int) -> None:
+    assert count_parameters(preset(name).model_copy(update=changes)).total == exact
+
+
+def test_where_document_003_has_its_count_from() -> None:
+    other = {"mlp_bias": True, "attention_bias": True, "position": "learned", "tie_embeddings": False}
+    head_bias = 16_000
+    assert count_parameters(preset("vaani-427m").model_copy(update=other)).total + head_bias == 427_442_560
+
+
+def test_groups_of_the_custom_300m() -> None:
+    count = count_parameters(preset("custom-300m"))
+    totals = {name: group.total for name, group in count.groups.items()}
+    assert totals == {
+        "token_embedding": 51_463_168,
+        "position_embedding": 2_097_152,
+        "attention_weights": 100_663_296,
+        "attention_biases": 24 * 4 * 1024,
+        "qk_norms": 0,
+        "mlp_weights": 201_326_592,
+        "mlp_biases": 201_449_472 - 201_326_592,
+        "norms": 98_304,
+        "final_norm": 2_048,
+        "head": 0,
+    }
+    assert count.groups["mlp_weights"].per_layer == 2 * 1024 * 4096
+    assert count.embedding == 51_463_168 + 2_097_152
+    assert count.non_embedding == 355_871_744 - 53_560_320
+
+
+def test_an_untied_head_counts_as_outside_the_embeddings() -> None:
+    count = count_parameters(preset("gpt2-tiny"))
+    assert count.groups["head"].total == 512 * 128
+    assert count.embedding == 512 * 128 + 128 * 128
+
+
+def test_block_matrices_are_the_blocks_parameters_of_two_dimensions() -> None:
+    config = preset("llm-200m")
+    shapes = built_shapes(config)
+    matrices = sum(shape[0] * shape[1] for name, shape in shapes.items() if "blocks" in name and len(shape) == 2)
+    assert count_parameters(config).block_matrices == matrices
+
+
+def test_an_unknown_vocabulary_is_refused() -> None:
+    with pytest.raises(UserError, match=r"Set model\.vocab_size"):
+        count_parameters(ModelConfig(context_length=8, n_layers=1, d_model=8, n_heads=1))

@@ -1,0 +1,475 @@
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from gptworks.config import ModelConfig, Recipe, ValidationSplit
+from gptworks.data import prepare as module
+from gptworks.data import sources
+from gptworks.data.prepare import Prepared, find_prepared, held_out_text, open_prepared, prepare, split_documents
+from gptworks.data.shards import TokenShards
+from gptworks.data.sources import Piece, iter_documents
+from gptworks.errors import RunError, UserError
+from gptworks.tokenizer import document_frame, fingerprint
+
+Make = Callable[..., Recipe]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """A recipe over tmp_path/text; keywords go to its data section."""
+
+    def make(tokenizer: dict[str, Any] | None = None, path: Path = tmp_path / "text", **data: Any) -> Recipe:
+        return Recipe(
+            name="test",
+            model=ModelConfig(context_length=8, n_layers=1, d_model=8, n_heads=1),
+            tokenizer=tokenizer or {"type": "char"},
+            data={"sources": [{"type": "text", "path": str(path)}], "cache_dir": tmp_path / "data", **data},
+            train={"max_steps": 1},
+        )
+
+    (tmp_path / "text").mkdir()
+    return make
+
+
+def write(folder: Path, *texts: str) -> None:
+    for index, text in enumerate(texts):
+        (folder / "text" / f"{index:03d}.txt").write_text(text, encoding="utf-8", newline="")
+
+
+def essays(count: int) -> list[str]:
+    return [
+        f"Essay {i}.\n" + f"The {i * 7919 % 1000} cats sat — naïvely — on {i} mats.\n" * (1 + i % 5)
+        for i in range(count)
+    ]
+
+
+def tokens(prepared: Prepared, split: Any) -> list[int]:
+    shards = TokenShards(prepared.folder, split, verify=True)
+    return shards.read(0, shards.n_tokens).tolist()
+
+
+def decoded(prepared: Prepared, split: Any) -> list[str]:
+    """The text of each document, special tokens left out."""
+    shards = TokenShards(prepared.folder, split)
+    parts = np.split(shards.read(0, shards.n_tokens), shards.document_starts()[1:])
+    return [prepared.tokenizer.decode(part.tolist()) for part in parts]
+
+
+def contents(prepared: Prepared) -> dict[str, bytes]:
+    return {f.name: f.read_bytes() for f in sorted(prepared.folder.rglob("*")) if f.is_file()}
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob(".partial-*")]
+
+
+# ----------------------------------------------------------------------------------------------------- contents
+
+
+@pytest.mark.parametrize("kind", [{"type": "char"}, {"type": "bpe", "vocab_size": 300}], ids=["char", "bpe"])
+def test_the_shards_hold_the_text_in_both_splits(kind: dict[str, Any], make: Make, tmp_path: Path) -> None:
+    texts = essays(60)
+    write(tmp_path, *texts)
+    prepared = prepare(make(kind, validation={"fraction": 0.2}))
+    train, validation = decoded(prepared, "train"), decoded(prepared, "validation")
+    assert sorted(train + validation) == sorted(texts)
+    assert train == [text for text in texts if text in set(train)]
+    assert 4 <= len(validation) <= 24
+    splits = prepared.manifest.splits
+    assert (splits["train"].documents, splits["validation"].documents) == (len(train), len(validation))
+    assert splits["train"].text_bytes == len("".join(train).encode())
+    assert prepared.manifest.round_trips
+    assert b"".join(held_out_text(prepared)) == "".join(validation).encode()
+    assert not prepared.reused
+
+
+def test_each_document_begins_with_the_separator(make: Make, tmp_path: Path) -> None:
+    write(tmp_path, *essays(30))
+    prepared = prepare(make(validation={"fraction": 0.3}))
+    for split in ("train", "validation"):
+        ids = np.array(tokens(prepared, split))
+        assert np.flatnonzero(ids == 0).tolist() == TokenShards(prepared.folder, split).document_starts().tolist()
+
+
+def test_bos_and_eos_stand_around_each_document(make: Make, tmp_path: Path) -> None:
+    write(tmp_path, *[f"Word {i} here" for i in range(40)])
+    prepared = prepare(make({"type": "word"}, validation={"fraction": 0.3}))
+    ids = np.array(tokens(prepared, "train"))
+    starts = TokenShards(prepared.folder, "train").document_starts()
+    assert ids[starts].tolist() == [2] * len(starts)
+    assert ids[[*(starts[1:] - 1), -1]].tolist() == [3] * len(starts)
+    assert 2 not in np.delete(ids, starts)
+
+
+def test_a_separator_written_in_a_text_is_text(make: Make, tmp_path: Path) -> None:
+    write(tmp_path, *[f"{i} <|endoftext|> more" * 3 for i in range(30)])
+    prepared = prepare(make({"type": "bpe", "vocab_size": 270}, validation={"fraction": 0.3}))
+    assert tokens(prepared, "train").count(0) == prepared.manifest.splits["train"].documents
+    assert "".join(decoded(prepared, "train")).count("<|endoftext|>") > 30
+
+
+def test_words_are_counted_where_unknown_and_do_not_round_trip(make: Make, tmp_path: Path) -> None:
+    write(tmp_path, *[f"Common unique{i}" for i in range(40)])
+    prepared = prepare(make({"type": "word"}, validation={"fraction": 0.3}))
+    validation = prepared.manifest.splits["validation"]
+    assert validation.unknown_tokens == validation.documents > 0
+    assert prepared.manifest.splits["train"].unknown_tokens == 0
+    assert not prepared.manifest.round_trips
+    with pytest.raises(UserError, match="does not give back the text"):
+        list(held_out_text(prepared))
+
+
+def test_the_tokenizer_is_trained_on_the_training_split_alone(make: Make, tmp_path: Path) -> None:
+    write(tmp_path, "a" * 90 + "z" * 10)
+    prepared = prepare(make(validation={"fraction": 0.1}))
+    assert "z" not in prepared.tokenizer.get_vocab()
+    assert prepared.manifest.splits["validation"].unknown_tokens == 10
+    assert not prepared.manifest.round_trips
+
+
+def test_tiny_shakespeare_is_cut_where_others_cut_it(make: Make, shared_data: Path) -> None:
+    file = shared_data / "tinyshakespeare.txt"
+    prepared = prepare(make(path=file, validation={"fraction": 0.1}))
+    text = file.read_text()
+    assert tokens(prepared, "train")[0] == document_frame(prepared.tokenizer)[0][0]
+    assert decoded(prepared, "train") == [text[:1_003_854]]
+    assert decoded(prepared, "validation") == [text[1_003_854:]]
+    assert len(tokens(prepared, "validation")) == 111_540
+    assert prepared.manifest.vocab_size == 65 + 2
+    assert sum(split.unknown_tokens for split in prepared.manifest.splits.values()) == 0
+
+
+# -------------------------------------------------------------------------------------------------------- split
+
+
+def pieces(*texts: str, size: int = 1000) -> list[Piece]:
+    return [
+        Piece(text[at : at + size], at == 0, at + size >= len(text), len(text.encode()))
+        for text in texts
+        for at in range(0, len(text), size)
+    ]
+
+
+def joined(given: list[Piece], **settings: Any) -> dict[str, str]:
+    found = {"train": "", "validation": ""}
+    for split, piece in split_documents(given, ValidationSplit(**settings)):
+        found[split] += piece.text
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("text", ["0123456789", "éééééééééé", "你好🙂世界🙂", "x"])
+def test_a_tail_is_cut_by_bytes_at_a_character(text: str, size: int) -> None:
+    found = joined(pieces(text, size=size), by="tail", fraction=0.25)
+    cut = int(len(text.encode()) * 0.75)
+    assert found["train"] + found["validation"] == text
+    assert cut <= len(found["train"].encode()) < cut + 4
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_a_tail_starts_once_and_its_document_ends_in_it(size: int) -> None:
+    given = list(
+        split_documents(pieces("0123456789" * 2, "abcdefghij", size=size), ValidationSplit(by="tail", fraction=0.3))
+    )
+    tails = [piece for split, piece in given if split == "validation"]
+    heads = [piece for split, piece in given if split == "train"]
+    assert sum(piece.starts_document for piece in tails) == sum(piece.ends_document for piece in tails) == 2
+    assert (sum(piece.starts_document for piece in heads), sum(piece.ends_document for piece in heads)) == (2, 0)
+
+
+def test_documents_are_held_out_by_their_text_alone() -> None:
+    texts = essays(200)
+    settings = {"by": "document", "fraction": 0.25}
+    forward, backward = joined(pieces(*texts), **settings), joined(pieces(*texts[::-1]), **settings)
+    held_out = {text for text in texts if text in forward["validation"]}
+    assert held_out == {text for text in texts if text in backward["validation"]}
+    assert 25 < len(held_out) < 75
+    twice = joined(pieces(*texts, *texts), **settings)
+    assert all(text not in twice["train"] for text in held_out)
+
+
+def test_a_document_in_pieces_stays_whole() -> None:
+    texts = essays(50)
+    found = joined(pieces(*texts, size=7), by="document", fraction=0.3)
+    assert all((text in found["train"]) != (text in found["validation"]) for text in texts)
+
+
+def test_auto_takes_tails_of_few_documents(make: Make, tmp_path: Path) -> None:
+    write(tmp_path, *essays(19))
+    few = prepare(make(validation={"fraction": 0.25}))
+    assert few.manifest.splits["train"].documents == few.manifest.splits["validation"].documents == 19
+    separators = tokens(few, "validation").count(0)
+    assert separators == 18  # the first tail goes on where training text stopped; then the text jumps
+    write(tmp_path, *essays(20))
+    many = prepare(make(validation={"fraction": 0.25}))
+    assert sum(split.documents for split in many.manifest.splits.values()) == 20
+
+
+def test_a_long_document_in_pieces_gives_the_same_text(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(essays(50))
+    write(tmp_path, text)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 100)
+    monkeypatch.setattr(module, "_DECODED_TOKENS", 3)
+    prepared = prepare(make({"type": "bpe", "vocab_size": 280}, validation={"fraction": 0.3}))
+    held_out = b"".join(held_out_text(prepared)).decode()
+    assert decoded(prepared, "train") == [text.removesuffix(held_out)]
+    assert prepared.manifest.round_trips
+    assert 0.25 < len(held_out) / len(text) < 0.31
+
+
+def test_a_tokenizer_that_adds_a_space_to_each_piece_does_not_round_trip(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "the cat sat\n" * 40
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.train_from_iterator([text], trainers.BpeTrainer(vocab_size=40, show_progress=False))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, text)
+    recipe = make({"type": "file", "path": tmp_path / "tokenizer.json"}, validation={"fraction": 0.9})
+    monkeypatch.setattr(sources, "PIECE_BYTES", 60)
+    assert tokenizer.decode(tokenizer.encode("the cat\n").ids) == "the cat\n"
+    assert not prepare(recipe).manifest.round_trips
+
+
+@pytest.mark.parametrize(
+    ("texts", "settings", "message"),
+    [
+        (["", ""], {}, "data.sources hold no text"),
+        (["one"], {"by": "document"}, r"fraction=0.05 by document leaves the validation split without text\. Raise"),
+        (["one"], {"by": "document", "fraction": 0.999}, r"leaves the training split without text\. Lower .*by=tail"),
+    ],
+)
+def test_an_empty_split_is_refused(
+    texts: list[str], settings: dict[str, Any], message: str, make: Make, tmp_path: Path
+) -> None:
+    write(tmp_path, *texts)
+    with pytest.raises(UserError, match=message):
+        prepare(make(validation=settings))
+    assert leftovers(tmp_path / "data") == []
+
+
+# --------------------------------------------------------------------------------------------- reuse and identity
+
+
+def test_nothing_changed_does_nothing(make: Make, tmp_path: Path) -> None:
+    write(tmp_path, *essays(30))
+    first = prepare(make(validation={"fraction": 0.3}))
+    before = {file: file.stat().st_mtime_ns for file in first.folder.rglob("*")}
+    began = time.perf_counter()
+    second = prepare(make(validation={"fraction": 0.3}), report=lambda *_: pytest.fail("it worked"))
+    assert time.perf_counter() - began < 1
+    assert second.reused and second.folder == first.folder and second.manifest == first.manifest
+    assert fingerprint(second.tokenizer) == fingerprint(first.tokenizer)
+    assert {file: file.stat().st_mtime_ns for file in first.folder.rglob("*")} == before
+
+
+def test_whatever_changes_goes_to_a_folder_of_its_own(make: Make, tmp_path: Path) -> None:
+    write(tmp_path, *essays(30))
+    tokenizer = tmp_path / "tokenizer.json"
+    half = {"fraction": 0.5}
+    first = prepare(make(validation=half))
+    before = contents(first)
+    first.tokenizer.save(str(tokenizer))
+    other = [
+        prepare(make(validation={"fraction": 0.4})),
+        prepare(make({"type": "word"}, validation=half)),
+        prepare(make(validation=half, shard_tokens=100)),
+        prepare(make({"type": "file", "path": tokenizer}, validation=half)),
+    ]
+    tokenizer.write_text(other[1].tokenizer.to_str())
+    other.append(prepare(make({"type": "file", "path": tokenizer}, validation=half)))
+    write(tmp_path, "another beginning")
+    other.append(prepare(make(validation=half)))
+    folders = {prepared.folder for prepared in (first, *other)}
+    assert len(folders) == 7
+    assert all(folder.name.startswith("test-") and len(folder.name) == 13 for folder in folders)
+    assert contents(first) == before
+
+
+def test_processes_do_not_change_the_shards(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, *essays(300))
+    kind = {"type": "bpe", "vocab_size": 300}
+    alone = prepare(make(kind, processes=1, shard_tokens=2000, cache_dir=tmp_path / "alone"))
+    monkeypatch.setattr(module, "_BATCH_BYTES", 3000)
+    monkeypatch.setattr(module, "_BATCHES_WORTH_A_POOL", 2)
+    together = prepare(make(kind, processes=2, shard_tokens=2000, cache_dir=tmp_path / "together"))
+    assert contents(alone) == contents(together)
+    assert len(alone.manifest.splits["train"].shards) > 5
+    assert not multiprocessing.active_children()
+
+
+def test_progress_is_reported_to_the_last_byte(make: Make, tmp_path: Path) -> None:
+    write(tmp_path, *essays(30))
+    seen: list[tuple[str, int, int | None]] = []
+    prepare(make(validation={"fraction": 0.3}), report=lambda *told: seen.append(told))
+    total = len("".join(essays(30)).encode())
+    assert seen[-1] == ("shards", total, total)
+    assert {stage for stage, *_ in seen} == {"tokenizer", "shards"}
+
+
+def test_what_was_prepared_is_found_without_preparing(make: Make, tmp_path: Path) -> None:
+    recipe = make(validation={"fraction": 0.3})
+    assert find_prepared(recipe) is None  # there is no text yet
+    write(tmp_path, *essays(30))
+    assert find_prepared(recipe) is None and not (tmp_path / "data").exists()
+    folder = prepare(recipe).folder
+    found = find_prepared(recipe)
+    assert found is not None and found.folder == folder
+
+
+def test_a_damaged_folder_is_refused(make: Make, tmp_path: Path) -> None:
+    write(tmp_path, *essays(30))
+    recipe = make(validation={"fraction": 0.3})
+    folder = prepare(recipe).folder
+    tokenizer = (folder / "tokenizer" / "tokenizer.json").read_text()
+    (folder / "tokenizer" / "tokenizer.json").write_text(tokenizer.replace('"a":', '"ä":'))
+    with pytest.raises(UserError, match="is not the tokenizer that made these tokens"):
+        prepare(recipe)
+    (folder / "train-00000.tokens").unlink()
+    with pytest.raises(UserError, match=rf"train-00000\.tokens is missing\. Delete {folder}"):
+        open_prepared(folder)
+
+
+# ------------------------------------------------------------------------------------------------------ failures
+
+
+SCRIPT = """
+import os, resource, signal, sys, time
+from pathlib import Path
+from gptworks.config import Recipe
+from gptworks.data.prepare import prepare
+
+recipe = Recipe.model_validate_json(Path(sys.argv[1]).read_text())
+
+def report(stage, done_bytes, total_bytes):
+    if stage == "shards" and done_bytes > 1000:
+        {act}
+
+prepare(recipe, report=report)
+"""
+
+
+def start(recipe: Recipe, act: str, folder: Path) -> "subprocess.Popen[str]":
+    (folder / "recipe.json").write_text(recipe.model_dump_json())
+    (folder / "script.py").write_text(SCRIPT.replace("{act}", act))
+    command = [sys.executable, str(folder / "script.py"), str(folder / "recipe.json")]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_killed_prepare_leaves_nothing_that_is_read(make: Make, tmp_path: Path) -> None:
+    write(tmp_path, *essays(60))
+    recipe, data = make(validation={"fraction": 0.3}), tmp_path / "data"
+    process = start(recipe, "os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
+    assert process.communicate() and process.returncode == -signal.SIGKILL
+    assert len(leftovers(data)) == 1
+    assert not [path for path in data.iterdir() if not path.name.startswith(".")]
+    write(tmp_path, "a change, so that the folder has another name")
+    prepared = prepare(make(validation={"fraction": 0.3}))
+    assert len(decoded(prepared, "train") + decoded(prepared, "validation")) == 60
+    assert leftovers(data) == []
+
+
+def test_an_interrupted_prepare_cleans_up(make: Make, tmp_path: Path) -> None:
+    write(tmp_path, *essays(60))
+
+    def interrupt(stage: str, done_bytes: int, total_bytes: int | None) -> None:
+        if stage == "shards":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(make(validation={"fraction": 0.3}), report=interrupt)
+    assert leftovers(tmp_path / "data") == []
+    assert not prepare(make(validation={"fraction": 0.3})).reused
+
+
+def test_two_at_once_are_safe_and_leave_each_other_alone(make: Make, tmp_path: Path) -> None:
+    write(tmp_path, *essays(60))
+    recipe, data = make(validation={"fraction": 0.3}), tmp_path / "data"
+    process = start(recipe, "Path(sys.argv[1] + '.begun').touch(); time.sleep(0.02)", tmp_path)
+    begun = tmp_path / "recipe.json.begun"
+    while not begun.exists() and process.poll() is None:
+        time.sleep(0.01)
+    other = prepare(make(validation={"fraction": 0.4}))  # another folder of the same name and cache
+    assert process.poll() is None and len(leftovers(data)) == 1
+    stages: list[str] = []
+    waited = prepare(recipe, report=lambda stage, *_: stages.append(stage))
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert waited.reused and stages == ["waiting"] and waited.folder != other.folder
+    assert len(tokens(waited, "train")) > 100
+
+
+def test_two_threads_make_one_folder(make: Make, tmp_path: Path) -> None:
+    write(tmp_path, *essays(60))
+    found: list[Prepared] = []
+    recipe = make(validation={"fraction": 0.3})
+    threads = [threading.Thread(target=lambda: found.append(prepare(recipe))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(prepared.reused for prepared in found) == [False, True, True, True]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of a file as Linux does")
+def test_a_full_disk_is_said_and_leaves_nothing(make: Make, tmp_path: Path) -> None:
+    write(tmp_path, *[text * 20 for text in essays(60)])
+    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
+    process = start(make(validation={"fraction": 0.3}), limit, tmp_path)
+    _, errors = process.communicate()
+    assert process.returncode != 0
+    assert "RunError" in errors and "no room to write the shards" in errors and "data.cache_dir" in errors
+    assert leftovers(tmp_path / "data") == []
+    assert not [path for path in (tmp_path / "data").iterdir() if not path.name.startswith(".")]
+
+
+def test_a_dead_worker_is_said(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, *essays(300))
+    monkeypatch.setattr(module, "_BATCH_BYTES", 1000)
+    monkeypatch.setattr(module, "_BATCHES_WORTH_A_POOL", 2)
+
+    def kill_workers(stage: str, done_bytes: int, total_bytes: int | None) -> None:
+        for child in multiprocessing.active_children():
+            os.kill(child.pid or 0, signal.SIGKILL)
+
+    with pytest.raises(RunError, match=r"a worker process died.*data\.processes=1"):
+        prepare(make({"type": "bpe", "vocab_size": 300}, processes=2), report=kill_workers)
+    assert leftovers(tmp_path / "data") == []
+
+
+def test_a_mistake_far_into_a_file_is_a_clean_message(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "PIECE_BYTES", 64)
+    write(tmp_path, "a line of text\n" * 500)
+    with (tmp_path / "text" / "000.txt").open("ab") as file:
+        file.write(b"\xff")
+    for kind in ({"type": "char"}, {"type": "bpe", "vocab_size": 260}, {"type": "word"}):
+        with pytest.raises(UserError, match=r"000\.txt is not UTF-8 text: byte 0xff at byte 7500"):
+            prepare(make(kind, validation={"fraction": 0.001}))
+    assert leftovers(tmp_path / "data") == []
+
+
+def test_the_manifest_says_what_made_it(make: Make, tmp_path: Path) -> None:
+    write(tmp_path, *essays(30))
+    prepared = prepare(make(validation={"fraction": 0.3}))
+    manifest = json.loads((prepared.folder / "manifest.json").read_text())
+    assert manifest["made_from"]["tokenizer"] == {"type": "char"}
+    assert manifest["vocab_size"] == prepared.tokenizer.get_vocab_size()
+    assert manifest["tokenizer_sha256"] == fingerprint(prepared.tokenizer)
+    assert len(list(iter_documents(make().data.sources))) == sum(s["documents"] for s in manifest["splits"].values())

@@ -1,0 +1,107 @@
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gptworks.data.shards import FORMAT_VERSION, Dtype, Manifest, ShardWriter, TokenShards, dtype_for, write_manifest
+from gptworks.errors import UserError
+
+DOCUMENTS = [np.arange(start, start + length) for start, length in ((0, 7), (100, 3), (200, 25), (300, 1), (400, 14))]
+TOKENS = np.concatenate(DOCUMENTS)
+
+
+def write(folder: Path, shard_tokens: int = 10, dtype: Dtype = "uint16", shift: int = 0) -> Path:
+    folder.mkdir(exist_ok=True)
+    writers = {split: ShardWriter(folder, split, dtype, shard_tokens) for split in ("train", "validation")}
+    for document in DOCUMENTS:
+        writers["train"].add(document + shift, 2 * len(document), starts_document=True, unknown_tokens=1)
+    writers["validation"].add(np.array([5, 6]), 2, starts_document=True)
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        created_by="test",
+        dtype=dtype,
+        vocab_size=1000,
+        tokenizer_sha256="",
+        made_from={},
+        round_trips=True,
+        splits={split: writer.finish() for split, writer in writers.items()},
+    )
+    write_manifest(manifest, folder)
+    return folder
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 10, 1000])
+@pytest.mark.parametrize(("dtype", "shift"), [("uint16", 60_000), ("uint32", 4_000_000_000)])
+def test_what_is_written_is_read_over_any_shards(tmp_path: Path, shard_tokens: int, dtype: Dtype, shift: int) -> None:
+    shards = TokenShards(write(tmp_path, shard_tokens, dtype, shift), "train", verify=True)
+    assert (shards.n_tokens, shards.n_documents, shards.text_bytes) == (50, 5, 100)
+    for start in range(51):
+        for length in range(51 - start):
+            assert shards.read(start, length).tolist() == (TOKENS[start : start + length] + shift).tolist()
+    assert shards.read(0, 1).dtype == np.int64
+    assert shards.document_starts().tolist() == [0, 7, 10, 35, 36]
+
+
+def test_a_document_goes_on_in_the_next_shard(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, "train", "uint16", shard_tokens=4)
+    for index in range(3):
+        writer.add(np.arange(4), 4, starts_document=index == 0)
+    files = writer.finish()
+    assert [shard.documents for shard in files.shards] == [1, 0, 0]
+    assert (files.documents, files.tokens) == (1, 12)
+
+
+def test_files_are_flat_little_endian(tmp_path: Path) -> None:
+    write(tmp_path, shard_tokens=1000)
+    assert (tmp_path / "train-00000.tokens").read_bytes() == TOKENS.astype("<u2").tobytes()
+    assert (tmp_path / "train-00000.offsets").read_bytes() == np.array([0, 7, 10, 35, 36], dtype="<u8").tobytes()
+    assert json.loads((tmp_path / "manifest.json").read_text())["splits"]["train"]["unknown_tokens"] == 5
+
+
+def test_dtype_is_the_narrowest_that_holds_the_vocabulary() -> None:
+    assert [dtype_for(size) for size in (256, 50_257, 65_536, 65_537, 128_256)] == ["uint16"] * 3 + ["uint32"] * 2
+
+
+def test_reading_outside_the_split_is_an_error(tmp_path: Path) -> None:
+    shards = TokenShards(write(tmp_path), "train")
+    for start, length in ((-1, 2), (49, 2), (51, 0), (0, 51)):
+        with pytest.raises(IndexError):
+            shards.read(start, length)
+
+
+@pytest.mark.parametrize("name", ["train-00001.tokens", "train-00001.offsets"])
+def test_missing_truncated_and_corrupt_files_are_named(tmp_path: Path, name: str) -> None:
+    good = write(tmp_path / "good")
+    folder = tmp_path / "bad"
+    fix = f"Delete {folder} and run `gptworks prepare` again"
+
+    shutil.copytree(good, folder)
+    (folder / name).unlink()
+    with pytest.raises(UserError, match=rf"{name} is missing\. {fix}"):
+        TokenShards(folder, "train")
+
+    content = (good / name).read_bytes()
+    (folder / name).write_bytes(content[:-1])
+    with pytest.raises(UserError, match=rf"{name} has {len(content) - 1} bytes and the manifest states {len(content)}"):
+        TokenShards(folder, "train")
+
+    (folder / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    TokenShards(folder, "train")  # a quick look does not see it
+    with pytest.raises(UserError, match=rf"{name} is corrupt.*{fix}"):
+        TokenShards(folder, "train", verify=True)
+
+
+def test_a_missing_broken_or_newer_manifest_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no prepared text"):
+        TokenShards(tmp_path / "none", "train")
+    file = write(tmp_path) / "manifest.json"
+    whole = file.read_text()
+    for broken in (whole[: len(whole) // 2], "[]", whole.replace('"dtype": "uint16"', '"dtype": "int8"')):
+        file.write_text(broken)
+        with pytest.raises(UserError, match=r"manifest\.json is broken"):
+            TokenShards(tmp_path, "train")
+    file.write_text(whole.replace('"format_version": 1', '"format_version": 99'))
+    with pytest.raises(UserError, match="has format 99 and this gptworks reads 1"):
+        TokenShards(tmp_path, "train")

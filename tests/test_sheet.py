@@ -1,0 +1,299 @@
+"""`describe` and `plan`: figures against the built objects and hand arithmetic; renderings; the generated page."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from rich.cells import cell_len
+from rich.console import Console
+from safetensors.torch import save_file
+
+from gptworks.config import ModelConfig
+from gptworks.data.batches import Batches
+from gptworks.data.shards import TokenShards
+from gptworks.errors import UserError
+from gptworks.model import GPT, KVCache
+from gptworks.plan import Plan, describe, plan
+from gptworks.plan.diagram import diagram
+from gptworks.plan.published import published_figures, readable, reference_architectures_markdown
+from gptworks.presets import PRESETS, preset
+from gptworks.recipe import parse_recipe
+
+ROOT = Path(__file__).parent.parent
+
+
+def planned(n_train_tokens: int | None = None, model: dict[str, Any] | None = None, **train: Any) -> Plan:
+    recipe = parse_recipe(
+        {
+            "model": {"preset": "gpt2-mini", **(model or {})},
+            "tokenizer": {"type": "bpe", "vocab_size": (model or {}).get("vocab_size", 512)},
+            "data": {"sources": [{"type": "python-stdlib"}]},
+            "train": {"batch_size": 32, **train},
+        }
+    )
+    return plan(recipe, n_train_tokens)
+
+
+def printed(thing: Any, width: int = 120) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(thing)
+    return console.export_text()
+
+
+# describe ---------------------------------------------------------------------------------------------------
+
+
+def test_json_of_document_000() -> None:
+    sheet = json.loads(json.dumps(describe(preset("custom-300m"), "custom-300m").to_json()))
+    assert sheet["name"] == "custom-300m"
+    assert sheet["model"]["d_model"] == 1024
+    assert sheet["parameters"]["total"] == 355_871_744
+    assert sheet["parameters"]["embedding"] + sheet["parameters"]["non_embedding"] == 355_871_744
+    assert sheet["parameters"]["groups"]["mlp_weights"] == {
+        "per_layer": 8_388_608,
+        "total": 201_326_592,
+        "tensors": {"mlp.up.weight": [4096, 1024], "mlp.down.weight": [1024, 4096]},
+    }
+    assert sum(group["total"] for group in sheet["parameters"]["groups"].values()) == 355_871_744
+    assert sheet["memory"]["weights_fp32_bytes"] == 1_423_486_976
+    assert sheet["memory"]["weights_bf16_bytes"] == 711_743_488
+    assert sheet["memory"]["kv_cache_fp16_bytes"] == 201_326_592
+    assert sheet["memory"]["kv_cache_fp16_bytes_per_token"] == 24 * 2 * 1024 * 2
+    assert sheet["flops"]["forward_per_token"] / 1e9 == pytest.approx(0.908, abs=5e-4)
+    assert sheet["flops"]["training_per_token"] == 3 * sheet["flops"]["forward_per_token"]
+    assert sum(sheet["flops"]["parts_per_token"].values()) == sheet["flops"]["forward_per_token"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"n_kv_heads": 2}, {"window": 16, "window_pattern": ("full", "window")}])
+def test_cache_bytes_are_the_caches(changes: dict[str, Any]) -> None:
+    config = preset("gpt2-tiny").model_copy(update=changes)
+    sheet = describe(config)
+    assert sheet.kv_cache_bytes == KVCache(config, dtype=torch.float16, device="meta").n_bytes
+    assert sheet.kv_cache_bytes_per_token == KVCache(config, length=1, dtype=torch.float16, device="meta").n_bytes
+
+
+def test_published_figures_stand_on_a_preset_and_on_nothing_else() -> None:
+    config = preset("llm-200m")
+    assert {figure["published"] for figure in describe(config, "any name").to_json()["published"]} >= {200e6, 251e6}
+    assert "published" not in describe(config.model_copy(update={"n_layers": 23}), "llm-200m").to_json()
+
+
+def test_an_unknown_vocabulary_is_refused() -> None:
+    with pytest.raises(UserError, match=r"Set model\.vocab_size"):
+        describe(ModelConfig(context_length=8, n_layers=1, d_model=8, n_heads=1))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_the_terminal_sheet_fits_and_says_the_total(name: str, width: int) -> None:
+    text = printed(describe(preset(name), name), width)
+    assert max(map(cell_len, text.splitlines())) <= min(width, 100)
+    assert f"{describe(preset(name)).parameters.total:,}" in text
+    assert name in text
+    assert "…" not in text
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_diagram_is_a_rectangle(name: str) -> None:
+    lines = [line for line in diagram(preset(name), 80) if line.startswith(("╭", "╰", "│", "║", "╔", "╚"))]
+    assert len(lines) > 20
+    assert {max(line.rfind(edge) for edge in "╮╯│║╗╝") for line in lines} == {59}
+
+
+def test_the_diagram_shows_what_the_model_has() -> None:
+    grouped = preset("llm-200m").model_copy(
+        update={"n_kv_heads": 4, "qk_norm": True, "norm": "rmsnorm", "norm_bias": False}
+    )
+    text = "\n".join(diagram(grouped))
+    assert "24 × block" in text
+    assert "2 of 256 × 768" in text
+    assert "B × 4 × T × 64" in text
+    assert "rotate queries, keys by position" in text
+    assert "SiLU(gate) × up" in text
+    assert "head (tied)" in text
+    assert "LayerNorm" not in text
+    assert "position embedding" not in text
+    assert "48 of 96 see 256" in "\n".join(diagram(preset("gpt3-175b-banded")))
+
+
+def test_markdown_has_the_diagram_and_well_formed_tables() -> None:
+    text = describe(preset("custom-300m"), "custom-300m").to_markdown()
+    assert text.startswith("# custom-300m\n")
+    assert "```text\n   token ids" in text
+    assert "| total |  | 12,596,224 | 355,871,744 |" in text
+    for table in text.split("\n\n"):
+        if table.startswith("|"):
+            assert len({line.count("|") for line in table.strip().splitlines()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0, "B", "0 B"), (999, "B", "999 B"), (1000, "B", "1 kB"), (1_423_486_976, "B", "1.423 GB"),
+        (9.524e14, "FLOP", "952.4 TFLOP"), (999_999, "B", "1000 kB"), (1234567, "tokens", "1,234,567"),
+    ],
+)  # fmt: skip
+def test_readable(value: float, unit: str, text: str) -> None:
+    assert readable(value, unit) == text
+
+
+# published beside exact: REFERENCE.md sections 2 and 3, typed in by hand -------------------------------------
+
+FIGURES = [
+    ("custom-300m", "parameters", 300_124_416, 355_871_744, 0),
+    ("custom-300m", "feed-forward weights", 96_534_784, 201_326_592, 0),
+    ("custom-300m", "forward, a token", 37.8e9, 0.908e9, 5e5),
+    ("custom-300m", "forward, a step of 512 × 2048", 39.7e12, 952e12, 5e11),
+    ("custom-300m", "training, a step of 512 × 2048", 119.1e12, 2857e12, 5e11),
+    ("custom-300m", "fp32 weights", 1.14e9, 1.42e9, 5e6),
+    ("custom-300m", "AdamW moments, fp32", 2.28e9, 2.85e9, 5e6),
+    ("custom-300m", "KV cache, fp16, 2048 tokens", 256e6, 201e6, 5e5),
+    ("custom-300m", "fp32 logits of 128 × 2048", "in 8 GB", 52.7e9, 5e7),
+    ("gpt2-tiny", "parameters", 847_872, 742_528, 0),
+    ("gpt2-mini", "parameters", 3_473_408, 3_487_232, 0),
+    ("gpt2-mini", "parameters", 3_482_112, 3_487_232, 0),
+    ("gpt2-midi", "parameters", "20–40M", 11_139_072, 0),
+    ("gpt2-small-untied", "parameters", 163_037_184, 163_037_184, 0),
+    ("vaani-427m", "parameters, as stated", 427_442_560, 403_254_016, 0),
+    ("vaani-427m", "parameters, as added up", 403_778_304, 403_254_016, 0),
+    ("vaani-427m", "forward over 1024 tokens", 1133.9e9, 920.2e9, 5e7),
+    ("vaani-427m", "fp32 weights", 1.63e9, 1.613e9, 5e5),
+    ("llm-200m", "parameters, by name", 200e6, 265_165_056, 0),
+    ("llm-200m", "parameters, as stated", 251e6, 265_165_056, 0),
+    ("gpt3-6.7b", "parameters", 6.7e9, 6_658_404_352, 0),
+]
+
+
+@pytest.mark.parametrize(("name", "quantity", "published", "exact", "tolerance"), FIGURES)
+def test_published_beside_exact(
+    name: str, quantity: str, published: float | str, exact: float, tolerance: float
+) -> None:
+    found = [f for f in published_figures(preset(name)) if (f.quantity, f.published) == (quantity, published)]
+    assert len(found) == 1
+    assert found[0].exact == pytest.approx(exact, rel=0, abs=tolerance)
+
+
+def test_every_reference_preset_has_published_figures() -> None:
+    without = {name for name in PRESETS if not published_figures(preset(name))}
+    assert without == {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"}
+
+
+def test_the_reference_page_is_current() -> None:
+    page = (ROOT / "docs" / "reference-architectures.md").read_text(encoding="utf-8")
+    assert page == reference_architectures_markdown(), "write the page anew from reference_architectures_markdown()"
+
+
+# plan -------------------------------------------------------------------------------------------------------
+
+
+def test_plan_of_a_run_with_max_steps() -> None:
+    sheet = json.loads(json.dumps(planned(max_steps=200).to_json()))
+    per_token = describe(preset("gpt2-mini")).to_json()["flops"]["training_per_token"]
+    assert sheet["parameters"]["total"] == 3_487_232
+    assert sheet["tokens_per_step"] == 32 * 256
+    assert sheet["steps"] == 200
+    assert sheet["tokens"] == 200 * 32 * 256
+    assert sheet["tokens_per_parameter"] == pytest.approx(1_638_400 / 3_487_232)
+    assert sheet["compute_optimal_tokens"] == 69_744_640
+    assert sheet["flops"] == {
+        "per_token": per_token,
+        "per_step": per_token * 8192,
+        "total": per_token * 8192 * 200,
+    }
+    assert sheet["disk"]["shards_bytes"] is None
+
+
+@pytest.mark.parametrize(
+    ("train", "n_train_tokens", "steps", "words"),
+    [
+        ({"max_steps": 9}, None, 9, "max_steps=9"),
+        ({"epochs": 2}, 256 * 321, 20, "epochs=2"),  # one window is spent on the random first position
+        ({"epochs": 0.001}, 257, 1, "epochs=0.001"),
+        ({"epochs": 2, "max_steps": 9}, 256 * 321, 9, "max_steps=9"),
+        ({"epochs": 2, "max_steps": 90}, 256 * 321, 20, "epochs=2"),
+        ({"epochs": 2}, None, None, "needs the number of training tokens"),
+        ({"max_minutes": 5}, 81_920, None, "depends on the machine"),
+        ({"max_minutes": 5, "max_steps": 9}, None, 9, "at most, by max_steps=9; max_minutes=5 depends"),
+        ({"epochs": 2, "max_steps": 9}, None, 9, "at most, by max_steps=9; epochs=2 needs"),
+    ],
+)
+def test_steps_are_the_first_bound_reached(
+    train: dict[str, Any], n_train_tokens: int | None, steps: int | None, words: str
+) -> None:
+    found = planned(n_train_tokens, **train)
+    assert found.steps == steps
+    assert words in found.steps_reason
+    assert (
+        (found.tokens is None) == (found.total_flops is None) == (found.tokens_per_parameter is None) == (steps is None)
+    )
+
+
+@pytest.mark.parametrize("n_train_tokens", [257, 511, 512, 768, 81_919, 81_920, 1_000_000])
+def test_an_epoch_is_the_batches(n_train_tokens: int) -> None:
+    batches = Batches(cast(TokenShards, SimpleNamespace(n_tokens=n_train_tokens)), 256, 32, seed=0)
+    for epochs in (0.5, 1, 3):
+        assert planned(n_train_tokens, epochs=epochs).steps == max(1, round(epochs * batches.steps_per_epoch))
+
+
+def test_a_split_shorter_than_a_window_is_refused() -> None:
+    with pytest.raises(UserError, match="n_train_tokens=256 is shorter than one window"):
+        planned(256, epochs=1)
+
+
+def test_bytes_on_disk(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT(preset("gpt2-mini"))
+    save_file(dict(model.named_parameters()), tmp_path / "weights.safetensors")
+    header_bytes = (tmp_path / "weights.safetensors").stat().st_size - planned(max_steps=1).weights_bytes
+    assert 0 < header_bytes < 10_000
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    moment_bytes = sum(4 * moment.numel() for moment in moments)
+    assert planned(max_steps=1).optimizer_state_bytes == moment_bytes
+    assert planned(max_steps=1).checkpoint_bytes == 4 * 3_487_232 + moment_bytes
+
+
+def test_muon_keeps_one_buffer_for_the_blocks_matrices() -> None:
+    matrices = 4 * (4 * 256 * 256 + 2 * 256 * 1024)
+    rest = 3_487_232 - matrices
+    assert planned(max_steps=1, optimizer="muon").optimizer_state_bytes == 4 * matrices + 8 * rest
+
+
+@pytest.mark.parametrize(("vocab_size", "n_bytes"), [(65_536, 2), (65_537, 4)])
+def test_bytes_of_the_shards(vocab_size: int, n_bytes: int) -> None:
+    found = planned(1000, model={"vocab_size": vocab_size}, max_steps=1)
+    assert found.to_json()["disk"]["shards_bytes"] == 1000 * n_bytes
+
+
+def test_a_plan_prints_and_says_what_is_unknown() -> None:
+    text = printed(planned(epochs=2), 100)
+    assert "3,487,232" in text
+    assert "unknown (epochs=2 needs the number of training tokens)" in text
+    assert "| parameters | 3,487,232 |" in planned(epochs=2).to_markdown()
+
+
+def test_a_plan_needs_the_vocabulary() -> None:
+    recipe = parse_recipe(
+        {
+            "model": {"context_length": 8, "n_layers": 1, "d_model": 8, "n_heads": 1},
+            "tokenizer": {"type": "char"},
+            "data": {"sources": [{"type": "python-stdlib"}]},
+            "train": {"max_steps": 1},
+        }
+    )
+    with pytest.raises(UserError, match="prepare the data"):
+        plan(recipe)
+
+
+def test_nothing_here_imports_torch() -> None:
+    code = "import sys, gptworks.plan; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

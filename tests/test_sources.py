@@ -1,0 +1,273 @@
+import gzip
+import hashlib
+import json
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptworks.config import HuggingFaceSource, JSONLSource, ParquetSource, PythonStdlibSource, SourceConfig, TextSource
+from gptworks.data import sources
+from gptworks.data.sources import Piece, check_sources, count_documents, iter_documents, source_signature, total_bytes
+from gptworks.errors import RunError, UserError
+
+
+def text(path: Path | str, **settings: Any) -> TextSource:
+    return TextSource(type="text", path=str(path), **settings)
+
+
+def jsonl(path: Path | str, **settings: Any) -> JSONLSource:
+    return JSONLSource(type="jsonl", path=str(path), **settings)
+
+
+def parquet(path: Path | str, **settings: Any) -> ParquetSource:
+    return ParquetSource(type="parquet", path=str(path), **settings)
+
+
+def documents(*given: SourceConfig) -> list[str]:
+    whole: list[str] = []
+    for piece in iter_documents(given):
+        if piece.starts_document:
+            whole.append("")
+        whole[-1] += piece.text
+    return whole
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("GPTWORKS_CACHE", str(folder))
+    return folder
+
+
+# --------------------------------------------------------------------------------------------------------- text
+
+
+def test_a_folder_gives_its_files_in_order_of_path(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/z.md", "a/b.txt", "c.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert documents(text(tmp_path)) == ["a/b.txt", "a/z.md", "b.txt"]
+    assert documents(text(tmp_path, extensions=(".py",))) == ["c.py"]
+    assert documents(text(tmp_path / "**" / "*.txt")) == ["a/b.txt", "b.txt"]
+    assert documents(text(tmp_path / "c.py"), text(tmp_path / "b.txt")) == ["c.py", "b.txt"]
+
+
+def test_bytes_are_kept_but_for_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree \xef\xbb\xbf")
+    (piece,) = iter_documents([text(tmp_path / "a.txt")])
+    assert piece == Piece("one\r\ntwo\rthree \ufeff", True, True, 18)
+
+
+def test_empty_files_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbf")
+    assert documents(text(tmp_path)) == []
+
+
+@pytest.mark.parametrize("content", ["line äöü\n" * 50, "你好" * 99 + "🙂", "x", "\n" * 64, "ä" * 16, "a" * 16])
+def test_a_long_file_comes_in_pieces_that_join_to_it(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "PIECE_BYTES", 16)
+    (tmp_path / "a.txt").write_text(content, encoding="utf-8", newline="")
+    pieces = list(iter_documents([text(tmp_path / "a.txt")]))
+    assert "".join(piece.text for piece in pieces) == content
+    assert all(0 < len(piece.text.encode()) <= 32 for piece in pieces)
+    assert [piece.starts_document for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert {piece.document_bytes for piece in pieces} == {len(content.encode())}
+
+
+def test_pieces_end_at_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PIECE_BYTES", 16)
+    (tmp_path / "a.txt").write_text("a line\n" * 20)
+    assert all(piece.text.endswith("\n") for piece in iter_documents([text(tmp_path / "a.txt")]))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"text\n" * 10 + b"abc\0def", r"a\.txt is binary, not text: a NUL byte at byte 53"),
+        (b"text\n" * 10 + b"caf\xe9 au lait", r"a\.txt is not UTF-8 text: byte 0xe9 at byte 53"),
+        (b"text \xe2\x82", r"byte 0xe2 at byte 5"),
+        (b"\xef\xbb\xbfab\xff", r"byte 0xff at byte 5"),
+    ],
+)
+def test_a_binary_file_is_named_with_the_offset(
+    content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "PIECE_BYTES", 16)
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        check_sources([text(tmp_path / "a.txt")])
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.txt: no such file or folder"):
+        check_sources([text(tmp_path / "none.txt")])
+    with pytest.raises(UserError, match="no file matches this pattern"):
+        check_sources([text(tmp_path / "*.txt")])
+    with pytest.raises(UserError, match="no files at all"):
+        check_sources([text(tmp_path)])
+    (tmp_path / "a.csv").touch()
+    with pytest.raises(UserError, match=r"no file ends in \.txt or \.md or \.text; found \.csv \(1\)"):
+        check_sources([text(tmp_path)])
+
+
+# -------------------------------------------------------------------------------------------------------- stdlib
+
+
+def test_the_standard_library_comes_without_tests() -> None:
+    found = documents(PythonStdlibSource(type="python-stdlib"))
+    assert Path(json.__file__).read_text(encoding="utf-8") in found
+    names = [name for name, *_ in source_signature([PythonStdlibSource(type="python-stdlib")])]
+    assert any(name.endswith("/json/decoder.py") for name in names)
+    assert not any("/test/" in name or "/site-packages/" in name or "/idle_test/" in name for name in names)
+    assert sum(len(document.encode()) for document in found) > 5_000_000
+
+
+# --------------------------------------------------------------------------------------------------------- jsonl
+
+
+def test_jsonl_plain_and_gzipped(tmp_path: Path) -> None:
+    lines = '{"text": "one\\n你"}\n\n{"text": ""}\n{"id": 1, "text": "two"}\n'
+    (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write(lines)
+    assert documents(jsonl(tmp_path)) == ["one\n你", "two"] * 2
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud83d b \\ud83d\\ude42"}')
+    assert documents(jsonl(tmp_path)) == ["a\ufffd b 🙂"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "cut', r"a\.jsonl:2: not JSON"),
+        ('["text"]', r"a\.jsonl:2: a list, not an object"),
+        ('{"id": 1, "body": "x"}', r"a\.jsonl:2: no field `text`; its fields are id, body"),
+        ('{"text": null}', r"a\.jsonl:2: field `text` holds NoneType, not text"),
+    ],
+)
+def test_a_broken_record_is_named(line: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(UserError, match=message):
+        check_sources([jsonl(tmp_path / "a.jsonl")])
+
+
+def test_a_gzip_file_cut_short_is_named(tmp_path: Path) -> None:
+    whole = gzip.compress(b"".join(b'{"text": "%d"}\n' % i for i in range(10_000)))
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz: broken gzip data after line \d+"):
+        documents(jsonl(tmp_path / "a.jsonl.gz"))
+
+
+# ------------------------------------------------------------------------------------------- parquet and the hub
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(
+        pa.table({"body": [f"document {i}" for i in range(150)], "id": list(range(150))}), tmp_path / "a.parquet"
+    )
+    assert documents(parquet(tmp_path, field="body")) == [f"document {i}" for i in range(150)]
+    with pytest.raises(UserError, match=r"no column `text`; it has body, id"):
+        check_sources([parquet(tmp_path)])
+    with pytest.raises(UserError, match="field `id` holds int"):
+        check_sources([parquet(tmp_path, field="id")])
+    (tmp_path / "a.parquet").write_bytes(b"nothing of the kind")
+    with pytest.raises(UserError, match="is not a parquet file"):
+        check_sources([parquet(tmp_path)])
+
+
+@pytest.mark.parametrize("library", ["pyarrow", "datasets"])
+def test_a_missing_library_is_named_with_its_extra(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    (tmp_path / "a.parquet").touch()
+    source = parquet(tmp_path) if library == "pyarrow" else HuggingFaceSource(type="huggingface", dataset="a/b")
+    with pytest.raises(UserError, match=rf"needs {library}.*gptworks\[data\]"):
+        check_sources([source])
+
+
+def test_a_dataset_of_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(dataset: str, **settings: Any) -> Iterator[dict[str, str]]:
+        asked.append((dataset, settings))
+        return iter([{"body": "one"}, {"body": "two"}])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    source = HuggingFaceSource(type="huggingface", dataset="a/b", name="c", split="validation", field="body")
+    assert documents(source) == ["one", "two"]
+    assert asked == [("a/b", {"name": "c", "split": "validation", "streaming": True})]
+    with pytest.raises(UserError, match=r"dataset a/b, row 0: no field `text`; its fields are body"):
+        check_sources([source.model_copy(update={"field": "text"})])
+
+
+# ------------------------------------------------------------------------------------------------------ download
+
+
+def test_a_download_is_verified_and_kept(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "a.txt").write_text("from afar")
+    source = TextSource(type="text", url=(tmp_path / "a.txt").as_uri(), sha256=hashlib.sha256(b"from afar").hexdigest())
+    assert documents(source) == ["from afar"]
+    (tmp_path / "a.txt").unlink()
+    assert documents(source) == ["from afar"]
+    assert [file.name for file in cache.iterdir()] == [f"{source.sha256[:16]}-a.txt"]
+
+
+def test_a_download_of_other_bytes_is_refused_and_not_kept(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "a.txt").write_text("something else")
+    source = TextSource(type="text", url=(tmp_path / "a.txt").as_uri(), sha256="0" * 64)
+    actual = hashlib.sha256(b"something else").hexdigest()
+    with pytest.raises(UserError, match=f"{actual} and the recipe states {'0' * 64}"):
+        documents(source)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_failed_download_is_a_failed_run(tmp_path: Path, cache: Path) -> None:
+    source = TextSource(type="text", url=(tmp_path / "none.txt").as_uri(), sha256="0" * 64)
+    with pytest.raises(RunError, match="could not be downloaded"):
+        documents(source)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_local_copy_is_used_instead_and_verified(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("here")
+    right = hashlib.sha256(b"here").hexdigest()
+    source = text(tmp_path / "a.txt", url="http://nowhere.invalid/a.txt", sha256=right)
+    check_sources([source])
+    assert documents(source) == ["here"]
+    with pytest.raises(UserError, match=f"its sha256 is {right} and the recipe states {'0' * 64}"):
+        check_sources([source.model_copy(update={"sha256": "0" * 64})])
+
+
+# ----------------------------------------------------------------------------------------------- counts, signature
+
+
+def test_counts_and_sizes(tmp_path: Path) -> None:
+    for i in range(5):
+        (tmp_path / f"{i}.txt").write_text("12345")
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 7)
+    assert count_documents([text(tmp_path), jsonl(tmp_path)], 100) == 12
+    assert count_documents([text(tmp_path), jsonl(tmp_path)], 8) == 8
+    assert total_bytes([text(tmp_path)]) == 25
+    assert total_bytes([text(tmp_path), jsonl(tmp_path)]) is None
+
+
+def test_the_signature_changes_with_the_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    before = source_signature([text(tmp_path)])
+    assert source_signature([text(tmp_path)]) == before
+    (tmp_path / "a.txt").write_text("three")
+    changed = source_signature([text(tmp_path)])
+    (tmp_path / "b.txt").write_text("")
+    assert before != changed != source_signature([text(tmp_path)])

@@ -1,0 +1,53 @@
+"""A run so small that a test can afford it, and how to start one in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+TEXT = "".join(f"line {i}: the quick brown fox jumps over the lazy dog, {i * i} times.\n" for i in range(600))
+
+
+def recipe_tree(folder: Path, **train: Any) -> dict[str, Any]:
+    """A recipe of about 30,000 parameters over a text file in `folder`."""
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text(TEXT, encoding="utf-8")
+    return {
+        "name": "tiny",
+        "run_dir": str(folder / "run"),
+        "model": {
+            "context_length": 32, "n_layers": 2, "d_model": 32, "n_heads": 2, "norm": "rmsnorm", "mlp": "relu2",
+            "qk_norm": True, "dropout_residual": 0.1, "dropout_attention": 0.1,
+        },
+        "tokenizer": {"type": "char"},
+        "data": {
+            "sources": [{"type": "text", "path": str(text)}],
+            "cache_dir": str(folder / "data"),
+            "validation": {"fraction": 0.1, "by": "tail"},
+        },
+        "train": {
+            "max_steps": 20, "batch_size": 8, "micro_batch_size": 4, "optimizer": "muon", "learning_rate": 0.003,
+            "warmup_steps": 2, "log_every": 1, "evaluate_every": 5, "evaluate_sequences": 8, "checkpoint_every": 4,
+            "device": "cpu", **train,
+        },
+    }  # fmt: skip
+
+
+def write_recipe(folder: Path, **train: Any) -> Path:
+    """The recipe as a file."""
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(recipe_tree(folder, **train)), encoding="utf-8")
+    return path
+
+
+def gptworks(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own, as a user does."""
+    command = [sys.executable, "-m", "gptworks", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env=environment, check=False, stdin=subprocess.DEVNULL, **options
+    )
