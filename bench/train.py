@@ -3,8 +3,8 @@
     python bench/train.py --text tinyshakespeare.txt
 
 The model is nanoGPT's character model: 6 layers, 6 heads, width 384, context 256, batch 16, no dropout. The textbook
-loop is fp32, eager, attention written out, AdamW as it comes. gptworks runs its own training step, with its own batches,
-in the precision it chooses. The two take turns, and the ratio is of medians.
+loop is fp32, eager, attention written out, AdamW as it comes. gptworks runs its own training step, its own batches, in
+the precision it chooses. The two take turns, and the ratio is of medians.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from gptworks.recipe import parse_recipe, with_vocab_size
 from gptworks.tokenizer import vocabulary_size
 from gptworks.train.display import Display
 from gptworks.train.loop import Run
+from gptworks.train.metrics import MetricsLog
 from gptworks.train.objectives import next_token
 
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 6, 6, 384, 256, 16
@@ -126,9 +127,9 @@ def main() -> None:
         precision = choose_precision("auto", device)
         run = Run(recipe, prepared.folder, prepared.tokenizer, device, precision, next_token, Display())
         data = torch.from_numpy(run.train_shards.read(0, min(run.train_shards.n_tokens, 10**6)))
+        run.log = MetricsLog(Path(folder) / "metrics.jsonl", 0)
         textbook = textbook_step(recipe.model.vocab_size, data)
 
-        before: list[float] = []
         keep_freed_memory()
         loops = {"textbook fp32": textbook, f"gptworks {precision.name}": run.training_step}
         times: dict[str, list[float]] = {name: [] for name in loops}
@@ -139,10 +140,9 @@ def main() -> None:
             rates.append(product_rate(precision.dtype))
             for name, step in loops.items():
                 times[name] += [seconds(step) for _ in range(arguments.steps)]
-        del before
 
     rate = statistics.median(rates)
-    flops_per_token = 3 * forward_flops(recipe.model, CONTEXT).total / CONTEXT
+    flops_per_token = forward_flops(recipe.model, CONTEXT).training_per_token_dense
     tokens = BATCH * CONTEXT
     speed = {name: tokens / statistics.median(values) for name, values in times.items()}
     slow, fast = speed.values()
@@ -150,7 +150,9 @@ def main() -> None:
     print(f"matrix products in {precision.name}: {rate / 1e9:,.0f} GFLOP/s")
     for name, value in speed.items():
         used = value * flops_per_token
-        print(f"{name:<18} {value:>9,.0f} tokens/s  {used / 1e9:>6,.0f} GFLOP/s  {used / rate:>4.0%} of the product rate")
+        print(
+            f"{name:<18} {value:>9,.0f} tokens/s  {used / 1e9:>6,.0f} GFLOP/s  {used / rate:>4.0%} of the product rate"
+        )
     print(f"ratio              {fast / slow:>9.2f}")
 
 

@@ -4,6 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+
+torch.set_num_threads(1)  # at the sizes of tests, threads wait for one another more than they work
 
 
 @pytest.fixture(scope="session")

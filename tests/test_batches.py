@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptworks.data.batches import IGNORED, Batches, evaluation_windows, permute
+from gptworks.config import IGNORED
+from gptworks.data.batches import Batches, evaluation_windows, permute
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from test_shards import TOKENS, write

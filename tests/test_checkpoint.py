@@ -28,9 +28,7 @@ def write(run_dir: Path, step: int, best: int = 0) -> None:
     torch.manual_seed(step)
     (run_dir / "recipe.yaml").parent.mkdir(parents=True, exist_ok=True)
     (run_dir / "recipe.yaml").touch()
-    save_checkpoint(
-        run_dir, step, GPT(CONFIG).state_dict(), {"a/b": torch.ones(3)}, {"step": step, "best_step": best}
-    )
+    save_checkpoint(run_dir, step, GPT(CONFIG).state_dict(), {"a/b": torch.ones(3)}, {"step": step, "best_step": best})
 
 
 def test_weights_come_back_bit_for_bit_and_are_plain_safetensors(tmp_path: Path) -> None:
@@ -74,7 +72,7 @@ def test_any_damage_is_found_and_the_checkpoint_before_is_used(tmp_path: Path, f
 def test_an_unreadable_manifest_is_damage(tmp_path: Path) -> None:
     write(tmp_path, 1)
     (tmp_path / "checkpoints" / "step-000001" / "manifest.json").write_text("{", encoding="utf-8")
-    with pytest.raises(UserError, match="every checkpoint .* is damaged"):
+    with pytest.raises(UserError, match=r"every checkpoint .* is damaged"):
         choose_checkpoint(tmp_path)
 
 
@@ -105,7 +103,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_half_written(tmp_
     big = {"x/y": torch.ones(200_000)}
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(RunError, match="step 2 could not be written.*Earlier ones kept: step-000001"):
+        with pytest.raises(RunError, match=r"step 2 could not be written.*Earlier ones kept: step-000001"):
             save_checkpoint(tmp_path, 2, GPT(CONFIG).state_dict(), big, {"best_step": 0})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,4 +1,4 @@
-"""Bad input: one clear message with the value, the rule and the fix; exit code 2 or 1; no traceback; nothing half-written."""
+"""Bad input: one clear message with the value, the rule and the fix; exit code 2 or 1; nothing half-written."""
 
 import json
 import os

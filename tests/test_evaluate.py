@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from gptworks.config import BPETokenizer, ModelConfig
+from gptworks.config import IGNORED, BPETokenizer, ModelConfig
 from gptworks.data.batches import evaluation_windows
 from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
@@ -19,7 +19,6 @@ from gptworks.errors import UserError
 from gptworks.evaluate import LossReport, compressor_bits_per_byte, evaluate_loss
 from gptworks.evaluate import loss as loss_module
 from gptworks.model import GPT
-from gptworks.model.loss import IGNORED
 from gptworks.recipe import parse_recipe
 
 CONTEXT, VOCABULARY = 12, 40

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from gptworks.config import IGNORED
 from gptworks.model import loss as loss_module
-from gptworks.model.loss import IGNORED, linear_cross_entropy, linear_cross_entropy_reference
+from gptworks.model.loss import linear_cross_entropy, linear_cross_entropy_reference
 
 TOKENS, WIDTH, VOCABULARY = 37, 16, 101
 

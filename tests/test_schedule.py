@@ -1,6 +1,7 @@
 """The learning rate against torch's own schedulers and hand-computed points."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def test_wsd_is_constant_then_linear_to_the_floor() -> None:
     assert ours[:41] == [1.0] * 41
     assert ours[70] == pytest.approx(0.5)
     assert ours[99] == pytest.approx(1 / 60)
-    assert all(a >= b for a, b in zip(ours, ours[1:], strict=False))
+    assert all(a >= b for a, b in pairwise(ours))
 
 
 def test_horizon_counts_optimizer_steps_not_micro_batches() -> None:

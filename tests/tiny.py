@@ -49,5 +49,12 @@ def gptworks(*arguments: str | Path, **options: Any) -> subprocess.CompletedProc
     command = [sys.executable, "-m", "gptworks", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env=environment, check=False, stdin=subprocess.DEVNULL, **options
+        command,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        **options,
     )

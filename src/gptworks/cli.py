@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,6 +51,7 @@ Stop = Annotated[list[str] | None, typer.Option(help="End before this string; ma
 
 def main() -> None:
     """Run a command; a mistake of the user or a failure of the work is one clear message and an exit code."""
+    warnings.showwarning = lambda message, *_: _notice(f"warning: {message}")
     try:
         app()
     except (UserError, RunError) as error:
@@ -89,7 +91,9 @@ def presets(as_json: AsJSON = False) -> None:
 
     rows = {name: (make(), count_parameters(make()).total) for name, make in PRESETS.items()}
     if as_json:
-        _print_json({name: {"parameters": {"total": total}, "model": c.model_dump()} for name, (c, total) in rows.items()})
+        _print_json(
+            {name: {"parameters": {"total": total}, "model": c.model_dump()} for name, (c, total) in rows.items()}
+        )
         return
     table = Table("preset", box=None, header_style="bold", pad_edge=False)
     for column in ("parameters", "layers", "width", "heads", "context", "vocabulary"):
@@ -182,7 +186,9 @@ def prepare(recipe: RecipeFile, overrides: Overrides = None, as_json: AsJSON = F
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+    ] = False,
 ) -> None:
     """Train the recipe's model; everything it leaves is in the run folder (run_dir=...)."""
     from gptworks.recipe import load_recipe
@@ -226,7 +232,9 @@ def _prepare(recipe: "Recipe") -> "Prepared":
 def evaluate(
     run: RunFolder,
     checkpoint: WhichCheckpoint = "best",
-    stride: Annotated[int | None, typer.Option(help="Tokens between windows; below the context, each sees more.")] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens between windows; below the context, each sees more.")
+    ] = None,
     compressors: Annotated[bool, typer.Option("--compressors", help="Beside gzip and xz on the same text.")] = False,
     precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16. Default: the run's own.")] = None,
     device: Device = "auto",
@@ -262,7 +270,9 @@ def evaluate(
     if as_json:
         _print_json(result)
         return
-    typer.echo(f"validation loss  {report.loss:.4f} nats per token, {report.n_tokens:,} tokens, step {result['step']:,}")
+    typer.echo(
+        f"validation loss  {report.loss:.4f} nats per token, {report.n_tokens:,} tokens, step {result['step']:,}"
+    )
     typer.echo(f"perplexity       {report.perplexity:.3f}")
     if report.bits_per_byte is None:
         typer.echo("bits per byte    undefined: this tokenizer does not keep the whole text")
@@ -341,7 +351,9 @@ def chat(
         _engine(run, checkpoint, device), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()),
     )  # fmt: skip
-    _notice("This is a base model: it continues what you write. /reset forgets the text, /quit ends. Ctrl-C stops a reply.")
+    _notice(
+        "This is a base model: it continues what you write. /reset forgets the text, /quit ends. Ctrl-C stops a reply."
+    )
     forgotten_said = False
     while True:
         try:

@@ -6,6 +6,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+IGNORED = -100
+"""A target that carries no loss, as `torch.nn.functional.cross_entropy` has it."""
+
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 

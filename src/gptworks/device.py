@@ -39,7 +39,7 @@ class Precision:
         """The context in which the forward pass runs."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
-        return torch.autocast(self.device_type, dtype=self.dtype)  # type: ignore[return-value]
+        return torch.autocast(self.device_type, dtype=self.dtype)
 
     @property
     def needs_scaler(self) -> bool:
@@ -54,10 +54,8 @@ def choose_precision(name: str, device: torch.device) -> Precision:
         UserError: fp16 away from CUDA, where no loss scaling exists.
     """
     if name == "auto":
-        if multiplies_bf16_natively(device):
-            name = "bf16"
-        else:
-            name = "fp16" if device.type == "cuda" else "fp32"
+        slower = "fp16" if device.type == "cuda" else "fp32"
+        name = "bf16" if multiplies_bf16_natively(device) else slower
     if name == "fp16" and device.type != "cuda":
         raise UserError(f"precision fp16 needs a CUDA device and this is {device.type}: use auto, bf16 or fp32.")
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -67,7 +65,7 @@ def choose_precision(name: str, device: torch.device) -> Precision:
 def multiplies_bf16_natively(device: torch.device) -> bool:
     """Whether bf16 products are faster than fp32 here rather than emulated."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "cpu":
         return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
     return False

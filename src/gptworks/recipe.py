@@ -132,9 +132,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         last = depth == len(parts) - 1
         where = ".".join(parts[: depth + 1])
         if isinstance(node, list):
-            if not part.isdigit() or int(part) >= len(node):
+            n_items = len(node)
+            if not part.isdigit() or int(part) >= n_items:
                 raise UserError(
-                    f"override `{override}`: {where} is not an item of a list of {len(node)}; use 0 to {len(node) - 1}."
+                    f"override `{override}`: {where} is not an item of a list of {n_items}; use 0 to {n_items - 1}."
                 )
             index = int(part)
         elif isinstance(node, dict):
@@ -153,7 +154,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _explain(error: ValidationError, root: type[Section], origin: str) -> str:
-    items = [dict(item) for item in error.errors() if item["type"] != "default_factory_not_called"]
+    items: list[dict[str, Any]] = [
+        dict(item) for item in error.errors() if item["type"] != "default_factory_not_called"
+    ]
     inner = {item["loc"][:depth] for item in items for depth in range(len(item["loc"]))}
     items = [item for item in items if not (item["type"] == "too_short" and item["loc"] in inner)]  # a mere consequence
     lines = list(dict.fromkeys(_explain_one(item, root) for item in items))

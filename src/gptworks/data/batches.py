@@ -6,11 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gptworks.config import IGNORED
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
-
-IGNORED = -100
-"""The target of a token that is not counted, as `torch.nn.functional.cross_entropy` has it."""
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]

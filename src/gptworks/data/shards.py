@@ -67,6 +67,12 @@ class Manifest(Section):
     """Whether decoding gave back the text of every validation document: bits per byte is defined only then."""
     splits: dict[Split, SplitFiles]
 
+    @property
+    def fingerprint(self) -> str:
+        """One sha256 over those of all token files: equal for equal tokens."""
+        sums = [shard.sha256 for split in sorted(self.splits) for shard in self.splits[split].shards]
+        return hashlib.sha256(" ".join(sums).encode("ascii")).hexdigest()
+
 
 def dtype_for(vocab_size: int) -> Dtype:
     """The narrowest of the two types that holds the ids 0 to vocab_size - 1."""

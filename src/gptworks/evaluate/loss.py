@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gptworks.config import IGNORED
 from gptworks.errors import UserError
 from gptworks.infer.engine import eval_mode
 from gptworks.model import GPT
-from gptworks.model.loss import IGNORED, linear_cross_entropy
+from gptworks.model.loss import linear_cross_entropy
 
 BATCH_TOKENS = 4096
 """Windows of equal shape are evaluated together, up to about this many tokens."""

@@ -4,14 +4,13 @@ Shapes: B batch, T queries, S keys, H query heads, G key/value heads, D head wid
 """
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptworks.config import ModelConfig
+from gptworks.model import cpu
 from gptworks.model.cache import LayerCache
 from gptworks.model.layers import RMSNorm
 
@@ -28,9 +27,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, dropou
         [B, H, T, D], in q's dtype.
     """
     n_queries, n_keys = q.size(2), k.size(2)
-    if q.device.type == "cpu" and torch.is_grad_enabled() and q.requires_grad:
-        out: Tensor = _BlockedAttention.apply(q, k, v, window, dropout)  # type: ignore[no-untyped-call]
-        return out
+    if cpu.trains(q):
+        bias = torch.zeros(n_queries, n_keys, dtype=q.dtype)
+        bias.masked_fill_(~causal_mask(n_queries, n_keys, window, q.device), -math.inf)
+        return cpu.attention(q, k, v, bias, window, dropout)
     banded = window is not None and window < n_keys
     if n_queries == 1 and not banded:
         mask, is_causal = None, False
@@ -49,72 +49,6 @@ def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.d
     key = torch.arange(n_keys, device=device)[None, :]
     visible = key <= query
     return visible if window is None else visible & (key > query - window)
-
-
-class _BlockedAttention(torch.autograd.Function):
-    """Attention for training on a CPU: batched matrix products around a softmax, a block of queries at a time.
-
-    A block of queries needs only the keys up to its last one, so nearly half of the scores are never computed. Beside
-    it, the backward pass of torch's fused CPU kernel takes about three times as long at 16 × 6 × 256 × 64 in bf16, and
-    one and a half times at 4 × 12 × 1024 × 64 (docs/decisions.md). The weights stay in memory for the backward pass.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None, dropout: float) -> Tensor:
-        batch, heads, n_queries, width = q.shape
-        groups, n_keys = k.shape[1:3]
-        k, v = (x.repeat_interleave(heads // groups, dim=1) if heads != groups else x for x in (k, v))
-        q, k, v = (x.reshape(batch * heads, -1, width) for x in (q, k, v))
-        visible = causal_mask(n_queries, n_keys, window, q.device)
-        bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, -math.inf)
-        out, saved = torch.empty_like(q), []
-        for rows, keys in _blocks(n_queries, n_keys, window):
-            block_bias = bias[rows, keys].expand(batch * heads, -1, -1)
-            scores = torch.baddbmm(block_bias, q[:, rows], k[:, keys].transpose(1, 2), alpha=width**-0.5)
-            weights = scores.softmax(-1)  # B·H t s
-            kept = torch.empty_like(weights, dtype=torch.bool).bernoulli_(1 - dropout) if dropout else None
-            out[:, rows] = torch.bmm(_drop(weights, kept, dropout), v[:, keys])
-            saved += [weights, kept]
-        ctx.save_for_backward(q, k, v, *saved)
-        ctx.groups, ctx.window, ctx.dropout = groups, window, dropout
-        return out.view(batch, heads, n_queries, width)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *saved = ctx.saved_tensors
-        batch, heads, n_queries, width = gradients[0].shape
-        gradient = gradients[0].reshape(q.shape)
-        d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for i, (rows, keys) in enumerate(_blocks(n_queries, k.size(1), ctx.window)):
-            weights, kept = saved[2 * i], saved[2 * i + 1]
-            d_out = gradient[:, rows]
-            d_v[:, keys] += torch.bmm(_drop(weights, kept, ctx.dropout).transpose(1, 2), d_out)
-            d_weights = _drop(torch.bmm(d_out, v[:, keys].transpose(1, 2)), kept, ctx.dropout)
-            d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
-            d_q[:, rows] = torch.bmm(d_scores, k[:, keys])
-            d_k[:, keys] += torch.bmm(d_scores.transpose(1, 2), q[:, rows])
-        d_q, d_k = d_q.mul_(width**-0.5), d_k.mul_(width**-0.5)
-        d_q, d_k, d_v = (x.view(batch, heads, -1, width) for x in (d_q, d_k, d_v))
-        if heads != ctx.groups:
-            d_k, d_v = (x.view(batch, ctx.groups, -1, *x.shape[2:]).sum(2) for x in (d_k, d_v))
-        return d_q, d_k, d_v, None, None
-
-
-BLOCK = 128
-"""Queries done at once by `_BlockedAttention`."""
-
-
-def _blocks(n_queries: int, n_keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Slices of the queries, and of the keys that any query of the slice sees."""
-    for first in range(0, n_queries, BLOCK):
-        last = min(first + BLOCK, n_queries)
-        offset = n_keys - n_queries
-        first_key = 0 if window is None else max(0, first + offset - window + 1)
-        yield slice(first, last), slice(first_key, last + offset)
-
-
-def _drop(weights: Tensor, kept: Tensor | None, dropout: float) -> Tensor:
-    return weights if kept is None else weights * kept / (1 - dropout)
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gptworks.config import ModelConfig
 from gptworks.model.attention import Attention, Rotary
 from gptworks.model.cache import KVCache, LayerCache
-from gptworks.model.layers import MLP, build_norm, product_dtype
+from gptworks.model.layers import MLP, Dropout, build_norm, product_dtype
 
 
 class Block(nn.Module):
@@ -29,7 +29,7 @@ class Block(nn.Module):
         self.attention = Attention(config, window)
         self.norm2 = build_norm(config)
         self.mlp = MLP(config)
-        self.dropout = nn.Dropout(config.dropout_residual)
+        self.dropout = Dropout(config.dropout_residual)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache | None) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x), rotary, cache))
@@ -57,7 +57,7 @@ class GPT(nn.Module):
             nn.Embedding(config.context_length, config.d_model) if config.position == "learned" else None
         )
         self.rotary = Rotary(config) if config.position == "rope" else None
-        self.dropout = nn.Dropout(config.dropout_embedding)
+        self.dropout = Dropout(config.dropout_embedding)
         self.blocks = nn.ModuleList(Block(config, window) for window in config.layer_windows)
         self.norm = build_norm(config)
         self.untied_head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)

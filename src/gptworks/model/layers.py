@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptworks.config import ModelConfig
+from gptworks.model import cpu
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -44,6 +45,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
+        if cpu.trains(x):
+            return cpu.rms_norm(x, self.weight, self.eps, product_dtype(x))
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         return F.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(product_dtype(x))
 
@@ -57,7 +60,20 @@ def build_norm(config: ModelConfig) -> nn.Module:
 
 def relu2(x: Tensor) -> Tensor:
     """ReLU squared (So et al., 2021)."""
-    return F.relu(x).square()
+    return cpu.relu2(x) if cpu.trains(x) else F.relu(x).square()
+
+
+class Dropout(nn.Module):
+    """Dropout (Srivastava et al., 2014)."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.probability:
+            return x
+        return cpu.dropout(x, self.probability) if cpu.trains(x) else F.dropout(x, self.probability)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

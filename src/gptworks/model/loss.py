@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100
-"""A target that carries no loss."""
+from gptworks.config import IGNORED
 
 CHUNK_BYTES = 8 * 2**20
 """Bytes of fp32 logits that stand in memory at once."""

@@ -1,16 +1,9 @@
 """The training loop: read `train` first; the steps it is built of follow in the order in which they run."""
 
-import hashlib
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,37 +14,25 @@ from gptworks.checkpoint import Checkpoint, checkpoints, newest_verified, remove
 from gptworks.config import Recipe
 from gptworks.data.batches import Batches, evaluation_windows
 from gptworks.data.prepare import prepare
-from gptworks.data.shards import Manifest, TokenShards
-from gptworks.device import Precision, choose_device, choose_precision, device_name, keep_freed_memory
+from gptworks.data.shards import TokenShards
+from gptworks.device import Precision, choose_device, choose_precision, keep_freed_memory
 from gptworks.errors import RunError, UserError
-from gptworks.evaluate.loss import LossReport, evaluate_loss
+from gptworks.evaluate.loss import evaluate_loss
 from gptworks.infer.engine import Engine
+from gptworks.infer.sampling import SamplingSettings
 from gptworks.model import GPT
 from gptworks.plan.sheet import planned_steps
 from gptworks.recipe import with_vocab_size
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
+from gptworks.train.card import write_model_card
 from gptworks.train.display import Display, clock
 from gptworks.train.metrics import MetricsLog, draw_curves, write_samples
 from gptworks.train.objectives import Objective, count_targets, next_token
 from gptworks.train.optim import Optimizer
-from gptworks.train.run_folder import check_run_folder, open_run_folder, write_model_card, write_recipe
+from gptworks.train.progress import Progress
+from gptworks.train.run_folder import check_run_folder, open_run_folder, write_recipe
 from gptworks.train.schedule import rate_factor
-
-
-@dataclass
-class Progress:
-    """Where a run stands. Saved with every checkpoint; with the weights it is all that a resumed run needs."""
-
-    step: int = 0  # optimizer steps done, skipped ones included
-    tokens: int = 0
-    seconds: float = 0.0  # of training, over all sittings
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    best_loss: float = math.inf
-    best_step: int = 0
-    evaluations_since_best: int = 0
-    data_fingerprint: str = ""
-    scaler: dict[str, float] = field(default_factory=dict)
+from gptworks.train.signals import stop_signals
 
 
 @dataclass(frozen=True)
@@ -62,8 +43,7 @@ class Outcome:
     step: int
     tokens: int
     seconds: float
-    validation: LossReport | None
-    best_loss: float
+    best_validation_loss: float
     run_dir: Path
 
 
@@ -88,8 +68,8 @@ def train(
     precision = choose_precision(recipe.train.precision, device)
     prepared = prepare(recipe)
     recipe = with_vocab_size(recipe, vocabulary_size(prepared.tokenizer))
+    run = Run(recipe, prepared.folder, prepared.tokenizer, device, precision, objective, display)
     with open_run_folder(recipe, resume):
-        run = Run(recipe, prepared.folder, prepared.tokenizer, device, precision, objective, display)
         run.begin(resume)
         with stop_signals() as stop_asked, display:
             while (reason := run.end_reason(stop_asked())) is None:
@@ -125,9 +105,11 @@ class Run:
         self.model = GPT(recipe.model).to(device)
         self.optimizer = Optimizer(self.model, recipe.train)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.needs_scaler)
-        self.progress = Progress(data_fingerprint=data_fingerprint(self.train_shards.manifest))
+        self.progress = Progress(data_fingerprint=self.train_shards.manifest.fingerprint)
+        self.engine = Engine(self.model, tokenizer)
+        for prompt in recipe.train.sample_prompts if recipe.train.sample_every else ():
+            self.engine.encode_prompt(prompt)  # a prompt that cannot be used is refused now, not at the first sample
         self.total_steps, _ = planned_steps(recipe.train, recipe.model.context_length, self.train_shards.n_tokens)
-        self.validation: LossReport | None = None
         self._saved_step = -1
         self._seconds_at_log, self._tokens_at_log = 0.0, 0
 
@@ -155,8 +137,9 @@ class Run:
         progress = Progress(**state)
         if progress.data_fingerprint != self.progress.data_fingerprint:
             raise UserError(
-                f"the data has changed since {self.recipe.run_dir} began: its shards were {progress.data_fingerprint[:12]} "
-                f"and are now {self.progress.data_fingerprint[:12]}. Restore the text, or start anew with another run_dir=."
+                f"the data has changed since {self.recipe.run_dir} began: its shards were "
+                f"{progress.data_fingerprint[:12]} and are now {self.progress.data_fingerprint[:12]}. "
+                f"Restore the text, or start anew with another run_dir=."
             )
         self.progress = progress
         self._saved_step = progress.step
@@ -266,10 +249,11 @@ class Run:
         report = evaluate_loss(
             self.model,
             windows,
-            text_bytes=self.validation_shards.text_bytes if whole and self.validation_shards.manifest.round_trips else None,
+            text_bytes=self.validation_shards.text_bytes
+            if whole and self.validation_shards.manifest.round_trips
+            else None,
             autocast=self.precision.autocast,
         )
-        self.validation = report
         better = report.loss < progress.best_loss
         if better:
             progress.best_loss, progress.best_step, progress.evaluations_since_best = report.loss, progress.step, 0
@@ -290,12 +274,12 @@ class Run:
         self.display.validation(progress.step, report.loss, bits + ("  (best)" if better else ""))
 
     def sample(self) -> None:
-        """Continue the recipe's prompts with the model as it is; the same seed each time shows what training changed."""
-        engine = Engine(self.model, self.tokenizer)
+        """Continue the recipe's prompts; the same seed each time shows what training changed."""
+        sampling = SamplingSettings(
+            max_tokens=self.settings.sample_tokens, temperature=0.8, top_k=50, seed=self.recipe.seed
+        )
         for prompt in self.settings.sample_prompts:
-            text = engine.generate(
-                prompt, max_tokens=self.settings.sample_tokens, temperature=0.8, top_k=50, seed=self.recipe.seed
-            )
+            text = self.engine.generate(prompt, sampling, overflow="slide")
             self.log.write({"kind": "sample", "step": self.progress.step, "prompt": prompt, "text": text})
 
     def save(self) -> None:
@@ -352,67 +336,10 @@ class Run:
         write_samples(folder / "metrics.jsonl", folder / "samples.md")
         if not draw_curves(folder / "metrics.jsonl", folder / "curves.png", self.recipe.name):
             self.display.message("curves.png is left out: matplotlib is not installed (pip install 'gptworks[plots]').")
-        outcome = Outcome(
-            reason, progress.step, progress.tokens, progress.seconds, self.validation, progress.best_loss, folder
-        )
-        self._write_card(outcome)
+        write_model_card(self.recipe, progress, reason, self.train_shards.n_tokens, self.precision)
         left = " Go on with --resume." if self.share_done < 1 else ""
         self.display.message(
             f"{reason} at step {progress.step:,} after {clock(progress.seconds)}, {progress.tokens:,} tokens. "
             f"Saved in {folder}.{left}"
         )
-        return outcome
-
-    def _write_card(self, outcome: Outcome) -> None:
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        figures = {"parameters": f"{parameters:,}"}
-        if math.isfinite(outcome.best_loss):
-            figures["best validation loss"] = (
-                f"{outcome.best_loss:.4f} nats per token, at step {self.progress.best_step:,}"
-            )
-        if outcome.validation is not None:
-            figures["last validation loss"] = f"{outcome.validation.loss:.4f} nats per token"
-            figures["last perplexity"] = f"{outcome.validation.perplexity:.2f}"
-            if outcome.validation.bits_per_byte is not None:
-                figures["last bits per byte"] = f"{outcome.validation.bits_per_byte:.4f}"
-        settings = self.settings
-        speed = outcome.tokens / outcome.seconds if outcome.seconds else 0.0
-        training = {
-            "ended": f"{outcome.reason}, step {outcome.step:,}",
-            "tokens": f"{outcome.tokens:,}, {outcome.tokens / self.train_shards.n_tokens:.2f} epochs of the training text",
-            "time": f"{clock(outcome.seconds)} of training, {speed:,.0f} tokens/s",
-            "batch": f"{settings.batch_size} × {self.recipe.model.context_length:,} tokens"
-            + (f" in {settings.accumulation_steps} micro-batches" if settings.accumulation_steps > 1 else ""),
-            "optimizer": f"{settings.optimizer}, peak rate {settings.learning_rate:g}"
-            + (f" (matrices {settings.muon_learning_rate:g})" if settings.optimizer == "muon" else "")
-            + f", decay {settings.weight_decay:g}, {settings.schedule} schedule",
-            "precision": self.precision.name,
-            "steps skipped as non-finite": str(self.progress.skipped),
-            "seed": str(self.recipe.seed),
-        }
-        write_model_card(self.recipe, device_name(self.device), figures, training)
-
-
-def data_fingerprint(manifest: Manifest) -> str:
-    """One sha256 over those of all token files: what a resumed run must find again."""
-    sums = [shard.sha256 for split in sorted(manifest.splits) for shard in manifest.splits[split].shards]
-    return hashlib.sha256(" ".join(sums).encode()).hexdigest()
-
-
-@contextmanager
-def stop_signals() -> Iterator[Callable[[], str | None]]:
-    """Turn the first SIGINT or SIGTERM into a request to stop after the step; a second one acts as usual."""
-    asked: list[str] = []
-    previous: dict[signal.Signals, Any] = {}
-
-    def ask(number: int, _: FrameType | None) -> None:
-        asked.append(signal.Signals(number).name)
-        signal.signal(number, previous[signal.Signals(number)])
-
-    if threading.current_thread() is threading.main_thread():  # elsewhere, whoever started us handles signals
-        previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: asked[0] if asked else None
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        return Outcome(reason, progress.step, progress.tokens, progress.seconds, progress.best_loss, folder)

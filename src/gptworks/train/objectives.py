@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from gptworks.config import IGNORED
 from gptworks.model import GPT
-from gptworks.model.loss import IGNORED, linear_cross_entropy
+from gptworks.model.loss import linear_cross_entropy
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 [B, T] each; the target of a position is the token that follows it, or −100."""

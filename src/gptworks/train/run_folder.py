@@ -1,15 +1,11 @@
-"""The run folder: opened by one process at a time, never overwritten silently, and described when the run ends."""
+"""The run folder: opened by one process at a time, and never overwritten silently."""
 
 import contextlib
-import platform
 from collections.abc import Iterator
 from pathlib import Path
 
 import filelock
-import torch
 
-from gptworks import __version__
-from gptworks.checkpoint import write_whole
 from gptworks.config import Recipe
 from gptworks.errors import RunError, UserError
 from gptworks.recipe import load_recipe, save_recipe
@@ -88,33 +84,3 @@ def write_recipe(recipe: Recipe) -> None:
     aside = recipe.run_dir / ".recipe.yaml.writing"
     save_recipe(recipe, aside)
     aside.replace(recipe.run_dir / "recipe.yaml")
-
-
-def write_model_card(recipe: Recipe, device: str, figures: dict[str, str], training: dict[str, str]) -> None:
-    """Write `model-card.md`: what the model is, what it was trained on and how good it is."""
-    model = recipe.model
-    sources = ", ".join(
-        f"{source.type} {getattr(source, 'path', None) or getattr(source, 'url', None) or ''}".strip()
-        for source in recipe.data.sources
-    )
-    windows = sum(window is not None for window in model.layer_windows)
-    architecture = {
-        "layers × width × heads": f"{model.n_layers} × {model.d_model} × {model.n_heads}"
-        + (f" ({model.n_kv_heads} key/value heads)" if model.n_kv_heads != model.n_heads else ""),
-        "context": f"{model.context_length:,} tokens" + (f"; {windows} layers see {model.window:,}" if windows else ""),
-        "vocabulary": f"{model.vocab_size:,} ({recipe.tokenizer.type})",
-        "position, norm, MLP": f"{model.position}, {model.norm}, {model.mlp} of {model.d_ff:,}",
-        "head": "tied to the embedding" if model.tie_embeddings else "its own matrix",
-    }
-    made_with = {
-        "sources": sources,
-        "device": device,
-        "gptworks, torch, Python": f"{__version__}, {torch.__version__}, {platform.python_version()}",
-    }
-    sections = {"Results": figures, "Architecture": architecture, "Training": training | made_with}
-    parts = [f"# {recipe.name}", "A language model trained with gptworks. Every figure here was measured in the run."]
-    for heading, rows in sections.items():
-        table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-        parts.append(f"## {heading}\n\n| | |\n|---|---|\n{table}")
-    parts.append("Use it with `gptworks generate` and this folder; `recipe.yaml` beside this file repeats the run.")
-    write_whole(recipe.run_dir / "model-card.md", "\n\n".join(parts) + "\n")

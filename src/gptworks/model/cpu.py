@@ -1,0 +1,162 @@
+"""The same arithmetic in fewer passes over memory, for training on a CPU.
+
+There, a model of a few million parameters spends more time on the operations between its matrix products than on the
+products. Each function here computes what its plain twin does, which tests hold it to: `attention` for `attend`,
+`rms_norm` for `F.rms_norm`, `relu2` for `F.relu(x).square()`, `dropout` for `F.dropout`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def trains(x: Tensor) -> bool:
+    """Whether x is part of a training step on a CPU."""
+    return x.device.type == "cpu" and x.requires_grad and torch.is_grad_enabled()
+
+
+# ------------------------------------------------------------------------------------------------ attention
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, window: int | None, dropout: float) -> Tensor:
+    """`gptworks.model.attention.attend` as batched matrix products around a softmax, a block of queries at a time.
+
+    A block of queries needs only the keys up to its last one, so nearly half of the scores are never computed. Beside
+    it, the backward pass of torch's fused CPU kernel takes about three times as long at 16 × 6 × 256 × 64 in bf16, and
+    one and a half times at 4 × 12 × 1024 × 64 (docs/decisions.md). The weights stay in memory for the backward pass.
+
+    Args:
+        bias: [T, S], 0 where the query may look and -inf elsewhere, in q's dtype.
+    """
+    out: Tensor = _Attention.apply(q, k, v, bias, window, dropout)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, window: int | None, dropout: float) -> Tensor:
+        batch, heads, n_queries, width = q.shape
+        groups, n_keys = k.shape[1:3]
+        k, v = (x.repeat_interleave(heads // groups, dim=1) if heads != groups else x for x in (k, v))
+        q, k, v = (x.reshape(batch * heads, -1, width) for x in (q, k, v))
+        out, saved = torch.empty_like(q), []
+        for rows, keys in _blocks(n_queries, n_keys, window):
+            block_bias = bias[rows, keys].expand(batch * heads, -1, -1)
+            scores = torch.baddbmm(block_bias, q[:, rows], k[:, keys].transpose(1, 2), alpha=width**-0.5)
+            weights = scores.softmax(-1)  # B·H t s
+            kept = _keep(weights.shape, dropout) if dropout else None
+            out[:, rows] = torch.bmm(_drop(weights, kept, dropout), v[:, keys])
+            saved += [weights, kept]
+        ctx.save_for_backward(q, k, v, *saved)
+        ctx.groups, ctx.window, ctx.dropout = groups, window, dropout
+        return out.view(batch, heads, n_queries, width)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *saved = ctx.saved_tensors
+        batch, heads, n_queries, width = gradients[0].shape
+        gradient = gradients[0].reshape(q.shape)
+        d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for i, (rows, keys) in enumerate(_blocks(n_queries, k.size(1), ctx.window)):
+            weights, kept = saved[2 * i], saved[2 * i + 1]
+            d_out = gradient[:, rows]
+            d_v[:, keys] += torch.bmm(_drop(weights, kept, ctx.dropout).transpose(1, 2), d_out)
+            d_weights = _drop(torch.bmm(d_out, v[:, keys].transpose(1, 2)), kept, ctx.dropout)
+            d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
+            d_q[:, rows] = torch.bmm(d_scores, k[:, keys])
+            d_k[:, keys] += torch.bmm(d_scores.transpose(1, 2), q[:, rows])
+        d_q, d_k = d_q.mul_(width**-0.5), d_k.mul_(width**-0.5)
+        d_q, d_k, d_v = (x.view(batch, heads, -1, width) for x in (d_q, d_k, d_v))
+        if heads != ctx.groups:
+            d_k, d_v = (x.view(batch, ctx.groups, -1, *x.shape[2:]).sum(2) for x in (d_k, d_v))
+        return d_q, d_k, d_v, None, None, None
+
+
+BLOCK = 128
+"""Queries done at once by `attention`."""
+
+
+def _blocks(n_queries: int, n_keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Slices of the queries, and of the keys that any query of the slice sees."""
+    for first in range(0, n_queries, BLOCK):
+        last = min(first + BLOCK, n_queries)
+        offset = n_keys - n_queries
+        first_key = 0 if window is None else max(0, first + offset - window + 1)
+        yield slice(first, last), slice(first_key, last + offset)
+
+
+def _drop(weights: Tensor, kept: Tensor | None, dropout: float) -> Tensor:
+    return weights if kept is None else weights * kept / (1 - dropout)
+
+
+# -------------------------------------------------------------------------------------------- normalization
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in float32, given in `dtype`."""
+    out: Tensor = _RMSNorm.apply(x, weight, eps, dtype)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The backward pass is that of LayerNorm with a mean of zero, whose fused kernel torch has, less one term."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_()
+        scale = square.div_(x.size(-1)).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        normalized: Tensor = (x * scale).mul_(weight)
+        return normalized.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        gradient, width = gradients[0].to(scale.dtype), x.size(-1)
+        d_x, d_weight, _ = torch.ops.aten.native_layer_norm_backward(
+            gradient, x.to(scale.dtype), [width], torch.zeros_like(scale), scale, weight, None, [True, True, False]
+        )
+        d_x += (gradient @ (weight / width)).unsqueeze(-1) * scale  # the term for the mean, which RMSNorm leaves in
+        return d_x.to(x.dtype), d_weight, None, None
+
+
+# ----------------------------------------------------------------------------------------------- activation
+
+
+def relu2(x: Tensor) -> Tensor:
+    """ReLU squared."""
+    out: Tensor = _ReLU2.apply(x)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _ReLU2(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        positive = x.relu()
+        ctx.save_for_backward(positive)
+        return positive * positive
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (positive,) = ctx.saved_tensors
+        d_x: Tensor = (gradients[0] * positive).mul_(2)
+        return d_x
+
+
+# -------------------------------------------------------------------------------------------------- dropout
+
+
+def dropout(x: Tensor, probability: float) -> Tensor:
+    """x with elements zeroed with this probability, to 1 part in 65,536, and the rest scaled up."""
+    kept = _keep(x.shape, probability)
+    return x * kept.to(x.dtype).mul_(1 / (1 - probability))
+
+
+def _keep(shape: torch.Size, probability: float) -> Tensor:
+    """Booleans, false with this probability: four from each 64 random bits, where `bernoulli_` draws once for each."""
+    n = shape.numel()
+    bits = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+    return bits.view(torch.int16)[:n].view(shape) >= round(probability * 2**16) - 2**15

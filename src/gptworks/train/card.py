@@ -1,0 +1,89 @@
+"""`model-card.md`: what a run's model is, what it was trained on, how long, and how good it is."""
+
+import platform
+from pathlib import Path
+
+import torch
+
+from gptworks import __version__
+from gptworks.checkpoint import write_whole
+from gptworks.config import Recipe
+from gptworks.device import Precision, device_name
+from gptworks.plan.params import count_parameters
+from gptworks.train.display import clock
+from gptworks.train.metrics import Record, read_metrics
+from gptworks.train.progress import Progress
+
+
+def write_model_card(
+    recipe: Recipe, progress: Progress, reason: str, n_train_tokens: int, precision: Precision
+) -> None:
+    """Write the card into the run folder, its results from the run's own metrics."""
+    validation = [record for record in read_metrics(recipe.run_dir / "metrics.jsonl") if record["kind"] == "validation"]
+    sections = {
+        "Results": _results(recipe, validation),
+        "Architecture": _architecture(recipe),
+        "Training": _training(recipe, progress, reason, n_train_tokens, precision),
+    }
+    parts = [f"# {recipe.name}", "A language model trained with gptworks. Every figure here was counted or measured."]
+    for heading, rows in sections.items():
+        table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+        parts.append(f"## {heading}\n\n| | |\n|---|---|\n{table}")
+    parts.append("Use it with `gptworks generate` and this folder; `recipe.yaml` beside this file repeats the run.")
+    write_whole(recipe.run_dir / "model-card.md", "\n\n".join(parts) + "\n")
+
+
+def _results(recipe: Recipe, validation: list[Record]) -> dict[str, str]:
+    rows = {"parameters": f"{count_parameters(recipe.model).total:,}"}
+    if not validation:
+        return rows
+    part = f" over {recipe.train.evaluate_sequences:,} windows" if recipe.train.evaluate_sequences else ""
+    for name, record in (("best", min(validation, key=lambda record: record["loss"])), ("last", validation[-1])):
+        figures = f"{record['loss']:.4f} nats per token, perplexity {record['perplexity']:.3f}"
+        if record["bits_per_byte"] is not None:
+            figures += f", {record['bits_per_byte']:.4f} bits per byte"
+        rows[f"{name} validation loss"] = f"{figures}, at step {record['step']:,}{part}"
+    return rows
+
+
+def _architecture(recipe: Recipe) -> dict[str, str]:
+    model = recipe.model
+    n_windowed = sum(window is not None for window in model.layer_windows)
+    shared = f" ({model.n_kv_heads} key/value heads)" if model.n_kv_heads != model.n_heads else ""
+    return {
+        "layers × width × heads": f"{model.n_layers} × {model.d_model} × {model.n_heads}{shared}",
+        "context": f"{model.context_length:,} tokens"
+        + (f"; {n_windowed} layers see {model.window:,}" if n_windowed else ""),
+        "vocabulary": f"{model.vocab_size:,} ({recipe.tokenizer.type})",
+        "position, norm, MLP": f"{model.position}, {model.norm}, {model.mlp} of {model.d_ff:,}",
+        "head": "tied to the embedding" if model.tie_embeddings else "its own matrix",
+    }
+
+
+def _training(
+    recipe: Recipe, progress: Progress, reason: str, n_train_tokens: int, precision: Precision
+) -> dict[str, str]:
+    train = recipe.train
+    speed = progress.tokens / progress.seconds if progress.seconds else 0.0
+    cut = f" in {train.accumulation_steps} micro-batches" if train.accumulation_steps > 1 else ""
+    matrices = f" ({train.muon_learning_rate:g} for matrices)" if train.optimizer == "muon" else ""
+    return {
+        "ended": f"{reason}, step {progress.step:,}",
+        "sources": ", ".join(_source(source) for source in recipe.data.sources),
+        "tokens": f"{progress.tokens:,}, {progress.tokens / n_train_tokens:.2f} epochs of the training text",
+        "time": f"{clock(progress.seconds)} of training, {speed:,.0f} tokens/s",
+        "batch": f"{train.batch_size} × {recipe.model.context_length:,} tokens{cut}",
+        "optimizer": f"{train.optimizer}, peak rate {train.learning_rate:g}{matrices}, decay {train.weight_decay:g}",
+        "schedule": f"{train.schedule}, {train.warmup_steps:,} steps of warmup",
+        "precision": precision.name,
+        "steps skipped as non-finite": f"{progress.skipped:,}",
+        "seed": str(recipe.seed),
+        "device": device_name(torch.device(precision.device_type)),
+        "gptworks, torch, Python": f"{__version__}, {torch.__version__}, {platform.python_version()}",
+    }
+
+
+def _source(source: object) -> str:
+    kind, names = getattr(source, "type", ""), (getattr(source, name, None) for name in ("url", "path", "dataset"))
+    place = next((name for name in names if name), "")
+    return f"{kind} {Path(place).name if '://' not in place else place}".strip()

@@ -1,0 +1,27 @@
+"""Being asked to stop."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+@contextmanager
+def stop_signals() -> Iterator[Callable[[], str | None]]:
+    """Turn the first SIGINT or SIGTERM into a request to stop after the step; a second one acts as usual."""
+    asked: list[str] = []
+    previous: dict[signal.Signals, Any] = {}
+
+    def ask(number: int, _: FrameType | None) -> None:
+        asked.append(signal.Signals(number).name)
+        signal.signal(number, previous[signal.Signals(number)])
+
+    if threading.current_thread() is threading.main_thread():  # elsewhere, whoever started us handles signals
+        previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked[0] if asked else None
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

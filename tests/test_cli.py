@@ -1,0 +1,153 @@
+"""The commands as a user types them: help that comes at once, reports that scripts can read, text that streams."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from gptworks.recipe import parse_recipe
+from gptworks.train.loop import train
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe and its finished run."""
+    folder = tmp_path_factory.mktemp("cli")
+    tiny.write_recipe(folder)
+    train(parse_recipe(tiny.recipe_tree(folder, max_steps=6, evaluate_sequences=0)))
+    return folder
+
+
+def run(*arguments: str | Path, **options: Any) -> str:
+    result = tiny.gptworks(*arguments, **options)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_help_comes_at_once_and_imports_no_torch() -> None:
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        assert "train" in run("--help")
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.5
+    code = "import sys; sys.argv = ['gptworks', '--help']\nfrom gptworks.cli import main\n"
+    code += "try: main()\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.endswith(
+        "False\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["presets", "schema", "describe llm-200m", "plan {recipe}"])
+def test_looking_needs_no_torch(command: str, folder: Path) -> None:
+    code = (
+        "import sys, gptworks.cli as cli\nsys.argv = ['gptworks', *sys.argv[1:]]\n"
+        "try: cli.main()\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
+    )
+    arguments = command.format(recipe=folder / "tiny.yaml").split()
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert result.stdout.endswith("False\n"), result.stdout[-300:]
+
+
+def test_presets_and_describe_as_json() -> None:
+    presets = json.loads(run("presets", "--json"))
+    assert presets["custom-300m"]["parameters"]["total"] == 355_871_744
+    sheet = json.loads(run("describe", "llm-200m", "--json"))
+    assert sheet["parameters"]["total"] == 265_165_056
+    assert any(figure["published"] == 251_000_000 for figure in sheet["published"])
+    smaller = json.loads(run("describe", "llm-200m", "model.n_layers=2", "--json"))
+    assert smaller["model"]["n_layers"] == 2
+
+
+def test_describe_takes_a_recipe_and_a_run(folder: Path) -> None:
+    assert json.loads(run("describe", folder / "run", "--json"))["parameters"]["total"] == 26_176
+    assert "residual" in run("describe", folder / "run") or "attention" in run("describe", folder / "run")
+    recipe = Path(__file__).parents[1] / "recipes" / "demo.yaml"
+    assert json.loads(run("describe", recipe, "--json"))["model"]["vocab_size"] == 4096
+
+
+def test_plan_knows_more_once_the_data_is_prepared(folder: Path) -> None:
+    plan = json.loads(run("plan", folder / "tiny.yaml", "--json"))
+    assert plan["parameters"]["total"] == 26_176
+    assert plan["steps"] == 20
+    assert plan["tokens_per_step"] == 8 * 32
+    assert plan["flops"]["per_step"] == plan["flops"]["per_token"] * plan["tokens_per_step"]
+
+
+def test_prepare_says_when_nothing_has_changed(folder: Path) -> None:
+    result = tiny.gptworks("prepare", folder / "tiny.yaml")
+    assert "nothing has changed" in result.stderr
+    assert json.loads(run("prepare", folder / "tiny.yaml", "--json"))["reused"] is True
+
+
+def test_evaluate_has_stable_keys_and_compares_with_compressors(folder: Path) -> None:
+    report = json.loads(run("evaluate", folder / "run", "--json", "--compressors"))
+    assert {"loss", "perplexity", "bits_per_byte"} <= set(report)
+    assert set(report["compressors"]) == {"gzip -9", "xz -9e"}
+    strided = json.loads(run("evaluate", folder / "run", "--json", "--stride", "8"))
+    assert strided["tokens"] == report["tokens"]
+
+
+def test_generate_is_seeded_and_can_give_several_samples(folder: Path) -> None:
+    arguments = ("generate", folder / "run", "line ", "--max-tokens", "20", "--seed", "3")
+    first = run(*arguments)
+    assert first.startswith("line ")
+    assert first == run(*arguments)
+    several = json.loads(run(*arguments, "--samples", "3", "--json"))["completions"]
+    assert len({completion["text"] for completion in several}) == 3
+    assert "line " + several[0]["text"] + "\n" == first
+    assert all(completion["prompt_tokens"] == 5 for completion in several)
+
+
+def test_generate_stops_where_told(folder: Path) -> None:
+    greedy = run("generate", folder / "run", "line ", "--max-tokens", "24", "--temperature", "0")
+    stop = greedy[len("line ") + 3 : len("line ") + 5]
+    stopped = run("generate", folder / "run", "line ", "--max-tokens", "24", "--temperature", "0", "--stop", stop)
+    assert stopped == greedy[: greedy.index(stop, len("line "))] + "\n"
+
+
+def test_a_full_context_is_said_and_slide_goes_past_it(folder: Path) -> None:
+    short = tiny.gptworks("generate", folder / "run", "line ", "--max-tokens", "60", "--seed", "1")
+    assert "the context is full" in short.stderr
+    text = run("generate", folder / "run", "line ", "--max-tokens", "60", "--seed", "1", "--slide")
+    assert text.startswith(short.stdout.rstrip("\n"))
+    assert len(text) > len(short.stdout)
+
+
+def test_a_prompt_from_standard_input(folder: Path) -> None:
+    command = [sys.executable, "-m", "gptworks", "generate", str(folder / "run"), "-", "--max-tokens", "3"]
+    result = subprocess.run(command, input="line 1", capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("line 1")
+
+
+def test_chat_continues_forgets_and_quits(folder: Path) -> None:
+    command = [sys.executable, "-m", "gptworks", "chat", str(folder / "run"), "--max-tokens", "8", "--seed", "1"]
+    typed = "line 1: the\nquick brown fox\n/reset\nline 1: the\n/quit\n"
+    result = subprocess.run(command, input=typed, capture_output=True, text=True, check=True)
+    replies = result.stdout.split("> ")[1:]
+    assert len(replies) == 5
+    assert replies[0] == replies[3]  # after /reset the same words get the same answer
+    assert "base model" in result.stderr
+
+
+def test_unknown_characters_are_said(folder: Path) -> None:
+    result = tiny.gptworks("generate", folder / "run", "line é", "--max-tokens", "3")
+    assert result.returncode == 0
+    assert "warning:" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_python_api(folder: Path) -> None:
+    code = f"""
+import gptworks
+model = gptworks.load({str(folder / "run")!r})
+print(model.generate("line ", max_tokens=5, seed=1))
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment).stdout

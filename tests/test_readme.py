@@ -1,0 +1,74 @@
+"""What the README and the shipped recipes claim is so."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gptworks.cli import app
+from gptworks.plan.params import count_parameters
+from gptworks.presets import PRESETS
+from gptworks.recipe import load_recipe
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+RECIPES = sorted(ROOT.glob("recipes/**/*.yaml"))
+
+
+def test_every_command_shown_exists() -> None:
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    shown = set(re.findall(r"gptworks (\w+)", " ".join(re.findall(r"`[^`]*`|```.*?```", README + GUIDE, re.DOTALL))))
+    assert shown - {"import", "is"} <= commands
+    assert commands <= set(re.findall(r"gptworks (\w+)", README)), "a command is missing in the README"
+
+
+def test_every_make_target_shown_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"make ([a-z-]+)", README):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_tree_shown_is_the_tree() -> None:
+    tree = re.search(r"```text\n(src/gptworks/.*?)```", README, re.DOTALL)
+    assert tree
+    shown = {line.split()[0].rstrip("/") for line in tree[1].splitlines()[1:] if line.strip()}
+    package = ROOT / "src" / "gptworks"
+    there = {
+        path.name for path in package.iterdir() if not path.name.startswith(("__", "py.")) and path.suffix != ".pyc"
+    }
+    assert shown == there
+
+
+def test_links_lead_somewhere() -> None:
+    for name, text in (("README.md", README), ("docs/guide.md", GUIDE)):
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert ((ROOT / name).parent / target).exists(), f"{name}: {target}"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT / "recipes")))
+def test_every_shipped_recipe_is_valid(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.run_dir == Path("runs") / recipe.name
+    assert path.read_text(encoding="utf-8").startswith("#"), "a recipe says first what it is"
+
+
+def test_each_reference_architecture_has_a_recipe() -> None:
+    used = {load_recipe(path).model.model_copy(update={"context_length": 0}) for path in RECIPES}
+    for name in ("custom-300m", "gpt3-125m", "gpt2-tiny", "gpt2-mini", "gpt2-midi", "gpt2-small-untied", "vaani-427m",
+                 "llm-200m"):  # fmt: skip
+        assert PRESETS[name]().model_copy(update={"context_length": 0}) in used, name
+
+
+def test_parameter_counts_in_the_readme_are_exact() -> None:
+    for name, shown in re.findall(r"^\| `([\w.-]+)` \| ([\d,]+) \|", README, re.MULTILINE):
+        assert f"{count_parameters(PRESETS[name]()).total:,}" == shown, name
+
+
+def test_nothing_is_loaded_from_a_pickle() -> None:
+    pickles = subprocess.run(
+        ["grep", "-rnE", r"\bpickle\b|torch\.load\(|allow_pickle", str(ROOT / "src"), "--include=*.py"],
+        capture_output=True, text=True, check=False,
+    ).stdout  # fmt: skip
+    assert pickles == ""
