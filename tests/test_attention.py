@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from gptworks.config import ModelConfig
-from gptworks.model import attention
+from gptworks.model import cpu
 from gptworks.model.attention import Rotary, attend, attend_reference, causal_mask, rotate
 
 HEADS, WIDTH = 4, 6
@@ -43,7 +43,7 @@ def test_the_fused_kernel_equals_the_definition(
 def test_blocked_attention_and_its_gradients_equal_the_definition(
     monkeypatch: pytest.MonkeyPatch, n_queries: int, n_keys: int, n_kv_heads: int, window: int | None, block: int
 ) -> None:
-    monkeypatch.setattr(attention, "BLOCK", block)
+    monkeypatch.setattr(cpu, "BLOCK", block)
     inputs = random_inputs(n_queries, n_keys, n_kv_heads, grad=True)
     out, expected = attend(*inputs, window=window), attend_reference(*inputs, window=window)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
@@ -70,7 +70,7 @@ def test_the_mask_and_the_window_count_the_token_itself() -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_gradients_are_right_under_dropout(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     """Against finite differences, the same weights being dropped each time."""
-    monkeypatch.setattr(attention, "BLOCK", 2)
+    monkeypatch.setattr(cpu, "BLOCK", 2)
 
     def dropping(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         torch.manual_seed(0)

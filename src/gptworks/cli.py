@@ -210,7 +210,8 @@ def _prepare(recipe: "Recipe") -> "Prepared":
 
     names = {"waiting": "waiting for another prepare", "tokenizer": "training the tokenizer", "shards": "encoding"}
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TransferSpeedColumn())
-    with Progress(*columns, console=_console(stderr=True), transient=True) as progress:
+    console = _console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         tasks: dict[str, Any] = {}
 
         def report(stage: str, done_bytes: int, total_bytes: int | None) -> None:
