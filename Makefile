@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 .PHONY: help demo test test-slow lint bench clean
 
 help:
-	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores)"
+	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
 	@echo "make test    run the tests"
 	@echo "make lint    ruff, mypy and the import contract"
 	@echo "make bench   training throughput beside a textbook loop"

@@ -90,7 +90,7 @@ def draw_curves(metrics: Path, path: Path, title: str) -> bool:
             f"{best['loss']:.4f}",
             (best["tokens"] / 1e6, best["loss"]),
             textcoords="offset points",
-            xytext=(0, 8),
+            xytext=(0, -14),
             ha="right",
             color="#d1495b",
         )
