@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-slow lint bench clean
+.PHONY: help demo test lint bench clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
@@ -23,9 +23,6 @@ demo: .venv/.installed
 
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest
-
-test-slow: .venv/.installed-dev
-	$(BIN)/python -m pytest -m slow --timeout 3600
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

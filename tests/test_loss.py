@@ -25,7 +25,7 @@ def random_problem(dtype: torch.dtype = torch.float32, ignore: float = 0.0) -> t
 def test_value_and_gradients_equal_the_definition(
     monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, ignore: float
 ) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * VOCABULARY * chunk_tokens)
+    monkeypatch.setattr(loss_module, "chunk_tokens", lambda device, vocab_size: chunk_tokens)
     features, weight, targets = random_problem(ignore=ignore)
     value = linear_cross_entropy(features, weight, targets)
     exact_inputs = features.detach().double().requires_grad_(), weight.detach().double().requires_grad_()

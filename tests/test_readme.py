@@ -72,3 +72,10 @@ def test_nothing_is_loaded_from_a_pickle() -> None:
         capture_output=True, text=True, check=False,
     ).stdout  # fmt: skip
     assert pickles == ""
+
+
+def test_the_python_shown_in_the_guide_runs() -> None:
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if "runs/demo" not in block]
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "guide.md", "exec"), {})

@@ -271,3 +271,13 @@ def test_the_signature_changes_with_the_files(tmp_path: Path) -> None:
     changed = source_signature([text(tmp_path)])
     (tmp_path / "b.txt").write_text("")
     assert before != changed != source_signature([text(tmp_path)])
+
+
+def test_a_local_dataset_folder_is_read_by_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    lines = [json.dumps({"text": f"document {i}", "id": i}) for i in range(5)]
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    source = HuggingFaceSource(type="huggingface", dataset=str(folder))
+    assert [piece.text for piece in iter_documents([source])] == [f"document {i}" for i in range(5)]

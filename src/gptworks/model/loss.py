@@ -12,8 +12,21 @@ from torch import Tensor
 
 from gptworks.config import IGNORED
 
-CHUNK_BYTES = 8 * 2**20
-"""Bytes of fp32 logits that stand in memory at once."""
+CPU_CHUNK_BYTES = 8 * 2**20
+"""fp32 logits that stand in memory at once on a CPU: what its cache holds..."""
+
+CPU_CHUNK_TOKENS = 512
+"""...but at least so many tokens, or reading the head's matrix for each chunk would cost more than the products."""
+
+CHUNK_TOKENS = 8192
+"""Tokens at once on an accelerator, which wants large products."""
+
+
+def chunk_tokens(device: torch.device, vocab_size: int) -> int:
+    """Tokens whose logits stand in memory at once."""
+    if device.type != "cpu":
+        return CHUNK_TOKENS
+    return max(CPU_CHUNK_TOKENS, CPU_CHUNK_BYTES // (4 * vocab_size))
 
 
 def linear_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -46,10 +59,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(features.device.type, enabled=False):
             wants_features, wants_weight, _ = ctx.needs_input_grad
             head = weight.to(features.dtype)
-            chunk = max(1, CHUNK_BYTES // (4 * weight.size(0)))
+            chunk = chunk_tokens(features.device, weight.size(0))
             total = torch.zeros((), dtype=torch.float32, device=features.device)
             d_features = torch.empty_like(features) if wants_features else None
-            d_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+            d_weight = (
+                torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+                if wants_weight
+                else None
+            )
             for start in range(0, features.size(0), chunk):
                 x, target = features[start : start + chunk], targets[start : start + chunk]  # N C, N
                 counted = target != IGNORED
