@@ -15,8 +15,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gptworks.config import ModelConfig, Recipe, ValidationSplit
+from gptworks.data import encode, sources
 from gptworks.data import prepare as module
-from gptworks.data import sources
 from gptworks.data.prepare import Prepared, find_prepared, held_out_text, open_prepared, prepare, split_documents
 from gptworks.data.shards import TokenShards
 from gptworks.data.sources import Piece, iter_documents
@@ -305,8 +305,8 @@ def test_processes_do_not_change_the_shards(make: Make, tmp_path: Path, monkeypa
     write(tmp_path, *essays(300))
     kind = {"type": "bpe", "vocab_size": 300}
     alone = prepare(make(kind, processes=1, shard_tokens=2000, cache_dir=tmp_path / "alone"))
-    monkeypatch.setattr(module, "_BATCH_BYTES", 3000)
-    monkeypatch.setattr(module, "_BATCHES_WORTH_A_POOL", 2)
+    monkeypatch.setattr(encode, "_BATCH_BYTES", 3000)
+    monkeypatch.setattr(encode, "_BATCHES_WORTH_A_POOL", 2)
     together = prepare(make(kind, processes=2, shard_tokens=2000, cache_dir=tmp_path / "together"))
     assert contents(alone) == contents(together)
     assert len(alone.manifest.splits["train"].shards) > 5
@@ -440,8 +440,8 @@ def test_a_full_disk_is_said_and_leaves_nothing(make: Make, tmp_path: Path) -> N
 
 def test_a_dead_worker_is_said(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, *essays(300))
-    monkeypatch.setattr(module, "_BATCH_BYTES", 1000)
-    monkeypatch.setattr(module, "_BATCHES_WORTH_A_POOL", 2)
+    monkeypatch.setattr(encode, "_BATCH_BYTES", 1000)
+    monkeypatch.setattr(encode, "_BATCHES_WORTH_A_POOL", 2)
 
     def kill_workers(stage: str, done_bytes: int, total_bytes: int | None) -> None:
         for child in multiprocessing.active_children():

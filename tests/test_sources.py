@@ -172,7 +172,9 @@ def test_a_gzip_file_cut_short_is_named(tmp_path: Path) -> None:
 
 
 def test_parquet(tmp_path: Path) -> None:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     pq.write_table(
         pa.table({"body": [f"document {i}" for i in range(150)], "id": list(range(150))}), tmp_path / "a.parquet"
     )

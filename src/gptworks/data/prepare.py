@@ -8,30 +8,23 @@ import contextlib
 import errno
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from importlib import metadata
-from itertools import chain, islice, pairwise
-from multiprocessing.connection import wait
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
 from gptworks.config import BPETokenizer, FileTokenizer, GPT2Tokenizer, Recipe, TokenizerConfig, ValidationSplit
+from gptworks.data.encode import encode_all
 from gptworks.data.shards import (
     FORMAT_VERSION,
-    Ids,
     Manifest,
     ShardWriter,
     Split,
@@ -48,16 +41,12 @@ from gptworks.tokenizer import (
     fingerprint,
     load_tokenizer,
     save_tokenizer,
-    special_tokens,
-    tokenizer_from_json,
     train_tokenizer,
     vocabulary_size,
 )
 
 TOKENIZER_FOLDER = "tokenizer"
 _BPE_TRAINING_BYTES = 200_000_000
-_BATCH_BYTES = 1 << 20
-_BATCHES_WORTH_A_POOL = 16  # below this the tokenizer's own threads are done before processes have started
 _DOCUMENTS_WORTH_A_SPLIT = 20
 _DECODED_TOKENS = 1 << 16
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
@@ -308,7 +297,7 @@ def _fill(folder: Path, recipe: Recipe, made_from: dict[str, Any], report: Repor
     prefix, suffix = (np.array(ids, dtype=np.uint32) for ids in document_frame(tokenizer))
     round_trips, done_bytes, at_first_tail = True, 0, validation.by == "tail"
     try:
-        for (split, piece), encoded in _encode_all(tokenizer, parts(), data.processes):
+        for (split, piece), encoded in encode_all(tokenizer, parts(), data.processes):
             opens = piece.starts_document
             if split == "validation" and at_first_tail:
                 opens = at_first_tail = False  # it goes on where a training text stopped: nothing separates them
@@ -364,110 +353,3 @@ def _version() -> str:
         return metadata.version("gptworks")
     except metadata.PackageNotFoundError:  # a source tree that is not installed
         return "unknown"
-
-
-# --------------------------------------------------------------------------------------------------- encode
-
-
-class _Encoded(NamedTuple):
-    """The tokens of one piece, and what is counted of it."""
-
-    ids: Ids  # [n] uint32
-    text_bytes: int
-    unknown_tokens: int
-    round_trips: bool
-
-
-_Part = tuple[Split, Piece]
-
-
-def _encode(tokenizer: Tokenizer, batch: list[_Part]) -> list[_Encoded]:
-    unknown = special_tokens(tokenizer).unk
-    encodings = tokenizer.encode_batch_fast([piece.text for _, piece in batch], add_special_tokens=False)
-    encoded = []
-    for (split, piece), encoding in zip(batch, encodings, strict=True):
-        ids = encoding.ids
-        unknown_tokens = 0 if unknown is None else ids.count(unknown)
-        round_trips = split == "train" or _round_trips(tokenizer, piece, ids)
-        text_bytes = len(piece.text.encode("utf-8"))
-        encoded.append(_Encoded(np.array(ids, dtype=np.uint32), text_bytes, unknown_tokens, round_trips))
-    return encoded
-
-
-def _round_trips(tokenizer: Tokenizer, piece: Piece, ids: list[int]) -> bool:
-    """Whether the tokens give the text back, also where they go on after others."""
-    if piece.starts_document:
-        return bool(tokenizer.decode(ids) == piece.text)
-    before = piece.text[:1]
-    return bool(tokenizer.decode(tokenizer.encode(before, add_special_tokens=False).ids + ids) == before + piece.text)
-
-
-def _encode_all(tokenizer: Tokenizer, parts: Iterator[_Part], processes: int) -> Iterator[tuple[_Part, _Encoded]]:
-    """Each part with its tokens, in order. A small text is not worth starting processes for."""
-    batches = _batches(parts)
-    first = list(islice(batches, _BATCHES_WORTH_A_POOL))
-    processes = processes or _cores()
-    if processes == 1 or len(first) < _BATCHES_WORTH_A_POOL:
-        for batch in chain(first, batches):
-            yield from zip(batch, _encode(tokenizer, batch), strict=True)
-        return
-    pool = ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(tokenizer.to_str(),)
-    )
-    try:
-        waiting = deque((batch, pool.submit(_encode_in_worker, batch)) for batch in first)
-        while waiting:
-            batch, future = waiting.popleft()
-            encoded = future.result()
-            for following in islice(batches, max(0, 3 * processes - len(waiting))):
-                waiting.append((following, pool.submit(_encode_in_worker, following)))
-            yield from zip(batch, encoded, strict=True)
-    except BrokenProcessPool as error:
-        raise RunError(
-            "a worker process died while encoding, most often for want of memory. Set data.processes=1. In a script of "
-            "your own, call `prepare` below `if __name__ == '__main__':`."
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _batches(parts: Iterator[_Part]) -> Iterator[list[_Part]]:
-    """Parts in lists of about a mebibyte of text."""
-    batch: list[_Part] = []
-    size = 0
-    for part in parts:
-        batch.append(part)
-        size += len(part[1].text)
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-_worker_tokenizer: Tokenizer
-
-
-def _start_worker(tokenizer_json: str) -> None:
-    global _worker_tokenizer  # noqa: PLW0603 (a process of its own, started for this)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends the pool
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker_tokenizer = tokenizer_from_json(tokenizer_json)
-
-
-def _encode_in_worker(batch: list[_Part]) -> list[_Encoded]:
-    return _encode(_worker_tokenizer, batch)
-
-
-def _end_with_parent() -> None:
-    """A parent that was killed cannot end its workers."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
