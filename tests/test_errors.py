@@ -96,6 +96,7 @@ def test_a_bad_recipe_is_refused_before_any_work(case: str, tmp_path: Path, comm
     code, error = command("train", recipe, *overrides)
     assert_clear(code, error, *expected)
     assert not (tmp_path / "run").exists()
+    assert not list((tmp_path / "data").glob("[!.]*")), "it was refused after preparing the data"
 
 
 def test_a_recipe_that_is_not_there_or_not_yaml(tmp_path: Path, command: Command) -> None:

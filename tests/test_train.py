@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import gptworks
 import tiny
 from gptworks.checkpoint import checkpoints, load_run
 from gptworks.data.batches import evaluation_windows
@@ -203,3 +204,28 @@ def test_the_seed_decides_weights_and_order(tmp_path: Path) -> None:
         losses[name] = [record["loss"] for record in records(tmp_path / name, "train")]
     assert losses["one"] == losses["same"]
     assert losses["one"] != losses["other"]
+
+
+REFERENCES = ["custom-300m", "gpt3-125m-banded", "gpt2-small-untied", "vaani-427m", "llm-200m", "gpt2"]
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_each_reference_architecture_trains_and_generates(tmp_path: Path, name: str) -> None:
+    tree = tiny.recipe_tree(tmp_path, max_steps=12, evaluate_every=6, warmup_steps=2, learning_rate=0.01)
+    small = {"n_layers": 2, "d_model": 32, "n_heads": 2, "d_ff": 64, "context_length": 32, "vocab_size": 0}
+    band = {"window": 8} if "banded" in name else {}
+    tree["model"] = {"preset": name, **small, **band}
+    train(parse_recipe(tree))
+    first, last = records(tmp_path, "validation")
+    assert last["loss"] < first["loss"] < math.log(43) + 0.5
+    engine = gptworks.load(tmp_path / "run")
+    assert len(engine.complete("line ", max_tokens=5, temperature=0)[0].token_ids) == 5
+
+
+def test_bits_per_byte_are_left_out_where_the_tokenizer_loses_text(tmp_path: Path) -> None:
+    tree = tiny.recipe_tree(tmp_path, max_steps=2, warmup_steps=0, evaluate_every=2, evaluate_sequences=0)
+    tree["tokenizer"] = {"type": "word", "vocab_size": 100}
+    train(parse_recipe(tree))
+    [record] = records(tmp_path, "validation")
+    assert record["bits_per_byte"] is None
+    assert record["perplexity"] == pytest.approx(math.exp(record["loss"]))

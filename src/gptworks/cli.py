@@ -196,6 +196,9 @@ def train(
 
     settings = load_recipe(recipe, overrides or [])
     check_run_folder(settings, resume)
+    from gptworks.device import choose_device, choose_precision
+
+    choose_precision(settings.train.precision, choose_device(settings.train.device))  # refused before preparing
     _prepare(settings)
     from gptworks.train.loop import train as train_model
 

@@ -35,6 +35,7 @@ from gptworks.data.shards import (
 )
 from gptworks.data.sources import Piece, check_sources, count_documents, iter_documents, source_signature, total_bytes
 from gptworks.errors import RunError, UserError
+from gptworks.recipe import with_vocab_size
 from gptworks.tokenizer import (
     StreamDecoder,
     document_frame,
@@ -287,6 +288,7 @@ def _fill(folder: Path, recipe: Recipe, made_from: dict[str, Any], report: Repor
         raise UserError("data.sources hold no text: every document is empty. Give sources with text.")
     limit = _BPE_TRAINING_BYTES if isinstance(recipe.tokenizer, BPETokenizer) else None
     tokenizer = train_tokenizer(recipe.tokenizer, _counted(chain([first_text], texts), limit, total, report))
+    with_vocab_size(recipe, vocabulary_size(tokenizer))  # another vocabulary is refused before the long work
     save_tokenizer(tokenizer, folder / TOKENIZER_FOLDER)
     for path in (*(folder / TOKENIZER_FOLDER).iterdir(), folder / TOKENIZER_FOLDER):
         _sync(path)
