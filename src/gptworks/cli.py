@@ -128,15 +128,10 @@ def describe(
 @app.command()
 def plan(recipe: RecipeFile, overrides: Overrides = None, as_json: AsJSON = False) -> None:
     """Say what a training run comes to, before data or weights exist."""
-    from gptworks.data.prepare import find_prepared
     from gptworks.plan.sheet import plan as plan_recipe
-    from gptworks.recipe import load_recipe, with_vocab_size
+    from gptworks.recipe import load_recipe
 
-    settings, n_train_tokens = load_recipe(recipe, overrides or []), None
-    if (prepared := find_prepared(settings)) is not None:
-        settings = with_vocab_size(settings, prepared.manifest.vocab_size)
-        n_train_tokens = prepared.manifest.splits["train"].tokens
-    sheet = plan_recipe(settings, n_train_tokens)
+    sheet = plan_recipe(*_with_what_is_prepared(load_recipe(recipe, overrides or [])))
     if as_json:
         _print_json(sheet.to_json())
     else:
@@ -160,9 +155,21 @@ def _architecture(target: str, overrides: list[str]) -> tuple["ModelConfig", str
         tree = apply_overrides({"model": {"preset": target}}, overrides)
         return parse_model(tree["model"], target), target
     if Path(target).exists() or target.endswith((".yaml", ".yml")):
-        recipe = load_recipe(target, overrides)
+        recipe, _ = _with_what_is_prepared(load_recipe(target, overrides))
         return recipe.model, recipe.name
     return parse_model({"preset": target}), target  # says which preset is nearest
+
+
+def _with_what_is_prepared(recipe: "Recipe") -> tuple["Recipe", int | None]:
+    """The recipe with the vocabulary of its prepared data, and the number of training tokens, where there is data."""
+    from gptworks.data.prepare import find_prepared
+    from gptworks.recipe import with_vocab_size
+
+    prepared = find_prepared(recipe)
+    if prepared is None:
+        return recipe, None
+    manifest = prepared.manifest
+    return with_vocab_size(recipe, manifest.vocab_size), manifest.splits["train"].tokens
 
 
 # ------------------------------------------------------------------------------------------------- making

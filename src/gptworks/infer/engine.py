@@ -168,7 +168,7 @@ class Engine:
         if len(ids) > context and overflow == "error":
             raise UserError(
                 f"the prompt has {len(ids)} tokens and the model's context {context}: "
-                f'shorten it, or use overflow="slide", which reads its last {self.restart_tokens}.'
+                f'shorten it, or use --slide (overflow="slide" in Python), which reads its last {self.restart_tokens}.'
             )
         samples = [_Sample(index, ids, settings, self.tokenizer) for index in range(n_samples)]
         return self._run(samples, settings, overflow)
