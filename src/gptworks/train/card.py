@@ -1,5 +1,6 @@
 """`model-card.md`: what a run's model is, what it was trained on, how long, and how good it is."""
 
+import math
 import platform
 from pathlib import Path
 
@@ -38,12 +39,16 @@ def _results(recipe: Recipe, validation: list[Record]) -> dict[str, str]:
     if not validation:
         return rows
     part = f" over {recipe.train.evaluate_sequences:,} windows" if recipe.train.evaluate_sequences else ""
-    for name, record in (("best", min(validation, key=lambda record: record["loss"])), ("last", validation[-1])):
+    for name, record in (("best", min(validation, key=_loss)), ("last", validation[-1])):
         figures = f"{record['loss']:.4f} nats per token, perplexity {record['perplexity']:.3f}"
         if record["bits_per_byte"] is not None:
             figures += f", {record['bits_per_byte']:.4f} bits per byte"
         rows[f"{name} validation loss"] = f"{figures}, at step {record['step']:,}{part}"
     return rows
+
+
+def _loss(record: Record) -> float:
+    return record["loss"] if math.isfinite(record["loss"]) else math.inf
 
 
 def _architecture(recipe: Recipe) -> dict[str, str]:

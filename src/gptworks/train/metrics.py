@@ -45,11 +45,14 @@ def read_metrics(path: Path) -> Iterator[Record]:
             except json.JSONDecodeError:
                 continue
             if isinstance(record, dict) and isinstance(record.get("step"), int):
-                yield record
+                yield {key: float(value) if value in _NOT_FINITE else value for key, value in record.items()}
+
+
+_NOT_FINITE = ("nan", "inf", "-inf")
+"""JSON has no such numbers: a figure that is one of them is written as its name."""
 
 
 def _line(record: Record) -> str:
-    # JSON has no NaN or infinity; a non-finite figure is written as its name.
     plain = {k: repr(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -77,15 +80,15 @@ def draw_curves(metrics: Path, path: Path, title: str) -> bool:
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     tokens = [record["tokens"] / 1e6 for record in train]
-    losses = [float(record["loss"]) for record in train]
+    losses = [record["loss"] for record in train]
     loss_axes.plot(tokens, losses, color="#9db8d9", linewidth=0.8, label="training, one batch")
     loss_axes.plot(tokens, _smooth(losses), color="#1f5fa8", linewidth=1.4, label="training, smoothed")
-    if validation:
+    if validation := [record for record in validation if math.isfinite(record["loss"])]:
         points = [record["tokens"] / 1e6 for record in validation]
         loss_axes.plot(
             points, [record["loss"] for record in validation], "o-", color="#d1495b", markersize=3.5, label="validation"
         )
-        best = min(validation, key=lambda record: float(record["loss"]))
+        best = min(validation, key=lambda record: record["loss"])
         loss_axes.annotate(
             f"{best['loss']:.4f}",
             (best["tokens"] / 1e6, best["loss"]),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import filelock
 
-from gptworks.config import Recipe
+from gptworks.config import DataConfig, Recipe
 from gptworks.errors import RunError, UserError
 from gptworks.recipe import load_recipe, save_recipe
 
@@ -60,8 +60,8 @@ def check_run_folder(recipe: Recipe, resume: bool) -> None:
             ours, theirs = getattr(recipe, section), getattr(before, section)
             if section == "model" and ours.vocab_size == 0:  # not known before the data is prepared
                 ours = ours.model_copy(update={"vocab_size": theirs.vocab_size})
-            if section == "data":  # where the shards lie and how they are made may change, what they hold may not
-                ours, theirs = (x.model_copy(update={"cache_dir": Path(), "processes": 0}) for x in (ours, theirs))
+            if section == "data":
+                ours, theirs = _without_places(ours), _without_places(theirs)
             if ours != theirs:
                 raise UserError(
                     f"{folder} was started with another `{section}`: {_difference(ours, theirs)}. "
@@ -69,6 +69,14 @@ def check_run_folder(recipe: Recipe, resume: bool) -> None:
                 )
     elif folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir()):
         raise UserError(f"run_dir={folder} exists and holds other files, not a run: give another run_dir=.")
+
+
+def _without_places(data: DataConfig) -> DataConfig:
+    """The settings less where text and shards lie and how they are made; that the text is the same, its tokens tell."""
+    sources = tuple(
+        source.model_copy(update={"path": None}) if hasattr(source, "path") else source for source in data.sources
+    )
+    return data.model_copy(update={"cache_dir": Path(), "processes": 0, "sources": sources})
 
 
 def _difference(ours: object, theirs: object) -> str:

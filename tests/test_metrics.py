@@ -1,0 +1,81 @@
+"""The log of a run, and what is made from it, whatever the figures are."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from gptworks.device import choose_precision
+from gptworks.recipe import parse_recipe, with_vocab_size
+from gptworks.train.card import write_model_card
+from gptworks.train.metrics import MetricsLog, Record, draw_curves, read_metrics, write_samples
+from gptworks.train.progress import Progress
+
+
+def validation(step: int, loss: float) -> Record:
+    return {
+        "kind": "validation", "step": step, "tokens": step * 256, "loss": loss, "perplexity": math.exp(min(loss, 700)),
+        "bits_per_byte": None,
+    }  # fmt: skip
+
+
+def training(step: int, loss: float) -> Record:
+    return {"kind": "train", "step": step, "tokens": step * 256, "loss": loss, "learning_rate": 0.1, "seconds": 1.0}
+
+
+def write(path: Path, records: list[Record], resume_step: int = 0) -> None:
+    log = MetricsLog(path, resume_step)
+    for record in records:
+        log.write(record)
+    log.close()
+
+
+def test_figures_that_are_not_finite_come_back_and_the_file_is_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, [training(1, math.nan), training(2, math.inf), training(3, 1.5)])
+    losses = [record["loss"] for record in read_metrics(path)]
+    assert math.isnan(losses[0])
+    assert losses[1:] == [math.inf, 1.5]
+    for line in path.read_text(encoding="utf-8").splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
+def test_resuming_drops_later_records_and_a_line_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, [training(step, 1.0) for step in range(1, 6)])
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"kind": "train", "st')
+    write(path, [training(4, 2.0)], resume_step=3)
+    assert [(record["step"], record["loss"]) for record in read_metrics(path)] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 1.0),
+        (4, 2.0),
+    ]
+
+
+@pytest.mark.parametrize("losses", [[], [math.nan, math.inf], [2.0, math.nan]])
+def test_curves_and_card_stand_whatever_the_figures(tmp_path: Path, losses: list[float]) -> None:
+    recipe = with_vocab_size(parse_recipe(tiny.recipe_tree(tmp_path)), 43)
+    recipe.run_dir.mkdir()
+    path = recipe.run_dir / "metrics.jsonl"
+    records = [record for i, loss in enumerate(losses, 1) for record in (training(i, loss), validation(i, loss))]
+    write(path, records)
+    assert draw_curves(path, recipe.run_dir / "curves.png", "test")
+    assert (recipe.run_dir / "curves.png").exists() == bool(losses)
+    write_model_card(recipe, Progress(), "finished", 1000, choose_precision("fp32", torch.device("cpu")))
+    card = (recipe.run_dir / "model-card.md").read_text(encoding="utf-8")
+    assert "| parameters | 26,176 |" in card
+    if 2.0 in losses:
+        assert "| best validation loss | 2.0000 nats per token, perplexity 7.389, at step 1" in card
+
+
+def test_samples_are_shown_oldest_first(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, [{"kind": "sample", "step": step, "prompt": "a ", "text": f"b{step}"} for step in (1, 2)])
+    write_samples(path, tmp_path / "samples.md")
+    text = (tmp_path / "samples.md").read_text(encoding="utf-8")
+    assert text.index("a b1") < text.index("a b2")
