@@ -68,8 +68,12 @@ def test_dropout_follows_the_seed_and_differs_between_calls() -> None:
     assert not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("longest", [cpu.LONGEST, 100])
 @pytest.mark.parametrize("window", [None, 7])
-def test_attention_longer_than_a_block_equals_the_definition(window: int | None) -> None:
+def test_attention_longer_than_a_block_equals_the_definition(
+    window: int | None, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "LONGEST", longest)
     torch.manual_seed(0)
     length = 2 * cpu.BLOCK + 3
     q, k, v = (torch.randn(1, n, length, 8, dtype=torch.float64, requires_grad=True) for n in (2, 1, 1))

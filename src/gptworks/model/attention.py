@@ -27,7 +27,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, dropou
         [B, H, T, D], in q's dtype.
     """
     n_queries, n_keys = q.size(2), k.size(2)
-    if cpu.trains(q):
+    if cpu.trains(q) and n_keys <= cpu.LONGEST:
         bias = torch.zeros(n_queries, n_keys, dtype=q.dtype)
         bias.masked_fill_(~causal_mask(n_queries, n_keys, window, q.device), -math.inf)
         return cpu.attention(q, k, v, bias, window, dropout)

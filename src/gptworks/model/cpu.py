@@ -77,6 +77,9 @@ class _Attention(torch.autograd.Function):
 BLOCK = 128
 """Queries done at once by `attention`."""
 
+LONGEST = 2048
+"""Keys up to which `attention` is used: beyond, the weights it keeps cost more memory than the time saved is worth."""
+
 
 def _blocks(n_queries: int, n_keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
     """Slices of the queries, and of the keys that any query of the slice sees."""
