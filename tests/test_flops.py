@@ -65,7 +65,7 @@ def test_banded_layers_cost_what_they_see() -> None:
     assert banded.total_dense == dense.total_dense
 
 
-# REFERENCE.md section 3, typed in by hand.
+# FLOPs of the reference architectures, worked out by hand.
 
 
 def test_document_000() -> None:

@@ -34,7 +34,7 @@ def random_config(seed: int) -> ModelConfig:
     )  # fmt: skip
 
 
-# REFERENCE.md section 2, typed in by hand.
+# Parameters of the reference architectures, worked out by hand.
 EXACT = {
     "custom-300m": 355_871_744,
     "gpt2-medium": 354_823_168,

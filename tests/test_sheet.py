@@ -143,7 +143,7 @@ def test_readable(value: float, unit: str, text: str) -> None:
     assert readable(value, unit) == text
 
 
-# published beside exact: REFERENCE.md sections 2 and 3, typed in by hand -------------------------------------
+# published beside exact: figures typed in by hand -----------------------------------------------------------
 
 FIGURES = [
     ("custom-300m", "parameters", 300_124_416, 355_871_744, 0),
