@@ -9,7 +9,7 @@ help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
 	@echo "make test    run the tests"
 	@echo "make lint    ruff, mypy and the import contract"
-	@echo "make bench   training throughput beside a textbook loop"
+	@echo "make bench   speed beside textbook loops and torch's own passes"
 
 demo: .venv/.installed
 	$(BIN)/gptworks train recipes/demo.yaml --resume
@@ -32,6 +32,7 @@ lint: .venv/.installed-dev
 
 bench: .venv/.installed-dev
 	$(BIN)/python bench/train.py
+	$(BIN)/python bench/passes.py
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,61 @@
+"""The passes of gptworks.model.cpu beside torch's own, forward and backward, from one run.
+
+python bench/passes.py
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptworks.device import device_name, keep_freed_memory
+from gptworks.model import cpu
+from gptworks.model.attention import attend
+
+SHAPES = ((16, 6, 256, 64), (4, 12, 512, 64), (4, 12, 1024, 64))
+"""Attention: batch × heads × length × head width."""
+
+
+def milliseconds(work: Callable[[], object]) -> float:
+    """Median time of a call, warmed up."""
+    taken = []
+    for _ in range(12):
+        started = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - started)
+    return 1e3 * statistics.median(taken[2:])
+
+
+def compare(name: str, ours: Callable[..., Tensor], theirs: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Print both times and their ratio, for value and gradients."""
+    gradient = torch.randn_like(ours(*inputs))
+    needed = [tensor for tensor in inputs if tensor.requires_grad]
+    times = [milliseconds(lambda: torch.autograd.grad(f(*inputs), needed, gradient)) for f in (theirs, ours)]  # noqa: B023
+    print(f"{name:<32} torch {times[0]:>7.2f} ms   gptworks {times[1]:>7.2f} ms   {times[0] / times[1]:>5.2f} ×")
+
+
+def main() -> None:
+    keep_freed_memory()
+    print(f"{device_name(torch.device('cpu'))}, torch {torch.__version__}")
+    for shape in SHAPES:
+        q, k, v = (torch.randn(shape).bfloat16().requires_grad_() for _ in range(3))
+        name = "attention, bf16, " + " × ".join(map(str, shape))
+        compare(name, attend, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), q, k, v)
+    x, weight = torch.randn(8192, 256, requires_grad=True), torch.ones(256, requires_grad=True)
+    compare(
+        "RMSNorm, 8192 × 256 to bf16",
+        lambda x, weight: cpu.rms_norm(x, weight, 1e-5, torch.bfloat16),
+        lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-5).bfloat16(),
+        x,
+        weight,
+    )
+    compare("dropout 0.05, 8192 × 256", lambda x: cpu.dropout(x, 0.05), lambda x: F.dropout(x, 0.05), x)
+    h = torch.randn(8192, 1024).bfloat16().requires_grad_()
+    compare("ReLU², bf16, 8192 × 1024", cpu.relu2, lambda x: F.relu(x).square(), h)
+
+
+if __name__ == "__main__":
+    main()
