@@ -104,5 +104,6 @@ def keep_freed_memory() -> None:
         return
     trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
     libc = ctypes.CDLL(None)
-    libc.mallopt(mmap_threshold, 2**30)
+    if not libc.mallopt(mmap_threshold, 2**30):
+        libc.mallopt(mmap_threshold, 2**25)  # the most that older releases accept
     libc.mallopt(trim_threshold, 2**31 - 1)
