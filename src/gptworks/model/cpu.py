@@ -23,9 +23,9 @@ def trains(x: Tensor) -> bool:
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, window: int | None, dropout: float) -> Tensor:
     """`gptworks.model.attention.attend` as batched matrix products around a softmax, a block of queries at a time.
 
-    A block of queries needs only the keys up to its last one, so nearly half of the scores are never computed. Beside
-    it, the backward pass of torch's fused CPU kernel takes about three times as long at 16 × 6 × 256 × 64 in bf16, and
-    one and a half times at 4 × 12 × 1024 × 64 (docs/decisions.md). The weights stay in memory for the backward pass.
+    A block of queries needs only the keys up to its last one, so nearly half of the scores are never computed. torch's
+    fused CPU kernel takes 1.7 to 2.5 times as long in bf16, forward and backward, at lengths of 1,024 to 256
+    (bench/passes.py). The weights stay in memory for the backward pass.
 
     Args:
         bias: [T, S], 0 where the query may look and -inf elsewhere, in q's dtype.
