@@ -10,9 +10,7 @@ A folder with the final name is complete: a crash at any moment leaves either it
 does to it later is found by its manifest.
 """
 
-import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from torch import Tensor
 
 from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import RunError, UserError
+from gptworks.files import sha256_file, sync
 from gptworks.model import GPT
 from gptworks.recipe import load_recipe
 
@@ -108,12 +107,12 @@ def save_checkpoint(
         manifest = {"format": FORMAT, "step": step, "files": files}
         (aside / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
         for path in aside.iterdir():
-            flush(path)
-        flush(aside)
+            sync(path)
+        sync(aside)
         if final.exists():  # a damaged one that a resumed run has come past again
             shutil.rmtree(final)
         aside.rename(final)
-        flush(parent)
+        sync(parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         kept = ", ".join(checkpoint.folder.name for checkpoint in checkpoints(run_dir)) or "none"
@@ -248,26 +247,3 @@ def load_model(checkpoint: Checkpoint, config: ModelConfig, device: torch.device
     for parameter in model.parameters():
         parameter.requires_grad_()
     return model.to(device).eval()
-
-
-def sha256_file(path: Path) -> str:
-    """The sha256 of a file's bytes, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def flush(path: Path) -> None:
-    """Force a file's bytes, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a small file at once: a reader sees the old text or the new, never a part."""
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(text, encoding="utf-8")
-    flush(aside)
-    aside.replace(path)

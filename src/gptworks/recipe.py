@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from gptworks.config import ModelConfig, Recipe, Section, known_vocab_size
 from gptworks.errors import UserError, nearest
+from gptworks.files import write_whole
 from gptworks.presets import expand_preset
 
 
@@ -83,10 +84,8 @@ def parse_model(tree: dict[str, Any], origin: str = "model") -> ModelConfig:
 
 
 def save_recipe(recipe: Recipe, path: Path) -> None:
-    """Write the resolved recipe as YAML; `load_recipe` reads back an equal one."""
-    path.write_text(
-        yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True), encoding="utf-8"
-    )
+    """Write the resolved recipe as YAML, replacing an earlier one at once; `load_recipe` reads back an equal one."""
+    write_whole(path, yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
 
 def recipe_schema() -> dict[str, Any]:

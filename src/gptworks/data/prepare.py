@@ -8,7 +8,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from gptworks.data.shards import (
 )
 from gptworks.data.sources import Piece, check_sources, count_documents, iter_documents, source_signature, total_bytes
 from gptworks.errors import RunError, UserError
+from gptworks.files import sha256_file, sync
 from gptworks.recipe import with_vocab_size
 from gptworks.tokenizer import (
     StreamDecoder,
@@ -91,7 +91,7 @@ def prepare(recipe: Recipe, *, report: Report = lambda stage, done_bytes, total_
             partial.mkdir()
             _fill(partial, recipe, made_from, report)
             partial.rename(folder)
-            _sync(folder.parent)
+            sync(folder.parent)
         except OSError as error:
             if error.errno not in _NO_SPACE:
                 raise
@@ -184,7 +184,7 @@ def _tokenizer_files(config: TokenizerConfig) -> list[str]:
         return []
     path = config.path.expanduser()
     candidates = [path, *(path / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))]
-    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in candidates if file.is_file()]
+    return [sha256_file(file) for file in candidates if file.is_file()]
 
 
 def _partial(folder: Path) -> Path:
@@ -215,16 +215,6 @@ def _remove_stale(cache_dir: Path, name: str) -> None:
     for partial in cache_dir.glob(f".partial-{name}-????????"):
         with contextlib.suppress(Timeout), _lock(partial.name.removeprefix(".partial-"), cache_dir).acquire(timeout=0):
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Have the disk hold a file, or the names in a folder, where the system lets a folder be opened."""
-    with contextlib.suppress(PermissionError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 # ---------------------------------------------------------------------------------------------------- split
@@ -291,7 +281,7 @@ def _fill(folder: Path, recipe: Recipe, made_from: dict[str, Any], report: Repor
     with_vocab_size(recipe, vocabulary_size(tokenizer))  # another vocabulary is refused before the long work
     save_tokenizer(tokenizer, folder / TOKENIZER_FOLDER)
     for path in (*(folder / TOKENIZER_FOLDER).iterdir(), folder / TOKENIZER_FOLDER):
-        _sync(path)
+        sync(path)
 
     dtype = dtype_for(vocabulary_size(tokenizer))
     splits: tuple[Split, ...] = ("train", "validation")
@@ -327,7 +317,7 @@ def _fill(folder: Path, recipe: Recipe, made_from: dict[str, Any], report: Repor
         splits=written,
     )
     write_manifest(manifest, folder)
-    _sync(folder)
+    sync(folder)
 
 
 def _counted(texts: Iterable[str], limit_bytes: int | None, total: int | None, report: Report) -> Iterator[str]:

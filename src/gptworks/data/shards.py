@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from gptworks.config import Section
 from gptworks.errors import UserError
+from gptworks.files import sha256_file
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
@@ -256,8 +257,7 @@ class TokenShards:
         """
         for shard in self._files.shards:
             for name, expected in ((shard.file, shard.sha256), (shard.offsets_file, shard.offsets_sha256)):
-                with (self.folder / name).open("rb") as stream:
-                    actual = hashlib.file_digest(stream, "sha256").hexdigest()
+                actual = sha256_file(self.folder / name)
                 if actual != expected:
                     raise UserError(
                         f"{self.folder / name} is corrupt: its sha256 is {actual[:12]}… and the manifest states "

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from gptworks.config import HuggingFaceSource, JSONLSource, ParquetSource, PythonStdlibSource, SourceConfig, TextSource
 from gptworks.errors import RunError, UserError
+from gptworks.files import sha256_file
 
 PIECE_BYTES = 1 << 20
 _PIECES_CHECKED = 20
@@ -174,8 +175,7 @@ def _walk(folder: Path, skipped_folders: Collection[str] = ()) -> Iterator[Path]
 
 
 def _verify(file: Path, sha256: str) -> None:
-    with file.open("rb") as stream:
-        actual = hashlib.file_digest(stream, "sha256").hexdigest()
+    actual = sha256_file(file)
     if actual != sha256:
         raise UserError(
             f"{file}: its sha256 is {actual} and the recipe states {sha256}. "

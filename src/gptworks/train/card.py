@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from gptworks import __version__
-from gptworks.checkpoint import write_whole
 from gptworks.config import Recipe
 from gptworks.device import Precision, device_name
+from gptworks.files import write_whole
 from gptworks.plan.params import count_parameters
 from gptworks.train.display import clock
 from gptworks.train.metrics import Record, read_metrics

@@ -22,7 +22,7 @@ from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.model import GPT
 from gptworks.plan.sheet import planned_steps
-from gptworks.recipe import with_vocab_size
+from gptworks.recipe import save_recipe, with_vocab_size
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
 from gptworks.train.card import write_model_card
 from gptworks.train.display import Display, clock
@@ -30,7 +30,7 @@ from gptworks.train.metrics import MetricsLog, draw_curves, write_samples
 from gptworks.train.objectives import Objective, count_targets, next_token
 from gptworks.train.optim import Optimizer
 from gptworks.train.progress import Progress
-from gptworks.train.run_folder import check_run_folder, open_run_folder, write_recipe
+from gptworks.train.run_folder import check_run_folder, open_run_folder
 from gptworks.train.schedule import rate_factor
 from gptworks.train.signals import stop_signals
 
@@ -128,7 +128,7 @@ class Run:
             self.display.message(f"resuming {folder} from step {self.progress.step:,}")
         elif resume:
             self.display.message(f"{folder} has no checkpoint: starting from step 0")
-        write_recipe(self.recipe)
+        save_recipe(self.recipe, folder / "recipe.yaml")
         save_tokenizer(self.tokenizer, folder / "tokenizer")
         self.log = MetricsLog(folder / "metrics.jsonl", self.progress.step)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gptworks.checkpoint import write_whole
+from gptworks.files import write_whole
 
 Record = dict[str, Any]
 

@@ -8,7 +8,7 @@ import filelock
 
 from gptworks.config import DataConfig, Recipe
 from gptworks.errors import RunError, UserError
-from gptworks.recipe import load_recipe, save_recipe
+from gptworks.recipe import load_recipe
 
 FIXED_FOR_A_RUN = ("seed", "model", "tokenizer", "data")
 """Recipe sections a resumed run may not change: its weights or the order of its samples depend on them."""
@@ -85,10 +85,3 @@ def _difference(ours: object, theirs: object) -> str:
     new, old = ours.model_dump(mode="json"), theirs.model_dump(mode="json")
     key = next(key for key in {**old, **new} if old.get(key) != new.get(key))
     return f"`{key}` was {old.get(key)} and is now {new.get(key)}"
-
-
-def write_recipe(recipe: Recipe) -> None:
-    """Save the resolved recipe in the run folder, replacing an earlier one at once."""
-    aside = recipe.run_dir / ".recipe.yaml.writing"
-    save_recipe(recipe, aside)
-    aside.replace(recipe.run_dir / "recipe.yaml")
