@@ -62,7 +62,19 @@ def test_banded_layers_cost_what_they_see() -> None:
     band_pairs = 256 * 257 // 2 + (2048 - 256) * 256
     assert dense.attention_causal == per_pair * 12 * (2048 * 2049 // 2)
     assert banded.attention_causal == per_pair * (6 * (2048 * 2049 // 2) + 6 * band_pairs)
-    assert banded.total_dense == dense.total_dense
+    assert banded.attention_dense == per_pair * 6 * (2048**2 + 2048 * 2 * 256)  # blocks of 256 and those before them
+    assert banded.total_dense - banded.attention_dense == dense.total_dense - dense.attention_dense
+
+
+def test_a_token_costs_its_own_experts_alone() -> None:
+    dense = ModelConfig(vocab_size=100, context_length=32, n_layers=2, d_model=48, n_heads=4, d_ff=64, mlp="swiglu")
+    moe = dense.model_copy(update={"n_experts": 8, "n_experts_per_token": 2, "d_ff_shared": 96})
+    per_token = 2 * 2 * 48 * (3 * (2 * 64 + 96) + 8)
+    assert (
+        forward_flops(moe).mlp
+        == 32 * per_token
+        == counted_flops(moe, 32) - counted_flops(dense, 32) + (forward_flops(dense).mlp)
+    )
 
 
 # FLOPs of the reference architectures, worked out by hand.

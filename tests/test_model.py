@@ -324,7 +324,7 @@ def test_residual_dropout_acts_on_what_each_branch_adds(silent: str) -> None:
     (block.attention.out if silent == "attention" else block.mlp.down).weight.zero_()
     x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0))
     branch = block.mlp(block.norm2(x)) if silent == "attention" else block.attention(block.norm1(x), None, None)
-    added = block(x, None, None) - x
+    added = block(x, None, None)[0] - x
     kept = added.abs() > 1e-7
     torch.testing.assert_close(added[kept], 2 * branch[kept], rtol=1e-3, atol=1e-6)  # (x + a) − x rounds
     assert 0.4 < kept.float().mean() < 0.6

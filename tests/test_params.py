@@ -23,12 +23,16 @@ def random_config(seed: int) -> ModelConfig:
     choose = random.Random(seed)
     n_kv_heads, d_head = choose.randint(1, 4), 2 * choose.randint(1, 16)
     norm, window = choose.choice(["layernorm", "rmsnorm"]), choose.choice([None, 3])
+    n_experts = choose.choice([0, 0, 4, 5])
     return ModelConfig(
         vocab_size=choose.randint(1, 300), context_length=choose.randint(3, 40), n_layers=choose.randint(1, 4),
         d_model=choose.randint(1, 90), n_heads=n_kv_heads * choose.randint(1, 3), n_kv_heads=n_kv_heads, d_head=d_head,
         d_ff=choose.randint(1, 200), position=choose.choice(["learned", "rope", "none"]), norm=norm,
         norm_bias=norm == "layernorm" and choose.random() < 0.5,
-        mlp=choose.choice(["gelu", "gelu_tanh", "relu2", "swiglu", "geglu"]), attention_bias=choose.random() < 0.5,
+        mlp=choose.choice(["gelu", "gelu_tanh", "relu2", "swiglu", "geglu"]),
+        attention_bias=choose.choice([False, True, "qkv", "out"]), n_experts=n_experts,
+        n_experts_per_token=choose.randint(1, n_experts or 2), d_ff_shared=choose.choice([0, 7]) if n_experts else 0,
+        parallel_residual=choose.random() < 0.3,
         mlp_bias=choose.random() < 0.5, qk_norm=choose.random() < 0.5, tie_embeddings=choose.random() < 0.5,
         window=window, window_pattern=("full", "window") if window else ("full",),
     )  # fmt: skip
@@ -69,7 +73,7 @@ def test_every_preset_is_built_with_the_counted_tensors(name: str) -> None:
     assert n_built == EXACT.get(name.removesuffix("-banded"), n_built)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(200))
 def test_random_models_are_built_with_the_counted_tensors(seed: int) -> None:
     config = random_config(seed)
     shapes, count = built_shapes(config), count_parameters(config)
@@ -104,8 +108,10 @@ def test_groups_of_the_custom_300m() -> None:
         "attention_weights": 100_663_296,
         "attention_biases": 24 * 4 * 1024,
         "qk_norms": 0,
+        "router": 0,
         "mlp_weights": 201_326_592,
         "mlp_biases": 201_449_472 - 201_326_592,
+        "shared_expert": 0,
         "norms": 98_304,
         "final_norm": 2_048,
         "head": 0,

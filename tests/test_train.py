@@ -19,7 +19,7 @@ from gptworks.model import GPT
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.train.loop import Outcome, train
 from gptworks.train.metrics import read_metrics
-from gptworks.train.objectives import Batch, next_token
+from gptworks.train.objectives import Batch, Losses, next_token
 
 PLAIN = {"precision": "fp32", "optimizer": "adamw"}
 
@@ -74,7 +74,7 @@ def test_accumulation_changes_nothing(tmp_path: Path, micro_batch_size: int) -> 
 
 
 def test_accumulation_weighs_micro_batches_by_their_tokens(tmp_path: Path) -> None:
-    def masked(model: GPT, batch: Batch) -> Tensor:  # each sequence keeps another number of targets
+    def masked(model: GPT, batch: Batch) -> Losses:  # each sequence keeps another number of targets
         inputs, targets = batch
         return next_token(model, (inputs, hide(targets)))
 
@@ -176,7 +176,7 @@ def test_the_best_checkpoint_is_the_one_that_is_loaded(tmp_path: Path) -> None:
 def test_precision_means_what_it_says(tmp_path: Path, precision: str, dtype: torch.dtype) -> None:
     seen = []
 
-    def watch(model: GPT, batch: Batch) -> Tensor:
+    def watch(model: GPT, batch: Batch) -> Losses:
         seen.append(model.features(batch[0]).dtype)
         return next_token(model, batch)
 

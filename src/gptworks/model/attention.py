@@ -15,13 +15,16 @@ from gptworks.model.cache import LayerCache
 from gptworks.model.layers import RMSNorm
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, dropout: float = 0.0) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, dropout: float = 0.0, scale: float | None = None
+) -> Tensor:
     """Scaled dot-product attention in which the T queries are the last T of the S key positions.
 
     Args:
         q: [B, H, T, D]. k, v: [B, G, S, D] with S ≥ T; each key/value head serves H / G query heads.
         window: a query sees this many keys, its own included; None: all up to its own.
         dropout: probability of dropping an attention weight.
+        scale: factor of q·k; None: 1/√D.
 
     Returns:
         [B, H, T, D], in q's dtype.
@@ -30,8 +33,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, dropou
     if cpu.trains(q) and n_keys <= cpu.LONGEST:
         bias = torch.zeros(n_queries, n_keys, dtype=q.dtype)
         bias.masked_fill_(~causal_mask(n_queries, n_keys, window, q.device), -math.inf)
-        return cpu.attention(q, k, v, bias, window, dropout)
+        return cpu.attention(q, k, v, bias, window, dropout, scale)
     banded = window is not None and window < n_keys
+    if window is not None and n_queries == n_keys >= 2 * window:
+        return attend_banded(q, k, v, window=window, dropout=dropout, scale=scale)
     if n_queries == 1 and not banded:
         mask, is_causal = None, False
     elif n_queries == n_keys and not banded:
@@ -39,8 +44,33 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, dropou
     else:
         mask, is_causal = causal_mask(n_queries, n_keys, window, q.device), False
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=q.size(1) != k.size(1)
+        q, k, v, mask, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=q.size(1) != k.size(1)
     )
+
+
+def attend_banded(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int, dropout: float = 0.0, scale: float | None = None
+) -> Tensor:
+    """`attend` for a window much shorter than the text (S = T), in T × 2·window scores instead of T × T.
+
+    The text is cut into blocks of `window` tokens; a block's queries see keys of it and of the block before it alone,
+    under one mask for all. The blocks stand in the batch, so that any device's fused kernel serves.
+    """
+    batch, length = q.size(0), q.size(2)
+    n_blocks = -(-length // window)
+
+    def blocks(x: Tensor) -> Tensor:
+        return F.pad(x, (0, 0, 0, n_blocks * window - length)).reshape(*x.shape[:2], n_blocks, window, -1)
+
+    q, k, v = blocks(q), blocks(k), blocks(v)  # B H n W D
+    k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), dim=3) for x in (k, v))  # B G n 2W D
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # B·n H W D, B·n G 2W D
+    mask = causal_mask(window, 2 * window, window, q.device).repeat(n_blocks, 1, 1)  # n W 2W
+    mask[0, :, :window] = False  # the first block has none before it
+    mask = mask.repeat(batch, 1, 1).unsqueeze(1)  # B·n 1 W 2W
+    y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, scale=scale, enable_gqa=q.size(1) != k.size(1))
+    y = y.view(batch, n_blocks, *y.shape[1:]).transpose(1, 2)  # B H n W D
+    return y.flatten(2, 3)[:, :, :length]
 
 
 def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -51,7 +81,9 @@ def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.d
     return visible if window is None else visible & (key > query - window)
 
 
-def attend_reference(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+def attend_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
+) -> Tensor:
     """`attend` written as the definition, one query at a time. For tests."""
     (_, heads, n_queries, width), n_keys = q.shape, k.size(2)
     out = torch.empty_like(q)
@@ -61,17 +93,18 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = No
             last = n_keys - n_queries + i
             first = 0 if window is None else max(0, last - window + 1)
             keys, values = k[:, group, first : last + 1], v[:, group, first : last + 1]  # B s D
-            scores = torch.einsum("bd,bsd->bs", q[:, head, i], keys) / math.sqrt(width)
+            scores = torch.einsum("bd,bsd->bs", q[:, head, i], keys) * (width**-0.5 if scale is None else scale)
             out[:, head, i] = torch.einsum("bs,bsd->bd", scores.softmax(-1), values)
     return out
 
 
 class Rotary(nn.Module):
-    """Cosines and sines of the rotary embedding (Su et al., 2021), pairing element i with i + D/2."""
+    """Cosines and sines of the rotary embedding (Su et al., 2021), pairing element i with i + R/2 of R rotated ones."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.follows_length = config.rope_scaling is not None and config.rope_scaling.type == "dynamic"
         self.cos: Tensor
         self.sin: Tensor
         self.register_buffer("cos", torch.empty(0), persistent=False)
@@ -79,22 +112,64 @@ class Rotary(nn.Module):
         self.reset()
 
     def reset(self, device: torch.device | None = None) -> None:
-        """Compute the tables, [context_length, D/2], in float32."""
-        exponent = torch.arange(0, self.config.d_head, 2, device=device, dtype=torch.float64) / self.config.d_head
-        position = torch.arange(self.config.context_length, device=device, dtype=torch.float64)
-        angle = torch.outer(position, self.config.rope_theta**-exponent)
-        self.cos, self.sin = angle.cos().float(), angle.sin().float()
+        """Compute the tables, [context_length, R/2], in float32."""
+        self.cos, self.sin = self._tables(self.config.context_length, device)
+
+    def _tables(self, length: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
+        """Tables for the positions of a text of `length` tokens."""
+        frequency, factor = frequencies(self.config, length, device)
+        angle = torch.outer(torch.arange(length, device=device, dtype=torch.float64), frequency)
+        return (factor * angle.cos()).float(), (factor * angle.sin()).float()
 
     def forward(self, start: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Tables for positions start to start + length, each [length, D/2]."""
-        return self.cos[start : start + length].to(dtype), self.sin[start : start + length].to(dtype)
+        """Tables for positions start to start + length, each [length, R/2].
+
+        Dynamic scaling turns earlier keys by angles that depend on the whole length: its tables begin at position 0.
+        """
+        end = start + length
+        if self.follows_length:
+            long = end > self.config.original_context_length
+            cos, sin = self._tables(end, self.cos.device) if long else (self.cos[:end], self.sin[:end])
+        else:
+            cos, sin = self.cos[start:end], self.sin[start:end]
+        return cos.to(dtype), sin.to(dtype)
+
+
+def frequencies(config: ModelConfig, length: int, device: torch.device | None = None) -> tuple[Tensor, float]:
+    """Radians a token for each of the R/2 pairs, float64, in a text of `length` tokens; and a factor for the tables."""
+    exponent = torch.arange(0, config.d_rotary, 2, device=device, dtype=torch.float64) / config.d_rotary
+    plain, scaling, original = config.rope_theta**-exponent, config.rope_scaling, config.original_context_length
+    if scaling is None:
+        return plain, 1.0
+    if scaling.type == "linear":
+        return plain / scaling.factor, 1.0
+    if scaling.type == "dynamic":
+        growth = max(1.0, scaling.factor * length / original - (scaling.factor - 1))
+        return plain * growth ** -(exponent * config.d_rotary / (config.d_rotary - 2)), 1.0
+
+    def pair_that_turns(times: float) -> float:
+        """The pair (fractional) that makes so many turns over the original context."""
+        return config.d_rotary * math.log(original / (times * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), config.d_rotary - 1)
+    ramp = (
+        torch.arange(config.d_rotary // 2, device=device, dtype=torch.float64).sub(first).div(max(last - first, 1e-3))
+    )
+    interpolated = ramp.clamp(0, 1)
+    factor = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1
+    return plain * (1 - interpolated) + plain / scaling.factor * interpolated, factor
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + D/2) of x [..., T, D] by the angle of its position."""
-    cos, sin = table
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    """Turn each pair (i, i + R/2) of the first R elements of x [..., T, D] by the angle of its position.
+
+    A table longer than T stands for positions that end with x's.
+    """
+    cos, sin = (part[-x.size(-2) :] for part in table)
+    turned, rest = x[..., : 2 * cos.size(-1)], x[..., 2 * cos.size(-1) :]
+    a, b = turned.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
 
 class Attention(nn.Module):
@@ -103,25 +178,30 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, window: int | None) -> None:
         super().__init__()
         self.d_head, self.window, self.dropout = config.d_head, window, config.dropout_attention
+        self.scale = config.attention_scale
+        self.cache_unrotated = config.rope_scaling is not None and config.rope_scaling.type == "dynamic"
         query_width, key_width = config.n_heads * config.d_head, config.n_kv_heads * config.d_head
-        self.query = nn.Linear(config.d_model, query_width, bias=config.attention_bias)
-        self.key = nn.Linear(config.d_model, key_width, bias=config.attention_bias)
-        self.value = nn.Linear(config.d_model, key_width, bias=config.attention_bias)
-        self.out = nn.Linear(query_width, config.d_model, bias=config.attention_bias)
+        self.query = nn.Linear(config.d_model, query_width, bias=config.qkv_bias)
+        self.key = nn.Linear(config.d_model, key_width, bias=config.qkv_bias)
+        self.value = nn.Linear(config.d_model, key_width, bias=config.qkv_bias)
+        self.out = nn.Linear(query_width, config.d_model, bias=config.out_bias)
         self.query_norm = RMSNorm(config.d_head, config.norm_eps) if config.qk_norm else nn.Identity()
         self.key_norm = RMSNorm(config.d_head, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache | None) -> Tensor:
-        """x [B, T, C] → [B, T, C]. `rotary` holds the tables of these T positions."""
+        """x [B, T, C] → [B, T, C]. `rotary` holds the tables of these T positions, or of all up to them."""
         q, k, v = (  # B H T D, B G T D, B G T D
             project(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
         q, k = self.query_norm(q), self.key_norm(k)
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+        if rotary is not None and not self.cache_unrotated:
+            k = rotate(k, rotary)
         if cache is not None:
             k, v = cache.extend(k, v)  # B G S D
-        y = attend(q, k, v, window=self.window, dropout=self.dropout if self.training else 0.0)  # B H T D
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary) if self.cache_unrotated else k
+        dropout = self.dropout if self.training else 0.0
+        y = attend(q, k, v, window=self.window, dropout=dropout, scale=self.scale)  # B H T D
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # B T C
         return out

@@ -20,7 +20,9 @@ def trains(x: Tensor) -> bool:
 # ------------------------------------------------------------------------------------------------ attention
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, window: int | None, dropout: float) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, window: int | None, dropout: float, scale: float | None = None
+) -> Tensor:
     """`gptworks.model.attention.attend` as batched matrix products around a softmax, a block of queries at a time.
 
     A block of queries needs only the keys up to its last one, so nearly half of the scores are never computed. torch's
@@ -29,14 +31,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, window: int | None,
 
     Args:
         bias: [T, S], 0 where the query may look and -inf elsewhere, in q's dtype.
+        scale: factor of q·k; None: 1/√D.
     """
-    out: Tensor = _Attention.apply(q, k, v, bias, window, dropout)  # type: ignore[no-untyped-call]
+    scale = q.size(-1) ** -0.5 if scale is None else scale
+    out: Tensor = _Attention.apply(q, k, v, bias, window, dropout, scale)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, window: int | None, dropout: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, window: int | None, dropout: float, scale: float
+    ) -> Tensor:
         batch, heads, n_queries, width = q.shape
         groups, n_keys = k.shape[1:3]
         k, v = (x.repeat_interleave(heads // groups, dim=1) if heads != groups else x for x in (k, v))
@@ -44,13 +50,13 @@ class _Attention(torch.autograd.Function):
         out, saved = torch.empty_like(q), []
         for rows, keys in _blocks(n_queries, n_keys, window):
             block_bias = bias[rows, keys].expand(batch * heads, -1, -1)
-            scores = torch.baddbmm(block_bias, q[:, rows], k[:, keys].transpose(1, 2), alpha=width**-0.5)
+            scores = torch.baddbmm(block_bias, q[:, rows], k[:, keys].transpose(1, 2), alpha=scale)
             weights = scores.softmax(-1)  # B·H t s
             kept = _keep(weights.shape, dropout) if dropout else None
             out[:, rows] = torch.bmm(_drop(weights, kept, dropout), v[:, keys])
             saved += [weights, kept]
         ctx.save_for_backward(q, k, v, *saved)
-        ctx.groups, ctx.window, ctx.dropout = groups, window, dropout
+        ctx.groups, ctx.window, ctx.dropout, ctx.scale = groups, window, dropout, scale
         return out.view(batch, heads, n_queries, width)
 
     @staticmethod
@@ -67,11 +73,11 @@ class _Attention(torch.autograd.Function):
             d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
             d_q[:, rows] = torch.bmm(d_scores, k[:, keys])
             d_k[:, keys] += torch.bmm(d_scores.transpose(1, 2), q[:, rows])
-        d_q, d_k = d_q.mul_(width**-0.5), d_k.mul_(width**-0.5)
+        d_q, d_k = d_q.mul_(ctx.scale), d_k.mul_(ctx.scale)
         d_q, d_k, d_v = (x.view(batch, heads, -1, width) for x in (d_q, d_k, d_v))
         if heads != ctx.groups:
             d_k, d_v = (x.view(batch, ctx.groups, -1, *x.shape[2:]).sum(2) for x in (d_k, d_v))
-        return d_q, d_k, d_v, None, None, None
+        return d_q, d_k, d_v, None, None, None, None
 
 
 BLOCK = 128

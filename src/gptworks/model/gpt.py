@@ -5,6 +5,9 @@
     block:  x ─┬─► norm ─► attention ─► dropout ─┬─► + ─┬─► norm ─► MLP ─► dropout ─► + ─►
                └────────────────────────────────►┘      └───────────────────────────►┘
 
+    With experts, each block's MLP is several and a router (moe.py). With a parallel residual, the MLP reads x as
+    attention does.
+
 Shapes: B batch, T time, C width, V vocabulary.
 """
 
@@ -13,11 +16,13 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gptworks.config import ModelConfig
 from gptworks.model.attention import Attention, Rotary
 from gptworks.model.cache import KVCache, LayerCache
 from gptworks.model.layers import MLP, Dropout, build_norm, product_dtype
+from gptworks.model.moe import MoE
 
 
 class Block(nn.Module):
@@ -28,13 +33,18 @@ class Block(nn.Module):
         self.norm1 = build_norm(config)
         self.attention = Attention(config, window)
         self.norm2 = build_norm(config)
-        self.mlp = MLP(config)
+        self.mlp = MoE(config) if config.n_experts else MLP(config, config.d_ff)
+        self.routed, self.parallel = config.n_experts > 0, config.parallel_residual
         self.dropout = Dropout(config.dropout_residual)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x), rotary, cache))
-        x = x + self.dropout(self.mlp(self.norm2(x)))
-        return x
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [B, T, C] → [B, T, C], and the router's logits [B, T, E] where there are experts."""
+        attended = x + self.dropout(self.attention(self.norm1(x), rotary, cache))
+        inner = self.norm2(x if self.parallel else attended)
+        y, router_logits = self.mlp(inner) if self.routed else (self.mlp(inner), None)
+        return attended + self.dropout(y), router_logits
 
 
 class GPT(nn.Module):
@@ -61,6 +71,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, window) for window in config.layer_windows)
         self.norm = build_norm(config)
         self.untied_head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.checkpoint_blocks = False
+        """In training, keep each block's input alone and compute the block again in the backward pass."""
         initialize(self)
 
     @property
@@ -68,10 +80,13 @@ class GPT(nn.Module):
         """The head's matrix [V, C]: the token embedding's own where they are tied."""
         return self.token_embedding.weight if self.untied_head is None else self.untied_head.weight
 
-    def features(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    def features(
+        self, tokens: Tensor, cache: KVCache | None = None, router_logits: list[Tensor] | None = None
+    ) -> Tensor:
         """Token ids [B, T] → the last norm's output [B, T, C], from which the head makes logits.
 
         With a cache, `tokens` continue the tokens that the cache has seen, and the cache is extended by them.
+        A list given as `router_logits` collects those of each layer that has experts, [B, T, E].
 
         Raises:
             ValueError: more tokens than the context (or the cache) holds.
@@ -85,8 +100,12 @@ class GPT(nn.Module):
             x = x + self.position_embedding.weight[start : start + length]
         x = self.dropout(x)
         rotary = self.rotary(start, length, product_dtype(x)) if self.rotary is not None else None
+        again = self.checkpoint_blocks and self.training and torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):
-            x = block(x, rotary, cache.layers[i] if cache is not None else None)
+            inputs = (x, rotary, cache.layers[i] if cache is not None else None)
+            x, routed = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
+            if router_logits is not None and routed is not None:
+                router_logits.append(routed)
         x = self.norm(x)
         return x
 
@@ -127,6 +146,9 @@ def initialize(model: GPT) -> None:
 
 
 def residual_projections(model: GPT) -> list[nn.Linear]:
-    """The two matrices of each block that write to the residual stream."""
-    blocks = [block for block in model.blocks if isinstance(block, Block)]
-    return [projection for block in blocks for projection in (block.attention.out, block.mlp.down)]
+    """The matrices of each block that write to the residual stream: attention's, and each MLP's."""
+    return [
+        module.out if isinstance(module, Attention) else module.down
+        for module in model.modules()
+        if isinstance(module, Attention | MLP)
+    ]

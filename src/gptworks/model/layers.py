@@ -4,8 +4,11 @@ Under autocast the residual stream stays float32; a norm computes in float32 and
 matrix products that follow are done, so that its result is cast once and not once a product.
 """
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +24,13 @@ def product_dtype(x: Tensor) -> torch.dtype:
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which products are done in their operands' own dtype."""
+    if not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 class LayerNorm(nn.Module):
@@ -88,15 +98,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class MLP(nn.Module):
     """Two matrices around an activation, or three where the activation gates (Shazeer, 2020)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, d_ff: int) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[config.mlp]
-        self.gate = nn.Linear(config.d_model, config.d_ff, bias=config.mlp_bias) if config.gated else None
-        self.up = nn.Linear(config.d_model, config.d_ff, bias=config.mlp_bias)
-        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.mlp_bias)
+        self.gate = nn.Linear(config.d_model, d_ff, bias=config.mlp_bias) if config.gated else None
+        self.up = nn.Linear(config.d_model, d_ff, bias=config.mlp_bias)
+        self.down = nn.Linear(d_ff, config.d_model, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, C] → [B, T, C]."""
+        """x [..., C] → [..., C]."""
         inner = self.activation(self.up(x)) if self.gate is None else self.activation(self.gate(x)) * self.up(x)
         out: Tensor = self.down(inner)
         return out

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptworks.config import IGNORED
+from gptworks.model.layers import without_autocast
 
 CPU_CHUNK_BYTES = 8 * 2**20
 """fp32 logits that stand in memory at once on a CPU: what its cache holds..."""
@@ -56,7 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(features.device.type, enabled=False):
+        with without_autocast(features.device):
             wants_features, wants_weight, _ = ctx.needs_input_grad
             head = weight.to(features.dtype)
             chunk = chunk_tokens(features.device, weight.size(0))

@@ -20,9 +20,10 @@ TRAINING_PER_FORWARD = 1 + BACKWARD_PER_FORWARD
 class ForwardFlops:
     """Operations of one forward pass over one sequence of `length` tokens, all layers together.
 
-    The two attention figures count scores and weighted sum. `attention_dense` takes all T × T pairs in every layer,
-    as `torch.utils.flop_counter` does; `attention_causal` takes each pair that a token may see once, and in banded
-    layers the pairs inside the window alone: what a kernel that skips the rest has to do.
+    The two attention figures count scores and weighted sum. `attention_dense` takes all pairs that plain products
+    form, as `torch.utils.flop_counter` does: T × T, or in a layer whose window is at most half the text the pairs of
+    blocks of `window` tokens with themselves and the block before. `attention_causal` takes each pair that a token may
+    see once: what a kernel that skips the rest has to do.
     """
 
     length: int
@@ -33,6 +34,7 @@ class ForwardFlops:
     attention_dense: int
     attention_causal: int
     mlp: int
+    """With experts: those that a token is sent to, the shared one and the router."""
     head: int
 
     @property
@@ -70,6 +72,13 @@ def visible_pairs(length: int, window: int | None) -> int:
     return band * (band + 1) // 2 + (length - band) * band
 
 
+def formed_pairs(length: int, window: int | None) -> int:
+    """(query, key) pairs that plain products form, masked ones included; see `gptworks.model.attention.attend`."""
+    if window is None or length < 2 * window:
+        return length**2
+    return -(-length // window) * window * 2 * window
+
+
 def forward_flops(config: ModelConfig, length: int | None = None) -> ForwardFlops:
     """Operations of one forward pass over `length` tokens (default: the full context), logits at every position.
 
@@ -83,6 +92,7 @@ def forward_flops(config: ModelConfig, length: int | None = None) -> ForwardFlop
     layer_tokens = config.n_layers * length
     query_width, key_width = config.n_heads * config.d_head, config.n_kv_heads * config.d_head
     query, key = (2 * layer_tokens * config.d_model * width for width in (query_width, key_width))
+    inner_width = config.d_ff * (config.n_experts_per_token if config.n_experts else 1) + config.d_ff_shared
     per_pair = 2 * 2 * query_width  # a score and a weighted value, in every head
     return ForwardFlops(
         length=length,
@@ -90,8 +100,8 @@ def forward_flops(config: ModelConfig, length: int | None = None) -> ForwardFlop
         key=key,
         value=key,
         out=query,
-        attention_dense=per_pair * config.n_layers * length**2,
+        attention_dense=per_pair * sum(formed_pairs(length, window) for window in config.layer_windows),
         attention_causal=per_pair * sum(visible_pairs(length, window) for window in config.layer_windows),
-        mlp=2 * layer_tokens * config.d_model * config.d_ff * (3 if config.gated else 2),
+        mlp=2 * layer_tokens * config.d_model * (inner_width * (3 if config.gated else 2) + config.n_experts),
         head=2 * length * config.d_model * vocab_size,
     )

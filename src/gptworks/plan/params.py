@@ -32,14 +32,22 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """A model's parameters by group. All ten groups are always present; an absent part has no tensors."""
+    """A model's parameters by group. All twelve groups are always present; an absent part has no tensors."""
 
     groups: dict[str, ParameterGroup]
+    active_share: float = 1.0
+    """Share of the experts that a token is sent to; 1 where there are none."""
 
     @property
     def total(self) -> int:
         """Every parameter once: a tied head adds nothing."""
         return sum(group.total for group in self.groups.values())
+
+    @property
+    def active(self) -> int:
+        """Parameters that take part for one token: all but the experts it is not sent to."""
+        experts = self.groups["mlp_weights"].total + self.groups["mlp_biases"].total
+        return self.total - round((1 - self.active_share) * experts)
 
     @property
     def embedding(self) -> int:
@@ -54,7 +62,13 @@ class ParameterCount:
     @property
     def block_matrices(self) -> int:
         """Weights of the blocks' linear layers: what Muon optimizes."""
-        return self.groups["attention_weights"].total + self.groups["mlp_weights"].total
+        names = ("attention_weights", "router", "mlp_weights", "shared_expert")
+        return sum(
+            self.groups[name].repeats * prod(shape)
+            for name in names
+            for shape in self.groups[name].tensors.values()
+            if len(shape) == 2
+        )
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -91,8 +105,12 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         "value": (key_width, width),
         "out": (width, query_width),
     }
-    mlp = {"gate": (config.d_ff, width)} if config.gated else {}
-    mlp |= {"up": (config.d_ff, width), "down": (width, config.d_ff)}
+    biased = {"qkv": ("query", "key", "value"), "out": ("out",), True: tuple(attention), False: ()}
+    mlp, shared = (
+        ({"gate": (inner, width)} if config.gated else {}) | {"up": (inner, width), "down": (width, inner)}
+        for inner in (config.d_ff, config.d_ff_shared)
+    )
+    mlps = [f"mlp.experts.{e}" for e in range(config.n_experts)] or ["mlp"]
     norm_parts = ("weight", "bias") if config.norm_bias else ("weight",)
 
     def once(name: str, tensors: dict[str, Shape]) -> ParameterGroup:
@@ -107,17 +125,27 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     def biases(module: str, matrices: dict[str, tuple[int, int]]) -> dict[str, Shape]:
         return {f"{module}.{name}.bias": shape[:1] for name, shape in matrices.items()}
 
+    def mlp_tensors(module: str, matrices: dict[str, tuple[int, int]]) -> dict[str, Shape]:
+        return weights(module, matrices) | (biases(module, matrices) if config.mlp_bias else {})
+
     learned, tied, per_head = config.position == "learned", config.tie_embeddings, (config.d_head,)
     groups = (
         once("token_embedding", {"token_embedding.weight": (vocab_size, width)}),
         once("position_embedding", {"position_embedding.weight": (config.context_length, width)} if learned else {}),
         every_layer("attention_weights", weights("attention", attention)),
-        every_layer("attention_biases", biases("attention", attention), config.attention_bias),
+        every_layer(
+            "attention_biases", biases("attention", {name: attention[name] for name in biased[config.attention_bias]})
+        ),
         every_layer("qk_norms", {f"attention.{x}_norm.weight": per_head for x in ("query", "key")}, config.qk_norm),
-        every_layer("mlp_weights", weights("mlp", mlp)),
-        every_layer("mlp_biases", biases("mlp", mlp), config.mlp_bias),
+        every_layer("router", {"mlp.router.weight": (config.n_experts, width)}, config.n_experts > 0),
+        every_layer("mlp_weights", {name: shape for part in mlps for name, shape in weights(part, mlp).items()}),
+        every_layer(
+            "mlp_biases", {name: shape for part in mlps for name, shape in biases(part, mlp).items()}, config.mlp_bias
+        ),
+        every_layer("shared_expert", mlp_tensors("mlp.shared", shared), config.d_ff_shared > 0),
         every_layer("norms", {f"{norm}.{part}": (width,) for norm in ("norm1", "norm2") for part in norm_parts}),
         once("final_norm", {f"norm.{part}": (width,) for part in norm_parts}),
         once("head", {} if tied else {"untied_head.weight": (vocab_size, width)}),
     )
-    return ParameterCount({group.name: group for group in groups})
+    active_share = config.n_experts_per_token / config.n_experts if config.n_experts else 1.0
+    return ParameterCount({group.name: group for group in groups}, active_share)

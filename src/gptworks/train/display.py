@@ -50,11 +50,18 @@ class Display:
         self.message(f"step {step:>6,}  validation loss {loss:.4f}{note}")
 
     def step(
-        self, step: int, total_steps: int | None, progress: float, loss: float, tokens_per_second: float, eta: float
+        self,
+        step: int,
+        total_steps: int | None,
+        progress: float,
+        loss: float,
+        tokens_per_second: float,
+        eta: float,
+        note: str = "",
     ) -> None:
         """Show where the run is; `eta` is in seconds."""
         steps = f"{step:,}" + (f"/{total_steps:,}" if total_steps else "")
-        figures = f"loss {loss:.4f}{self._validation}  {tokens_per_second:,.0f} tok/s  {clock(eta)} left"
+        figures = f"loss {loss:.4f}{self._validation}{note}  {tokens_per_second:,.0f} tok/s  {clock(eta)} left"
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=progress, step=steps, figures=figures)
         elif time.monotonic() - self._last_plain >= PLAIN_LINE_SECONDS or progress >= 1:

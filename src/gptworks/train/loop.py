@@ -3,12 +3,13 @@
 import math
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import nn
+from torch import Tensor, nn
 
 from gptworks.checkpoint import Checkpoint, checkpoints, newest_verified, remove_old, save_checkpoint
 from gptworks.config import Recipe
@@ -21,6 +22,7 @@ from gptworks.evaluate.loss import evaluate_loss
 from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.model import GPT
+from gptworks.model.moe import busiest_load
 from gptworks.plan.sheet import planned_steps
 from gptworks.recipe import save_recipe, with_vocab_size
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
@@ -48,7 +50,7 @@ class Outcome:
 
 
 def train(
-    recipe: Recipe, *, resume: bool = False, display: Display | None = None, objective: Objective = next_token
+    recipe: Recipe, *, resume: bool = False, display: Display | None = None, objective: Objective | None = None
 ) -> Outcome:
     """Train the recipe's model until its length is reached, it stops improving, or a signal asks it to stop.
 
@@ -56,6 +58,7 @@ def train(
         recipe: what to train, on what, for how long.
         resume: go on from the newest whole checkpoint of `recipe.run_dir`, bit for bit as if never stopped; a folder
             without one is begun anew.
+        objective: what is optimized; None: the next token.
 
     Raises:
         UserError: the recipe, its data or the run folder cannot be used.
@@ -93,16 +96,22 @@ class Run:
         tokenizer: Tokenizer,
         device: torch.device,
         precision: Precision,
-        objective: Objective,
+        objective: Objective | None,
         display: Display,
     ) -> None:
         self.recipe, self.settings, self.display = recipe, recipe.train, display
-        self.device, self.precision, self.objective, self.tokenizer = device, precision, objective, tokenizer
+        self.device, self.precision, self.tokenizer = device, precision, tokenizer
+        self.objective = objective or partial(
+            next_token,
+            balance_weight=recipe.train.router_balance_weight,
+            z_weight=recipe.train.router_z_weight,
+        )
         self.train_shards = TokenShards(data_folder, "train", verify=True)
         self.validation_shards = TokenShards(data_folder, "validation", verify=True)
         self.batches = Batches(self.train_shards, recipe.model.context_length, recipe.train.batch_size, recipe.seed)
         torch.manual_seed(recipe.seed)
         self.model = GPT(recipe.model).to(device)
+        self.model.checkpoint_blocks = recipe.train.activation_checkpointing == "block"
         self.optimizer = Optimizer(self.model, recipe.train)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.needs_scaler)
         self.progress = Progress(data_fingerprint=self.train_shards.manifest.fingerprint)
@@ -112,6 +121,7 @@ class Run:
         self.total_steps, _ = planned_steps(recipe.train, recipe.model.context_length, self.train_shards.n_tokens)
         self._saved_step = -1
         self._seconds_at_log, self._tokens_at_log = 0.0, 0
+        self._expert_tokens: Tensor | None = None  # [L, E], of the last step
 
     # -------------------------------------------------------------------------------------------- begin
 
@@ -187,14 +197,17 @@ class Run:
         ]
         n_targets = sum(count_targets(batch) for batch in micro_batches)
         total = torch.zeros((), device=self.device)
+        self._expert_tokens = None
         self.model.train()
         for i, (inputs, targets) in enumerate(micro_batches):
             # Dropout is a function of (seed, step, micro-step), so a resumed run needs no generator state.
             torch.manual_seed(int(np.random.SeedSequence((self.recipe.seed, step, i)).generate_state(1, np.uint64)[0]))
             with self.precision.autocast():
-                loss = self.objective(self.model, (inputs.to(self.device), targets.to(self.device)))
-            self.scaler.scale(loss / n_targets).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+                losses = self.objective(self.model, (inputs.to(self.device), targets.to(self.device)))
+            self.scaler.scale(losses.objective / n_targets).backward()  # type: ignore[no-untyped-call]
+            total += losses.loss
+            if (routed := losses.expert_tokens) is not None:
+                self._expert_tokens = routed if self._expert_tokens is None else self._expert_tokens + routed
         return (total / n_targets).item(), n_targets
 
     def _report_step(self, loss: float, norm: float, factor: float, finite: bool) -> None:
@@ -213,6 +226,7 @@ class Run:
         seconds, tokens = progress.seconds - self._seconds_at_log, progress.tokens - self._tokens_at_log
         self._seconds_at_log, self._tokens_at_log = progress.seconds, progress.tokens
         speed = tokens / seconds if seconds > 0 else 0.0
+        load = None if self._expert_tokens is None else round(busiest_load(self._expert_tokens), 3)
         self.log.write(
             {
                 "kind": "train",
@@ -223,11 +237,13 @@ class Run:
                 "learning_rate": factor * settings.learning_rate,
                 "seconds": round(progress.seconds, 3),
                 "tokens_per_second": round(speed, 1),
+                **({} if load is None else {"busiest_expert_load": load}),
             }
         )
         done = self.share_done
         left = progress.seconds / done * (1 - done) if done else 0.0
-        self.display.step(progress.step, self.total_steps, done, loss, speed, left)
+        note = "" if load is None else f"  busiest expert {load:.2f}×"
+        self.display.step(progress.step, self.total_steps, done, loss, speed, left, note)
 
     def _give_up(self) -> None:
         good = newest_verified(self.recipe.run_dir)

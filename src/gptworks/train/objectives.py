@@ -1,24 +1,52 @@
-"""What is optimized. An objective takes (model, batch) and gives (summed loss in nats, number of targets counted)."""
+"""What is optimized. An objective takes (model, batch) and gives the sums of the batch's losses."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gptworks.config import IGNORED
 from gptworks.model import GPT
 from gptworks.model.loss import linear_cross_entropy
+from gptworks.model.moe import balance_loss, expert_tokens, z_loss
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 [B, T] each; the target of a position is the token that follows it, or −100."""
 
-Objective = Callable[[GPT, Batch], Tensor]
-"""The summed loss of a batch."""
+
+@dataclass(frozen=True)
+class Losses:
+    """Sums over a batch's targets."""
+
+    objective: Tensor
+    """What is differentiated."""
+    loss: Tensor
+    """What is reported, without auxiliary terms."""
+    expert_tokens: Tensor | None = None
+    """Tokens that each expert of each layer got, int64 [L, E]."""
 
 
-def next_token(model: GPT, batch: Batch) -> Tensor:
-    """Cross-entropy of each next token, summed, in nats."""
+Objective = Callable[[GPT, Batch], Losses]
+
+
+def next_token(model: GPT, batch: Batch, *, balance_weight: float = 0.0, z_weight: float = 0.0) -> Losses:
+    """Cross-entropy of each next token, in nats; with experts, the routers' two losses, mean over layers, beside it."""
     inputs, targets = batch
-    return linear_cross_entropy(model.features(inputs), model.head_weight, targets)
+    router_logits: list[Tensor] = []
+    features = model.features(inputs, router_logits=router_logits)
+    loss = linear_cross_entropy(features, model.head_weight, targets)
+    if not router_logits:
+        return Losses(loss, loss.detach())
+    n_per_token = model.config.n_experts_per_token
+    routing = [
+        balance_weight * balance_loss(logits, n_per_token) + z_weight * z_loss(logits) for logits in router_logits
+    ]
+    return Losses(
+        objective=loss + count_targets(batch) * torch.stack(routing).mean(),
+        loss=loss.detach(),
+        expert_tokens=torch.stack([expert_tokens(logits.detach(), n_per_token) for logits in router_logits]),
+    )
 
 
 def count_targets(batch: Batch) -> int:

@@ -1,0 +1,87 @@
+"""Mixture of experts: for each token, a router chooses a few of a layer's MLPs and weighs what they give.
+
+Dropless: an expert takes every token sent to it, however many, so that a token's result never depends on its neighbours
+(Gale et al., 2022). Training keeps the experts evenly used by two losses on the router's logits.
+
+Shapes: N tokens, E experts, K experts a token, C width.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from gptworks.config import ModelConfig
+from gptworks.model.layers import MLP, without_autocast
+
+
+class MoE(nn.Module):
+    """E experts, each an MLP, and a router over them; beside them, where asked for, one that sees every token."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.n_per_token = config.n_experts_per_token
+        self.router = nn.Linear(config.d_model, config.n_experts, bias=False)
+        self.experts = nn.ModuleList(MLP(config, config.d_ff) for _ in range(config.n_experts))
+        self.shared = MLP(config, config.d_ff_shared) if config.d_ff_shared else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, T, C] → what the experts give, [B, T, C], and the router's logits, float32 [B, T, E]."""
+        tokens = x.flatten(0, -2)  # N C
+        with without_autocast(x.device):  # rounding would change which experts are chosen
+            logits = F.linear(tokens.float(), self.router.weight.float())  # N E
+        weights, chosen = route(logits, self.n_per_token)  # N K, N K
+        order = chosen.flatten().argsort(stable=True)  # the N·K pairs of token and expert, by expert
+        parts = torch.split(tokens[order // self.n_per_token], tokens_per_expert(chosen, len(self.experts)))
+        given = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        given = given[order.argsort()].view(*chosen.shape, -1)  # N K C
+        out = (given * weights.to(given.dtype).unsqueeze(-1)).sum(1)  # N C
+        if self.shared is not None:
+            out = out + self.shared(tokens)
+        return out.view_as(x), logits.view(*x.shape[:-1], -1)
+
+    def reference(self, x: Tensor) -> Tensor:
+        """`forward`'s first result by the definition, one token at a time. For tests."""
+        out = []
+        for token in x.flatten(0, -2):
+            weights, chosen = route(self.router(token), self.n_per_token)
+            given = sum(w * self.experts[int(e)](token) for w, e in zip(weights, chosen, strict=True))
+            out.append(given if self.shared is None else given + self.shared(token))
+        return torch.stack(out).view_as(x)
+
+
+def route(logits: Tensor, n_per_token: int) -> tuple[Tensor, Tensor]:
+    """The experts with the largest logits and their weights, which add to 1: [..., E] → [..., K] each."""
+    weights, chosen = logits.softmax(-1).topk(n_per_token, dim=-1)
+    return weights / weights.sum(-1, keepdim=True), chosen
+
+
+def tokens_per_expert(chosen: Tensor, n_experts: int) -> list[int]:
+    """How many of the chosen [N, K] fall on each expert; even shares where tensors have no numbers (meta, fake)."""
+    if chosen.is_meta or isinstance(chosen, FakeTensor):
+        share, rest = divmod(chosen.numel(), n_experts)
+        return [share + (e < rest) for e in range(n_experts)]
+    counts: list[int] = chosen.flatten().bincount(minlength=n_experts).tolist()
+    return counts
+
+
+def expert_tokens(router_logits: Tensor, n_per_token: int) -> Tensor:
+    """Tokens that each expert gets, int64 [E], from a layer's router logits [..., E]."""
+    return route(router_logits, n_per_token)[1].flatten().bincount(minlength=router_logits.size(-1))
+
+
+def busiest_load(expert_tokens: Tensor) -> float:
+    """Tokens of the busiest expert over the mean, in the layer where this is largest; [L, E]. 1 where all are even."""
+    return float((expert_tokens.amax(-1) / expert_tokens.float().mean(-1)).max())
+
+
+def balance_loss(router_logits: Tensor, n_per_token: int) -> Tensor:
+    """E · Σ (share of the tokens · mean probability) over the experts: 1 where even (Fedus et al., 2021, eq. 4)."""
+    share = expert_tokens(router_logits, n_per_token) / router_logits[..., 0].numel() / n_per_token
+    probability = router_logits.softmax(-1).flatten(0, -2).mean(0)
+    return router_logits.size(-1) * (share * probability).sum()
+
+
+def z_loss(router_logits: Tensor) -> Tensor:
+    """Mean of the squared log-partition, which keeps the logits small (Zoph et al., 2022, eq. 5)."""
+    return router_logits.logsumexp(-1).square().mean()
