@@ -128,7 +128,7 @@ def describe(
 @app.command()
 def plan(recipe: RecipeFile, overrides: Overrides = None, as_json: AsJSON = False) -> None:
     """Say what a training run comes to, before data or weights exist."""
-    from gptworks.plan.sheet import plan as plan_recipe
+    from gptworks.plan.run import plan as plan_recipe
     from gptworks.recipe import load_recipe
 
     sheet = plan_recipe(*_with_what_is_prepared(load_recipe(recipe, overrides or [])))

@@ -149,6 +149,85 @@ def gpt2(size: str) -> ModelConfig:
     )  # fmt: skip
 
 
+# Architectures of today -------------------------------------------------------------------------------------
+
+
+def llama(
+    vocab_size: int,
+    d_model: int,
+    n_layers: int,
+    n_heads: int,
+    n_kv_heads: int,
+    d_ff: int,
+    context_length: int,
+    **rest: Any,
+) -> ModelConfig:
+    """RoPE, RMSNorm, SwiGLU, no biases, grouped queries (Touvron et al., 2023)."""
+    return ModelConfig(
+        vocab_size=vocab_size, context_length=context_length, n_layers=n_layers, d_model=d_model, n_heads=n_heads,
+        n_kv_heads=n_kv_heads, d_ff=d_ff, position="rope", norm="rmsnorm", mlp="swiglu",
+        **{"norm_eps": 1e-5, "tie_embeddings": False} | rest,
+    )  # fmt: skip
+
+
+def smollm2_135m() -> ModelConfig:
+    """SmolLM2 135M (Allal et al., 2025): deep and narrow, 9 query heads on 3 key/value heads, tied."""
+    return llama(49_152, 576, 30, 9, 3, 1536, 8192, rope_theta=100_000, tie_embeddings=True)
+
+
+def tinyllama_1_1b() -> ModelConfig:
+    """TinyLlama 1.1B (Zhang et al., 2024)."""
+    return llama(32_000, 2048, 22, 32, 4, 5632, 2048)
+
+
+def llama_2_7b() -> ModelConfig:
+    """Llama 2 7B (Touvron et al., 2023)."""
+    return llama(32_000, 4096, 32, 32, 32, 11_008, 4096)
+
+
+def qwen3_0_6b() -> ModelConfig:
+    """Qwen3 0.6B (Yang et al., 2025): QK-norm, and heads wider than d_model / n_heads."""
+    return llama(
+        151_936, 1024, 28, 16, 8, 3072, 40_960,
+        d_head=128, rope_theta=1_000_000, norm_eps=1e-6, qk_norm=True, tie_embeddings=True,
+    )  # fmt: skip
+
+
+def mixtral_8x7b() -> ModelConfig:
+    """Mixtral 8x7B (Jiang et al., 2024): 8 experts a layer, 2 for each token."""
+    return llama(
+        32_000, 4096, 32, 32, 8, 14_336, 32_768, rope_theta=1_000_000, n_experts=8, n_experts_per_token=2,
+    )  # fmt: skip
+
+
+MODERN_SIZES: dict[str, tuple[int, int, int, int]] = {
+    "9m": (8_192, 256, 8, 512), "24m": (16_384, 384, 10, 1024),
+    "110m": (32_768, 768, 12, 2048), "336m": (32_768, 1024, 24, 2048),
+}  # fmt: skip
+"""vocab_size, d_model, n_layers and context_length of each size."""
+
+
+def modern(size: str) -> ModelConfig:
+    """Our default for small models: what their speedruns kept, as far as every other tool can run it.
+
+    RoPE, RMSNorm, QK-norm, SwiGLU of 8/3 the width, projections that start at zero, a tied head; heads of 64. ReLU²
+    does as well at this size, and no architecture of Hugging Face or llama.cpp has it together with QK-norm.
+    """
+    vocab_size, d_model, n_layers, context_length = MODERN_SIZES[size]
+    return ModelConfig(
+        vocab_size=vocab_size, context_length=context_length, n_layers=n_layers, d_model=d_model,
+        n_heads=d_model // 64, d_ff=round(d_model * 8 / 3 / 64) * 64, position="rope", norm="rmsnorm", norm_eps=1e-6,
+        mlp="swiglu", qk_norm=True, zero_init_projections=True,
+    )  # fmt: skip
+
+
+def moe_115m() -> ModelConfig:
+    """A small mixture of experts: 115M parameters, 39M of them for any one token."""
+    return llama(
+        16_384, 512, 8, 8, 4, 1024, 1024, norm_eps=1e-6, tie_embeddings=True, n_experts=8, n_experts_per_token=2,
+    )  # fmt: skip
+
+
 PRESETS |= {
     "custom-300m": custom_300m,
     "gpt2-tiny": gpt2_tiny,
@@ -157,6 +236,15 @@ PRESETS |= {
     "gpt2-small-untied": gpt2_small_untied,
     "vaani-427m": vaani_427m,
     "llm-200m": llm_200m,
+}
+PRESETS |= {f"modern-{size}": partial(modern, size) for size in MODERN_SIZES}
+PRESETS |= {
+    "moe-115m": moe_115m,
+    "smollm2-135m": smollm2_135m,
+    "tinyllama-1.1b": tinyllama_1_1b,
+    "llama-2-7b": llama_2_7b,
+    "qwen3-0.6b": qwen3_0_6b,
+    "mixtral-8x7b": mixtral_8x7b,
 }
 PRESETS |= {name: partial(gpt2, name) for name in GPT2_SIZES}
 PRESETS |= {f"gpt3-{size}": partial(gpt3, size) for size in GPT3_SIZES}

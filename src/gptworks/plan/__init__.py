@@ -2,7 +2,8 @@
 
 from gptworks.plan.flops import ForwardFlops, forward_flops
 from gptworks.plan.params import ParameterCount, ParameterGroup, count_parameters
-from gptworks.plan.sheet import Plan, Sheet, describe, plan
+from gptworks.plan.run import Plan, plan
+from gptworks.plan.sheet import Sheet, describe
 
 __all__ = [
     "ForwardFlops",

@@ -23,7 +23,7 @@ from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.model import GPT
 from gptworks.model.moe import busiest_load
-from gptworks.plan.sheet import planned_steps
+from gptworks.plan.run import planned_steps
 from gptworks.recipe import save_recipe, with_vocab_size
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
 from gptworks.train.card import write_model_card

@@ -1,0 +1,53 @@
+"""What sheets are laid out of: a table that prints on a terminal and as Markdown, and figures as JSON."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from gptworks.plan.params import ParameterCount
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under a header."""
+
+    header: tuple[str, ...]
+    align: str
+    """`l` or `r` for each column."""
+    rows: Sequence[tuple[str, ...]]
+
+    def markdown(self) -> str:
+        rule = tuple("---:" if side == "r" else "---" for side in self.align)
+        return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.header, rule, *self.rows))
+
+    def rich(self) -> RichTable:
+        table = RichTable(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+        for i, (title, side) in enumerate(zip(self.header, self.align, strict=True)):
+            table.add_column(Text(title), justify="right" if side == "r" else "left", no_wrap=side == "r" or i == 0)
+        for row in self.rows:
+            table.add_row(*map(Text, row), style="bold" if row[0] == "total" else None)
+        return table
+
+
+def or_unknown(value: float | None, form: str = ",") -> str:
+    return "unknown" if value is None else f"{value:{form}}"
+
+
+def parameters_json(parameters: ParameterCount) -> dict[str, Any]:
+    return {
+        "total": parameters.total,
+        "embedding": parameters.embedding,
+        "non_embedding": parameters.non_embedding,
+        "groups": {
+            group.name: {
+                "per_layer": group.per_layer if group.in_block else None,
+                "total": group.total,
+                "tensors": {name: list(shape) for name, shape in group.tensors.items()},
+            }
+            for group in parameters.groups.values()
+        },
+    }
