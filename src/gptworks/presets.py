@@ -222,7 +222,7 @@ def modern(size: str) -> ModelConfig:
 
 
 def moe_115m() -> ModelConfig:
-    """A small mixture of experts: 115M parameters, 39M of them for any one token."""
+    """A small mixture of experts: 115M parameters, 40M of them for any one token."""
     return llama(
         16_384, 512, 8, 8, 4, 1024, 1024, norm_eps=1e-6, tie_embeddings=True, n_experts=8, n_experts_per_token=2,
     )  # fmt: skip
