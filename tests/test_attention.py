@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gptworks.config import ModelConfig
 from gptworks.model import cpu
-from gptworks.model.attention import Rotary, attend, attend_reference, causal_mask, rotate
+from gptworks.model.attention import Rotary, attend, attend_banded, attend_reference, causal_mask, rotate
 
 HEADS, WIDTH = 4, 6
 
@@ -51,6 +51,37 @@ def test_blocked_attention_and_its_gradients_equal_the_definition(
     gradients = torch.autograd.grad(out, inputs, direction)
     for gradient, reference in zip(gradients, torch.autograd.grad(expected, inputs, direction), strict=True):
         torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("length", [6, 7, 12, 13])
+@pytest.mark.parametrize("window", [1, 2, 3, 6])
+@GROUPS
+def test_banded_attention_in_blocks_equals_the_definition(n_kv_heads: int, window: int, length: int) -> None:
+    inputs = random_inputs(length, length, n_kv_heads, grad=True)
+    out, expected = attend_banded(*inputs, window=window), attend_reference(*inputs, window=window)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=out.dtype)
+    gradients = torch.autograd.grad(out, inputs, direction)
+    for gradient, reference in zip(gradients, torch.autograd.grad(expected, inputs, direction), strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=0, atol=1e-11)
+
+
+def test_banded_attention_equals_the_dense_kernel_under_a_mask() -> None:
+    """GPT-3's band of 256 over its context of 2,048, on the shapes of a head."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 2048, 64, generator=generator)
+    mask = causal_mask(2048, 2048, 256, torch.device("cpu"))
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(attend(q, k, v, window=256), dense, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_scale_of_its_own(scale: float, grad: bool, window: int | None) -> None:
+    inputs = random_inputs(9, 9, 2, grad=grad)
+    expected = attend_reference(*inputs, window=window, scale=scale)
+    torch.testing.assert_close(attend(*inputs, window=window, scale=scale), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -102,7 +133,7 @@ def test_rotation_is_the_complex_product_of_the_paper() -> None:
     frequency = 500.0 ** -(torch.arange(4, dtype=torch.float64) / 4)
     turned = torch.complex(x[:, :4], x[:, 4:]) * torch.exp(1j * torch.outer(torch.arange(64), frequency))
     expected = torch.cat((turned.real, turned.imag), dim=-1)
-    result = rotate(x, rotary(500.0)(0, 64, torch.float64))
+    result = rotate(x, rotary(500.0)(0, 64, 64, torch.float64))
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)  # the tables are float32
 
 
@@ -111,7 +142,7 @@ def test_rotated_products_depend_on_the_distance_alone() -> None:
     table = rotary()
 
     def product(query_at: int, key_at: int) -> float:
-        turned = rotate(q, table(query_at, 1, torch.float32)), rotate(k, table(key_at, 1, torch.float32))
+        turned = rotate(q, table(query_at, 1, 64, torch.float32)), rotate(k, table(key_at, 1, 64, torch.float32))
         return (turned[0] * turned[1]).sum().item()
 
     assert product(10, 3) == pytest.approx(product(60, 53), abs=1e-5)
@@ -119,5 +150,5 @@ def test_rotated_products_depend_on_the_distance_alone() -> None:
 
 
 def test_rotary_tables_of_a_later_part_are_those_of_the_whole() -> None:
-    for part, whole in zip(rotary()(20, 5, torch.float32), rotary()(0, 64, torch.float32), strict=True):
+    for part, whole in zip(rotary()(20, 5, 64, torch.float32), rotary()(0, 64, 64, torch.float32), strict=True):
         assert torch.equal(part, whole[20:25])

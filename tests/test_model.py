@@ -352,3 +352,51 @@ def test_autocast_keeps_the_residual_stream_in_float32() -> None:
         features = model.features(tokens())
     hook.remove()
     assert (seen, features.dtype) == ([torch.float32], torch.bfloat16)
+
+
+# ------------------------------------------------------------------------------- parallel residual, recomputation
+
+
+@torch.no_grad()
+def test_a_parallel_residual_reads_the_blocks_input_twice() -> None:
+    block, x = build(parallel_residual=True).eval().blocks[0], torch.randn(2, 16, 32)
+    assert isinstance(block, Block)
+    expected = x + block.attention(block.norm1(x), None, None) + block.mlp(block.norm2(x))
+    torch.testing.assert_close(block(x, None, None)[0], expected)
+
+
+@pytest.mark.parametrize("n_experts", [0, 4])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_recomputed_blocks_give_the_same_gradients_bit_for_bit(n_experts: int, bf16: bool) -> None:
+    """Dropout included: the random state of the first pass is put back for the second."""
+    gradients = []
+    for again in (False, True):
+        model = build(dropout_residual=0.2, dropout_attention=0.2, norm="rmsnorm", n_experts=n_experts)
+        model.checkpoint_blocks = again
+        torch.manual_seed(3)
+        routed: list[Tensor] = []
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+            loss = model.logits(model.features(tokens(), router_logits=routed)).float().square().mean()
+        assert len(routed) == (model.config.n_layers if n_experts else 0)
+        (loss + sum(logits.square().mean() for logits in routed)).backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient is not None and torch.equal(gradient, gradients[1][name]), name
+
+
+def test_recomputation_keeps_less() -> None:
+    """Bytes that autograd saves: with recomputation each block's input alone."""
+    kept = []
+    for again in (False, True):
+        model = build(n_layers=6)
+        model.checkpoint_blocks = again
+        sizes: list[int] = []
+
+        def keep(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.features(tokens())
+        kept.append(sum(sizes))
+    assert kept[1] < kept[0] / 4

@@ -29,7 +29,7 @@ class RopeScaling(Section):
 
     type: Literal["linear", "dynamic", "yarn"] = Field(
         description="linear: positions divided by the factor (Chen et al., 2023). dynamic: a base that grows with the "
-        "text's length (NTK-aware). yarn: slow frequencies interpolated, fast ones kept (Peng et al., 2023)."
+        "text's length, or with the room that its cache has (NTK-aware). yarn: slow frequencies interpolated, fast ones kept (Peng et al., 2023)."
     )
     factor: float = Field(ge=1, description="New context over original context.")
     original_context_length: PositiveInt | None = Field(
@@ -216,11 +216,6 @@ class ModelConfig(Section):
             raise ValueError(
                 f"rope_scaling.original_context_length={self.original_context_length} is longer than "
                 f"context_length={self.context_length}: scaling reaches beyond the original context"
-            )
-        if self.rope_scaling.type == "dynamic" and self.window is not None:
-            raise ValueError(
-                "rope_scaling.type=dynamic with a window: its keys turn anew as the text grows, and a ring of keys "
-                "cannot; use yarn or linear"
             )
         if self.rope_scaling.type == "dynamic" and self.d_rotary < 4:
             raise ValueError(f"rope_scaling.type=dynamic needs at least 4 rotated elements a head, not {self.d_rotary}")

@@ -104,7 +104,6 @@ class Rotary(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.follows_length = config.rope_scaling is not None and config.rope_scaling.type == "dynamic"
         self.cos: Tensor
         self.sin: Tensor
         self.register_buffer("cos", torch.empty(0), persistent=False)
@@ -112,27 +111,29 @@ class Rotary(nn.Module):
         self.reset()
 
     def reset(self, device: torch.device | None = None) -> None:
-        """Compute the tables, [context_length, R/2], in float32."""
-        self.cos, self.sin = self._tables(self.config.context_length, device)
+        """Compute the tables of the original context, or of the whole where no length changes them."""
+        self.text_length = self.config.original_context_length
+        self.cos, self.sin = self._tables(self.text_length, device)
 
-    def _tables(self, length: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
-        """Tables for the positions of a text of `length` tokens."""
-        frequency, factor = frequencies(self.config, length, device)
-        angle = torch.outer(torch.arange(length, device=device, dtype=torch.float64), frequency)
+    @torch.inference_mode(False)  # a sample's tables may be a training step's next
+    def _tables(self, text_length: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for a text of `text_length` tokens, [context_length, R/2] each, in float32."""
+        frequency, factor = frequencies(self.config, text_length, device)
+        position = torch.arange(self.config.context_length, device=device, dtype=torch.float64)
+        angle = torch.outer(position, frequency)
         return (factor * angle.cos()).float(), (factor * angle.sin()).float()
 
-    def forward(self, start: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Tables for positions start to start + length, each [length, R/2].
+    def forward(self, start: int, length: int, text_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Tables for positions start to start + length, each [length, R/2], of a text that has room for `text_length`.
 
-        Dynamic scaling turns earlier keys by angles that depend on the whole length: its tables begin at position 0.
+        The room matters to dynamic scaling alone. It is fixed before the first token, since every key that is already
+        cached was turned for it.
         """
-        end = start + length
-        if self.follows_length:
-            long = end > self.config.original_context_length
-            cos, sin = self._tables(end, self.cos.device) if long else (self.cos[:end], self.sin[:end])
-        else:
-            cos, sin = self.cos[start:end], self.sin[start:end]
-        return cos.to(dtype), sin.to(dtype)
+        scaling, text_length = self.config.rope_scaling, max(text_length, self.config.original_context_length)
+        if scaling is not None and scaling.type == "dynamic" and text_length != self.text_length:
+            self.text_length = text_length
+            self.cos, self.sin = self._tables(text_length, self.cos.device)
+        return self.cos[start : start + length].to(dtype), self.sin[start : start + length].to(dtype)
 
 
 def frequencies(config: ModelConfig, length: int, device: torch.device | None = None) -> tuple[Tensor, float]:
@@ -162,11 +163,8 @@ def frequencies(config: ModelConfig, length: int, device: torch.device | None = 
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + R/2) of the first R elements of x [..., T, D] by the angle of its position.
-
-    A table longer than T stands for positions that end with x's.
-    """
-    cos, sin = (part[-x.size(-2) :] for part in table)
+    """Turn each pair (i, i + R/2) of the first R elements of x [..., T, D] by the angle of its position."""
+    cos, sin = table
     turned, rest = x[..., : 2 * cos.size(-1)], x[..., 2 * cos.size(-1) :]
     a, b = turned.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
@@ -179,7 +177,6 @@ class Attention(nn.Module):
         super().__init__()
         self.d_head, self.window, self.dropout = config.d_head, window, config.dropout_attention
         self.scale = config.attention_scale
-        self.cache_unrotated = config.rope_scaling is not None and config.rope_scaling.type == "dynamic"
         query_width, key_width = config.n_heads * config.d_head, config.n_kv_heads * config.d_head
         self.query = nn.Linear(config.d_model, query_width, bias=config.qkv_bias)
         self.key = nn.Linear(config.d_model, key_width, bias=config.qkv_bias)
@@ -189,18 +186,16 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(config.d_head, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache | None) -> Tensor:
-        """x [B, T, C] → [B, T, C]. `rotary` holds the tables of these T positions, or of all up to them."""
+        """x [B, T, C] → [B, T, C]. `rotary` holds the tables of these T positions."""
         q, k, v = (  # B H T D, B G T D, B G T D
             project(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
         q, k = self.query_norm(q), self.key_norm(k)
-        if rotary is not None and not self.cache_unrotated:
-            k = rotate(k, rotary)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
         if cache is not None:
             k, v = cache.extend(k, v)  # B G S D
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary) if self.cache_unrotated else k
         dropout = self.dropout if self.training else 0.0
         y = attend(q, k, v, window=self.window, dropout=dropout, scale=self.scale)  # B H T D
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # B T C

@@ -99,7 +99,10 @@ class GPT(nn.Module):
         if self.position_embedding is not None:
             x = x + self.position_embedding.weight[start : start + length]
         x = self.dropout(x)
-        rotary = self.rotary(start, length, product_dtype(x)) if self.rotary is not None else None
+        rotary = None
+        if self.rotary is not None:
+            text_length = cache.capacity if cache is not None else length
+            rotary = self.rotary(start, length, text_length, product_dtype(x))
         again = self.checkpoint_blocks and self.training and torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):
             inputs = (x, rotary, cache.layers[i] if cache is not None else None)

@@ -1,0 +1,114 @@
+"""The rotary embedding and its scalings for longer contexts, against transformers and against their definitions."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from gptworks.config import ModelConfig, RopeScaling
+from gptworks.model import GPT, KVCache
+from gptworks.model.attention import frequencies
+
+ORIGINAL = 64
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"type": "linear", "factor": 4.0},
+    "dynamic": {"type": "dynamic", "factor": 2.0, "original_context_length": ORIGINAL},
+    "yarn": {"type": "yarn", "factor": 4.0},
+    "yarn-set": {"type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.3},
+}
+
+
+def config(scaling: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
+    base: dict[str, Any] = {
+        "vocab_size": 31, "context_length": 4 * ORIGINAL, "n_layers": 2, "d_model": 64, "n_heads": 4, "mlp": "swiglu",
+        "norm": "rmsnorm", "rope_theta": 500.0, "rope_scaling": scaling and RopeScaling(**scaling),
+    }  # fmt: skip
+    return ModelConfig(**base | changes)
+
+
+def random_model(settings: ModelConfig) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(settings).eval()
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("length", [16, ORIGINAL, ORIGINAL + 1, 4 * ORIGINAL])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_frequencies_are_those_of_transformers(name: str, length: int, fraction: float) -> None:
+    utils, llama = pytest.importorskip("transformers.modeling_rope_utils"), pytest.importorskip("transformers")
+    ours = config(SCALINGS[name], rope_fraction=fraction)
+    scaling = dict(SCALINGS[name])
+    parameters = {"rope_type": scaling.pop("type"), "rope_theta": 500.0, "partial_rotary_factor": fraction, **scaling}
+    parameters.pop("original_context_length", None)
+    if parameters["rope_type"] == "yarn":
+        parameters["original_max_position_embeddings"] = ORIGINAL
+    theirs = llama.LlamaConfig(
+        hidden_size=64, num_attention_heads=4, head_dim=16, rope_parameters=parameters,
+        max_position_embeddings=ORIGINAL if name == "dynamic" else 4 * ORIGINAL,
+    )  # fmt: skip
+    expected, factor = utils.ROPE_INIT_FUNCTIONS[parameters["rope_type"]](theirs, "cpu", seq_len=length)
+    frequency, our_factor = frequencies(ours, length)
+    torch.testing.assert_close(frequency.float(), expected, rtol=1e-5, atol=0)
+    assert our_factor == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("name", SCALINGS)
+@torch.no_grad()
+def test_cached_generation_equals_uncached_far_beyond_the_original_context(name: str, window: int | None) -> None:
+    """Dynamic scaling turns by the room of the cache: exact for a text that fills it."""
+    model = random_model(config(SCALINGS[name], window=window))
+    tokens = torch.randint(31, (2, 3 * ORIGINAL), generator=torch.Generator().manual_seed(0))
+    cache = KVCache(model.config, batch_size=2, length=3 * ORIGINAL)
+    parts = [model(part, cache) for part in tokens.split((40, 20, 3, 1, 1, 1, 1, 60, 1, 64), dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_up_to_the_original_context_dynamic_scaling_changes_nothing() -> None:
+    plain, scaled = config(), config(SCALINGS["dynamic"])
+    tokens = torch.randint(31, (1, ORIGINAL + 8), generator=torch.Generator().manual_seed(0))
+    models = random_model(plain), random_model(scaled)
+    within, beyond = tokens[:, :ORIGINAL], tokens
+    assert torch.equal(models[0](within), models[1](within))
+    assert not torch.allclose(models[0](beyond), models[1](beyond))
+
+
+@torch.no_grad()
+def test_linear_scaling_puts_a_text_spaced_out_where_it_was() -> None:
+    """Position 4i at factor 4 is position i without scaling."""
+    frequency, scaled = frequencies(config(), 8)[0], frequencies(config(SCALINGS["linear"]), 8)[0]
+    torch.testing.assert_close(4 * scaled, frequency, rtol=1e-15, atol=0)
+
+
+def test_yarn_keeps_the_fast_and_interpolates_the_slow() -> None:
+    plain, yarn = frequencies(config(), 8)[0], frequencies(config(SCALINGS["yarn"]), 8)[0]
+    assert yarn[0] == plain[0]
+    assert yarn[-1] == plain[-1] / 4
+    assert (yarn <= plain).all() and (yarn >= plain / 4).all()
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.5])
+@torch.no_grad()
+def test_a_fraction_turns_the_first_part_of_a_head_alone(fraction: float) -> None:
+    from gptworks.model.attention import Rotary, rotate
+
+    settings = config(rope_fraction=fraction)
+    x = torch.randn(1, 1, 5, 16)
+    turned = rotate(x, Rotary(settings)(3, 5, 8, torch.float32))
+    n_turned = int(16 * fraction)
+    assert torch.equal(turned[..., n_turned:], x[..., n_turned:])
+    assert not torch.allclose(turned[..., :n_turned], x[..., :n_turned])
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+
+
+def test_dynamic_tables_made_in_inference_serve_training() -> None:
+    model = random_model(config(SCALINGS["dynamic"]))
+    tokens = torch.randint(31, (1, 2 * ORIGINAL), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        model(tokens)
+    model(tokens).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
