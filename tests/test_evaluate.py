@@ -1,5 +1,6 @@
 """Loss, perplexity and bits per byte against float64 arithmetic, Hugging Face and the command-line compressors."""
 
+import json
 import math
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
+import tiny
 from gptworks.config import IGNORED, BPETokenizer, ModelConfig
 from gptworks.data.batches import evaluation_windows
 from gptworks.data.prepare import prepare
@@ -18,8 +20,10 @@ from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.evaluate import LossReport, compressor_bits_per_byte, evaluate_loss
 from gptworks.evaluate import loss as loss_module
+from gptworks.evaluate.loss import evaluate_by_position
 from gptworks.model import GPT
 from gptworks.recipe import parse_recipe
+from gptworks.train.loop import train
 
 CONTEXT, VOCABULARY = 12, 40
 
@@ -206,3 +210,41 @@ def test_compressors_equal_the_command_line_programs() -> None:
         assert 0 < bits < 4
     with pytest.raises(UserError):
         compressor_bits_per_byte(b"")
+
+
+@torch.no_grad()
+def test_loss_by_position_equals_float64_arithmetic() -> None:
+    model, pairs = random_model(), windows(12, 12, 5, 12, ignore=0.3)
+    sizes = torch.arange(VOCABULARY)
+    parts = evaluate_by_position(model, pairs, 3, token_bytes=sizes)
+    assert [(part.first, part.last) for part in parts] == [(1, 4), (5, 8), (9, 12)]
+    whole = [pair for pair in pairs if len(pair[0]) == CONTEXT]
+    for part in parts:
+        hidden = []
+        for inputs, targets in whole:
+            kept = torch.full_like(targets, IGNORED)
+            kept[part.first - 1 : part.last] = targets[part.first - 1 : part.last]
+            hidden.append((inputs, kept))
+        nats, count = independent(model, hidden)
+        n_bytes = sum(int(targets[targets != IGNORED].sum()) for _, targets in hidden)
+        assert part.report.n_tokens == count
+        assert part.report.loss == pytest.approx(nats / count, rel=1e-5)
+        assert part.report.bits_per_byte == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-5)
+
+
+def test_loss_by_position_needs_a_whole_window() -> None:
+    with pytest.raises(UserError, match="no whole window of context_length=12"):
+        evaluate_by_position(random_model(), windows(5, 11))
+
+
+def test_a_run_is_evaluated_in_a_longer_context_than_it_was_trained_with(tmp_path: Path) -> None:
+    tree = tiny.recipe_tree(tmp_path, max_steps=2, warmup_steps=0)
+    train(parse_recipe(tree))
+    longer = ["model.context_length=64", "model.rope_scaling.type=yarn", "model.rope_scaling.factor=2"]
+    done = tiny.gptworks("evaluate", tmp_path / "run", *longer, "--by-position", "--json")
+    report = json.loads(done.stdout)
+    assert [part["last"] for part in report["positions"]] == [8, 16, 24, 32, 40, 48, 56, 64]
+    assert report["positions"][-1]["bits_per_byte"] > 0
+    wrong = tiny.gptworks("evaluate", tmp_path / "run", "model.d_ff=7")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "does not hold the recipe's model" in wrong.stderr

@@ -117,7 +117,7 @@ def test_the_objective_adds_both_losses_per_token_and_reports_without_them() -> 
     logits = model.logits(model.features(batch[0], router_logits=collected))
     plain = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum")
     losses = next_token(model, batch, balance_weight=0.3, z_weight=0.1)
-    extra = sum(0.3 * balance_loss(layer, 2) + 0.1 * z_loss(layer) for layer in collected) / 2
+    extra = sum(0.3 * balance_loss(layer, 2) + 0.1 * z_loss(layer) for layer in collected)
     torch.testing.assert_close(losses.loss, plain)
     torch.testing.assert_close(losses.objective, plain + 32 * extra)
     assert losses.expert_tokens is not None

@@ -22,6 +22,7 @@ from gptworks.tokenizer import (
     prompt_ids,
     save_tokenizer,
     special_tokens,
+    token_bytes,
     train_tokenizer,
     vocabulary_size,
 )
@@ -329,3 +330,18 @@ def test_each_step_decodes_few_tokens_however_long_the_text() -> None:
 def test_tokenizer_module_needs_no_torch() -> None:
     code = "import sys, gptworks.data.prepare; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["bpe", "char"])
+def test_token_bytes_add_up_to_the_text(kind: str) -> None:
+    text = "def f(x):\n    return 'größer 🎲'  # ½\n" * 3
+    config = BPETokenizer(type="bpe", vocab_size=270) if kind == "bpe" else CharTokenizer(type="char")
+    tokenizer = train_tokenizer(config, [text])
+    sizes = token_bytes(tokenizer)
+    assert sizes is not None and len(sizes) == vocabulary_size(tokenizer)
+    assert sum(sizes[i] for i in tokenizer.encode(text).ids) == len(text.encode())
+    assert sizes[tokenizer.token_to_id("<|endoftext|>")] == 0
+
+
+def test_words_have_no_bytes_of_their_own() -> None:
+    assert token_bytes(train_tokenizer(WordTokenizer(type="word"), ["some words, and a comma"])) is None

@@ -12,7 +12,7 @@ does to it later is found by its manifest.
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,10 +208,15 @@ def load_run(
     run_dir: str | Path,
     which: str = "best",
     *,
+    overrides: Sequence[str] = (),
     device: torch.device | str = "cpu",
     report: Report = lambda _: None,
 ) -> LoadedRun:
     """Load a run's model for use, in eval mode.
+
+    Args:
+        overrides: settings that win over the recipe's and leave the weights as they are, such as
+            `model.context_length=1024` and `model.rope_scaling.type=yarn`.
 
     Raises:
         UserError: as `choose_checkpoint`; or the weights do not belong to the recipe's model.
@@ -220,7 +225,7 @@ def load_run(
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run folder. `gptworks train RECIPE` makes one below runs/.")
     checkpoint = choose_checkpoint(run_dir, which, report)
-    recipe = load_recipe(run_dir)
+    recipe = load_recipe(run_dir, overrides)
     return LoadedRun(load_model(checkpoint, recipe.model, device), recipe, run_dir / "tokenizer", checkpoint)
 
 

@@ -242,25 +242,33 @@ def _prepare(recipe: "Recipe") -> "Prepared":
 @app.command()
 def evaluate(
     run: RunFolder,
+    overrides: Overrides = None,
     checkpoint: WhichCheckpoint = "best",
     stride: Annotated[
         int | None, typer.Option(help="Tokens between windows; below the context, each sees more.")
     ] = None,
+    by_position: Annotated[bool, typer.Option("--by-position", help="Also in each eighth of the context.")] = False,
     compressors: Annotated[bool, typer.Option("--compressors", help="Beside gzip and xz on the same text.")] = False,
     precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16. Default: the run's own.")] = None,
     device: Device = "auto",
     as_json: AsJSON = False,
 ) -> None:
-    """Measure loss, perplexity and bits per byte over the whole validation split."""
+    """Measure loss, perplexity and bits per byte over the whole validation split.
+
+    KEY=VALUE settings win over the run's: model.context_length=1024 model.rope_scaling.type=yarn, for example.
+    """
+    import torch
+
     from gptworks.checkpoint import load_run
     from gptworks.data.batches import evaluation_windows
     from gptworks.data.prepare import held_out_text
     from gptworks.data.shards import TokenShards
     from gptworks.device import choose_device, choose_precision
-    from gptworks.evaluate.loss import compressor_bits_per_byte, evaluate_loss
+    from gptworks.evaluate.loss import compressor_bits_per_byte, evaluate_by_position, evaluate_loss
+    from gptworks.tokenizer import token_bytes
 
     place = choose_device(device)
-    loaded = load_run(run, checkpoint, device=place, report=_notice)
+    loaded = load_run(run, checkpoint, overrides=overrides or [], device=place, report=_notice)
     autocast = choose_precision(precision or loaded.recipe.train.precision, place)
     prepared = _prepare(loaded.recipe)
     shards = TokenShards(prepared.folder, "validation")
@@ -276,6 +284,19 @@ def evaluate(
         "precision": autocast.name,
         "step": loaded.checkpoint.step,
     }
+    if by_position:
+        windows = evaluation_windows(shards, loaded.recipe.model.context_length)
+        sizes = token_bytes(prepared.tokenizer) if prepared.manifest.round_trips else None
+        parts = evaluate_by_position(
+            loaded.model,
+            windows,
+            token_bytes=None if sizes is None else torch.tensor(sizes),
+            autocast=autocast.autocast,
+        )
+        result["positions"] = [
+            {"first": p.first, "last": p.last, "loss": p.report.loss, "bits_per_byte": p.report.bits_per_byte}
+            for p in parts
+        ]
     if compressors:
         result["compressors"] = compressor_bits_per_byte(b"".join(held_out_text(prepared)))
     if as_json:
@@ -289,6 +310,10 @@ def evaluate(
         typer.echo("bits per byte    undefined: this tokenizer does not keep the whole text")
     else:
         typer.echo(f"bits per byte    {report.bits_per_byte:.4f} over {text_bytes:,} bytes")
+    for part in result.get("positions", []):
+        bits = part["bits_per_byte"]
+        note = "" if bits is None else f"  {bits:.4f} bits per byte"
+        typer.echo(f"tokens {part['first']:>6,} to {part['last']:>6,}  {part['loss']:.4f} nats per token{note}")
     for name, bits in result.get("compressors", {}).items():
         typer.echo(f"{name:<16} {bits:.4f}")
 
@@ -297,6 +322,7 @@ def evaluate(
 def generate(
     run: RunFolder,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")] = "",
+    overrides: Overrides = None,
     max_tokens: MaxTokens = 200,
     temperature: Temperature = 0.8,
     top_k: TopK = 0,
@@ -318,7 +344,7 @@ def generate(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()),
     )  # fmt: skip
-    engine = _engine(run, checkpoint, device)
+    engine = _engine(run, checkpoint, device, overrides)
     prompt = sys.stdin.read() if prompt == "-" else prompt
     overflow: Any = "slide" if slide else "error"
     if as_json or samples > 1:
@@ -392,10 +418,10 @@ def chat(
             forgotten_said = True
 
 
-def _engine(run: Path, checkpoint: str, device: str) -> "Engine":
+def _engine(run: Path, checkpoint: str, device: str, overrides: list[str] | None = None) -> "Engine":
     from gptworks.infer.engine import load
 
-    return load(run, checkpoint, device=device, report=_notice)
+    return load(run, checkpoint, overrides=overrides or [], device=device, report=_notice)
 
 
 # ------------------------------------------------------------------------------------------------ output

@@ -7,7 +7,7 @@ characters, never the special token. Special tokens are placed by their ids (`do
 import base64
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -242,6 +242,27 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 def vocabulary_size(tokenizer: Tokenizer) -> int:
     """The largest token id plus one: the rows an embedding needs."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def token_bytes(tokenizer: Tokenizer) -> list[int] | None:
+    """Bytes of text that each id spells, special ones 0; None where that depends on the neighbours (word pieces)."""
+    special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    spelled: Callable[[str], int]
+    if isinstance(tokenizer.decoder, decoders.ByteLevel):
+        spelled = len  # each character of a token's name stands for one byte
+    elif isinstance(tokenizer.decoder, decoders.Fuse):
+        spelled = _utf8_length
+    else:
+        return None
+    names = {index: name for name, index in tokenizer.get_vocab(with_added_tokens=True).items()}
+    return [
+        0 if index in special or index not in names else spelled(names[index])
+        for index in range(vocabulary_size(tokenizer))
+    ]
+
+
+def _utf8_length(text: str) -> int:
+    return len(text.encode("utf-8"))
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:

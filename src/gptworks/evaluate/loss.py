@@ -1,6 +1,7 @@
 """Loss, perplexity and bits per byte of held-out text, and what general compressors make of the same bytes."""
 
 import gzip
+import itertools
 import lzma
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +15,7 @@ from gptworks.config import IGNORED
 from gptworks.errors import UserError
 from gptworks.infer.engine import eval_mode
 from gptworks.model import GPT
-from gptworks.model.loss import linear_cross_entropy
+from gptworks.model.loss import linear_cross_entropy, token_nats
 
 BATCH_TOKENS = 4096
 """Windows of equal shape are evaluated together, up to about this many tokens."""
@@ -77,6 +78,63 @@ def evaluate_loss(
     if not n_tokens:
         raise UserError("there is no token to evaluate: the split is empty or shorter than two tokens.")
     return LossReport(total_nats, n_tokens, text_bytes)
+
+
+@dataclass(frozen=True)
+class PositionLoss:
+    """What the targets at some positions of a window cost: each was predicted from `first` to `last` tokens."""
+
+    first: int
+    last: int
+    report: LossReport
+
+
+def evaluate_by_position(
+    model: GPT,
+    windows: Iterable[tuple[Tensor, Tensor]],
+    n_parts: int = 8,
+    *,
+    token_bytes: Tensor | None = None,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> list[PositionLoss]:
+    """The loss in each of `n_parts` equal parts of the context: how much a model makes of a longer past.
+
+    Args:
+        windows: as for `evaluate_loss`; those shorter than the context are left out, so that each part is asked about
+            the same text.
+        token_bytes: bytes of text that each token id stands for, int64 [V]; None: bits per byte stay unknown.
+
+    Raises:
+        UserError: there is no whole window.
+    """
+    context = model.config.context_length
+    whole = (window for window in windows if window[0].size(-1) == context)
+    nats, counts, sizes = (torch.zeros(context, dtype=torch.float64) for _ in range(3))
+    with eval_mode(model), torch.inference_mode():
+        for inputs, targets in _batches(whole):
+            with autocast():
+                features = model.features(inputs.to(model.device))
+                cost = token_nats(features, model.head_weight, targets.to(model.device))
+            counted = targets != IGNORED
+            nats += cost.double().sum(0).cpu()
+            counts += counted.sum(0)
+            if token_bytes is not None:
+                sizes += token_bytes[targets.where(counted, 0)].where(counted, 0).sum(0)
+    if not counts.any():
+        raise UserError(f"the split holds no whole window of context_length={context}: use more text or less context.")
+    edges = [part * context // n_parts for part in range(n_parts + 1)]
+    return [
+        PositionLoss(
+            a + 1,
+            b,
+            LossReport(
+                nats[a:b].sum().item(),
+                int(counts[a:b].sum()),
+                None if token_bytes is None else int(sizes[a:b].sum()),
+            ),
+        )
+        for a, b in itertools.pairwise(edges)
+    ]
 
 
 def _batches(windows: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:

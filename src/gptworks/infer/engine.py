@@ -255,19 +255,25 @@ class Engine:
 
 
 def load(
-    run_dir: str | Path, checkpoint: str | int = "best", *, device: str = "auto", report: Report = lambda _: None
+    run_dir: str | Path,
+    checkpoint: str | int = "best",
+    *,
+    overrides: Sequence[str] = (),
+    device: str = "auto",
+    report: Report = lambda _: None,
 ) -> Engine:
     """The engine of a run folder: its tokenizer, and the model as it was at a checkpoint.
 
     Args:
         checkpoint: best, last, or a step.
+        overrides: settings that win over the run's, such as `model.context_length=1024` for a longer context.
         device: auto, cpu, cuda or mps.
         report: told of what was fallen back from, such as a damaged checkpoint.
 
     Raises:
         UserError: no such run, checkpoint or device, or damaged files.
     """
-    run = load_run(run_dir, str(checkpoint), device=choose_device(device), report=report)
+    run = load_run(run_dir, str(checkpoint), overrides=overrides, device=choose_device(device), report=report)
     return Engine(run.model, load_tokenizer(run.tokenizer_folder))
 
 

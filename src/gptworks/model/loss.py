@@ -46,6 +46,17 @@ def linear_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor) -> T
     return total
 
 
+@torch.no_grad()
+def token_nats(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """−log softmax(features · weightᵀ)[target] of each target, 0 where it is −100; float32, in targets' shape [...]."""
+    flat, chunk = features.reshape(-1, features.size(-1)), chunk_tokens(features.device, weight.size(0))
+    nats = [
+        F.cross_entropy((x @ weight.to(x.dtype).T).float(), target, ignore_index=IGNORED, reduction="none")
+        for x, target in zip(torch.split(flat, chunk), torch.split(targets.reshape(-1), chunk), strict=True)
+    ]
+    return torch.cat(nats).view(targets.shape)
+
+
 def linear_cross_entropy_reference(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The same by the definition, with all logits at once. For tests."""
     logits = features.float() @ weight.float().T

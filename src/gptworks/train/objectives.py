@@ -31,7 +31,7 @@ Objective = Callable[[GPT, Batch], Losses]
 
 
 def next_token(model: GPT, batch: Batch, *, balance_weight: float = 0.0, z_weight: float = 0.0) -> Losses:
-    """Cross-entropy of each next token, in nats; with experts, the routers' two losses, mean over layers, beside it."""
+    """Cross-entropy of each next token, in nats; with experts, the two losses of each layer's router beside it."""
     inputs, targets = batch
     router_logits: list[Tensor] = []
     features = model.features(inputs, router_logits=router_logits)
@@ -43,7 +43,7 @@ def next_token(model: GPT, batch: Batch, *, balance_weight: float = 0.0, z_weigh
         balance_weight * balance_loss(logits, n_per_token) + z_weight * z_loss(logits) for logits in router_logits
     ]
     return Losses(
-        objective=loss + count_targets(batch) * torch.stack(routing).mean(),
+        objective=loss + count_targets(batch) * torch.stack(routing).sum(),
         loss=loss.detach(),
         expert_tokens=torch.stack([expert_tokens(logits.detach(), n_per_token) for logits in router_logits]),
     )
