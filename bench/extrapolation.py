@@ -52,7 +52,9 @@ def main() -> None:
     print("|---|" + "---|" * len(SCALINGS))
     for parts in zip(*columns.values(), strict=True):
         figures = (part.report.bits_per_byte or part.report.loss for part in parts)
-        print(f"| {parts[0].first:,} to {parts[0].last:,} | " + " | ".join(f"{figure:.3f}" for figure in figures) + " |")
+        print(
+            f"| {parts[0].first:,} to {parts[0].last:,} | " + " | ".join(f"{figure:.3f}" for figure in figures) + " |"
+        )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gptworks.device import device_name, keep_freed_memory
 from gptworks.model import cpu
-from gptworks.model.attention import attend
+from gptworks.model.attention import attend, causal_mask
 
 SHAPES = ((16, 6, 256, 64), (4, 12, 512, 64), (4, 12, 1024, 64))
 """Attention: batch × heads × length × head width."""
@@ -37,6 +37,17 @@ def compare(name: str, ours: Callable[..., Tensor], theirs: Callable[..., Tensor
     print(f"{name:<32} torch {times[0]:>7.2f} ms   gptworks {times[1]:>7.2f} ms   {times[0] / times[1]:>5.2f} ×")
 
 
+@torch.no_grad()
+def compare_band(length: int, window: int) -> None:
+    """Print the times of banded attention in blocks, and of torch's kernel under a mask, without gradients."""
+    q, k, v = torch.randn(3, 1, 12, length, 64).bfloat16()
+    mask = causal_mask(length, length, window, q.device)
+    theirs = milliseconds(lambda: F.scaled_dot_product_attention(q, k, v, mask))
+    ours = milliseconds(lambda: attend(q, k, v, window=window))
+    name = f"band of {window}, bf16, {length} tokens"
+    print(f"{name:<32} torch {theirs:>7.2f} ms   gptworks {ours:>7.2f} ms   {theirs / ours:>5.2f} ×")
+
+
 def main() -> None:
     keep_freed_memory()
     print(f"{device_name(torch.device('cpu'))}, torch {torch.__version__}")
@@ -44,6 +55,8 @@ def main() -> None:
         q, k, v = (torch.randn(shape).bfloat16().requires_grad_() for _ in range(3))
         name = "attention, bf16, " + " × ".join(map(str, shape))
         compare(name, attend, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), q, k, v)
+    for length in (2048, 4096):
+        compare_band(length, window=256)
     x, weight = torch.randn(8192, 256, requires_grad=True), torch.ones(256, requires_grad=True)
     compare(
         "RMSNorm, 8192 × 256 to bf16",
