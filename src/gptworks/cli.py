@@ -3,6 +3,7 @@
 import json
 import sys
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -109,6 +110,7 @@ def presets(as_json: AsJSON = False) -> None:
 def describe(
     target: Annotated[str, typer.Argument(metavar="PRESET|RECIPE|RUN")],
     overrides: Overrides = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page with the figure.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: AsJSON = False,
 ) -> None:
@@ -117,11 +119,16 @@ def describe(
 
     config, name = _architecture(target, overrides or [])
     sheet = describe_model(config, name)
+    if html is not None:
+        from gptworks.plan.html import write_html
+
+        write_html(sheet, html)
+        _notice(f"wrote {html}")
     if as_json:
         _print_json(sheet.to_json())
     elif markdown:
         typer.echo(sheet.to_markdown())
-    else:
+    elif html is None:
         _console().print(sheet)
 
 
@@ -200,9 +207,11 @@ def train(
     """Train the recipe's model; everything it leaves is in the run folder (run_dir=...)."""
     from gptworks.recipe import load_recipe
     from gptworks.train.run_folder import check_run_folder
+    from gptworks.train.start import check_start
 
     settings = load_recipe(recipe, overrides or [])
     check_run_folder(settings, resume)
+    check_start(settings, resume)
     from gptworks.device import choose_device, choose_precision
 
     choose_precision(settings.train.precision, choose_device(settings.train.device))  # refused before preparing
@@ -422,6 +431,83 @@ def _engine(run: Path, checkpoint: str, device: str, overrides: list[str] | None
     from gptworks.infer.engine import load
 
     return load(run, checkpoint, overrides=overrides or [], device=device, report=_notice)
+
+
+# ------------------------------------------------------------------------------------------ other programs
+
+
+EXPORT_FORMATS = {
+    "hf": ("--dtype", ("fp32", "bf16", "fp16")),
+    "gguf": ("--type", ("f16", "f32", "bf16", "q8_0", "q4_0")),
+}
+"""Each format's option for how numbers are kept, and its choices, the default first."""
+
+
+@app.command("export")
+def export_run(
+    run: RunFolder,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="hf: a new folder. gguf: a new file.")],
+    form: Annotated[str, typer.Option("--format", help="hf (Hugging Face transformers) or gguf (llama.cpp).")] = "hf",
+    dtype: Annotated[str | None, typer.Option(help="hf: fp32, bf16 or fp16. Default: fp32.")] = None,
+    kind: Annotated[
+        str | None, typer.Option("--type", help="gguf: f32, f16, bf16, q8_0 or q4_0. Default: f16.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option(help="hf: compare with the run in transformers, and keep only what is equal.")
+    ] = True,
+    checkpoint: WhichCheckpoint = "best",
+    as_json: AsJSON = False,
+) -> None:
+    """Write the model for other programs: a Hugging Face folder, or a GGUF file."""
+    if form not in EXPORT_FORMATS:
+        raise UserError(f"--format={form}: it must be one of {', '.join(EXPORT_FORMATS)}.")
+    option, known = EXPORT_FORMATS[form]
+    given = {"--dtype": dtype, "--type": kind}
+    chosen = given.pop(option) or known[0]
+    if chosen not in known:
+        raise UserError(f"{option}={chosen}: it must be one of {', '.join(known)}.")
+    for other, value in given.items():
+        if value is not None:
+            raise UserError(f"{other}={value} with --format={form}: that format has {option}.")
+    if form == "gguf":
+        from gptworks.interop.gguf import export_gguf
+
+        export_gguf(run, out, quantization=chosen, checkpoint=checkpoint, report=_notice)
+        typer.echo(f"wrote {out}: {chosen}")
+        return
+    from gptworks.interop.huggingface import export_huggingface
+
+    precision: Any = chosen
+    export = export_huggingface(run, out, checkpoint=checkpoint, precision=precision, verify=verify, report=_notice)
+    if as_json:
+        _print_json(asdict(export))
+        return
+    typer.echo(f"wrote {out}: {export.architecture}, {export.parameters:,} parameters, {export.precision}")
+    if (found := export.verification) is not None:
+        typer.echo(
+            f"equal in transformers {found.transformers_version}: logits of {found.tokens:,} tokens within "
+            f"{found.logit_difference:.2e}, {found.greedy_tokens} greedy tokens, token ids of {found.texts} texts"
+        )
+    for note in export.notes:
+        typer.echo(f"note: {note}")
+
+
+@app.command("import")
+def import_folder(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A Hugging Face folder with safetensors.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder to make, such as runs/gpt2.")],
+    as_json: AsJSON = False,
+) -> None:
+    """Make a run folder of a Hugging Face folder."""
+    from gptworks.interop.huggingface import import_huggingface
+
+    imported = import_huggingface(folder, run, report=_notice)
+    if as_json:
+        _print_json({**asdict(imported), "model": imported.model.model_dump(mode="json")})
+        return
+    typer.echo(f"made {run} of a {imported.architecture}: {imported.parameters:,} parameters")
+    for note in imported.notes:
+        typer.echo(f"note: {note}")
 
 
 # ------------------------------------------------------------------------------------------------ output

@@ -430,6 +430,9 @@ class Recipe(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Default: the file's name.")
     run_dir: Path = Field(default_factory=lambda data: Path("runs") / data["name"])
     seed: int = Field(1337, ge=0, lt=2**32)
+    initialize_from: Path | None = Field(
+        None, description="A run folder whose best weights this run starts from. None: random ones, as model.init says."
+    )
     model: ModelConfig
     tokenizer: TokenizerConfig
     data: DataConfig

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from gptworks.config import ModelConfig, Recipe, Section, known_vocab_size
+from gptworks.config import FileTokenizer, ModelConfig, Recipe, Section, known_vocab_size
 from gptworks.errors import UserError, nearest
 from gptworks.files import write_whole
 from gptworks.presets import expand_preset
@@ -24,10 +24,15 @@ from gptworks.presets import expand_preset
 def with_vocab_size(recipe: Recipe, vocab_size: int) -> Recipe:
     """The recipe with its model's vocabulary set to the tokenizer's.
 
+    A stated vocabulary may be larger than that of a tokenizer that is read from a file: published models have rows to
+    spare in their embeddings.
+
     Raises:
         UserError: the recipe states another vocabulary.
     """
     stated = recipe.model.vocab_size
+    if isinstance(recipe.tokenizer, FileTokenizer) and stated > vocab_size:
+        return recipe
     if stated not in (0, vocab_size):
         raise UserError(
             f"model.vocab_size={stated} and the tokenizer has {vocab_size} tokens: they must be equal. "
@@ -60,7 +65,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     tree.setdefault("name", path.stem if path.stem != "recipe" else path.absolute().parent.name)
     if run_dir is not None:
         tree["run_dir"] = str(run_dir)  # a run folder may have been moved or copied
-    return parse_recipe(apply_overrides(tree, overrides), str(path))
+    recipe = parse_recipe(apply_overrides(tree, overrides), str(path))
+    return recipe if run_dir is None else _with_tokenizer_at_hand(recipe, run_dir)
+
+
+def _with_tokenizer_at_hand(recipe: Recipe, run_dir: Path) -> Recipe:
+    """The recipe of a run folder, whose tokenizer file may have been left behind: the folder has a copy."""
+    tokenizer, copy = recipe.tokenizer, run_dir / "tokenizer"
+    if not isinstance(tokenizer, FileTokenizer) or tokenizer.path.expanduser().exists() or not copy.exists():
+        return recipe
+    return recipe.model_copy(update={"tokenizer": tokenizer.model_copy(update={"path": copy})})
 
 
 def parse_recipe(tree: dict[str, Any], origin: str = "recipe") -> Recipe:

@@ -73,6 +73,7 @@ def _training(
     cut = f" in {train.accumulation_steps} micro-batches" if train.accumulation_steps > 1 else ""
     matrices = f" ({train.muon_learning_rate:g} for matrices)" if train.optimizer == "muon" else ""
     return {
+        **({} if recipe.initialize_from is None else {"started from": f"the run {recipe.initialize_from.name}"}),
         "ended": f"{reason}, step {progress.step:,}",
         "sources": ", ".join(_source(source) for source in recipe.data.sources),
         "tokens": f"{progress.tokens:,}, {progress.tokens / n_train_tokens:.2f} epochs of the training text",

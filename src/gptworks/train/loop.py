@@ -35,6 +35,7 @@ from gptworks.train.progress import Progress
 from gptworks.train.run_folder import check_run_folder, open_run_folder
 from gptworks.train.schedule import rate_factor
 from gptworks.train.signals import stop_signals
+from gptworks.train.start import check_start, starting_weights
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def train(
     """
     display = display or Display()
     check_run_folder(recipe, resume)
+    check_start(recipe, resume)
     keep_freed_memory()
     device = choose_device(recipe.train.device)
     precision = choose_precision(recipe.train.precision, device)
@@ -138,6 +140,8 @@ class Run:
             self.display.message(f"resuming {folder} from step {self.progress.step:,}")
         elif resume:
             self.display.message(f"{folder} has no checkpoint: starting from step 0")
+        if checkpoint is None and self.recipe.initialize_from is not None:
+            self.model.load_state_dict(starting_weights(self.recipe, self.tokenizer, self.display.message))
         save_recipe(self.recipe, folder / "recipe.yaml")
         save_tokenizer(self.tokenizer, folder / "tokenizer")
         self.log = MetricsLog(folder / "metrics.jsonl", self.progress.step)
@@ -145,6 +149,12 @@ class Run:
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state()
         progress = Progress(**state)
+        folder = self.recipe.run_dir
+        if not progress.data_fingerprint:
+            raise UserError(
+                f"{folder} was imported and has no training to go on with: start one from it with "
+                f"initialize_from={folder} and another run_dir=."
+            )
         if progress.data_fingerprint != self.progress.data_fingerprint:
             raise UserError(
                 f"the data has changed since {self.recipe.run_dir} began: its shards were "

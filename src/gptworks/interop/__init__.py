@@ -1,0 +1,1 @@
+"""Other programs' formats: Hugging Face folders in both directions, and GGUF."""

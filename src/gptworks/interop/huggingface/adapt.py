@@ -1,0 +1,69 @@
+"""Weights in the form that an architecture holds: the same function of the tokens, exactly, in other tensors."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from gptworks.config import ModelConfig
+from gptworks.errors import UserError
+from gptworks.interop.huggingface.families import Family
+from gptworks.interop.huggingface.settings import attention_scale, biases
+from gptworks.interop.huggingface.tensors import expected_tensors
+
+
+def adapt_weights(
+    family: Family, config: ModelConfig, adapted: ModelConfig, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors of `adapted`, which compute what those of `config` do, and what was changed, in words.
+
+    Raises:
+        UserError: the query has biases that are not zero, and the architecture has none.
+    """
+    weights, changes = dict(tensors), []
+    if "qkv" in biases(config) - biases(adapted):
+        _move_value_biases(family, config, weights)
+        changes.append("the value's biases are part of the output's, the key's (without effect) are left out")
+    if (factor := attention_scale(config) / attention_scale(adapted)) != 1.0:
+        _scale_queries(adapted, weights, factor)
+        changes.append(f"queries are multiplied by {factor:g}, since this architecture scales attention otherwise")
+    if added := biases(adapted) - biases(config):
+        for name, expected in expected_tensors(adapted).items():
+            if name.endswith(".bias") and name not in weights:
+                weights[name] = torch.zeros(expected.shape)
+        changes.append(f"biases that the model does not have ({', '.join(sorted(added))}) are zeros")
+    return weights, changes
+
+
+def _move_value_biases(family: Family, config: ModelConfig, weights: dict[str, Tensor]) -> None:
+    """Take the biases of query, key and value away.
+
+    Attention weights add to 1, so a value's bias comes out as it is and the output projection can add it. A key's adds
+    the same to all scores of a query, which the softmax takes away. A query's does neither.
+    """
+    group = config.n_heads // config.n_kv_heads
+    for layer in range(config.n_layers):
+        attention = f"blocks.{layer}.attention"
+        if weights.pop(f"{attention}.query.bias").any():
+            raise UserError(
+                f"model.attention_bias={str(config.attention_bias).lower()}, and `{family.model_type}`, the one "
+                f"architecture of transformers for the rest of this model, has no biases of queries: those of layer "
+                f"{layer} are not zero. Train with model.attention_bias=out to export."
+            )
+        weights.pop(f"{attention}.key.bias")
+        value = weights.pop(f"{attention}.value.bias").view(config.n_kv_heads, -1)  # G D
+        value = value.repeat_interleave(group, dim=0).flatten()  # H·D
+        moved = weights[f"{attention}.out.weight"].double() @ value.double()
+        if config.out_bias:
+            moved = moved + weights[f"{attention}.out.bias"].double()
+        weights[f"{attention}.out.bias"] = moved.float()
+
+
+def _scale_queries(adapted: ModelConfig, weights: dict[str, Tensor], factor: float) -> None:
+    """Multiply the queries, which multiplies q·k; rotation commutes with it, a norm of queries has its own scale."""
+    for layer in range(adapted.n_layers):
+        attention = f"blocks.{layer}.attention"
+        scaled = ("query_norm.weight",) if adapted.qk_norm else ("query.weight", "query.bias")
+        for name in scaled:
+            if f"{attention}.{name}" in weights:
+                weights[f"{attention}.{name}"] = weights[f"{attention}.{name}"] * factor

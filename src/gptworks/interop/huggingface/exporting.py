@@ -1,0 +1,230 @@
+"""A run as a Hugging Face folder, written aside, compared with the model by stock transformers, and then renamed."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, processors
+from torch import Tensor
+
+from gptworks.checkpoint import Report, load_run
+from gptworks.config import ModelConfig
+from gptworks.errors import UserError
+from gptworks.files import sync
+from gptworks.interop.huggingface.adapt import adapt_weights
+from gptworks.interop.huggingface.card import write_card
+from gptworks.interop.huggingface.families import Family, choose_family
+from gptworks.interop.huggingface.tensors import Place, expected_tensors, tensor_places, their_shape
+from gptworks.interop.huggingface.verify import Verification, logit_bound, require_transformers, verify_folder
+from gptworks.model import GPT
+from gptworks.tokenizer import load_tokenizer, prompt_ids, special_tokens, tokenizer_from_json
+
+SHARD_BYTES = 5_000_000_000
+"""A file of tensors is closed before it grows beyond this."""
+
+Precision = Literal["fp32", "bf16", "fp16"]
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_TRAINING_FIELDS = ("dropout_embedding", "dropout_attention", "dropout_residual")
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written."""
+
+    folder: Path
+    architecture: str
+    precision: str
+    parameters: int
+    step: int
+    verification: Verification | None
+    """None: it was left out (`--no-verify`)."""
+    notes: tuple[str, ...]
+    """What lies otherwise in the folder than in the run, in words."""
+
+
+def export_huggingface(
+    run: str | Path,
+    out: str | Path,
+    *,
+    checkpoint: str = "best",
+    precision: Precision = "fp32",
+    verify: bool = True,
+    report: Report = lambda _: None,
+) -> Export:
+    """Write a run's model as a folder that stock transformers loads.
+
+    Args:
+        precision: of the stored weights. They are rounded; the comparison is with our model of the same rounded ones.
+        verify: compare the folder with the model before it takes its name.
+        report: told of damage that was passed over, and of what is done.
+
+    Raises:
+        UserError: no such run; `out` holds something; no architecture of transformers computes the model; transformers
+            is not installed and `verify` is true.
+        RunError: the folder differs from the model. Nothing is kept.
+    """
+    out = Path(out)
+    check_free(out)
+    if verify:
+        require_transformers()
+    loaded = load_run(run, checkpoint, report=report)
+    config, tokenizer = loaded.model.config, load_tokenizer(loaded.tokenizer_folder)
+    family, adapted = choose_family(config)
+    weights, changes = adapt_weights(family, config, adapted, loaded.model.state_dict())
+    notes = (*changes, *_left_out(config, adapted))
+    rounded = _rounded(weights, DTYPES[precision])
+    aside = out.with_name(f".{out.name}.writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        report(f"writing a {family.architecture} of {sum(w.numel() for w in weights.values()):,} parameters")
+        _write_settings(aside, family, config, tokenizer, precision)
+        _write_tokenizer(aside, loaded.tokenizer_folder, tokenizer, config)
+        write_tensors(aside, family, adapted, rounded, SHARD_BYTES)
+        verification = None
+        if verify:
+            report("comparing it with the run in transformers")
+            reference = loaded.model
+            if precision != "fp32":
+                _check_adapted(loaded.model, model_of(adapted, weights))
+                reference = model_of(adapted, {name: tensor.float() for name, tensor in rounded.items()})
+            verification = verify_folder(aside, reference, tokenizer, loaded.recipe.train.sample_prompts)
+        parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+        export = Export(out, family.architecture, precision, parameters, loaded.checkpoint.step, verification, notes)
+        write_card(aside, export, loaded.recipe, family)
+        for path in (*aside.iterdir(), aside):
+            sync(path)
+        if out.exists():
+            out.rmdir()
+        aside.rename(out)
+        sync(out.absolute().parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return export
+
+
+def check_free(out: Path) -> None:
+    """Refuse a place that holds something.
+
+    Raises:
+        UserError: it is a file, or a folder that is not empty.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not an empty folder: give another place, or delete it.")
+
+
+def model_of(config: ModelConfig, tensors: Mapping[str, Tensor]) -> GPT:
+    """A model with these weights, in eval mode."""
+    with torch.device("meta"):
+        model = GPT(config)
+    model.load_state_dict(tensors, assign=True)
+    if model.rotary is not None:
+        model.rotary.reset(torch.device("cpu"))
+    return model.eval()
+
+
+@torch.no_grad()
+def _check_adapted(ours: GPT, adapted: GPT) -> None:
+    """Our model before and after its weights took another form, both in fp32."""
+    chance = torch.Generator().manual_seed(0)
+    tokens = torch.randint(ours.config.vocab_size, (1, min(64, adapted.config.context_length)), generator=chance)
+    before, after = ours(tokens), adapted(tokens)
+    apart = (before - after).abs().max().item()
+    assert apart <= logit_bound(before.abs().max().item()), f"the adapted weights are another function: {apart:.2e}"
+
+
+def _rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    rounded = {name: weight.to(dtype) for name, weight in weights.items()}
+    for name, weight in rounded.items():
+        if not weight.isfinite().all():
+            raise UserError(f"`{name}` has values that {dtype} cannot hold: export with --dtype bf16 or fp32.")
+    return rounded
+
+
+def _left_out(config: ModelConfig, adapted: ModelConfig) -> Iterator[str]:
+    """Settings of training alone that the architecture has no name for."""
+    for name in _TRAINING_FIELDS:
+        if (value := getattr(config, name)) and not getattr(adapted, name):
+            yield f"{name}={value:g}, which is for training alone, is left out"
+
+
+# -------------------------------------------------------------------------------------------------- the files
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_settings(folder: Path, family: Family, config: ModelConfig, tokenizer: Tokenizer, precision: str) -> None:
+    special = special_tokens(tokenizer)
+    ids = {
+        "bos_token_id": special.eos if special.separator else special.bos,
+        "eos_token_id": special.eos,
+        "pad_token_id": special.pad,
+    }
+    dtype = str(DTYPES[precision]).removeprefix("torch.")
+    _write_json(folder / "config.json", family.write(config) | ids | {"dtype": dtype, "use_cache": True})
+    _write_json(folder / "generation_config.json", ids)
+
+
+def _write_tokenizer(folder: Path, source: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """The run's tokenizer, which puts the special tokens before a text that gptworks puts there; its chat template."""
+    exported = tokenizer_from_json(tokenizer.to_str())
+    prefix, sample = prompt_ids(tokenizer, ""), "a"
+    if exported.encode(sample, add_special_tokens=True).ids != prompt_ids(tokenizer, sample):
+        starts = [] if special_tokens(tokenizer).separator else [tokenizer.id_to_token(i) for i in prefix]
+        exported.post_processor = processors.TemplateProcessing(
+            single=[*starts, "$A"], pair=[*starts, "$A", "$B"], special_tokens=[*zip(starts, prefix, strict=False)]
+        )
+    (folder / "tokenizer.json").write_text(exported.to_str(pretty=True), encoding="utf-8")
+    settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
+    _write_json(folder / "tokenizer_config.json", settings | {"model_max_length": config.context_length})
+    names = {name: value for name, value in settings.items() if name.endswith("_token") and isinstance(value, str)}
+    _write_json(folder / "special_tokens_map.json", names)
+    if (source / "chat_template.jinja").exists():
+        shutil.copy(source / "chat_template.jinja", folder)
+
+
+def write_tensors(
+    folder: Path, family: Family, config: ModelConfig, tensors: Mapping[str, Tensor], shard_bytes: int
+) -> None:
+    """Write the tensors by their names there, in one file, or in several with an index."""
+    there = list(tensor_places(family.places, config, tensors))
+    assert {name for place in there for name in place.ours} == set(tensors), "every tensor has a place"
+    shards = _shards(there, config, next(iter(tensors.values())).element_size(), shard_bytes)
+    if len(shards) == 1:
+        _save(folder / "model.safetensors", shards[0], config, tensors)
+        return
+    index: dict[str, str] = {}
+    for i, shard in enumerate(shards):
+        name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        _save(folder / name, shard, config, tensors)
+        index |= {place.theirs: name for place in shard}
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
+
+
+def _shards(there: list[Place], config: ModelConfig, item_bytes: int, shard_bytes: int) -> list[list[Place]]:
+    """The places in parts whose tensors take at most `shard_bytes` each, or hold one tensor."""
+    expected = expected_tensors(config)
+    shards: list[list[Place]] = [[]]
+    room = shard_bytes
+    for place in there:
+        n_bytes = item_bytes * torch.Size(their_shape(place, config, expected)).numel()
+        if n_bytes > room and shards[-1]:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(place)
+        room -= n_bytes
+    return shards
+
+
+def _save(path: Path, there: list[Place], config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+    whole = {place.theirs: place.layout.join([tensors[name] for name in place.ours], config) for place in there}
+    save_file({name: tensor.contiguous() for name, tensor in whole.items()}, path, {"format": "pt"})

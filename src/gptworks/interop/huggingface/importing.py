@@ -1,0 +1,287 @@
+"""A Hugging Face folder as a run: `config.json` and safetensors, read without transformers.
+
+Nothing is guessed: a setting that gptworks does not know, a tensor that is left over, and one that is missing are
+refused by their names.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from gptworks.checkpoint import Report, save_checkpoint
+from gptworks.config import DataConfig, FileTokenizer, ModelConfig, PythonStdlibSource, Recipe, TrainConfig
+from gptworks.errors import UserError, nearest
+from gptworks.files import write_whole
+from gptworks.interop.huggingface.exporting import check_free
+from gptworks.interop.huggingface.families import FAMILIES, HARMLESS, Family
+from gptworks.interop.huggingface.settings import Settings, Values
+from gptworks.interop.huggingface.tensors import expected_tensors, tensor_places, their_shape
+from gptworks.plan.params import count_parameters
+from gptworks.recipe import parse_model, save_recipe
+from gptworks.tokenizer import load_tokenizer, prompt_ids, save_tokenizer, special_tokens, vocabulary_size
+from gptworks.train.progress import Progress
+
+_BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
+"""Masks and frequencies that older versions saved beside the weights; they follow from the settings."""
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Import:
+    """What was read."""
+
+    run_dir: Path
+    architecture: str
+    model: ModelConfig
+    parameters: int
+    notes: tuple[str, ...]
+    """What a reader of the original should know, in words."""
+
+
+def import_huggingface(folder: str | Path, run_dir: str | Path, *, report: Report = lambda _: None) -> Import:
+    """Make a run folder, at step 0, of a Hugging Face folder. Weights become fp32, which holds bf16 and fp16 exactly.
+
+    Raises:
+        UserError: the folder is none, is in no safetensors, or holds a setting or a tensor that gptworks does not know; or
+            `run_dir` holds something. The value is named.
+    """
+    folder, run_dir = Path(folder), Path(run_dir)
+    check_free(run_dir)
+    values = _read_json(folder, "config.json")
+    family, model = read_config(values)
+    files = _tensor_files(folder)
+    tokenizer = _read_tokenizer(folder, model)
+    recipe = _recipe(run_dir, model)
+    report(f"reading a {family.architecture} of {count_parameters(model).total:,} parameters")
+    tensors = read_tensors(files, family, model)
+    notes = tuple(_notes(values, tokenizer))
+    aside = run_dir.with_name(f".{run_dir.name}.writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        save_recipe(recipe, aside / "recipe.yaml")
+        save_tokenizer(tokenizer, aside / "tokenizer")
+        _copy_chat_template(folder, aside / "tokenizer")
+        save_checkpoint(aside, 0, tensors, {}, asdict(Progress()))
+        imported = Import(run_dir, family.architecture, model, count_parameters(model).total, notes)
+        write_whole(aside / "model-card.md", _card(recipe, imported))
+        if run_dir.exists():
+            run_dir.rmdir()
+        aside.rename(run_dir)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return imported
+
+
+def read_config(values: Values) -> tuple[Family, ModelConfig]:
+    """The architecture that a `config.json` names, and the model it describes.
+
+    Raises:
+        UserError: an architecture, a setting or a value that no model of ours has.
+    """
+    kind = str(values.get("model_type"))
+    if kind not in FAMILIES:
+        near = nearest(kind, FAMILIES)
+        raise UserError(
+            f"config.json has model_type `{kind}`"
+            + (f" (nearest: `{near}`)" if near else "")
+            + f": gptworks reads {', '.join(FAMILIES)}."
+        )
+    family, theirs = FAMILIES[kind], Settings(values)
+    theirs.take("model_type")
+    try:
+        fields = family.read(theirs)
+    except UserError:
+        raise
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise UserError(f"config.json, rope_parameters: {problem['loc'] or ''} {problem['msg']}.") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise UserError(f"config.json has a value of a wrong type for a `{kind}`: {error}.") from None
+    unknown = [name for name in theirs.left() if name not in HARMLESS | family.harmless]
+    if unknown:
+        raise UserError(
+            f"config.json has `{unknown[0]}`={values[unknown[0]]!r}, which gptworks does not know of a `{kind}`: it "
+            f"may change what the model computes. Where you know that it does not, delete it from config.json."
+        )
+    return family, parse_model(fields, "config.json")
+
+
+def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig) -> dict[str, Tensor]:
+    """Every tensor of the model in fp32, from the files that hold them: their name → file.
+
+    Raises:
+        UserError: a tensor is missing, left over, of another shape or of a dtype that fp32 does not hold.
+    """
+    expected = expected_tensors(config)
+    theirs = {_known_as(name, family): name for name in files if not _BUFFERS.search(name)}
+    tensors: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        opened = {path: stack.enter_context(_open(path)) for path in sorted(set(files.values()))}
+        for place in tensor_places(family.places, config, expected):
+            if place.theirs not in theirs:
+                raise UserError(f"the tensor `{place.theirs}` is missing: config.json describes a model that has it.")
+            name = theirs.pop(place.theirs)
+            tensor = opened[files[name]].get_tensor(name)
+            if tuple(tensor.shape) != (shape := their_shape(place, config, expected)):
+                raise UserError(f"the tensor `{name}` has shape {tuple(tensor.shape)}; config.json makes it {shape}.")
+            if tensor.dtype not in _DTYPES:
+                raise UserError(f"the tensor `{name}` is {tensor.dtype}: gptworks reads fp32, bf16 and fp16.")
+            parts = place.layout.split(tensor.float(), config)
+            tensors |= {ours: part.contiguous() for ours, part in zip(place.ours, parts, strict=True)}
+        head = theirs.pop(_head(family), None) if config.tie_embeddings else None
+        if head and not torch.equal(opened[files[head]].get_tensor(head).float(), tensors["token_embedding.weight"]):
+            raise UserError(f"`{head}` differs from the embedding, and config.json has `tie_word_embeddings`=true.")
+    if theirs:
+        raise UserError(
+            f"the tensor `{next(iter(theirs.values()))}` has no place in a `{family.model_type}` with these settings, "
+            f"and {len(theirs) - 1} more: the folder holds another model than its config.json says."
+        )
+    missing = expected.keys() - tensors.keys()
+    assert not missing, f"no place for {sorted(missing)[0]}"
+    return {name: tensors[name] for name in expected}
+
+
+def _known_as(name: str, family: Family) -> str:
+    """A tensor's name with the prefix that the bare model leaves out, as this version of transformers has it."""
+    module, _, kind = name.rpartition(".")
+    if module in family.other_names:
+        return f"{family.other_names[module]}.{kind}"
+    whole = name == _head(family) or name.startswith(family.prefix)
+    return name if whole else f"{family.prefix}{name}"
+
+
+def _head(family: Family) -> str:
+    """Their name of the head's matrix."""
+    return next(f"{place.theirs}.weight" for place in family.places if place.ours == ("untied_head",))
+
+
+# ---------------------------------------------------------------------------------------------------- the folder
+
+
+def _read_json(folder: Path, name: str) -> Values:
+    path = folder / name
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{path}: no such file. Give a folder that transformers' `save_pretrained` wrote.") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not readable JSON: {error}.") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds {type(values).__name__}, not a mapping.")
+    return values
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor: from the index of several files, or the names in the one."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if not single.exists() and not index.exists():
+        others = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(kind))
+        if others:
+            raise UserError(
+                f"{folder / others[0]} is of a kind that can run code when it is read: gptworks reads safetensors "
+                f"alone. Save the model again with transformers (`save_pretrained` writes safetensors)."
+            )
+        raise UserError(f"{folder} holds no model.safetensors and no model.safetensors.index.json.")
+    if single.exists():
+        with _open(single) as file:
+            return dict.fromkeys(file.keys(), single)
+    names = _read_json(folder, index.name).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise UserError(f"{index} has no `weight_map` from tensors to files.")
+    files = {tensor: folder / name for tensor, name in names.items()}
+    for path in sorted(set(files.values())):
+        if path.parent != folder or not path.exists():
+            raise UserError(f"{index} names {path.name}, which is not in {folder}.")
+        with _open(path) as file:
+            absent = {tensor for tensor, held in files.items() if held == path} - set(file.keys())
+        if absent:
+            raise UserError(f"{index} says that `{min(absent)}` is in {path.name}, and it is not.")
+    return files
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is damaged or no safetensors file: {error}.") from None
+
+
+def _read_tokenizer(folder: Path, model: ModelConfig) -> Tokenizer:
+    tokenizer = load_tokenizer(folder)
+    if (n_ids := vocabulary_size(tokenizer)) > model.vocab_size:
+        raise UserError(
+            f"{folder / 'tokenizer.json'} has {n_ids} tokens and config.json `vocab_size`={model.vocab_size}: "
+            f"they do not belong together."
+        )
+    return tokenizer
+
+
+def _copy_chat_template(folder: Path, target: Path) -> None:
+    """The chat template is a file of its own; older folders have it in tokenizer_config.json."""
+    if (folder / "chat_template.jinja").exists():
+        shutil.copy(folder / "chat_template.jinja", target)
+    elif (folder / "tokenizer_config.json").exists():
+        template = _read_json(folder, "tokenizer_config.json").get("chat_template")
+        if isinstance(template, str):
+            (target / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def _notes(values: Values, tokenizer: Tokenizer) -> Iterator[str]:
+    """Where gptworks places special tokens otherwise than the folder does."""
+    special, sample = special_tokens(tokenizer), "a"
+    ends = values.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    if special.eos not in ends:
+        ours = "no token" if special.eos is None else f"`{tokenizer.id_to_token(special.eos)}`"
+        yield f"generation ends at {ours}; config.json has `eos_token_id`={values.get('eos_token_id')}"
+    theirs = tokenizer.encode(sample, add_special_tokens=True).ids
+    if theirs != (ours_ids := prompt_ids(tokenizer, sample)):
+        yield f"a prompt `{sample}` is read as {ours_ids}; tokenizer.json makes it {theirs}"
+
+
+# ------------------------------------------------------------------------------------------------------- the run
+
+
+def _recipe(run_dir: Path, model: ModelConfig) -> Recipe:
+    """A recipe for the run folder. Its data and training are placeholders: nothing was trained here."""
+    return Recipe(
+        name=re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.absolute().name).strip("-._") or "imported",
+        run_dir=run_dir,
+        model=model,
+        tokenizer=FileTokenizer(type="file", path=run_dir / "tokenizer"),
+        data=DataConfig(sources=(PythonStdlibSource(type="python-stdlib"),)),
+        train=TrainConfig(max_steps=1000, batch_size=8, learning_rate=3e-5, warmup_steps=100),
+    )
+
+
+def _card(recipe: Recipe, imported: Import) -> str:
+    model, run_dir = recipe.model, recipe.run_dir
+    rows = {
+        "parameters": f"{imported.parameters:,}",
+        "read from": f"a `{imported.architecture}` of Hugging Face",
+        "layers × width × heads": f"{model.n_layers} × {model.d_model} × {model.n_heads}",
+        "context": f"{model.context_length:,} tokens",
+        "position, norm, MLP": f"{model.position}, {model.norm}, {model.mlp} of {model.d_ff:,}",
+    }
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    notes = "".join(f"* {note}\n" for note in imported.notes)
+    return (
+        f"# {recipe.name}\n\nA language model that was imported, not trained, by gptworks.\n\n"
+        f"## Architecture\n\n| | |\n|---|---|\n{table}\n\n{notes}\n"
+        f"The sections `data` and `train` of `recipe.yaml` are placeholders. To train the model further:\n\n"
+        f"```bash\ngptworks train {run_dir} initialize_from={run_dir} run_dir={run_dir}-further \\\n"
+        f"  data.sources.0.type=text data.sources.0.path=my-texts/\n```\n"
+    )

@@ -1,0 +1,101 @@
+"""Tensors in both directions: what each is called in their files, and how several of ours lie in one of theirs.
+
+Shapes: C width, D head width, H heads, E experts, F inner width of an expert.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gptworks.config import ModelConfig
+from gptworks.model import GPT
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How tensors of ours make up one of theirs, and back. `split` undoes `join` exactly."""
+
+    join: Callable[[Sequence[Tensor], ModelConfig], Tensor]
+    split: Callable[[Tensor, ModelConfig], Sequence[Tensor]]
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """[out, in] ↔ [in, out]; a bias as it is."""
+    return x.T if x.dim() == 2 else x
+
+
+def _rows(x: Tensor, n: int) -> Tensor:
+    """[n·m, ...] → [n, m, ...]."""
+    return x.reshape(n, -1, *x.shape[1:])
+
+
+def _join_heads(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
+    """Three of [H·D, ...] → [H·3·D, ...]: for each head its query, key and value."""
+    return torch.stack([_rows(part, config.n_heads) for part in parts], dim=1).flatten(0, 2)
+
+
+def _split_heads(whole: Tensor, config: ModelConfig) -> Sequence[Tensor]:
+    return [part.flatten(0, 1) for part in _rows(_rows(whole, 3 * config.n_heads), config.n_heads).unbind(1)]
+
+
+PLAIN = Layout(lambda parts, _: parts[0], lambda whole, _: [whole])
+TRANSPOSED = Layout(lambda parts, _: _swapped(parts[0]), lambda whole, _: [_swapped(whole)])
+"""GPT-2 keeps its matrices as [in, out]."""
+TRANSPOSED_THIRDS = Layout(lambda parts, _: _swapped(torch.cat(list(parts))), lambda whole, _: _swapped(whole).chunk(3))
+"""Query, key and value beside one another, [C, 3·C]."""
+HEAD_BY_HEAD = Layout(_join_heads, _split_heads)
+"""Query, key and value of each head after one another, [H·3·D, C]."""
+HALVES = Layout(lambda parts, _: torch.cat(list(parts)), lambda whole, _: whole.chunk(2))
+"""Gate and up, [2·F, C]."""
+STACKED = Layout(lambda parts, _: torch.stack(list(parts)), lambda whole, _: whole.unbind())
+"""One matrix for each expert, [E, C, F]."""
+STACKED_HALVES = Layout(
+    lambda parts, config: _rows(torch.cat(list(parts)), config.n_experts),
+    lambda whole, config: whole.flatten(0, 1).chunk(2 * config.n_experts),
+)
+"""Gate and up of each expert, [E, 2·F, C]."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where modules of ours are in their files. `{layer}` and `{expert}` stand for every layer and every expert."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    layout: Layout = PLAIN
+
+
+def places(names: Mapping[str, str]) -> tuple[Place, ...]:
+    """Modules kept alone and as they are: their name → ours."""
+    return tuple(Place(theirs, (ours,)) for theirs, ours in names.items())
+
+
+def tensor_places(rules: Collection[Place], config: ModelConfig, names: Collection[str]) -> Iterator[Place]:
+    """Where each tensor of a model is: the rules written out for its layers and experts, its weights and biases.
+
+    Args:
+        names: the tensors that the model has (`expected_tensors`).
+    """
+    for rule in rules:
+        per_expert = "{expert}" in rule.theirs
+        for layer in range(config.n_layers if "{layer}" in rule.theirs else 1):
+            for expert in range(config.n_experts if per_expert else 1):
+                together = [expert] if per_expert else range(max(config.n_experts, 1))
+                modules = [name.format(layer=layer, expert=e) for e in together for name in rule.ours]
+                for kind in ("weight", "bias"):
+                    ours = tuple(f"{module}.{kind}" for module in dict.fromkeys(modules))
+                    if all(name in names for name in ours):
+                        yield Place(f"{rule.theirs.format(layer=layer, expert=expert)}.{kind}", ours, rule.layout)
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, Tensor]:
+    """The tensors of a model by name, without memory (meta)."""
+    with torch.device("meta"):
+        return GPT(config).state_dict()
+
+
+def their_shape(place: Place, config: ModelConfig, expected: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """The shape that a tensor has in their file."""
+    return tuple(place.layout.join([expected[name] for name in place.ours], config).shape)

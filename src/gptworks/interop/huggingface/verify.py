@@ -1,0 +1,196 @@
+"""A Hugging Face folder beside our model: the same logits, the same greedy tokens from a cache, the same token ids.
+
+The folder is loaded as its readers will load it, by stock transformers and without code of its own, in fp32.
+"""
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from gptworks.errors import RunError, UserError
+from gptworks.model import GPT, KVCache
+from gptworks.tokenizer import prompt_ids
+
+TOLERANCE = 1e-4
+"""Largest difference of two logits, relative to the largest of them all or to 1."""
+
+GREEDY_TOKENS = 64
+
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog.",
+    "def area(radius):\n    return 3.14159 * radius**2  # in m²\n",
+    "Zoë naïvely paid 1,234.50 € for 東京 🗼 — twice!\n\n\tWhy?",
+)
+"""Samples for the tokenizer: words, code with indentation, and characters of several bytes."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was compared, and how far apart it was."""
+
+    transformers_version: str
+    logit_difference: float
+    """Largest, over every position of every sequence."""
+    largest_logit: float
+    tokens: int
+    """Positions compared."""
+    greedy_tokens: int
+    """Compared one by one."""
+    ties: int
+    """Of these, tokens whose logits are equal but for rounding, and of which each side took another."""
+    texts: int
+
+
+def require_transformers() -> Any:
+    """The transformers library.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        with quiet():
+            import transformers
+    except ImportError:
+        raise UserError(
+            "the export is compared with transformers, which is not installed: pip install 'gptworks[interop]', or "
+            "give --no-verify, which leaves the comparison out and says so in the folder's README.md."
+        ) from None
+    return transformers
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep warnings, notes and progress bars of transformers from the terminal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging: Any = importlib.import_module("transformers.utils.logging")
+        verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+            if bars:
+                logging.enable_progress_bar()
+
+
+@torch.no_grad()
+def verify_folder(folder: Path, model: GPT, tokenizer: Tokenizer, texts: Sequence[str] = ()) -> Verification:
+    """Compare a folder with our model and tokenizer.
+
+    Args:
+        model: has the weights that the folder's tensors stand for, in fp32 and in eval mode.
+        texts: compared beside `TEXTS`.
+
+    Raises:
+        RunError: something differs; it is named.
+        UserError: transformers is not installed.
+    """
+    transformers = require_transformers()
+    special = [token.content for token in tokenizer.get_added_tokens_decoder().values()]  # theirs reads them as such
+    texts = [text for text in dict.fromkeys((*TEXTS, *texts)) if text and not any(name in text for name in special)]
+    with quiet():
+        their_tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+        for problem, names in loading.items():
+            if names:
+                raise RunError(f"transformers finds {problem.replace('_', ' ')} in the export: {sorted(names)[0]}.")
+        theirs.eval()
+        _compare_texts(tokenizer, their_tokenizer, texts)
+        sequences = _sequences(model, tokenizer, texts)
+        difference, largest = _compare_logits(model, theirs, sequences)
+        greedy = [_compare_greedy(model, theirs, prompt) for prompt in _prompts(sequences)]
+    n_greedy, n_ties = (sum(counts) for counts in zip(*greedy, strict=True))
+    n_tokens = sum(len(ids) for ids in sequences)
+    return Verification(transformers.__version__, difference, largest, n_tokens, n_greedy, n_ties, len(texts))
+
+
+def logit_bound(largest_logit: float) -> float:
+    """How far apart two logits may be."""
+    return TOLERANCE * max(1.0, largest_logit)
+
+
+def _compare_texts(ours: Tokenizer, theirs: Any, texts: Sequence[str]) -> None:
+    for text in texts:
+        our_ids, their_ids = prompt_ids(ours, text), theirs(text)["input_ids"]
+        if our_ids != their_ids:
+            raise RunError(f"the exported tokenizer reads {text!r} as {their_ids[:12]} and ours as {our_ids[:12]}.")
+        if ours.decode(our_ids) != theirs.decode(their_ids, skip_special_tokens=True):
+            raise RunError(f"the exported tokenizer writes the ids of {text!r} otherwise than ours.")
+
+
+def _sequences(model: GPT, tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids to compare on, the shortest first: random ones, one beyond every window or scaling, and the texts."""
+    config = model.config
+    context, beyond = config.context_length, 96
+    if config.window is not None:
+        beyond = max(beyond, config.window + 32)
+    if config.rope_scaling is not None and config.rope_scaling.type == "dynamic":
+        beyond = max(beyond, config.original_context_length + 32)
+    generator = torch.Generator().manual_seed(0)
+    lengths = (min(n, context) for n in (8, 40, beyond))
+    random = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    read = [prompt_ids(tokenizer, text)[:context] for text in texts]
+    return sorted((ids for ids in (*random, *read) if ids), key=len)
+
+
+def _prompts(sequences: Sequence[list[int]]) -> list[list[int]]:
+    """Beginnings to go on from greedily: of the shortest sequence and of the longest."""
+    return [sequence[: min(8, max(1, len(sequence) // 2))] for sequence in (sequences[0], sequences[-1])]
+
+
+def _compare_logits(model: GPT, theirs: Any, sequences: Sequence[list[int]]) -> tuple[float, float]:
+    """The largest difference, and the largest logit."""
+    difference = largest = 0.0
+    for ids in sequences:
+        tokens = torch.tensor([ids])
+        ours, their_logits = model(tokens), theirs(tokens, use_cache=False).logits
+        apart, size = (ours - their_logits).abs().max().item(), ours.abs().max().item()
+        difference, largest = max(difference, apart), max(largest, size)
+        if not apart <= logit_bound(size):
+            raise RunError(
+                f"the export does not compute what the model does: over {len(ids)} tokens a logit is {apart:.2e} off, "
+                f"where {logit_bound(size):.2e} is allowed."
+            )
+    return difference, largest
+
+
+def _compare_greedy(model: GPT, theirs: Any, prompt: list[int]) -> tuple[int, int]:
+    """Go on from a prompt with both caches, each taking its likeliest token.
+
+    Where two tokens are equally likely but for rounding, both go on with ours.
+
+    Returns:
+        The number of tokens, and of such ties.
+    """
+    config = model.config
+    dynamic = config.rope_scaling is not None and config.rope_scaling.type == "dynamic"
+    room = config.original_context_length if dynamic else config.context_length  # theirs turns cached keys otherwise
+    n_new, n_ties = max(0, min(GREEDY_TOKENS, room - len(prompt))), 0
+    cache, past = KVCache(config, length=len(prompt) + n_new), None
+    tokens = torch.tensor([prompt])
+    for step in range(n_new):
+        ours: Tensor = model(tokens, cache)[0, -1]
+        given = theirs(tokens, past_key_values=past, use_cache=True)
+        their_logits, past = given.logits[0, -1], given.past_key_values
+        chosen = int(ours.argmax())
+        behind = (their_logits.max() - their_logits[chosen]).item()
+        if not behind <= 2 * logit_bound(ours.abs().max().item()):
+            raise RunError(
+                f"greedy token {step + 1} after a prompt of {len(prompt)} is {chosen} here and "
+                f"{int(their_logits.argmax())} in transformers, {behind:.2e} ahead."
+            )
+        n_ties += int(their_logits.argmax()) != chosen
+        tokens = torch.tensor([[chosen]])
+    return n_new, n_ties

@@ -1,0 +1,64 @@
+"""Where a run's weights come from: chance, or another run."""
+
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from gptworks.checkpoint import Report, checkpoints, load_run
+from gptworks.config import ModelConfig, Recipe
+from gptworks.errors import UserError
+from gptworks.recipe import load_recipe
+from gptworks.tokenizer import fingerprint, load_tokenizer
+
+FREE_TO_CHANGE = frozenset({
+    "vocab_size", "context_length", "rope_scaling", "dropout_embedding", "dropout_attention", "dropout_residual",
+    "init", "init_std", "zero_init_projections",
+})  # fmt: skip
+"""Fields that the weights do not depend on, or not alone: vocabulary and tokenizer are compared when both are known."""
+
+
+def check_start(recipe: Recipe, resume: bool = False) -> None:
+    """Refuse a run to start from that has another model, before any work is done. A run that goes on needs none.
+
+    Raises:
+        UserError: `initialize_from` is no run folder, or a field of its model differs.
+    """
+    source = recipe.initialize_from
+    if source is None or (resume and checkpoints(recipe.run_dir)):
+        return
+    if not (source / "recipe.yaml").exists():
+        raise UserError(f"initialize_from={source} is not a run folder: it has no recipe.yaml.")
+    theirs = load_recipe(source).model
+    for name in ModelConfig.model_fields:
+        ours, other = getattr(recipe.model, name), getattr(theirs, name)
+        if name not in FREE_TO_CHANGE and ours != other:
+            raise UserError(
+                f"model.{name}={ours} and initialize_from={source} has {other}: its weights belong to another model. "
+                f"Take over the `model` section of {source / 'recipe.yaml'}."
+            )
+
+
+def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report) -> dict[str, Tensor]:
+    """The best weights of the run that `initialize_from` names.
+
+    Raises:
+        UserError: its model or its tokenizer is another one, or its checkpoints are damaged.
+    """
+    check_start(recipe)
+    source = recipe.initialize_from
+    assert source is not None
+    if fingerprint(load_tokenizer(source / "tokenizer")) != fingerprint(tokenizer):
+        raise UserError(
+            f"the tokenizer is not that of initialize_from={source}, so its embeddings stand for other tokens. "
+            f"Set tokenizer.type=file and tokenizer.path={source / 'tokenizer'}."
+        )
+    loaded = load_run(source, report=report)
+    weights = loaded.model.state_dict()
+    for name, field in (("token_embedding", "vocab_size"), ("position_embedding", "context_length")):
+        ours, theirs = getattr(recipe.model, field), getattr(loaded.recipe.model, field)
+        if ours != theirs and f"{name}.weight" in weights:
+            raise UserError(
+                f"model.{field}={ours} and initialize_from={source} has a {name.replace('_', ' ')} of {theirs}: "
+                f"set model.{field}={theirs}."
+            )
+    report(f"starting from {source}, step {loaded.checkpoint.step:,}")
+    return weights
