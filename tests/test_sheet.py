@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from gptworks.plan import Plan, describe, plan
 from gptworks.plan.diagram import diagram
 from gptworks.plan.published import published_figures, readable, reference_architectures_markdown
 from gptworks.presets import PRESETS, preset
-from gptworks.recipe import parse_recipe
+from gptworks.recipe import parse_model, parse_recipe
 
 ROOT = Path(__file__).parent.parent
 
@@ -99,9 +100,20 @@ def test_the_terminal_sheet_fits_and_says_the_total(name: str, width: int) -> No
     assert "…" not in text
 
 
-@pytest.mark.parametrize("name", PRESETS)
+def variant(name: str, **changes: Any) -> ModelConfig:
+    return parse_model({"preset": name, **changes}, name)
+
+
+RECTANGLES = {name: preset(name) for name in PRESETS} | {
+    "parallel experts": variant("gpt3-175b", n_experts=8, d_ff_shared=49_152, parallel_residual=True, mlp="swiglu"),
+    "long words": variant("gpt3-175b", position="rope", rope_theta=123_456_789, rope_fraction=0.5, qk_norm=True,
+                          rope_scaling={"type": "dynamic", "factor": 4}, parallel_residual=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECTANGLES)
 def test_the_diagram_is_a_rectangle(name: str) -> None:
-    lines = [line for line in diagram(preset(name), 80) if line.startswith(("╭", "╰", "│", "║", "╔", "╚"))]
+    lines = [line for line in diagram(RECTANGLES[name], 80) if line.startswith(("╭", "╰", "│", "║", "╔", "╚"))]
     assert len(lines) > 20
     assert {max(line.rfind(edge) for edge in "╮╯│║╗╝") for line in lines} == {59}
 
@@ -114,12 +126,60 @@ def test_the_diagram_shows_what_the_model_has() -> None:
     assert "24 × block" in text
     assert "2 of 256 × 768" in text
     assert "B × 4 × T × 64" in text
-    assert "rotate queries, keys by position" in text
+    assert "rotate queries and keys" in text
     assert "SiLU(gate) × up" in text
     assert "head (tied)" in text
     assert "LayerNorm" not in text
     assert "position embedding" not in text
     assert "48 of 96 see 256" in "\n".join(diagram(preset("gpt3-175b-banded")))
+
+
+def test_the_diagram_shows_experts_biases_and_scaled_positions() -> None:
+    text = "\n".join(diagram(preset("moe-115m")))
+    assert "router" in text
+    assert "8 × 512" in text
+    assert "8 experts, 2 for each token:" in text
+    assert "B × T × 2 × 1,024" in text
+    assert "sum, weighted by the router" in text
+    assert "shared" not in text
+    changed = variant("moe-115m", d_ff_shared=256, mlp_bias=True, attention_bias="out", rope_fraction=0.5,
+                      rope_scaling={"type": "yarn", "factor": 4}, attention_scale=0.2)  # fmt: skip
+    text = "\n".join(diagram(changed))
+    assert "+ a shared expert for every token" in text
+    assert "2 of 256 × 512 + bias" in text
+    assert re.search(r"output projection +512 × 512 \+ bias", text)
+    assert re.search(r"query +512 × 512 │", text)
+    assert "first 32 of 64, θ = 10,000" in text
+    assert "yarn, × 4 from 256" in text
+    assert "softmax(q·kᵀ × 0.2)" in text
+
+
+def test_parallel_parts_hang_on_one_fork() -> None:
+    serial, parallel = (diagram(variant("gpt2", parallel_residual=choice)) for choice in (False, True))
+    assert sum("├────" in line for line in serial) == 2
+    assert sum("├────" in line for line in parallel) == 1
+    assert sum("+◄───╯" in line for line in serial) == sum("+◄───╯" in line for line in parallel) == 2
+
+
+def test_experts_are_listed_once() -> None:
+    text = printed(describe(variant("moe-115m", mlp_bias=True, n_experts=16, d_ff_shared=256)), 100)
+    assert "16 × (gate up [1,024 × 512] · down [512 × 1,024])" in text
+    assert "16 × (gate up [1,024] · down [512])" in text
+    assert "experts.1" not in text
+
+
+def test_active_parameters_and_the_operations_of_experts() -> None:
+    sheet = describe(preset("mixtral-8x7b")).to_json()
+    assert sheet["parameters"]["total"] == 46_702_792_704
+    assert sheet["parameters"]["active"] == 12_879_925_248
+    assert len(sheet["parameters"]["groups"]["mlp_weights"]["tensors"]) == 24
+    assert describe(preset("gpt2")).to_json()["parameters"]["active"] == 124_439_808
+    text = printed(describe(preset("mixtral-8x7b")), 100)
+    assert re.search(r"for a token +394,305,536 +12,879,925,248", text)
+    parts = describe(variant("mixtral-8x7b", d_ff_shared=1024)).to_json()["flops"]["parts_per_token"]
+    assert parts["router"] == 2 * 32 * 4096 * 8
+    assert parts["2 of 8 experts"] == 2 * 32 * 3 * 4096 * 14_336 * 2
+    assert parts["shared expert"] == 2 * 32 * 3 * 4096 * 1024
 
 
 def test_markdown_has_the_diagram_and_well_formed_tables() -> None:
@@ -167,6 +227,13 @@ FIGURES = [
     ("llm-200m", "parameters, by name", 200e6, 265_165_056, 0),
     ("llm-200m", "parameters, as stated", 251e6, 265_165_056, 0),
     ("gpt3-6.7b", "parameters", 6.7e9, 6_658_404_352, 0),
+    ("smollm2-135m", "parameters", 134_515_008, 134_515_008, 0),
+    ("tinyllama-1.1b", "parameters", 1_100_048_384, 1_100_048_384, 0),
+    ("llama-2-7b", "parameters", 6_738_415_616, 6_738_415_616, 0),
+    ("qwen3-0.6b", "parameters", 0.6e9, 0.596e9, 5e5),
+    ("qwen3-0.6b", "outside the embeddings", 0.44e9, 0.44e9, 5e6),
+    ("mixtral-8x7b", "parameters", 46.7e9, 46.7e9, 5e7),
+    ("mixtral-8x7b", "active for a token", 12.9e9, 12.9e9, 5e7),
 ]
 
 
@@ -181,7 +248,16 @@ def test_published_beside_exact(
 
 def test_every_reference_preset_has_published_figures() -> None:
     without = {name for name in PRESETS if not published_figures(preset(name))}
-    assert without == {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"}
+    ours = {name for name in PRESETS if name.startswith(("modern-", "moe-"))}
+    assert without == {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"} | ours
+
+
+def test_the_reference_page_has_every_preset() -> None:
+    page = reference_architectures_markdown()
+    for name in PRESETS:
+        assert f"| `{name.removesuffix('-banded')}` |" in page
+    assert re.search(r"\| `mixtral-8x7b` .* \| 32 / 8 \| 8 × 14336, 2 for a token .* \| none \| untied ", page)
+    assert re.search(r"\| `qwen3-0.6b` .* \| 16 / 8 of 128 .* \| rmsnorm, QK-norm ", page)
 
 
 def test_the_reference_page_is_current() -> None:

@@ -1,6 +1,7 @@
 """A model's data flow drawn in text: each operation, the shape of its weights, and the shape of what leaves it.
 
-Shapes: B sequences of T tokens; weights are [out × in].
+The words for its parts are here too; the page's figure (figure.py) uses the same. Shapes: B sequences of T tokens;
+weights are [out × in].
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,12 +18,62 @@ MIN_WIDTH = 80
 """Columns that the longest rows need."""
 
 _SHAPE_WIDTH = 20
+_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 _ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu2": "ReLU²", "swiglu": "SiLU", "geglu": "GELU"}
+
+# The words ------------------------------------------------------------------------------------------------------
 
 
 def dims(shape: Iterable[int]) -> str:
     """`50,257 × 768`."""
     return " × ".join(f"{size:,}" for size in shape)
+
+
+def matrix(out: int, into: int, bias: bool = False) -> str:
+    """A linear layer's weights; its bias has `out` elements."""
+    return dims((out, into)) + (" + bias" if bias else "")
+
+
+def norm_name(c: ModelConfig) -> str:
+    return _NORMS[c.norm]
+
+
+def norm_weights(c: ModelConfig) -> str:
+    return f"{c.d_model:,}" + (f" + {c.d_model:,}" if c.norm_bias else "")
+
+
+def activation(c: ModelConfig) -> str:
+    return f"{_ACTIVATIONS[c.mlp]}(gate) × up" if c.gated else _ACTIVATIONS[c.mlp]
+
+
+def turned(c: ModelConfig) -> str:
+    """Which part of each head the rotary embedding turns; empty where it is all."""
+    return "" if c.d_rotary == c.d_head else f"first {c.d_rotary:,} of {c.d_head:,}"
+
+
+def scaled(c: ModelConfig) -> str:
+    """How the rotary frequencies were changed; empty where they were not."""
+    if c.rope_scaling is None:
+        return ""
+    return f"{c.rope_scaling.type}, × {c.rope_scaling.factor:g} from {c.original_context_length:,}"
+
+
+def scores(c: ModelConfig) -> str:
+    by = f"/ √{c.d_head:,}" if c.attention_scale is None else f"× {c.attention_scale:g}"
+    return f"softmax(q·kᵀ {by})"
+
+
+def n_banded(c: ModelConfig) -> int:
+    """Layers that see a window alone."""
+    return sum(window is not None for window in c.layer_windows)
+
+
+def sight(c: ModelConfig) -> str:
+    """What a token sees."""
+    return "causal" if not n_banded(c) else f"causal; {n_banded(c)} of {c.n_layers} see {c.window:,}"
+
+
+# The drawing ----------------------------------------------------------------------------------------------------
 
 
 def diagram(config: ModelConfig, width: int = MIN_WIDTH) -> list[str]:
@@ -34,8 +85,7 @@ def diagram(config: ModelConfig, width: int = MIN_WIDTH) -> list[str]:
 
 def _lines(c: ModelConfig, width: int) -> Iterator[Line]:
     stream, logits = f"B × T × {c.d_model:,}", f"B × T × {c.vocab_size:,}"
-    norm_weights = f"{c.d_model:,}" + (f" + {c.d_model:,}" if c.norm_bias else "")
-    norm: Row = ({"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[c.norm], norm_weights, stream)
+    norm: Row = (norm_name(c), norm_weights(c), stream)
     embedding: list[Row] = [("token embedding", dims((c.vocab_size, c.d_model)), stream)]
     if c.position == "learned":
         embedding.append(("+ position embedding", dims((c.context_length, c.d_model)), stream))
@@ -48,8 +98,8 @@ def _lines(c: ModelConfig, width: int) -> Iterator[Line]:
     yield from _box(embedding, width)
     yield "      │", ""
     yield f"╔═════▼{f' {c.n_layers} × block '.ljust(width - 8, '═')}╗", ""
-    yield from _branch([norm, *_attention(c), *residual], width)
-    yield from _branch([norm, *_mlp(c), *residual], width)
+    attention, mlp = [norm, *_attention(c), *residual], [norm, *(_experts(c) if c.n_experts else _mlp(c)), *residual]
+    yield from _parallel(attention, mlp, width) if c.parallel_residual else _serial(attention, mlp, width)
     yield f"╚═════╪{'═' * (width - 8)}╝", ""
     yield "      │", ""
     yield from _box([norm, (head, dims((c.vocab_size, c.d_model)), logits)], width)
@@ -61,45 +111,81 @@ def _attention(c: ModelConfig) -> Iterator[Row]:
     per_query, per_key = f"B × {c.n_heads:,} × T × {c.d_head:,}", f"B × {c.n_kv_heads:,} × T × {c.d_head:,}"
     query_width, key_width = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
     if query_width == key_width:
-        yield "query, key, value", f"3 of {dims((query_width, c.d_model))}", per_query
+        yield "query, key, value", f"3 of {matrix(query_width, c.d_model, c.qkv_bias)}", per_query
     else:
-        yield "query", dims((query_width, c.d_model)), per_query
-        yield "key, value", f"2 of {dims((key_width, c.d_model))}", per_key
+        yield "query", matrix(query_width, c.d_model, c.qkv_bias), per_query
+        yield "key, value", f"2 of {matrix(key_width, c.d_model, c.qkv_bias)}", per_key
     if c.qk_norm:
         yield "RMSNorm of queries and keys", f"2 of {c.d_head:,}", ""
     if c.position == "rope":
-        yield "rotate queries, keys by position", f"θ = {c.rope_theta:,.0f}", ""
-    yield f"softmax(q·kᵀ / √{c.d_head:,})", _sight(c), f"B × {c.n_heads:,} × T × T"
+        yield "rotate queries and keys", ", ".join(filter(None, (turned(c), f"θ = {c.rope_theta:,.10g}"))), ""
+    if c.rope_scaling is not None:
+        yield "  scaled", scaled(c), ""
+    yield scores(c), sight(c), f"B × {c.n_heads:,} × T × T"
     yield "weighted sum of values", f"dropout {c.dropout_attention:g}" if c.dropout_attention else "", per_query
-    yield "output projection", dims((c.d_model, query_width)), f"B × T × {c.d_model:,}"
-
-
-def _sight(c: ModelConfig) -> str:
-    """What a token sees."""
-    banded = sum(window is not None for window in c.layer_windows)
-    return "causal" if not banded else f"causal; {banded} of {c.n_layers} see {c.window:,}"
+    yield "output projection", matrix(c.d_model, query_width, c.out_bias), f"B × T × {c.d_model:,}"
 
 
 def _mlp(c: ModelConfig) -> Iterator[Row]:
-    inner, activation = f"B × T × {c.d_ff:,}", _ACTIVATIONS[c.mlp]
-    yield ("gate, up" if c.gated else "up"), ("2 of " if c.gated else "") + dims((c.d_ff, c.d_model)), inner
-    yield (f"{activation}(gate) × up" if c.gated else activation), "", inner
-    yield "down", dims((c.d_model, c.d_ff)), f"B × T × {c.d_model:,}"
+    yield from _matrices(c, c.d_ff, "B × T")
+
+
+def _matrices(c: ModelConfig, d_ff: int, tokens: str, indent: str = "") -> Iterator[Row]:
+    """An MLP of inner width `d_ff` over what `tokens` says."""
+    inner = f"{tokens} × {d_ff:,}"
+    up = matrix(d_ff, c.d_model, c.mlp_bias)
+    yield (f"{indent}gate, up", f"2 of {up}", inner) if c.gated else (f"{indent}up", up, inner)
+    yield f"{indent}{activation(c)}", "", inner
+    yield f"{indent}down", matrix(c.d_model, d_ff, c.mlp_bias), f"{tokens} × {c.d_model:,}"
+
+
+def _experts(c: ModelConfig) -> Iterator[Row]:
+    yield "router", dims((c.n_experts, c.d_model)), f"B × T × {c.n_experts:,}"
+    yield f"{c.n_experts:,} experts, {c.n_experts_per_token:,} for each token:", "", ""
+    yield from _matrices(c, c.d_ff, f"B × T × {c.n_experts_per_token:,}", indent="  ")
+    yield "sum, weighted by the router", "", f"B × T × {c.d_model:,}"
+    if c.d_ff_shared:
+        yield "+ a shared expert for every token", "", ""
+        yield from _matrices(c, c.d_ff_shared, "B × T", indent="  ")
 
 
 def _box(rows: list[Row], width: int) -> Iterator[Line]:
     """A box that the residual stream runs into and out of."""
     yield f"╭─────▼{'─' * (width - 8)}╮", ""
-    for operation, weights, shape in rows:
-        yield f"│  {operation}{weights:>{width - 6 - len(operation)}}  │", shape
+    for text, shape in _fitted(rows, width - 6):
+        yield f"│  {text}  │", shape
     yield f"╰─────┬{'─' * (width - 8)}╯", ""
 
 
-def _branch(rows: list[Row], width: int) -> Iterator[Line]:
-    """A box inside the block, fed from the residual stream on its left and added back to it."""
-    yield f"║     ├────╮{' ' * (width - 13)}║", ""
-    yield f"║     │ ╭──▼{'─' * (width - 15)}╮ ║", ""
+def _serial(attention: list[Row], mlp: list[Row], width: int) -> Iterator[Line]:
+    """Two boxes inside the block, each fed from the residual stream on its left and added back to it."""
+    for rows in (attention, mlp):
+        yield f"║     ├────╮{' ' * (width - 13)}║", ""
+        yield from _branch(rows, width - 14, "║")
+
+
+def _parallel(attention: list[Row], mlp: list[Row], width: int) -> Iterator[Line]:
+    """The same where both read what enters the block: the second box's line runs beside the first box."""
+    yield f"║     ├────┬{'─' * (width - 15)}╮ ║", ""
+    yield from _branch(attention, width - 16, "│ ║")
+    yield f"║     │    ╭{'─' * (width - 15)}╯ ║", ""
+    yield from _branch(mlp, width - 14, "║")
+
+
+def _branch(rows: list[Row], width: int, beside: str) -> Iterator[Line]:
+    """A box of `width` columns inside the block; `beside` stands on its right."""
+    yield f"║     │ ╭──▼{'─' * (width - 1)}╮ {beside}", ""
+    for text, shape in _fitted(rows, width):
+        yield f"║     │ │ {text} │ {beside}", shape
+    yield f"║     │ ╰──┬{'─' * (width - 1)}╯ {beside}", ""
+    yield f"║     +◄───╯{' ' * (width + 1)}{beside}", ""
+
+
+def _fitted(rows: list[Row], width: int) -> Iterator[Line]:
+    """Each row on one line, or its weights on a line of their own where both are too long."""
     for operation, weights, shape in rows:
-        yield f"║     │ │ {operation}{weights:>{width - 14 - len(operation)}} │ ║", shape
-    yield f"║     │ ╰──┬{'─' * (width - 15)}╯ ║", ""
-    yield f"║     +◄───╯{' ' * (width - 13)}║", ""
+        if len(operation) + 1 + len(weights) <= width:
+            yield f"{operation}{weights:>{width - len(operation)}}", shape
+        else:
+            yield f"{operation:<{width}}", shape
+            yield f"{weights:>{width}}", ""

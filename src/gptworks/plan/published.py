@@ -1,4 +1,4 @@
-"""What the five reference documents print about their models, beside what their dimensions come to."""
+"""What documents print about their models, beside what the dimensions come to."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 from gptworks.config import ModelConfig
 from gptworks.plan.flops import TRAINING_PER_FORWARD, forward_flops
 from gptworks.plan.params import count_parameters
-from gptworks.presets import GPT2_SIZES, GPT3_SIZES, PRESETS, preset
+from gptworks.presets import GPT2_SIZES, GPT3_SIZES, MODERN_SIZES, PRESETS, preset
 
 PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 
@@ -25,12 +25,17 @@ class Figure:
     """A figure that a document prints, and the exact one."""
 
     document: str
+    """The number of one of the five reference documents, or a publication."""
     quantity: str
     unit: str
     published: float | str
     """In units, not in thousands or millions; text where the document prints a range."""
     exact: float
     note: str = ""
+
+    @property
+    def source(self) -> str:
+        return f"document {self.document}" if self.document.isdigit() else self.document
 
     @property
     def published_text(self) -> str:
@@ -157,6 +162,16 @@ def _llm_200m(config: ModelConfig) -> Iterator[Figure]:
                  "7.1M a layer, rounded before it is multiplied.")  # fmt: skip
 
 
+def _counted(source: str, *figures: tuple[str, float, str, str]) -> Callable[[ModelConfig], Iterator[Figure]]:
+    """Figures of a publication: each a quantity, what is printed, the count it names, and a note."""
+
+    def all_figures(config: ModelConfig) -> Iterator[Figure]:
+        for quantity, published, count, note in figures:
+            yield Figure(source, quantity, "parameters", published, getattr(count_parameters(config), count), note)
+
+    return all_figures
+
+
 def _nominal(size: str) -> float:
     return float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
 
@@ -173,6 +188,25 @@ _FIGURES: dict[str, Callable[[ModelConfig], Iterator[Figure]]] = {
     "gpt2-small-untied": _gpt2_from_scratch((163_037_184, "124,439,808 if the head were tied.")),
     "vaani-427m": _vaani_427m,
     "llm-200m": _llm_200m,
+    "smollm2-135m": _counted(
+        "Allal et al., 2025", ("parameters", 134_515_008, "total", "Counted in the released weights.")
+    ),
+    "tinyllama-1.1b": _counted(
+        "Zhang et al., 2024", ("parameters", 1_100_048_384, "total", "Counted in the released weights.")
+    ),
+    "llama-2-7b": _counted(
+        "Touvron et al., 2023", ("parameters", 6_738_415_616, "total", "Counted in the released weights.")
+    ),
+    "qwen3-0.6b": _counted(
+        "Yang et al., 2025",
+        ("parameters", 0.6e9, "total", "From the model card."),
+        ("outside the embeddings", 0.44e9, "non_embedding", "From the model card."),
+    ),
+    "mixtral-8x7b": _counted(
+        "Jiang et al., 2024",
+        ("parameters", 46.7e9, "total", "From the announcement; the paper rounds to 47B. The name would be 56B."),
+        ("active for a token", 12.9e9, "active", "From the announcement; the paper rounds to 13B."),
+    ),
 }
 
 # The documentation page -------------------------------------------------------------------------------------
@@ -227,6 +261,20 @@ _LADDERS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         tuple(GPT2_SIZES),
         (),
     ),
+    "Models of others as released": (
+        "RMSNorm, rotary positions, SwiGLU, no biases in linear layers; all but Llama 2 7B have fewer key/value heads "
+        "than query heads.",
+        ("smollm2-135m", "tinyllama-1.1b", "llama-2-7b", "qwen3-0.6b", "mixtral-8x7b"),
+        (
+            "Mixtral's eight experts share the attention, so that 8 × 7B is 46.7B; a token passes through two of them.",
+            "Qwen3's heads are wider than d / H: 16 heads of 128 on a width of 1024.",
+        ),
+    ),
+    "gptworks's own": (
+        "The defaults for small models, and a small mixture of experts.",
+        (*(f"modern-{size}" for size in MODERN_SIZES), "moe-115m"),
+        (),
+    ),
 }
 
 
@@ -242,7 +290,9 @@ def reference_architectures_markdown() -> str:
         "them by arithmetic, and the tests check it against the built model and torch's FLOP counter.",
         "",
         "Conventions: a multiply-add is two operations; attention scores are dense (all T × T pairs); forward FLOPs",
-        "are per token at full context, and training takes three times as many; GB and GFLOP are decimal.",
+        "are per token at full context, and training takes three times as many; GB and GFLOP are decimal. V is the",
+        "vocabulary, d the width, L the layers, H the query heads (/ key and value heads where they are fewer), f the",
+        "MLP's inner width, T the context.",
         "",
     ]
     for title, (summary, names, contradictions) in _LADDERS.items():
@@ -255,6 +305,7 @@ def reference_architectures_markdown() -> str:
             ]
             for name, figure in figures:
                 quantity, published, exact, error, note = figure.cells
+                note = note if figure.document.isdigit() else f"{figure.source}. {note}"
                 lines.append(f"| `{name}` | {quantity} | {published} | **{exact}** | {error} | {note} |")
             lines.append("")
         lines += [f"- {line}" for line in contradictions] + [""] * bool(contradictions)
@@ -262,13 +313,46 @@ def reference_architectures_markdown() -> str:
 
 
 def _dimensions(names: tuple[str, ...]) -> Iterator[str]:
-    yield "| preset | V | d | L | H | f | T | position | MLP | biases | head | init | dropout | parameters | forward |"
-    yield "|---|---:|---:|---:|---:|---:|---:|---|---|---|---|---|---:|---:|---:|"
+    header = (
+        "preset",
+        *"VdLHfT",
+        "position",
+        "norm",
+        "MLP",
+        "biases",
+        "head",
+        "init",
+        "dropout",
+        "parameters",
+        "forward",
+    )
+    yield "| " + " | ".join(header) + " |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---|---|---|---|---|---|---:|---:|---:|"
     for name in names:
         c = preset(name)
+        count = count_parameters(c)
+        parameters = f"**{count.total:,}**" + (f", {count.active:,} for a token" if c.n_experts else "")
         cells = (
-            f"`{name}`", f"{c.vocab_size:,}", c.d_model, c.n_layers, c.n_heads, c.d_ff, c.context_length, c.position,
-            c.mlp, "all" if c.attention_bias and c.mlp_bias else "norms", "tied" if c.tie_embeddings else "untied",
-            c.init, c.dropout_residual, f"**{_total(c):,}**", readable(forward_flops(c).per_token_dense, "FLOP"),
+            f"`{name}`", f"{c.vocab_size:,}", c.d_model, c.n_layers, _heads(c), _inner(c), c.context_length, c.position,
+            c.norm + (", QK-norm" if c.qk_norm else ""), c.mlp, _biases(c), "tied" if c.tie_embeddings else "untied",
+            c.init, c.dropout_residual, parameters, readable(forward_flops(c).per_token_dense, "FLOP"),
         )  # fmt: skip
         yield "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _heads(c: ModelConfig) -> str:
+    """`12`, or `12 / 4` with key/value heads of their own number; `of 128` where the width does not tell."""
+    heads = f"{c.n_heads}" if c.n_kv_heads == c.n_heads else f"{c.n_heads} / {c.n_kv_heads}"
+    return heads if c.n_heads * c.d_head == c.d_model else f"{heads} of {c.d_head}"
+
+
+def _inner(c: ModelConfig) -> str:
+    return f"{c.d_ff}" if not c.n_experts else f"{c.n_experts} × {c.d_ff}, {c.n_experts_per_token} for a token"
+
+
+def _biases(c: ModelConfig) -> str:
+    """Where there are biases: `all`, `norms`, `none`, or a list."""
+    present = {"qkv": c.qkv_bias, "out": c.out_bias, "MLP": c.mlp_bias, "norms": c.norm_bias}
+    if all(present.values()):
+        return "all"
+    return ", ".join(name for name, there in present.items() if there) or "none"

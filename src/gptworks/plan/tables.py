@@ -40,6 +40,7 @@ def or_unknown(value: float | None, form: str = ",") -> str:
 def parameters_json(parameters: ParameterCount) -> dict[str, Any]:
     return {
         "total": parameters.total,
+        "active": parameters.active,
         "embedding": parameters.embedding,
         "non_embedding": parameters.non_embedding,
         "groups": {

@@ -1,0 +1,103 @@
+"""Drawing in SVG: boxes, lines, and text that is measured before it is set.
+
+Lengths are in the drawing's own units, y grows downwards. Colours come from the page's style by class.
+"""
+
+from collections.abc import Iterable
+from html import escape
+from typing import Literal
+
+Point = tuple[float, float]
+
+LABEL, SMALL = 14.0, 12.0
+"""Sizes of type: names in bold, and shapes."""
+
+_WIDTHS = {
+    **dict.fromkeys("ijl'", 0.31),
+    **dict.fromkeys(" .,:;·/|()[]ftr-I", 0.45),
+    **dict.fromkeys("mwMWQ%@…—", 1.01),
+}
+_DIGIT, _LOWER, _OTHER = 0.64, 0.64, 0.84
+
+
+def text_width(text: str, size: float, bold: bool = False) -> float:
+    """At least as wide as the text in the widest of the usual sans-serif types (DejaVu Sans)."""
+    ems = 0.0
+    for letter in text:
+        plain = _DIGIT if letter.isdigit() else _LOWER if letter.islower() else _OTHER
+        ems += _WIDTHS.get(letter, plain)
+    return ems * size * (1.12 if bold else 1.0)
+
+
+class Drawing:
+    """Elements in the order in which they are painted."""
+
+    def __init__(self) -> None:
+        self.elements: list[str] = []
+
+    def add(self, tag: str, content: str | None = None, **attributes: str | float) -> None:
+        """An element; `class_` is written class, and text_anchor text-anchor. The content is text, not markup."""
+        written = "".join(
+            f' {name.rstrip("_").replace("_", "-")}="{escape(value) if isinstance(value, str) else f"{value:.6g}"}"'
+            for name, value in attributes.items()
+        )
+        self.elements.append(f"<{tag}{written}/>" if content is None else f"<{tag}{written}>{escape(content)}</{tag}>")
+
+    def box(self, x: float, y: float, width: float, height: float, kind: str, radius: float = 6) -> None:
+        self.add("rect", class_=kind, x=x, y=y, width=width, height=height, rx=radius)
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        room: float,
+        *,
+        bold: bool = False,
+        anchor: Literal["start", "middle", "end"] = "start",
+        upright: bool = False,
+    ) -> None:
+        """One line on the baseline y, set smaller where it would be wider than `room`. `upright`: read from below."""
+        size = LABEL if bold else SMALL
+        size *= min(1.0, room / max(text_width(text, size, bold), 1e-9))
+        turned: dict[str, str | float] = {"transform": f"rotate(-90 {x:.6g} {y:.6g})"} if upright else {}
+        kind = "name" if bold else "shape"
+        self.add("text", text, class_=kind, x=x, y=y, font_size=size, text_anchor=anchor, **turned)
+
+    def line(self, *points: Point, kind: str = "flow", arrow: bool = False) -> None:
+        """Straight pieces through the points; an arrow ends in a head."""
+        (x, y), (before_x, before_y) = points[-1], points[-2]
+        dx, dy = _sign(x - before_x), _sign(y - before_y)
+        if arrow:
+            points = (*points[:-1], (x - 5 * dx, y - 5 * dy))
+        self.add("path", class_=kind, d="M" + " L".join(f"{px:.6g} {py:.6g}" for px, py in points))
+        if arrow:
+            corners = [(x, y), (x - 8 * dx + 4 * dy, y - 8 * dy + 4 * dx), (x - 8 * dx - 4 * dy, y - 8 * dy - 4 * dx)]
+            self.add("polygon", class_="arrow", points=" ".join(f"{px:.6g},{py:.6g}" for px, py in corners))
+
+    def plus(self, x: float, y: float, radius: float = 10) -> None:
+        """An addition: a circle with a plus."""
+        self.add("circle", class_="plus", cx=x, cy=y, r=radius)
+        self.add("path", class_="sign", d=f"M{x - 5:.6g} {y:.6g} h10 M{x:.6g} {y - 5:.6g} v10")
+
+    def svg(self, width: float, height: float, title: str, description: str, name: str) -> str:
+        """The whole, scaled to the page's width. `name` tells the title's id from those of other drawings."""
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.6g} {height:.6g}" role="img" '
+            f'aria-labelledby="{name}-title {name}-description">'
+        )
+        words = f'<title id="{name}-title">{escape(title)}</title>'
+        words += f'<desc id="{name}-description">{escape(description)}</desc>'
+        return "\n".join((head, words, *self.elements, "</svg>"))
+
+
+def combined(drawings: Iterable[Drawing]) -> Drawing:
+    """One drawing, the first painted undermost."""
+    whole = Drawing()
+    for drawing in drawings:
+        whole.elements += drawing.elements
+    return whole
+
+
+def _sign(value: float) -> int:
+    return (value > 0) - (value < 0)

@@ -1,0 +1,411 @@
+"""The page of a model: well-formed, self-contained, its numbers the sheet's, its text inside its boxes."""
+
+import json
+import re
+from functools import cache
+from html.parser import HTMLParser
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+import tiny
+from gptworks.config import ModelConfig
+from gptworks.errors import UserError
+from gptworks.plan import Sheet, describe
+from gptworks.plan.html import to_html, write_html
+from gptworks.plan.svg import text_width
+from gptworks.presets import PRESETS
+from gptworks.recipe import parse_model
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "parallel": {
+        "preset": "gpt2-medium", "parallel_residual": True, "position": "rope", "rope_fraction": 0.25, "qk_norm": True,
+        "attention_bias": "qkv", "tie_embeddings": False,
+    },
+    "shared": {
+        "preset": "moe-115m", "n_experts": 64, "n_experts_per_token": 6, "d_ff": 256, "d_ff_shared": 512,
+        "window": 128, "window_pattern": ["window", "window", "full"],
+        "rope_scaling": {"type": "yarn", "factor": 4}, "rope_fraction": 0.5,
+    },
+    "shared-biased": {"preset": "gpt3-13b", "n_experts": 4, "d_ff_shared": 5120, "parallel_residual": True},
+    "plain": {
+        "preset": "gpt2-tiny", "n_layers": 1, "position": "none", "attention_scale": 0.3, "attention_bias": "out",
+    },
+    "all-banded": {"preset": "modern-9m", "window": 1, "mlp": "relu2", "n_kv_heads": 1, "dropout_residual": 0.125},
+    "vast": {
+        "preset": "gpt3-175b", "vocab_size": 1_000_000, "context_length": 10_000_000, "n_layers": 1000,
+        "position": "rope", "rope_theta": 123_456_789, "rope_fraction": 0.5,
+        "rope_scaling": {"type": "dynamic", "factor": 4}, "attention_scale": 0.123456, "qk_norm": True,
+        "n_experts": 512, "d_ff_shared": 131_072, "mlp": "swiglu",
+        "window": 1_234_567, "window_pattern": ["window", "full"],
+    },
+}  # fmt: skip
+"""Every variant that the figure draws, and one that is too large for it."""
+
+MODELS = [*PRESETS, *VARIANTS]
+
+
+@cache
+def sheet(name: str) -> Sheet:
+    return describe(parse_model(VARIANTS.get(name, {"preset": name}), name), name)
+
+
+@cache
+def page(name: str) -> str:
+    return to_html(sheet(name))
+
+
+def drawings(name: str) -> list[ElementTree.Element]:
+    """The page's SVGs: the architecture and the shares."""
+    found = re.findall(r"<svg.*?</svg>", page(name), re.DOTALL)
+    return [ElementTree.fromstring(re.sub(r' xmlns="[^"]*"', "", svg)) for svg in found]
+
+
+class Reader(HTMLParser):
+    """Checks that elements nest, and keeps the exact values, the tables and the text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.data: list[tuple[float, str]] = []
+        self.tables: list[list[list[str]]] = []
+        self.headers: list[dict[str, str | None]] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag == "data":
+            self.data.append((float(dict(attributes)["value"] or "nan"), ""))
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        if tag == "th":
+            self.headers.append(dict(attributes))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        assert "svg" in self.open, f"<{tag}/> outside of a drawing"
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, text: str) -> None:
+        if "style" in self.open:
+            return
+        self.text += text
+        if "data" in self.open:
+            self.data[-1] = (self.data[-1][0], self.data[-1][1] + text)
+        if self.open and ("td" in self.open or "th" in self.open):
+            self.tables[-1][-1][-1] += text
+
+
+def leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in leaves(item)]
+    return [leaf for item in value for leaf in leaves(item)] if isinstance(value, list) else [value]
+
+
+def numbers(text: str) -> set[float]:
+    return {float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", text)}
+
+
+def quantity(text: str) -> float:
+    """`530.3 MB` or `265.2 million` as a number."""
+    number, _, unit = text.partition(" ")
+    powers = {
+        "k": 1e3,
+        "M": 1e6,
+        "G": 1e9,
+        "T": 1e12,
+        "P": 1e15,
+        "thousand": 1e3,
+        "million": 1e6,
+        "billion": 1e9,
+        "trillion": 1e12,
+    }
+    return float(number.replace(",", "")) * powers.get(unit, powers.get(unit[:1], 1))
+
+
+# The page -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_page_is_well_formed(name: str) -> None:
+    reader = Reader(page(name))
+    assert all(header.get("scope") in ("row", "col") for header in reader.headers)
+    for table in reader.tables:
+        assert len({len(row) for row in table}) == 1
+    for svg in drawings(name):
+        assert svg.attrib["role"] == "img"
+        identified = {element.attrib["id"] for element in svg if element.tag in ("title", "desc") and element.text}
+        assert set(svg.attrib["aria-labelledby"].split()) == identified
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_page_refers_to_nothing_outside(name: str) -> None:
+    text = page(name).replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert not re.search(r"https?:|//[a-z]|<script|<link|<img|<iframe|\bsrc=|href=|url\(|@import|@font-face", text)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_exact_values_are_those_of_the_json_and_of_what_is_read(name: str) -> None:
+    model = sheet(name).to_json()
+    count = model["parameters"]
+    per_layer = sum(group["per_layer"] or 0 for group in count["groups"].values())
+    idle_per_layer = (count["total"] - count["active"]) / model["model"]["n_layers"]
+    known = {float(leaf) for leaf in leaves(model) if isinstance(leaf, int | float)} | {per_layer}
+    known |= {per_layer - idle_per_layer} if model["model"]["n_experts"] else set()
+    data = Reader(page(name)).data
+    assert len(data) > 20
+    for value, text in data:
+        assert value in known
+        assert quantity(text) == pytest.approx(value, rel=5.1e-4, abs=0.5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_tables_are_the_json(name: str) -> None:
+    model = sheet(name).to_json()
+    parameters, memory, operations, *rest = Reader(page(name)).tables
+    assert bool(rest) == ("published" in model)
+
+    groups, total = model["parameters"]["groups"], model["parameters"]["total"]
+    named = {row[0].replace(" ", "_").replace("query/key", "qk").lower(): row for row in parameters[1:]}
+    assert set(named) - {"total", "for_a_token"} == {g for g, group in groups.items() if group["total"]} | {"head"}
+    for key, group in groups.items():
+        if key in named:
+            _, tensors, a_layer, all_layers, share, _ = named[key]
+            assert all_layers == f"{group['total']:,}"
+            assert a_layer == ("" if group["per_layer"] is None else f"{group['per_layer']:,}")
+            shapes = {float(size) for shape in group["tensors"].values() for size in shape}
+            assert shapes <= numbers(tensors)
+            if share and not share.startswith("<"):
+                assert float(share[:-1]) == pytest.approx(100 * group["total"] / total, abs=0.0501)
+    assert named["total"][3] == f"{total:,}"
+    if model["model"]["n_experts"]:
+        assert named["for_a_token"][3] == f"{model['parameters']['active']:,}"
+
+    for row, key in zip(
+        memory[1:],
+        ("weights_fp32_bytes", "weights_bf16_bytes", "kv_cache_fp16_bytes_per_token", "kv_cache_fp16_bytes"),
+        strict=True,
+    ):
+        assert quantity(row[1]) == pytest.approx(model["memory"][key], rel=5.1e-4)
+
+    parts, flops = model["flops"]["parts_per_token"], model["flops"]
+    assert {row[0] for row in operations[1:]} == {*parts, "forward", "forward, causal pairs alone", "training"}
+    for part, cost, share, _ in operations[1:]:
+        if part in parts:
+            assert quantity(cost) == pytest.approx(parts[part], rel=5.1e-4)
+            percent = 0.0 if share.startswith("<") else float(share[:-1])
+            assert percent == pytest.approx(100 * parts[part] / flops["forward_per_token"], abs=0.0501)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_setting_stands_on_the_page(name: str) -> None:
+    pairs = dict(re.findall(r"<div><dt>([\w.]+)</dt><dd>([^<]*)</dd></div>", page(name)))
+    settings = sheet(name).to_json()["model"]
+    if settings["rope_scaling"]:
+        settings |= {f"rope_scaling.{key}": value for key, value in settings.pop("rope_scaling").items()}
+    assert set(pairs) == set(settings)
+    for key, value in settings.items():
+        written = (
+            ", ".join(value) if isinstance(value, list) else value if isinstance(value, str) else json.dumps(value)
+        )
+        assert pairs[key] == written
+
+
+def test_published_figures_stand_beside_exact_ones() -> None:
+    for name in ("custom-300m", "gpt3-125m", "gpt2-mini", "vaani-427m", "llm-200m"):
+        table = Reader(page(name)).tables[3]
+        figures = sheet(name).to_json()["published"]
+        assert [(row[0], row[4]) for row in table[1:]] == [(figure["quantity"], figure["note"]) for figure in figures]
+    assert ["parameters, as stated", "251,000,000", "265,165,056", "-5.3 %"] in [row[:4] for row in table]
+
+
+def test_text_is_escaped() -> None:
+    name = "<b>\"Tom\" & 'Jerry'</b>"
+    text = to_html(describe(sheet("gpt2-tiny").config, name))
+    assert "<b>" not in text
+    reader = Reader(text)
+    assert name in reader.text
+    assert f"Architecture of {name}" in reader.text
+
+
+def test_the_page_is_written_whole_or_not(tmp_path: Path) -> None:
+    path = tmp_path / "sheet.html"
+    path.write_text("old")
+    write_html(sheet("gpt2-tiny"), path)
+    assert path.read_text(encoding="utf-8") == page("gpt2-tiny")
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(UserError, match="is a folder"):
+        write_html(sheet("gpt2-tiny"), tmp_path)
+    with pytest.raises(UserError, match="there is no folder"):
+        write_html(sheet("gpt2-tiny"), tmp_path / "missing" / "sheet.html")
+
+
+def test_the_command_writes_the_page(tmp_path: Path) -> None:
+    result = tiny.gptworks("describe", "gpt2-tiny", "--html", tmp_path / "sheet.html", "--json")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "sheet.html").read_text(encoding="utf-8") == page("gpt2-tiny")
+    assert json.loads(result.stdout) == json.loads(json.dumps(sheet("gpt2-tiny").to_json()))
+    assert "sheet.html" in result.stderr
+    assert tiny.gptworks("describe", "gpt2-tiny", "--html", tmp_path).returncode == 2
+
+
+# The figure -----------------------------------------------------------------------------------------------------
+
+
+def texts(svg: ElementTree.Element) -> list[str]:
+    return [element.text or "" for element in svg.iter("text")]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_in_the_figure_are_dimensions_and_counts(name: str) -> None:
+    c, count = sheet(name).config, sheet(name).parameters
+    groups = {key: group.per_layer for key, group in count.groups.items()}
+    part_names = {
+        "attention": ("attention_weights", "attention_biases", "qk_norms"),
+        "mlp": ("router", "mlp_weights", "mlp_biases", "shared_expert"),
+    }
+    parts = {sum(groups[key] for key in keys) for keys in part_names.values()}
+    n_banded = sum(window is not None for window in c.layer_windows)
+    dimensions = {
+        c.vocab_size, c.context_length, c.n_layers, c.d_model, c.n_heads, c.n_kv_heads, c.d_head, c.d_ff, c.d_ff_shared,
+        c.n_heads * c.d_head, c.n_kv_heads * c.d_head, c.n_experts, c.n_experts_per_token, c.window, n_banded,
+        c.n_layers - n_banded, c.d_rotary, c.rope_theta, c.original_context_length, c.attention_scale,
+        c.dropout_embedding, c.dropout_attention, c.dropout_residual, *parts, sheet(name).parameters_per_layer,
+        2,  # of a kind: the norms of queries and keys, gate and up
+        *([c.rope_scaling.factor] if c.rope_scaling else []),
+    }  # fmt: skip
+    figure, _ = drawings(name)
+    shown = set().union(*map(numbers, texts(figure)))
+    assert shown <= {float(number) for number in dimensions if number is not None}
+    assert shown >= {c.vocab_size, c.d_model, c.n_layers, c.n_heads, c.n_kv_heads, c.d_head, c.d_ff, *parts}
+
+
+def test_the_figure_shows_what_the_model_has() -> None:
+    def has(name: str, *words: str) -> None:
+        shown = " | ".join(texts(drawings(name)[0]))
+        assert all(word in shown for word in words), shown
+
+    def lacks(name: str, *words: str) -> None:
+        shown = " | ".join(texts(drawings(name)[0]))
+        assert not any(word in shown for word in words), shown
+
+    has("llm-200m", "24 × block", "3,072 × 768", "B × 12 × T × 64", "Rotate by position", "SiLU(gate) × up", "tied")
+    lacks("llm-200m", "position embedding", "RMSNorm", "expert", "last")
+    has("gpt3-175b-banded", "+ position embedding", "48 of 96 layers: last 256", "48 see all 2,048 tokens", "+ bias")
+    has("parallel", "first 16 of 64", "RMSNorm of each head", "1,024 × 1,024 + bias")
+    lacks("parallel", "tied")
+    has("moe-115m", "Router", "Each of 8 experts, 2 for a token", "B × T × 2 × 1,024", "4 heads")
+    has("shared", "Shared expert", "yarn, × 4 from 256", "64 × 512", "plus the shared expert's")
+    has("plain", "softmax(q·kᵀ × 0.3)", "1 × block")
+    lacks("plain", "Rotate", "position")
+    has("all-banded", "ReLU²", "1 head", "8 see the last 1 token", "dropout 0.125")
+
+
+def test_a_bar_is_as_long_as_what_a_layer_sees() -> None:
+    for name in ("gpt3-125m-banded", "llm-200m", "shared"):
+        c, (figure, _) = sheet(name).config, drawings(name)
+        bars = [rect for rect in figure.iter("rect") if rect.attrib["class"] == "seen"]
+        whole = max(float(bar.attrib["width"]) for bar in bars)
+        lengths = [float(bar.attrib["width"]) / whole * c.context_length for bar in bars]
+        assert lengths == pytest.approx([window or c.context_length for window in c.layer_windows])
+
+
+@pytest.mark.parametrize("name", ["moe-115m", "mixtral-8x7b", "shared", "shared-biased", "vast"])
+def test_as_many_experts_are_chosen_as_the_router_sends_to(name: str) -> None:
+    kinds = [rect.attrib["class"] for rect in drawings(name)[0].iter("rect")]
+    c: ModelConfig = sheet(name).config
+    assert kinds.count("chosen") == c.n_experts_per_token
+    assert kinds.count("chosen") + kinds.count("idle") == c.n_experts
+
+
+def test_heads_are_drawn_one_by_one() -> None:
+    figure, _ = drawings("moe-115m")
+    cells = [path.attrib["d"].count("z") for path in figure.iter("path") if path.attrib["class"] == "heads"]
+    assert cells[:3] == [8, 4, 4]
+    figure, _ = drawings("gpt3-13b")
+    cells = [path.attrib["d"].count("z") for path in figure.iter("path") if path.attrib["class"] == "heads"]
+    assert cells[:3] == [40, 40, 40]
+
+
+# Text and its room ----------------------------------------------------------------------------------------------
+
+Box = tuple[float, float, float, float]
+
+
+@cache
+def advances(bold: bool) -> dict[int, float]:
+    """The width of each letter over the type's size, in DejaVu Sans, the widest of the usual types."""
+    ttfont, matplotlib = pytest.importorskip("fontTools.ttLib"), pytest.importorskip("matplotlib")
+    fonts = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    font = ttfont.TTFont(fonts / f"DejaVuSans{'-Bold' * bold}.ttf")
+    widths, unit = font["hmtx"], font["head"].unitsPerEm
+    return {code: widths[glyph][0] / unit for code, glyph in font.getBestCmap().items()}
+
+
+def set_width(text: str, size: float, bold: bool) -> float:
+    return sum(advances(bold)[ord(letter)] for letter in text) * size
+
+
+def place(element: ElementTree.Element) -> Box:
+    """Left, top, right and bottom of a text as it is set."""
+    at, text = element.attrib, element.text or ""
+    x, y, size = (float(at[key]) for key in ("x", "y", "font-size"))
+    width = set_width(text, size, bold=at["class"] == "name")
+    before = {"start": 0.0, "middle": width / 2, "end": width}[at["text-anchor"]]
+    if "transform" in at:
+        return x - 0.75 * size, y + before - width, x + 0.2 * size, y + before
+    return x - before, y - 0.75 * size, x - before + width, y + 0.2 * size
+
+
+def boxes(svg: ElementTree.Element) -> list[Box]:
+    rects = [[float(rect.attrib[key]) for key in ("x", "y", "width", "height")] for rect in svg.iter("rect")]
+    return [(x, y, x + width, y + height) for x, y, width, height in rects]
+
+
+def overlap(a: Box, b: Box) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+def within(a: Box, b: Box) -> bool:
+    return b[0] <= a[0] and b[1] <= a[1] and a[2] <= b[2] and a[3] <= b[3]
+
+
+def spilled(svg: ElementTree.Element) -> list[str]:
+    """Texts that leave the drawing, cross an edge of a box, or meet one another."""
+    _, _, width, height = map(float, svg.attrib["viewBox"].split())
+    placed = [(element.text or "", place(element)) for element in svg.iter("text")]
+    faults = [text for text, at in placed if not within(at, (0, 0, width, height))]
+    faults += [text for text, at in placed for box in boxes(svg) if overlap(at, box) and not within(at, box)]
+    return faults + [f"{a} / {b}" for (a, at), (b, bt) in combinations(placed, 2) if overlap(at, bt)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_text_stays_within_its_boxes(name: str) -> None:
+    for svg in drawings(name):
+        assert spilled(svg) == []
+
+
+def test_a_text_that_is_too_long_is_noticed() -> None:
+    figure, _ = drawings("llm-200m")
+    for element in figure.iter("text"):
+        if element.text == "Weighted sum of values":
+            element.text *= 4
+    assert any("Weighted" in fault for fault in spilled(figure))
+
+
+def test_no_letter_is_wider_than_estimated() -> None:
+    for bold in (False, True):
+        for letter in [*map(chr, range(32, 127)), *"×·√ᵀθ²…–"]:
+            assert text_width(letter, 1, bold) >= set_width(letter, 1, bold), letter
