@@ -6,29 +6,36 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from gptworks.checkpoint import save_checkpoint
 from gptworks.config import ModelConfig
+from gptworks.interop.huggingface.families import FAMILIES
 from gptworks.model import GPT
+from gptworks.model.attention import Attention
+from gptworks.model.layers import MLP
 from gptworks.recipe import parse_recipe, save_recipe
 from gptworks.tokenizer import save_tokenizer
 from gptworks.train.progress import Progress
 
-VOCABULARY = 97
+VOCABULARY = 260
+"""Rows of an embedding; the tokenizers here have fewer tokens, as published models do."""
 
 
-def letters(*special: str) -> Tokenizer:
-    """A token for each printable ASCII character but the last ones, and before them the special tokens."""
-    names = [*special, "<unk>", *map(chr, range(32, 127))][:VOCABULARY]
-    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([*special, "<unk>"])
+def byte_tokenizer(*special: str) -> Tokenizer:
+    """A token for each of the 256 bytes, after the special ones; text is split as Qwen's tokenizer does."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate([*special, *alphabet])}, []))
+    tokenizer.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(FAMILIES["qwen2"].own_split), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
     return tokenizer
 
 
-def shake(model: torch.nn.Module, size: float = 0.2, seed: int = 0) -> None:
+def shake(model: torch.nn.Module, size: float = 0.12, seed: int = 0) -> None:
     """Move every parameter: norms are not 1, biases not 0, and logits are far apart."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -37,9 +44,18 @@ def shake(model: torch.nn.Module, size: float = 0.2, seed: int = 0) -> None:
 
 
 def random_model(config: ModelConfig, seed: int = 0) -> GPT:
+    """A model whose MLPs weigh more than its embedding and its averages: it does not merely repeat a token."""
     torch.manual_seed(seed)
     model = GPT(config).eval()
     shake(model, seed=seed)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.query.weight.mul_(4)
+            if isinstance(module, MLP):
+                module.down.weight.mul_(8)
+        if model.position_embedding is not None:
+            model.position_embedding.weight.mul_(8)
     return model
 
 
@@ -53,9 +69,9 @@ def make_run(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Pa
         "data": {"sources": [{"type": "python-stdlib"}], "cache_dir": str(folder.parent / "data")},
         "train": {"max_steps": 1},
     }
-    save_tokenizer(tokenizer or letters(), folder / "tokenizer")
+    save_tokenizer(tokenizer or byte_tokenizer(), folder / "tokenizer")
     save_recipe(parse_recipe(tree), folder / "recipe.yaml")
-    save_checkpoint(folder, 0, model.state_dict(), {}, asdict(Progress()))
+    save_checkpoint(folder, 7, model.state_dict(), {}, asdict(Progress(step=7, best_step=7)))
     return folder
 
 
@@ -65,7 +81,7 @@ def save_theirs(folder: Path, config: Any, seed: int = 0, **options: Any) -> Any
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     shake(model, seed=seed)
     model.save_pretrained(folder, **options)
-    save_tokenizer(letters(), folder)
+    save_tokenizer(byte_tokenizer(), folder)
     return model
 
 

@@ -75,7 +75,7 @@ def export_huggingface(
         require_transformers()
     loaded = load_run(run, checkpoint, report=report)
     config, tokenizer = loaded.model.config, load_tokenizer(loaded.tokenizer_folder)
-    family, adapted = choose_family(config)
+    family, adapted = choose_family(config, tokenizer)
     weights, changes = adapt_weights(family, config, adapted, loaded.model.state_dict())
     notes = (*changes, *_left_out(config, adapted))
     rounded = _rounded(weights, DTYPES[precision])

@@ -4,9 +4,12 @@ Each is data: the clauses of its `config.json` and the places of its tensors. Wh
 the classes of transformers 5; test_huggingface.py compares each with its class.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from tokenizers import Tokenizer
 
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
@@ -65,6 +68,8 @@ class Family:
     """Whether query, key and value have no biases and the output projection has one, which takes the value's."""
     written: Values = field(default_factory=dict)
     """Settings that are written and say nothing about the model."""
+    own_split: str | None = None
+    """The pattern by which AutoTokenizer splits text for this architecture, whatever the folder's tokenizer does."""
     advice: str = ""
     """What readers of an exported folder should know."""
 
@@ -121,14 +126,16 @@ def what_decides(config: ModelConfig) -> Values:
     return values | {"window": [window if window and window < context else None for window in config.layer_windows]}
 
 
-def choose_family(config: ModelConfig) -> tuple[Family, ModelConfig]:
+def choose_family(config: ModelConfig, tokenizer: Tokenizer) -> tuple[Family, ModelConfig]:
     """The architecture that holds a model with the fewest biases added as zeros, and the model as it holds it.
 
     Raises:
         UserError: none does; the settings that the nearest one lacks are named.
     """
-    obstacles = {family.model_type: family.obstacles(config) for family in FAMILIES.values()}
-    fitting = [family for family in FAMILIES.values() if not obstacles[family.model_type]]
+    split = _split_pattern(tokenizer)
+    families = [family for family in FAMILIES.values() if family.own_split in (None, split)]
+    obstacles = {family.model_type: family.obstacles(config) for family in families}
+    fitting = [family for family in families if not obstacles[family.model_type]]
     if not fitting:
         nearest = min(obstacles, key=lambda name: len(obstacles[name]))
         lacking = ", ".join(f"model.{name}={_shown(getattr(config, name))}" for name in obstacles[nearest])
@@ -138,6 +145,15 @@ def choose_family(config: ModelConfig) -> tuple[Family, ModelConfig]:
         )
     pairs = [(family, family.adapted(config)) for family in fitting]
     return min(pairs, key=lambda pair: len(biases(pair[1]) - biases(config)))
+
+
+def _split_pattern(tokenizer: Tokenizer) -> str | None:
+    """The pattern by which a tokenizer of Qwen's kind splits text; None for another kind."""
+    kind = json.loads(tokenizer.to_str())
+    steps = (kind["pre_tokenizer"] or {}).get("pretokenizers", [{}])
+    normalized = (kind["normalizer"] or {}).get("type")
+    pattern: str | None = steps[0].get("pattern", {}).get("Regex")
+    return pattern if normalized == "NFC" else None
 
 
 def _shown(value: Any) -> str:
@@ -374,6 +390,8 @@ _QWEN2 = Family(
         _more("rms_norm_eps", 1e-6, tied=False), _dropouts(attention_dropout="dropout_attention"),
     ),
     places(_LLAMA_BLOCK | _GATED_MLP),
+    own_split=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )  # fmt: skip
 
 _QWEN3 = Family(
@@ -396,6 +414,18 @@ _MISTRAL = Family(
     (
         _sizes(), Heads(kv_heads="num_key_value_heads", kv_absent=8, width="head_dim"), _ROPE, Rope(), _RMS_NORM,
         Activation("hidden_act", _GATED, "silu"), _no_biases(), WindowEverywhere(absent=4096), *_ALONE,
+        _more("rms_norm_eps", 1e-6, tied=False), _dropouts(attention_dropout="dropout_attention"),
+    ),
+    places(_LLAMA_BLOCK | _GATED_MLP),
+)  # fmt: skip
+
+_MINISTRAL = Family(
+    "ministral",
+    "MinistralForCausalLM",
+    "model.",
+    (
+        _sizes(), Heads(kv_heads="num_key_value_heads", kv_absent=8, width="head_dim"), _ROPE, Rope(), _RMS_NORM,
+        Activation("hidden_act", _GATED, "silu"), _no_biases(), WindowByLayer(switched=False), *_ALONE,
         _more("rms_norm_eps", 1e-6, tied=False), _dropouts(attention_dropout="dropout_attention"),
     ),
     places(_LLAMA_BLOCK | _GATED_MLP),
@@ -480,7 +510,7 @@ _GRANITE_MOE = Family(
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (_GPT2, _GPT_NEO, _STARCODER2, _STABLELM, _GPT_NEOX, _LLAMA, _QWEN2, _QWEN3, _MISTRAL, _ARCEE,
-                   _MIXTRAL, _QWEN3_MOE, _GRANITE_MOE)
+    for family in (_GPT2, _GPT_NEO, _STARCODER2, _STABLELM, _GPT_NEOX, _LLAMA, _QWEN2, _QWEN3, _MISTRAL, _MINISTRAL,
+                   _ARCEE, _MIXTRAL, _QWEN3_MOE, _GRANITE_MOE)
 }  # fmt: skip
 """Every architecture by its `model_type`, in the order in which a model is tried on them."""

@@ -313,20 +313,22 @@ class WindowEverywhere:
 
 @dataclass(frozen=True)
 class WindowByLayer:
-    """Qwen's windows: a type for each layer, or all from a given layer on."""
+    """A type for each layer; Qwen has a switch besides, and a layer from which on all are windowed."""
+
+    switched: bool = True
 
     def write(self, config: ModelConfig) -> Values:
         layers = [window is not None for window in config.layer_windows]
-        return {
-            "use_sliding_window": any(layers),
-            "sliding_window": config.window,
-            "max_window_layers": layers.index(True) if any(layers) else config.n_layers,
-            "layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in layers],
-        }
+        types = ["sliding_attention" if windowed else "full_attention" for windowed in layers]
+        values: Values = {"sliding_window": config.window, "layer_types": types}
+        first = layers.index(True) if any(layers) else config.n_layers
+        return values | ({"use_sliding_window": any(layers), "max_window_layers": first} if self.switched else {})
 
     def read(self, theirs: Settings, ours: Values) -> Values:
-        on, window = theirs.take("use_sliding_window", False), theirs.take("sliding_window", 4096)
-        first, types = theirs.take("max_window_layers", 28), theirs.take("layer_types")
+        on, first = True, 0
+        if self.switched:
+            on, first = theirs.take("use_sliding_window", False), theirs.take("max_window_layers", 28)
+        window, types = theirs.take("sliding_window", 4096), theirs.take("layer_types")
         types = types or ["sliding_attention" if i >= first else "full_attention" for i in range(ours["n_layers"])]
         if unknown := set(types) - {"sliding_attention", "full_attention"}:
             raise UserError(

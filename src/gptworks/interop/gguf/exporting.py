@@ -1,0 +1,109 @@
+"""A run as a GGUF file, written aside, tensor by tensor, and then renamed."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+
+from gptworks.checkpoint import Report, load_run
+from gptworks.errors import RunError, UserError
+from gptworks.files import sync
+from gptworks.interop.gguf.architectures import APPROXIMATE_GELU, add_settings, choose_architecture, their_tensors
+from gptworks.interop.gguf.vocabulary import add_vocabulary, read_vocabulary
+from gptworks.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
+Quantization = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
+_FILE_TYPES = {
+    "f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0",
+}  # fmt: skip
+
+
+def export_gguf(
+    run: str | Path,
+    out: str | Path,
+    *,
+    quantization: Quantization = "f16",
+    tokenizer: bool = True,
+    checkpoint: str = "best",
+    report: Report = lambda _: None,
+) -> Path:
+    """Write a run's model as a file that llama.cpp loads.
+
+    Args:
+        quantization: of the matrices. q8_0: 8.5 bits a weight; q4_0: 4.5, the embedding and the head in q8_0. A matrix
+            whose rows are no whole number of 32 weights is kept in f16; norms, biases, positions and routers in f32.
+        tokenizer: write the tokenizer too. Without, the file takes and gives token ids alone.
+        report: told of damage that was passed over, and of what llama.cpp computes otherwise.
+
+    Raises:
+        UserError: no such run; `out` exists; llama.cpp has no architecture or no tokenizer like the run's; the `gguf`
+            package is not installed.
+        RunError: the disk is full or refuses. Nothing is kept.
+    """
+    out = Path(out)
+    if out.exists():
+        raise UserError(f"{out} exists: give another place, or delete it.")
+    if quantization not in get_args(Quantization):
+        raise UserError(f"quantization={quantization}: it must be one of {', '.join(get_args(Quantization))}.")
+    gguf = _require_gguf()
+    loaded = load_run(run, checkpoint, report=report)
+    config, weights = loaded.model.config, loaded.model.state_dict()
+    architecture = choose_architecture(config)
+    vocabulary = read_vocabulary(load_tokenizer(loaded.tokenizer_folder), config.vocab_size) if tokenizer else None
+    if config.mlp == "gelu":
+        report(APPROXIMATE_GELU)
+
+    writer = gguf.GGUFWriter(aside := out.with_name(f".{out.name}.writing"), architecture.name)
+    writer.add_type("model")
+    writer.add_name(loaded.recipe.name)
+    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[quantization]])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    add_settings(writer, architecture, config)
+    add_vocabulary(writer, vocabulary)
+    kinds: dict[str, GGMLQuantizationType] = {}
+    for name, tensor in their_tensors(architecture, config, {name: x.to("meta") for name, x in weights.items()}):
+        kinds[name] = stored_as(name, tuple(tensor.shape), quantization)
+        block_weights, block_bytes = gguf.GGML_QUANT_SIZES[kinds[name]]
+        n_bytes = tensor.numel() // block_weights * block_bytes
+        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), n_bytes, raw_dtype=kinds[name])
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, tensor in their_tensors(architecture, config, weights):
+            writer.write_tensor_data(gguf.quantize(tensor.float().contiguous().numpy(), kinds[name]))
+        writer.close()
+        sync(aside)
+        aside.rename(out)
+        sync(out.absolute().parent)
+    except OSError as error:
+        raise RunError(f"{out} could not be written: {error.strerror or error}. Nothing is kept.") from error
+    finally:
+        writer.close()
+        aside.unlink(missing_ok=True)
+    return out
+
+
+def stored_as(name: str, shape: tuple[int, ...], quantization: Quantization) -> "GGMLQuantizationType":
+    """How a tensor is stored: as llama.cpp's own converter does it, and the embedding and the head never in 4 bits."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    if len(shape) == 1 or name == "position_embd.weight" or name.endswith("ffn_gate_inp.weight"):
+        return GGMLQuantizationType.F32
+    if quantization == "q4_0" and name in ("token_embd.weight", "output.weight"):
+        quantization = "q8_0"
+    kind = GGMLQuantizationType[quantization.upper()]
+    block_weights, _ = GGML_QUANT_SIZES[kind]
+    return kind if shape[-1] % block_weights == 0 else GGMLQuantizationType.F16
+
+
+def _require_gguf() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise UserError("the gguf package is not installed: pip install 'gptworks[interop]'.") from None
+    return gguf

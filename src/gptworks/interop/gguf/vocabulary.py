@@ -1,0 +1,179 @@
+"""A tokenizer as llama.cpp has it: tokens, merges and the name of a pattern. What gives other ids there is refused."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer
+
+from gptworks.errors import UserError
+from gptworks.tokenizer import document_frame, special_tokens
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+# Patterns of byte-level BPE that llama.cpp implements, as `tokenizer.json` has them, one after another, and its names
+# for them without and with `ignore_merges` (a word that is a token is taken whole).
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERNS: dict[tuple[str, ...], tuple[str | None, str | None]] = {
+    (_GPT2,): ("gpt-2", None),
+    (r"\p{N}", _GPT2): ("smollm", None),
+    (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}",): ("smaug-bpe", "llama-bpe"),
+    (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}",): ("qwen2", None),
+}
+_CHARACTERS = r"[\s\S]"
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""How llama.cpp writes a space in the tokens of `t5`."""
+
+
+class TokenType(IntEnum):
+    """What llama.cpp may do with a token."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a GGUF file says of its tokenizer."""
+
+    model: str
+    """gpt2: byte-level BPE. t5: the best sequence of known tokens, which for single characters is the only one."""
+    pattern: str | None
+    tokens: tuple[str, ...]
+    types: tuple[TokenType, ...]
+    merges: tuple[str, ...]
+    special_ids: Mapping[str, int]
+    """bos, eos, unk and pad, as far as there are such."""
+    begins_with_bos: bool
+
+
+def read_vocabulary(tokenizer: Tokenizer, n_rows: int) -> Vocabulary:
+    """The tokenizer for a model of `n_rows` token ids, the last of them perhaps unused.
+
+    Raises:
+        UserError: llama.cpp has no tokenizer that gives the same ids.
+    """
+    tree = json.loads(tokenizer.to_str())
+    characters = _is_by_character(tree)
+    pattern = None if characters else _bpe_pattern(tree)
+    special = special_tokens(tokenizer)
+    if special.eos is None:
+        raise _refusal("it has no token that ends a text, and llama.cpp takes some other one for it")
+    added = {token["id"]: token["special"] for token in tree["added_tokens"]}
+    names = {index: name for name, index in tokenizer.get_vocab(with_added_tokens=True).items()}
+    if characters and _SPACE in names.values():
+        raise _refusal(f"it has a token for the character {_SPACE} (U+2581), which llama.cpp takes for a space")
+    tokens, types = [], []
+    for index in range(n_rows):
+        name = names.get(index, f"[unused {index}]")
+        tokens.append(_SPACE if characters and name == " " else name)
+        if index not in names:
+            types.append(TokenType.UNUSED)
+        elif index == special.unk:
+            types.append(TokenType.UNKNOWN)
+        elif index in added:
+            types.append(TokenType.CONTROL if added[index] else TokenType.USER_DEFINED)
+        else:
+            types.append(TokenType.NORMAL)
+    bos = special.eos if special.separator else special.bos
+    ids = {"bos": bos, "eos": special.eos, "unk": special.unk, "pad": special.pad}
+    return Vocabulary(
+        model="t5" if characters else "gpt2",
+        pattern=pattern,
+        tokens=tuple(tokens),
+        types=tuple(types),
+        merges=tuple(pair if isinstance(pair, str) else " ".join(pair) for pair in tree["model"].get("merges", ())),
+        special_ids={name: index for name, index in ids.items() if index is not None},
+        begins_with_bos=not special.separator and bool(document_frame(tokenizer)[0]),
+    )
+
+
+def _is_by_character(tree: Mapping[str, Any]) -> bool:
+    split = tree["pre_tokenizer"] or {}
+    return (
+        tree["model"]["type"] == "WordLevel"
+        and tree["normalizer"] is None
+        and (split.get("pattern"), split.get("behavior")) == ({"Regex": _CHARACTERS}, "Isolated")
+    )
+
+
+def _bpe_pattern(tree: Mapping[str, Any]) -> str:
+    """llama.cpp's name for the pattern of a byte-level BPE.
+
+    Raises:
+        UserError: the tokenizer is another one.
+    """
+    model = tree["model"]
+    if model["type"] != "BPE":
+        raise _refusal(
+            "it takes words whole (tokenizer.type=word)" if model["type"] == "WordLevel" else f"it is a {model['type']}"
+        )
+    for name in (
+        "dropout",
+        "unk_token",
+        "continuing_subword_prefix",
+        "end_of_word_suffix",
+        "fuse_unk",
+        "byte_fallback",
+    ):
+        if model.get(name):
+            raise _refusal(f"its BPE has {name}={model[name]!r}")
+    if tree["normalizer"] not in (None, {"type": "NFC"}):
+        raise _refusal(f"it normalizes text ({tree['normalizer']['type']})")
+    pre = tree["pre_tokenizer"] or {"type": "None"}
+    steps = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
+    patterns = tuple(found for step in steps if (found := _pattern(step)) is not None)
+    name = PATTERNS.get(patterns, (None, None))[bool(model.get("ignore_merges"))]
+    if name is None or steps[-1]["type"] != "ByteLevel" or steps[-1]["add_prefix_space"]:
+        known = ", ".join(name for names in PATTERNS.values() for name in names if name)
+        raise _refusal(f"llama.cpp does not split words as it does (of its ways, {known} are known here)")
+    return name
+
+
+def _pattern(step: Mapping[str, Any]) -> str | None:
+    """The pattern by which a step of the pre-tokenizer splits, None where it splits nothing; "" where it is unknown."""
+    if step["type"] == "ByteLevel":
+        return _GPT2 if step["use_regex"] else None
+    if step["type"] == "Digits" and step["individual_digits"]:
+        return r"\p{N}"
+    if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
+        return str(step["pattern"].get("Regex", ""))
+    return ""
+
+
+def _refusal(reason: str) -> UserError:
+    return UserError(
+        f"llama.cpp has no tokenizer like this run's: {reason}. Give --no-tokenizer (tokenizer=False in Python) for a "
+        f"file without one, which takes and gives token ids alone, or use --format hf."
+    )
+
+
+def add_vocabulary(writer: "GGUFWriter", vocabulary: Vocabulary | None) -> None:
+    """Write the tokenizer, so that prompts begin as ours do; None: that there is none."""
+    if vocabulary is None:
+        writer.add_tokenizer_model("no_vocab")
+        return
+    writer.add_tokenizer_model(vocabulary.model)
+    if vocabulary.pattern is not None:
+        writer.add_tokenizer_pre(vocabulary.pattern)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.merges:
+        writer.add_token_merges(vocabulary.merges)
+    add = {
+        "bos": writer.add_bos_token_id, "eos": writer.add_eos_token_id,
+        "unk": writer.add_unk_token_id, "pad": writer.add_pad_token_id,
+    }  # fmt: skip
+    for name, index in vocabulary.special_ids.items():
+        add[name](index)
+    writer.add_add_bos_token(vocabulary.begins_with_bos)
+    writer.add_add_eos_token(False)
+    writer.add_add_space_prefix(False)

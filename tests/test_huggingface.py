@@ -1,0 +1,336 @@
+"""Hugging Face folders: what stock transformers writes is read, what is written loads in it, and nothing is guessed."""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hf
+import pytest
+import torch
+import transformers as t
+from safetensors.torch import load_file, save_file
+
+from gptworks.checkpoint import load_run
+from gptworks.config import ModelConfig, RopeScaling
+from gptworks.errors import RunError, UserError
+from gptworks.infer.engine import Engine
+from gptworks.interop.huggingface import export_huggingface, exporting, import_huggingface
+from gptworks.interop.huggingface.exporting import write_tensors
+from gptworks.interop.huggingface.families import FAMILIES, HARMLESS, choose_family
+from gptworks.interop.huggingface.importing import read_config
+from gptworks.interop.huggingface.settings import Settings, shortest_period
+from gptworks.interop.huggingface.tensors import expected_tensors
+from gptworks.interop.huggingface.verify import quiet, verify_folder
+from gptworks.model import GPT
+from gptworks.presets import PRESETS
+from gptworks.recipe import load_recipe
+from gptworks.tokenizer import load_tokenizer
+
+EXACT = 1e-5
+"""How far logits of about 5 may be apart in fp32."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+# ------------------------------------------------------------------------------------ what transformers writes
+
+SMALL: dict[str, Any] = {
+    "vocab_size": hf.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": 96, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+GROUPED = SMALL | {"num_key_value_heads": 2}
+THREE_LAYERS = GROUPED | {"num_hidden_layers": 3}
+GPT2: dict[str, Any] = {
+    "vocab_size": hf.VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+NEO: dict[str, Any] = {
+    "vocab_size": hf.VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 96,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+MOE = GROUPED | {"num_experts": 4, "moe_intermediate_size": 20, "norm_topk_prob": True}
+QWEN_WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 6}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def rope(kind: str = "default", theta: float = 500.0, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
+
+
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=24)
+YARN_SET = rope("yarn", factor=4.0, original_max_position_embeddings=24, beta_fast=8.0, beta_slow=2.0,
+                attention_factor=1.3)  # fmt: skip
+
+THEIRS: dict[str, tuple[t.PreTrainedConfig, ...]] = {
+    "gpt2": (
+        t.GPT2Config(**GPT2),
+        t.GPT2Config(**GPT2, n_inner=40, activation_function="gelu", tie_word_embeddings=False,
+                     layer_norm_epsilon=1e-3),
+        t.GPT2Config(**GPT2, scale_attn_weights=False, reorder_and_upcast_attn=True, activation_function="relu2"),
+    ),
+    "gpt_neo": (
+        t.GPTNeoConfig(**NEO, attention_types=[[["global", "local"], 1]], window_size=5),
+        t.GPTNeoConfig(**NEO | {"num_layers": 3}, attention_types=[[["local"], 2], [["global"], 1]], window_size=7,
+                       intermediate_size=50, tie_word_embeddings=False, activation_function="gelu"),
+        t.GPTNeoConfig(**NEO, attention_types=[[["global"], 2]]),
+    ),
+    "starcoder2": (
+        t.Starcoder2Config(**GROUPED, **rope()),
+        t.Starcoder2Config(**SMALL, num_key_value_heads=4, use_bias=False, hidden_act="gelu", sliding_window=9,
+                           tie_word_embeddings=False),
+        t.Starcoder2Config(**GROUPED, **rope("linear", factor=2.0), hidden_act="relu2", norm_epsilon=1e-3),
+    ),
+    "stablelm": (
+        t.StableLmConfig(**GROUPED),
+        t.StableLmConfig(**GROUPED, use_qkv_bias=True, hidden_act="gelu", **rope(partial_rotary_factor=0.5)),
+        t.StableLmConfig(**SMALL, num_key_value_heads=4, tie_word_embeddings=True,
+                         rope_parameters=YARN["rope_parameters"] | {"partial_rotary_factor": 1.0}),
+    ),
+    "gpt_neox": (
+        t.GPTNeoXConfig(**SMALL),
+        t.GPTNeoXConfig(**SMALL, use_parallel_residual=False, attention_bias=False, tie_word_embeddings=True,
+                        hidden_act="gelu_new", **rope(partial_rotary_factor=1.0)),
+        t.GPTNeoXConfig(**SMALL, **rope("linear", factor=3.0, partial_rotary_factor=0.5)),
+    ),
+    "llama": (
+        t.LlamaConfig(**GROUPED, **rope()),
+        t.LlamaConfig(**SMALL, head_dim=12, attention_bias=True, mlp_bias=True, hidden_act="gelu",
+                      tie_word_embeddings=True, rms_norm_eps=1e-4),
+        t.LlamaConfig(**GROUPED, **YARN_SET),
+    ),
+    "qwen2": (
+        t.Qwen2Config(**GROUPED, **rope()),
+        t.Qwen2Config(**THREE_LAYERS, **QWEN_WINDOW, max_window_layers=1),
+        t.Qwen2Config(**THREE_LAYERS, **QWEN_WINDOW, layer_types=MIXED, tie_word_embeddings=True),
+    ),
+    "qwen3": (
+        t.Qwen3Config(**GROUPED, head_dim=10),
+        t.Qwen3Config(**GROUPED, head_dim=8, attention_bias=True, tie_word_embeddings=True, **YARN),
+        t.Qwen3Config(**THREE_LAYERS, head_dim=8, **QWEN_WINDOW, layer_types=MIXED),
+    ),
+    "mistral": (
+        t.MistralConfig(**GROUPED, sliding_window=7),
+        t.MistralConfig(**GROUPED, head_dim=12, sliding_window=None, **rope("linear", factor=4.0)),
+        t.MistralConfig(**SMALL, num_key_value_heads=4, tie_word_embeddings=True, hidden_act="gelu"),
+    ),
+    "ministral": (
+        t.MinistralConfig(**THREE_LAYERS, head_dim=8, sliding_window=7, layer_types=MIXED),
+        t.MinistralConfig(**THREE_LAYERS, head_dim=12, sliding_window=5, tie_word_embeddings=True),
+        t.MinistralConfig(**GROUPED, head_dim=8, sliding_window=4, layer_types=MIXED[:2], hidden_act="gelu", **YARN),
+    ),
+    "arcee": (
+        t.ArceeConfig(**GROUPED),
+        t.ArceeConfig(**SMALL, head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+        t.ArceeConfig(**GROUPED, hidden_act="gelu", **YARN),
+    ),
+    "mixtral": (
+        t.MixtralConfig(**GROUPED, num_local_experts=4),
+        t.MixtralConfig(**GROUPED, num_local_experts=3, num_experts_per_tok=1, sliding_window=6, hidden_act="gelu",
+                        head_dim=12),
+        t.MixtralConfig(**SMALL, num_key_value_heads=4, num_local_experts=5, num_experts_per_tok=3,
+                        tie_word_embeddings=True),
+    ),
+    "qwen3_moe": (
+        t.Qwen3MoeConfig(**MOE, num_experts_per_tok=2),
+        t.Qwen3MoeConfig(**MOE, num_experts_per_tok=3, head_dim=10, **QWEN_WINDOW),
+        t.Qwen3MoeConfig(**MOE, num_experts_per_tok=1, tie_word_embeddings=True, attention_bias=True),
+    ),
+    "granitemoeshared": (
+        t.GraniteMoeSharedConfig(**GROUPED, num_local_experts=4, shared_intermediate_size=24),
+        t.GraniteMoeSharedConfig(**GROUPED, num_local_experts=4, attention_multiplier=0.2, attention_bias=True,
+                                 tie_word_embeddings=True),
+        t.GraniteMoeSharedConfig(**SMALL, num_local_experts=3, num_experts_per_tok=1, shared_intermediate_size=16,
+                                 hidden_act="gelu", attention_multiplier=8**-0.5),
+    ),
+}  # fmt: skip
+CASES = [(name, i) for name in FAMILIES for i in range(3)]
+
+
+@pytest.mark.parametrize(("name", "i"), CASES, ids=[f"{name}-{i}" for name, i in CASES])
+@torch.no_grad()
+def test_a_folder_of_transformers_is_read_exactly_and_comes_back_bit_for_bit(
+    name: str, i: int, tmp_path: Path
+) -> None:
+    theirs = hf.save_theirs(tmp_path / "theirs", THEIRS[name][i], seed=i)
+    assert theirs.config.model_type == name
+    imported = import_huggingface(tmp_path / "theirs", tmp_path / "run")
+    ours = load_run(tmp_path / "run").model
+    tokens = hf.tokens(length=90)  # past every window
+    expected = theirs(tokens).logits
+    assert expected.std() > 0.4, "logits large enough for the tolerance to mean something"
+    torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=EXACT)
+    assert sum(p.numel() for p in theirs.parameters()) == imported.parameters
+
+    export_huggingface(tmp_path / "run", tmp_path / "back")
+    written, before = (load_file(tmp_path / folder / "model.safetensors") for folder in ("back", "theirs"))
+    assert written.keys() == before.keys()
+    assert all(torch.equal(written[key], before[key]) for key in before)
+    import_huggingface(tmp_path / "back", tmp_path / "again")
+    again = load_run(tmp_path / "again").model
+    assert again.config.model_copy(update={"init": ours.config.init}) == ours.config
+    assert torch.equal(again(tokens), ours(tokens))
+
+
+@torch.no_grad()
+def test_dynamic_scaling_is_read_with_the_context_that_it_reaches(tmp_path: Path) -> None:
+    config = t.LlamaConfig(**GROUPED | {"max_position_embeddings": 24}, **rope("dynamic", factor=3.0))
+    theirs = hf.save_theirs(tmp_path / "theirs", config)
+    import_huggingface(tmp_path / "theirs", tmp_path / "run")
+    ours = load_run(tmp_path / "run").model
+    assert ours.config.context_length == 72
+    for length in (20, 24, 25, 72):
+        tokens = hf.tokens(length=length)
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=EXACT)
+    found = export_huggingface(tmp_path / "run", tmp_path / "back").verification
+    assert found is not None and found.greedy_tokens == (24 - 4) + (24 - 8)  # theirs turns cached keys otherwise beyond
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["max_position_embeddings"] == 24
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_setting_of_the_class_is_known_and_a_missing_one_means_what_it_means_there(name: str) -> None:
+    whole = THEIRS[name][0].to_dict()
+    classes = type(THEIRS[name][0])()
+    required = {key: whole[key] for key in whole if whole[key] != getattr(classes, key, None)}
+    required |= {"model_type": name} | ({"norm_topk_prob": True} if "norm_topk_prob" in whole else {})
+    for key in ("vocab_size", "hidden_size", "n_embd", "num_attention_heads", "num_heads", "n_head"):
+        required |= {key: whole[key]} if key in whole else {}
+    family, model = read_config(whole)
+    theirs = Settings(whole)
+    family.read(theirs)
+    theirs.take("model_type")
+    unknown = [key for key in theirs.left() if key not in HARMLESS | family.harmless]
+    assert not unknown, "each setting of the class is read, or is known to change nothing"
+    assert read_config(required)[1] == model, "a setting that is left out means the class's default"
+    assert len(required) < len(whole) / 2
+
+
+def test_the_older_names_of_rotary_settings_mean_the_same() -> None:
+    new = t.LlamaConfig(**GROUPED, **YARN).to_dict()
+    parameters = new.pop("rope_parameters")
+    old = new | {"rope_theta": parameters.pop("rope_theta"), "rope_scaling": {"type": parameters.pop("rope_type")}}
+    old["rope_scaling"] |= parameters
+    assert read_config(old)[1] == read_config(t.LlamaConfig(**GROUPED, **YARN).to_dict())[1]
+    pythia = t.GPTNeoXConfig(**SMALL, **rope(partial_rotary_factor=0.5)).to_dict()
+    older = {**pythia, "rotary_pct": 0.5, "rotary_emb_base": 500}
+    del older["rope_parameters"]
+    assert read_config(older)[1] == read_config(pythia)[1]
+
+
+@torch.no_grad()
+def test_files_of_the_bare_model_and_buffers_of_old_versions_are_read(tmp_path: Path) -> None:
+    theirs = hf.save_theirs(tmp_path / "theirs", t.GPT2Config(**GPT2))
+    file = tmp_path / "theirs" / "model.safetensors"
+    old = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    old["h.0.attn.bias"], old["h.0.attn.masked_bias"] = torch.ones(1, 1, 96, 96), torch.tensor(-1e4)
+    old["lm_head.weight"] = old["wte.weight"].clone()  # tied, and stored nevertheless
+    save_file(old, file)
+    import_huggingface(tmp_path / "theirs", tmp_path / "run")
+    torch.testing.assert_close(
+        load_run(tmp_path / "run").model(hf.tokens()), theirs(hf.tokens()).logits, rtol=0, atol=EXACT
+    )
+
+
+@torch.no_grad()
+def test_the_head_of_gpt_neox_is_read_by_either_name(tmp_path: Path) -> None:
+    theirs = hf.save_theirs(tmp_path / "theirs", THEIRS["gpt_neox"][0])
+    file = tmp_path / "theirs" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors.pop("embed_out.weight")
+    save_file(tensors, file)
+    import_huggingface(tmp_path / "theirs", tmp_path / "run")
+    torch.testing.assert_close(
+        load_run(tmp_path / "run").model(hf.tokens()), theirs(hf.tokens()).logits, rtol=0, atol=EXACT
+    )
+
+
+@torch.no_grad()
+def test_several_files_are_read_and_written(tmp_path: Path) -> None:
+    theirs = hf.save_theirs(tmp_path / "theirs", THEIRS["mixtral"][0], max_shard_size="40KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3
+    import_huggingface(tmp_path / "theirs", tmp_path / "run")
+    model = load_run(tmp_path / "run").model
+    torch.testing.assert_close(model(hf.tokens()), theirs(hf.tokens()).logits, rtol=0, atol=EXACT)
+
+    out = export_huggingface(tmp_path / "run", tmp_path / "out").folder
+    family, adapted = choose_family(model.config, load_tokenizer(out))
+    (out / "model.safetensors").unlink()
+    write_tensors(out, family, adapted, model.state_dict(), shard_bytes=40_000)
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 3
+    assert all(path.stat().st_size < 45_000 for path in files)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(4 * p.numel() for p in model.parameters())
+    again = t.AutoModelForCausalLM.from_pretrained(out)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_weights_are_read_without_loss(dtype: torch.dtype, tmp_path: Path) -> None:
+    theirs = hf.save_theirs(tmp_path / "theirs", THEIRS["llama"][0])
+    theirs.to(dtype).save_pretrained(tmp_path / "theirs")
+    import_huggingface(tmp_path / "theirs", tmp_path / "run")
+    back = export_huggingface(tmp_path / "run", tmp_path / "back", precision="bf16" if dtype.itemsize == 2 and
+                              dtype == torch.bfloat16 else "fp16")  # fmt: skip
+    written, before = (load_file(tmp_path / folder / "model.safetensors") for folder in ("back", "theirs"))
+    assert all(torch.equal(written[key], before[key]) and written[key].dtype == dtype for key in before)
+    assert back.verification is not None and back.verification.logit_difference < EXACT
+
+
+# ------------------------------------------------------------------------------------- what transformers reads
+
+
+def shrunk(config: ModelConfig) -> ModelConfig:
+    """A preset with its settings kept and its sizes taken away."""
+    kept = {name: getattr(config, name) for name in config.model_fields_set}
+    small = {"vocab_size": hf.VOCABULARY, "context_length": 96, "n_layers": 2, "d_model": 32, "n_heads": 4}
+    small |= {"n_kv_heads": 4 if config.n_kv_heads == config.n_heads else 2}
+    small |= {"d_head": 12} if "d_head" in kept else {}
+    small |= {"d_ff": 40} if "d_ff" in kept else {}
+    small |= {"window": 8} if config.window else {}
+    return ModelConfig(**kept | small)
+
+
+SHRUNK: dict[ModelConfig, list[str]] = {}
+for preset_name, make in PRESETS.items():
+    SHRUNK.setdefault(shrunk(make()), []).append(preset_name)
+
+
+@pytest.mark.parametrize("config", SHRUNK, ids=[" ".join(names) for names in SHRUNK.values()])
+@torch.no_grad()
+def test_every_preset_loads_in_stock_transformers(config: ModelConfig, tmp_path: Path) -> None:
+    model = hf.random_model(config)
+    if config.window is not None and config.qkv_bias:  # a banded GPT-3, whose query biases no class has: as it begins
+        for block in model.blocks:
+            block.attention.query.bias.zero_()
+    run = hf.make_run(tmp_path / "run", model)
+    found = export_huggingface(run, tmp_path / "out").verification
+    assert found is not None and found.logit_difference < EXACT and found.greedy_tokens == 128 and found.ties == 0
+
+    theirs = t.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = hf.tokens(length=96)
+    torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=0, atol=EXACT)
+    prompt = hf.tokens(1, 9, seed=3) % 256
+    generated = theirs.generate(prompt, do_sample=False, max_new_tokens=64)[0, 9:].tolist()
+    ids = prompt
+    for _ in range(64):  # ours without a cache; with one in the engine
+        ids = torch.cat((ids, model(ids)[:, -1:].argmax(-1)), dim=1)
+    assert generated == ids[0, 9:].tolist()
+    assert len(set(generated)) > 8, "greedy text that does not merely repeat itself"
+
+    imported = import_huggingface(tmp_path / "out", tmp_path / "again")
+    family, adapted = choose_family(config, hf.byte_tokenizer())
+    assert imported.architecture == family.architecture
+    again, before = load_run(tmp_path / "again").model, load_run(run).model
+    assert family.adapted(again.config) == again.config
+    if adapted.model_copy(update={"init": "normal"}) == config.model_copy(update={"init": "normal"}):
+        ours, theirs_again = before.state_dict(), again.state_dict()
+        assert all(torch.equal(ours[name], theirs_again[name]) for name in ours)
+    out = export_huggingface(tmp_path / "again", tmp_path / "twice").folder
+    assert (out / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
