@@ -1,32 +1,25 @@
 """Hugging Face folders: what stock transformers writes is read, what is written loads in it, and nothing is guessed."""
 
 import json
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hf
 import pytest
 import torch
 import transformers as t
 from safetensors.torch import load_file, save_file
 
+import hf
 from gptworks.checkpoint import load_run
-from gptworks.config import ModelConfig, RopeScaling
-from gptworks.errors import RunError, UserError
-from gptworks.infer.engine import Engine
-from gptworks.interop.huggingface import export_huggingface, exporting, import_huggingface
+from gptworks.config import ModelConfig
+from gptworks.interop.huggingface import export_huggingface, import_huggingface
 from gptworks.interop.huggingface.exporting import write_tensors
 from gptworks.interop.huggingface.families import FAMILIES, HARMLESS, choose_family
 from gptworks.interop.huggingface.importing import read_config
-from gptworks.interop.huggingface.settings import Settings, shortest_period
-from gptworks.interop.huggingface.tensors import expected_tensors
-from gptworks.interop.huggingface.verify import quiet, verify_folder
-from gptworks.model import GPT
+from gptworks.interop.huggingface.settings import Settings
+from gptworks.interop.huggingface.verify import quiet
 from gptworks.presets import PRESETS
-from gptworks.recipe import load_recipe
 from gptworks.tokenizer import load_tokenizer
 
 EXACT = 1e-5
@@ -155,9 +148,7 @@ CASES = [(name, i) for name in FAMILIES for i in range(3)]
 
 @pytest.mark.parametrize(("name", "i"), CASES, ids=[f"{name}-{i}" for name, i in CASES])
 @torch.no_grad()
-def test_a_folder_of_transformers_is_read_exactly_and_comes_back_bit_for_bit(
-    name: str, i: int, tmp_path: Path
-) -> None:
+def test_a_folder_of_transformers_is_read_exactly_and_comes_back_bit_for_bit(name: str, i: int, tmp_path: Path) -> None:
     theirs = hf.save_theirs(tmp_path / "theirs", THEIRS[name][i], seed=i)
     assert theirs.config.model_type == name
     imported = import_huggingface(tmp_path / "theirs", tmp_path / "run")

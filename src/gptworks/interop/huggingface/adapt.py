@@ -27,11 +27,12 @@ def adapt_weights(
     if (factor := attention_scale(config) / attention_scale(adapted)) != 1.0:
         _scale_queries(adapted, weights, factor)
         changes.append(f"queries are multiplied by {factor:g}, since this architecture scales attention otherwise")
-    if added := biases(adapted) - biases(config):
-        for name, expected in expected_tensors(adapted).items():
-            if name.endswith(".bias") and name not in weights:
-                weights[name] = torch.zeros(expected.shape)
-        changes.append(f"biases that the model does not have ({', '.join(sorted(added))}) are zeros")
+    expected = expected_tensors(adapted)
+    if absent := [name for name in expected if name not in weights]:
+        assert all(name.endswith(".bias") for name in absent), f"a weight is missing: {absent[0]}"
+        weights |= {name: torch.zeros(expected[name].shape) for name in absent}
+        kinds = ", ".join(sorted(biases(adapted) - biases(config)))
+        changes.append(f"biases that the model does not have ({kinds}) are zeros")
     return weights, changes
 
 

@@ -46,6 +46,7 @@ from gptworks.interop.huggingface.tensors import (
 PLAIN_FIELDS: Values = {
     "parallel_residual": False, "qk_norm": False, "n_experts": 0, "d_ff_shared": 0, "attention_scale": None,
     "rope_fraction": 1.0, "rope_scaling": None, "window": None, "window_pattern": ("full",), "init": "normal",
+    "dropout_embedding": 0.0, "dropout_attention": 0.0, "dropout_residual": 0.0,
 }  # fmt: skip
 """Fields of a model of which an architecture says nothing."""
 
@@ -130,21 +131,30 @@ def choose_family(config: ModelConfig, tokenizer: Tokenizer) -> tuple[Family, Mo
     """The architecture that holds a model with the fewest biases added as zeros, and the model as it holds it.
 
     Raises:
-        UserError: none does; the settings that the nearest one lacks are named.
+        UserError: none does; the settings that the nearest ones lack are named.
     """
     split = _split_pattern(tokenizer)
     families = [family for family in FAMILIES.values() if family.own_split in (None, split)]
     obstacles = {family.model_type: family.obstacles(config) for family in families}
     fitting = [family for family in families if not obstacles[family.model_type]]
     if not fitting:
-        nearest = min(obstacles, key=lambda name: len(obstacles[name]))
-        lacking = ", ".join(f"model.{name}={_shown(getattr(config, name))}" for name in obstacles[nearest])
         raise UserError(
-            f"no architecture of transformers computes this model. The nearest is `{nearest}`, and it does not have "
-            f"{lacking}. `gptworks describe` and `generate` run it as it is; to export, train one without."
+            f"no architecture of transformers computes this model: {_nearest(config, obstacles)}. "
+            f"gptworks runs it as it is; a model to be exported is to be trained with other settings."
         )
     pairs = [(family, family.adapted(config)) for family in fitting]
     return min(pairs, key=lambda pair: len(biases(pair[1]) - biases(config)))
+
+
+def _nearest(config: ModelConfig, obstacles: Mapping[str, list[str]]) -> str:
+    """The architectures that lack the fewest settings, those alike once."""
+    fewest = min(map(len, obstacles.values()))
+    lacking: dict[str, str] = {}
+    for family, names in obstacles.items():
+        if len(names) == fewest:
+            given = ", ".join(f"model.{name}={_shown(getattr(config, name))}" for name in names)
+            lacking.setdefault(given, family)
+    return "; ".join(f"`{family}` does not have {given}" for given, family in lacking.items())
 
 
 def _split_pattern(tokenizer: Tokenizer) -> str | None:

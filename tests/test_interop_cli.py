@@ -1,0 +1,144 @@
+"""`gptworks export` and `gptworks import`: from a trained run to a Hugging Face folder, and back to one trained on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import tiny
+from gptworks.checkpoint import load_run
+from gptworks.cli import app
+from gptworks.errors import UserError
+from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.tokenizer import load_tokenizer, prompt_ids
+from gptworks.train.loop import train
+
+
+def gptworks(*arguments: str | Path) -> str:
+    """Run a command here and return what it prints."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def recipe_tree(folder: Path, **model: Any) -> dict[str, Any]:
+    tree = tiny.recipe_tree(folder, max_steps=8, precision="fp32")
+    return tree | {"model": tree["model"] | {"mlp": "swiglu"} | model}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a trained run, its export and the import of it."""
+    folder = tmp_path_factory.mktemp("interop")
+    train(parse_recipe(recipe_tree(folder)))
+    exported = tiny.gptworks("export", folder / "run", folder / "hf")
+    assert exported.returncode == 0, exported.stderr
+    assert exported.stdout.startswith(f"wrote {folder / 'hf'}: Qwen3ForCausalLM, 34,368 parameters, fp32\nequal in ")
+    assert exported.stderr.splitlines() == [
+        "writing a Qwen3ForCausalLM of 34,368 parameters",
+        "comparing it with the run in transformers",
+    ], "nothing of transformers on the terminal"
+    imported = tiny.gptworks("import", folder / "hf", folder / "back")
+    assert imported.returncode == 0, imported.stderr
+    assert imported.stdout == f"made {folder / 'back'} of a Qwen3ForCausalLM: 34,368 parameters\n"
+    return folder
+
+
+def test_the_folder_has_what_its_readers_look_for(folder: Path) -> None:
+    assert {path.name for path in (folder / "hf").iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "special_tokens_map.json", "README.md",
+    }  # fmt: skip
+    card = (folder / "hf" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "greedy tokens from a cache are equal" in card
+    assert "dropout_residual=0.1, which is for training alone, is left out" in card
+    assert "## Training" in card
+    assert str(folder) not in card
+
+
+def test_a_pipeline_of_transformers_continues_as_the_engine_does(folder: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")
+    ids = tokenizer("the quick", return_tensors="pt").input_ids
+    assert ids[0].tolist() == prompt_ids(load_tokenizer(folder / "run" / "tokenizer"), "the quick")
+    theirs = tokenizer.decode(model.generate(ids, max_new_tokens=20, do_sample=False)[0])
+    ours = gptworks("generate", folder / "run", "the quick", "--max-tokens", "20", "--temperature", "0")
+    assert ours == theirs + "\n"
+    assert ours == gptworks("generate", folder / "back", "the quick", "--max-tokens", "20", "--temperature", "0")
+
+
+def test_the_imported_run_has_the_same_weights_and_is_described(folder: Path) -> None:
+    before, after = (load_run(folder / name).model for name in ("run", "back"))
+    theirs = after.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in before.state_dict().items())
+    assert "34,368" in gptworks("describe", folder / "back")
+    exported = json.loads(gptworks("export", folder / "back", folder / "hf2", "--json"))
+    assert exported["architecture"] == "Qwen3ForCausalLM"
+    assert exported["verification"]["logit_difference"] < 1e-5
+    first, second = (load_file(folder / name / "model.safetensors") for name in ("hf", "hf2"))
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_the_imported_run_is_evaluated_on_its_recipes_text_and_trained_further(folder: Path) -> None:
+    recipe = folder / "back" / "recipe.yaml"
+    tree = yaml.safe_load(recipe.read_text())
+    assert tree["data"]["sources"] == [{"type": "python-stdlib"}]
+    data = recipe_tree(folder)["data"]
+    recipe.write_text(yaml.safe_dump(tree | {"data": tree["data"] | data}))
+    before, after = (
+        json.loads(gptworks("evaluate", folder / name, "--json", "--precision", "fp32", "--device", "cpu"))["loss"]
+        for name in ("run", "back")
+    )
+    assert after == pytest.approx(before, abs=1e-6)
+
+    with pytest.raises(UserError, match="was imported and has no training to go on with"):
+        gptworks("train", folder / "back", "--resume", "train.device=cpu")
+    gptworks("train", folder / "back", f"initialize_from={folder / 'back'}", f"run_dir={folder / 'further'}",
+             "train.max_steps=3", "train.warmup_steps=0", "train.device=cpu", "train.precision=fp32")  # fmt: skip
+    metrics = [json.loads(line) for line in (folder / "further" / "metrics.jsonl").read_text().splitlines()]
+    assert next(record["loss"] for record in metrics if record["kind"] == "validation") < before + 0.05
+    gptworks("export", folder / "further", folder / "hf3")
+
+
+def test_a_run_that_no_class_computes_is_refused_with_exit_code_2(tmp_path: Path) -> None:
+    tree = recipe_tree(tmp_path, mlp="relu2")
+    tree["train"] |= {"max_steps": 1, "warmup_steps": 0}
+    train(parse_recipe(tree))
+    refused = tiny.gptworks("export", tmp_path / "run", tmp_path / "hf")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: no architecture of transformers computes this model: `qwen3` does not")
+    assert "model.qk_norm=true" in refused.stderr
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--format", "onnx"], "--format=onnx: it must be one of hf, gguf"),
+        (["--dtype", "fp8"], "--dtype=fp8: it must be one of fp32, bf16, fp16"),
+        (["--format", "gguf", "--type", "q5"], "--type=q5: it must be one of f16, f32, bf16, q8_0, q4_0"),
+        (["--type", "q8_0"], "--type=q8_0 with --format=hf: that format has --dtype"),
+        (["--format", "gguf", "--dtype", "bf16"], "--dtype=bf16 with --format=gguf: that format has --type"),
+        (["--checkpoint", "99"], "checkpoint `99` is not in"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: list[str], message: str, folder: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        gptworks("export", folder / "run", folder / "other", *options)
+    assert not (folder / "other").exists()
+
+
+def test_an_imported_recipe_is_whole(folder: Path) -> None:
+    recipe = load_recipe(folder / "back")
+    assert recipe.name == "back"
+    assert recipe.initialize_from is None
+    assert recipe.tokenizer.model_dump() == {"type": "file", "path": folder / "back" / "tokenizer"}
+    card = (folder / "back" / "model-card.md").read_text()
+    assert "imported, not trained" in card and "initialize_from=" in card
