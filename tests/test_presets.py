@@ -6,6 +6,7 @@ import pytest
 
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
+from gptworks.plan import count_parameters
 from gptworks.presets import PRESETS, expand_preset, preset
 
 # vocabulary, d_model, layers, heads, d_ff, context
@@ -55,7 +56,46 @@ def choices(c: ModelConfig) -> tuple[Any, ...]:
 
 
 def test_the_table_names_every_preset() -> None:
-    assert set(PRESETS) == set(DIMENSIONS) | {f"{name}-banded" for name in DIMENSIONS if name.startswith("gpt3")}
+    banded = {f"{name}-banded" for name in DIMENSIONS if name.startswith("gpt3")}
+    assert set(PRESETS) == set(DIMENSIONS) | banded | set(TODAY)
+
+
+# vocabulary, d_model, layers, heads, key/value heads, d_head, d_ff, context; rotary base, epsilon, tied, QK-norm, experts
+TODAY = {
+    "smollm2-135m": ((49152, 576, 30, 9, 3, 64, 1536, 8192), 1e5, 1e-5, True, False, 0),
+    "tinyllama-1.1b": ((32000, 2048, 22, 32, 4, 64, 5632, 2048), 1e4, 1e-5, False, False, 0),
+    "llama-2-7b": ((32000, 4096, 32, 32, 32, 128, 11008, 4096), 1e4, 1e-5, False, False, 0),
+    "qwen3-0.6b": ((151936, 1024, 28, 16, 8, 128, 3072, 40960), 1e6, 1e-6, True, True, 0),
+    "mixtral-8x7b": ((32000, 4096, 32, 32, 8, 128, 14336, 32768), 1e6, 1e-5, False, False, 8),
+    "modern-9m": ((8192, 256, 8, 4, 4, 64, 704, 512), 1e4, 1e-6, True, True, 0),
+    "modern-24m": ((16384, 384, 10, 6, 6, 64, 1024, 1024), 1e4, 1e-6, True, True, 0),
+    "modern-110m": ((32768, 768, 12, 12, 12, 64, 2048, 2048), 1e4, 1e-6, True, True, 0),
+    "modern-336m": ((32768, 1024, 24, 16, 16, 64, 2752, 2048), 1e4, 1e-6, True, True, 0),
+    "moe-115m": ((16384, 512, 8, 8, 4, 64, 1024, 1024), 1e4, 1e-6, True, False, 8),
+}
+
+
+@pytest.mark.parametrize("name", TODAY)
+def test_settings_of_todays_architectures(name: str) -> None:
+    c = preset(name)
+    shape = (c.vocab_size, c.d_model, c.n_layers, c.n_heads, c.n_kv_heads, c.d_head, c.d_ff, c.context_length)
+    assert (shape, c.rope_theta, c.norm_eps, c.tie_embeddings, c.qk_norm, c.n_experts) == TODAY[name]
+    assert (c.position, c.norm, c.mlp, c.attention_bias, c.mlp_bias) == ("rope", "rmsnorm", "swiglu", False, False)
+    assert c.zero_init_projections == name.startswith("modern")
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("smollm2-135m", 134_515_008, 134_515_008),
+        ("tinyllama-1.1b", 1_100_048_384, 1_100_048_384),
+        ("llama-2-7b", 6_738_415_616, 6_738_415_616),
+        ("mixtral-8x7b", 46_702_792_704, 12_879_925_248),
+    ],
+)
+def test_they_have_the_sizes_of_the_released_weights(name: str, total: int, active: int) -> None:
+    count = count_parameters(preset(name))
+    assert (count.total, count.active) == (total, active)
 
 
 @pytest.mark.parametrize("name", DIMENSIONS)
