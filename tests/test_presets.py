@@ -60,7 +60,8 @@ def test_the_table_names_every_preset() -> None:
     assert set(PRESETS) == set(DIMENSIONS) | banded | set(TODAY)
 
 
-# vocabulary, d_model, layers, heads, key/value heads, d_head, d_ff, context; rotary base, epsilon, tied, QK-norm, experts
+# (vocabulary, d_model, layers, heads, key/value heads, d_head, d_ff, context), rotary base, epsilon, tied, QK-norm,
+# experts
 TODAY = {
     "smollm2-135m": ((49152, 576, 30, 9, 3, 64, 1536, 8192), 1e5, 1e-5, True, False, 0),
     "tinyllama-1.1b": ((32000, 2048, 22, 32, 4, 64, 5632, 2048), 1e4, 1e-5, False, False, 0),
