@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-gguf lint bench clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
 	@echo "make test    run the tests"
+	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
 	@echo "make lint    ruff, mypy and the import contract"
 	@echo "make bench   speed beside textbook loops and torch's own passes"
 
@@ -23,6 +24,11 @@ demo: .venv/.installed
 
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest
+
+# Without GGML_NATIVE: llama.cpp's AMX code ends with a fault where a virtual machine shows AMX and does not grant it.
+test-gguf: .venv/.installed-dev
+	CMAKE_ARGS="-DGGML_NATIVE=OFF" $(PIP) -e ".[peers]"
+	$(BIN)/python -m pytest -m llama_cpp tests/test_gguf.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

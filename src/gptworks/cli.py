@@ -455,6 +455,9 @@ def export_run(
     verify: Annotated[
         bool, typer.Option(help="hf: compare with the run in transformers, and keep only what is equal.")
     ] = True,
+    tokenizer: Annotated[
+        bool, typer.Option(help="gguf: write the tokenizer too. Without, the file knows token ids alone.")
+    ] = True,
     checkpoint: WhichCheckpoint = "best",
     as_json: AsJSON = False,
 ) -> None:
@@ -469,11 +472,24 @@ def export_run(
     for other, value in given.items():
         if value is not None:
             raise UserError(f"{other}={value} with --format={form}: that format has {option}.")
+    if form == "hf" and not tokenizer:
+        raise UserError("--no-tokenizer with --format=hf: such a folder always has its tokenizer; drop the option.")
     if form == "gguf":
         from gptworks.interop.gguf import export_gguf
 
-        export_gguf(run, out, quantization=chosen, checkpoint=checkpoint, report=_notice)
-        typer.echo(f"wrote {out}: {chosen}")
+        quantization: Any = chosen
+        file = export_gguf(
+            run, out, quantization=quantization, tokenizer=tokenizer, checkpoint=checkpoint, report=_notice
+        )
+        if as_json:
+            _print_json(asdict(file))
+            return
+        typer.echo(
+            f"wrote {out}: {file.architecture} of llama.cpp, {file.quantization}, {file.bytes:,} bytes, "
+            f"tokenizer {file.tokenizer or 'none'}"
+        )
+        for note in file.notes:
+            typer.echo(f"note: {note}")
         return
     from gptworks.interop.huggingface import export_huggingface
 

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 Bias = Literal["qkv", "out", "mlp"]
 ALL_BIASES: tuple[Bias, ...] = ("qkv", "out", "mlp")
 GELU = ("gelu_tanh", "gelu")
-"""llama.cpp has the tanh form alone (`APPROXIMATE_GELU`)."""
+"""llama.cpp has the tanh form alone."""
 
 APPROXIMATE_GELU = (
-    "model.mlp=gelu: llama.cpp computes GELU by its tanh form, which differs from this run's by at most 0.0005 "
-    "(its CPU code rounds GELU to 16 bits besides); logits differ in their third or fourth digit."
+    "llama.cpp computes model.mlp=gelu by its tanh form, which is off by at most 0.0005; on a CPU it rounds GELU to 16 "
+    "bits besides"
 )
 
 
@@ -96,6 +96,10 @@ ARCHITECTURES = (
     ),
     Architecture(
         "granite", "rmsnorm", ("swiglu",), ("rope", "none"), biases=ALL_BIASES, interleaved=True, free_head_width=True,
+        attention_scale=True,
+    ),
+    Architecture(
+        "granitemoe", "rmsnorm", ("swiglu",), biases=("qkv", "out"), interleaved=True, free_head_width=True,
         experts="shared", attention_scale=True,
     ),
     Architecture("arcee", "rmsnorm", ("relu2",), biases=("qkv",), interleaved=True, free_head_width=True),
@@ -111,17 +115,19 @@ def choose_architecture(config: ModelConfig) -> Architecture:
     """The architecture of llama.cpp that computes a model.
 
     Raises:
-        UserError: there is none; the settings that the nearest one does not have are named.
+        UserError: there is none; those that lack the fewest settings are named with what they lack.
     """
-    obstacles = {architecture: architecture.obstacles(config) for architecture in ARCHITECTURES}
-    nearest = min(ARCHITECTURES, key=lambda architecture: len(obstacles[architecture]))
-    if obstacles[nearest]:
-        settings = ", ".join(f"model.{setting}" for setting in obstacles[nearest])
-        raise UserError(
-            f"no architecture of llama.cpp computes this model: the nearest, `{nearest.name}`, has not {settings}. "
-            f"--format hf may have."
-        )
-    return nearest
+    lacking = [(architecture, architecture.obstacles(config)) for architecture in ARCHITECTURES]
+    fewest = min(len(obstacles) for _, obstacles in lacking)
+    nearest = [(architecture, obstacles) for architecture, obstacles in lacking if len(obstacles) == fewest]
+    if not fewest:
+        return nearest[0][0]
+    names = {", ".join(f"model.{setting}" for setting in obstacles): a.name for a, obstacles in reversed(nearest)}
+    raise UserError(
+        f"no architecture of llama.cpp computes this model: "
+        f"{'; '.join(f'`{name}` lacks {settings}' for settings, name in reversed(names.items()))}. "
+        f"Train another, or try --format hf."
+    )
 
 
 def attention_scale(config: ModelConfig) -> float:

@@ -1,5 +1,6 @@
 """A run as a GGUF file, written aside, tensor by tensor, and then renamed."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -21,6 +22,21 @@ _FILE_TYPES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Export:
+    """What was written."""
+
+    file: Path
+    architecture: str
+    quantization: str
+    bytes: int
+    step: int
+    tokenizer: str | None
+    """As llama.cpp names it; None: the file has none."""
+    notes: tuple[str, ...]
+    """What llama.cpp computes otherwise than the run, in words."""
+
+
 def export_gguf(
     run: str | Path,
     out: str | Path,
@@ -29,14 +45,14 @@ def export_gguf(
     tokenizer: bool = True,
     checkpoint: str = "best",
     report: Report = lambda _: None,
-) -> Path:
+) -> Export:
     """Write a run's model as a file that llama.cpp loads.
 
     Args:
         quantization: of the matrices. q8_0: 8.5 bits a weight; q4_0: 4.5, the embedding and the head in q8_0. A matrix
             whose rows are no whole number of 32 weights is kept in f16; norms, biases, positions and routers in f32.
         tokenizer: write the tokenizer too. Without, the file takes and gives token ids alone.
-        report: told of damage that was passed over, and of what llama.cpp computes otherwise.
+        report: told of damage that was passed over.
 
     Raises:
         UserError: no such run; `out` exists; llama.cpp has no architecture or no tokenizer like the run's; the `gguf`
@@ -53,22 +69,24 @@ def export_gguf(
     config, weights = loaded.model.config, loaded.model.state_dict()
     architecture = choose_architecture(config)
     vocabulary = read_vocabulary(load_tokenizer(loaded.tokenizer_folder), config.vocab_size) if tokenizer else None
-    if config.mlp == "gelu":
-        report(APPROXIMATE_GELU)
+    notes = [APPROXIMATE_GELU] if config.mlp == "gelu" else []
+    if vocabulary is not None and vocabulary.note:
+        notes.append(vocabulary.note)
 
-    writer = gguf.GGUFWriter(aside := out.with_name(f".{out.name}.writing"), architecture.name)
+    aside = out.with_name(f".{out.name}.writing")
+    writer = gguf.GGUFWriter(aside, architecture.name)
     writer.add_type("model")
     writer.add_name(loaded.recipe.name)
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[quantization]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_settings(writer, architecture, config)
     add_vocabulary(writer, vocabulary)
-    kinds: dict[str, GGMLQuantizationType] = {}
+    kinds = {}
     for name, tensor in their_tensors(architecture, config, {name: x.to("meta") for name, x in weights.items()}):
-        kinds[name] = stored_as(name, tuple(tensor.shape), quantization)
-        block_weights, block_bytes = gguf.GGML_QUANT_SIZES[kinds[name]]
+        kinds[name] = kind = stored_as(name, tuple(tensor.shape), quantization)
+        block_weights, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         n_bytes = tensor.numel() // block_weights * block_bytes
-        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), n_bytes, raw_dtype=kinds[name])
+        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), n_bytes, raw_dtype=kind)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         writer.write_header_to_file()
@@ -85,7 +103,15 @@ def export_gguf(
     finally:
         writer.close()
         aside.unlink(missing_ok=True)
-    return out
+    return Export(
+        file=out,
+        architecture=architecture.name,
+        quantization=quantization,
+        bytes=out.stat().st_size,
+        step=loaded.checkpoint.step,
+        tokenizer=(vocabulary.pattern or vocabulary.model) if vocabulary else None,
+        notes=tuple(notes),
+    )
 
 
 def stored_as(name: str, shape: tuple[int, ...], quantization: Quantization) -> "GGMLQuantizationType":

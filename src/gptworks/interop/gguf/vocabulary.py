@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
@@ -25,9 +26,15 @@ PATTERNS: dict[tuple[str, ...], tuple[str | None, str | None]] = {
     (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}",): ("smaug-bpe", "llama-bpe"),
     (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}",): ("qwen2", None),
 }
+_BPE_WITHOUT = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback")
+"""Settings of a BPE that llama.cpp's does not have."""
+
 _CHARACTERS = r"[\s\S]"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """How llama.cpp writes a space in the tokens of `t5`."""
+
+_RUNS_OF_UNKNOWN = "llama.cpp takes several unknown characters in a row for one <unk>, the run for one each"
+_UNNORMALIZED = "llama.cpp does not bring text to Unicode's NFC form before it reads it, as the run does"
 
 
 class TokenType(IntEnum):
@@ -53,6 +60,8 @@ class Vocabulary:
     special_ids: Mapping[str, int]
     """bos, eos, unk and pad, as far as there are such."""
     begins_with_bos: bool
+    note: str | None
+    """On which texts llama.cpp's ids differ from ours after all."""
 
 
 def read_vocabulary(tokenizer: Tokenizer, n_rows: int) -> Vocabulary:
@@ -66,7 +75,7 @@ def read_vocabulary(tokenizer: Tokenizer, n_rows: int) -> Vocabulary:
     pattern = None if characters else _bpe_pattern(tree)
     special = special_tokens(tokenizer)
     if special.eos is None:
-        raise _refusal("it has no token that ends a text, and llama.cpp takes some other one for it")
+        raise _refusal("it has no token that ends a text, for which llama.cpp then takes some other one")
     added = {token["id"]: token["special"] for token in tree["added_tokens"]}
     names = {index: name for name, index in tokenizer.get_vocab(with_added_tokens=True).items()}
     if characters and _SPACE in names.values():
@@ -93,6 +102,7 @@ def read_vocabulary(tokenizer: Tokenizer, n_rows: int) -> Vocabulary:
         merges=tuple(pair if isinstance(pair, str) else " ".join(pair) for pair in tree["model"].get("merges", ())),
         special_ids={name: index for name, index in ids.items() if index is not None},
         begins_with_bos=not special.separator and bool(document_frame(tokenizer)[0]),
+        note=_RUNS_OF_UNKNOWN if characters else _UNNORMALIZED if tree["normalizer"] else None,
     )
 
 
@@ -116,16 +126,9 @@ def _bpe_pattern(tree: Mapping[str, Any]) -> str:
         raise _refusal(
             "it takes words whole (tokenizer.type=word)" if model["type"] == "WordLevel" else f"it is a {model['type']}"
         )
-    for name in (
-        "dropout",
-        "unk_token",
-        "continuing_subword_prefix",
-        "end_of_word_suffix",
-        "fuse_unk",
-        "byte_fallback",
-    ):
-        if model.get(name):
-            raise _refusal(f"its BPE has {name}={model[name]!r}")
+    for setting in _BPE_WITHOUT:
+        if model.get(setting):
+            raise _refusal(f"its BPE has {setting}={model[setting]!r}")
     if tree["normalizer"] not in (None, {"type": "NFC"}):
         raise _refusal(f"it normalizes text ({tree['normalizer']['type']})")
     pre = tree["pre_tokenizer"] or {"type": "None"}
@@ -133,8 +136,11 @@ def _bpe_pattern(tree: Mapping[str, Any]) -> str:
     patterns = tuple(found for step in steps if (found := _pattern(step)) is not None)
     name = PATTERNS.get(patterns, (None, None))[bool(model.get("ignore_merges"))]
     if name is None or steps[-1]["type"] != "ByteLevel" or steps[-1]["add_prefix_space"]:
-        known = ", ".join(name for names in PATTERNS.values() for name in names if name)
-        raise _refusal(f"llama.cpp does not split words as it does (of its ways, {known} are known here)")
+        known = ", ".join(filter(None, chain(*PATTERNS.values())))
+        raise _refusal(
+            f"it splits text by another pattern than {known}, as tokenizer.type=bpe does; "
+            f"tokenizer.type=gpt2 or file may have one of these"
+        )
     return name
 
 
