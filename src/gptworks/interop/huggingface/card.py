@@ -1,5 +1,6 @@
 """The README.md of an exported folder: what it is, how it is used, what it was compared with."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ print(tokenizer.decode(model.generate(ids, max_new_tokens=50)[0]))
 
 
 def write_card(folder: Path, export: "Export", recipe: Recipe, family: Family) -> None:
-    """Write README.md, with the run's own card at its end where there is one."""
+    """Write README.md, with the tables of the run's own card at its end where there is one."""
     text = _HEAD.format(
         model_type=family.model_type, name=recipe.name, parameters=export.parameters, version=__version__,
         step=export.step, precision=export.precision, architecture=export.architecture,
@@ -44,8 +45,8 @@ def write_card(folder: Path, export: "Export", recipe: Recipe, family: Family) -
         text += "\n## Otherwise than in the run\n\n" + "".join(f"* {note}\n" for note in export.notes)
     run_card = recipe.run_dir / "model-card.md"
     if run_card.exists():
-        _, heading, tables = run_card.read_text(encoding="utf-8").partition("\n## ")
-        text += heading + tables.rpartition("\n\n")[0] + "\n"
+        tables = re.findall(r"^## .*\n\n(?:\|.*\n)+", run_card.read_text(encoding="utf-8"), re.MULTILINE)
+        text += "".join(f"\n{table}" for table in tables)
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 

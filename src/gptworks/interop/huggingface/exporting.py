@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, processors
 from torch import Tensor
 
 from gptworks.checkpoint import Report, load_run
 from gptworks.config import ModelConfig
-from gptworks.errors import UserError
+from gptworks.errors import RunError, UserError
 from gptworks.files import sync
 from gptworks.interop.huggingface.adapt import adapt_weights
 from gptworks.interop.huggingface.card import write_card
@@ -67,7 +68,7 @@ def export_huggingface(
     Raises:
         UserError: no such run; `out` holds something; no architecture of transformers computes the model; transformers
             is not installed and `verify` is true.
-        RunError: the folder differs from the model. Nothing is kept.
+        RunError: the folder differs from the model, or the disk is full. Nothing is kept.
     """
     out = Path(out)
     check_free(out)
@@ -227,4 +228,7 @@ def _shards(there: list[Place], config: ModelConfig, item_bytes: int, shard_byte
 
 def _save(path: Path, there: list[Place], config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
     whole = {place.theirs: place.layout.join([tensors[name] for name in place.ours], config) for place in there}
-    save_file({name: tensor.contiguous() for name, tensor in whole.items()}, path, {"format": "pt"})
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in whole.items()}, path, {"format": "pt"})
+    except SafetensorError as error:
+        raise RunError(f"{path} could not be written: {error}. Nothing is kept.") from error

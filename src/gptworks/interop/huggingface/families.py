@@ -181,7 +181,7 @@ HARMLESS = frozenset({
     "classifier_dropout", "gradient_checkpointing", "pretraining_tp", "output_router_logits",
     "router_aux_loss_coef", "router_jitter_noise", "max_length", "min_length", "do_sample", "num_beams",
     "temperature", "top_k", "top_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
-    "num_return_sequences",
+    "num_return_sequences", "is_llama_config", "transformers.js_config",
 })  # fmt: skip
 """Settings of any `config.json` that change no logits: names, token ids, generation, what training alone uses. Others
 that no clause takes are refused by name: they may belong to a newer class that computes something else."""
@@ -190,6 +190,7 @@ _ALONE = (
     Only("is_encoder_decoder", False, absent=False),
     Only("add_cross_attention", False, absent=False),
     Only("use_mrope", False, absent=False),
+    Only("rope_interleaved", False, absent=False),
 )
 _UNGATED = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 _UNGATED_NEW = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu2": "relu2"}

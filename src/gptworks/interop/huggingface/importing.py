@@ -54,7 +54,7 @@ def import_huggingface(folder: str | Path, run_dir: str | Path, *, report: Repor
     """Make a run folder, at step 0, of a Hugging Face folder. Weights become fp32, which holds bf16 and fp16 exactly.
 
     Raises:
-        UserError: the folder is none, is in no safetensors, or holds a setting or a tensor that gptworks does not know; or
+        UserError: the folder is none, has no safetensors, or holds a setting or tensor that gptworks does not know; or
             `run_dir` holds something. The value is named.
     """
     folder, run_dir = Path(folder), Path(run_dir)

@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError
 from gptworks.model import GPT, KVCache
 from gptworks.tokenizer import prompt_ids
@@ -110,8 +111,7 @@ def verify_folder(folder: Path, model: GPT, tokenizer: Tokenizer, texts: Sequenc
         _compare_texts(tokenizer, their_tokenizer, texts)
         sequences = _sequences(model, tokenizer, texts)
         difference, largest = _compare_logits(model, theirs, sequences)
-        greedy = [_compare_greedy(model, theirs, prompt) for prompt in _prompts(sequences)]
-    n_greedy, n_ties = (sum(counts) for counts in zip(*greedy, strict=True))
+        n_greedy, n_ties = _compare_greedy(model, theirs, _prompt(sequences[-1], model.config))
     n_tokens = sum(len(ids) for ids in sequences)
     return Verification(transformers.__version__, difference, largest, n_tokens, n_greedy, n_ties, len(texts))
 
@@ -145,9 +145,10 @@ def _sequences(model: GPT, tokenizer: Tokenizer, texts: Sequence[str]) -> list[l
     return sorted((ids for ids in (*random, *read) if ids), key=len)
 
 
-def _prompts(sequences: Sequence[list[int]]) -> list[list[int]]:
-    """Beginnings to go on from greedily: of the shortest sequence and of the longest."""
-    return [sequence[: min(8, max(1, len(sequence) // 2))] for sequence in (sequences[0], sequences[-1])]
+def _prompt(sequence: list[int], config: ModelConfig) -> list[int]:
+    """The beginning of a sequence to go on from greedily: short, or so long that the tokens pass the window."""
+    length = max(8, (config.window or 0) - GREEDY_TOKENS // 2)
+    return sequence[: max(1, min(length, config.context_length - GREEDY_TOKENS))]
 
 
 def _compare_logits(model: GPT, theirs: Any, sequences: Sequence[list[int]]) -> tuple[float, float]:
