@@ -1,0 +1,311 @@
+"""Memory of a training step and of inference, by part, from the configuration alone.
+
+A step's peak is the most that stands at once on its timeline: model, optimizer and tokens throughout; what each block
+saves, piling up through the forward pass; the loss's buffers; then backwards, each operation's own needs while what was
+saved goes and gradients come; the optimizer last. `gptworks.plan.stages` says what each operation saves.
+
+Not in these figures: the process itself (Python and torch: 200 to 400 MB on a CPU, the CUDA context on a GPU), what
+kernels take inside themselves, and what an allocator keeps between blocks of different sizes.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from gptworks.config import ModelConfig, TrainConfig
+from gptworks.plan.params import ParameterCount, count_parameters
+from gptworks.plan.stages import (
+    ATTENTION,
+    COPIES,
+    RESIDUAL,
+    Shapes,
+    Stage,
+    block_stages,
+    embedding_stage,
+    norm_stage,
+    rotary_tables_bytes,
+)
+
+WEIGHTS, GRADIENTS, OPTIMIZER, LOSS, TEMPORARY, COMMUNICATION, TOKENS = (
+    "weights",
+    "gradients",
+    "optimizer state",
+    "logits and loss",
+    "temporary",
+    "communication",
+    "tokens",
+)
+"""Parts beside the kinds of saved tensors in `gptworks.plan.stages`."""
+
+CPU_CHUNK_BYTES, CPU_CHUNK_TOKENS, CHUNK_TOKENS = 8 * 2**20, 512, 8192
+"""Of `gptworks.model.loss`, which importing would import torch."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model and its batches lie on devices."""
+
+    sharding: str = "none"
+    """none: all on each device (DDP where there are several); zero2: gradients and optimizer state in equal shares;
+    fsdp: weights too, gathered for each block as it is used (Zhao et al., 2023)."""
+    data_parallel: int = 1
+    """Ranks that see different sequences."""
+    tensor_parallel: int = 1
+    """Ranks that share each matrix: heads, inner width and vocabulary (Shoeybi et al., 2019)."""
+
+    @property
+    def world_size(self) -> int:
+        return self.data_parallel * self.tensor_parallel
+
+    def shards(self, part: str) -> int:
+        """Into how many pieces a part is cut over the data-parallel ranks."""
+        sharded = {"none": (), "zero2": (GRADIENTS, OPTIMIZER), "fsdp": (WEIGHTS, GRADIENTS, OPTIMIZER)}[self.sharding]
+        return self.data_parallel if part in sharded else 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that a step's memory depends on."""
+
+    model: ModelConfig
+    micro_batch_size: int
+    """Sequences on one device at a time."""
+    precision: str = "fp32"
+    """fp32, bf16 or fp16."""
+    on_cpu: bool = True
+    checkpointing: str = "none"
+    accumulates: bool = False
+    """Whether a step has several micro-batches, so that gradients stand during the forward pass."""
+    optimizer: str = "adamw"
+    layout: Layout = Layout()
+
+    @staticmethod
+    def of(model: ModelConfig, train: TrainConfig, precision: str, on_cpu: bool) -> "Setting":
+        """What a recipe's training section asks for, on one device."""
+        return Setting(
+            model=model,
+            micro_batch_size=train.micro_batch_size,
+            precision=precision,
+            on_cpu=on_cpu,
+            checkpointing=train.activation_checkpointing,
+            accumulates=train.accumulation_steps > 1,
+            optimizer=train.optimizer,
+        )
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment at which most memory is held."""
+
+    moment: str
+    parts: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+class Timeline:
+    """What is held now by part, and the most that was held at once."""
+
+    def __init__(self) -> None:
+        self.held: Counter[str] = Counter()
+        self.total_bytes = 0
+        self.peak = Peak("start", {})
+        self._peak_bytes = 0
+
+    def hold(self, part: str, n_bytes: int) -> None:
+        """Take memory; a negative number gives it back."""
+        self.held[part] += n_bytes
+        self.total_bytes += n_bytes
+
+    def mark(self, moment: str, **momentary: int) -> None:
+        """Look at this moment, at which so much more is held for an instant."""
+        total = self.total_bytes + sum(momentary.values())
+        if total > self._peak_bytes:
+            self._peak_bytes = total
+            parts = self.held + Counter({_MOMENTARY[name]: n_bytes for name, n_bytes in momentary.items()})
+            self.peak = Peak(moment, {part: n_bytes for part, n_bytes in parts.items() if n_bytes})
+
+
+_MOMENTARY = {"temporary": TEMPORARY, "loss": LOSS}
+
+
+def training_peak(setting: Setting) -> Peak:
+    """The most that one device holds during a training step after the first."""
+    return _Step(setting).run()
+
+
+class _Step:
+    """The timeline of one micro-batch and the optimizer's step that follows."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.layout = setting, setting.layout
+        self.model = rank_config(setting.model, self.layout.tensor_parallel)
+        self.parameters = count_parameters(self.model)
+        self.shapes = Shapes(
+            config=self.model,
+            batch_size=setting.micro_batch_size,
+            length=self.model.context_length,
+            product_bytes=4 if setting.precision == "fp32" else 2,
+            on_cpu=setting.on_cpu,
+        )
+        self.gathers = self.layout.sharding == "fsdp"  # then the gathered weights are the copies
+        self.blocks = {
+            window: [self._without_copies(stage) for stage in block_stages(self.shapes, window)]
+            for window in set(self.model.layer_windows)
+        }
+        self.timeline = Timeline()
+
+    def run(self) -> Peak:
+        self._start()
+        self._forward()
+        self._loss()
+        self._backward()
+        self._optimize()
+        return self.timeline.peak
+
+    def _start(self) -> None:
+        total, hold = self.parameters.total, self.timeline.hold
+        hold(WEIGHTS, 4 * total // self.layout.shards(WEIGHTS))
+        hold(OPTIMIZER, optimizer_state_bytes(self.parameters, self.setting.optimizer) // self.layout.shards(OPTIMIZER))
+        hold(TOKENS, 2 * 8 * self.shapes.n_tokens)
+        hold(ATTENTION, rotary_tables_bytes(self.shapes))
+        hold(COMMUNICATION, communication_bytes(self.parameters, self.model, self.layout, self.shapes.product_bytes))
+        if self.setting.accumulates:
+            hold(GRADIENTS, 4 * total // self.layout.shards(GRADIENTS))
+
+    def _forward(self) -> None:
+        for part, n_bytes in embedding_stage(self.shapes).saved.items():
+            self.timeline.hold(part, n_bytes)
+        for window in self.model.layer_windows:
+            for stage in self.blocks[window]:
+                for part, n_bytes in stage.saved.items():
+                    if self.setting.checkpointing == "none" or part == COPIES:  # autocast keeps copies until it ends
+                        self.timeline.hold(part, n_bytes)
+            if self.setting.checkpointing == "block":
+                self.timeline.hold(RESIDUAL, self.shapes.floats(self.model.d_model))
+        for part, n_bytes in self._final_norm().saved.items():
+            self.timeline.hold(part, n_bytes)
+
+    def _loss(self) -> None:
+        """`gptworks.model.loss`: logits of a chunk of tokens at a time; gradients of features and head come with it."""
+        shapes, vocabulary, width = self.shapes, self.model.vocab_size, self.model.d_model
+        features, head = shapes.products(width), vocabulary * width
+        self.timeline.hold(LOSS, features + 4 * head)  # their gradients
+        copy = shapes.product_bytes * head if shapes.autocast else 0
+        momentary = loss_chunk_bytes(shapes, vocabulary, width) + features + copy
+        self.timeline.mark("loss", loss=momentary)
+        if self.setting.checkpointing == "block":
+            self.timeline.hold(COPIES, -self.timeline.held[COPIES])
+        self.timeline.mark("loss, backward", temporary=features + 4 * head)  # each gradient scaled into a new tensor
+        self.timeline.hold(LOSS, -features)
+        self.timeline.hold(TEMPORARY, features)
+        if not self.model.tie_embeddings:
+            self.timeline.hold(LOSS, -4 * head)
+            self._gain(head)
+
+    def _backward(self) -> None:
+        self._go_back(replace(self._final_norm(), merges=False), "final norm, backward")
+        for layer in reversed(range(self.model.n_layers)):
+            stages = self.blocks[self.model.layer_windows[layer]]
+            if self.setting.checkpointing == "block":  # the block's input is saved twice over from here on
+                self.timeline.hold(RESIDUAL, -self.shapes.floats(self.model.d_model))
+                for stage in stages:
+                    for part, n_bytes in stage.saved.items():
+                        self.timeline.hold(part, n_bytes)
+            for stage in reversed(stages):
+                self._go_back(stage, f"{stage.name} of layer {layer + 1}, backward")
+        self._go_back(embedding_stage(self.shapes), "embedding, backward")
+        table = self.model.vocab_size * self.model.d_model
+        if self.model.position == "learned":
+            self._gain(self.model.context_length * self.model.d_model)
+        self.timeline.mark("token embedding, backward", temporary=4 * table)
+        self.timeline.hold(TEMPORARY, -self.timeline.held[TEMPORARY])
+        if self.model.tie_embeddings:  # the head's gradient has waited; the sum of the two is a third tensor
+            self.timeline.mark("token embedding, backward", temporary=2 * 4 * table)
+            self.timeline.hold(LOSS, -self.timeline.held[LOSS])
+        self._gain(table)
+
+    def _optimize(self) -> None:
+        self.timeline.mark("optimizer", temporary=optimizer_scratch_bytes(self.parameters, self.setting.optimizer))
+
+    def _go_back(self, stage: Stage, moment: str) -> None:
+        """A stage's backward pass; `Stage` says what happens when."""
+        product, hold = self.shapes.product_bytes, self.timeline.hold
+        gradient = product * stage.matrices
+        self.timeline.mark(moment, temporary=stage.leaves + stage.scratch + gradient)
+        for part, n_bytes in stage.saved.items():
+            hold(part, -n_bytes)
+        hold(TEMPORARY, stage.leaves - stage.arrives)
+        if stage.merges:
+            self.timeline.mark(moment, temporary=gradient + stage.leaves)
+            hold(TEMPORARY, -stage.leaves)
+        if self.shapes.autocast:
+            self.timeline.mark(moment, temporary=(product + 4) * stage.matrices)
+        self._gain(stage.matrices + stage.vectors)
+
+    def _gain(self, parameters: int) -> None:
+        """Gradients come to stand, or are added to those that do."""
+        self.timeline.mark("gradients", temporary=4 * parameters if self.setting.accumulates else 0)
+        if not self.setting.accumulates:
+            self.timeline.hold(GRADIENTS, 4 * parameters // self.layout.shards(GRADIENTS))
+
+    def _final_norm(self) -> Stage:
+        return norm_stage(self.shapes, "final norm")
+
+    def _without_copies(self, stage: Stage) -> Stage:
+        if not self.gathers:
+            return stage
+        return replace(stage, saved={part: n for part, n in stage.saved.items() if part != COPIES})
+
+
+def loss_chunk_bytes(shapes: Shapes, vocab_size: int, width: int) -> int:
+    """What the chunks of the loss hold at their worst: logits in several forms, and a gradient of the head's matrix."""
+    chunk = max(CPU_CHUNK_TOKENS, CPU_CHUNK_BYTES // (4 * vocab_size)) if shapes.on_cpu else CHUNK_TOKENS
+    n, product = shapes.n_tokens, shapes.product_bytes
+    first = min(chunk, n) * vocab_size
+    second = min(chunk, max(n - chunk, 0)) * vocab_size
+    kept = first * (8 if not shapes.autocast else 4 + product)  # log-probabilities and the logits' gradient
+    made = 8 + (product if shapes.autocast else 0)  # float32 logits, log-probabilities...; product where it rounds
+    steady = kept + max(product * vocab_size * width, 8 * second)
+    return max(first * made, steady)
+
+
+def optimizer_state_bytes(parameters: ParameterCount, optimizer: str) -> int:
+    """AdamW keeps two float32 moments, Muon one."""
+    muon = parameters.block_matrices if optimizer == "muon" else 0
+    return 4 * (2 * (parameters.total - muon) + muon)
+
+
+def optimizer_scratch_bytes(parameters: ParameterCount, optimizer: str) -> int:
+    """Fused AdamW needs none. Muon makes one matrix's update at a time, in bf16 (Jordan et al., 2024)."""
+    if optimizer != "muon":
+        return 0
+    matrices = [shape for group in parameters.groups.values() if group.in_block for shape in group.tensors.values()]
+    return max(4 * a * b + 2 * (2 * a * b + 2 * min(a, b) ** 2) for a, b in (s for s in matrices if len(s) == 2))
+
+
+def communication_bytes(parameters: ParameterCount, model: ModelConfig, layout: Layout, product_bytes: int) -> int:
+    """Buffers of collective operations: a block's gradients in float32 where these are sharded; with fsdp, what is
+    gathered in the products' precision: two blocks, one ahead of its use, and all that is outside the blocks."""
+    if layout.data_parallel == 1 or layout.sharding == "none":
+        return 0  # DDP's buckets are the gradients
+    in_blocks = sum(group.total for group in parameters.groups.values() if group.in_block)
+    block, outside = in_blocks // model.n_layers, parameters.total - in_blocks
+    gathered = product_bytes * (2 * block + outside) if layout.sharding == "fsdp" else 0
+    return 4 * block + gathered
+
+
+def rank_config(config: ModelConfig, tensor_parallel: int) -> ModelConfig:
+    """The model that one tensor-parallel rank holds: its share of heads, inner width and vocabulary."""
+    if tensor_parallel == 1:
+        return config
+    return config.model_copy(
+        update={
+            "n_heads": config.n_heads // tensor_parallel,
+            "n_kv_heads": max(1, config.n_kv_heads // tensor_parallel),
+            "d_ff": -(-config.d_ff // tensor_parallel),
+            "d_ff_shared": -(-config.d_ff_shared // tensor_parallel),
+            "vocab_size": -(-config.vocab_size // tensor_parallel),
+        }
+    )

@@ -1,0 +1,323 @@
+"""What each operation of the model keeps for its backward pass, and what that pass takes for itself.
+
+One `Stage` an operation, in the order of the forward pass. Sizes follow what autograd saves: an operation's inputs or
+its results, whichever its derivative is written in; a view costs nothing, a tensor that two operations save counts
+once, at the one whose backward pass is later. The model keeps different tensors on a CPU (`gptworks.model.cpu`) and on
+an accelerator, where attention is a fused kernel.
+
+Under autocast the residual stream stays float32, products and what lies between them are of two bytes, and each matrix
+has a two-byte copy that lives until its gradient is made.
+
+Letters: N tokens of a micro-batch, C width, Q = query heads × head width, K = key/value heads × head width, F MLP width.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from gptworks.config import ModelConfig
+
+RESIDUAL, ATTENTION, WEIGHTS_KEPT, MLP, COPIES, DROPOUT = (
+    "residual stream and norms",
+    "attention",
+    "attention weights",
+    "MLP",
+    "product-precision copies of weights",
+    "dropout masks",
+)
+"""Kinds of saved tensors."""
+
+BLOCK_QUERIES, LONGEST_BLOCKED = 128, 2048
+"""`gptworks.model.cpu`'s BLOCK and LONGEST, which importing would import torch."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An operation as memory sees it. Sizes are bytes, parameters are elements.
+
+    Its backward pass makes `leaves` and the gradients of its parameters while everything saved and the gradient that
+    arrives still stand; then those go. A gradient that `merges` is added to one of its size that waits already.
+    """
+
+    name: str
+    saved: Mapping[str, int] = field(default_factory=dict)
+    """By kind."""
+    arrives: int = 0
+    leaves: int = 0
+    merges: bool = False
+    scratch: int = 0
+    """More that its backward pass needs at its worst moment."""
+    matrices: int = 0
+    vectors: int = 0
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What sizes depend on besides the architecture."""
+
+    config: ModelConfig
+    batch_size: int
+    """Sequences of a micro-batch."""
+    length: int
+    product_bytes: int
+    """Of an element in matrix products: 4, or 2 under autocast."""
+    on_cpu: bool
+
+    @property
+    def n_tokens(self) -> int:
+        return self.batch_size * self.length
+
+    @property
+    def autocast(self) -> bool:
+        return self.product_bytes != 4
+
+    def products(self, width: int) -> int:
+        """Bytes of [N, width] in the products' precision."""
+        return self.n_tokens * width * self.product_bytes
+
+    def floats(self, width: int) -> int:
+        """Bytes of [N, width] in float32."""
+        return self.n_tokens * width * 4
+
+    def mask(self, width: int) -> int:
+        """Bytes of what dropout keeps for [N, width]: the factors on a CPU, booleans elsewhere."""
+        return self.products(width) if self.on_cpu else self.n_tokens * width
+
+    def copies(self, matrices: int) -> dict[str, int]:
+        """The two-byte copies of matrices that autocast makes."""
+        return {COPIES: matrices * self.product_bytes} if self.autocast else {}
+
+
+def block_stages(s: Shapes, window: int | None) -> list[Stage]:
+    """A whole block, first operation first."""
+    return [
+        norm_stage(s, "norm1"),
+        *attention_stages(s, window),
+        _branch(s),
+        norm_stage(s, "norm2", saves_input=not s.config.parallel_residual),
+        *(moe_stages(s) if s.config.n_experts else mlp_stages(s, s.config.d_ff, s.n_tokens)),
+        _branch(s),
+    ]
+
+
+def embedding_stage(s: Shapes) -> Stage:
+    """The lookup saves the tokens alone; the table's gradient is the timeline's affair."""
+    width = s.config.d_model
+    kept = (s.floats(width) if s.on_cpu else s.n_tokens * width) if s.config.dropout_embedding else 0
+    return Stage("embedding dropout", {DROPOUT: kept}, arrives=s.floats(width), leaves=s.floats(width) if kept else 0)
+
+
+def rotary_tables_bytes(s: Shapes) -> int:
+    """Cosines and sines of every position, and what autocast makes of those in use."""
+    elements = s.config.d_rotary if s.config.position == "rope" else 0  # half for each of the two
+    return elements * (4 * s.config.context_length + (s.product_bytes * s.length if s.autocast else 0))
+
+
+def norm_stage(s: Shapes, name: str, saves_input: bool = True) -> Stage:
+    """The residual stream is saved here, as the input of the norm; the result is saved by the product that follows.
+
+    The gradient arrives in the products' precision, is made float32, and joins the stream's.
+    """
+    c = s.config
+    statistics = s.floats(1) * (2 if c.norm == "layernorm" else 1)
+    return Stage(
+        name,
+        {RESIDUAL: statistics + (s.floats(c.d_model) if saves_input else 0)},
+        arrives=s.products(c.d_model),
+        leaves=s.floats(c.d_model),
+        merges=True,
+        scratch=s.floats(c.d_model) - s.products(c.d_model),
+        vectors=c.d_model * (2 if c.norm_bias else 1),
+    )
+
+
+def _branch(s: Shapes) -> Stage:
+    """Where a branch's result joins the stream; backward, where its gradient leaves it, rounded and masked."""
+    width, dropout = s.config.d_model, s.config.dropout_residual > 0
+    return Stage(
+        "branch",
+        {DROPOUT: s.mask(width) if dropout else 0},
+        leaves=s.products(width) if dropout or s.autocast else 0,
+        scratch=s.products(width) if dropout and s.autocast else 0,
+    )
+
+
+def _branch_gradient(s: Shapes) -> int:
+    """What `_branch` hands on: nothing where it is the stream's own gradient."""
+    return _branch(s).leaves
+
+
+# ------------------------------------------------------------------------------------------------ attention
+
+
+def attention_stages(s: Shapes, window: int | None) -> Iterator[Stage]:
+    """Projections, QK-norm, rotation, attention itself, the output projection."""
+    c = s.config
+    q_width, k_width = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
+    q, k, normalized = s.products(q_width), s.products(k_width), s.products(c.d_model)
+    for name, width, output in (("query", q_width, q), ("key", k_width, k), ("value", k_width, k)):
+        first, last = name == "query", name == "value"  # backward runs from the last to the first
+        yield Stage(
+            name,
+            ({RESIDUAL: normalized} if first else {}) | s.copies(c.d_model * width),
+            arrives=output,
+            leaves=normalized,
+            merges=not last,
+            matrices=c.d_model * width,
+            vectors=width if c.qkv_bias else 0,
+        )
+    if c.qk_norm:
+        statistics = 4 * s.n_tokens * (c.n_heads + c.n_kv_heads)
+        saved = q + k if s.on_cpu else s.floats(q_width + k_width)
+        wide = s.floats(q_width)
+        yield Stage(
+            "QK-norm",
+            {ATTENTION: saved + statistics},
+            arrives=q + k,
+            leaves=q + k,
+            scratch=(3 if s.on_cpu else 2) * wide - 2 * q - k if s.autocast else 0,
+            vectors=2 * c.d_head,
+        )
+    if c.position == "rope":
+        yield Stage("rotation", arrives=q + k, leaves=q + k, scratch=q)
+    yield attention_core(s, window)
+    yield Stage(
+        "attention out",
+        {ATTENTION: 0 if output_is_shared(s) else q} | s.copies(c.d_model * q_width),
+        arrives=_branch_gradient(s),
+        leaves=q,
+        matrices=c.d_model * q_width,
+        vectors=c.d_model if c.out_bias else 0,
+    )
+
+
+def is_blocked(s: Shapes) -> bool:
+    """Whether a layer trains on `gptworks.model.cpu.attention`, which keeps the weights of blocks of queries."""
+    return s.on_cpu and s.length <= LONGEST_BLOCKED
+
+
+def is_plain(s: Shapes) -> bool:
+    """Whether torch does attention as plain products with all weights, in float32, for want of a fused kernel.
+
+    So it does with grouped queries in float32 on an accelerator, and with dropout on a CPU.
+    """
+    c = s.config
+    return c.dropout_attention > 0 if s.on_cpu else c.n_kv_heads != c.n_heads and not s.autocast
+
+
+def output_is_shared(s: Shapes) -> bool:
+    """Whether attention's result, which it saves, is laid out as the output projection wants it.
+
+    A fused kernel lays it out as the queries are; rotation, and on an accelerator QK-norm, changes that. torch's float32
+    kernel for GPUs lays it out right in any case.
+    """
+    if is_blocked(s) or is_plain(s):
+        return False
+    as_projected = s.config.position != "rope" and (s.on_cpu or not s.config.qk_norm)
+    return as_projected or (not s.on_cpu and not s.autocast)
+
+
+def attention_core(s: Shapes, window: int | None) -> Stage:
+    """softmax(q·kᵀ)·v, in one of the ways of `gptworks.model.attention.attend`."""
+    c = s.config
+    q, k = s.products(c.n_heads * c.d_head), s.products(c.n_kv_heads * c.d_head)
+    leaves = q + 2 * k
+    heads = s.batch_size * c.n_heads
+    if is_blocked(s):  # keys and values are repeated for each query head
+        blocks = [heads * rows * keys for rows, keys in score_blocks(s.length, window)]
+        kept = sum(blocks) if c.dropout_attention else 0
+        last, before = blocks[-1] * s.product_bytes, (blocks[-2] if len(blocks) > 1 else 0) * s.product_bytes
+        loop = 2 * before + 3 * last if kept else max(before + 2 * last, 2 * last + q)
+        return Stage(
+            "attention",
+            {ATTENTION: 3 * q, WEIGHTS_KEPT: sum(blocks) * s.product_bytes, DROPOUT: kept},
+            arrives=q,
+            leaves=leaves,
+            scratch=q + 2 * (q - k) + loop,
+        )
+    padded, keys_seen, scratch = 1.0, s.length, 0
+    if window is not None and s.length >= 2 * window:  # banded: each block of keys and values stands twice
+        padded, keys_seen = -(-s.length // window) * window / s.length, 2 * window
+        q, k = round(q * padded), round(2 * k * padded)
+        scratch = q + 3 * k
+    pairs = round(s.length * padded) * keys_seen
+    if is_plain(s):
+        weights = 4 * heads * pairs
+        dropped = heads * pairs * 4 + weights if c.dropout_attention else 0  # the factors, and the weights under them
+        return Stage(
+            "attention",
+            {ATTENTION: 3 * round(s.floats(c.n_heads * c.d_head) * padded), WEIGHTS_KEPT: weights, DROPOUT: dropped},
+            arrives=q,
+            leaves=leaves,
+            scratch=(1 if dropped else 2) * weights - leaves,  # before those stand
+        )
+    masked = window is not None and window < s.length
+    mask = (s.batch_size if keys_seen < s.length else 1) * pairs * s.product_bytes if masked else 0
+    saved = 2 * q + 2 * k + 4 * heads * s.length + mask
+    return Stage("attention", {ATTENTION: saved}, arrives=q, leaves=leaves, scratch=scratch)
+
+
+def score_blocks(length: int, window: int | None) -> list[tuple[int, int]]:
+    """Queries and keys of each block of `gptworks.model.cpu.attention`."""
+    blocks = []
+    for first in range(0, length, BLOCK_QUERIES):
+        last = min(first + BLOCK_QUERIES, length)
+        first_key = 0 if window is None else max(0, first - window + 1)
+        blocks.append((last - first, last - first_key))
+    return blocks
+
+
+# ------------------------------------------------------------------------------------------------------ MLP
+
+
+def mlp_stages(s: Shapes, d_ff: int, n_tokens: float, expert: bool = False) -> Iterator[Stage]:
+    """One MLP over `n_tokens` tokens. An expert's input and gradient are slices of tensors counted elsewhere."""
+    c, p = s.config, s.product_bytes
+    inner, outer = round(n_tokens * d_ff * p), round(n_tokens * c.d_model * p)
+    matrix, biases = c.d_model * d_ff, c.mlp_bias
+    source = {} if expert else {RESIDUAL: outer}
+    copy = s.copies(matrix)
+    arrives = 0 if expert else _branch_gradient(s)
+    if c.gated:
+        yield Stage("gate", source | copy, inner, outer, merges=True, matrices=matrix, vectors=biases * d_ff)
+        yield Stage("activation", {MLP: inner}, inner, inner)
+        yield Stage("up", copy, inner, outer, matrices=matrix, vectors=biases * d_ff)
+        yield Stage("gate × up", {MLP: 2 * inner}, inner, 2 * inner)
+    else:
+        yield Stage("up", source | copy, inner, outer, matrices=matrix, vectors=biases * d_ff)
+        wide = 0  # ReLU² on an accelerator: autocast squares in float32
+        if c.mlp == "relu2" and not s.on_cpu and s.autocast:
+            wide = round(n_tokens * d_ff * 4)
+        yield Stage("activation", {MLP: inner + wide}, inner, inner, scratch=2 * wide)
+    yield Stage("down", {MLP: inner} | copy, arrives, inner, matrices=matrix, vectors=biases * c.d_model)
+
+
+def moe_stages(s: Shapes) -> Iterator[Stage]:
+    """Router, tokens gathered by expert, the experts with an even share each, their results weighed and added."""
+    c, p = s.config, s.product_bytes
+    width = s.products(c.d_model)
+    gathered = c.n_experts_per_token * width
+    share = s.n_tokens * c.n_experts_per_token / c.n_experts
+    routing = s.n_tokens * (8 * c.n_experts + 40 * c.n_experts_per_token)
+    yield Stage(
+        "router",
+        {RESIDUAL: width, MLP: routing + (s.floats(c.d_model) if s.autocast else 0)},
+        arrives=routing // 2,
+        leaves=width,
+        merges=True,
+        scratch=s.floats(c.d_model),
+        vectors=c.d_model * c.n_experts,
+    )
+    yield Stage(
+        "gather", {MLP: gathered}, arrives=gathered, leaves=width, merges=c.d_ff_shared > 0,
+        scratch=max(width, gathered - width),
+    )  # fmt: skip
+    for e in range(c.n_experts):
+        stages = list(mlp_stages(s, c.d_ff, share, expert=True))
+        if e == 0:  # the last that the backward pass comes to: the gradient of all results goes
+            stages[-1] = Stage(**vars(stages[-1]) | {"arrives": gathered})
+        yield from stages
+    yield Stage("reorder", arrives=gathered, leaves=gathered, scratch=gathered)
+    yield Stage("weighted sum", {MLP: gathered}, arrives=_branch_gradient(s), leaves=gathered, scratch=gathered)
+    if c.d_ff_shared:
+        stages = list(mlp_stages(s, c.d_ff_shared, s.n_tokens, expert=True))
+        yield from stages

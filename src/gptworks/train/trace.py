@@ -1,0 +1,144 @@
+"""The memory of a training step, counted from the step itself, with nothing allocated.
+
+The step runs on torch's fake tensors, which have shapes, dtypes and storages but no contents, and every storage is
+counted from its birth to its death. Not seen is what kernels take inside themselves, what the allocator keeps, and
+Python.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gptworks.config import ModelConfig, TrainConfig
+from gptworks.device import Precision, choose_precision
+from gptworks.errors import UserError
+from gptworks.model import GPT
+from gptworks.train.objectives import Batch, Objective, count_targets, next_token
+from gptworks.train.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Bytes that stood at once, at most, in each part of a training step, model and optimizer included."""
+
+    forward_backward_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.forward_backward_bytes, self.optimizer_bytes)
+
+
+def trace_step(model_config: ModelConfig, train: TrainConfig, device: str = "cpu", precision: str = "fp32") -> Trace:
+    """The peak of a step after the first, in which the optimizer has its state. Experts are taken as evenly used.
+
+    Args:
+        device: cpu, or cuda; the latter needs a torch built for it and a GPU, though nothing runs there.
+        precision: fp32, bf16 or fp16.
+
+    Raises:
+        UserError: this torch cannot follow the step on that device.
+    """
+    place = torch.device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("--trace for cuda needs a machine with a CUDA GPU: leave --trace out, or trace for the CPU.")
+    live = LiveBytes()
+    with FakeTensorMode(), live:
+        step = Step(model_config, train, place, choose_precision(precision, place))
+        tokens = torch.zeros(train.batch_size, model_config.context_length, dtype=torch.int64, device=place)
+        for parameter in step.model.parameters():  # as good as a first step for making the optimizer's state
+            parameter.grad = torch.zeros_like(parameter)
+        step.update()
+        live.peak_bytes = 0
+        step.accumulate_gradients((tokens, tokens))
+        forward_backward_bytes, live.peak_bytes = live.peak_bytes, 0
+        step.update()
+        return Trace(forward_backward_bytes, live.peak_bytes)
+
+
+class Step:
+    """A training step of a new model as `gptworks.train.loop` takes it, without data, log or schedule."""
+
+    def __init__(
+        self, model_config: ModelConfig, train: TrainConfig, device: torch.device, precision: Precision
+    ) -> None:
+        self.train, self.precision = train, precision
+        with device:
+            self.model = GPT(model_config).train()
+        self.model.checkpoint_blocks = train.activation_checkpointing == "block"
+        self.optimizer = Optimizer(self.model, train)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=precision.needs_scaler)
+        self.objective: Objective = partial(
+            next_token, balance_weight=train.router_balance_weight, z_weight=train.router_z_weight
+        )
+
+    def __call__(self, batch: Batch) -> None:
+        """A whole step over inputs and targets [batch_size, T]."""
+        self.accumulate_gradients(batch)
+        self.update()
+
+    def accumulate_gradients(self, batch: Batch) -> None:
+        """Forward and backward over each micro-batch."""
+        n_targets = count_targets(batch)
+        sizes = self.train.micro_batch_size
+        for inputs, targets in zip(batch[0].split(sizes), batch[1].split(sizes), strict=True):
+            with self.precision.autocast():
+                losses = self.objective(self.model, (inputs, targets))
+            self.scaler.scale(losses.objective / n_targets).backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> None:
+        """Clip, optimize, and drop the gradients."""
+        self.optimizer.unscale(self.scaler)
+        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        nn.utils.clip_grads_with_norm_(self.model.parameters(), self.train.grad_clip or 1.0, norm)
+        self.optimizer.step(self.scaler)
+        self.optimizer.zero_grad()
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operations make, while they live, and the most there were at once.
+
+    `torch.distributed._tools.mem_tracker.MemTracker` counts the same, which a test holds, in six times the time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_bytes = self.peak_bytes = 0
+        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in _ANSWERS and any(isinstance(argument, torch._subclasses.FakeTensor) for argument in args):
+            return _ANSWERS[function](*args, **(kwargs or {}))
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        self.now_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        weakref.finalize(storage, self._release, storage.nbytes())
+
+    def _release(self, n_bytes: int) -> None:
+        self.now_bytes -= n_bytes
+
+
+_ANSWERS: dict[Any, Any] = {
+    torch.ops.aten._local_scalar_dense.default: lambda tensor: 1,
+    torch.ops.aten.bincount.default: lambda tensor, weights=None, minlength=0: tensor.new_zeros(minlength),
+}
+"""What is said where a step asks a fake tensor for its numbers: `.item()`, and the tokens of each expert."""
