@@ -4,10 +4,12 @@ Tests marked `llama_cpp` need the `peers` extra and are run by `make test-gguf`.
 """
 
 import argparse
+import ctypes
 import decimal
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch import Tensor
 
 import hf
 import tiny
-from gptworks.config import BPETokenizer, CharTokenizer, ModelConfig, WordTokenizer
+from gptworks.config import BPETokenizer, CharTokenizer, GPT2Tokenizer, ModelConfig, WordTokenizer
 from gptworks.errors import RunError, UserError
 from gptworks.interop.gguf import export_gguf
 from gptworks.interop.gguf.architectures import ARCHITECTURES, choose_architecture, interleaved
@@ -547,7 +549,7 @@ def test_llama_cpp_computes_the_same(name: str, tmp_path: Path, llama: Callable[
     ids = hf.tokens(batch=1, length=200)[0].tolist()
     theirs, ours = theirs_and_ours(loaded, model, ids)
     table = config.mlp in ("gelu", "gelu_tanh")  # llama.cpp looks GELU up in a table of 16-bit numbers
-    assert (theirs - ours).abs().max() < (5e-3 if table else 5e-5)
+    assert (theirs - ours).abs().max() < (5e-3 if table else 1e-4)
     assert ours.std() > 0.5, "logits that say nothing"
 
     def their_next(ids: list[int]) -> Tensor:
@@ -559,20 +561,32 @@ def test_llama_cpp_computes_the_same(name: str, tmp_path: Path, llama: Callable[
         assert greedy(their_next, ids[:8]) == greedy(lambda ids: model(torch.tensor([ids]))[0, -1], ids[:8])
 
 
+def rounded(model: Any, quantization: str) -> Any:
+    """Our model with the matrices that the file's numbers stand for."""
+    copy = deepcopy(model)
+    with torch.no_grad():
+        for name, weights in copy.named_parameters():
+            if weights.dim() == 2 and name != "position_embedding.weight":
+                in_8_bits = quantization == "q4_0" and name in ("token_embedding.weight", "untied_head.weight")
+                kind = KIND["Q8_0" if in_8_bits else quantization.upper()]
+                weights.copy_(torch.from_numpy(gguf.dequantize(gguf.quantize(weights.numpy(), kind), kind).copy()))
+    return copy
+
+
 @pytest.mark.llama_cpp
-@pytest.mark.parametrize(("quantization", "near"), [("f16", 0.005), ("bf16", 0.03), ("q8_0", 0.03), ("q4_0", 0.3)])
-@pytest.mark.parametrize("name", ["gpt2", "stablelm", "llama", "qwen3"])
-def test_llama_cpp_computes_nearly_the_same(
+@pytest.mark.parametrize(("quantization", "near"), [("f16", 0.003), ("bf16", 0.02), ("q8_0", 0.05), ("q4_0", 0.05)])
+@pytest.mark.parametrize("name", ["gpt2", "stablelm", "nemotron", "llama", "qwen3"])
+def test_llama_cpp_computes_what_the_rounded_numbers_say(
     name: str, quantization: Any, near: float, tmp_path: Path, llama: Callable[..., Any]
 ) -> None:
-    """Root mean square of the difference, relative to that of the logits."""
+    """Root mean square of the difference, relative to that of the logits: llama.cpp rounds what it multiplies, too."""
     model, _ = export(tmp_path, config_of(name), quantization=quantization)
     loaded = llama(tmp_path / "model.gguf")
-    theirs, ours = theirs_and_ours(loaded, model, hf.tokens(batch=1, length=200)[0].tolist())
-    off = ((theirs - ours).square().mean() / ours.square().mean()).sqrt()
-    assert off < near
+    tokens = hf.tokens(batch=1, length=200)[0].tolist()
+    theirs, ours = theirs_and_ours(loaded, rounded(model, quantization), tokens)
+    assert (theirs - ours).square().mean().sqrt() < near * ours.square().mean().sqrt()
     loaded.reset()
-    assert len([token for token, _ in zip(loaded.generate([1, 2, 3], temp=0), range(8), strict=False)]) == 8
+    assert len(list(zip(loaded.generate([1, 2, 3], temp=0), range(8), strict=False))) == 8
 
 
 ALIKE: dict[str, Callable[[], Tokenizer]] = {
@@ -588,20 +602,40 @@ ALIKE: dict[str, Callable[[], Tokenizer]] = {
 }
 
 
-@pytest.mark.llama_cpp
-@pytest.mark.parametrize("name", ALIKE)
-def test_llama_cpp_reads_and_writes_text_as_we_do(name: str, tmp_path: Path, llama: Callable[..., Any]) -> None:
-    tokenizer = ALIKE[name]()
-    export(tmp_path, ModelConfig(**{**BASE, "vocab_size": vocabulary_size(tokenizer)}, **LLAMA), tokenizer)
-    loaded = llama(tmp_path / "model.gguf")
-    texts = (
-        TEXTS if name == "characters" else (*TEXTS, *(Path(m.__file__).read_text("utf-8") for m in (argparse, decimal)))
-    )
+def piece(loaded: Any, index: int) -> bytes:
+    """The bytes of a token. (Llama.detokenize cuts it after 32 of them.)"""
+    import llama_cpp
+
+    buffer = ctypes.create_string_buffer(1000)
+    vocabulary = llama_cpp.llama_model_get_vocab(loaded.model)
+    n_bytes = llama_cpp.llama_token_to_piece(vocabulary, index, buffer, len(buffer), 0, False)
+    return buffer.raw[:n_bytes]
+
+
+def same_ids(tokenizer: Tokenizer, texts: Sequence[str], folder: Path, llama: Callable[..., Any]) -> None:
+    export(folder, ModelConfig(**{**BASE, "vocab_size": vocabulary_size(tokenizer)}, **LLAMA), tokenizer)
+    loaded = llama(folder / "model.gguf")
     for text in texts:
         ids = prompt_ids(tokenizer, text)
         assert loaded.tokenize(text.encode(), add_bos=True, special=False) == ids
-        assert b"".join(loaded.detokenize([index]) for index in ids).decode() == tokenizer.decode(ids)
+        assert b"".join(piece(loaded, index) for index in ids).decode() == tokenizer.decode(ids)
     assert loaded.token_eos() == special_tokens(tokenizer).eos
+
+
+SOURCES = tuple(Path(module.__file__).read_text(encoding="utf-8") for module in (argparse, decimal))
+
+
+@pytest.mark.llama_cpp
+@pytest.mark.parametrize("name", ALIKE)
+def test_llama_cpp_reads_and_writes_text_as_we_do(name: str, tmp_path: Path, llama: Callable[..., Any]) -> None:
+    same_ids(ALIKE[name](), TEXTS if name == "characters" else TEXTS + SOURCES, tmp_path, llama)
+
+
+@pytest.mark.llama_cpp
+def test_llama_cpp_reads_gpt2s_own_tokens(shared_data: Path, tmp_path: Path, llama: Callable[..., Any]) -> None:
+    config = GPT2Tokenizer(type="gpt2", path=shared_data / "r50k_base.tiktoken")
+    shakespeare = (shared_data / "tinyshakespeare.txt").read_text(encoding="utf-8")
+    same_ids(train_tokenizer(config, []), (*TEXTS, *SOURCES, shakespeare), tmp_path, llama)
 
 
 @pytest.mark.llama_cpp
