@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from gptworks.checkpoint import save_checkpoint
 from gptworks.config import ModelConfig
-from gptworks.interop.huggingface.families import FAMILIES
+from gptworks.interop.huggingface.architectures import FAMILIES
 from gptworks.model import GPT
 from gptworks.model.attention import Attention
 from gptworks.model.layers import MLP

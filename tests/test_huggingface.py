@@ -14,8 +14,9 @@ import hf
 from gptworks.checkpoint import load_run
 from gptworks.config import ModelConfig
 from gptworks.interop.huggingface import export_huggingface, import_huggingface
+from gptworks.interop.huggingface.architectures import FAMILIES, HARMLESS
+from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.exporting import write_tensors
-from gptworks.interop.huggingface.families import FAMILIES, HARMLESS, choose_family
 from gptworks.interop.huggingface.importing import read_config
 from gptworks.interop.huggingface.settings import Settings
 from gptworks.interop.huggingface.verify import quiet

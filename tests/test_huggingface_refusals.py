@@ -18,7 +18,7 @@ from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError
 from gptworks.interop.huggingface import export_huggingface, exporting, import_huggingface, verify
 from gptworks.interop.huggingface.adapt import adapt_weights
-from gptworks.interop.huggingface.families import choose_family
+from gptworks.interop.huggingface.choice import choose_family
 from gptworks.tokenizer import load_tokenizer, prompt_ids
 
 LLAMA: dict[str, Any] = {

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
-from gptworks.interop.huggingface.families import Family
+from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.settings import attention_scale, biases
 from gptworks.interop.huggingface.tensors import expected_tensors
 

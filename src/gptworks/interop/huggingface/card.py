@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from gptworks import __version__
 from gptworks.config import Recipe
-from gptworks.interop.huggingface.families import Family
+from gptworks.interop.huggingface.family import Family
 
 if TYPE_CHECKING:
     from gptworks.interop.huggingface.exporting import Export

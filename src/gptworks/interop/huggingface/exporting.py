@@ -19,7 +19,8 @@ from gptworks.errors import RunError, UserError
 from gptworks.files import sync
 from gptworks.interop.huggingface.adapt import adapt_weights
 from gptworks.interop.huggingface.card import write_card
-from gptworks.interop.huggingface.families import Family, choose_family
+from gptworks.interop.huggingface.choice import choose_family
+from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.tensors import Place, expected_tensors, tensor_places, their_shape
 from gptworks.interop.huggingface.verify import Verification, logit_bound, require_transformers, verify_folder
 from gptworks.model import GPT

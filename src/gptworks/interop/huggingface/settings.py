@@ -1,7 +1,7 @@
 """Settings in both directions: each class writes a part of a model's settings as `config.json` has it, and reads it.
 
 A clause writes what its architecture can hold. What cannot be held is written as the nearest thing that can, so that
-reading it back gives another model: comparing the two tells what stands in the way (families.py).
+reading it back gives another model: comparing the two tells what stands in the way (family.py).
 """
 
 from collections.abc import Callable, Mapping

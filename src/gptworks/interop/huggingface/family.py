@@ -1,0 +1,91 @@
+"""One architecture of transformers, as data: the clauses of its `config.json` and the places of its tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gptworks.config import ModelConfig
+from gptworks.interop.huggingface.settings import Clause, Settings, Values, biases
+from gptworks.interop.huggingface.tensors import Place
+
+PLAIN_FIELDS: Values = {
+    "parallel_residual": False, "qk_norm": False, "n_experts": 0, "d_ff_shared": 0, "attention_scale": None,
+    "rope_fraction": 1.0, "rope_scaling": None, "window": None, "window_pattern": ("full",), "init": "normal",
+    "dropout_embedding": 0.0, "dropout_attention": 0.0, "dropout_residual": 0.0,
+}  # fmt: skip
+"""Fields of a model of which an architecture says nothing."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture of transformers."""
+
+    model_type: str
+    architecture: str
+    prefix: str
+    """What the names of all tensors but the head's begin with; files of the bare model leave it out."""
+    clauses: tuple[Clause, ...]
+    places: tuple[Place, ...]
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    """Names of modules that other versions write → the name here."""
+    harmless: frozenset[str] = frozenset()
+    """Settings of `config.json` that change nothing computed here."""
+    moves_value_bias: bool = False
+    """Whether query, key and value have no biases and the output projection has one, which takes the value's."""
+    written: Values = field(default_factory=dict)
+    """Settings that are written and say nothing about the model."""
+    own_split: str | None = None
+    """The pattern by which AutoTokenizer splits text for this architecture, whatever the folder's tokenizer does."""
+    advice: str = ""
+    """What readers of an exported folder should know."""
+
+    def write(self, config: ModelConfig) -> Values:
+        """The settings of a model as `config.json` has them."""
+        values = {"model_type": self.model_type, "architectures": [self.architecture], **self.written}
+        for clause in self.clauses:
+            values |= clause.write(config)
+        return values
+
+    def read(self, theirs: Settings) -> Values:
+        """Fields of ModelConfig from the settings of `config.json`.
+
+        Raises:
+            UserError: a setting is missing, or has a value that no model of ours has.
+        """
+        ours = dict(PLAIN_FIELDS)
+        for clause in self.clauses:
+            ours |= clause.read(theirs, ours)
+        return ours
+
+    def adapted(self, config: ModelConfig) -> ModelConfig:
+        """The model as this architecture holds it, unvalidated."""
+        return config.model_copy(update=self.read(Settings(self.write(config))))
+
+    def obstacles(self, config: ModelConfig) -> list[str]:
+        """The fields of a model that this architecture does not have."""
+        adapted = self.adapted(config)
+        ours, theirs = what_decides(config), what_decides(adapted)
+        missing = [name for name in ours if ours[name] != theirs.get(name)]
+        lost = biases(config) - biases(adapted)
+        if "out" in lost or ("qkv" in lost and not self.moves_value_bias):
+            missing.append("attention_bias")
+        return missing + [f"{kind}_bias" for kind in ("mlp", "norm") if kind in lost]
+
+
+def what_decides(config: ModelConfig) -> Values:
+    """The settings that decide what a model computes, each in one form; less the biases and the scale of attention,
+    which another form of the weights can hold (adapt.py)."""
+    always = ("vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff", "position", "norm",
+              "norm_eps", "mlp", "qk_norm", "tie_embeddings", "parallel_residual", "n_experts")  # fmt: skip
+    values: Values = {name: getattr(config, name) for name in always}
+    if config.n_experts:
+        values |= {"n_experts_per_token": config.n_experts_per_token, "d_ff_shared": config.d_ff_shared}
+    if config.position == "rope":
+        scaling = config.rope_scaling
+        values |= {"rope_theta": config.rope_theta, "rope_fraction": config.rope_fraction, "rope_scaling": scaling}
+        if scaling is not None:  # linear scaling has no use for the original context
+            original = config.original_context_length if scaling.type != "linear" else None
+            values["rope_scaling"] = scaling.model_copy(update={"original_context_length": original})
+    else:
+        values["context_length"] = config.context_length
+    context = config.context_length
+    return values | {"window": [window if window and window < context else None for window in config.layer_windows]}
