@@ -321,6 +321,11 @@ def test_a_pattern_is_known_by_its_regex(patterns: tuple[str, ...], ignore_merge
     assert read_vocabulary(bpe(patterns, ignore_merges=ignore_merges), 600).pattern == name
 
 
+def test_a_pattern_is_known_by_its_steps() -> None:
+    assert read_vocabulary(gpt2_like(), 600).pattern == "gpt-2"
+    assert read_vocabulary(changed(smollm_steps), 600).pattern == "smollm"
+
+
 def test_a_bos_token_begins_prompts_there_as_here() -> None:
     vocabulary = read_vocabulary(bpe(next(iter(PATTERNS)), special=("<s>", "</s>", "<pad>")), 600)
     assert vocabulary.special_ids == {"bos": 0, "eos": 1, "pad": 2}
@@ -347,6 +352,11 @@ def changed(change: Callable[[Tokenizer], Any]) -> Tokenizer:
     tokenizer = gpt2_like()
     change(tokenizer)
     return tokenizer
+
+
+def smollm_steps(tokenizer: Tokenizer) -> None:
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
 
 
 def replaced(**settings: Any) -> Tokenizer:
@@ -597,6 +607,7 @@ ALIKE: dict[str, Callable[[], Tokenizer]] = {
         if name
     },
     "gpt2": gpt2_like,
+    "smollm, as it is published": lambda: changed(smollm_steps),
     "bos": lambda: bpe(next(iter(PATTERNS)), special=("<s>", "</s>")),
     "characters": lambda: train_tokenizer(CharTokenizer(type="char"), ["".join(TEXTS)]),
 }
