@@ -12,10 +12,12 @@ does to it later is found by its manifest.
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -64,6 +66,15 @@ class Checkpoint:
             raise UserError(f"checkpoint {self.folder} is damaged: {error.filename} is missing.") from None
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
             raise UserError(f"{manifest} is damaged: it is not a checkpoint's manifest.") from None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every file is as the manifest says."""
+        try:
+            self.verify()
+        except UserError:
+            return False
+        return True
 
     def model_tensors(self) -> dict[str, Tensor]:
         """The weights by name."""
@@ -129,9 +140,13 @@ def checkpoints(run_dir: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 
-def newest_verified(run_dir: Path, report: Report = lambda _: None) -> Checkpoint | None:
-    """The newest checkpoint that matches its manifest; each damaged one that is passed over is reported."""
+def newest_verified(
+    run_dir: Path, report: Report = lambda _: None, *, up_to_step: int | None = None
+) -> Checkpoint | None:
+    """The newest checkpoint that matches its manifest, of those up to a step; damaged ones are reported."""
     for checkpoint in checkpoints(run_dir):
+        if up_to_step is not None and checkpoint.step > up_to_step:
+            continue
         try:
             checkpoint.verify()
         except UserError as damage:
@@ -151,14 +166,83 @@ def best_step(run_dir: Path) -> int | None:
     return None
 
 
-def remove_old(run_dir: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints and the best one, and what an interrupted write left."""
-    best = best_step(run_dir)
-    for checkpoint in checkpoints(run_dir)[keep:]:
-        if checkpoint.step != best:
+def remove_old(run_dir: Path, keep: int, keep_every: int = 0) -> None:
+    """Delete checkpoints, and what an interrupted write left.
+
+    Kept are the newest `keep` that match their manifests, the best, and those at multiples of `keep_every` steps. A
+    damaged one counts for nothing, so that damage never costs the last one that is whole.
+    """
+    best, n_whole = best_step(run_dir), 0
+    for checkpoint in checkpoints(run_dir):
+        always = checkpoint.step == best or (keep_every and checkpoint.step % keep_every == 0)
+        if n_whole < keep:
+            n_whole += checkpoint.is_whole
+        elif not always:
             shutil.rmtree(checkpoint.folder)
     for leftover in (run_dir / "checkpoints").glob(".writing-*"):
         shutil.rmtree(leftover, ignore_errors=True)
+
+
+class CheckpointWriter:
+    """Saves while training goes on: what is to be written is copied, and a thread of its own writes the copy.
+
+    At most one save is in flight. A failure is raised by the next call, or at the end of the `with`.
+    """
+
+    def __init__(self, run_dir: Path, keep: int, keep_every: int = 0) -> None:
+        self.run_dir, self.keep, self.keep_every = run_dir, keep, keep_every
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.wait()
+        elif self._thread is not None:
+            self._thread.join()  # the first error is the one to tell
+
+    def save(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
+        """Copy and begin to write; returns as soon as the copy is made and an earlier save has ended.
+
+        Raises:
+            RunError: the earlier save failed.
+        """
+        self.wait()
+        copies = {
+            kind: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
+            for kind, named in tensors.items()
+        }
+        self._thread = threading.Thread(target=self._write, args=(step, copies, state), name="checkpoint")
+        self._thread.start()
+
+    def _write(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
+        try:
+            save_checkpoint(self.run_dir, step, tensors["model"], tensors["optimizer"], state)
+            remove_old(self.run_dir, self.keep, self.keep_every)
+        except BaseException as error:  # raised where someone waits for it
+            self._error = error
+
+    def check(self) -> None:
+        """Raise the error of a save that has failed meanwhile."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until nothing is in flight.
+
+        Raises:
+            RunError: the save failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
 
 def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambda _: None) -> Checkpoint:

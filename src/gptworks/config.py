@@ -29,7 +29,8 @@ class RopeScaling(Section):
 
     type: Literal["linear", "dynamic", "yarn"] = Field(
         description="linear: positions divided by the factor (Chen et al., 2023). dynamic: a base that grows with the "
-        "text's length, or with the room that its cache has (NTK-aware). yarn: slow frequencies interpolated, fast ones kept (Peng et al., 2023)."
+        "text's length, or with the room that its cache has (NTK-aware). yarn: slow frequencies interpolated, fast "
+        "ones kept (Peng et al., 2023)."
     )
     factor: float = Field(ge=1, description="New context over original context.")
     original_context_length: PositiveInt | None = Field(
@@ -381,7 +382,14 @@ class TrainConfig(Section):
     )
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warmup.")
     decay_fraction: float = Field(0.2, gt=0, le=1, description="wsd: share of the run that decays, at its end.")
+    decay_shape: Literal["linear", "1-sqrt"] = Field(
+        "linear", description="wsd: how it decays; 1-sqrt falls faster at first (Hägele et al., 2024)."
+    )
     final_rate_fraction: float = Field(0.1, ge=0, le=1, description="Last rate as a fraction of the peak.")
+
+    ema_decay: Fraction = Field(
+        0.0, description="Decay of the weights' moving average, which is then evaluated and published. 0: none."
+    )
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="auto: bf16 autocast where the hardware multiplies bf16 natively, else fp32."
@@ -393,12 +401,21 @@ class TrainConfig(Section):
     evaluate_sequences: int = Field(0, ge=0, description="Validation windows per evaluation, evenly spaced. 0: all.")
     checkpoint_every: PositiveInt = 250
     keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints kept; the best is kept besides.")
+    keep_every: int = Field(0, ge=0, description="Checkpoints at multiples of this are kept too. 0: none.")
     sample_every: int = Field(0, ge=0, description="Steps between samples. 0: none.")
     sample_prompts: tuple[str, ...] = ("",)
     sample_tokens: PositiveInt = 100
 
     early_stopping_patience: PositiveInt | None = Field(None, description="Evaluations without improvement.")
-    max_skipped_steps: PositiveInt = Field(10, description="Non-finite steps in a row that end the run.")
+    spike_deviations: float = Field(
+        0.0, ge=0, description="Skip a step whose gradient norm is so many deviations above the run's. 0: never."
+    )
+    max_skipped_steps: PositiveInt = Field(10, description="Skipped steps in a row that end the run, or take it back.")
+    max_rollbacks: int = Field(
+        0,
+        ge=0,
+        description="How often a run may go back to its last checkpoint and on, past the batches that broke it.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

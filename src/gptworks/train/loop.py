@@ -1,6 +1,5 @@
 """The training loop: read `train` first; the steps it is built of follow in the order in which they run."""
 
-import math
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -11,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from gptworks.checkpoint import Checkpoint, checkpoints, newest_verified, remove_old, save_checkpoint
+from gptworks.checkpoint import Checkpoint, CheckpointWriter, checkpoints, newest_verified
 from gptworks.config import Recipe
 from gptworks.data.batches import Batches, evaluation_windows
 from gptworks.data.prepare import prepare
@@ -26,16 +25,20 @@ from gptworks.model.moe import busiest_load
 from gptworks.plan.run import planned_steps
 from gptworks.recipe import save_recipe, with_vocab_size
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
+from gptworks.train.anomalies import anomaly
+from gptworks.train.average import WeightAverage
 from gptworks.train.card import write_model_card
 from gptworks.train.display import Display, clock
+from gptworks.train.feed import Feed
 from gptworks.train.metrics import MetricsLog, draw_curves, write_samples
-from gptworks.train.objectives import Objective, count_targets, next_token
+from gptworks.train.objectives import Objective, next_token
 from gptworks.train.optim import Optimizer
 from gptworks.train.progress import Progress
 from gptworks.train.run_folder import check_run_folder, open_run_folder
 from gptworks.train.schedule import rate_factor
 from gptworks.train.signals import stop_signals
 from gptworks.train.start import check_start, starting_weights
+from gptworks.train.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def train(
     prepared = prepare(recipe)
     recipe = with_vocab_size(recipe, vocabulary_size(prepared.tokenizer))
     run = Run(recipe, prepared.folder, prepared.tokenizer, device, precision, objective, display)
-    with open_run_folder(recipe, resume):
+    with open_run_folder(recipe, resume), run.writer:
         run.begin(resume)
         with stop_signals() as stop_asked, display:
             while (reason := run.end_reason(stop_asked())) is None:
@@ -116,6 +119,10 @@ class Run:
         self.model.checkpoint_blocks = recipe.train.activation_checkpointing == "block"
         self.optimizer = Optimizer(self.model, recipe.train)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.needs_scaler)
+        self.average = WeightAverage(self.model, recipe.train.ema_decay)
+        self.feed = Feed(self.batches, recipe.train.micro_batch_size, recipe.train.accumulation_steps, device)
+        self.stopwatch = Stopwatch(device)
+        self.writer = CheckpointWriter(recipe.run_dir, recipe.train.keep_checkpoints, recipe.train.keep_every)
         self.progress = Progress(data_fingerprint=self.train_shards.manifest.fingerprint)
         self.engine = Engine(self.model, tokenizer)
         for prompt in recipe.train.sample_prompts if recipe.train.sample_every else ():
@@ -142,13 +149,14 @@ class Run:
             self.display.message(f"{folder} has no checkpoint: starting from step 0")
         if checkpoint is None and self.recipe.initialize_from is not None:
             self.model.load_state_dict(starting_weights(self.recipe, self.tokenizer, self.display.message))
+            self.average = WeightAverage(self.model, self.settings.ema_decay)
         save_recipe(self.recipe, folder / "recipe.yaml")
         save_tokenizer(self.tokenizer, folder / "tokenizer")
         self.log = MetricsLog(folder / "metrics.jsonl", self.progress.step)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state()
-        progress = Progress(**state)
+        progress = Progress.from_json(state)
         folder = self.recipe.run_dir
         if not progress.data_fingerprint:
             raise UserError(
@@ -163,8 +171,8 @@ class Run:
             )
         self.progress = progress
         self._saved_step = progress.step
-        self.model.load_state_dict(checkpoint.model_tensors())
-        self.optimizer.load_state_tensors(checkpoint.optimizer_tensors())
+        tensors = self.average.restore(checkpoint.model_tensors(), checkpoint.optimizer_tensors())
+        self.optimizer.load_state_tensors(tensors)
         if progress.scaler:
             self.scaler.load_state_dict(progress.scaler)
         self._seconds_at_log, self._tokens_at_log = progress.seconds, progress.tokens
@@ -172,29 +180,40 @@ class Run:
     # --------------------------------------------------------------------------------------------- step
 
     def training_step(self) -> None:
-        """One optimizer step: gradients of the whole batch, clipped, applied; or skipped where they are not finite."""
+        """One optimizer step: gradients of the whole batch, clipped, applied; or skipped where they would do harm."""
         started = time.perf_counter()
         progress, settings = self.progress, self.settings
+        self.writer.check()
         factor = rate_factor(settings, progress.step, self.share_done)
         loss, n_targets = self._accumulate_gradients()
-        self.optimizer.unscale(self.scaler)
-        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]).item()
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        if finite:
-            if settings.grad_clip and norm > settings.grad_clip:
-                nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.grad_clip, torch.tensor(norm))
-            self.optimizer.set_rate(factor)
-            self.optimizer.step(self.scaler)
-            progress.skipped_in_a_row = 0
-        else:
-            self.scaler.update()
-            progress.skipped += 1
-            progress.skipped_in_a_row += 1
-        self.optimizer.zero_grad()
+        with self.stopwatch.part("optimizer"):
+            self.optimizer.unscale(self.scaler)
+            norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]).item()
+            skipped = anomaly(settings, progress.gradient, loss, norm)
+            if skipped is None:
+                self._apply_gradients(norm, factor)
+            else:
+                self.scaler.update()
+                progress.skipped += 1
+                progress.skipped_in_a_row += 1
+            self.optimizer.zero_grad()
         progress.step += 1
         progress.tokens += n_targets
         progress.seconds += time.perf_counter() - started
-        self._report_step(loss, norm, factor, finite)
+        if skipped is None:
+            self._report_step(loss, norm, factor)
+        else:
+            self._report_skipped(skipped, loss, norm)
+
+    def _apply_gradients(self, norm: float, factor: float) -> None:
+        progress, settings = self.progress, self.settings
+        if settings.grad_clip and norm > settings.grad_clip:
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.grad_clip, torch.tensor(norm))
+        self.optimizer.set_rate(factor)
+        self.optimizer.step(self.scaler)
+        self.average.update(progress.step)
+        progress.gradient.take(norm)
+        progress.skipped_in_a_row = 0
 
     def _accumulate_gradients(self) -> tuple[float, int]:
         """Gradients of the mean loss over every target of the step, however it is cut into micro-batches.
@@ -202,35 +221,25 @@ class Run:
         Returns the mean loss in nats per token, and the number of targets.
         """
         step = self.progress.step
-        micro_batches = [
-            self.batches.batch(step, i, self.settings.micro_batch_size) for i in range(self.settings.accumulation_steps)
-        ]
-        n_targets = sum(count_targets(batch) for batch in micro_batches)
+        with self.stopwatch.part("data"):
+            micro_batches, n_targets = self.feed.step(step + self.progress.batches_passed)
         total = torch.zeros((), device=self.device)
         self._expert_tokens = None
         self.model.train()
-        for i, (inputs, targets) in enumerate(micro_batches):
+        for i, batch in enumerate(micro_batches):
             # Dropout is a function of (seed, step, micro-step), so a resumed run needs no generator state.
             torch.manual_seed(int(np.random.SeedSequence((self.recipe.seed, step, i)).generate_state(1, np.uint64)[0]))
-            with self.precision.autocast():
-                losses = self.objective(self.model, (inputs.to(self.device), targets.to(self.device)))
-            self.scaler.scale(losses.objective / n_targets).backward()  # type: ignore[no-untyped-call]
+            with self.stopwatch.part("forward"), self.precision.autocast():
+                losses = self.objective(self.model, batch)
+            with self.stopwatch.part("backward"):
+                self.scaler.scale(losses.objective / n_targets).backward()  # type: ignore[no-untyped-call]
             total += losses.loss
             if (routed := losses.expert_tokens) is not None:
                 self._expert_tokens = routed if self._expert_tokens is None else self._expert_tokens + routed
         return (total / n_targets).item(), n_targets
 
-    def _report_step(self, loss: float, norm: float, factor: float, finite: bool) -> None:
+    def _report_step(self, loss: float, norm: float, factor: float) -> None:
         progress, settings = self.progress, self.settings
-        if not finite:
-            what = "loss" if not math.isfinite(loss) else "gradient"
-            self.log.write({"kind": "skipped", "step": progress.step, "loss": loss, "grad_norm": norm})
-            self.display.message(
-                f"step {progress.step:,} skipped: its {what} is not finite ({progress.skipped} so far)"
-            )
-            if progress.skipped_in_a_row >= settings.max_skipped_steps:
-                self._give_up()
-            return
         if progress.step % settings.log_every and self.share_done < 1:
             return
         seconds, tokens = progress.seconds - self._seconds_at_log, progress.tokens - self._tokens_at_log
@@ -247,6 +256,7 @@ class Run:
                 "learning_rate": factor * settings.learning_rate,
                 "seconds": round(progress.seconds, 3),
                 "tokens_per_second": round(speed, 1),
+                "seconds_by_part": self.stopwatch.take(),
                 **({} if load is None else {"busiest_expert_load": load}),
             }
         )
@@ -255,13 +265,39 @@ class Run:
         note = "" if load is None else f"  busiest expert {load:.2f}×"
         self.display.step(progress.step, self.total_steps, done, loss, speed, left, note)
 
-    def _give_up(self) -> None:
-        good = newest_verified(self.recipe.run_dir)
+    def _report_skipped(self, reason: str, loss: float, norm: float) -> None:
+        """Say that a step was skipped; after many in a row, go back to the last checkpoint, or end the run."""
+        progress, settings = self.progress, self.settings
+        self.log.write({"kind": "skipped", "step": progress.step, "loss": loss, "grad_norm": norm})
+        self.display.message(f"step {progress.step:,} skipped: {reason} ({progress.skipped} so far)")
+        if progress.skipped_in_a_row < settings.max_skipped_steps:
+            return
+        self.writer.wait()
+        before = progress.step - progress.skipped_in_a_row  # weights may have gone wrong before the first was skipped
+        good = newest_verified(self.recipe.run_dir, up_to_step=before)
+        if good is not None and progress.rollbacks < settings.max_rollbacks:
+            self._roll_back(good)
+            return
+        good = good or newest_verified(self.recipe.run_dir)
         where = f"the last good checkpoint is {good.folder}" if good else "there is no checkpoint yet"
         raise RunError(
-            f"{self.progress.skipped_in_a_row} steps in a row had a non-finite loss or gradient, the last at step "
-            f"{self.progress.step:,}: {where}. Lower train.learning_rate, warm up longer, or use precision fp32."
+            f"{progress.skipped_in_a_row} steps in a row were skipped, the last at step {progress.step:,} because "
+            f"{reason}: {where}. Lower train.learning_rate, warm up longer, use precision fp32, or set "
+            f"train.max_rollbacks."
         )
+
+    def _roll_back(self, checkpoint: Checkpoint) -> None:
+        """Restore a checkpoint and go on from it with the batches that come after those that broke the run."""
+        broken, seconds = self.progress, self.progress.seconds
+        self._restore(checkpoint)
+        self.progress.seconds = seconds
+        self.progress.rollbacks = broken.rollbacks + 1
+        self.progress.skipped, self.progress.skipped_in_a_row = broken.skipped, 0
+        self.progress.batches_passed = broken.step + broken.batches_passed - self.progress.step
+        self.log.close()
+        self.log = MetricsLog(self.recipe.run_dir / "metrics.jsonl", self.progress.step)
+        self.log.write({"kind": "rollback", "step": self.progress.step, "from_step": broken.step})
+        self.display.message(f"back to step {self.progress.step:,}, and on past the batches of the skipped steps")
 
     # --------------------------------------------------------------------------- evaluate, sample, save
 
@@ -272,14 +308,14 @@ class Run:
         windows = evaluation_windows(
             self.validation_shards, self.recipe.model.context_length, self.settings.evaluate_sequences
         )
-        report = evaluate_loss(
-            self.model,
-            windows,
-            text_bytes=self.validation_shards.text_bytes
-            if whole and self.validation_shards.manifest.round_trips
-            else None,
-            autocast=self.precision.autocast,
-        )
+        round_trips = self.validation_shards.manifest.round_trips
+        with self.stopwatch.part("evaluation"), self.average.applied():
+            report = evaluate_loss(
+                self.model,
+                windows,
+                text_bytes=self.validation_shards.text_bytes if whole and round_trips else None,
+                autocast=self.precision.autocast,
+            )
         better = report.loss < progress.best_loss
         if better:
             progress.best_loss, progress.best_step, progress.evaluations_since_best = report.loss, progress.step, 0
@@ -305,7 +341,8 @@ class Run:
             max_tokens=self.settings.sample_tokens, temperature=0.8, top_k=50, seed=self.recipe.seed
         )
         for prompt in self.settings.sample_prompts:
-            text = self.engine.generate(prompt, sampling, overflow="slide")
+            with self.stopwatch.part("samples"), self.average.applied():
+                text = self.engine.generate(prompt, sampling, overflow="slide")
             self.log.write({"kind": "sample", "step": self.progress.step, "prompt": prompt, "text": text})
 
     def save(self) -> None:
@@ -314,15 +351,13 @@ class Run:
         if self._saved_step == progress.step:
             return
         progress.scaler = self.scaler.state_dict()
-        save_checkpoint(
-            self.recipe.run_dir,
-            progress.step,
-            self.model.state_dict(),
-            self.optimizer.state_tensors(),
-            asdict(progress),
-        )
+        with self.stopwatch.part("checkpoint"):
+            tensors = {
+                "model": self.average.model_tensors,
+                "optimizer": self.optimizer.state_tensors() | self.average.own_tensors,
+            }
+            self.writer.save(progress.step, tensors, asdict(progress))
         self._saved_step = progress.step
-        remove_old(self.recipe.run_dir, self.settings.keep_checkpoints)
 
     # ---------------------------------------------------------------------------------------------- end
 
@@ -357,6 +392,7 @@ class Run:
     def finish(self, reason: str) -> Outcome:
         """Save, and describe the run in its folder."""
         self.save()
+        self.writer.wait()
         self.log.close()
         folder, progress = self.recipe.run_dir, self.progress
         write_samples(folder / "metrics.jsonl", folder / "samples.md")

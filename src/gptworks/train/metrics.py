@@ -10,12 +10,12 @@ from gptworks.files import write_whole
 
 Record = dict[str, Any]
 
-TIMINGS = ("seconds", "tokens_per_second")
+TIMINGS = ("seconds", "tokens_per_second", "seconds_by_part")
 """The keys of a record that depend on the clock; all others repeat exactly when a run is repeated or resumed."""
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one JSON object a line, with a `kind` (train, validation, sample, skipped) and a `step`."""
+    """`metrics.jsonl`: one JSON object a line, with a `step` and a `kind` (train, validation, sample…)."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         """Open the log; records after `resume_step`, which the resumed run will make again, are dropped."""
@@ -82,7 +82,7 @@ def draw_curves(metrics: Path, path: Path, title: str) -> bool:
     tokens = [record["tokens"] / 1e6 for record in train]
     losses = [record["loss"] for record in train]
     loss_axes.plot(tokens, losses, color="#9db8d9", linewidth=0.8, label="training, one batch")
-    loss_axes.plot(tokens, _smooth(losses), color="#1f5fa8", linewidth=1.4, label="training, smoothed")
+    loss_axes.plot(tokens, smooth(losses), color="#1f5fa8", linewidth=1.4, label="training, smoothed")
     if validation := [record for record in validation if math.isfinite(record["loss"])]:
         points = [record["tokens"] / 1e6 for record in validation]
         loss_axes.plot(
@@ -109,7 +109,7 @@ def draw_curves(metrics: Path, path: Path, title: str) -> bool:
     return True
 
 
-def _smooth(values: list[float], decay: float = 0.9) -> list[float]:
+def smooth(values: list[float], decay: float = 0.9) -> list[float]:
     """Exponential moving average without the bias of its start (Kingma & Ba, 2015, section 3)."""
     smoothed, average = [], 0.0
     for i, value in enumerate(values):

@@ -9,8 +9,9 @@ def rate_factor(train: TrainConfig, step: int, progress: float) -> float:
     """The factor for optimizer step `step` (from 0), where `progress` in [0, 1) is the share of the run that is done.
 
     Warmup is linear over `warmup_steps`. Then cosine: half a cosine from the end of warmup to the end of the run
-    (Loshchilov & Hutter, 2017). wsd: constant, then linear over the last `decay_fraction` of the run (Hu et al., 2024).
-    Both end at `final_rate_fraction`. The horizon counts optimizer steps, never micro-batches.
+    (Loshchilov & Hutter, 2017). wsd: constant, then linear, or as 1 - sqrt, over the last `decay_fraction` of the run
+    (Hu et al., 2024; Hägele et al., 2024). Both end at `final_rate_fraction`. The horizon counts optimizer steps, never
+    micro-batches.
     """
     if step < train.warmup_steps:
         return (step + 1) / train.warmup_steps
@@ -20,5 +21,6 @@ def rate_factor(train: TrainConfig, step: int, progress: float) -> float:
         after_warmup = (progress - warmup_share) / (1 - warmup_share)
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * after_warmup))
     if train.schedule == "wsd":
-        return floor + (1 - floor) * min(1.0, (1 - progress) / train.decay_fraction)
+        decayed = max(0.0, 1 - (1 - progress) / train.decay_fraction)  # share of the decay that is done
+        return floor + (1 - floor) * (1 - (math.sqrt(decayed) if train.decay_shape == "1-sqrt" else decayed))
     return 1.0

@@ -1,0 +1,48 @@
+"""Steps that would do harm: a loss or gradient that is not finite, or a gradient far larger than those before it."""
+
+import math
+from dataclasses import dataclass
+
+from gptworks.config import TrainConfig
+
+MEMORY_STEPS = 100
+"""The running estimate forgets with this time constant..."""
+
+WARMUP_STEPS = 20
+"""...and judges nobody before it has seen so many steps."""
+
+
+@dataclass
+class GradientEstimate:
+    """Mean and variance of the logarithm of the gradient norm, over the steps that were taken. Part of the progress."""
+
+    n_steps: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    def take(self, norm: float) -> None:
+        """Count a step that was taken."""
+        value = math.log(max(norm, 1e-30))
+        weight = 1 / min(self.n_steps + 1, MEMORY_STEPS)
+        difference = value - self.mean
+        self.mean += weight * difference
+        self.variance = (1 - weight) * (self.variance + weight * difference**2)
+        self.n_steps += 1
+
+    def deviations(self, norm: float) -> float:
+        """How many standard deviations the logarithm of a norm lies above the mean; 0 while too little is known."""
+        if self.n_steps < WARMUP_STEPS:
+            return 0.0
+        return (math.log(max(norm, 1e-30)) - self.mean) / max(math.sqrt(self.variance), 0.05)
+
+
+def anomaly(train: TrainConfig, estimate: GradientEstimate, loss: float, norm: float) -> str | None:
+    """Why a step with this loss and gradient norm is not to be taken; None: take it."""
+    if not math.isfinite(loss):
+        return "its loss is not finite"
+    if not math.isfinite(norm):
+        return "its gradient is not finite"
+    above = estimate.deviations(norm)
+    if train.spike_deviations and above > train.spike_deviations:
+        return f"its gradient norm {norm:.3g} is {above:.1f} deviations above the run's"
+    return None

@@ -1,0 +1,60 @@
+"""An exponential moving average of the weights: often better than the last step's, and never trained on itself."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+_OWN = "own"
+
+
+class WeightAverage:
+    """The average of a model's weights over its steps, float32, by parameter name (Polyak & Juditsky, 1992).
+
+    The decay of step n is at most (1 + n) / (10 + n), so that the initial weights fade soon.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.parameters = dict(model.named_parameters())
+        self.tensors = {name: p.detach().float().clone() for name, p in self.parameters.items()} if decay else {}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after optimizer step number `step`, from 0."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        for name, average in self.tensors.items():
+            average.lerp_(self.parameters[name].detach().float(), 1 - decay)
+
+    @property
+    def model_tensors(self) -> dict[str, Tensor]:
+        """What is published: the average, or without one the weights."""
+        return self.tensors or {name: p.detach() for name, p in self.parameters.items()}
+
+    @property
+    def own_tensors(self) -> dict[str, Tensor]:
+        """What is saved beside it, so that training can go on: the weights themselves, as `parameter/own`."""
+        return {f"{name}/{_OWN}": self.parameters[name].detach() for name in self.tensors}
+
+    def restore(self, model_tensors: dict[str, Tensor], optimizer_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Take back what was saved, into the model too; the optimizer's tensors without the weights among them."""
+        own = {key.removesuffix(f"/{_OWN}"): t for key, t in optimizer_tensors.items() if key.endswith(f"/{_OWN}")}
+        self._set(own or model_tensors)
+        self.tensors = {name: model_tensors[name].to(tensor.device).clone() for name, tensor in self.tensors.items()}
+        return {key: tensor for key, tensor in optimizer_tensors.items() if not key.endswith(f"/{_OWN}")}
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The model has the average's weights inside, and its own again after. Without an average: nothing."""
+        own = {name: self.parameters[name].detach().clone() for name in self.tensors}
+        self._set(self.tensors)
+        try:
+            yield
+        finally:
+            self._set(own)
+
+    @torch.no_grad()
+    def _set(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self.parameters[name].copy_(tensor)
