@@ -208,10 +208,12 @@ def train(
     from gptworks.recipe import load_recipe
     from gptworks.train.run_folder import check_run_folder
     from gptworks.train.start import check_start
+    from gptworks.train.writers import check_writers
 
     settings = load_recipe(recipe, overrides or [])
     check_run_folder(settings, resume)
     check_start(settings, resume)
+    check_writers(settings.train.loggers)
     from gptworks.device import choose_device, choose_precision
 
     choose_precision(settings.train.precision, choose_device(settings.train.device))  # refused before preparing

@@ -230,6 +230,11 @@ class BPETokenizer(Section):
 
     type: Literal["bpe"]
     vocab_size: int = Field(4096, ge=257, description="256 bytes, one document separator, the rest merges.")
+    pattern: Literal["llama3", "gpt2", "code"] = Field(
+        "llama3",
+        description="What one token may span. llama3 and gpt2: as those models have it, which llama.cpp knows (export to "
+        "GGUF). code: indentation joins the line break before it; the fewest tokens for code.",
+    )
 
 
 class CharTokenizer(Section):
@@ -397,6 +402,9 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
 
     log_every: PositiveInt = 10
+    loggers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        (), description="What is given the records of metrics.jsonl besides; each needs the extra of its name."
+    )
     evaluate_every: PositiveInt = 250
     evaluate_sequences: int = Field(0, ge=0, description="Validation windows per evaluation, evenly spaced. 0: all.")
     checkpoint_every: PositiveInt = 250

@@ -30,7 +30,7 @@ from gptworks.train.average import WeightAverage
 from gptworks.train.card import write_model_card
 from gptworks.train.display import Display, clock
 from gptworks.train.feed import Feed
-from gptworks.train.metrics import MetricsLog, draw_curves, write_samples
+from gptworks.train.metrics import draw_curves, write_samples
 from gptworks.train.objectives import Objective, next_token
 from gptworks.train.optim import Optimizer
 from gptworks.train.progress import Progress
@@ -39,6 +39,7 @@ from gptworks.train.schedule import rate_factor
 from gptworks.train.signals import stop_signals
 from gptworks.train.start import check_start, starting_weights
 from gptworks.train.stopwatch import Stopwatch
+from gptworks.train.writers import check_writers, open_log
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def train(
     display = display or Display()
     check_run_folder(recipe, resume)
     check_start(recipe, resume)
+    check_writers(recipe.train.loggers)
     keep_freed_memory()
     device = choose_device(recipe.train.device)
     precision = choose_precision(recipe.train.precision, device)
@@ -152,7 +154,7 @@ class Run:
             self.average = WeightAverage(self.model, self.settings.ema_decay)
         save_recipe(self.recipe, folder / "recipe.yaml")
         save_tokenizer(self.tokenizer, folder / "tokenizer")
-        self.log = MetricsLog(folder / "metrics.jsonl", self.progress.step)
+        self.log = open_log(self.recipe, self.progress.step)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state()
@@ -295,7 +297,7 @@ class Run:
         self.progress.skipped, self.progress.skipped_in_a_row = broken.skipped, 0
         self.progress.batches_passed = broken.step + broken.batches_passed - self.progress.step
         self.log.close()
-        self.log = MetricsLog(self.recipe.run_dir / "metrics.jsonl", self.progress.step)
+        self.log = open_log(self.recipe, self.progress.step)
         self.log.write({"kind": "rollback", "step": self.progress.step, "from_step": broken.step})
         self.display.message(f"back to step {self.progress.step:,}, and on past the batches of the skipped steps")
 

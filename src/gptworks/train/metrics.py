@@ -2,10 +2,11 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from gptworks.config import Recipe
 from gptworks.files import write_whole
 
 Record = dict[str, Any]
@@ -14,24 +15,45 @@ TIMINGS = ("seconds", "tokens_per_second", "seconds_by_part")
 """The keys of a record that depend on the clock; all others repeat exactly when a run is repeated or resumed."""
 
 
+class Writer(Protocol):
+    """What is handed each record beside the file."""
+
+    def __init__(self, recipe: Recipe) -> None: ...
+    def write(self, record: Record) -> None: ...
+    def close(self) -> None: ...
+
+
 class MetricsLog:
     """`metrics.jsonl`: one JSON object a line, with a `step` and a `kind` (train, validation, sample…)."""
 
-    def __init__(self, path: Path, resume_step: int) -> None:
-        """Open the log; records after `resume_step`, which the resumed run will make again, are dropped."""
+    def __init__(self, path: Path, resume_step: int, writers: Sequence[Writer] = ()) -> None:
+        """Open the log; records after `resume_step`, which the resumed run will make again, are dropped.
+
+        Writers are given the records that stay, and then each that is written.
+        """
         kept = [record for record in read_metrics(path) if record["step"] <= resume_step]
         write_whole(path, "".join(_line(record) for record in kept))
         self.path = path
         self._file = path.open("a", encoding="utf-8")
+        self._writers = writers
+        for record in kept:
+            self._hand_on(record)
 
     def write(self, record: Record) -> None:
         """Append a record."""
         self._file.write(_line(record))
         self._file.flush()
+        self._hand_on(record)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, and the writers."""
         self._file.close()
+        for writer in self._writers:
+            writer.close()
+
+    def _hand_on(self, record: Record) -> None:
+        for writer in self._writers:
+            writer.write(record)
 
 
 def read_metrics(path: Path) -> Iterator[Record]:

@@ -1,0 +1,214 @@
+"""Bands: where the validation loss of a recipe runs with several seeds, and whether another run keeps to it.
+
+The bands of the recipes that train in minutes come with the package, and are found by the settings that decide a curve.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from gptworks.config import PositiveInt, Section
+from gptworks.errors import UserError
+from gptworks.files import write_whole
+from gptworks.runs.history import History
+from gptworks.runs.settings import decisive, settings_fingerprint
+from gptworks.runs.statistics import binomial_quantile, t_quantile
+
+FEWEST_SEEDS = 3
+SHARE = 0.95
+"""Of runs of the same recipe, those that lie inside a point's interval."""
+
+
+class BandPoint(Section):
+    """The validation losses of all seeds after one step, in nats per token."""
+
+    step: int
+    tokens: int
+    mean: float
+    standard_deviation: float = Field(ge=0)
+    min: float
+    max: float
+    n: PositiveInt
+
+
+class Band(Section):
+    """Where a recipe's validation loss runs."""
+
+    name: str
+    fingerprint: str
+    """Of `settings`."""
+    settings: dict[str, Any]
+    """Those that decide the curve, less those at their defaults."""
+    data_fingerprint: str | None
+    """What the token files sum to: other text, another curve."""
+    seeds: tuple[int, ...]
+    points: tuple[BandPoint, ...] = Field(min_length=1)
+
+    def margin(self, point: BandPoint) -> float:
+        """Half the interval that holds the loss of one more run with probability 95%, for a normal spread."""
+        factor = t_quantile((1 + SHARE) / 2, point.n - 1) * math.sqrt(1 + 1 / point.n)
+        return factor * point.standard_deviation
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a run keeps to a band.
+
+    It does where no more points lie outside their interval than as many independent ones would in 95% of runs. The
+    points of a curve are not independent, so that the 95% are nominal.
+    """
+
+    band: Band
+    n_points: int
+    n_outside: int
+    n_allowed: int
+    last: BandPoint
+    loss: float
+    """At the last point that both have."""
+    other_data: bool
+    """The text is another than the band's, so that the curve may run elsewhere."""
+
+    @property
+    def inside(self) -> bool:
+        return self.n_outside <= self.n_allowed
+
+    def __str__(self) -> str:
+        margin = self.band.margin(self.last)
+        text = (
+            f"{'inside' if self.inside else 'outside'} the band of {self.band.name} ({len(self.band.seeds)} seeds): "
+            f"{self.n_outside} of {self.n_points} evaluations lie outside their 95% interval, {self.n_allowed} may; at "
+            f"step {self.last.step:,} loss {self.loss:.4f}, band {self.last.mean:.4f} ± {margin:.4f}"
+        )
+        return text + ("; the text is not the one the band was made with" if self.other_data else "")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "band": self.band.name,
+            "seeds": list(self.band.seeds),
+            "inside": self.inside,
+            "points": self.n_points,
+            "outside": self.n_outside,
+            "allowed": self.n_allowed,
+            "step": self.last.step,
+            "loss": self.loss,
+            "mean": self.last.mean,
+            "margin": self.band.margin(self.last),
+            "other_data": self.other_data,
+        }
+
+
+def make_band(runs: Sequence[History]) -> Band:
+    """The band of several runs of one recipe.
+
+    Raises:
+        UserError: fewer than three runs, other settings, a seed twice, evaluations that are missing or not finite, or
+            a length in minutes.
+    """
+    first = runs[0]
+    settings = decisive(first.recipe)
+    if len(runs) < FEWEST_SEEDS:
+        raise UserError(
+            f"a band of {len(runs)} runs tells little: give at least {FEWEST_SEEDS}, each with its own seed."
+        )
+    if first.recipe.train.max_minutes is not None:
+        raise UserError(
+            f"{first.folder} ends by the clock (max_minutes): its curve depends on the machine. Set max_steps."
+        )
+    seeds = tuple(run.recipe.seed for run in runs)
+    steps = [record["step"] for record in first.validation]
+    for run in runs:
+        if (theirs := decisive(run.recipe)) != settings:
+            key = next(key for key in {**settings, **theirs} if settings.get(key) != theirs.get(key))
+            raise UserError(
+                f"{run.folder} is another recipe than {first.folder}: {key} is {theirs.get(key)} and not "
+                f"{settings.get(key)}. A band holds runs that differ in their seed alone."
+            )
+        if seeds.count(run.recipe.seed) > 1:
+            raise UserError(f"{run.folder}: seed {run.recipe.seed} is there twice, and equal seeds give equal curves.")
+        if [record["step"] for record in run.validation] != steps or not steps:
+            raise UserError(
+                f"{run.folder} and {first.folder} were not evaluated at the same steps: train both to the end."
+            )
+        if not all(math.isfinite(record["loss"]) for record in run.validation):
+            raise UserError(f"{run.folder} has an evaluation that is not finite: a band cannot hold it.")
+    points = []
+    for records in zip(*(run.validation for run in runs), strict=True):
+        losses = [float(record["loss"]) for record in records]
+        points.append(
+            BandPoint(
+                step=records[0]["step"], tokens=records[0]["tokens"], mean=fmean(losses),
+                standard_deviation=stdev(losses), min=min(losses), max=max(losses), n=len(losses),
+            )
+        )  # fmt: skip
+    data = {run.data_fingerprint for run in runs}
+    return Band(
+        name=first.recipe.name,
+        fingerprint=settings_fingerprint(settings),
+        settings=settings,
+        data_fingerprint=data.pop() if len(data) == 1 else None,
+        seeds=seeds,
+        points=tuple(points),
+    )
+
+
+def write_band(band: Band, path: Path) -> None:
+    """Write the band as JSON, a point a line."""
+    if not path.parent.is_dir():
+        raise UserError(f"--make-band {path}: there is no folder {path.parent}; make it first.")
+    tree = band.model_dump(mode="json")
+    points = ",\n".join(f"    {json.dumps(point)}" for point in tree.pop("points"))
+    head = json.dumps(tree, indent=2, ensure_ascii=False).removesuffix("\n}")
+    write_whole(path, f'{head},\n  "points": [\n{points}\n  ]\n}}\n')
+
+
+def read_band(path: Path) -> Band:
+    """A band from its file.
+
+    Raises:
+        UserError: there is none, or it is no band.
+    """
+    try:
+        return Band.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such band. `gptworks compare --make-band {path} RUN RUN RUN` makes one.") from None
+    except (ValidationError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not a band: {str(error).splitlines()[0]}") from None
+
+
+def shipped_bands() -> list[Band]:
+    """Those that come with the package."""
+    folder = files("gptworks.runs") / "bands"
+    paths = [item for item in folder.iterdir() if item.name.endswith(".json")] if folder.is_dir() else []
+    return [Band.model_validate_json(path.read_text(encoding="utf-8")) for path in sorted(paths, key=lambda p: p.name)]
+
+
+def find_band(run: History) -> Band | None:
+    """The shipped band of the run's recipe; None where no shipped one has its settings."""
+    settings = settings_fingerprint(decisive(run.recipe))
+    return next((band for band in shipped_bands() if band.fingerprint == settings), None)
+
+
+def judge(run: History, band: Band) -> Verdict | None:
+    """The run against the band, at the steps that both have; None where they have none in common."""
+    losses = {record["step"]: float(record["loss"]) for record in run.validation}
+    common = [point for point in band.points if point.step in losses]
+    if not common:
+        return None
+    outside = [p for p in common if not abs(losses[p.step] - p.mean) <= band.margin(p)]  # nan is outside
+    return Verdict(
+        band=band,
+        n_points=len(common),
+        n_outside=len(outside),
+        n_allowed=binomial_quantile(len(common), 1 - SHARE, SHARE),
+        last=common[-1],
+        loss=losses[common[-1].step],
+        other_data=None not in (run.data_fingerprint, band.data_fingerprint)
+        and run.data_fingerprint != band.data_fingerprint,
+    )

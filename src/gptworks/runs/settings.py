@@ -1,0 +1,58 @@
+"""What two recipes have in common: the settings that decide a loss curve, and those in which they differ."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from gptworks.config import Recipe
+
+FREE: Any = {
+    "name": True,
+    "run_dir": True,
+    "seed": True,
+    "sweep": True,
+    "data": {"cache_dir", "processes", "shard_tokens"},
+    "train": {
+        "micro_batch_size", "activation_checkpointing", "precision", "device", "loggers", "log_every", "evaluate_every",
+        "checkpoint_every", "keep_checkpoints", "sample_every", "sample_prompts", "sample_tokens",
+        "early_stopping_patience", "max_skipped_steps",
+    },
+}  # fmt: skip
+"""Settings that do not decide where a loss curve runs, up to rounding: the seed is what repeats differ in."""
+
+
+def decisive(recipe: Recipe) -> dict[str, Any]:
+    """The settings that decide a loss curve, flat, less those at their defaults: a new setting changes nothing."""
+    tree = recipe.model_dump(mode="json", exclude=FREE, exclude_defaults=True)
+    settings = dict(flat(tree))
+    for i, _ in enumerate(recipe.data.sources):
+        settings.pop(f"data.sources.{i}.path", None)  # where a text lies is not what it says
+    return settings
+
+
+def fingerprint(recipe: Recipe) -> str:
+    """A sha256 of the settings that decide a loss curve: equal for runs that differ in their seed alone."""
+    return settings_fingerprint(decisive(recipe))
+
+
+def settings_fingerprint(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def differences(recipes: Sequence[Recipe]) -> dict[str, list[Any]]:
+    """Each setting in which they differ, by its path, with the value in each; None where a recipe has none."""
+    trees = [dict(flat(recipe.model_dump(mode="json", exclude={"name", "run_dir", "sweep"}))) for recipe in recipes]
+    keys = dict.fromkeys(key for tree in trees for key in tree)
+    values = {key: [tree.get(key) for tree in trees] for key in keys}
+    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+
+
+def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of a tree with its path, as an override names it."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
+    if items is None:
+        yield path, tree
+        return
+    for key, value in items:
+        yield from flat(value, f"{path}.{key}" if path else str(key))

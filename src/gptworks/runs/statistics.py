@@ -1,0 +1,87 @@
+"""Student's t: what tells a difference from noise where runs are few."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, variance
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference of two means, with its 95% confidence interval and two-sided p."""
+
+    value: float
+    low: float
+    high: float
+    p: float
+
+
+def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
+    """Mean of `second` less that of `first`, two or more values each; their spreads may differ (Welch, 1947)."""
+    a, b = variance(first) / len(first), variance(second) / len(second)
+    value = fmean(second) - fmean(first)
+    if a + b == 0:
+        return _certain(value)
+    freedom = (a + b) ** 2 / (a**2 / (len(first) - 1) + b**2 / (len(second) - 1))
+    return _difference(value, math.sqrt(a + b), freedom)
+
+
+def known_spread(first: Sequence[float], second: Sequence[float], deviation: float, freedom: int) -> Difference:
+    """Mean of `second` less that of `first`, both with a deviation estimated elsewhere, of `freedom` degrees."""
+    value = fmean(second) - fmean(first)
+    if deviation == 0:
+        return _certain(value)
+    return _difference(value, deviation * math.sqrt(1 / len(first) + 1 / len(second)), freedom)
+
+
+def _difference(value: float, error: float, freedom: float) -> Difference:
+    margin = t_quantile(0.975, freedom) * error
+    return Difference(value, value - margin, value + margin, t_two_sided(value / error, freedom))
+
+
+def _certain(value: float) -> Difference:
+    return Difference(value, value, value, 0.0 if value else 1.0)
+
+
+def t_two_sided(t: float, freedom: float) -> float:
+    """How likely Student's t is at least this far from 0."""
+    return _incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5)
+
+
+def t_quantile(probability: float, freedom: float) -> float:
+    """The value that Student's t exceeds with 1 − probability, for a probability of a half or more."""
+    low, high = 0.0, 1.0
+    while t_two_sided(high, freedom) > 2 * (1 - probability):
+        low, high = high, 2 * high
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_two_sided(middle, freedom) > 2 * (1 - probability) else (low, middle)
+    return high
+
+
+def binomial_quantile(n: int, probability: float, share: float = 0.95) -> int:
+    """The fewest successes k in n trials such that more than k are no likelier than 1 − share."""
+    below = 0.0
+    for k in range(n + 1):
+        below += math.comb(n, k) * probability**k * (1 - probability) ** (n - k)
+        if below >= share:
+            return k
+    return n
+
+
+def _incomplete_beta(x: float, a: float, b: float) -> float:
+    """The regularized incomplete beta function by its continued fraction (DLMF 8.17.22), last term first."""
+    if x <= 0 or x >= 1:
+        return min(max(x, 0.0), 1.0)
+    if x > (a + 1) / (a + b + 2):  # where the fraction is slow, the other tail's is fast
+        return 1 - _incomplete_beta(1 - x, b, a)
+    fraction = 1.0
+    for n in range(200, 0, -1):
+        m = n // 2
+        if n % 2:
+            term = -(a + m) * (a + b + m) / ((a + 2 * m) * (a + 2 * m + 1))
+        else:
+            term = m * (b - m) / ((a + 2 * m - 1) * (a + 2 * m))
+        fraction = 1 + term * x / fraction
+    logarithm = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+    return math.exp(logarithm) / (a * fraction)
