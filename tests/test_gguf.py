@@ -368,8 +368,8 @@ def replaced(**settings: Any) -> Tokenizer:
 
 UNLIKE: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     "our own pattern": (
-        lambda: train_tokenizer(BPETokenizer(type="bpe", vocab_size=300), [tiny.TEXT]),
-        "another pattern than gpt-2, smollm, smaug-bpe, llama-bpe, qwen2, as tokenizer.type=bpe does",
+        lambda: train_tokenizer(BPETokenizer(type="bpe", vocab_size=300, pattern="code"), [tiny.TEXT]),
+        "another pattern than gpt-2, smollm, smaug-bpe, llama-bpe, qwen2; tokenizer.pattern=llama3",
     ),
     "words": (
         lambda: train_tokenizer(WordTokenizer(type="word"), [tiny.TEXT]),
@@ -608,6 +608,12 @@ ALIKE: dict[str, Callable[[], Tokenizer]] = {
     },
     "gpt2": gpt2_like,
     "smollm, as it is published": lambda: changed(smollm_steps),
+    "our training, llama3": lambda: train_tokenizer(
+        BPETokenizer(type="bpe", vocab_size=400, pattern="llama3"), [tiny.TEXT, *TEXTS]
+    ),
+    "our training, gpt2": lambda: train_tokenizer(
+        BPETokenizer(type="bpe", vocab_size=400, pattern="gpt2"), [tiny.TEXT, *TEXTS]
+    ),
     "bos": lambda: bpe(next(iter(PATTERNS)), special=("<s>", "</s>")),
     "characters": lambda: train_tokenizer(CharTokenizer(type="char"), ["".join(TEXTS)]),
 }

@@ -5,6 +5,7 @@ import string
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -31,8 +32,8 @@ TEXT = "The cat sat on the mat. The dog sat on the cat!\n    def cat(self):\n   
 MIXED = "héllo 你好 👩‍🚀 ♥ naïve\n\tdef f(x):\n\n\n        return 12345  # ½ <|endoftext|>\r\n"
 
 
-def bpe(vocab_size: int = 300) -> Tokenizer:
-    return train_tokenizer(BPETokenizer(type="bpe", vocab_size=vocab_size), [TEXT])
+def bpe(vocab_size: int = 300, **settings: Any) -> Tokenizer:
+    return train_tokenizer(BPETokenizer(type="bpe", vocab_size=vocab_size, **settings), [TEXT])
 
 
 BPE = bpe()
@@ -64,8 +65,8 @@ def test_bpe_splits_numbers_into_groups_of_three() -> None:
     assert max(len(token) for token in tokenizer.get_vocab() if token.isdigit()) <= 3
 
 
-def test_bpe_joins_a_line_break_with_the_indentation_that_follows() -> None:
-    assert "ĊĠĠĠĠ" in bpe(302).encode("x:\n    y").tokens
+def test_the_code_pattern_joins_a_line_break_with_the_indentation_that_follows() -> None:
+    assert "ĊĠĠĠĠ" in bpe(302, pattern="code").encode("x:\n    y").tokens
 
 
 def test_training_is_deterministic() -> None:

@@ -4,7 +4,7 @@
         model.safetensors       the weights
         optimizer.safetensors   `parameter/key` → tensor
         state.json              counters of the run
-        manifest.json           bytes and sha256 of the three, written last
+        manifest.json           bytes and sha256 of the three and of itself, written last
 
 A folder with the final name is complete: a crash at any moment leaves either it or nothing. What time or a failing disk
 does to it later is found by its manifest.
@@ -26,11 +26,11 @@ from torch import Tensor
 
 from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import RunError, UserError
-from gptworks.files import sha256_file, sync
+from gptworks.files import sealed_json, sha256_file, sync, unsealed_json
 from gptworks.model import GPT
 from gptworks.recipe import load_recipe
 
-FORMAT = 1
+FORMAT = 2
 Report = Callable[[str], None]
 
 
@@ -51,21 +51,31 @@ class Checkpoint:
         Raises:
             UserError: a file is missing, truncated or changed; it is named.
         """
+        for name, entry in self._described_files().items():
+            path = self.folder / name
+            if not path.exists():
+                raise UserError(f"checkpoint {self.folder} is damaged: {path} is missing.")
+            if path.stat().st_size != entry["bytes"]:
+                raise UserError(
+                    f"{path} is damaged: {path.stat().st_size:,} bytes, its manifest says {entry['bytes']:,}."
+                )
+            if sha256_file(path) != entry["sha256"]:
+                raise UserError(f"{path} is damaged: its sha256 differs from the manifest's.")
+
+    def _described_files(self) -> dict[str, dict[str, Any]]:
+        """Bytes and sha256 of each file, by the manifest."""
         manifest = self.folder / "manifest.json"
         try:
-            files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-            for name, entry in files.items():
-                path = self.folder / name
-                if path.stat().st_size != entry["bytes"]:
-                    raise UserError(
-                        f"{path} is damaged: {path.stat().st_size:,} bytes, its manifest says {entry['bytes']:,}."
-                    )
-                if sha256_file(path) != entry["sha256"]:
-                    raise UserError(f"{path} is damaged: its sha256 differs from the manifest's.")
-        except FileNotFoundError as error:
-            raise UserError(f"checkpoint {self.folder} is damaged: {error.filename} is missing.") from None
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
-            raise UserError(f"{manifest} is damaged: it is not a checkpoint's manifest.") from None
+            tree = unsealed_json(manifest.read_bytes())
+            version, files = tree["format"], tree["files"]
+        except FileNotFoundError:
+            raise UserError(f"checkpoint {self.folder} is damaged: {manifest} is missing.") from None
+        except (ValueError, KeyError) as error:
+            raise UserError(f"{manifest} is damaged: {error}.") from None
+        if version != FORMAT:
+            raise UserError(f"{manifest} has format {version} and this gptworks reads {FORMAT}.")
+        described: dict[str, dict[str, Any]] = files
+        return described
 
     @property
     def is_whole(self) -> bool:
@@ -116,7 +126,7 @@ def save_checkpoint(
             path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in sorted(aside.iterdir())
         }
         manifest = {"format": FORMAT, "step": step, "files": files}
-        (aside / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        (aside / "manifest.json").write_text(sealed_json(manifest), encoding="utf-8")
         for path in aside.iterdir():
             sync(path)
         sync(aside)

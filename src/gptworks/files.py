@@ -2,14 +2,37 @@
 
 import contextlib
 import hashlib
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def sha256_file(path: Path) -> str:
     """The sha256 of a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sealed_json(tree: dict[str, Any]) -> str:
+    """A mapping as JSON text that carries the sha256 of its own contents."""
+    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode("ascii")).hexdigest()
+    return json.dumps({**tree, "sha256": digest}, indent=2, ensure_ascii=False) + "\n"
+
+
+def unsealed_json(data: bytes) -> dict[str, Any]:
+    """The mapping of a `sealed_json` text.
+
+    Raises:
+        ValueError: it is no such text, or a byte of it has changed.
+    """
+    tree = json.loads(data)
+    if not isinstance(tree, dict) or "sha256" not in tree:
+        raise ValueError("it carries no sha256 of its own")
+    contents = {key: value for key, value in tree.items() if key != "sha256"}
+    if sealed_json(contents).encode("utf-8") != data:
+        raise ValueError("its sha256 is not that of its contents")
+    return contents
 
 
 def sync(path: Path) -> None:

@@ -23,9 +23,9 @@ from pydantic import ValidationError
 
 from gptworks.config import Section
 from gptworks.errors import UserError
-from gptworks.files import sha256_file
+from gptworks.files import sealed_json, sha256_file, unsealed_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 
 Split = Literal["train", "validation"]
@@ -159,7 +159,7 @@ def sync_and_close(file: BinaryIO) -> None:
 def write_manifest(manifest: Manifest, folder: Path) -> None:
     """Write manifest.json, durably. It is the last file of a folder."""
     file = (folder / MANIFEST_FILE).open("wb")
-    file.write((json.dumps(manifest.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
+    file.write(sealed_json(manifest.model_dump(mode="json")).encode("utf-8"))
     sync_and_close(file)
 
 
@@ -178,10 +178,10 @@ def read_manifest(folder: Path) -> Manifest:
     """
     file = folder / MANIFEST_FILE
     try:
-        tree = json.loads(file.read_bytes())
-        version = tree["format_version"]
+        data = file.read_bytes()
+        version = json.loads(data)["format_version"]
         if version == FORMAT_VERSION:
-            return Manifest.model_validate(tree)
+            return Manifest.model_validate(unsealed_json(data))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} holds no prepared text: there is no {MANIFEST_FILE}. {_fix(folder)}") from None
     except (ValueError, KeyError, TypeError, ValidationError) as error:
