@@ -468,7 +468,7 @@ class SweepRange(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.choices is not None:
-            if self.model_fields_set != {"choices"}:
+            if self.log or (self.low, self.high, self.step) != (None, None, None):
                 raise ValueError("choices stands with low, high, log or step: give choices alone, or a range")
             if len(set(map(repr, self.choices))) != len(self.choices) or len(self.choices) < 2:
                 raise ValueError(f"choices={list(self.choices)}: give at least two, each once")
