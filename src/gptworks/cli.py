@@ -269,6 +269,7 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
     ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Try also what should not fit in memory.")] = False,
 ) -> None:
     """Train the recipe's model; everything it leaves is in the run folder (run_dir=...)."""
     from gptworks.recipe import load_recipe
@@ -282,11 +283,15 @@ def train(
     check_writers(settings.train.loggers)
     from gptworks.device import choose_device, choose_precision
 
-    choose_precision(settings.train.precision, choose_device(settings.train.device))  # refused before preparing
+    device = choose_device(settings.train.device)
+    precision = choose_precision(settings.train.precision, device)
+    from gptworks.train.preflight import check_memory
+
+    check_memory(settings, device, precision, force)  # refused before preparing
     _prepare(settings)
     from gptworks.train.loop import train as train_model
 
-    train_model(settings, resume=resume)
+    train_model(settings, resume=resume, force=force)
 
 
 def _prepare(recipe: "Recipe") -> "Prepared":

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -94,6 +95,36 @@ def memory_bytes(device: torch.device) -> int:
     return available_memory_bytes()
 
 
+def reset_peak(device: torch.device) -> int:
+    """Forget the most memory held so far; returns what is held now, to be given to `peak_growth_bytes`."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    clear = Path("/proc/self/clear_refs")
+    if clear.exists():
+        clear.write_text("5", encoding="ascii")  # proc_pid_clear_refs(5)
+    return _resident("VmRSS") or 0
+
+
+def peak_growth_bytes(device: torch.device, before_bytes: int) -> int | None:
+    """How far the most memory held since `reset_peak` went above what was held then; None where no system tells.
+
+    On CUDA what tensors hold, on a CPU what the process has resident.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) - before_bytes
+    peak = _resident("VmHWM")
+    return None if peak is None else peak - before_bytes
+
+
+def _resident(field: str) -> int | None:
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    line = next((line for line in status.read_text("ascii").splitlines() if line.startswith(f"{field}:")), None)
+    return None if line is None else int(line.split()[1]) * 1024
+
+
 PROBE_SECONDS = 0.4
 """How long each rate is measured."""
 
@@ -150,7 +181,9 @@ def return_freed_memory() -> None:
     between the two, since its threshold rises with the blocks it sees.
     """
     if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**17)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_MMAP_THRESHOLD, 2**17)
+        libc.mallopt(_TRIM_THRESHOLD, 2**17)
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h

@@ -20,6 +20,10 @@ DEFAULT_BATCH_TOKENS = 2**19
 """Tokens of a step where no recipe says: GPT-3's smaller sizes took 0.5M (Brown et al., 2020, table 2.1)."""
 
 
+_UNSET_STEPS = 10**12
+"""Stands for the steps of a preset until its batch is known."""
+
+
 def check_figures(**figures: float | None) -> None:
     """Refuse figures of a device that are not above 0, and a utilization above 1."""
     for name, figure in figures.items():
@@ -39,19 +43,20 @@ def plan_preset(
     the largest micro-batches that fit.
     """
     tree: dict[str, Any] = apply_overrides({"model": {"preset": name}}, overrides)
-    model, given = parse_model(tree["model"], name), tree.get("train") or {}
+    model, given = parse_model(tree["model"], name), tree.pop("train", {})
     ranks = max(1, world_size // tensor_parallel)
     sequences = max(1, DEFAULT_BATCH_TOKENS // model.context_length // ranks)
-    defaults = {"batch_size": sequences * ranks}
-    if not {"max_steps", "epochs", "max_minutes"} & given.keys():
-        defaults["max_steps"] = 1  # until the batch is known to be a number
     anything = {"tokenizer": {"type": "char"}, "data": {"sources": [{"type": "python-stdlib"}]}}
-    recipe = parse_recipe({"name": name, **anything, **tree, "train": defaults | given}, name)
-    if "max_steps" in defaults:
+    train = given
+    if isinstance(given, dict):
+        end = {} if {"max_steps", "epochs", "max_minutes"} & given.keys() else {"max_steps": _UNSET_STEPS}
+        train = {"batch_size": sequences * ranks} | end | given
+    recipe = parse_recipe({"name": name, **anything, **tree, "train": train}, name)
+    if recipe.train.max_steps == _UNSET_STEPS:
         tokens = COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER * count_parameters(model).total
         recipe = _with(recipe, max_steps=ceil(tokens / (recipe.train.batch_size * model.context_length)))
     layout = choose_layout(recipe, device, world_size, tensor_parallel, sharding)
-    if "micro_batch_size" in given:
+    if "micro_batch_size" in recipe.train.model_fields_set:
         return recipe, layout
     setting = rank_setting(recipe.model, recipe.train, device, layout)
     largest = largest_micro_batch(replace(setting, accumulates=True), device.memory_bytes)
@@ -105,7 +110,7 @@ def rank_setting(model: ModelConfig, train: TrainConfig, device: Device, layout:
     Raises:
         UserError: the batch or the model cannot be divided.
     """
-    whole = Setting.of(model, train, planned_precision(train.precision, device), device.on_cpu)
+    whole = Setting.of(model, train, planned_precision(train.precision, device), device.on_cpu, saves=True)
     sequences, rest = divmod(train.batch_size, layout.data_parallel)
     if rest or not sequences:
         raise UserError(
@@ -118,7 +123,7 @@ def rank_setting(model: ModelConfig, train: TrainConfig, device: Device, layout:
             f"n_kv_heads={model.n_kv_heads} and d_ff={model.d_ff}: every rank takes whole heads."
         )
     micro = largest_divisor(sequences, train.micro_batch_size)
-    return replace(whole, micro_batch_size=micro, accumulates=micro < sequences, saves=True, layout=layout)
+    return replace(whole, micro_batch_size=micro, accumulates=micro < sequences, layout=layout)
 
 
 def largest_divisor(n: int, most: int) -> int:

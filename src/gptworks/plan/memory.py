@@ -91,7 +91,7 @@ class Setting:
     layout: Layout = ONE_DEVICE
 
     @staticmethod
-    def of(model: ModelConfig, train: TrainConfig, precision: str, on_cpu: bool) -> "Setting":
+    def of(model: ModelConfig, train: TrainConfig, precision: str, on_cpu: bool, saves: bool = False) -> "Setting":
         """The step that a recipe's training section asks for, on one device."""
         return Setting(
             model=model,
@@ -102,6 +102,7 @@ class Setting:
             accumulates=train.accumulation_steps > 1,
             optimizer=train.optimizer,
             averages=train.ema_decay > 0,
+            saves=saves,
         )
 
 

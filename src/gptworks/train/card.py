@@ -2,6 +2,7 @@
 
 import math
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,20 +12,35 @@ from gptworks.config import Recipe
 from gptworks.device import Precision, device_name
 from gptworks.files import write_whole
 from gptworks.plan.params import count_parameters
+from gptworks.plan.published import readable
 from gptworks.train.display import clock
 from gptworks.train.metrics import Record, read_metrics
 from gptworks.train.progress import Progress
 
 
+@dataclass(frozen=True)
+class MemoryPeaks:
+    """The most memory that a run held, as planned and as it was."""
+
+    predicted_bytes: int
+    measured_bytes: int | None
+    """Since this process began with it: what tensors held on CUDA, the growth of resident memory on a CPU."""
+
+
 def write_model_card(
-    recipe: Recipe, progress: Progress, reason: str, n_train_tokens: int, precision: Precision
+    recipe: Recipe,
+    progress: Progress,
+    reason: str,
+    n_train_tokens: int,
+    precision: Precision,
+    memory: MemoryPeaks | None = None,
 ) -> None:
     """Write the card into the run folder, its results from the run's own metrics."""
     validation = [record for record in read_metrics(recipe.run_dir / "metrics.jsonl") if record["kind"] == "validation"]
     sections = {
         "Results": _results(recipe, validation),
         "Architecture": _architecture(recipe),
-        "Training": _training(recipe, progress, reason, n_train_tokens, precision),
+        "Training": _training(recipe, progress, reason, n_train_tokens, precision) | _memory(memory),
     }
     parts = [f"# {recipe.name}", "A language model trained with gptworks. Every figure here was counted or measured."]
     for heading, rows in sections.items():
@@ -87,6 +103,13 @@ def _training(
         "device": device_name(torch.device(precision.device_type)),
         "gptworks, torch, Python": f"{__version__}, {torch.__version__}, {platform.python_version()}",
     }
+
+
+def _memory(memory: MemoryPeaks | None) -> dict[str, str]:
+    if memory is None:
+        return {}
+    measured = "" if memory.measured_bytes is None else f"; measured {readable(memory.measured_bytes, 'B')}"
+    return {"memory at the peak": f"{readable(memory.predicted_bytes, 'B')} planned{measured}"}
 
 
 def _source(source: object) -> str:

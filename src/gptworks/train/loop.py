@@ -15,24 +15,27 @@ from gptworks.config import Recipe
 from gptworks.data.batches import Batches, evaluation_windows
 from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
-from gptworks.device import Precision, choose_device, choose_precision, keep_freed_memory
+from gptworks.device import Precision, choose_device, choose_precision, peak_growth_bytes, reset_peak
 from gptworks.errors import RunError, UserError
 from gptworks.evaluate.loss import evaluate_loss
 from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.model import GPT
 from gptworks.model.moe import busiest_load
+from gptworks.plan.memory import training_peak
+from gptworks.plan.published import readable
 from gptworks.plan.run import planned_steps
 from gptworks.recipe import save_recipe, with_vocab_size
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
 from gptworks.train.anomalies import anomaly
 from gptworks.train.average import WeightAverage
-from gptworks.train.card import write_model_card
+from gptworks.train.card import MemoryPeaks, write_model_card
 from gptworks.train.display import Display, clock
 from gptworks.train.feed import Feed
 from gptworks.train.metrics import draw_curves, write_samples
 from gptworks.train.objectives import Objective, next_token
 from gptworks.train.optim import Optimizer
+from gptworks.train.preflight import check_memory, choose_allocation, run_setting
 from gptworks.train.progress import Progress
 from gptworks.train.run_folder import check_run_folder, open_run_folder
 from gptworks.train.schedule import rate_factor
@@ -55,7 +58,12 @@ class Outcome:
 
 
 def train(
-    recipe: Recipe, *, resume: bool = False, display: Display | None = None, objective: Objective | None = None
+    recipe: Recipe,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    display: Display | None = None,
+    objective: Objective | None = None,
 ) -> Outcome:
     """Train the recipe's model until its length is reached, it stops improving, or a signal asks it to stop.
 
@@ -63,21 +71,24 @@ def train(
         recipe: what to train, on what, for how long.
         resume: go on from the newest whole checkpoint of `recipe.run_dir`, bit for bit as if never stopped; a folder
             without one is begun anew.
+        force: try also where the run should not fit in memory.
         objective: what is optimized; None: the next token.
 
     Raises:
-        UserError: the recipe, its data or the run folder cannot be used.
+        UserError: the recipe, its data or the run folder cannot be used, or the run does not fit in memory.
         RunError: loss or gradients stayed non-finite, or a checkpoint could not be written.
     """
     display = display or Display()
     check_run_folder(recipe, resume)
     check_start(recipe, resume)
     check_writers(recipe.train.loggers)
-    keep_freed_memory()
     device = choose_device(recipe.train.device)
     precision = choose_precision(recipe.train.precision, device)
     prepared = prepare(recipe)
     recipe = with_vocab_size(recipe, vocabulary_size(prepared.tokenizer))
+    peak = check_memory(recipe, device, precision, force)
+    display.message(f"memory: {readable(peak.total_bytes, 'B')} at the peak ({peak.moment})")
+    choose_allocation(peak, device)
     run = Run(recipe, prepared.folder, prepared.tokenizer, device, precision, objective, display)
     with open_run_folder(recipe, resume), run.writer:
         run.begin(resume)
@@ -117,6 +128,7 @@ class Run:
         self.validation_shards = TokenShards(data_folder, "validation", verify=True)
         self.batches = Batches(self.train_shards, recipe.model.context_length, recipe.train.batch_size, recipe.seed)
         torch.manual_seed(recipe.seed)
+        self._memory_before_bytes = reset_peak(device)
         self.model = GPT(recipe.model).to(device)
         self.model.checkpoint_blocks = recipe.train.activation_checkpointing == "block"
         self.optimizer = Optimizer(self.model, recipe.train)
@@ -400,7 +412,11 @@ class Run:
         write_samples(folder / "metrics.jsonl", folder / "samples.md")
         if not draw_curves(folder / "metrics.jsonl", folder / "curves.png", self.recipe.name):
             self.display.message("curves.png is left out: matplotlib is not installed (pip install 'gptworks[plots]').")
-        write_model_card(self.recipe, progress, reason, self.train_shards.n_tokens, self.precision)
+        memory = MemoryPeaks(
+            predicted_bytes=training_peak(run_setting(self.recipe, self.device, self.precision)).total_bytes,
+            measured_bytes=peak_growth_bytes(self.device, self._memory_before_bytes),
+        )
+        write_model_card(self.recipe, progress, reason, self.train_shards.n_tokens, self.precision, memory)
         left = " Go on with --resume." if self.share_done < 1 else ""
         self.display.message(
             f"{reason} at step {progress.step:,} after {clock(progress.seconds)}, {progress.tokens:,} tokens. "

@@ -8,12 +8,17 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 
 from gptworks.config import ModelConfig, TrainConfig
-from gptworks.device import choose_precision, keep_freed_memory, return_freed_memory
+from gptworks.device import (
+    choose_precision,
+    keep_freed_memory,
+    peak_growth_bytes,
+    reset_peak,
+    return_freed_memory,
+)
 from gptworks.errors import RunError
 from gptworks.plan.run import Measured
 from gptworks.train.trace import Step
@@ -50,39 +55,6 @@ def _in_new_process(order: dict[str, object]) -> Measured:
         why = (result.stderr.strip().splitlines() or [f"ended by signal {-result.returncode}"])[-1]
         raise RunError(f"the measured step failed: {why}. It may be that memory did not suffice.")
     return Measured(**json.loads(result.stdout))
-
-
-# ------------------------------------------------------------------------------------------ this process
-
-
-def reset_peak(device: torch.device) -> int:
-    """Forget the most memory held so far; returns what is held now, to be given to `peak_growth_bytes`."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
-    clear = Path("/proc/self/clear_refs")
-    if clear.exists():
-        clear.write_text("5", encoding="ascii")  # proc_pid_clear_refs(5)
-    return _resident("VmRSS") or 0
-
-
-def peak_growth_bytes(device: torch.device, before_bytes: int) -> int | None:
-    """How far the most memory held since `reset_peak` went above what was held then; None where no system tells.
-
-    On CUDA what tensors hold, on a CPU what the process has resident.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) - before_bytes
-    peak = _resident("VmHWM")
-    return None if peak is None else peak - before_bytes
-
-
-def _resident(field: str) -> int | None:
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return None
-    line = next((line for line in status.read_text("ascii").splitlines() if line.startswith(f"{field}:")), None)
-    return None if line is None else int(line.split()[1]) * 1024
 
 
 def _steps(model: ModelConfig, train: TrainConfig, device: torch.device, precision: str) -> float:
