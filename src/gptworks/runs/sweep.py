@@ -38,6 +38,9 @@ FIXED = ("name", "run_dir", "seed", "sweep", "tokenizer", "data", "train.evaluat
 MOST_FAILURES = 3
 """Processes in a row that may fail before the sweep ends: it is then no setting's fault."""
 
+TRAIN = (sys.executable, "-m", "gptworks", "train")
+"""What trains a trial; its recipe and --resume follow."""
+
 POLL_SECONDS = 0.1
 STOP_SECONDS = 120.0
 """How long a trial that is asked to stop may take for its step and its checkpoint."""
@@ -289,7 +292,7 @@ class _Sweeper:
         """Train in a process: `done`, `pruned` or `failed`; None where the sweep was asked to stop."""
         if not self._alone(place):
             return None
-        command = [sys.executable, "-m", "gptworks", "train", str(place.with_suffix(".yaml")), "--resume"]
+        command = [*TRAIN, str(place.with_suffix(".yaml")), "--resume"]
         told = set(trial.storage.get_trial(trial._trial_id).intermediate_values)
         with (
             place.with_suffix(".log").open("a", encoding="utf-8") as log,
