@@ -275,9 +275,14 @@ class _Step:
         return replace(stage, saved={part: n for part, n in stage.saved.items() if part != COPIES})
 
 
+def chunk_tokens(shapes: Shapes, vocab_size: int) -> int:
+    """`gptworks.model.loss.chunk_tokens`."""
+    return max(CPU_CHUNK_TOKENS, CPU_CHUNK_BYTES // (4 * vocab_size)) if shapes.on_cpu else CHUNK_TOKENS
+
+
 def loss_chunk_bytes(shapes: Shapes, vocab_size: int, width: int) -> int:
     """What the chunks of the loss hold at their worst: logits in several forms, and a gradient of the head's matrix."""
-    chunk = max(CPU_CHUNK_TOKENS, CPU_CHUNK_BYTES // (4 * vocab_size)) if shapes.on_cpu else CHUNK_TOKENS
+    chunk = chunk_tokens(shapes, vocab_size)
     n, product = shapes.n_tokens, shapes.product_bytes
     first = min(chunk, n) * vocab_size
     second = min(chunk, max(n - chunk, 0)) * vocab_size

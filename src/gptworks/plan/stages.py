@@ -284,10 +284,8 @@ def mlp_stages(s: Shapes, d_ff: int, n_tokens: float, expert: bool = False) -> I
         yield Stage("gate × up", {MLP: 2 * inner}, inner, 2 * inner)
     else:
         yield Stage("up", source | copy, inner, outer, matrices=matrix, vectors=biases * d_ff)
-        wide = 0  # ReLU² on an accelerator: autocast squares in float32
-        if c.mlp == "relu2" and not s.on_cpu and s.autocast:
-            wide = round(n_tokens * d_ff * 4)
-        yield Stage("activation", {MLP: inner + wide}, inner, inner, scratch=2 * wide)
+        wide = round(n_tokens * d_ff * 4) if c.mlp == "relu2" and not s.on_cpu else 0  # autocast squares in float32
+        yield Stage("activation", {MLP: inner + (wide if s.autocast else 0)}, inner, inner, scratch=2 * wide)
     yield Stage("down", {MLP: inner} | copy, arrives, inner, matrices=matrix, vectors=biases * c.d_model)
 
 
