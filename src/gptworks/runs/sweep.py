@@ -277,12 +277,11 @@ class _Sweeper:
             return
         losses = [record["loss"] for record in _evaluations(place)]
         diverged = (list(read_metrics(place / "metrics.jsonl")) or [{"kind": ""}])[-1]["kind"] == "skipped"
-        self.failures = 0
+        self.failures = self.failures + 1 if ended == "failed" and not diverged else 0
         if ended == "pruned" or (ended == "failed" and diverged):
             trial.set_user_attr("reason", "above the median" if ended == "pruned" else "it diverged")
             self.study.tell(trial, state=TrialState.PRUNED)
         elif ended == "failed" or not losses:
-            self.failures += 1
             trial.set_user_attr("reason", _last_line(place.with_suffix(".log")))
             self.study.tell(trial, state=TrialState.FAIL)
         else:
