@@ -118,6 +118,8 @@ def settings(tree: dict[str, Any]) -> str:
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in tree.items():
+        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            value = dict(enumerate(value))
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")
         elif isinstance(value, list):
