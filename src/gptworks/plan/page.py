@@ -119,8 +119,8 @@ def settings(tree: dict[str, Any]) -> str:
 def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in tree.items():
         if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            value = dict(enumerate(value))
-        if isinstance(value, dict):
+            yield from _flat({str(i): item for i, item in enumerate(value)}, f"{prefix}{name}.")
+        elif isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")
         elif isinstance(value, list):
             yield prefix + name, ", ".join(map(str, value))
