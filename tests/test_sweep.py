@@ -216,10 +216,11 @@ def test_the_median_decides(tmp_path: Path, quick: Path, monkeypatch: pytest.Mon
     assert sweep.trials[0].state == sweep.trials[1].state == "complete"
     worst_of_first = max(trial.loss or 0 for trial in sweep.trials[:2])
     for trial in sweep.trials:
-        n_evaluations = len((trial.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-        assert (n_evaluations == 10) == (trial.state == "complete")
+        evaluations = (trial.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         if trial.state == "complete":
+            assert len(evaluations) == 10
             assert (trial.loss or 0) <= worst_of_first + 1
+    assert any(len((t.folder / "metrics.jsonl").read_text("utf-8").splitlines()) < 10 for t in sweep.trials)
 
 
 # ------------------------------------------------------------------------------------------- going on
