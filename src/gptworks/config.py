@@ -380,8 +380,8 @@ class TrainConfig(Section):
     batch_size: PositiveInt = Field(32, description="Sequences in one optimizer step.")
     micro_batch_size: PositiveInt = Field(
         default_factory=_from("batch_size"),
-        description="Sequences in one forward and backward pass of one device, or all that it has of a step where they are "
-        "fewer; divides batch_size. Gradients are accumulated.",
+        description="Sequences in one forward and backward pass; divides batch_size. Gradients are accumulated. Where "
+        "several devices train, each takes so many, or its whole part of the batch where that is less.",
     )
     parallel: ParallelConfig = ParallelConfig()
     activation_checkpointing: Literal["none", "block"] = Field(

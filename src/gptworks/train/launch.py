@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 GRACE_SECONDS = 15.0
 """For the others to end by themselves, once one has failed."""
@@ -41,8 +41,8 @@ def launch(n_ranks: int, arguments: Sequence[str]) -> int:
 
     before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        for rank in range(n_ranks):
-            environment = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for number in map(str, range(n_ranks)):
+            environment = os.environ | common | {"RANK": number, "LOCAL_RANK": number}
             command = [sys.executable, "-m", "gptworks", *arguments]
             ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
         return _wait(ranks)
@@ -50,8 +50,8 @@ def launch(n_ranks: int, arguments: Sequence[str]) -> int:
         for rank in ranks:
             rank.kill()
             rank.wait()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:

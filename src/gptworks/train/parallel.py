@@ -12,9 +12,11 @@ float32 between ranks, whatever the products are done in.
 """
 
 import logging
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -34,7 +36,7 @@ from gptworks.config import IGNORED, ModelConfig, Recipe, TrainConfig
 from gptworks.device import Precision
 from gptworks.errors import UserError
 from gptworks.model import GPT
-from gptworks.plan.memory import Setting, training_peak
+from gptworks.plan.memory import Layout, Setting, training_peak
 from gptworks.train.ranks import Ranks
 
 Pair = tuple[Tensor, Tensor]
@@ -140,7 +142,7 @@ def check_parallel(recipe: Recipe, n_ranks: int, precision: str = "auto") -> Non
         what = f"{n_data} ranks" if tensor == 1 else f"{n_data} groups of {tensor} ranks"
         raise UserError(
             f"train.batch_size={train.batch_size} is not a multiple of {what} × micro_batch_size={micro}: each has the "
-            f"same number of micro-batches. Set batch_size to a multiple of {n_data * micro}, or another micro_batch_size."
+            f"same number of micro-batches. Change batch_size to a multiple of {n_data * micro}, or micro_batch_size."
         )
     if tensor > 1:
         _check_tensor_parallel(model, tensor)
@@ -153,8 +155,8 @@ def _check_tensor_parallel(model: ModelConfig, tensor: int) -> None:
     for name in ("n_heads", "n_kv_heads", "d_ff"):
         if getattr(model, name) % tensor:
             raise UserError(
-                f"model.{name}={getattr(model, name)} is not a multiple of train.parallel.tensor_parallel={tensor}: each "
-                f"rank has the same share. Choose a tensor_parallel that divides n_heads, n_kv_heads and d_ff."
+                f"model.{name}={getattr(model, name)} is not a multiple of train.parallel.tensor_parallel={tensor}: "
+                f"each rank has the same share. Choose a tensor_parallel that divides n_heads, n_kv_heads and d_ff."
             )
     if model.n_experts:
         raise UserError(
@@ -182,7 +184,7 @@ def _check_sharded(train: TrainConfig, precision: str, setting: str) -> None:
 
 
 def micro_batch_size(train: TrainConfig, n_data: int) -> int:
-    """Sequences in one pass of one rank: as the recipe says, or the rank's whole part of the step where that is less."""
+    """Sequences in one pass of a rank: as the recipe says, or the rank's whole part of the step where that is less."""
     return max(1, min(train.micro_batch_size, train.batch_size // n_data))
 
 
@@ -194,6 +196,7 @@ def fits_whole(recipe: Recipe, ranks: Ranks, device: torch.device, precision: Pr
     size = micro_batch_size(train, n_data)
     whole = train.model_copy(update={"batch_size": train.batch_size // n_data, "micro_batch_size": size})
     setting = Setting.of(recipe.model, whole, precision.name, device.type == "cpu")
+    setting = replace(setting, layout=Layout("none", n_data, train.parallel.tensor_parallel))
     return training_peak(setting).total_bytes <= _memory_bytes(device)
 
 
@@ -278,7 +281,7 @@ class ManyDevices(Parallel):
             for bucket in _buckets(self._local_gradients().values()):
                 joined = torch.cat([gradient.flatten() for gradient in bucket])
                 distributed.all_reduce(joined, group=self._data.get_group())
-                for gradient, part in zip(bucket, joined.split([g.numel() for g in bucket]), strict=True):
+                for gradient, part in zip(bucket, torch.split(joined, [g.numel() for g in bucket]), strict=True):
                     gradient.copy_(part.view_as(gradient))
 
     def _agree_over_tensor_ranks(self) -> None:
@@ -300,7 +303,7 @@ class ManyDevices(Parallel):
         by_copies: dict[int, list[Tensor]] = {}
         for name, gradient in self._local_gradients().items():
             sizes = [self._mesh[dimension].size() for dimension in divided_over(self.parameters[name])]
-            copies = self._ranks.size // int(torch.tensor(sizes).prod())
+            copies = self._ranks.size // math.prod(sizes)
             by_copies.setdefault(copies, []).append(gradient)
         squares = [nn.utils.get_total_norm(there).item() ** 2 / copies for copies, there in by_copies.items()]
         (square,) = self._ranks.add_up([sum(squares)])

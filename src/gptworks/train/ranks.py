@@ -5,8 +5,8 @@ They train the same model in step: any decision that depends on a clock, a signa
 agreed on by all, since ranks that disagree wait for one another for ever.
 
 The launcher's store is where they meet. Each rank writes a beat there every few seconds, from a thread of its own, with
-the number of common points that its training has passed. A rank whose beats stop (killed, or its machine gone), or whose
-training stands still, is named by the others within `timeout_seconds`, and the run ends.
+the number of common points that its training has passed. A rank whose beats stop (killed, or its machine gone), or
+whose training stands still, is named by the others within `timeout_seconds`, and the run ends.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from gptworks.errors import RunError, UserError
 
@@ -120,16 +121,14 @@ class _Joined(Ranks):
         hosts_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         attempt = f"gptworks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         stores = [  # the watch's calls must not wait behind a long one of ours
-            distributed.PrefixStore(
-                attempt, distributed.TCPStore(host, port, is_master=hosts_store and own, wait_for_workers=False)
-            )
+            PrefixStore(attempt, TCPStore(host, port, is_master=hosts_store and own, wait_for_workers=False))
             for own in (True, False)
         ]
         self._store, self._turn = stores[0], 0
         self.watch = _Watch(stores[1], self.rank, self.size, timeout_seconds)
         distributed.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=distributed.PrefixStore("collectives", self._store),
+            store=PrefixStore("collectives", self._store),
             rank=self.rank,
             world_size=self.size,
             timeout=timedelta(seconds=2 * timeout_seconds + 60),  # the watch speaks first
@@ -148,7 +147,7 @@ class _Joined(Ranks):
         if _FAILED in told:
             raise SystemExit(told[_FAILED])
         self._turn += 1
-        return value if self.is_first else told["value"]  # type: ignore[no-any-return]
+        return value if self.is_first else told["value"]
 
     def in_turn(self, work: Callable[[], T]) -> T:
         made: list[T] = []
