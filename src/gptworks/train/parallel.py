@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from gptworks.config import IGNORED, ModelConfig, Recipe, TrainConfig
 from gptworks.device import Precision
@@ -236,6 +237,11 @@ class ManyDevices(Parallel):
         if self._tensor.size() > 1:
             for block in model.blocks:
                 parallelize_module(block, self._tensor, tensor_plan(model.config), src_data_rank=None)
+            heads = ("n_heads", "n_kv_heads")  # what stands here, for which caches are made
+            here = {name: getattr(model.config, name) // self._tensor.size() for name in heads}
+            model.config = model.config.model_copy(update=here)
+            # A recomputation that stops early leaves its last sum over ranks unread, and in memory for ever.
+            model.features = set_checkpoint_early_stop(False)(model.features)  # type: ignore[method-assign]
         if self._sharded:
             policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
             for block in model.blocks:

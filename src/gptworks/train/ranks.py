@@ -95,7 +95,7 @@ def join(timeout_seconds: float, device: torch.device) -> Iterator[Ranks]:
         ranks.leave(_DONE)
         distributed.destroy_process_group()
     except RuntimeError as error:
-        gone = None if isinstance(error, RunError) else ranks.watch.who_is_gone()
+        gone = ranks.watch.who_is_gone() if _is_of_a_collective(error) else None
         ranks.leave(_FAILED)
         if gone is None:  # the error is our own
             raise
@@ -105,6 +105,11 @@ def join(timeout_seconds: float, device: torch.device) -> Iterator[Ranks]:
     except BaseException:
         ranks.leave(_FAILED)
         raise
+
+
+def _is_of_a_collective(error: RuntimeError) -> bool:
+    """Whether ranks could not reach one another. Gloo's errors have no class of their own."""
+    return isinstance(error, distributed.DistError) or "gloo" in str(error).lower()
 
 
 class _Joined(Ranks):
