@@ -3,14 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-gguf lint bench clean
+.PHONY: help demo test test-gguf test-memory lint bench clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
 	@echo "make test    run the tests"
 	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
+	@echo "make test-memory  hold the planned memory of every preset against its traced step (about 15 minutes on 2 cores)"
 	@echo "make lint    ruff, mypy and the import contract"
-	@echo "make bench   speed beside textbook loops and torch's own passes"
+	@echo "make bench   speed beside textbook loops and torch's own passes; memory beside what was planned"
 
 demo: .venv/.installed
 	$(BIN)/gptworks train recipes/demo.yaml --resume
@@ -30,6 +31,9 @@ test-gguf: .venv/.installed-dev
 	CMAKE_ARGS="-DGGML_NATIVE=OFF" $(PIP) -e ".[peers]"
 	$(BIN)/python -m pytest -m llama_cpp tests/test_gguf.py
 
+test-memory: .venv/.installed-dev
+	$(BIN)/python -m pytest -m grid tests/test_memory.py
+
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,6 +43,7 @@ lint: .venv/.installed-dev
 bench: .venv/.installed-dev
 	$(BIN)/python bench/train.py
 	$(BIN)/python bench/passes.py
+	$(BIN)/python bench/memory.py
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gptworks.config import ModelConfig, Recipe
     from gptworks.data.prepare import Prepared
     from gptworks.infer.engine import Engine
+    from gptworks.plan.devices import Device as PlannedDevice
 
 app = typer.Typer(
     name="gptworks",
@@ -133,16 +134,81 @@ def describe(
 
 
 @app.command()
-def plan(recipe: RecipeFile, overrides: Overrides = None, as_json: AsJSON = False) -> None:
-    """Say what a training run comes to, before data or weights exist."""
+def plan(
+    target: Annotated[str, typer.Argument(metavar="PRESET|RECIPE|RUN")],
+    overrides: Overrides = None,
+    device: Annotated[
+        str | None, typer.Option(help="h100, rtx-4090, m2-ultra...; this: measured. Default: this machine's CPU.")
+    ] = None,
+    memory_gib: Annotated[float | None, typer.Option(help="Memory of a GPU that is not listed.")] = None,
+    flops: Annotated[float | None, typer.Option(help="Its dense FLOP/s in the precision trained in.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="Its bytes/s.")] = None,
+    world_size: Annotated[int, typer.Option(help="How many devices.")] = 1,
+    sharding: Annotated[str, typer.Option(help="none, zero2 or fsdp; auto: as little as fits.")] = "auto",
+    tensor_parallel: Annotated[int, typer.Option(help="Devices that share each matrix.")] = 1,
+    utilization: Annotated[float, typer.Option(help="Share of the device's FLOP/s that training reaches.")] = 0.4,
+    trace: Annotated[bool, typer.Option("--trace", help="Count a step's memory on fake tensors too.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Take two real steps on this machine too.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Say what a training run comes to, before data or weights exist: FLOPs, memory, what fits, time, disk."""
+    from dataclasses import replace
+
+    from gptworks.plan.arrange import check_figures, choose_layout, plan_preset
     from gptworks.plan.run import plan as plan_recipe
+    from gptworks.presets import PRESETS, preset
     from gptworks.recipe import load_recipe
 
-    sheet = plan_recipe(*_with_what_is_prepared(load_recipe(recipe, overrides or [])))
+    check_figures(memory_gib=memory_gib, flops=flops, bandwidth=bandwidth, utilization=utilization)
+    recipe, n_train_tokens = None, None
+    if target not in PRESETS:
+        if not (Path(target).exists() or target.endswith((".yaml", ".yml"))):
+            preset(target)  # says which preset is nearest
+        recipe, n_train_tokens = _with_what_is_prepared(load_recipe(target, overrides or []))
+    place = _planned_device(device, memory_gib, flops, bandwidth, recipe)
+    if recipe is None:
+        recipe, layout = plan_preset(target, overrides or [], place, world_size, tensor_parallel, sharding)
+    else:
+        layout = choose_layout(recipe, place, world_size, tensor_parallel, sharding)
+    sheet = plan_recipe(recipe, n_train_tokens, device=place, layout=layout, utilization=utilization)
+    if (trace or measure) and layout.world_size > 1:
+        raise UserError("--trace and --measure follow one device's step: leave --world-size out.")
+    if trace:
+        from gptworks.train.trace import trace_step
+
+        traced = trace_step(recipe.model, sheet.one_step, place.kind, sheet.setting.precision)
+        sheet = replace(sheet, traced_bytes=traced.peak_bytes)
+    if measure:
+        from gptworks.device import choose_device
+        from gptworks.train.measure import measure_step
+
+        here = choose_device(place.kind)
+        sheet = replace(sheet, measured=measure_step(recipe.model, sheet.one_step, here.type, sheet.setting.precision))
     if as_json:
         _print_json(sheet.to_json())
     else:
         _console().print(sheet)
+
+
+def _planned_device(
+    name: str | None, memory_gib: float | None, flops: float | None, bandwidth: float | None, recipe: "Recipe | None"
+) -> "PlannedDevice":
+    """The device that the options describe; this machine's CPU, unmeasured, where they are silent."""
+    from gptworks.plan.devices import custom_device, find_device, this_cpu
+
+    if memory_gib is not None:
+        if name is not None:
+            raise UserError(f"--device {name} and --memory-gib {memory_gib:g} both describe the device: give one.")
+        return custom_device(memory_gib, flops, bandwidth)
+    if flops is not None or bandwidth is not None:
+        raise UserError("--flops or --bandwidth without --memory-gib: give the device's memory too, or its name.")
+    if name is None:
+        return this_cpu()
+    if name != "this":
+        return find_device(name)
+    from gptworks.device import choose_device, measured_device
+
+    return measured_device(choose_device(recipe.train.device if recipe is not None else "auto"))
 
 
 @app.command()
@@ -203,6 +269,7 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
     ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Try also what should not fit in memory.")] = False,
 ) -> None:
     """Train the recipe's model; everything it leaves is in the run folder (run_dir=...).
 
@@ -214,19 +281,22 @@ def train(
     from gptworks.device import choose_device, choose_precision
     from gptworks.train.loop import check_train
     from gptworks.train.loop import train as train_model
+    from gptworks.train.parallel import run_layout
+    from gptworks.train.preflight import check_memory
     from gptworks.train.ranks import join
 
     device = choose_device(settings.train.device)
-    choose_precision(settings.train.precision, device)  # refused before preparing
-
+    precision = choose_precision(settings.train.precision, device)  # refused before preparing
     with join(settings.train.parallel.timeout_seconds, device) as ranks:
 
         def check_and_prepare() -> None:
             check_train(settings, resume, ranks.size)
+            layout = run_layout(settings, ranks, device, precision)
+            check_memory(settings, device, precision, force, layout, ranks.local_size)
             _prepare(settings)
 
         ranks.first(check_and_prepare)
-        train_model(settings, resume=resume, ranks=ranks)
+        train_model(settings, resume=resume, force=force, ranks=ranks)
 
 
 @app.command()
@@ -237,6 +307,7 @@ def launch(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
     ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Try also what should not fit in memory.")] = False,
 ) -> None:
     """Train the recipe's model in several processes of this machine, as train.parallel says."""
     from gptworks.recipe import load_recipe
@@ -244,7 +315,8 @@ def launch(
     from gptworks.train.loop import check_train
 
     check_train(load_recipe(recipe, overrides or []), resume, nproc)
-    sys.exit(start(nproc, ["train", str(recipe), *(overrides or []), *(["--resume"] if resume else [])]))
+    options = [name for name, given in (("--resume", resume), ("--force", force)) if given]
+    sys.exit(start(nproc, ["train", str(recipe), *(overrides or []), *options]))
 
 
 def _prepare(recipe: "Recipe") -> "Prepared":
@@ -457,6 +529,85 @@ def _engine(run: Path, checkpoint: str, device: str, overrides: list[str] | None
     from gptworks.infer.engine import load
 
     return load(run, checkpoint, overrides=overrides or [], device=device, report=_notice)
+
+
+# --------------------------------------------------------------------------------------- seeing, comparing
+
+
+@app.command()
+def report(
+    run: RunFolder,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Default: RUN/report.html.")] = None,
+) -> None:
+    """Write a run as a page: curves, evaluations, samples, architecture. It may be going on, or have crashed."""
+    from gptworks.runs.history import read_history
+    from gptworks.runs.report import write_report
+
+    path = out or run / "report.html"
+    write_report(read_history(run), path)
+    typer.echo(f"wrote {path}")
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    against: Annotated[
+        Path | None, typer.Option("--against", metavar="BAND", help="Hold the runs against this band's file.")
+    ] = None,
+    make_band: Annotated[
+        Path | None, typer.Option("--make-band", metavar="FILE", help="Make a band of the runs, each of another seed.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write a page with the curves.")] = None,
+    as_json: AsJSON = False,
+) -> None:
+    """Set runs side by side, and tell differences from noise; or hold a run against the band of its recipe."""
+    from gptworks.runs import bands
+    from gptworks.runs.compare import compare as compare_runs
+    from gptworks.runs.compare import write_comparison
+    from gptworks.runs.history import read_history
+
+    histories = [read_history(run) for run in runs]
+    if make_band is not None:
+        band = bands.make_band(histories)
+        bands.write_band(band, make_band)
+        typer.echo(f"wrote {make_band}: {len(band.points)} evaluations of {band.name}, {len(band.seeds)} seeds")
+        return
+    given = None if against is None else bands.read_band(against)
+    comparison = compare_runs(histories, [given or bands.find_band(history) for history in histories])
+    if out is not None:
+        write_comparison(comparison, out)
+        _notice(f"wrote {out}")
+    if as_json:
+        _print_json(comparison.to_json())
+    elif out is None:
+        _console().print(comparison)
+
+
+@app.command()
+def sweep(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the sweep in the folder, if there is one.")
+    ] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Search for better settings: many trials of a recipe, by its `sweep` section."""
+    from gptworks.runs.sweep import load_sweep, run_sweep
+
+    _prepare(load_sweep(recipe, overrides or [], resume))
+    done = run_sweep(recipe, overrides or [], resume=resume, report=_notice)
+    if as_json:
+        _print_json(done.to_json())
+    else:
+        from gptworks.runs.sweep_page import sweep_table
+
+        _console().print(sweep_table(done))
+    folder, ended = done.recipe.run_dir, len(done.trials) - done.count("running")
+    if done.best is not None:
+        _notice(f"the best settings are in {folder / 'best.yaml'}, figures in {folder / 'sweep.html'}")
+    if ended < done.settings.n_trials:
+        _notice(f"stopped after {ended} of {done.settings.n_trials} trials. Go on with --resume.")
 
 
 # ------------------------------------------------------------------------------------------ other programs

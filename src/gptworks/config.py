@@ -466,6 +466,10 @@ class TrainConfig(Section):
         """Micro-batches in one optimizer step."""
         return self.batch_size // self.micro_batch_size
 
+    def rank_micro_batch_size(self, n_ranks: int) -> int:
+        """Sequences in one pass of one of `n_ranks` devices that divide the batch."""
+        return max(1, min(self.micro_batch_size, self.batch_size // n_ranks))
+
 
 # ---------------------------------------------------------------------------------------------------- sweep
 
@@ -489,7 +493,7 @@ class SweepRange(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.choices is not None:
-            if self.model_fields_set != {"choices"}:
+            if self.log or (self.low, self.high, self.step) != (None, None, None):
                 raise ValueError("choices stands with low, high, log or step: give choices alone, or a range")
             if len(set(map(repr, self.choices))) != len(self.choices) or len(self.choices) < 2:
                 raise ValueError(f"choices={list(self.choices)}: give at least two, each once")

@@ -3,6 +3,8 @@
 import contextlib
 import ctypes
 import platform
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,13 @@ from pathlib import Path
 import torch
 
 from gptworks.errors import UserError
+from gptworks.plan.devices import (
+    NATIVE_BF16,
+    Device,
+    available_memory_bytes,
+    cpu_flags,
+    cpu_name,
+)
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -67,31 +76,88 @@ def multiplies_bf16_natively(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "cpu":
-        return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+        return bool(cpu_flags() & NATIVE_BF16)
     return False
-
-
-def cpu_flags() -> set[str]:
-    """The processor's feature names as Linux gives them; empty elsewhere."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return set()
-    for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.lower().startswith(("flags", "features")):
-            return set(line.partition(":")[2].split())
-    return set()
 
 
 def device_name(device: torch.device) -> str:
     """The device as a person would name it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    model = ""
-    if device.type == "cpu" and cpuinfo.exists():
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    model = cpu_name() if device.type == "cpu" else ""
     return f"{model or platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def memory_bytes(device: torch.device) -> int:
+    """What a run on this device may take: all of a GPU's memory, what is available of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return available_memory_bytes()
+
+
+def reset_peak(device: torch.device) -> int:
+    """Forget the most memory held so far; returns what is held now, to be given to `peak_growth_bytes`."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    clear = Path("/proc/self/clear_refs")
+    if clear.exists():
+        clear.write_text("5", encoding="ascii")  # proc_pid_clear_refs(5)
+    return _resident("VmRSS") or 0
+
+
+def peak_growth_bytes(device: torch.device, before_bytes: int) -> int | None:
+    """How far the most memory held since `reset_peak` went above what was held then; None where no system tells.
+
+    On CUDA what tensors hold, on a CPU what the process has resident.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) - before_bytes
+    peak = _resident("VmHWM")
+    return None if peak is None else peak - before_bytes
+
+
+def _resident(field: str) -> int | None:
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    line = next((line for line in status.read_text("ascii").splitlines() if line.startswith(f"{field}:")), None)
+    return None if line is None else int(line.split()[1]) * 1024
+
+
+PROBE_SECONDS = 0.4
+"""How long each rate is measured."""
+
+
+def measured_device(device: torch.device) -> Device:
+    """This machine's device with the rates of large products and of copies as they are measured now."""
+    side = 2048 if device.type == "cpu" else 8192
+    a = torch.randn(side, side, device=device)
+    single, half = (2 * side**3 / _best_seconds(lambda x=x: x @ x, device) for x in (a, a.bfloat16()))  # type: ignore[misc]
+    copy = torch.empty_like(a)
+    return Device(
+        name=device_name(device),
+        kind=device.type,
+        memory_bytes=memory_bytes(device),
+        half_flops=half,
+        float_flops=single,
+        bandwidth=2 * 4 * side**2 / _best_seconds(lambda: copy.copy_(a), device),
+        source="measured",
+        has_bf16=multiplies_bf16_natively(device),
+    )
+
+
+def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """The shortest time of a call, of those that `PROBE_SECONDS` allow."""
+    best, end = float("inf"), time.perf_counter() + PROBE_SECONDS
+    work()
+    while time.perf_counter() < end or best == float("inf"):
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return best
 
 
 def keep_freed_memory() -> None:
@@ -102,8 +168,22 @@ def keep_freed_memory() -> None:
     """
     if platform.libc_ver()[0] != "glibc":
         return
-    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
     libc = ctypes.CDLL(None)
-    if not libc.mallopt(mmap_threshold, 2**30):
-        libc.mallopt(mmap_threshold, 2**25)  # the most that older releases accept
-    libc.mallopt(trim_threshold, 2**31 - 1)
+    if not libc.mallopt(_MMAP_THRESHOLD, 2**30):
+        libc.mallopt(_MMAP_THRESHOLD, 2**25)  # the most that older releases accept
+    libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def return_freed_memory() -> None:
+    """Ask the allocator to give blocks of 128 KiB or more back to the system as soon as they are freed.
+
+    The opposite of `keep_freed_memory`: slower, but the process holds what is in use and no more. glibc's default lies
+    between the two, since its threshold rises with the blocks it sees.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_MMAP_THRESHOLD, 2**17)
+        libc.mallopt(_TRIM_THRESHOLD, 2**17)
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h

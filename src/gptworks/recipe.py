@@ -225,6 +225,8 @@ def _sections_at(location: tuple[Any, ...], root: type[Section]) -> list[type[Se
             current = tagged
         elif isinstance(part, int):
             continue
+        elif any(get_origin(c) is dict for c in current):  # the part is a key of the user's own
+            current = [leaf for c in current for leaf in _leaves(get_args(c)[1])]
         else:
             current = [
                 leaf for c in sections if part in c.model_fields for leaf in _leaves(c.model_fields[part].annotation)

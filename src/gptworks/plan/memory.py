@@ -25,19 +25,24 @@ from gptworks.plan.stages import (
     rotary_tables_bytes,
 )
 
-WEIGHTS, GRADIENTS, OPTIMIZER, LOSS, TEMPORARY, COMMUNICATION, TOKENS = (
+WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, LOSS, TEMPORARY, COMMUNICATION, TOKENS, CHECKPOINT = (
     "weights",
+    "weights' average",
     "gradients",
     "optimizer state",
     "logits and loss",
     "temporary",
     "communication",
     "tokens",
+    "checkpoint being written",
 )
 """Parts beside the kinds of saved tensors in `gptworks.plan.stages`."""
 
 CPU_CHUNK_BYTES, CPU_CHUNK_TOKENS, CHUNK_TOKENS = 8 * 2**20, 512, 8192
 """Of `gptworks.model.loss`, which importing would import torch."""
+
+
+SHARDINGS = ("none", "zero2", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Layout:
     data_parallel: int = 1
     """Ranks that see different sequences."""
     tensor_parallel: int = 1
-    """Ranks that share each matrix: heads, inner width and vocabulary (Shoeybi et al., 2019)."""
+    """Ranks that share each matrix: heads and inner width (Shoeybi et al., 2019)."""
 
     @property
     def world_size(self) -> int:
@@ -60,6 +65,9 @@ class Layout:
         """Into how many pieces a part is cut over the data-parallel ranks."""
         sharded = {"none": (), "zero2": (GRADIENTS, OPTIMIZER), "fsdp": (WEIGHTS, GRADIENTS, OPTIMIZER)}[self.sharding]
         return self.data_parallel if part in sharded else 1
+
+
+ONE_DEVICE = Layout()
 
 
 @dataclass(frozen=True)
@@ -76,11 +84,15 @@ class Setting:
     accumulates: bool = False
     """Whether a step has several micro-batches, so that gradients stand during the forward pass."""
     optimizer: str = "adamw"
-    layout: Layout = Layout()
+    averages: bool = False
+    """Whether a moving average of the weights is kept."""
+    saves: bool = False
+    """Whether checkpoints are written while training goes on, from a copy in the host's memory."""
+    layout: Layout = ONE_DEVICE
 
     @staticmethod
-    def of(model: ModelConfig, train: TrainConfig, precision: str, on_cpu: bool) -> "Setting":
-        """What a recipe's training section asks for, on one device."""
+    def of(model: ModelConfig, train: TrainConfig, precision: str, on_cpu: bool, saves: bool = False) -> "Setting":
+        """The step that a recipe's training section asks for, on one device."""
         return Setting(
             model=model,
             micro_batch_size=train.micro_batch_size,
@@ -89,6 +101,8 @@ class Setting:
             checkpointing=train.activation_checkpointing,
             accumulates=train.accumulation_steps > 1,
             optimizer=train.optimizer,
+            averages=train.ema_decay > 0,
+            saves=saves,
         )
 
 
@@ -118,16 +132,12 @@ class Timeline:
         self.held[part] += n_bytes
         self.total_bytes += n_bytes
 
-    def mark(self, moment: str, **momentary: int) -> None:
-        """Look at this moment, at which so much more is held for an instant."""
-        total = self.total_bytes + sum(momentary.values())
-        if total > self._peak_bytes:
-            self._peak_bytes = total
-            parts = self.held + Counter({_MOMENTARY[name]: n_bytes for name, n_bytes in momentary.items()})
-            self.peak = Peak(moment, {part: n_bytes for part, n_bytes in parts.items() if n_bytes})
-
-
-_MOMENTARY = {"temporary": TEMPORARY, "loss": LOSS}
+    def mark(self, moment: str, momentary: int = 0, part: str = TEMPORARY) -> None:
+        """Look at this moment, at which so many more bytes are held for an instant."""
+        if self.total_bytes + momentary > self._peak_bytes:
+            self._peak_bytes = self.total_bytes + momentary
+            parts = self.held + Counter({part: momentary})
+            self.peak = Peak(moment, {name: n_bytes for name, n_bytes in parts.items() if n_bytes})
 
 
 def training_peak(setting: Setting) -> Peak:
@@ -166,8 +176,14 @@ class _Step:
 
     def _start(self) -> None:
         total, hold = self.parameters.total, self.timeline.hold
-        hold(WEIGHTS, 4 * total // self.layout.shards(WEIGHTS))
-        hold(OPTIMIZER, optimizer_state_bytes(self.parameters, self.setting.optimizer) // self.layout.shards(OPTIMIZER))
+        weights = 4 * total // self.layout.shards(WEIGHTS)
+        state = optimizer_state_bytes(self.parameters, self.setting.optimizer) // self.layout.shards(OPTIMIZER)
+        average = weights if self.setting.averages else 0
+        hold(WEIGHTS, weights)
+        hold(OPTIMIZER, state)
+        hold(AVERAGE, average)
+        if self.setting.saves and self.setting.on_cpu:
+            hold(CHECKPOINT, weights + state + average)
         hold(TOKENS, 2 * 8 * self.shapes.n_tokens)
         hold(ATTENTION, rotary_tables_bytes(self.shapes))
         hold(COMMUNICATION, communication_bytes(self.parameters, self.model, self.layout, self.shapes.product_bytes))
@@ -194,10 +210,10 @@ class _Step:
         self.timeline.hold(LOSS, features + 4 * head)  # their gradients
         copy = shapes.product_bytes * head if shapes.autocast else 0
         momentary = loss_chunk_bytes(shapes, vocabulary, width) + features + copy
-        self.timeline.mark("loss", loss=momentary)
+        self.timeline.mark("loss", momentary, LOSS)
         if self.setting.checkpointing == "block":
             self.timeline.hold(COPIES, -self.timeline.held[COPIES])
-        self.timeline.mark("loss, backward", temporary=features + 4 * head)  # each gradient scaled into a new tensor
+        self.timeline.mark("loss, backward", features + 4 * head)  # each gradient scaled into a new tensor
         self.timeline.hold(LOSS, -features)
         self.timeline.hold(TEMPORARY, features)
         if not self.model.tie_embeddings:
@@ -219,34 +235,34 @@ class _Step:
         table = self.model.vocab_size * self.model.d_model
         if self.model.position == "learned":
             self._gain(self.model.context_length * self.model.d_model)
-        self.timeline.mark("token embedding, backward", temporary=4 * table)
+        self.timeline.mark("token embedding, backward", 4 * table)
         self.timeline.hold(TEMPORARY, -self.timeline.held[TEMPORARY])
         if self.model.tie_embeddings:  # the head's gradient has waited; the sum of the two is a third tensor
-            self.timeline.mark("token embedding, backward", temporary=2 * 4 * table)
+            self.timeline.mark("token embedding, backward", 2 * 4 * table)
             self.timeline.hold(LOSS, -self.timeline.held[LOSS])
         self._gain(table)
 
     def _optimize(self) -> None:
-        self.timeline.mark("optimizer", temporary=optimizer_scratch_bytes(self.parameters, self.setting.optimizer))
+        self.timeline.mark("optimizer", optimizer_scratch_bytes(self.parameters, self.setting.optimizer))
 
     def _go_back(self, stage: Stage, moment: str) -> None:
         """A stage's backward pass; `Stage` says what happens when."""
         product, hold = self.shapes.product_bytes, self.timeline.hold
         gradient = product * stage.matrices
-        self.timeline.mark(moment, temporary=stage.leaves + stage.scratch + gradient)
+        self.timeline.mark(moment, stage.leaves + stage.scratch + gradient)
         for part, n_bytes in stage.saved.items():
             hold(part, -n_bytes)
         hold(TEMPORARY, stage.leaves - stage.arrives)
         if stage.merges:
-            self.timeline.mark(moment, temporary=gradient + stage.leaves)
+            self.timeline.mark(moment, gradient + stage.leaves)
             hold(TEMPORARY, -stage.leaves)
         if self.shapes.autocast:
-            self.timeline.mark(moment, temporary=(product + 4) * stage.matrices)
+            self.timeline.mark(moment, (product + 4) * stage.matrices)
         self._gain(stage.matrices + stage.vectors)
 
     def _gain(self, parameters: int) -> None:
         """Gradients come to stand, or are added to those that do."""
-        self.timeline.mark("gradients", temporary=4 * parameters if self.setting.accumulates else 0)
+        self.timeline.mark("gradients", 4 * parameters if self.setting.accumulates else 0)
         if not self.setting.accumulates:
             self.timeline.hold(GRADIENTS, 4 * parameters // self.layout.shards(GRADIENTS))
 
@@ -259,9 +275,14 @@ class _Step:
         return replace(stage, saved={part: n for part, n in stage.saved.items() if part != COPIES})
 
 
+def chunk_tokens(shapes: Shapes, vocab_size: int) -> int:
+    """`gptworks.model.loss.chunk_tokens`."""
+    return max(CPU_CHUNK_TOKENS, CPU_CHUNK_BYTES // (4 * vocab_size)) if shapes.on_cpu else CHUNK_TOKENS
+
+
 def loss_chunk_bytes(shapes: Shapes, vocab_size: int, width: int) -> int:
     """What the chunks of the loss hold at their worst: logits in several forms, and a gradient of the head's matrix."""
-    chunk = max(CPU_CHUNK_TOKENS, CPU_CHUNK_BYTES // (4 * vocab_size)) if shapes.on_cpu else CHUNK_TOKENS
+    chunk = chunk_tokens(shapes, vocab_size)
     n, product = shapes.n_tokens, shapes.product_bytes
     first = min(chunk, n) * vocab_size
     second = min(chunk, max(n - chunk, 0)) * vocab_size
@@ -297,7 +318,8 @@ def communication_bytes(parameters: ParameterCount, model: ModelConfig, layout: 
 
 
 def rank_config(config: ModelConfig, tensor_parallel: int) -> ModelConfig:
-    """The model that one tensor-parallel rank holds: its share of heads, inner width and vocabulary."""
+    """The model that one tensor-parallel rank holds: its share of heads and inner width. Embeddings and head are
+    whole on each."""
     if tensor_parallel == 1:
         return config
     return config.model_copy(
@@ -306,6 +328,5 @@ def rank_config(config: ModelConfig, tensor_parallel: int) -> ModelConfig:
             "n_kv_heads": max(1, config.n_kv_heads // tensor_parallel),
             "d_ff": -(-config.d_ff // tensor_parallel),
             "d_ff_shared": -(-config.d_ff_shared // tensor_parallel),
-            "vocab_size": -(-config.vocab_size // tensor_parallel),
         }
     )

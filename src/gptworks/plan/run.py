@@ -1,19 +1,32 @@
-"""What a training run comes to before it starts: parameters, steps, tokens, FLOPs and bytes on disk."""
+"""What a training run comes to before it starts: parameters, FLOPs, memory, steps, time and bytes on disk."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 
 from gptworks.config import Recipe, TrainConfig
 from gptworks.errors import UserError
-from gptworks.plan.flops import forward_flops
+from gptworks.plan.arrange import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER, rank_setting
+from gptworks.plan.devices import UTILIZATION, Device, this_cpu
+from gptworks.plan.fit import Alternative, Change, alternatives, changes_that_fit, largest_micro_batch
+from gptworks.plan.flops import BACKWARD_PER_FORWARD, TRAINING_PER_FORWARD, ForwardFlops, forward_flops
+from gptworks.plan.inference import InferenceMemory, inference_memory
+from gptworks.plan.memory import ONE_DEVICE, Layout, Peak, Setting, optimizer_state_bytes, training_peak
 from gptworks.plan.params import ParameterCount, count_parameters
-from gptworks.plan.published import readable
-from gptworks.plan.tables import Table, or_unknown, parameters_json
 
-COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER = 20
-"""Hoffmann et al. (2022), table 3: about 20 tokens for each parameter at every size."""
+
+@dataclass(frozen=True)
+class Measured:
+    """What a step came to where it ran."""
+
+    peak_bytes: int
+    """Most memory in use: what tensors held on CUDA; on a CPU the growth of the process's resident memory, freed memory
+    given back at once."""
+    kept_bytes: int
+    """The same with what the allocator keeps, as `gptworks train` lets it."""
+    tokens_per_second: float
 
 
 @dataclass(frozen=True)
@@ -21,17 +34,34 @@ class Plan:
     """What a run comes to before it starts."""
 
     name: str
+    train: TrainConfig
     parameters: ParameterCount
-    flops_per_token: float
-    """Forward and backward, at the training length, attention dense."""
-    tokens_per_step: int
+    forward: ForwardFlops
+    """Of one sequence of the training length."""
     steps: int | None
     """Optimizer steps; None where nothing known bounds them."""
     steps_reason: str
     """Which setting gives the steps, or why they are unknown."""
-    optimizer_state_bytes: int
-    shard_bytes_per_token: int
     n_train_tokens: int | None
+    setting: Setting
+    """The step on each device."""
+    device: Device
+    utilization: float
+    """Share of the device's rate that the step is taken to reach, recomputation included."""
+    traced_bytes: int | None = None
+    """Peak of the step run on fake tensors."""
+    measured: Measured | None = None
+
+    # ------------------------------------------------------------------------------------------ work
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward and backward, at the training length, attention dense."""
+        return self.forward.training_per_token_dense
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.batch_size * self.setting.model.context_length
 
     @property
     def tokens(self) -> int | None:
@@ -47,6 +77,19 @@ class Plan:
         return None if self.steps is None else self.steps * self.flops_per_step
 
     @property
+    def flops_by_part(self) -> dict[str, tuple[float, float]]:
+        """FLOPs a token of each kind of product, forward and backward."""
+        f = self.forward
+        parts = {
+            "query, key, value": f.query + f.key + f.value,
+            "scores and weighted sum": f.attention_dense,
+            "output projection": f.out,
+            "MLP": f.mlp,
+            "head": f.head,
+        }
+        return {part: (n / f.length, BACKWARD_PER_FORWARD * n / f.length) for part, n in parts.items()}
+
+    @property
     def tokens_per_parameter(self) -> float | None:
         return None if self.tokens is None else self.tokens / self.parameters.total
 
@@ -55,95 +98,153 @@ class Plan:
         """About as many tokens as a model of this size deserves (Hoffmann et al., 2022)."""
         return COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER * self.parameters.total
 
+    # ---------------------------------------------------------------------------------------- memory
+
+    @cached_property
+    def peak(self) -> Peak:
+        """The most that each device holds."""
+        return training_peak(self.setting)
+
+    @property
+    def step_bytes(self) -> int:
+        """The peak without a checkpoint being written: what a trace or a measurement of `one_step` should show."""
+        return training_peak(replace(self.setting, saves=False, averages=False)).total_bytes
+
+    @property
+    def one_step(self) -> TrainConfig:
+        """The training section cut down to one micro-batch, or to two where a step has several."""
+        micro = self.setting.micro_batch_size
+        batch = micro * (2 if self.setting.accumulates else 1)
+        return self.train.model_copy(update={"batch_size": batch, "micro_batch_size": micro})
+
+    @property
+    def fits(self) -> bool:
+        return self.peak.total_bytes <= self.device.memory_bytes
+
+    @cached_property
+    def largest_micro_batch_size(self) -> int:
+        """The most sequences at a time whose step the device holds; 0 where one is too many."""
+        return largest_micro_batch(self.setting, self.device.memory_bytes)
+
+    @cached_property
+    def changes(self) -> list[Change]:
+        """What would make the run fit, where it does not."""
+        return [] if self.fits else changes_that_fit(self.setting, self.device, self.device.memory_bytes)
+
+    @cached_property
+    def alternatives(self) -> list[Alternative]:
+        """The same step in each precision, with and without checkpointing, sharded and not."""
+        return alternatives(self.setting, ("fp32", "bf16") if self.device.on_cpu else ("fp32", "bf16", "fp16"))
+
+    @cached_property
+    def inference(self) -> list[InferenceMemory]:
+        return inference_memory(self.setting.model)
+
+    # ------------------------------------------------------------------------------------------ time
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Measured; or of all devices together at the utilization; None where the device's rate is unknown."""
+        if self.measured is not None:
+            return self.measured.tokens_per_second
+        rate = self.device.flops(self.setting.precision)
+        if rate is None:
+            return None
+        again = self.forward.total_dense - self.forward.head if self.setting.checkpointing == "block" else 0
+        flops_per_token = (TRAINING_PER_FORWARD * self.forward.total_dense + again) / self.forward.length
+        return rate * self.utilization * self.setting.layout.world_size / flops_per_token
+
+    @property
+    def seconds(self) -> float | None:
+        """Of all training steps; evaluation, samples and checkpoints are not counted."""
+        if self.tokens is None or self.tokens_per_second is None:
+            return None
+        return self.tokens / self.tokens_per_second
+
+    # ------------------------------------------------------------------------------------------ disk
+
     @property
     def weights_bytes(self) -> int:
         """Weights in fp32, a tied head once; the file adds a header of some kilobytes."""
         return 4 * self.parameters.total
 
     @property
+    def optimizer_state_bytes(self) -> int:
+        return optimizer_state_bytes(self.parameters, self.train.optimizer)
+
+    @property
     def checkpoint_bytes(self) -> int:
-        """Weights and optimizer state."""
-        return self.weights_bytes + self.optimizer_state_bytes
+        """Weights, optimizer state and, where it is kept, the weights' average."""
+        return self.weights_bytes * (2 if self.setting.averages else 1) + self.optimizer_state_bytes
+
+    @property
+    def checkpoints_bytes(self) -> int:
+        """Of the newest that are kept, the best, and one being written."""
+        return (self.train.keep_checkpoints + 2) * self.checkpoint_bytes
+
+    @property
+    def shard_bytes_per_token(self) -> int:
+        return 2 if self.setting.model.vocab_size <= 2**16 else 4
 
     @property
     def shards_bytes(self) -> int | None:
         """Training tokens on disk."""
         return None if self.n_train_tokens is None else self.n_train_tokens * self.shard_bytes_per_token
 
-    @property
-    def facts(self) -> list[tuple[str, str]]:
-        """Labelled figures for people."""
-        optimal = f"about {COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER} are compute-optimal (Hoffmann et al., 2022)"
-        shards = f"{self.shard_bytes_per_token} B a token"
-        if self.shards_bytes is not None:
-            shards = f"{readable(self.shards_bytes, 'B')} ({shards})"
-        return [
-            ("parameters", f"{self.parameters.total:,}"),
-            ("tokens a step", f"{self.tokens_per_step:,}"),
-            ("steps", f"{or_unknown(self.steps)} ({self.steps_reason})"),
-            ("tokens in all", or_unknown(self.tokens)),
-            ("tokens a parameter", f"{or_unknown(self.tokens_per_parameter, '.3g')} ({optimal})"),
-            ("training FLOPs a token", readable(self.flops_per_token, "FLOP")),
-            ("training FLOPs a step", readable(self.flops_per_step, "FLOP")),
-            ("training FLOPs in all", "unknown" if self.total_flops is None else readable(self.total_flops, "FLOP")),
-            ("weights on disk, fp32", readable(self.weights_bytes, "B")),
-            ("one checkpoint on disk", readable(self.checkpoint_bytes, "B")),
-            ("token shards on disk", shards),
-        ]
+    # ---------------------------------------------------------------------------------------- output
 
     def to_json(self) -> dict[str, Any]:
         """Stable keys; null where a figure is unknown before the run."""
-        return {
-            "name": self.name,
-            "parameters": parameters_json(self.parameters),
-            "tokens_per_step": self.tokens_per_step,
-            "steps": self.steps,
-            "steps_reason": self.steps_reason,
-            "tokens": self.tokens,
-            "tokens_per_parameter": self.tokens_per_parameter,
-            "compute_optimal_tokens": self.compute_optimal_tokens,
-            "flops": {
-                "per_token": self.flops_per_token,
-                "per_step": self.flops_per_step,
-                "total": self.total_flops,
-            },
-            "disk": {
-                "weights_bytes": self.weights_bytes,
-                "optimizer_state_bytes": self.optimizer_state_bytes,
-                "checkpoint_bytes": self.checkpoint_bytes,
-                "shard_bytes_per_token": self.shard_bytes_per_token,
-                "shards_bytes": self.shards_bytes,
-            },
-        }
+        from gptworks.plan.run_tables import plan_json
+
+        return plan_json(self)
 
     def to_markdown(self) -> str:
-        """The plan as a table."""
-        return f"# {self.name}: plan\n\n{Table(('', ''), 'll', self.facts).markdown()}\n"
+        """The plan as tables."""
+        from gptworks.plan.run_tables import tables
+
+        body = "\n\n".join(table.markdown() for table in tables(self))
+        return f"# {self.name}: plan\n\n{body}\n"
 
     def __rich__(self) -> RenderableType:
-        return Table((self.name, "plan"), "ll", self.facts).rich()
+        from gptworks.plan.run_tables import tables
+
+        return Group(*(table.rich() for table in tables(self)))
 
 
-def plan(recipe: Recipe, n_train_tokens: int | None = None) -> Plan:
-    """What training `recipe` comes to, where `n_train_tokens` is the size of its prepared training split, if known.
+def plan(
+    recipe: Recipe,
+    n_train_tokens: int | None = None,
+    *,
+    device: Device | None = None,
+    layout: Layout = ONE_DEVICE,
+    utilization: float = UTILIZATION,
+) -> Plan:
+    """What training `recipe` comes to.
+
+    Args:
+        n_train_tokens: the size of its prepared training split, if known.
+        device: what it runs on; None: this machine's CPU.
+        layout: how many devices, and how model and batches lie on them.
+        utilization: share of the device's rate that the step reaches.
 
     Raises:
-        UserError: the vocabulary is not known yet, or the training split is shorter than one window.
+        UserError: the vocabulary is not known yet, the training split is shorter than one window, or the batch or the
+            model cannot be divided among the devices.
     """
-    model, train = recipe.model, recipe.train
-    parameters = count_parameters(model)
+    device, model, train = device or this_cpu(), recipe.model, recipe.train
     steps, reason = planned_steps(train, model.context_length, n_train_tokens)
-    muon = parameters.block_matrices if train.optimizer == "muon" else 0
     return Plan(
         name=recipe.name,
-        parameters=parameters,
-        flops_per_token=forward_flops(model).training_per_token_dense,
-        tokens_per_step=train.batch_size * model.context_length,
+        train=train,
+        parameters=count_parameters(model),
+        forward=forward_flops(model),
         steps=steps,
         steps_reason=reason,
-        optimizer_state_bytes=4 * (2 * (parameters.total - muon) + muon),
-        shard_bytes_per_token=2 if model.vocab_size <= 2**16 else 4,
         n_train_tokens=n_train_tokens,
+        setting=rank_setting(model, train, device, layout),
+        device=device,
+        utilization=utilization,
     )
 
 

@@ -8,7 +8,7 @@ an accelerator, where attention is a fused kernel.
 Under autocast the residual stream stays float32, products and what lies between them are of two bytes, and each matrix
 has a two-byte copy that lives until its gradient is made.
 
-Letters: N tokens of a micro-batch, C width, Q = query heads × head width, K = key/value heads × head width, F MLP width.
+Letters: N tokens of a micro-batch, C width, Q query heads × their width, K key/value heads × theirs, F MLP width.
 """
 
 from collections.abc import Iterator, Mapping
@@ -207,8 +207,8 @@ def is_plain(s: Shapes) -> bool:
 def output_is_shared(s: Shapes) -> bool:
     """Whether attention's result, which it saves, is laid out as the output projection wants it.
 
-    A fused kernel lays it out as the queries are; rotation, and on an accelerator QK-norm, changes that. torch's float32
-    kernel for GPUs lays it out right in any case.
+    A fused kernel lays it out as the queries are; rotation, and on an accelerator QK-norm, changes that. torch's
+    float32 kernel for GPUs lays it out right in any case.
     """
     if is_blocked(s) or is_plain(s):
         return False
@@ -284,16 +284,14 @@ def mlp_stages(s: Shapes, d_ff: int, n_tokens: float, expert: bool = False) -> I
         yield Stage("gate × up", {MLP: 2 * inner}, inner, 2 * inner)
     else:
         yield Stage("up", source | copy, inner, outer, matrices=matrix, vectors=biases * d_ff)
-        wide = 0  # ReLU² on an accelerator: autocast squares in float32
-        if c.mlp == "relu2" and not s.on_cpu and s.autocast:
-            wide = round(n_tokens * d_ff * 4)
-        yield Stage("activation", {MLP: inner + wide}, inner, inner, scratch=2 * wide)
+        wide = round(n_tokens * d_ff * 4) if c.mlp == "relu2" and not s.on_cpu else 0  # autocast squares in float32
+        yield Stage("activation", {MLP: inner + (wide if s.autocast else 0)}, inner, inner, scratch=2 * wide)
     yield Stage("down", {MLP: inner} | copy, arrives, inner, matrices=matrix, vectors=biases * c.d_model)
 
 
 def moe_stages(s: Shapes) -> Iterator[Stage]:
     """Router, tokens gathered by expert, the experts with an even share each, their results weighed and added."""
-    c, p = s.config, s.product_bytes
+    c = s.config
     width = s.products(c.d_model)
     gathered = c.n_experts_per_token * width
     share = s.n_tokens * c.n_experts_per_token / c.n_experts

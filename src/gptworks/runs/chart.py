@@ -53,6 +53,8 @@ def chart(
     width: float = NARROW,
     height: float = 250.0,
     log_x: bool = False,
+    x_range: tuple[float, float] | None = None,
+    x_names: Sequence[str] | None = None,
     from_zero: bool = False,
 ) -> str:
     """Curves over axes, or a line of text where no point is finite.
@@ -62,6 +64,8 @@ def chart(
     Args:
         name: tells the drawing's ids from those of others on the page.
         title: read to those who do not see it.
+        x_range: what the x axis holds, where that is not what the points tell; whole numbers have whole ticks.
+        x_names: what stands at x = 0, 1, 2 … where these are not numbers.
         from_zero: the y axis begins at 0.
     """
     if log_x:
@@ -73,12 +77,25 @@ def chart(
     y_ticks = _ticks(0 if from_zero else low, high, 5 if width > NARROW else 4)
     low, high = min(low, y_ticks[0]), max(high, y_ticks[-1])
     left_x, right_x = min(x for x, _ in points), max(x for x, _ in points)
+    if x_names is not None:
+        left_x, right_x = -0.5, len(x_names) - 0.5
+    elif x_range is not None:
+        left_x, right_x = map(math.log10, x_range) if log_x else x_range
+        left_x, right_x = left_x - 0.04 * (right_x - left_x), right_x + 0.04 * (right_x - left_x)
     if left_x == right_x:
         left_x, right_x = left_x - (abs(left_x) or 1) / 2, right_x + (abs(right_x) or 1) / 2
-    if not log_x and left_x > 0 and left_x < 0.3 * right_x:
+    if not log_x and x_range is None and left_x > 0 and left_x < 0.3 * right_x:
         left_x = 0.0
-    x_ticks = _log_ticks(left_x, right_x) if log_x else _ticks(left_x, right_x, 7 if width > NARROW else 4)
+    x_ticks = (
+        list(map(float, range(len(x_names))))
+        if x_names is not None
+        else _log_ticks(left_x, right_x)
+        if log_x
+        else _ticks(left_x, right_x, 7 if width > NARROW else 4)
+    )
     x_ticks = [x for x in x_ticks if left_x <= x <= right_x]
+    if x_range is not None and not log_x and all(isinstance(x, int) for x in x_range):
+        x_ticks = [x for x in x_ticks if x == int(x)]
 
     left = max(text_width(format_y(y), SMALL) for y in y_ticks) + GAP
     named = [s for s in series if s.name]
@@ -99,7 +116,8 @@ def chart(
     for x in x_ticks:
         tick_x, _ = place(x, low)
         d.line((tick_x, TOP + plot_height), (tick_x, TOP + plot_height + 4), kind="axis")
-        d.text(tick_x, TOP + plot_height + 18, format_x(10**x if log_x else x), 80, anchor="middle")
+        text = x_names[int(x)] if x_names is not None else format_x(10**x if log_x else x)
+        d.text(tick_x, TOP + plot_height + 18, text, plot_width / len(x_ticks) - 4, anchor="middle")
     d.line((left, TOP + plot_height), (left + plot_width, TOP + plot_height), kind="axis")
     d.text(left + plot_width, height - 4, x_label, plot_width, anchor="end")
     d.elements.append(f'<clipPath id="{name}-clip">')

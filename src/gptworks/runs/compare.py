@@ -84,8 +84,11 @@ class Comparison:
         groups = []
         for runs in found.values():
             furthest = max(run.validation[-1]["step"] for run in runs)
-            by_seed = {run.recipe.seed: run for run in reversed(runs) if run.validation[-1]["step"] == furthest}
-            groups.append(Group(tuple(reversed(by_seed.values()))))
+            by_seed: dict[int, History] = {}
+            for run in runs:
+                if run.validation[-1]["step"] == furthest:
+                    by_seed.setdefault(run.recipe.seed, run)
+            groups.append(Group(tuple(by_seed.values())))
         return groups
 
     @cached_property

@@ -219,18 +219,21 @@ def _evaluations(run: History) -> list[str]:
 
 
 def _bad_steps(run: History) -> list[str]:
-    """Steps that were not taken."""
-    skipped = run.kind("skipped")
-    if not skipped:
+    """Steps that were not taken, and returns to a checkpoint."""
+    bad = [record for record in run.records if record["kind"] in ("skipped", "rollback")]
+    if not bad:
         return []
-    shown = skipped[-MOST_ROWS:]
+    shown = bad[-MOST_ROWS:]
     rows = [
-        (number(r["step"]), number(r["loss"], f"{r['loss']:.4g}"), number(r["grad_norm"], f"{r['grad_norm']:.4g}"),
-         escape(str(r.get("reason", ""))))
+        (
+            number(r["step"]),
+            *(number(r[key], f"{r[key]:.4g}") if key in r else "" for key in ("loss", "grad_norm")),
+            f"gone back to, from step {number(r['from_step'])}" if r["kind"] == "rollback" else "skipped",
+        )
         for r in shown
-    ]  # fmt: skip
-    body = table(("step", "loss", "gradient norm", ""), "lrrn", rows)
-    return [section(f"Steps skipped: {len(skipped):,}", body + _left_out(len(skipped), len(shown), "steps, the last"))]
+    ]
+    body = table(("step", "loss", "gradient norm", ""), "lrrl", rows)
+    return [section("Steps skipped", body + _left_out(len(bad), len(shown), "steps, the last"))]
 
 
 def _samples(run: History) -> list[str]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import fmean, variance
 
 
@@ -48,12 +49,13 @@ def t_two_sided(t: float, freedom: float) -> float:
     return _incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5)
 
 
+@cache
 def t_quantile(probability: float, freedom: float) -> float:
     """The value that Student's t exceeds with 1 − probability, for a probability of a half or more."""
     low, high = 0.0, 1.0
     while t_two_sided(high, freedom) > 2 * (1 - probability):
         low, high = high, 2 * high
-    for _ in range(100):
+    for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if t_two_sided(middle, freedom) > 2 * (1 - probability) else (low, middle)
     return high

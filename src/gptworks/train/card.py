@@ -2,6 +2,7 @@
 
 import math
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,21 +11,39 @@ from gptworks import __version__
 from gptworks.config import Recipe
 from gptworks.device import Precision, device_name
 from gptworks.files import write_whole
+from gptworks.plan.fit import layout_words
+from gptworks.plan.memory import ONE_DEVICE, Layout
 from gptworks.plan.params import count_parameters
+from gptworks.plan.published import readable
 from gptworks.train.display import clock
 from gptworks.train.metrics import Record, read_metrics
 from gptworks.train.progress import Progress
 
 
+@dataclass(frozen=True)
+class MemoryPeaks:
+    """The most memory that a run held, as planned and as it was."""
+
+    predicted_bytes: int
+    measured_bytes: int | None
+    """Since this process began with it: what tensors held on CUDA, the growth of resident memory on a CPU."""
+
+
 def write_model_card(
-    recipe: Recipe, progress: Progress, reason: str, n_train_tokens: int, precision: Precision
+    recipe: Recipe,
+    progress: Progress,
+    reason: str,
+    n_train_tokens: int,
+    precision: Precision,
+    memory: MemoryPeaks | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> None:
     """Write the card into the run folder, its results from the run's own metrics."""
     validation = [record for record in read_metrics(recipe.run_dir / "metrics.jsonl") if record["kind"] == "validation"]
     sections = {
         "Results": _results(recipe, validation),
         "Architecture": _architecture(recipe),
-        "Training": _training(recipe, progress, reason, n_train_tokens, precision),
+        "Training": _training(recipe, progress, reason, n_train_tokens, precision) | _layout(layout) | _memory(memory),
     }
     parts = [f"# {recipe.name}", "A language model trained with gptworks. Every figure here was counted or measured."]
     for heading, rows in sections.items():
@@ -32,6 +51,10 @@ def write_model_card(
         parts.append(f"## {heading}\n\n| | |\n|---|---|\n{table}")
     parts.append("Use it with `gptworks generate` and this folder; `recipe.yaml` beside this file repeats the run.")
     write_whole(recipe.run_dir / "model-card.md", "\n\n".join(parts) + "\n")
+
+
+def _layout(layout: Layout) -> dict[str, str]:
+    return {"ranks": f"{layout.world_size}: {layout_words(layout)}"} if layout.world_size > 1 else {}
 
 
 def _results(recipe: Recipe, validation: list[Record]) -> dict[str, str]:
@@ -87,6 +110,13 @@ def _training(
         "device": device_name(torch.device(precision.device_type)),
         "gptworks, torch, Python": f"{__version__}, {torch.__version__}, {platform.python_version()}",
     }
+
+
+def _memory(memory: MemoryPeaks | None) -> dict[str, str]:
+    if memory is None:
+        return {}
+    measured = "" if memory.measured_bytes is None else f"; measured {readable(memory.measured_bytes, 'B')}"
+    return {"memory at the peak": f"{readable(memory.predicted_bytes, 'B')} planned{measured}"}
 
 
 def _source(source: object) -> str:

@@ -14,7 +14,7 @@ from types import FrameType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-GRACE_SECONDS = 15.0
+GRACE_SECONDS = 5.0
 """For the others to end by themselves, once one has failed."""
 
 _POLL_SECONDS = 0.05

@@ -19,25 +19,29 @@ from gptworks.config import Recipe
 from gptworks.data.batches import Batches, evaluation_windows
 from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
-from gptworks.device import Precision, choose_device, choose_precision, keep_freed_memory
+from gptworks.device import Precision, choose_device, choose_precision, peak_growth_bytes, reset_peak
 from gptworks.errors import RunError, UserError
 from gptworks.evaluate.loss import evaluate_loss
 from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.model import GPT
 from gptworks.model.moe import busiest_load
+from gptworks.plan.fit import layout_words
+from gptworks.plan.memory import Layout, training_peak
+from gptworks.plan.published import readable
 from gptworks.plan.run import planned_steps
 from gptworks.recipe import save_recipe, with_vocab_size
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
 from gptworks.train.anomalies import anomaly
 from gptworks.train.average import WeightAverage
-from gptworks.train.card import write_model_card
+from gptworks.train.card import MemoryPeaks, write_model_card
 from gptworks.train.display import Display, clock
 from gptworks.train.feed import Feed
 from gptworks.train.metrics import MetricsLog, NoLog, draw_curves, write_samples
 from gptworks.train.objectives import Objective, next_token
 from gptworks.train.optim import Optimizer
-from gptworks.train.parallel import check_parallel, choose_parallel
+from gptworks.train.parallel import Parallel, check_parallel, choose_parallel, run_layout
+from gptworks.train.preflight import check_memory, choose_allocation, run_setting
 from gptworks.train.progress import Progress
 from gptworks.train.ranks import ALONE, Ranks
 from gptworks.train.run_folder import check_run_folder, open_run_folder
@@ -64,6 +68,7 @@ def train(
     recipe: Recipe,
     *,
     resume: bool = False,
+    force: bool = False,
     display: Display | None = None,
     objective: Objective | None = None,
     ranks: Ranks = ALONE,
@@ -74,21 +79,28 @@ def train(
         recipe: what to train, on what, for how long.
         resume: go on from the newest whole checkpoint of `recipe.run_dir`, bit for bit as if never stopped; a folder
             without one is begun anew.
+        force: try also where the run should not fit in memory.
         objective: what is optimized; None: the next token.
         ranks: the processes that train together, from `gptworks.train.ranks.join`; each calls this.
 
     Raises:
-        UserError: the recipe, its data or the run folder cannot be used.
+        UserError: the recipe, its data or the run folder cannot be used, or the run does not fit in memory.
         RunError: loss or gradients stayed non-finite, or a checkpoint could not be written.
     """
     display = display or Display(None if ranks.is_first else Console(quiet=True))
     ranks.first(lambda: check_train(recipe, resume, ranks.size))
-    keep_freed_memory()
     device = choose_device(recipe.train.device)
     precision = choose_precision(recipe.train.precision, device)
     prepared = ranks.in_turn(lambda: prepare(recipe))
     recipe = with_vocab_size(recipe, vocabulary_size(prepared.tokenizer))
-    run = Run(recipe, prepared.folder, prepared.tokenizer, device, precision, objective, display, ranks)
+    layout = Layout(**ranks.first(lambda: asdict(run_layout(recipe, ranks, device, precision))))
+    peak = check_memory(recipe, device, precision, force or not ranks.is_first, layout, ranks.local_size)
+    if ranks.size > 1:
+        display.message(f"{ranks.size} ranks: {layout_words(layout)}")
+    display.message(f"memory: {readable(peak.total_bytes, 'B')} at the peak ({peak.moment})")
+    choose_allocation(peak, device, ranks.local_size)
+    parallel = choose_parallel(recipe, ranks, device, layout)
+    run = Run(recipe, prepared.folder, prepared.tokenizer, device, precision, objective, display, ranks, parallel)
     with open_run_folder(recipe, resume) if ranks.is_first else contextlib.nullcontext(), run.writer:
         run.begin(resume)
         with stop_signals() as stop_asked, display:
@@ -128,8 +140,10 @@ class Run:
         objective: Objective | None,
         display: Display,
         ranks: Ranks,
+        parallel: Parallel,
     ) -> None:
-        self.recipe, self.settings, self.display, self.ranks = recipe, recipe.train, display, ranks
+        self.recipe, self.settings, self.display = recipe, recipe.train, display
+        self.ranks, self.parallel = ranks, parallel
         self.device, self.precision, self.tokenizer = device, precision, tokenizer
         self.objective = objective or partial(
             next_token,
@@ -140,8 +154,8 @@ class Run:
         self.validation_shards = TokenShards(data_folder, "validation", verify=ranks.is_first)
         self.batches = Batches(self.train_shards, recipe.model.context_length, recipe.train.batch_size, recipe.seed)
         torch.manual_seed(recipe.seed)
-        self.parallel = choose_parallel(recipe, ranks, device, precision)
-        self.model = self.parallel.place(GPT(recipe.model), device)
+        self._memory_before_bytes = reset_peak(device)
+        self.model = parallel.place(GPT(recipe.model), device)
         self.model.checkpoint_blocks = recipe.train.activation_checkpointing == "block"
         self.optimizer = Optimizer(self.model, recipe.train)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.needs_scaler)
@@ -459,7 +473,14 @@ class Run:
         write_samples(folder / "metrics.jsonl", folder / "samples.md")
         if not draw_curves(folder / "metrics.jsonl", folder / "curves.png", self.recipe.name):
             self.display.message("curves.png is left out: matplotlib is not installed (pip install 'gptworks[plots]').")
-        write_model_card(self.recipe, progress, reason, self.train_shards.n_tokens, self.precision)
+        setting = run_setting(self.recipe, self.device, self.precision, self.parallel.layout)
+        memory = MemoryPeaks(
+            predicted_bytes=training_peak(setting).total_bytes,
+            measured_bytes=peak_growth_bytes(self.device, self._memory_before_bytes),
+        )
+        write_model_card(
+            self.recipe, progress, reason, self.train_shards.n_tokens, self.precision, memory, self.parallel.layout
+        )
         left = " Go on with --resume." if self.share_done < 1 else ""
         self.display.message(
             f"{reason} at step {progress.step:,} after {clock(progress.seconds)}, {progress.tokens:,} tokens. "

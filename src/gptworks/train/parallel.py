@@ -13,7 +13,6 @@ float32 between ranks, whatever the products are done in.
 
 import logging
 import math
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,7 +36,8 @@ from gptworks.config import IGNORED, ModelConfig, Recipe, TrainConfig
 from gptworks.device import Precision
 from gptworks.errors import UserError
 from gptworks.model import GPT
-from gptworks.plan.memory import Layout, Setting, training_peak
+from gptworks.plan.memory import ONE_DEVICE, Layout, training_peak
+from gptworks.train.preflight import rank_memory_bytes, run_setting
 from gptworks.train.ranks import Ranks
 
 Pair = tuple[Tensor, Tensor]
@@ -49,6 +49,7 @@ BUCKET_BYTES = 32 * 2**20
 class Parallel:
     """One device, which has everything. `ManyDevices` overrides what many have to do together."""
 
+    layout = ONE_DEVICE
     samples = True
     """Whether this rank takes part in making samples."""
 
@@ -98,31 +99,33 @@ class Parallel:
         """This rank's part of the batches of an evaluation."""
         return batches
 
-    def __str__(self) -> str:
-        return "one device"
 
-
-def choose_parallel(recipe: Recipe, ranks: Ranks, device: torch.device, precision: Precision) -> Parallel:
-    """How the recipe is trained on these ranks.
+def run_layout(recipe: Recipe, ranks: Ranks, device: torch.device, precision: Precision) -> Layout:
+    """How the recipe's model lies on these ranks. Where the recipe leaves it open: whole on each, if a step fits so.
 
     Raises:
-        UserError: it cannot be; which setting stands in the way, and what to do.
+        UserError: it cannot be trained on them; which setting stands in the way, and what to do.
     """
     check_parallel(recipe, ranks.size, precision.name)
+    settings, tensor = recipe.train.parallel, recipe.train.parallel.tensor_parallel
+    whole = Layout("none", ranks.size // tensor, tensor)
+    sharded = replace(whole, sharding="fsdp" if settings.reshard_after_forward else "zero2")
+    if settings.strategy != "auto" or whole.data_parallel == 1:
+        return sharded if settings.strategy == "fsdp" and whole.data_parallel > 1 else whole
+    if recipe.train.optimizer == "muon" or precision.needs_scaler:
+        return whole
+    peak = training_peak(run_setting(recipe, device, precision, whole))
+    return whole if peak.total_bytes <= rank_memory_bytes(device, ranks.local_size) else sharded
+
+
+def choose_parallel(recipe: Recipe, ranks: Ranks, device: torch.device, layout: Layout) -> Parallel:
+    """What brings this layout about. All ranks call it together."""
     if ranks.size == 1:
         return Parallel(recipe.train)
-    settings = recipe.train.parallel
     mesh = init_device_mesh(
-        device.type,
-        (ranks.size // settings.tensor_parallel, settings.tensor_parallel),
-        mesh_dim_names=("data", "tensor"),
+        device.type, (layout.data_parallel, layout.tensor_parallel), mesh_dim_names=("data", "tensor")
     )
-    sharded = settings.strategy == "fsdp" or (
-        settings.strategy == "auto" and not fits_whole(recipe, ranks, device, precision)
-    )
-    if sharded:
-        _check_sharded(recipe.train, precision.name, "strategy=fsdp")
-    return ManyDevices(recipe.train, ranks, mesh, sharded)
+    return ManyDevices(recipe.train, ranks, mesh, layout)
 
 
 def check_parallel(recipe: Recipe, n_ranks: int, precision: str = "auto") -> None:
@@ -138,7 +141,7 @@ def check_parallel(recipe: Recipe, n_ranks: int, precision: str = "auto") -> Non
             f"{tensor} processes with torchrun or `gptworks launch`, or set tensor_parallel to a divisor of {n_ranks}."
         )
     n_data = n_ranks // tensor
-    micro = micro_batch_size(train, n_data)
+    micro = train.rank_micro_batch_size(n_data)
     if train.batch_size % (n_data * micro):
         what = f"{n_data} ranks" if tensor == 1 else f"{n_data} groups of {tensor} ranks"
         raise UserError(
@@ -184,48 +187,18 @@ def _check_sharded(train: TrainConfig, precision: str, setting: str) -> None:
         )
 
 
-def micro_batch_size(train: TrainConfig, n_data: int) -> int:
-    """Sequences in one pass of a rank: as the recipe says, or the rank's whole part of the step where that is less."""
-    return max(1, min(train.micro_batch_size, train.batch_size // n_data))
-
-
-def fits_whole(recipe: Recipe, ranks: Ranks, device: torch.device, precision: Precision) -> bool:
-    """Whether each device holds a step of the whole model, by the plan's count. Muon leaves no choice."""
-    train, n_data = recipe.train, ranks.size // recipe.train.parallel.tensor_parallel
-    if train.optimizer == "muon" or precision.needs_scaler or n_data == 1:
-        return True
-    size = micro_batch_size(train, n_data)
-    whole = train.model_copy(update={"batch_size": train.batch_size // n_data, "micro_batch_size": size})
-    setting = Setting.of(recipe.model, whole, precision.name, device.type == "cpu")
-    setting = replace(setting, layout=Layout("none", n_data, train.parallel.tensor_parallel))
-    return training_peak(setting).total_bytes <= _memory_bytes(device)
-
-
-def _memory_bytes(device: torch.device) -> int:
-    """Of one rank's device; ranks on a CPU share the machine's."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return machine // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 class ManyDevices(Parallel):
     """This rank's part of a model in training on several."""
 
-    def __init__(self, train: TrainConfig, ranks: Ranks, mesh: DeviceMesh, sharded: bool) -> None:
-        self._ranks, self._mesh, self._sharded, self._settings = ranks, mesh, sharded, train.parallel
+    def __init__(self, train: TrainConfig, ranks: Ranks, mesh: DeviceMesh, layout: Layout) -> None:
+        self._ranks, self._mesh, self.layout, self._sharded = ranks, mesh, layout, layout.sharding != "none"
         self._data, self._tensor = mesh["data"], mesh["tensor"]
         n_data, index = self._data.size(), self._data.get_local_rank()
-        self.micro_batch_size = micro_batch_size(train, n_data)
+        self.micro_batch_size = train.rank_micro_batch_size(n_data)
         self.micro_steps = range(index, train.batch_size // self.micro_batch_size, n_data)
-        self.samples = ranks.is_first or sharded or self._tensor.size() > 1
+        self.samples = ranks.is_first or self._sharded or self._tensor.size() > 1
         # DTensor warns that a matrix divided over both dimensions is gathered in two steps, which is what is meant.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-
-    def __str__(self) -> str:
-        n_data, n_tensor = self._data.size(), self._tensor.size()
-        name = "fsdp" if self._sharded else "ddp"
-        return f"{n_data * n_tensor} ranks, {name}" + (f" over {n_data} × tensor over {n_tensor}" * (n_tensor > 1))
 
     # ------------------------------------------------------------------------------------------- model
 
@@ -246,10 +219,7 @@ class ManyDevices(Parallel):
             policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
             for block in model.blocks:
                 fully_shard(
-                    block,
-                    mesh=self._data,
-                    mp_policy=policy,
-                    reshard_after_forward=self._settings.reshard_after_forward,
+                    block, mesh=self._data, mp_policy=policy, reshard_after_forward=self.layout.sharding == "fsdp"
                 )
             fully_shard(model, mesh=self._data, mp_policy=policy, reshard_after_forward=False)
             register_fsdp_forward_method(model, "features")  # after it the root stays gathered: the loss uses the head

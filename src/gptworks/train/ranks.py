@@ -37,7 +37,7 @@ _DONE, _FAILED = "done", "failed"
 class Ranks:
     """A run of one process, which agrees with itself."""
 
-    rank, size, local_rank = 0, 1, 0
+    rank, size, local_rank, local_size = 0, 1, 0, 1
 
     @property
     def is_first(self) -> bool:
@@ -118,7 +118,7 @@ class _Joined(Ranks):
     def __init__(self, timeout_seconds: float, device: torch.device) -> None:
         try:
             self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            self.local_rank = int(os.environ["LOCAL_RANK"])
+            self.local_rank, self.local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         except KeyError as error:
             raise UserError(f"WORLD_SIZE is set and {error} is not: start several processes with torchrun.") from None

@@ -89,7 +89,7 @@ class Step:
         """Forward and backward over each micro-batch."""
         n_targets = count_targets(batch)
         sizes = self.train.micro_batch_size
-        for inputs, targets in zip(batch[0].split(sizes), batch[1].split(sizes), strict=True):
+        for inputs, targets in zip(*(torch.split(tensor, sizes) for tensor in batch), strict=True):
             with self.precision.autocast():
                 losses = self.objective(self.model, (inputs, targets))
             self.scaler.scale(losses.objective / n_targets).backward()  # type: ignore[no-untyped-call]
@@ -103,14 +103,14 @@ class Step:
         self.optimizer.zero_grad()
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the storages that operations make, while they live, and the most there were at once.
 
     `torch.distributed._tools.mem_tracker.MemTracker` counts the same, which a test holds, in six times the time.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now_bytes = self.peak_bytes = 0
         self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 

@@ -75,8 +75,9 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run of Weights & Biases, the same one for a run folder however often it goes on.
 
-    Offline (`WANDB_MODE=offline`), its files in the run folder's `wandb/` are written anew when a run goes on. Online,
-    the server has the earlier steps and takes none twice.
+    Offline (`WANDB_MODE=offline`), its files in the run folder's `wandb/` are written anew when a run goes on. A server
+    takes no step twice: it keeps the first of those that are made again, which differ after a rollback or where the
+    schedule was changed.
     """
 
     def __init__(self, recipe: Recipe) -> None:

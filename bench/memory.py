@@ -1,0 +1,61 @@
+"""The memory of a training step: predicted by formula, traced on fake tensors, and measured, each in its own process.
+
+python bench/memory.py
+"""
+
+import argparse
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import torch
+
+from gptworks.config import TrainConfig
+from gptworks.device import device_name
+from gptworks.plan.memory import Setting, training_peak
+from gptworks.plan.params import count_parameters
+from gptworks.plan.published import readable
+from gptworks.presets import preset
+from gptworks.train.measure import measure_step
+from gptworks.train.trace import trace_step
+
+CASES = (
+    ("gpt2-midi", 16, "fp32", "none", "adamw"),
+    ("gpt2-midi", 16, "bf16", "none", "muon"),
+    ("modern-24m", 4, "bf16", "none", "adamw"),
+    ("gpt2", 2, "fp32", "none", "adamw"),
+    ("gpt2", 4, "bf16", "block", "adamw"),
+    ("moe-115m", 2, "bf16", "none", "adamw"),
+    ("custom-300m", 1, "bf16", "none", "adamw"),
+    ("modern-336m", 1, "fp32", "block", "muon"),
+)
+"""Preset, sequences at a time, precision, checkpointing, optimizer."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--largest", type=float, default=12, help="GB above which a case is left out")
+    arguments = parser.parse_args()
+    print(f"{device_name(torch.device('cpu'))}, torch {torch.__version__}")
+    header = ("predicted", "traced", "measured", "off by", "kept", "kept / measured", "tokens/s")
+    print(f"{'step':<44}" + "".join(f"{title:>17}" for title in header))
+    for name, batch_size, precision, checkpointing, optimizer in CASES:
+        model = preset(name)
+        train = TrainConfig(
+            max_steps=1, batch_size=batch_size, activation_checkpointing=checkpointing, optimizer=optimizer
+        )
+        predicted = training_peak(Setting.of(model, train, precision, on_cpu=True)).total_bytes
+        if predicted > arguments.largest * 1e9:
+            continue
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            traced = process.submit(trace_step, model, train, "cpu", precision).result().peak_bytes
+        measured = measure_step(model, train, "cpu", precision)
+        words = f"{name} {count_parameters(model).total / 1e6:.0f}M, {batch_size} × {model.context_length}, {precision}"
+        words += (", checkpointing" if checkpointing == "block" else "") + (", muon" if optimizer == "muon" else "")
+        cells = [readable(n, "B") for n in (predicted, traced, measured.peak_bytes)]
+        cells += [f"{predicted / measured.peak_bytes - 1:+.1%}", readable(measured.kept_bytes, "B")]
+        cells += [f"{measured.kept_bytes / measured.peak_bytes:.2f}", f"{measured.tokens_per_second:,.0f}"]
+        print(f"{words:<44}" + "".join(f"{cell:>17}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What devices hold and how fast they multiply, from vendors' datasheets; and what this machine is, without torch.
+
+Rates are dense: without the structured sparsity that doubles printed ones, and accumulating in float32. Memory is the
+printed number of gigabytes, 10⁹ bytes each; a GPU has up to 7% more, which its driver's context takes.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from gptworks.errors import UserError, nearest
+
+UTILIZATION = 0.4
+"""Share of a device's rate that training is taken to reach where nobody says. PaLM's 46% was among the highest
+published (Chowdhery et al., 2022); small models on one device reach less."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device. Rates are FLOP/s and bytes/s; None where the vendor prints none."""
+
+    name: str
+    kind: str
+    """cpu, cuda (AMD's too, as torch has it) or mps."""
+    memory_bytes: int
+    half_flops: float | None
+    """bf16, or fp16 where there is no bf16."""
+    float_flops: float | None
+    """float32, without TF32."""
+    bandwidth: float | None
+    source: str
+    has_bf16: bool = True
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.kind == "cpu"
+
+    def flops(self, precision: str) -> float | None:
+        """Rate of matrix products in fp32, bf16 or fp16."""
+        return self.float_flops if precision == "fp32" else self.half_flops
+
+
+def _gpu(
+    name: str, gigabytes: int, half: float, single: float, bandwidth: float, source: str, has_bf16: bool = True
+) -> Device:
+    """A row of the table: GB, TFLOP/s, TFLOP/s, GB/s."""
+    return Device(
+        name, "cuda", gigabytes * 10**9, half * 1e12, single * 1e12, bandwidth * 1e9, source, has_bf16
+    )  # fmt: skip
+
+
+def _apple(name: str, gigabytes: int, single: float, bandwidth: float) -> Device:
+    """Apple prints float32 rates alone; memory is that of the largest model, shared with the CPU."""
+    return Device(
+        name, "mps", gigabytes * 10**9, single * 1e12, single * 1e12, bandwidth * 1e9, "Apple, press release", False
+    )  # fmt: skip
+
+
+DEVICES: dict[str, Device] = {
+    "a100-40gb": _gpu("NVIDIA A100 40GB", 40, 312, 19.5, 1555, "NVIDIA A100 datasheet"),
+    "a100-80gb": _gpu("NVIDIA A100 80GB SXM", 80, 312, 19.5, 2039, "NVIDIA A100 datasheet"),
+    "h100-sxm": _gpu("NVIDIA H100 SXM", 80, 989, 67, 3350, "NVIDIA H100 datasheet"),
+    "h100-pcie": _gpu("NVIDIA H100 PCIe", 80, 756, 51, 2000, "NVIDIA H100 datasheet"),
+    "h200": _gpu("NVIDIA H200 SXM", 141, 989, 67, 4800, "NVIDIA H200 datasheet"),
+    "b200": _gpu("NVIDIA B200, HGX", 180, 2250, 75, 7700, "NVIDIA HGX B200 datasheet"),
+    "l4": _gpu("NVIDIA L4", 24, 121, 30.3, 300, "NVIDIA L4 datasheet"),
+    "l40s": _gpu("NVIDIA L40S", 48, 362, 91.6, 864, "NVIDIA L40S datasheet"),
+    "a10": _gpu("NVIDIA A10", 24, 125, 31.2, 600, "NVIDIA A10 datasheet"),
+    "t4": _gpu("NVIDIA T4", 16, 65, 8.1, 300, "NVIDIA T4 datasheet", has_bf16=False),
+    "v100-16gb": _gpu("NVIDIA V100 16GB SXM2", 16, 125, 15.7, 900, "NVIDIA V100 datasheet", has_bf16=False),
+    "v100-32gb": _gpu("NVIDIA V100 32GB SXM2", 32, 125, 15.7, 900, "NVIDIA V100 datasheet", has_bf16=False),
+    "rtx-3090": _gpu("NVIDIA GeForce RTX 3090", 24, 71, 35.6, 936, "NVIDIA GA102 whitepaper"),
+    "rtx-4090": _gpu("NVIDIA GeForce RTX 4090", 24, 165.2, 82.6, 1008, "NVIDIA Ada whitepaper"),
+    "rtx-5090": _gpu("NVIDIA GeForce RTX 5090", 32, 209.5, 104.8, 1792, "NVIDIA RTX Blackwell whitepaper"),
+    "mi250x": _gpu("AMD Instinct MI250X", 128, 383, 47.9, 3277, "AMD MI250X data sheet"),
+    "mi300x": _gpu("AMD Instinct MI300X", 192, 1307, 163.4, 5300, "AMD MI300X data sheet"),
+    "m1": _apple("Apple M1", 16, 2.6, 68),
+    "m1-pro": _apple("Apple M1 Pro", 32, 5.2, 200),
+    "m1-max": _apple("Apple M1 Max", 64, 10.4, 400),
+    "m1-ultra": _apple("Apple M1 Ultra", 128, 21, 800),
+    "m2": _apple("Apple M2", 24, 3.6, 100),
+    "m2-ultra": _apple("Apple M2 Ultra", 192, 27.2, 800),
+}
+"""Every known device by the name that `--device` takes."""
+
+ALIASES = {"a100": "a100-80gb", "h100": "h100-sxm", "v100": "v100-16gb"}
+
+
+def find_device(name: str) -> Device:
+    """The device called `name`, spelled loosely: h100, H100-SXM, rtx 4090.
+
+    Raises:
+        UserError: no device has this name; the nearest one is suggested.
+    """
+    key = re.sub(r"[\s_]+", "-", name.strip().lower()).removeprefix("nvidia-")
+    key = ALIASES.get(key, key)
+    if key in DEVICES:
+        return DEVICES[key]
+    squeezed = {known.replace("-", ""): known for known in (*DEVICES, *ALIASES)}
+    if key.replace("-", "") in squeezed:
+        return find_device(squeezed[key.replace("-", "")])
+    near = nearest(key, (*DEVICES, *ALIASES, "this"))
+    raise UserError(
+        f"no device is called `{name}`"
+        + (f"; did you mean `{near}`?" if near else ".")
+        + f" Known: this, {', '.join(DEVICES)}; or give --memory-gib, --flops and --bandwidth."
+    )
+
+
+def custom_device(memory_gib: float, flops: float | None, bandwidth: float | None, kind: str = "cuda") -> Device:
+    """A device described by its figures: FLOP/s in the precision trained in, bytes/s."""
+    return Device("custom", kind, round(memory_gib * 2**30), flops, flops, bandwidth, "given")
+
+
+# --------------------------------------------------------------------------------------------- this machine
+
+
+def this_cpu() -> Device:
+    """This machine's processor with the memory that is free for a run; its rates are unknown until measured."""
+    return Device(
+        cpu_name() or "this machine", "cpu", available_memory_bytes(), None, None, None,
+        "this machine", has_bf16=bool(cpu_flags() & NATIVE_BF16),
+    )  # fmt: skip
+
+
+NATIVE_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
+"""Processor features with which bf16 products are faster than float32 ones."""
+
+
+def cpu_flags() -> set[str]:
+    """The processor's feature names as Linux gives them; empty elsewhere."""
+    for line in _lines("/proc/cpuinfo"):
+        if line.lower().startswith(("flags", "features")):
+            return set(line.partition(":")[2].split())
+    return set()
+
+
+def cpu_name() -> str:
+    """The processor's model as Linux gives it; empty elsewhere."""
+    names = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
+    return next(names, "")
+
+
+def available_memory_bytes() -> int:
+    """Memory that a new run may take: what Linux calls available, or less where a control group allows less.
+
+    Where neither is told (not Linux), all memory.
+    """
+    free = (line for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:"))
+    bounds = [int(line.split()[1]) * 1024 for line in free]
+    for limit, used in _CONTROL_GROUP_FILES:
+        figures = [next(iter(_lines(path)), "").strip() for path in (limit, used)]
+        if all(figure.isdigit() for figure in figures):  # "max" is no limit
+            bounds.append(int(figures[0]) - int(figures[1]))
+    return max(0, min(bounds)) if bounds else _physical_memory_bytes()
+
+
+_CONTROL_GROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def _physical_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _lines(path: str) -> list[str]:
+    file = Path(path)
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,377 @@
+"""`gptworks sweep`: trials of a recipe with other settings, chosen by Optuna, each an ordinary run in its own process.
+
+A sweep's folder holds `sweep.yaml` (the recipe), `trials/000.yaml` (the recipe of a trial), `trials/000.log` (what it
+said), `trials/000/` (its run folder), `journal.log` (Optuna's), `sweep.html` and `best.yaml`. Trial n depends on the
+seed, on n and on the trials before it, so that a sweep that was killed goes on as if it had not been.
+"""
+
+import contextlib
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import filelock
+
+from gptworks.config import Recipe, SweepConfig, SweepRange
+from gptworks.errors import RunError, UserError
+from gptworks.recipe import load_recipe, save_recipe
+from gptworks.runs.settings import flat
+from gptworks.train.metrics import Record, read_metrics
+from gptworks.train.signals import stop_signals
+
+if TYPE_CHECKING:
+    import optuna
+
+Report = Callable[[str], None]
+
+FIXED = ("name", "run_dir", "seed", "sweep", "tokenizer", "data", "train.evaluate_sequences")
+"""What a trial may not change: losses over other tokens, or of other seeds, do not tell which settings are better."""
+
+MOST_FAILURES = 3
+"""Processes in a row that may fail before the sweep ends: it is then no setting's fault."""
+
+TRAIN = (sys.executable, "-m", "gptworks", "train")
+"""What trains a trial; its recipe and --resume follow."""
+
+POLL_SECONDS = 0.1
+STOP_SECONDS = 120.0
+"""How long a trial that is asked to stop may take for its step and its checkpoint."""
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """A trial as it ended, or as far as it has come."""
+
+    number: int
+    state: str
+    """complete, pruned, failed or running."""
+    values: dict[str, Any]
+    """The settings tried, by their path."""
+    loss: float | None
+    """The lowest validation loss."""
+    folder: Path
+    reason: str = ""
+    """Why it was pruned or failed."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep's folder and what its trials came to, in their order."""
+
+    recipe: Recipe
+    trials: tuple[TrialResult, ...]
+
+    @property
+    def settings(self) -> SweepConfig:
+        assert self.recipe.sweep is not None
+        return self.recipe.sweep
+
+    @property
+    def best(self) -> TrialResult | None:
+        """The complete trial with the lowest loss."""
+        complete = [trial for trial in self.trials if trial.state == "complete" and trial.loss is not None]
+        return min(complete, key=lambda trial: trial.loss or 0.0, default=None)
+
+    def count(self, state: str) -> int:
+        return sum(trial.state == state for trial in self.trials)
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable keys."""
+        return {
+            "folder": str(self.recipe.run_dir),
+            "best": None if self.best is None else self.best.number,
+            "trials": [{**vars(trial), "folder": str(trial.folder)} for trial in self.trials],
+        }
+
+
+def load_sweep(path: str | Path, overrides: Sequence[str] = (), resume: bool = False) -> Recipe:
+    """The recipe of a sweep, its ranges and its folder checked.
+
+    Raises:
+        UserError: no `sweep` section, a range that leaves the recipe's rules, Optuna is missing, or a folder that must
+            not be written to.
+    """
+    recipe = load_recipe(path, overrides)
+    if recipe.sweep is None:
+        raise UserError(f"{path} has no `sweep` section: name there what to try, as in docs/guide.md.")
+    if find_spec("optuna") is None:
+        raise UserError("a sweep needs Optuna, which is not installed: pip install 'gptworks[sweep]'.")
+    for key, values in recipe.sweep.ranges.items():
+        fixed = next((name for name in FIXED if key == name or key.startswith(f"{name}.")), None)
+        if fixed is not None:
+            raise UserError(f"sweep.ranges.{key}: `{fixed}` is the same in all trials, so that their losses compare.")
+        for value in _probes(values):
+            try:
+                load_recipe(path, [*overrides, _override(key, value)])
+            except UserError as error:
+                raise UserError(f"sweep.ranges.{key} reaches {value}, which the recipe refuses: {error}") from None
+    _check_folder(recipe, resume)
+    return recipe
+
+
+def _probes(values: SweepRange) -> Sequence[Any]:
+    """Values that stand for all: both ends, and a fraction between."""
+    if values.choices is not None:
+        return values.choices
+    assert values.low is not None and values.high is not None
+    between = values.low + (values.step or 0.37 * (values.high - values.low))
+    return (values.low, values.high) if values.whole else (values.low, between, values.high)
+
+
+def _override(key: str, value: Any) -> str:
+    return f"{key}={json.dumps(value)}"
+
+
+def _check_folder(recipe: Recipe, resume: bool) -> None:
+    folder = recipe.run_dir
+    if (folder / "recipe.yaml").exists():
+        raise UserError(f"{folder} holds a run, and a sweep needs a folder of its own: give another run_dir=.")
+    if (folder / "sweep.yaml").exists():
+        if not resume:
+            raise UserError(
+                f"{folder} already holds a sweep: add --resume to go on with it, give another run_dir=, or delete it."
+            )
+        ours, theirs = _fixed_settings(recipe), _fixed_settings(load_recipe(folder / "sweep.yaml"))
+        for key in {**theirs, **ours}:
+            if ours.get(key) != theirs.get(key):
+                raise UserError(
+                    f"{folder} was started with another `{key}`: it was {theirs.get(key)} and is now {ours.get(key)}. "
+                    f"Go on with the same settings, or start anew with another run_dir=."
+                )
+    elif folder.exists() and (not folder.is_dir() or any(path.name != ".lock" for path in folder.iterdir())):
+        raise UserError(f"run_dir={folder} exists and holds no sweep: give another run_dir=.")
+
+
+def _fixed_settings(recipe: Recipe) -> dict[str, Any]:
+    """What a sweep that goes on may not change: all but its length and its place."""
+    return dict(flat(recipe.model_dump(mode="json", exclude={"run_dir": True, "sweep": {"n_trials"}})))
+
+
+def run_sweep(
+    path: str | Path, overrides: Sequence[str] = (), *, resume: bool = False, report: Report = lambda _: None
+) -> Sweep:
+    """Run trials until there are `n_trials`, or a signal asks to stop; each ends with a line to `report`.
+
+    Raises:
+        UserError: see `load_sweep`; or another process is at work in the folder.
+        RunError: several trials in a row failed.
+    """
+    recipe = load_sweep(path, overrides, resume)
+    folder = recipe.run_dir
+    (folder / "trials").mkdir(parents=True, exist_ok=True)
+    try:
+        lock = filelock.FileLock(folder / ".lock", timeout=0)
+        lock.acquire()
+    except filelock.Timeout:
+        raise UserError(f"{folder} is in use by another sweep: wait for it, or give another run_dir=.") from None
+    with lock, stop_signals() as stop_asked:
+        save_recipe(recipe, folder / "sweep.yaml")
+        _Sweeper(recipe, path, overrides, stop_asked, report).run()
+    return read_sweep(folder)
+
+
+def read_sweep(folder: Path) -> Sweep:
+    """What is in a sweep's folder, also while it goes on."""
+    recipe = load_recipe(folder / "sweep.yaml").model_copy(update={"run_dir": folder})
+    states = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
+    trials = []
+    for trial in _study(recipe).get_trials(deepcopy=False):
+        place = folder / "trials" / f"{trial.number:03d}"
+        losses = [record["loss"] for record in _evaluations(place)]
+        trials.append(
+            TrialResult(
+                number=trial.number,
+                state=states.get(trial.state.name, "running"),
+                values=dict(trial.params),
+                loss=min(losses, default=None),
+                folder=place,
+                reason=trial.user_attrs.get("reason", ""),
+            )
+        )
+    return Sweep(recipe, tuple(trials))
+
+
+def _study(recipe: Recipe) -> "optuna.Study":
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    assert recipe.sweep is not None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
+    if recipe.sweep.pruner == "median":
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=recipe.sweep.startup_trials)
+    storage = JournalStorage(JournalFileBackend(str(recipe.run_dir / "journal.log")))
+    return optuna.create_study(storage=storage, study_name="sweep", pruner=pruner, load_if_exists=True)
+
+
+def _evaluations(folder: Path) -> list[Record]:
+    """The finite evaluations of a trial so far."""
+    records = read_metrics(folder / "metrics.jsonl")
+    return [record for record in records if record.get("kind") == "validation" and math.isfinite(record["loss"])]
+
+
+class _Sweeper:
+    """A sweep in progress."""
+
+    def __init__(
+        self, recipe: Recipe, path: str | Path, overrides: Sequence[str], stop_asked: Callable[[], Any], report: Report
+    ) -> None:
+        assert recipe.sweep is not None
+        self.settings, self.folder = recipe.sweep, recipe.run_dir
+        self.path, self.overrides, self.stop_asked, self.report = path, overrides, stop_asked, report
+        self.study = _study(recipe)
+        self.failures = 0
+
+    def run(self) -> None:
+        """Trials, one after the other."""
+        from optuna.trial import TrialState
+
+        ended = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+        while not self.stop_asked() and len(self.study.get_trials(False, ended)) < self.settings.n_trials:
+            trial = self._next_trial()
+            self._run_trial(trial)
+            sweep = read_sweep(self.folder)
+            self._describe(sweep, trial.number)
+            if self.failures >= MOST_FAILURES:
+                raise RunError(
+                    f"{self.failures} trials in a row failed, the last because {sweep.trials[trial.number].reason}. "
+                    f"What it said is in {self.folder / 'trials' / f'{trial.number:03d}.log'}."
+                )
+
+    def _next_trial(self) -> "optuna.Trial":
+        """The trial that an earlier sitting did not end, or a new one, its sampler seeded by its number."""
+        import numpy as np
+        from optuna.samplers import TPESampler
+        from optuna.trial import Trial, TrialState
+
+        left = self.study.get_trials(False, (TrialState.RUNNING,))
+        number = left[0].number if left else len(self.study.get_trials(False))
+        seed = int(np.random.SeedSequence((self.settings.seed, number)).generate_state(1)[0])
+        self.study.sampler = TPESampler(seed=seed, n_startup_trials=self.settings.startup_trials)
+        return Trial(self.study, left[0]._trial_id) if left else self.study.ask()
+
+    def _run_trial(self, trial: "optuna.Trial") -> None:
+        """Train with the trial's settings, and tell Optuna how it ended; one that was asked to stop has not."""
+        from optuna.trial import TrialState
+
+        values = {key: _suggest(trial, key, values) for key, values in self.settings.ranges.items()}
+        place = self.folder / "trials" / f"{trial.number:03d}"
+        try:
+            recipe = load_recipe(self.path, [*self.overrides, *(_override(*pair) for pair in values.items())])
+        except UserError as error:  # each value is allowed, but not all together
+            trial.set_user_attr("reason", str(error))
+            self.study.tell(trial, state=TrialState.FAIL)
+            return
+        save_recipe(recipe.model_copy(update={"run_dir": place, "sweep": None}), place.with_suffix(".yaml"))
+        ended = self._train(trial, place)
+        if ended is None:
+            return
+        losses = [record["loss"] for record in _evaluations(place)]
+        diverged = (list(read_metrics(place / "metrics.jsonl")) or [{"kind": ""}])[-1]["kind"] == "skipped"
+        self.failures = 0
+        if ended == "pruned" or (ended == "failed" and diverged):
+            trial.set_user_attr("reason", "above the median" if ended == "pruned" else "it diverged")
+            self.study.tell(trial, state=TrialState.PRUNED)
+        elif ended == "failed" or not losses:
+            self.failures += 1
+            trial.set_user_attr("reason", _last_line(place.with_suffix(".log")))
+            self.study.tell(trial, state=TrialState.FAIL)
+        else:
+            self.study.tell(trial, min(losses))
+
+    def _train(self, trial: "optuna.Trial", place: Path) -> str | None:
+        """Train in a process: `done`, `pruned` or `failed`; None where the sweep was asked to stop."""
+        if not self._alone(place):
+            return None
+        command = [*TRAIN, str(place.with_suffix(".yaml")), "--resume"]
+        told = set(trial.storage.get_trial(trial._trial_id).intermediate_values)
+        with (
+            place.with_suffix(".log").open("a", encoding="utf-8") as log,
+            # a session of its own: Ctrl-C reaches the sweep alone, which stops the trial in its own way
+            _process(
+                subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+            ) as process,
+        ):
+            while True:
+                code = process.poll()
+                new = [record for record in _evaluations(place) if record["step"] not in told]
+                for record in new:
+                    told.add(record["step"])
+                    trial.report(record["loss"], record["step"])
+                if code is not None:
+                    return "done" if code == 0 else "failed"
+                if self.stop_asked():
+                    return None
+                if new and trial.should_prune():
+                    return "pruned"
+                time.sleep(POLL_SECONDS)
+
+    def _alone(self, place: Path) -> bool:
+        """Wait for a process that a killed sweep left at work; False where this sweep was asked to stop."""
+        if not place.exists():
+            return True
+        lock, said = filelock.FileLock(place / ".lock"), False
+        while not self.stop_asked():
+            try:
+                lock.acquire(timeout=0.5)
+            except filelock.Timeout:
+                if not said:
+                    self.report(f"waiting for the process that is at work in {place}")
+                said = True
+            else:
+                lock.release()
+                return True
+        return False
+
+    def _describe(self, sweep: Sweep, number: int) -> None:
+        """Write the page and the best recipe, and report the trial."""
+        from gptworks.runs.sweep_page import write_sweep_page
+
+        trial, best = sweep.trials[number], sweep.best
+        write_sweep_page(sweep, self.folder / "sweep.html")
+        if best is not None:
+            recipe = load_recipe(best.folder.with_suffix(".yaml"))
+            save_recipe(recipe.model_copy(update={"run_dir": self.folder / "best"}), self.folder / "best.yaml")
+        values = " ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
+                          for key, value in trial.values.items())  # fmt: skip
+        loss = "" if trial.loss is None else f" {trial.loss:.4f}"
+        mark = " (best)" if trial == best else f": {trial.reason}" if trial.reason else ""
+        self.report(f"trial {number:03d}  {values}  {trial.state}{loss}{mark}")
+
+
+def _suggest(trial: "optuna.Trial", key: str, values: SweepRange) -> Any:
+    if values.choices is not None:
+        return trial.suggest_categorical(key, values.choices)
+    assert values.low is not None and values.high is not None
+    if values.whole:
+        return trial.suggest_int(key, int(values.low), int(values.high), step=int(values.step or 1), log=values.log)
+    return trial.suggest_float(key, values.low, values.high, step=values.step, log=values.log)
+
+
+@contextlib.contextmanager
+def _process(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that is asked to stop where it goes on at the end, and killed where it does not."""
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("error: ") if lines else "it said nothing"

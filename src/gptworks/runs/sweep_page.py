@@ -1,0 +1,145 @@
+"""A sweep as a table and as a page."""
+
+import math
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from gptworks.plan.page import key_figures, number, page, section, settings, table, write_page
+from gptworks.plan.tables import Table
+from gptworks.runs.chart import NARROW, WIDE, Series, chart, compact
+from gptworks.runs.history import History, read_history
+from gptworks.runs.report import points, style
+from gptworks.runs.sweep import Sweep, TrialResult
+from gptworks.train.display import clock
+
+
+def sweep_table(sweep: Sweep) -> RenderableType:
+    """The trials, the best first."""
+    short = [key.rpartition(".")[2] for key in sweep.settings.ranges]
+    names = short if len(set(short)) == len(short) else list(sweep.settings.ranges)
+    header = ("trial", "validation loss", *names, "")
+    rows = [
+        (
+            f"{trial.number:03d}",
+            "" if trial.loss is None else f"{trial.loss:.4f}",
+            *(_text(trial.values.get(key)) for key in sweep.settings.ranges),
+            _state(trial, sweep),
+        )
+        for trial in _ranked(sweep)
+    ]
+    return Table(header, "r" * (len(header) - 1) + "l", rows).rich()
+
+
+def write_sweep_page(sweep: Sweep, path: Path) -> None:
+    """Write the page at once, over an older one."""
+    write_page(to_html(sweep), path, "--out")
+
+
+def to_html(sweep: Sweep) -> str:
+    """The page. Numbers stand in <data> elements with their exact values."""
+    best, recipe = sweep.best, sweep.recipe
+    runs = {trial.number: _history(trial) for trial in sweep.trials}
+    figures = [("trials", number(len(sweep.trials)), f"of {sweep.settings.n_trials:,}")]
+    if best is not None and best.loss is not None:
+        note = f"trial {best.number:03d}"
+        figures.insert(0, ("best validation loss", number(best.loss, f"{best.loss:.4f} <small>nats</small>"), note))
+    figures.append(("pruned", number(sweep.count("pruned")), f"{sweep.count('failed'):,} failed"))
+    charts = "".join(f"<figure>{_scatter(sweep, i, key)}</figure>" for i, key in enumerate(sweep.settings.ranges))
+    parts = [
+        key_figures(figures),
+        section("Validation loss by setting", f'<div class="charts">{charts}</div>'),
+        section("Validation loss by tokens", f"<figure>{_curves(sweep, runs)}</figure>"),
+        section("Trials", _trials(sweep, runs)),
+    ]
+    if best is not None:
+        parts.append(section("The best settings", settings(best.values)))
+    lines = (f"{len(sweep.settings.ranges)} settings · {len(sweep.trials):,} trials", f"the recipe {recipe.name}")
+    return page(f"{recipe.name}: sweep", lines, parts, _conventions(), style())
+
+
+def _history(trial: TrialResult) -> History | None:
+    return read_history(trial.folder) if (trial.folder / "recipe.yaml").exists() else None
+
+
+def _ranked(sweep: Sweep) -> list[TrialResult]:
+    """Complete ones by loss, then the others by theirs."""
+    return sorted(sweep.trials, key=lambda t: (t.state != "complete", math.inf if t.loss is None else t.loss))
+
+
+def _state(trial: TrialResult, sweep: Sweep) -> str:
+    return "best" if trial == sweep.best else f"{trial.state}: {trial.reason}" if trial.reason else trial.state
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _scatter(sweep: Sweep, i: int, key: str) -> str:
+    """The loss of each trial over a setting."""
+    values = sweep.settings.ranges[key]
+    names = None if values.choices is None else [str(choice) for choice in values.choices]
+    x_range = None if values.low is None or values.high is None else (values.low, values.high)
+
+    def series(trials: list[TrialResult], kind: str) -> Series:
+        placed = [t for t in trials if t.loss is not None and key in t.values]
+        xs = [t.values[key] if values.choices is None else values.choices.index(t.values[key]) for t in placed]
+        return Series(
+            [(float(x), t.loss or 0.0) for x, t in zip(xs, placed, strict=True)],
+            kind=kind,
+            style="dots",
+            titles=[f"trial {t.number:03d}, {_text(t.values[key])}: {t.loss:.4f}" for t in placed],
+        )
+
+    others = [t for t in sweep.trials if t.state == "complete" and t != sweep.best]
+    cut = [t for t in sweep.trials if t.state not in ("complete", "failed")]
+    drawn = [series(cut, "series-4 idle"), series(others, "series-0")]
+    drawn += [series([sweep.best], "series-1")] if sweep.best is not None else []
+    return chart(f"setting-{i}", f"Validation loss by {key}", drawn, x_label=key, y_label="nats per token",
+                 format_x=_text, log_x=values.log, x_range=x_range, x_names=names, width=NARROW)  # fmt: skip
+
+
+def _curves(sweep: Sweep, runs: dict[int, History | None]) -> str:
+    drawn = []
+    for trial in sorted(sweep.trials, key=lambda t: t == sweep.best):  # the best is painted last
+        run = runs[trial.number]
+        if run is not None and trial != sweep.best:
+            kind = "series-0 faint" if trial.state == "complete" else "series-4 faint"
+            drawn.append(Series(points(run.validation, "loss"), kind=kind))
+        elif run is not None:
+            drawn.append(Series(points(run.validation, "loss"), f"trial {trial.number:03d}", "series-1", "both"))
+    return chart("curves", "Validation loss by tokens", drawn, x_label="tokens", y_label="nats per token",
+                 format_x=compact, width=WIDE, height=360)  # fmt: skip
+
+
+def _trials(sweep: Sweep, runs: dict[int, History | None]) -> str:
+    keys = list(sweep.settings.ranges)
+    rows = []
+    for trial in _ranked(sweep):
+        run = runs[trial.number]
+        cells = [
+            f"{trial.number:03d}",
+            "" if trial.loss is None else number(trial.loss, f"{trial.loss:.4f}"),
+            *(_cell(trial.values.get(key)) for key in keys),
+            "" if run is None else number(run.tokens),
+            "" if run is None else number(run.seconds, clock(run.seconds)),
+            escape(_state(trial, sweep)),
+        ]
+        rows.append([f"<b>{cell}</b>" for cell in cells] if trial == sweep.best else cells)
+    header = ("trial", "validation loss", *map(escape, keys), "tokens", "time", "")
+    return table(header, "l" + "r" * (len(keys) + 3) + "n", rows)
+
+
+def _cell(value: Any) -> str:
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return number(value, _text(value)) if plain else escape(_text(value))
+
+
+def _conventions() -> str:
+    return (
+        "A trial's loss is its lowest validation loss, in nats per token; of a pruned one, the lowest until it was "
+        "stopped. One seed each: small differences may be noise, which gptworks compare tells from several seeds. "
+        "best.yaml is the recipe of the best trial. Written by gptworks sweep."
+    )

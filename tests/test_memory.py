@@ -1,0 +1,205 @@
+"""The formula for a step's memory against the step itself, traced on fake tensors; and what holds of any such sum."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from gptworks.config import ModelConfig, TrainConfig
+from gptworks.model import KVCache, cpu
+from gptworks.model import loss as model_loss
+from gptworks.plan import memory, stages
+from gptworks.plan.inference import inference_memory
+from gptworks.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS, Layout, Setting, training_peak
+from gptworks.plan.params import count_parameters
+from gptworks.presets import PRESETS, preset
+from gptworks.train.trace import trace_step
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+"""Tracing for a GPU runs nothing on it, and yet torch wants to see one."""
+
+PRECISIONS = ("fp32", "bf16")
+CHECKPOINTING = ("none", "block")
+
+
+def error(model: ModelConfig, device: str, precision: str, micro_batch_size: int = 1, **train: Any) -> float:
+    """How far the formula is off the trace, as a share."""
+    settings = {"batch_size": micro_batch_size, "micro_batch_size": micro_batch_size, **train}
+    config = TrainConfig(max_steps=1, **settings)
+    predicted = training_peak(Setting.of(model, config, precision, device == "cpu")).total_bytes
+    return predicted / trace_step(model, config, device, precision).peak_bytes - 1
+
+
+def shallow(name: str, n_layers: int = 2) -> ModelConfig:
+    """A preset at its full width and context, with fewer layers."""
+    model = preset(name)
+    return model.model_copy(update={"n_layers": min(n_layers, model.n_layers)})
+
+
+# formula and trace ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("precision", "checkpointing", "micro_batch_size"),
+    [("fp32", "none", 1), ("fp32", "block", 3), ("bf16", "none", 3), ("bf16", "block", 1)],
+)
+@pytest.mark.parametrize("name", ["gpt2-mini", "modern-9m", "vaani-427m", "moe-115m", "smollm2-135m"])
+def test_the_formula_is_the_trace(
+    name: str, precision: str, checkpointing: str, micro_batch_size: int, device: str
+) -> None:
+    off = error(shallow(name), device, precision, micro_batch_size, activation_checkpointing=checkpointing)
+    assert abs(off) < 0.02
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_formula_is_the_trace_for_every_preset(name: str, device: str) -> None:
+    """At full depth where that is at most 12 layers, else at 12: each layer adds the same."""
+    model = shallow(name, 12)
+    off = {
+        (precision, checkpointing, size): error(model, device, precision, size, activation_checkpointing=checkpointing)
+        for precision in PRECISIONS
+        for checkpointing in CHECKPOINTING
+        for size in (1, 4)
+    }
+    assert {case: share for case, share in off.items() if abs(share) > 0.05} == {}
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 1000, "context_length": 256, "n_layers": 3, "d_model": 256, "n_heads": 4, "norm": "rmsnorm",
+    "mlp": "swiglu", "d_ff": 640,
+}  # fmt: skip
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "relu2": {"mlp": "relu2"},
+    "geglu, untied": {"mlp": "geglu", "tie_embeddings": False},
+    "dropout": {"dropout_embedding": 0.1, "dropout_attention": 0.1, "dropout_residual": 0.1},
+    "learned positions, biases": {"position": "learned", "norm": "layernorm", "attention_bias": True, "mlp_bias": True},
+    "no positions, QK-norm": {"position": "none", "qk_norm": True},
+    "grouped queries, QK-norm": {"n_kv_heads": 2, "qk_norm": True},
+    "partial rotation": {"rope_fraction": 0.5},
+    "parallel residual": {"parallel_residual": True},
+    "narrow window": {"window": 64, "window_pattern": ("full", "window")},
+    "experts": {"n_experts": 4, "d_ff": 256},
+    "experts, one shared": {"n_experts": 4, "d_ff": 256, "d_ff_shared": 128},
+    "beyond blocked attention": {"context_length": 2560},
+    "beyond it, windowed": {"context_length": 2560, "window": 2000},
+    "beyond it, banded": {"context_length": 2560, "window": 512, "window_pattern": ("window", "full")},
+    "beyond it, dropout": {"context_length": 2560, "dropout_attention": 0.1},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant: str, device: str) -> None:
+    model = ModelConfig(**SMALL | VARIANTS[variant])
+    for precision in PRECISIONS:
+        for checkpointing in CHECKPOINTING:
+            off = error(model, device, precision, 2, activation_checkpointing=checkpointing)
+            assert abs(off) < 0.05, (precision, checkpointing)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("batch_size", [2, 6])
+def test_accumulation_and_optimizers(batch_size: int, optimizer: str, precision: str) -> None:
+    model = ModelConfig(**SMALL)
+    assert abs(error(model, "cpu", precision, 2, batch_size=batch_size, optimizer=optimizer)) < 0.02
+
+
+def test_muons_own_buffers_are_the_peak_of_a_wide_model_over_a_short_text() -> None:
+    model = ModelConfig(**SMALL | {"context_length": 16, "d_model": 512, "d_ff": 4096})
+    peak = training_peak(Setting.of(model, TrainConfig(max_steps=1, batch_size=1, optimizer="muon"), "bf16", True))
+    assert peak.moment == "optimizer"
+    assert abs(error(model, "cpu", "bf16", 1, optimizer="muon")) < 0.02
+
+
+def test_the_constants_are_the_models() -> None:
+    assert (stages.BLOCK_QUERIES, stages.LONGEST_BLOCKED) == (cpu.BLOCK, cpu.LONGEST)
+    for vocab_size in (65, 4096, 50_257):
+        for place in ("cpu", "meta"):
+            shapes = stages.Shapes(preset("gpt2"), 1, 1024, 4, place == "cpu")
+            assert memory.chunk_tokens(shapes, vocab_size) == model_loss.chunk_tokens(torch.device(place), vocab_size)
+
+
+# what must hold of any sum ----------------------------------------------------------------------------------
+
+SETTING = Setting(preset("gpt2"), micro_batch_size=4, on_cpu=False, precision="bf16")
+
+
+def test_persistent_parts_are_exact() -> None:
+    parts = training_peak(replace(SETTING, accumulates=True)).parts
+    total = 124_439_808
+    assert (parts[WEIGHTS], parts[OPTIMIZER], parts[GRADIENTS]) == (4 * total, 8 * total, 4 * total)
+    assert training_peak(replace(SETTING, averages=True)).parts[memory.AVERAGE] == 4 * total
+    saving = training_peak(replace(SETTING, on_cpu=True, saves=True))
+    assert saving.parts[memory.CHECKPOINT] == 12 * total
+    assert saving.total_bytes - training_peak(replace(SETTING, on_cpu=True)).total_bytes == 12 * total
+
+
+def test_shares_of_sharded_parts() -> None:
+    whole = training_peak(replace(SETTING, accumulates=True)).parts
+    fsdp = training_peak(replace(SETTING, accumulates=True, layout=Layout("fsdp", 4))).parts
+    zero2 = training_peak(replace(SETTING, accumulates=True, layout=Layout("zero2", 4))).parts
+    for part in (WEIGHTS, GRADIENTS, OPTIMIZER):
+        assert fsdp[part] == whole[part] // 4
+    assert (zero2[WEIGHTS], zero2[OPTIMIZER]) == (whole[WEIGHTS], whole[OPTIMIZER] // 4)
+    assert memory.COMMUNICATION not in whole
+    block = 7_087_872  # 12 C² + 13 C of gpt2
+    outside = 124_439_808 - 12 * block
+    assert fsdp[memory.COMMUNICATION] == 4 * block + 2 * (2 * block + outside)
+
+
+def test_tensor_parallel_ranks_hold_shares_of_the_matrices() -> None:
+    model = preset("gpt2")
+    rank = memory.rank_config(model, 4)
+    groups, whole = count_parameters(rank).groups, count_parameters(model).groups
+    for name in ("attention_weights", "mlp_weights"):
+        assert groups[name].total == whole[name].total // 4
+    assert groups["norms"].total == whole["norms"].total
+    split = training_peak(replace(SETTING, layout=Layout("none", 1, 4)))
+    assert split.total_bytes < training_peak(SETTING).total_bytes / 2
+
+
+def test_checkpointing_and_halves_save_memory() -> None:
+    peaks = [
+        training_peak(replace(SETTING, micro_batch_size=16, precision=precision, checkpointing=checkpointing))
+        for precision, checkpointing in (("fp32", "none"), ("bf16", "none"), ("bf16", "block"))
+    ]
+    assert peaks[0].total_bytes > peaks[1].total_bytes > peaks[2].total_bytes
+    assert training_peak(replace(SETTING, precision="fp16")).parts == training_peak(SETTING).parts
+
+
+def test_memory_grows_with_the_batch() -> None:
+    totals = [training_peak(replace(SETTING, micro_batch_size=size)).total_bytes for size in range(1, 9)]
+    assert totals == sorted(totals)
+
+
+# inference --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "smollm2-135m", "gpt3-125m-banded"])
+def test_the_cache_is_the_caches(name: str) -> None:
+    model = preset(name)
+    by_weights = {row.weights: row for row in inference_memory(model)}
+    with torch.device("meta"):
+        cache = KVCache(model, 8, dtype=torch.bfloat16, device="meta")
+    assert by_weights["bf16"].cache_bytes[8] == cache.n_bytes
+    assert by_weights["fp32"].cache_bytes[8] == 2 * cache.n_bytes
+
+
+def test_weights_in_each_precision() -> None:
+    model = ModelConfig(vocab_size=10, context_length=8, n_layers=1, d_model=4, n_heads=1, d_ff=8, norm="rmsnorm")
+    matrices, vectors = 10 * 4 + 4 * 4 * 4 + 2 * 4 * 8, 3 * 4  # embedding, attention, MLP; three norms
+    rows = 10 + 4 * 4 + 8 + 4
+    expected = {
+        "fp32": 4 * (matrices + vectors),
+        "bf16": 2 * (matrices + vectors),
+        "int8": matrices + 4 * rows + 2 * vectors,
+        "int4": matrices * 18 // 32 + 2 * vectors,  # 32 elements in 16 bytes and a scale of 2
+    }
+    assert {row.weights: row.weights_bytes for row in inference_memory(model)} == expected

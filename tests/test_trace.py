@@ -1,0 +1,112 @@
+"""The tracer: against torch's own memory tracker, against real steps, and against the training loop's."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+import tiny
+from gptworks.config import ModelConfig, TrainConfig
+from gptworks.data.prepare import prepare
+from gptworks.device import choose_precision, peak_growth_bytes, reset_peak
+from gptworks.errors import UserError
+from gptworks.plan.memory import Setting, training_peak
+from gptworks.presets import preset
+from gptworks.recipe import parse_recipe, with_vocab_size
+from gptworks.train.display import Display
+from gptworks.train.loop import Run
+from gptworks.train.measure import measure_step
+from gptworks.train.metrics import MetricsLog
+from gptworks.train.trace import LiveBytes, Step, trace_step
+
+CPU = torch.device("cpu")
+MODEL = preset("gpt2-tiny").model_copy(update={"dropout_residual": 0.1, "dropout_attention": 0.1})
+TRAIN = TrainConfig(max_steps=1, batch_size=4, micro_batch_size=2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+def test_live_bytes_are_what_torchs_tracker_counts(precision: str, checkpointing: str) -> None:
+    train = TRAIN.model_copy(update={"batch_size": 2, "activation_checkpointing": checkpointing})
+    with FakeTensorMode(), LiveBytes() as live:
+        step = Step(MODEL, train, CPU, choose_precision(precision, CPU))
+        tokens = torch.zeros(2, MODEL.context_length, dtype=torch.int64)
+        step((tokens, tokens))
+        tracker = MemTracker()
+        tracker.track_external(step.model, *(optimizer for optimizer, _ in step.optimizer._optimizers), tokens)
+        live.peak_bytes = 0
+        with tracker:
+            step((tokens, tokens))
+    theirs = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
+    assert live.peak_bytes == pytest.approx(theirs, rel=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_real_step_holds_what_the_fake_one_does(optimizer: str) -> None:
+    train = TRAIN.model_copy(update={"optimizer": optimizer})
+    with LiveBytes() as live:
+        step = Step(MODEL, train, CPU, choose_precision("bf16", CPU))
+        tokens = torch.randint(MODEL.vocab_size, (train.batch_size, MODEL.context_length))
+        step((tokens, tokens))
+        live.peak_bytes = 0
+        step((tokens, tokens))
+    assert trace_step(MODEL, train, "cpu", "bf16").peak_bytes == pytest.approx(live.peak_bytes, rel=2e-3)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_the_training_loop_holds_what_the_trace_and_the_formula_say(experts: int, tmp_path: Path) -> None:
+    tree = tiny.recipe_tree(tmp_path, precision="fp32", log_every=1000)
+    tree["model"] |= {"n_experts": experts, "context_length": 128, "d_model": 128, "n_layers": 3}
+    recipe = parse_recipe(tree)
+    prepared = prepare(recipe)
+    recipe = with_vocab_size(recipe, prepared.manifest.vocab_size)
+    precision = choose_precision("fp32", CPU)
+    with LiveBytes() as live:
+        run = Run(recipe, prepared.folder, prepared.tokenizer, CPU, precision, None, Display())
+        run.log = MetricsLog(tmp_path / "metrics.jsonl", 0)
+        run.training_step()
+        live.peak_bytes = 0
+        run.training_step()
+    assert trace_step(recipe.model, recipe.train).peak_bytes == pytest.approx(live.peak_bytes, rel=0.02)
+    setting = Setting.of(recipe.model, recipe.train, "fp32", on_cpu=True)
+    assert training_peak(setting).total_bytes == pytest.approx(live.peak_bytes, rel=0.05)
+
+
+def test_nothing_is_allocated() -> None:
+    model = preset("gpt3-175b").model_copy(update={"n_layers": 2})
+    trace_step(MODEL, TRAIN)  # what torch loads
+    before = reset_peak(CPU)
+    assert trace_step(model, TrainConfig(max_steps=1, batch_size=1)).peak_bytes > 60e9
+    assert (peak_growth_bytes(CPU, before) or 0) < 200e6
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_tracing_for_a_gpu_needs_one() -> None:
+    with pytest.raises(UserError, match="needs a machine with a CUDA GPU"):
+        trace_step(MODEL, TRAIN, "cuda")
+
+
+def test_a_measured_step_holds_what_was_predicted() -> None:
+    model = ModelConfig(
+        vocab_size=8192, context_length=512, n_layers=4, d_model=256, n_heads=4, norm="rmsnorm", mlp="swiglu"
+    )
+    train = TrainConfig(max_steps=1, batch_size=4)
+    measured = measure_step(model, train, "cpu", "fp32")
+    predicted = training_peak(Setting.of(model, train, "fp32", on_cpu=True)).total_bytes
+    assert predicted == pytest.approx(measured.peak_bytes, rel=0.1)
+    assert measured.kept_bytes > 0.95 * measured.peak_bytes
+    assert measured.tokens_per_second > 0
+
+
+def test_a_peak_is_of_what_came_after_its_reset() -> None:
+    peak = partial(peak_growth_bytes, CPU)
+    before = reset_peak(CPU)
+    torch.ones(30_000_000)
+    first = peak(before)
+    if first is None:
+        pytest.skip("this system does not tell a process's memory")
+    assert first > 100e6
+    assert (peak(reset_peak(CPU)) or 0) < 50e6
