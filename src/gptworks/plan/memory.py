@@ -318,8 +318,7 @@ def communication_bytes(parameters: ParameterCount, model: ModelConfig, layout: 
 
 
 def rank_config(config: ModelConfig, tensor_parallel: int) -> ModelConfig:
-    """The model that one tensor-parallel rank holds: its share of heads and inner width. Embeddings and head are
-    whole on each."""
+    """The model that one tensor-parallel rank holds: its share of heads and inner width, and all of the vocabulary."""
     if tensor_parallel == 1:
         return config
     return config.model_copy(
