@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +252,58 @@ def test_a_killed_rank_ends_the_run_which_resumes_bit_for_bit(tmp_path: Path) ->
     output, _ = resumed.communicate(timeout=120)
     assert resumed.returncode == 0, output
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[list[list[str]]]:
+    """The beginnings of commands that run in two network namespaces, joined by a pair of virtual interfaces."""
+    names = [f"gptworks{os.getpid()}{side}" for side in "ab"]
+    ends = [f"gw{os.getpid() % 100000}{side}" for side in "ab"]
+    setup = [["ip", "netns", "add", name] for name in names]
+    setup.append(["ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1]])
+    for i, (name, end) in enumerate(zip(names, ends, strict=True)):
+        setup += [
+            ["ip", "link", "set", end, "netns", name],
+            ["ip", "-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", end],
+            ["ip", "-n", name, "link", "set", end, "up"],
+            ["ip", "-n", name, "link", "set", "lo", "up"],
+        ]
+    try:
+        for command in setup:
+            if shutil.which("ip") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+                pytest.skip(f"no network namespaces here: `{' '.join(command)}` fails")
+        yield [
+            ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={end}"]
+            for name, end in zip(names, ends, strict=True)
+        ]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@pytest.mark.ranks
+def test_two_nodes_train_as_one_does(two_nodes: list[list[str]], tmp_path: Path) -> None:
+    """Two machines with two ranks each: separate networks, and a torchrun on each."""
+    recipe = tiny.write_recipe(tmp_path, optimizer="adamw", precision="fp32", micro_batch_size=2)
+    train(load_recipe(recipe, [f"run_dir={tmp_path / 'alone'}"]))
+    nodes = [
+        subprocess.Popen(
+            [
+                *node, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
+                f"--node-rank={rank}", "--master-addr=10.77.0.1", "--master-port=29517", "-m", "gptworks", "train",
+                str(recipe), "train.parallel.strategy=fsdp",
+            ],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT,
+        )
+        for rank, node in enumerate(two_nodes)
+    ]  # fmt: skip
+    outputs = [node.communicate(timeout=240)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
+    alone, shared = (
+        [r["loss"] for r in read_metrics(tmp_path / run / "metrics.jsonl") if r["kind"] == "train"]
+        for run in ("alone", "run")
+    )
+    assert shared == pytest.approx(alone, abs=1e-4)
 
 
 # -------------------------------------------------------------------------------------------------- refusals

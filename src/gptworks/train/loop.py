@@ -285,6 +285,7 @@ class Run:
         self._expert_tokens = None
         self.model.train()
         for i, batch in zip(self.parallel.micro_steps, micro_batches, strict=True):
+            self.ranks.mark()
             # Dropout is a function of (seed, step, micro-step), so a resumed run needs no generator state.
             torch.manual_seed(int(np.random.SeedSequence((self.recipe.seed, step, i)).generate_state(1, np.uint64)[0]))
             with self.stopwatch.part("forward"), self.precision.autocast():

@@ -251,6 +251,7 @@ class ManyDevices(Parallel):
         return self._ranks.add_up([number * counts for number in numbers])
 
     def finish_gradients(self) -> None:
+        self._ranks.mark()
         if self._tensor.size() > 1:
             self._agree_over_tensor_ranks()
         if not self._sharded and self._data.size() > 1:

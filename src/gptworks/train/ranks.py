@@ -299,17 +299,18 @@ class _Watch(threading.Thread):
         ]
 
     def _behind(self) -> list[int]:
-        """The ranks that have passed the fewest common points."""
+        """The ranks that have passed fewer common points than others; none where all wait at the same one."""
         marks = {r: int(text.split()[1]) for r, (text, _) in self._heard.items() if text not in (_DONE, _FAILED)}
-        return [rank for rank, n in marks.items() if n == min(marks.values())]
+        return [rank for rank, n in marks.items() if n < max(marks.values())]
 
     def _accuse(self, ranks: list[int]) -> str:
         names = []
         for rank in ranks:
             _, _, host, pid = (self._heard[rank][0].split() + ["?"] * 4)[:4]
             names.append(f"rank {rank} (process {pid} on {host})")
+        who = f"{', '.join(names)} does not answer: it hangs, has died or cannot be reached"
         return (
-            f"{', '.join(names)} does not answer: it hangs, has died or cannot be reached. "
+            f"{who if ranks else 'no rank comes on, and all wait at the same point'}. "
             f"Go on with --resume; if its work only takes longer than {self._timeout:g} s, raise "
             f"train.parallel.timeout_seconds."
         )
