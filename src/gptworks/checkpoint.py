@@ -13,7 +13,7 @@ does to it later is found by its manifest.
 import json
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -215,15 +215,17 @@ class CheckpointWriter:
         elif self._thread is not None:
             self._thread.join()  # the first error is the one to tell
 
-    def save(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
+    def save(self, step: int, tensors: dict[str, Iterable[tuple[str, Tensor]]], state: dict[str, Any]) -> None:
         """Copy and begin to write; returns as soon as the copy is made and an earlier save has ended.
+
+        The tensors, by name, are those of the `model` and of the `optimizer`.
 
         Raises:
             RunError: the earlier save failed.
         """
         self.wait()
         copies = {
-            kind: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
+            kind: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
             for kind, named in tensors.items()
         }
         self._thread = threading.Thread(target=self._write, args=(step, copies, state), name="checkpoint")

@@ -271,27 +271,52 @@ def train(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Try also what should not fit in memory.")] = False,
 ) -> None:
-    """Train the recipe's model; everything it leaves is in the run folder (run_dir=...)."""
+    """Train the recipe's model; everything it leaves is in the run folder (run_dir=...).
+
+    Started by torchrun or `gptworks launch`, several processes train it together.
+    """
     from gptworks.recipe import load_recipe
-    from gptworks.train.run_folder import check_run_folder
-    from gptworks.train.start import check_start
-    from gptworks.train.writers import check_writers
 
     settings = load_recipe(recipe, overrides or [])
-    check_run_folder(settings, resume)
-    check_start(settings, resume)
-    check_writers(settings.train.loggers)
     from gptworks.device import choose_device, choose_precision
+    from gptworks.train.loop import check_train
+    from gptworks.train.loop import train as train_model
+    from gptworks.train.parallel import run_layout
+    from gptworks.train.preflight import check_memory
+    from gptworks.train.ranks import join
 
     device = choose_device(settings.train.device)
-    precision = choose_precision(settings.train.precision, device)
-    from gptworks.train.preflight import check_memory
+    precision = choose_precision(settings.train.precision, device)  # refused before preparing
+    with join(settings.train.parallel.timeout_seconds, device) as ranks:
 
-    check_memory(settings, device, precision, force)  # refused before preparing
-    _prepare(settings)
-    from gptworks.train.loop import train as train_model
+        def check_and_prepare() -> None:
+            check_train(settings, resume, ranks.size)
+            layout = run_layout(settings, ranks, device, precision)
+            check_memory(settings, device, precision, force, layout, ranks.local_size)
+            _prepare(settings)
 
-    train_model(settings, resume=resume, force=force)
+        ranks.first(check_and_prepare)
+        train_model(settings, resume=resume, force=force, ranks=ranks)
+
+
+@app.command()
+def launch(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Processes; one for each GPU.")] = 1,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Try also what should not fit in memory.")] = False,
+) -> None:
+    """Train the recipe's model in several processes of this machine, as train.parallel says."""
+    from gptworks.recipe import load_recipe
+    from gptworks.train.launch import launch as start
+    from gptworks.train.loop import check_train
+
+    check_train(load_recipe(recipe, overrides or []), resume, nproc)
+    options = [name for name, given in (("--resume", resume), ("--force", force)) if given]
+    sys.exit(start(nproc, ["train", str(recipe), *(overrides or []), *options]))
 
 
 def _prepare(recipe: "Recipe") -> "Prepared":

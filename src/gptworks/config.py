@@ -351,6 +351,25 @@ class DataConfig(Section):
 # ---------------------------------------------------------------------------------------------------- train
 
 
+class ParallelConfig(Section):
+    """How many processes share a run. How many there are, the launcher says."""
+
+    strategy: Literal["auto", "ddp", "fsdp"] = Field(
+        "auto",
+        description="ddp: the whole model on each device, gradients added up. fsdp: weights, gradients and optimizer "
+        "state in equal shares (Zhao et al., 2023). auto: fsdp where a step of the whole model does not fit.",
+    )
+    tensor_parallel: PositiveInt = Field(
+        1, description="Devices that share each block's matrices: heads and inner width (Shoeybi et al., 2019)."
+    )
+    reshard_after_forward: bool = Field(
+        True, description="fsdp: free a block's gathered weights after its forward pass and gather them again."
+    )
+    timeout_seconds: float = Field(
+        600, gt=0, description="A rank that is silent, or makes all others wait, for so long ends the run."
+    )
+
+
 class TrainConfig(Section):
     """One training run. The length is the first reached of max_steps, epochs and max_minutes."""
 
@@ -361,8 +380,10 @@ class TrainConfig(Section):
     batch_size: PositiveInt = Field(32, description="Sequences in one optimizer step.")
     micro_batch_size: PositiveInt = Field(
         default_factory=_from("batch_size"),
-        description="Sequences in one forward and backward pass; divides batch_size. Gradients are accumulated.",
+        description="Sequences in one forward and backward pass; divides batch_size. Gradients are accumulated. Where "
+        "several devices train, each takes so many, or its whole part of the batch where that is less.",
     )
+    parallel: ParallelConfig = ParallelConfig()
     activation_checkpointing: Literal["none", "block"] = Field(
         "none", description="block: keep each block's input alone and compute the block again in the backward pass."
     )
@@ -444,6 +465,10 @@ class TrainConfig(Section):
     def accumulation_steps(self) -> int:
         """Micro-batches in one optimizer step."""
         return self.batch_size // self.micro_batch_size
+
+    def rank_micro_batch_size(self, n_ranks: int) -> int:
+        """Sequences in one pass of one of `n_ranks` devices that divide the batch."""
+        return max(1, min(self.micro_batch_size, self.batch_size // n_ranks))
 
 
 # ---------------------------------------------------------------------------------------------------- sweep

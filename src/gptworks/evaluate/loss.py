@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,11 +49,22 @@ class LossReport:
         return None if self.text_bytes is None else self.total_nats / math.log(2) / self.text_bytes
 
 
+class Shares(Protocol):
+    """How several processes divide an evaluation; each sees all windows and gets the sum."""
+
+    def share(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches that are this process's."""
+
+    def add_up(self, numbers: list[float]) -> list[float]:
+        """Sums over the processes."""
+
+
 def evaluate_loss(
     model: GPT,
     windows: Iterable[tuple[Tensor, Tensor]],
     *,
     text_bytes: int | None = None,
+    shares: Shares | None = None,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> LossReport:
     """Cross-entropy of the targets of all windows, without dropout; the model's mode is restored.
@@ -62,19 +74,24 @@ def evaluate_loss(
             makes them; targets of −100 are not counted.
         text_bytes: bytes of the original text. Give it only where the windows count each token of it once: of a
             sample of the windows, bits per byte would come out too low.
+        shares: how several processes divide the work; None: this one does it all.
         autocast: makes the context in which the model runs, such as one of `torch.autocast`.
 
     Raises:
         UserError: there is nothing to count.
     """
     total_nats, n_tokens = 0.0, 0
+    batches = _batches(windows)
     with eval_mode(model), torch.inference_mode():
-        for inputs, targets in _batches(windows):
+        for inputs, targets in batches if shares is None else shares.share(batches):
             with autocast():
                 features = model.features(inputs.to(model.device))
                 nats = linear_cross_entropy(features, model.head_weight, targets.to(model.device))
             total_nats += nats.item()
             n_tokens += int((targets != IGNORED).sum())
+    if shares is not None:
+        total_nats, n_targets = shares.add_up([total_nats, n_tokens])
+        n_tokens = round(n_targets)
     if not n_tokens:
         raise UserError("there is no token to evaluate: the split is empty or shorter than two tokens.")
     return LossReport(total_nats, n_tokens, text_bytes)

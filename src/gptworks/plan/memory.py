@@ -55,7 +55,7 @@ class Layout:
     data_parallel: int = 1
     """Ranks that see different sequences."""
     tensor_parallel: int = 1
-    """Ranks that share each matrix: heads, inner width and vocabulary (Shoeybi et al., 2019)."""
+    """Ranks that share each matrix: heads and inner width (Shoeybi et al., 2019)."""
 
     @property
     def world_size(self) -> int:
@@ -318,7 +318,7 @@ def communication_bytes(parameters: ParameterCount, model: ModelConfig, layout: 
 
 
 def rank_config(config: ModelConfig, tensor_parallel: int) -> ModelConfig:
-    """The model that one tensor-parallel rank holds: its share of heads, inner width and vocabulary."""
+    """The model that one tensor-parallel rank holds: its share of heads and inner width, and all of the vocabulary."""
     if tensor_parallel == 1:
         return config
     return config.model_copy(
@@ -327,6 +327,5 @@ def rank_config(config: ModelConfig, tensor_parallel: int) -> ModelConfig:
             "n_kv_heads": max(1, config.n_kv_heads // tensor_parallel),
             "d_ff": -(-config.d_ff // tensor_parallel),
             "d_ff_shared": -(-config.d_ff_shared // tensor_parallel),
-            "vocab_size": -(-config.vocab_size // tensor_parallel),
         }
     )

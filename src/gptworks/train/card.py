@@ -11,6 +11,8 @@ from gptworks import __version__
 from gptworks.config import Recipe
 from gptworks.device import Precision, device_name
 from gptworks.files import write_whole
+from gptworks.plan.fit import layout_words
+from gptworks.plan.memory import ONE_DEVICE, Layout
 from gptworks.plan.params import count_parameters
 from gptworks.plan.published import readable
 from gptworks.train.display import clock
@@ -34,13 +36,14 @@ def write_model_card(
     n_train_tokens: int,
     precision: Precision,
     memory: MemoryPeaks | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> None:
     """Write the card into the run folder, its results from the run's own metrics."""
     validation = [record for record in read_metrics(recipe.run_dir / "metrics.jsonl") if record["kind"] == "validation"]
     sections = {
         "Results": _results(recipe, validation),
         "Architecture": _architecture(recipe),
-        "Training": _training(recipe, progress, reason, n_train_tokens, precision) | _memory(memory),
+        "Training": _training(recipe, progress, reason, n_train_tokens, precision) | _layout(layout) | _memory(memory),
     }
     parts = [f"# {recipe.name}", "A language model trained with gptworks. Every figure here was counted or measured."]
     for heading, rows in sections.items():
@@ -48,6 +51,10 @@ def write_model_card(
         parts.append(f"## {heading}\n\n| | |\n|---|---|\n{table}")
     parts.append("Use it with `gptworks generate` and this folder; `recipe.yaml` beside this file repeats the run.")
     write_whole(recipe.run_dir / "model-card.md", "\n\n".join(parts) + "\n")
+
+
+def _layout(layout: Layout) -> dict[str, str]:
+    return {"ranks": f"{layout.world_size}: {layout_words(layout)}"} if layout.world_size > 1 else {}
 
 
 def _results(recipe: Recipe, validation: list[Record]) -> dict[str, str]:

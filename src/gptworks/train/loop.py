@@ -1,14 +1,18 @@
 """The training loop: read `train` first; the steps it is built of follow in the order in which they run."""
 
+import contextlib
+import itertools
 import time
+from collections import deque
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from rich.console import Console
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from gptworks.checkpoint import Checkpoint, CheckpointWriter, checkpoints, newest_verified
 from gptworks.config import Recipe
@@ -22,7 +26,8 @@ from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.model import GPT
 from gptworks.model.moe import busiest_load
-from gptworks.plan.memory import training_peak
+from gptworks.plan.fit import layout_words
+from gptworks.plan.memory import Layout, training_peak
 from gptworks.plan.published import readable
 from gptworks.plan.run import planned_steps
 from gptworks.recipe import save_recipe, with_vocab_size
@@ -32,11 +37,13 @@ from gptworks.train.average import WeightAverage
 from gptworks.train.card import MemoryPeaks, write_model_card
 from gptworks.train.display import Display, clock
 from gptworks.train.feed import Feed
-from gptworks.train.metrics import draw_curves, write_samples
+from gptworks.train.metrics import MetricsLog, NoLog, draw_curves, write_samples
 from gptworks.train.objectives import Objective, next_token
 from gptworks.train.optim import Optimizer
+from gptworks.train.parallel import Parallel, check_parallel, choose_parallel, run_layout
 from gptworks.train.preflight import check_memory, choose_allocation, run_setting
 from gptworks.train.progress import Progress
+from gptworks.train.ranks import ALONE, Ranks
 from gptworks.train.run_folder import check_run_folder, open_run_folder
 from gptworks.train.schedule import rate_factor
 from gptworks.train.signals import stop_signals
@@ -64,6 +71,7 @@ def train(
     force: bool = False,
     display: Display | None = None,
     objective: Objective | None = None,
+    ranks: Ranks = ALONE,
 ) -> Outcome:
     """Train the recipe's model until its length is reached, it stops improving, or a signal asks it to stop.
 
@@ -73,27 +81,30 @@ def train(
             without one is begun anew.
         force: try also where the run should not fit in memory.
         objective: what is optimized; None: the next token.
+        ranks: the processes that train together, from `gptworks.train.ranks.join`; each calls this.
 
     Raises:
         UserError: the recipe, its data or the run folder cannot be used, or the run does not fit in memory.
         RunError: loss or gradients stayed non-finite, or a checkpoint could not be written.
     """
-    display = display or Display()
-    check_run_folder(recipe, resume)
-    check_start(recipe, resume)
-    check_writers(recipe.train.loggers)
+    display = display or Display(None if ranks.is_first else Console(quiet=True))
+    ranks.first(lambda: check_train(recipe, resume, ranks.size))
     device = choose_device(recipe.train.device)
     precision = choose_precision(recipe.train.precision, device)
-    prepared = prepare(recipe)
+    prepared = ranks.in_turn(lambda: prepare(recipe))
     recipe = with_vocab_size(recipe, vocabulary_size(prepared.tokenizer))
-    peak = check_memory(recipe, device, precision, force)
+    layout = Layout(**ranks.first(lambda: asdict(run_layout(recipe, ranks, device, precision))))
+    peak = check_memory(recipe, device, precision, force or not ranks.is_first, layout, ranks.local_size)
+    if ranks.size > 1:
+        display.message(f"{ranks.size} ranks: {layout_words(layout)}")
     display.message(f"memory: {readable(peak.total_bytes, 'B')} at the peak ({peak.moment})")
-    choose_allocation(peak, device)
-    run = Run(recipe, prepared.folder, prepared.tokenizer, device, precision, objective, display)
-    with open_run_folder(recipe, resume), run.writer:
+    choose_allocation(peak, device, ranks.local_size)
+    parallel = choose_parallel(recipe, ranks, device, layout)
+    run = Run(recipe, prepared.folder, prepared.tokenizer, device, precision, objective, display, ranks, parallel)
+    with open_run_folder(recipe, resume) if ranks.is_first else contextlib.nullcontext(), run.writer:
         run.begin(resume)
         with stop_signals() as stop_asked, display:
-            while (reason := run.end_reason(stop_asked())) is None:
+            while (reason := run.end_reason(ranks.asked(stop_asked()))) is None:
                 run.training_step()
                 if run.due(recipe.train.evaluate_every):
                     run.evaluate()
@@ -102,6 +113,18 @@ def train(
                 if run.due(recipe.train.checkpoint_every) or run.is_best:
                     run.save()
             return run.finish(reason)
+
+
+def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1) -> None:
+    """Refuse a run that cannot be, before any work is done.
+
+    Raises:
+        UserError: the run folder, the run to start from, a logger or the number of ranks; it says which.
+    """
+    check_run_folder(recipe, resume)
+    check_start(recipe, resume)
+    check_writers(recipe.train.loggers)
+    check_parallel(recipe, n_ranks)
 
 
 class Run:
@@ -116,25 +139,28 @@ class Run:
         precision: Precision,
         objective: Objective | None,
         display: Display,
+        ranks: Ranks,
+        parallel: Parallel,
     ) -> None:
         self.recipe, self.settings, self.display = recipe, recipe.train, display
+        self.ranks, self.parallel = ranks, parallel
         self.device, self.precision, self.tokenizer = device, precision, tokenizer
         self.objective = objective or partial(
             next_token,
             balance_weight=recipe.train.router_balance_weight,
             z_weight=recipe.train.router_z_weight,
         )
-        self.train_shards = TokenShards(data_folder, "train", verify=True)
-        self.validation_shards = TokenShards(data_folder, "validation", verify=True)
+        self.train_shards = TokenShards(data_folder, "train", verify=ranks.is_first)
+        self.validation_shards = TokenShards(data_folder, "validation", verify=ranks.is_first)
         self.batches = Batches(self.train_shards, recipe.model.context_length, recipe.train.batch_size, recipe.seed)
         torch.manual_seed(recipe.seed)
         self._memory_before_bytes = reset_peak(device)
-        self.model = GPT(recipe.model).to(device)
+        self.model = parallel.place(GPT(recipe.model), device)
         self.model.checkpoint_blocks = recipe.train.activation_checkpointing == "block"
         self.optimizer = Optimizer(self.model, recipe.train)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.needs_scaler)
         self.average = WeightAverage(self.model, recipe.train.ema_decay)
-        self.feed = Feed(self.batches, recipe.train.micro_batch_size, recipe.train.accumulation_steps, device)
+        self.feed = Feed(self.batches, self.parallel.micro_batch_size, self.parallel.micro_steps, device)
         self.stopwatch = Stopwatch(device)
         self.writer = CheckpointWriter(recipe.run_dir, recipe.train.keep_checkpoints, recipe.train.keep_every)
         self.progress = Progress(data_fingerprint=self.train_shards.manifest.fingerprint)
@@ -151,7 +177,7 @@ class Run:
     def begin(self, resume: bool) -> None:
         """Start a new run folder, or restore the newest whole checkpoint of the one that is there."""
         folder = self.recipe.run_dir
-        checkpoint = newest_verified(folder, self.display.message) if resume else None
+        checkpoint = self._newest_whole() if resume else None
         if checkpoint is None and checkpoints(folder):
             raise UserError(
                 f"every checkpoint of {folder} is damaged: restore one from a copy, or give another run_dir=."
@@ -162,11 +188,27 @@ class Run:
         elif resume:
             self.display.message(f"{folder} has no checkpoint: starting from step 0")
         if checkpoint is None and self.recipe.initialize_from is not None:
-            self.model.load_state_dict(starting_weights(self.recipe, self.tokenizer, self.display.message))
+            weights = starting_weights(self.recipe, self.tokenizer, self.display.message)
+            self.model.load_state_dict(self.parallel.shares(weights))
             self.average = WeightAverage(self.model, self.settings.ema_decay)
-        save_recipe(self.recipe, folder / "recipe.yaml")
-        save_tokenizer(self.tokenizer, folder / "tokenizer")
-        self.log = open_log(self.recipe, self.progress.step)
+        if self.ranks.is_first:
+            save_recipe(self.recipe, folder / "recipe.yaml")
+            save_tokenizer(self.tokenizer, folder / "tokenizer")
+        self.log = self._open_log()
+
+    def _open_log(self) -> MetricsLog | NoLog:
+        return open_log(self.recipe, self.progress.step) if self.ranks.is_first else NoLog()
+
+    def _newest_whole(self, up_to_step: int | None = None) -> Checkpoint | None:
+        """The newest checkpoint that rank 0 finds whole, on every rank."""
+        folder = self.recipe.run_dir
+
+        def find() -> int | None:
+            found = newest_verified(folder, self.display.message, up_to_step=up_to_step)
+            return None if found is None else found.step
+
+        step = self.ranks.first(find)
+        return next((checkpoint for checkpoint in checkpoints(folder) if checkpoint.step == step), None)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state()
@@ -185,7 +227,8 @@ class Run:
             )
         self.progress = progress
         self._saved_step = progress.step
-        tensors = self.average.restore(checkpoint.model_tensors(), checkpoint.optimizer_tensors())
+        shares = self.parallel.shares
+        tensors = self.average.restore(shares(checkpoint.model_tensors()), shares(checkpoint.optimizer_tensors()))
         self.optimizer.load_state_tensors(tensors)
         if progress.scaler:
             self.scaler.load_state_dict(progress.scaler)
@@ -202,7 +245,7 @@ class Run:
         loss, n_targets = self._accumulate_gradients()
         with self.stopwatch.part("optimizer"):
             self.optimizer.unscale(self.scaler)
-            norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]).item()
+            norm = self.parallel.gradient_norm()
             skipped = anomaly(settings, progress.gradient, loss, norm)
             if skipped is None:
                 self._apply_gradients(norm, factor)
@@ -213,7 +256,7 @@ class Run:
             self.optimizer.zero_grad()
         progress.step += 1
         progress.tokens += n_targets
-        progress.seconds += time.perf_counter() - started
+        progress.seconds = self.ranks.latest(progress.seconds + time.perf_counter() - started)
         if skipped is None:
             self._report_step(loss, norm, factor)
         else:
@@ -222,7 +265,7 @@ class Run:
     def _apply_gradients(self, norm: float, factor: float) -> None:
         progress, settings = self.progress, self.settings
         if settings.grad_clip and norm > settings.grad_clip:
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.grad_clip, torch.tensor(norm))
+            self.parallel.clip_gradients(settings.grad_clip, norm)
         self.optimizer.set_rate(factor)
         self.optimizer.step(self.scaler)
         self.average.update(progress.step)
@@ -236,11 +279,13 @@ class Run:
         """
         step = self.progress.step
         with self.stopwatch.part("data"):
-            micro_batches, n_targets = self.feed.step(step + self.progress.batches_passed)
+            micro_batches, own_targets = self.feed.step(step + self.progress.batches_passed)
+            n_targets = round(self.parallel.add_up([own_targets])[0])
         total = torch.zeros((), device=self.device)
         self._expert_tokens = None
         self.model.train()
-        for i, batch in enumerate(micro_batches):
+        for i, batch in zip(self.parallel.micro_steps, micro_batches, strict=True):
+            self.ranks.mark()
             # Dropout is a function of (seed, step, micro-step), so a resumed run needs no generator state.
             torch.manual_seed(int(np.random.SeedSequence((self.recipe.seed, step, i)).generate_state(1, np.uint64)[0]))
             with self.stopwatch.part("forward"), self.precision.autocast():
@@ -250,7 +295,11 @@ class Run:
             total += losses.loss
             if (routed := losses.expert_tokens) is not None:
                 self._expert_tokens = routed if self._expert_tokens is None else self._expert_tokens + routed
-        return (total / n_targets).item(), n_targets
+        with self.stopwatch.part("gradients of all ranks" if self.ranks.size > 1 else "backward"):
+            self.parallel.finish_gradients()
+        if self._expert_tokens is not None:
+            self._expert_tokens = self.parallel.summed(self._expert_tokens)
+        return (self.parallel.summed(total) / n_targets).item(), n_targets
 
     def _report_step(self, loss: float, norm: float, factor: float) -> None:
         progress, settings = self.progress, self.settings
@@ -288,11 +337,11 @@ class Run:
             return
         self.writer.wait()
         before = progress.step - progress.skipped_in_a_row  # weights may have gone wrong before the first was skipped
-        good = newest_verified(self.recipe.run_dir, up_to_step=before)
+        good = self._newest_whole(before)
         if good is not None and progress.rollbacks < settings.max_rollbacks:
             self._roll_back(good)
             return
-        good = good or newest_verified(self.recipe.run_dir)
+        good = good or self._newest_whole()
         where = f"the last good checkpoint is {good.folder}" if good else "there is no checkpoint yet"
         raise RunError(
             f"{progress.skipped_in_a_row} steps in a row were skipped, the last at step {progress.step:,} because "
@@ -309,7 +358,7 @@ class Run:
         self.progress.skipped, self.progress.skipped_in_a_row = broken.skipped, 0
         self.progress.batches_passed = broken.step + broken.batches_passed - self.progress.step
         self.log.close()
-        self.log = open_log(self.recipe, self.progress.step)
+        self.log = self._open_log()
         self.log.write({"kind": "rollback", "step": self.progress.step, "from_step": broken.step})
         self.display.message(f"back to step {self.progress.step:,}, and on past the batches of the skipped steps")
 
@@ -323,11 +372,12 @@ class Run:
             self.validation_shards, self.recipe.model.context_length, self.settings.evaluate_sequences
         )
         round_trips = self.validation_shards.manifest.round_trips
-        with self.stopwatch.part("evaluation"), self.average.applied():
+        with self.stopwatch.part("evaluation"), self.average.applied(), self.parallel.resting():
             report = evaluate_loss(
                 self.model,
                 windows,
                 text_bytes=self.validation_shards.text_bytes if whole and round_trips else None,
+                shares=self.parallel,
                 autocast=self.precision.autocast,
             )
         better = report.loss < progress.best_loss
@@ -351,11 +401,13 @@ class Run:
 
     def sample(self) -> None:
         """Continue the recipe's prompts; the same seed each time shows what training changed."""
+        if not self.parallel.samples:
+            return
         sampling = SamplingSettings(
             max_tokens=self.settings.sample_tokens, temperature=0.8, top_k=50, seed=self.recipe.seed
         )
         for prompt in self.settings.sample_prompts:
-            with self.stopwatch.part("samples"), self.average.applied():
+            with self.stopwatch.part("samples"), self.average.applied(), self.parallel.resting():
                 text = self.engine.generate(prompt, sampling, overflow="slide")
             self.log.write({"kind": "sample", "step": self.progress.step, "prompt": prompt, "text": text})
 
@@ -367,10 +419,13 @@ class Run:
         progress.scaler = self.scaler.state_dict()
         with self.stopwatch.part("checkpoint"):
             tensors = {
-                "model": self.average.model_tensors,
-                "optimizer": self.optimizer.state_tensors() | self.average.own_tensors,
+                "model": self.parallel.whole(self.average.model_tensors),
+                "optimizer": self.parallel.whole(self.optimizer.state_tensors() | self.average.own_tensors),
             }
-            self.writer.save(progress.step, tensors, asdict(progress))
+            if self.ranks.is_first:
+                self.writer.save(progress.step, tensors, asdict(progress))
+            else:
+                deque(itertools.chain(*tensors.values()), maxlen=0)  # our part in making them whole
         self._saved_step = progress.step
 
     # ---------------------------------------------------------------------------------------------- end
@@ -406,20 +461,29 @@ class Run:
     def finish(self, reason: str) -> Outcome:
         """Save, and describe the run in its folder."""
         self.save()
+        self.ranks.first(lambda: self._describe(reason))
+        progress = self.progress
+        return Outcome(
+            reason, progress.step, progress.tokens, progress.seconds, progress.best_loss, self.recipe.run_dir
+        )
+
+    def _describe(self, reason: str) -> None:
         self.writer.wait()
         self.log.close()
         folder, progress = self.recipe.run_dir, self.progress
         write_samples(folder / "metrics.jsonl", folder / "samples.md")
         if not draw_curves(folder / "metrics.jsonl", folder / "curves.png", self.recipe.name):
             self.display.message("curves.png is left out: matplotlib is not installed (pip install 'gptworks[plots]').")
+        setting = run_setting(self.recipe, self.device, self.precision, self.parallel.layout)
         memory = MemoryPeaks(
-            predicted_bytes=training_peak(run_setting(self.recipe, self.device, self.precision)).total_bytes,
+            predicted_bytes=training_peak(setting).total_bytes,
             measured_bytes=peak_growth_bytes(self.device, self._memory_before_bytes),
         )
-        write_model_card(self.recipe, progress, reason, self.train_shards.n_tokens, self.precision, memory)
+        write_model_card(
+            self.recipe, progress, reason, self.train_shards.n_tokens, self.precision, memory, self.parallel.layout
+        )
         left = " Go on with --resume." if self.share_done < 1 else ""
         self.display.message(
             f"{reason} at step {progress.step:,} after {clock(progress.seconds)}, {progress.tokens:,} tokens. "
             f"Saved in {folder}.{left}"
         )
-        return Outcome(reason, progress.step, progress.tokens, progress.seconds, progress.best_loss, folder)

@@ -56,6 +56,16 @@ class MetricsLog:
             writer.write(record)
 
 
+class NoLog:
+    """What ranks other than the first write to: one log is enough."""
+
+    def write(self, record: Record) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 def read_metrics(path: Path) -> Iterator[Record]:
     """The records of a log; a last line cut short by a crash is left out."""
     if not path.exists():

@@ -23,10 +23,11 @@ class ParameterGroup:
 
 def parameter_groups(model: GPT, train: TrainConfig) -> list[ParameterGroup]:
     """How the parameters are divided: blocks' matrices, embeddings and head, vectors (norms and biases)."""
-    members: dict[str, list[str]] = {"matrices": [], "embeddings": [], "vectors": []}
+    members: dict[tuple[str, object], list[str]] = {(kind, None): [] for kind in ("matrices", "embeddings", "vectors")}
     for name, parameter in model.named_parameters():
         kind = "vectors" if parameter.ndim < 2 else "matrices" if name.startswith("blocks.") else "embeddings"
-        members[kind].append(name)
+        mesh = getattr(parameter, "device_mesh", None)  # fused updates take tensors that are divided alike
+        members.setdefault((kind, mesh), []).append(name)
     muon = train.optimizer == "muon"
     groups = [
         ParameterGroup(
@@ -36,7 +37,7 @@ def parameter_groups(model: GPT, train: TrainConfig) -> list[ParameterGroup]:
             learning_rate=train.muon_learning_rate if muon and kind == "matrices" else train.learning_rate,
             weight_decay=0.0 if kind == "vectors" else train.weight_decay,
         )
-        for kind, names in members.items()
+        for (kind, _), names in members.items()
     ]
     return [group for group in groups if group.names]
 

@@ -1,5 +1,7 @@
 """Whether a run fits this machine, before its first step."""
 
+from dataclasses import replace
+
 import torch
 
 from gptworks.config import Recipe
@@ -7,7 +9,7 @@ from gptworks.device import Precision, device_name, keep_freed_memory, memory_by
 from gptworks.errors import UserError
 from gptworks.plan.devices import Device
 from gptworks.plan.fit import changes_that_fit
-from gptworks.plan.memory import Peak, Setting, training_peak
+from gptworks.plan.memory import ONE_DEVICE, Layout, Peak, Setting, training_peak
 from gptworks.plan.published import readable
 
 KEPT_SHARE = 1.5
@@ -15,19 +17,32 @@ KEPT_SHARE = 1.5
 (docs/benchmarks.md), from holes between blocks of unlike sizes."""
 
 
-def run_setting(recipe: Recipe, device: torch.device, precision: Precision) -> Setting:
-    """The run's step with checkpoints; the least that it may be where the vocabulary is not known yet."""
+def run_setting(recipe: Recipe, device: torch.device, precision: Precision, layout: Layout = ONE_DEVICE) -> Setting:
+    """The step of one device with checkpoints; the least that it may be where the vocabulary is not known yet."""
     model = recipe.model.model_copy(update={"vocab_size": recipe.model.vocab_size or 1})
-    return Setting.of(model, recipe.train, precision.name, device.type == "cpu", saves=True)
+    whole = Setting.of(model, recipe.train, precision.name, device.type == "cpu", saves=True)
+    micro = recipe.train.rank_micro_batch_size(layout.data_parallel)
+    accumulates = micro < recipe.train.batch_size // layout.data_parallel
+    return replace(whole, micro_batch_size=micro, accumulates=accumulates, layout=layout)
 
 
-def check_memory(recipe: Recipe, device: torch.device, precision: Precision, force: bool = False) -> Peak:
-    """The most that the run will hold at once.
+def check_memory(
+    recipe: Recipe,
+    device: torch.device,
+    precision: Precision,
+    force: bool = False,
+    layout: Layout = ONE_DEVICE,
+    n_local_ranks: int = 1,
+) -> Peak:
+    """The most that a device will hold at once.
+
+    Args:
+        n_local_ranks: processes that share this machine, and its memory where they run on the CPU.
 
     Raises:
         UserError: it does not fit, and `force` is false; the message names what would make it fit.
     """
-    setting, there_bytes = run_setting(recipe, device, precision), memory_bytes(device)
+    setting, there_bytes = run_setting(recipe, device, precision, layout), rank_memory_bytes(device, n_local_ranks)
     peak = training_peak(setting)
     if force or peak.total_bytes <= there_bytes:
         return peak
@@ -41,9 +56,14 @@ def check_memory(recipe: Recipe, device: torch.device, precision: Precision, for
     )
 
 
-def choose_allocation(peak: Peak, device: torch.device) -> None:
+def rank_memory_bytes(device: torch.device, n_local_ranks: int) -> int:
+    """What one of this machine's ranks may take."""
+    return memory_bytes(device) // (1 if device.type == "cuda" else n_local_ranks)
+
+
+def choose_allocation(peak: Peak, device: torch.device, n_local_ranks: int = 1) -> None:
     """Let the allocator keep freed memory, which is faster, where there is room for the holes it leaves."""
-    if peak.total_bytes * KEPT_SHARE <= memory_bytes(device):
+    if peak.total_bytes * KEPT_SHARE <= rank_memory_bytes(device, n_local_ranks):
         keep_freed_memory()
     else:
         return_freed_memory()

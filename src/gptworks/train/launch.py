@@ -1,0 +1,69 @@
+"""Several processes of one command on this machine, as `torchrun --standalone` starts them.
+
+What differs from torchrun: signals are handed on to every rank, the first failure's exit code is ours, and nothing but
+the ranks' own messages is printed. For several machines, use torchrun.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+GRACE_SECONDS = 5.0
+"""For the others to end by themselves, once one has failed."""
+
+_POLL_SECONDS = 0.05
+
+
+def launch(n_ranks: int, arguments: Sequence[str]) -> int:
+    """Run `gptworks` with these arguments in `n_ranks` processes; returns the exit code of the first to fail, or 0."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    threads = str(max(1, (os.cpu_count() or 1) // n_ranks))
+    common = {
+        "WORLD_SIZE": str(n_ranks),
+        "LOCAL_WORLD_SIZE": str(n_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store lives here, and outlives any rank
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+    }
+    ranks: list[subprocess.Popen[bytes]] = []
+
+    def hand_on(number: int, _: FrameType | None) -> None:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.send_signal(number)
+
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for number in map(str, range(n_ranks)):
+            environment = os.environ | common | {"RANK": number, "LOCAL_RANK": number}
+            command = [sys.executable, "-m", "gptworks", *arguments]
+            ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        return _wait(ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Until all have ended, or one has failed and the others had their time."""
+    code, deadline = 0, float("inf")
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        failed = [(i, rank.returncode) for i, rank in enumerate(ranks) if rank.poll()]
+        if failed and not code:
+            number, ended = failed[0]
+            deadline = time.monotonic() + GRACE_SECONDS
+            code = ended if ended > 0 else 128 - ended
+            if ended < 0:
+                sys.stderr.write(f"error: rank {number} was ended by {signal.Signals(-ended).name}.\n")
+    return code

@@ -1,0 +1,369 @@
+"""How a model and its batches lie on many devices, and what the devices do together.
+
+    ranks = data × tensor    a mesh of two dimensions, tensor the inner one
+
+    data      each rank has its own micro-batches of the step. ddp: a whole model each, gradients added up after the
+              last micro-batch. fsdp: a share of every tensor each, blocks gathered as they are used (FSDP2).
+    tensor    ranks have the same micro-batches and a share of each block's heads and inner width. Embeddings, norms and
+              the head are whole on each.
+
+Gradients are sums over ranks, because the loss is divided by the targets of the whole step beforehand. Everything is
+float32 between ranks, whatever the products are done in.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from gptworks.config import IGNORED, ModelConfig, Recipe, TrainConfig
+from gptworks.device import Precision
+from gptworks.errors import UserError
+from gptworks.model import GPT
+from gptworks.plan.memory import ONE_DEVICE, Layout, training_peak
+from gptworks.train.preflight import rank_memory_bytes, run_setting
+from gptworks.train.ranks import Ranks
+
+Pair = tuple[Tensor, Tensor]
+
+BUCKET_BYTES = 32 * 2**20
+"""Gradients are added up in pieces of about this size: fewer messages, and little memory besides."""
+
+
+class Parallel:
+    """One device, which has everything. `ManyDevices` overrides what many have to do together."""
+
+    layout = ONE_DEVICE
+    samples = True
+    """Whether this rank takes part in making samples."""
+
+    def __init__(self, train: TrainConfig) -> None:
+        self.micro_batch_size = train.micro_batch_size
+        self.micro_steps: range = range(train.accumulation_steps)
+        """The micro-batches of a step that are this rank's, by their number within the step."""
+
+    def place(self, model: GPT, device: torch.device) -> GPT:
+        """The model on the device, or this rank's share of it."""
+        self.parameters = dict(model.to(device).named_parameters())
+        return model
+
+    def summed(self, value: Tensor) -> Tensor:
+        """A sum over the whole step, from this rank's part of it."""
+        return value
+
+    def add_up(self, numbers: list[float]) -> list[float]:
+        """The same for plain numbers, in float64."""
+        return numbers
+
+    def finish_gradients(self) -> None:
+        """After the last micro-batch: make the gradients those of the whole step."""
+
+    def gradient_norm(self) -> float:
+        """The norm of all gradients."""
+        return nn.utils.get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None]).item()
+
+    def clip_gradients(self, max_norm: float, norm: float) -> None:
+        """Scale gradients of this norm down to `max_norm`."""
+        nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, torch.tensor(norm))
+
+    def shares(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of whole tensors, by `parameter` or `parameter/key`."""
+        return tensors
+
+    def whole(self, tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+        """Names and whole tensors, one after the other. All ranks go through it to the end together."""
+        return tensors.items()
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Inside, the model is used without training it."""
+        yield
+
+    def share(self, batches: Iterator[Pair]) -> Iterator[Pair]:
+        """This rank's part of the batches of an evaluation."""
+        return batches
+
+
+def run_layout(recipe: Recipe, ranks: Ranks, device: torch.device, precision: Precision) -> Layout:
+    """How the recipe's model lies on these ranks. Where the recipe leaves it open: whole on each, if a step fits so.
+
+    Raises:
+        UserError: it cannot be trained on them; which setting stands in the way, and what to do.
+    """
+    check_parallel(recipe, ranks.size, precision.name)
+    settings, tensor = recipe.train.parallel, recipe.train.parallel.tensor_parallel
+    whole = Layout("none", ranks.size // tensor, tensor)
+    sharded = replace(whole, sharding="fsdp" if settings.reshard_after_forward else "zero2")
+    if settings.strategy != "auto" or whole.data_parallel == 1:
+        return sharded if settings.strategy == "fsdp" and whole.data_parallel > 1 else whole
+    if recipe.train.optimizer == "muon" or precision.needs_scaler:
+        return whole
+    peak = training_peak(run_setting(recipe, device, precision, whole))
+    return whole if peak.total_bytes <= rank_memory_bytes(device, ranks.local_size) else sharded
+
+
+def choose_parallel(recipe: Recipe, ranks: Ranks, device: torch.device, layout: Layout) -> Parallel:
+    """What brings this layout about. All ranks call it together."""
+    if ranks.size == 1:
+        return Parallel(recipe.train)
+    mesh = init_device_mesh(
+        device.type, (layout.data_parallel, layout.tensor_parallel), mesh_dim_names=("data", "tensor")
+    )
+    return ManyDevices(recipe.train, ranks, mesh, layout)
+
+
+def check_parallel(recipe: Recipe, n_ranks: int, precision: str = "auto") -> None:
+    """Refuse what so many ranks cannot do, before any work.
+
+    Raises:
+        UserError: as it says.
+    """
+    model, train, tensor = recipe.model, recipe.train, recipe.train.parallel.tensor_parallel
+    if n_ranks % tensor:
+        raise UserError(
+            f"{n_ranks} ranks are not a multiple of train.parallel.tensor_parallel={tensor}: start a multiple of "
+            f"{tensor} processes with torchrun or `gptworks launch`, or set tensor_parallel to a divisor of {n_ranks}."
+        )
+    n_data = n_ranks // tensor
+    micro = train.rank_micro_batch_size(n_data)
+    if train.batch_size % (n_data * micro):
+        what = f"{n_data} ranks" if tensor == 1 else f"{n_data} groups of {tensor} ranks"
+        raise UserError(
+            f"train.batch_size={train.batch_size} is not a multiple of {what} × micro_batch_size={micro}: each has the "
+            f"same number of micro-batches. Change batch_size to a multiple of {n_data * micro}, or micro_batch_size."
+        )
+    if tensor > 1:
+        _check_tensor_parallel(model, tensor)
+        _check_sharded(train, precision, f"tensor_parallel={tensor}")
+    elif n_ranks > 1 and train.parallel.strategy == "fsdp":
+        _check_sharded(train, precision, "strategy=fsdp")
+
+
+def _check_tensor_parallel(model: ModelConfig, tensor: int) -> None:
+    for name in ("n_heads", "n_kv_heads", "d_ff"):
+        if getattr(model, name) % tensor:
+            raise UserError(
+                f"model.{name}={getattr(model, name)} is not a multiple of train.parallel.tensor_parallel={tensor}: "
+                f"each rank has the same share. Choose a tensor_parallel that divides n_heads, n_kv_heads and d_ff."
+            )
+    if model.n_experts:
+        raise UserError(
+            f"train.parallel.tensor_parallel={tensor} does not divide experts (model.n_experts={model.n_experts}): use "
+            f"strategy=fsdp and tensor_parallel=1."
+        )
+    if model.dropout_attention:
+        raise UserError(
+            f"train.parallel.tensor_parallel={tensor} would drop the same attention weights in each rank's heads "
+            f"(model.dropout_attention={model.dropout_attention:g}): set dropout_attention to 0."
+        )
+
+
+def _check_sharded(train: TrainConfig, precision: str, setting: str) -> None:
+    if train.optimizer == "muon":
+        raise UserError(
+            f"train.optimizer=muon works on whole matrices and train.parallel.{setting} divides them: use strategy=ddp "
+            f"with tensor_parallel=1, or optimizer=adamw."
+        )
+    if precision == "fp16":
+        raise UserError(
+            f"precision fp16 scales the loss by what each rank sees of the gradients, and train.parallel.{setting} "
+            f"divides them: use bf16 or fp32."
+        )
+
+
+class ManyDevices(Parallel):
+    """This rank's part of a model in training on several."""
+
+    def __init__(self, train: TrainConfig, ranks: Ranks, mesh: DeviceMesh, layout: Layout) -> None:
+        self._ranks, self._mesh, self.layout, self._sharded = ranks, mesh, layout, layout.sharding != "none"
+        self._data, self._tensor = mesh["data"], mesh["tensor"]
+        n_data, index = self._data.size(), self._data.get_local_rank()
+        self.micro_batch_size = train.rank_micro_batch_size(n_data)
+        self.micro_steps = range(index, train.batch_size // self.micro_batch_size, n_data)
+        self.samples = ranks.is_first or self._sharded or self._tensor.size() > 1
+        # DTensor warns that a matrix divided over both dimensions is gathered in two steps, which is what is meant.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+    # ------------------------------------------------------------------------------------------- model
+
+    def place(self, model: GPT, device: torch.device) -> GPT:
+        """Every rank has made the same model from the seed; each keeps its share, block after block.
+
+        The root group holds what stands outside the blocks, because a tied embedding is the head too.
+        """
+        if self._tensor.size() > 1:
+            for block in model.blocks:
+                parallelize_module(block, self._tensor, tensor_plan(model.config), src_data_rank=None)
+            heads = ("n_heads", "n_kv_heads")  # what stands here, for which caches are made
+            here = {name: getattr(model.config, name) // self._tensor.size() for name in heads}
+            model.config = model.config.model_copy(update=here)
+            # A recomputation that stops early leaves its last sum over ranks unread, and in memory for ever.
+            model.features = set_checkpoint_early_stop(False)(model.features)  # type: ignore[method-assign]
+        if self._sharded:
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+            for block in model.blocks:
+                fully_shard(
+                    block, mesh=self._data, mp_policy=policy, reshard_after_forward=self.layout.sharding == "fsdp"
+                )
+            fully_shard(model, mesh=self._data, mp_policy=policy, reshard_after_forward=False)
+            register_fsdp_forward_method(model, "features")  # after it the root stays gathered: the loss uses the head
+            for module in _sharded_modules(model):
+                module.set_gradient_divide_factor(1.0)  # sums, not means
+                module.set_force_sum_reduction_for_comms(True)
+                module.unshard()  # once outside inference mode, whose tensors could not be trained with
+                module.reshard()
+        model.to(device)
+        self.model, self.parameters = model, dict(model.named_parameters())
+        return model
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if isinstance(self.model, FSDPModule):
+                self.model.reshard()  # without a backward pass the root would stay gathered, and stale after a step
+
+    # --------------------------------------------------------------------------------------- gradients
+
+    def summed(self, value: Tensor) -> Tensor:
+        distributed.all_reduce(value, group=self._data.get_group())
+        return value
+
+    def add_up(self, numbers: list[float]) -> list[float]:
+        counts = self._tensor.get_local_rank() == 0  # the others have seen the same sequences
+        return self._ranks.add_up([number * counts for number in numbers])
+
+    def finish_gradients(self) -> None:
+        self._ranks.mark()
+        if self._tensor.size() > 1:
+            self._agree_over_tensor_ranks()
+        if not self._sharded and self._data.size() > 1:
+            for bucket in _buckets(self._local_gradients().values()):
+                joined = torch.cat([gradient.flatten() for gradient in bucket])
+                distributed.all_reduce(joined, group=self._data.get_group())
+                for gradient, part in zip(bucket, torch.split(joined, [g.numel() for g in bucket]), strict=True):
+                    gradient.copy_(part.view_as(gradient))
+
+    def _agree_over_tensor_ranks(self) -> None:
+        """Gradients of what is whole on each tensor rank.
+
+        A head's norm has seen only this rank's heads: its parts are added up. The others are equal but for the order in
+        which some kernels add: all take the first rank's, so that copies never drift apart.
+        """
+        group = self._tensor.get_group()
+        for name, gradient in self._local_gradients().items():
+            if "tensor" in divided_over(self.parameters[name]):
+                continue
+            if name.endswith(("query_norm.weight", "key_norm.weight")):
+                distributed.all_reduce(gradient, group=group)
+            else:
+                distributed.broadcast(gradient, group=group, group_src=0)
+
+    def gradient_norm(self) -> float:
+        by_copies: dict[int, list[Tensor]] = {}
+        for name, gradient in self._local_gradients().items():
+            sizes = [self._mesh[dimension].size() for dimension in divided_over(self.parameters[name])]
+            copies = self._ranks.size // math.prod(sizes)
+            by_copies.setdefault(copies, []).append(gradient)
+        squares = [nn.utils.get_total_norm(there).item() ** 2 / copies for copies, there in by_copies.items()]
+        (square,) = self._ranks.add_up([sum(squares)])
+        return float(square**0.5)
+
+    def clip_gradients(self, max_norm: float, norm: float) -> None:
+        for gradient in self._local_gradients().values():
+            gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
+
+    def _local_gradients(self) -> dict[str, Tensor]:
+        return {name: _local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+
+    # -------------------------------------------------------------------------------------- checkpoints
+
+    def shares(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._share_of(name, tensor) for name, tensor in tensors.items()}
+
+    def _share_of(self, name: str, tensor: Tensor) -> Tensor:
+        parameter = self.parameters.get(name, self.parameters.get(name.rpartition("/")[0]))
+        if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
+            return tensor
+        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+    def whole(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
+            self._ranks.mark()
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    # --------------------------------------------------------------------------------------- evaluation
+
+    def share(self, batches: Iterator[Pair]) -> Iterator[Pair]:
+        """Every n-th; a rank that has none in the last round computes that round's first and counts nothing, because
+        blocks that are gathered need all ranks."""
+        n, index = self._data.size(), self._data.get_local_rank()
+        while turn := list(islice(batches, n)):
+            self._ranks.mark()
+            inputs, targets = turn[min(index, len(turn) - 1)]
+            yield inputs, targets if index < len(turn) else torch.full_like(targets, IGNORED)
+
+
+def tensor_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
+    """How a block is divided: heads and inner width by columns, what leads back to the residual stream by rows.
+
+    The input is taken up once for all the products that share it, so that its gradient is added up once.
+    """
+    gate: dict[str, ParallelStyle] = {"mlp.gate": ColwiseParallel()} if model.gated else {}
+    whole = Replicate()
+    return gate | {
+        "attention": PrepareModuleInput(input_layouts=(whole, None, None), desired_input_layouts=(whole, None, None)),
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.out": RowwiseParallel(),
+        "mlp": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(),
+    }
+
+
+def divided_over(parameter: Tensor) -> list[str]:
+    """The mesh dimensions over which a tensor is in shares."""
+    if not isinstance(parameter, DTensor):
+        return []
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return [name for name, placement in zip(names, parameter.placements, strict=True) if not placement.is_replicate()]
+
+
+def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part, in the tensor's own memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in order, in lists of about BUCKET_BYTES."""
+    held: list[Tensor] = []
+    for tensor in tensors:
+        held.append(tensor)
+        if sum(each.nbytes for each in held) >= BUCKET_BYTES:
+            yield held
+            held = []
+    if held:
+        yield held

@@ -1,0 +1,323 @@
+"""The processes of a run: what they agree on, who speaks for them all, and how one that hangs is named.
+
+A launcher (torchrun, or `gptworks launch`) starts the processes and gives each a rank, from 0, through the environment.
+They train the same model in step: any decision that depends on a clock, a signal or a file is made by one rank, or
+agreed on by all, since ranks that disagree wait for one another for ever.
+
+The launcher's store is where they meet. Each rank writes a beat there every few seconds, from a thread of its own, with
+the number of common points that its training has passed. A rank whose beats stop (killed, or its machine gone), or
+whose training stands still, is named by the others within `timeout_seconds`, and the run ends.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from gptworks.errors import RunError, UserError
+
+T = TypeVar("T")
+
+_FOR_EVER = timedelta(days=3650)
+_DONE, _FAILED = "done", "failed"
+
+
+class Ranks:
+    """A run of one process, which agrees with itself."""
+
+    rank, size, local_rank, local_size = 0, 1, 0, 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes the run folder and speaks to the user."""
+        return self.rank == 0
+
+    def first(self, work: Callable[[], T]) -> T:
+        """What rank 0's work gives (anything JSON can say), on every rank, however long it takes.
+
+        What stops rank 0 stops them all.
+        """
+        return work()
+
+    def in_turn(self, work: Callable[[], T]) -> T:
+        """Done by rank 0, then by the others, which find what it has left."""
+        return work()
+
+    def asked(self, stop: str | None) -> str | None:
+        """The name of the signal that has asked any rank to stop; all ranks hear of it at the same step."""
+        return stop
+
+    def latest(self, seconds: float) -> float:
+        """The largest of all ranks' clocks, so that what is due by the clock is due for all."""
+        return seconds
+
+    def add_up(self, numbers: list[float]) -> list[float]:
+        """Sums over all ranks, in float64."""
+        return numbers
+
+    def mark(self) -> None:
+        """Say that a point is passed that all ranks pass."""
+
+
+ALONE = Ranks()
+
+
+@contextmanager
+def join(timeout_seconds: float, device: torch.device) -> Iterator[Ranks]:
+    """The run's processes, where a launcher has started several; else this one alone.
+
+    Args:
+        timeout_seconds: how long a rank may be silent, or training stand still, before the run ends.
+        device: the kind of device that each rank has.
+
+    Raises:
+        UserError: there are more ranks than devices, or the environment is not a launcher's.
+        RunError: inside, a rank has died or hangs; it is named.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield ALONE
+        return
+    ranks = _Joined(timeout_seconds, device)
+    try:
+        yield ranks
+        ranks.leave(_DONE)
+        distributed.destroy_process_group()
+    except RuntimeError as error:
+        gone = ranks.watch.who_is_gone() if _is_of_a_collective(error) else None
+        ranks.leave(_FAILED)
+        if gone is None:  # the error is our own
+            raise
+        if not gone or not ranks.watch.may_speak():  # another says it
+            raise SystemExit(RunError.exit_code) from error
+        raise RunError(gone) from error
+    except BaseException:
+        ranks.leave(_FAILED)
+        raise
+
+
+def _is_of_a_collective(error: RuntimeError) -> bool:
+    """Whether ranks could not reach one another. Gloo's errors have no class of their own."""
+    return isinstance(error, distributed.DistError) or "gloo" in str(error).lower()
+
+
+class _Joined(Ranks):
+    """One process of several."""
+
+    def __init__(self, timeout_seconds: float, device: torch.device) -> None:
+        try:
+            self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            self.local_rank, self.local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        except KeyError as error:
+            raise UserError(f"WORLD_SIZE is set and {error} is not: start several processes with torchrun.") from None
+        _take_device(device, self.local_rank)
+        hosts_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        attempt = f"gptworks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        stores = [  # the watch's calls must not wait behind a long one of ours
+            PrefixStore(attempt, TCPStore(host, port, is_master=hosts_store and own, wait_for_workers=False))
+            for own in (True, False)
+        ]
+        self._store, self._turn = stores[0], 0
+        self.watch = _Watch(stores[1], self.rank, self.size, timeout_seconds)
+        distributed.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore("collectives", self._store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=2 * timeout_seconds + 60),  # the watch speaks first
+        )
+        self.watch.start()
+
+    def first(self, work: Callable[[], T]) -> T:
+        key = f"first/{self._turn}"
+        with self.watch.patience():
+            if self.is_first:
+                value = work()  # an error leaves `failed` under this key, see `leave`
+                self._store.set(key, json.dumps({"value": value}))
+            else:
+                self._store.wait([key], _FOR_EVER)
+        told = json.loads(self._store.get(key))
+        if _FAILED in told:
+            raise SystemExit(told[_FAILED])
+        self._turn += 1
+        return value if self.is_first else told["value"]
+
+    def in_turn(self, work: Callable[[], T]) -> T:
+        made: list[T] = []
+        self.first(lambda: made.append(work()))
+        return made[0] if made else work()
+
+    def asked(self, stop: str | None) -> str | None:
+        self.mark()
+        number = torch.tensor(signal.Signals[stop].value if stop else 0)
+        distributed.all_reduce(number, distributed.ReduceOp.MAX)
+        return signal.Signals(int(number)).name if number else None
+
+    def latest(self, seconds: float) -> float:
+        clock = torch.tensor(seconds, dtype=torch.float64)
+        distributed.all_reduce(clock, distributed.ReduceOp.MAX)
+        return clock.item()
+
+    def add_up(self, numbers: list[float]) -> list[float]:
+        sums = torch.tensor(numbers, dtype=torch.float64)
+        distributed.all_reduce(sums)
+        added: list[float] = sums.tolist()
+        return added
+
+    def mark(self) -> None:
+        self.watch.mark()
+
+    def leave(self, how: str) -> None:
+        """Tell the others that this rank needs no watching any more, and how it has ended."""
+        error = sys.exc_info()[1]
+        with contextlib.suppress(RuntimeError):  # the launcher and its store may be gone
+            if how == _FAILED and self.is_first:
+                code = getattr(error, "exit_code", 1)
+                self._store.set(f"first/{self._turn}", json.dumps({_FAILED: code}))
+            self.watch.stop(how)
+
+
+def _take_device(device: torch.device, local_rank: int) -> None:
+    """Make this rank's device the current one.
+
+    Raises:
+        UserError: there is none for it.
+    """
+    if device.type == "mps":
+        raise UserError("device mps serves one process: use train.device=cpu, or start a single process.")
+    if device.type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"rank {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}. "
+                f"Start as many processes as there are GPUs."
+            )
+        torch.cuda.set_device(local_rank)
+
+
+class _Watch(threading.Thread):
+    """Beats for this rank and listens to the others'."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout_seconds: float) -> None:
+        super().__init__(name="watch", daemon=True)
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout_seconds
+        self._interval = min(timeout_seconds / 5, 5.0)
+        self._over = threading.Event()
+        self._beats = self._marks = 0
+        self._marked_at = time.monotonic()
+        self._patient = False
+        self._heard: dict[int, tuple[str, float]] = {}  # each rank's last beat, and when it was new
+        store.set_timeout(timedelta(seconds=max(10.0, timeout_seconds)))
+        self._beat()
+
+    def mark(self) -> None:
+        """Count a common point."""
+        self._marks += 1
+        self._marked_at = time.monotonic()
+
+    @contextmanager
+    def patience(self) -> Iterator[None]:
+        """Inside, this rank's training may stand still: it waits for one that works, whose beats still count."""
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient = False
+            self.mark()
+
+    def stop(self, how: str) -> None:
+        """Beat no more; `how` stands where the beats stood."""
+        self._over.set()
+        if self.is_alive():
+            self.join(self._interval)
+        self._store.set(f"beat/{self._rank}", how)
+
+    def run(self) -> None:
+        while not self._over.wait(self._interval):
+            try:
+                self._beat()
+                self._listen()
+            except RuntimeError:  # DistNetworkError: the store is the launcher's, and gone with it
+                if not self._over.is_set():
+                    self._end("the launcher does not answer: it has died, or its machine cannot be reached.")
+                return
+            silent = self._still(self._timeout)
+            stuck = not self._patient and time.monotonic() - self._marked_at > self._timeout
+            if (silent or stuck) and not self._over.is_set():
+                self._end(self._accuse(silent or self._still(3 * self._interval) or self._behind()))
+
+    def who_is_gone(self) -> str | None:
+        """After a failed collective: whose beats have stopped, in words; "" where a rank has failed that speaks for
+        itself; None where all are well."""
+        try:
+            deadline = time.monotonic() + 4 * self._interval
+            while time.monotonic() < deadline:
+                self._listen()
+                if any(text == _FAILED for text, _ in self._heard.values()):
+                    return ""
+                time.sleep(self._interval / 4)
+            silent = self._still(3 * self._interval)
+        except RuntimeError:
+            return "the launcher does not answer: it has died, or its machine cannot be reached."
+        return self._accuse(silent) if silent else None
+
+    def may_speak(self) -> bool:
+        """Whether this rank is the first that has something to say about the others: one message is enough."""
+        try:
+            return self._store.add("spoken", 1) == 1  # type: ignore[no-any-return]
+        except RuntimeError:
+            return True
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._store.set(f"beat/{self._rank}", f"{self._beats} {self._marks} {socket.gethostname()} {os.getpid()}")
+
+    def _listen(self) -> None:
+        now = time.monotonic()
+        for rank, text in enumerate(self._store.multi_get([f"beat/{rank}" for rank in range(self._size)])):
+            if rank not in self._heard or self._heard[rank][0] != text.decode():
+                self._heard[rank] = (text.decode(), now)
+
+    def _still(self, seconds: float) -> list[int]:
+        """The ranks that should beat and have not for so long."""
+        now = time.monotonic()
+        return [
+            rank
+            for rank, (text, at) in self._heard.items()
+            if rank != self._rank and text not in (_DONE, _FAILED) and now - at > seconds
+        ]
+
+    def _behind(self) -> list[int]:
+        """The ranks that have passed fewer common points than others; none where all wait at the same one."""
+        marks = {r: int(text.split()[1]) for r, (text, _) in self._heard.items() if text not in (_DONE, _FAILED)}
+        return [rank for rank, n in marks.items() if n < max(marks.values())]
+
+    def _accuse(self, ranks: list[int]) -> str:
+        names = []
+        for rank in ranks:
+            _, _, host, pid = (self._heard[rank][0].split() + ["?"] * 4)[:4]
+            names.append(f"rank {rank} (process {pid} on {host})")
+        who = f"{', '.join(names)} does not answer: it hangs, has died or cannot be reached"
+        return (
+            f"{who if ranks else 'no rank comes on, and all wait at the same point'}. "
+            f"Go on with --resume; if its work only takes longer than {self._timeout:g} s, raise "
+            f"train.parallel.timeout_seconds."
+        )
+
+    def _end(self, message: str) -> None:
+        """End the process from here: its main thread waits inside a collective, where no exception reaches it."""
+        if self.may_speak():
+            sys.stderr.write(f"error: {message}\n")
+            sys.stderr.flush()
+        os._exit(RunError.exit_code)

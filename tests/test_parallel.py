@@ -1,0 +1,355 @@
+"""Many devices, one recipe: the same gradients, the same samples, the same loss, however many ranks share the work."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rank_worker
+import tiny
+from gptworks.checkpoint import checkpoints
+from gptworks.errors import UserError
+from gptworks.recipe import load_recipe
+from gptworks.train.loop import train
+from gptworks.train.metrics import read_metrics
+from gptworks.train.parallel import check_parallel
+from gptworks.train.ranks import ALONE
+from test_resume import assert_same_run
+
+WORKER = Path(__file__).with_name("rank_worker.py")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+NO_DROPOUT = ["model.dropout_attention=0", "model.dropout_residual=0"]
+
+
+def torchrun(n_ranks: int, *arguments: str | Path) -> None:
+    """The worker in so many processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"]
+    result = subprocess.run(
+        [*command, str(WORKER), *map(str, arguments)],
+        capture_output=True, text=True, timeout=240, env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-6000:]
+
+
+def launch(n_ranks: int, recipe: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "gptworks", "launch", f"--nproc={n_ranks}", str(recipe), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
+
+
+def process_of(launcher: subprocess.Popen[str], rank: int) -> int:
+    """The id of a rank's process."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text(encoding="ascii").split()
+    for child in map(int, children):
+        if f"RANK={rank}\0" in Path(f"/proc/{child}/environ").read_text().replace("LOCAL_RANK", "LOCAL"):
+            return child
+    raise AssertionError(f"no process has rank {rank}")
+
+
+def wait_for_step(launcher: subprocess.Popen[str], run_dir: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while max((record["step"] for record in read_metrics(run_dir / "metrics.jsonl")), default=0) < step:
+        assert launcher.poll() is None, launcher.communicate()[0]
+        assert time.monotonic() < deadline, "the run does not move"
+        time.sleep(0.01)
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks' processes in /proc")
+
+# ------------------------------------------------------------------------------------------------- gradients
+
+MODELS: dict[str, dict[str, Any]] = {
+    "grouped": {"norm": "rmsnorm", "mlp": "swiglu", "n_kv_heads": 2, "qk_norm": True, "position": "rope"},
+    "biased": {"norm": "layernorm", "mlp": "gelu", "attention_bias": True, "mlp_bias": True, "tie_embeddings": False},
+    "experts": {"mlp": "swiglu", "n_experts": 3, "n_experts_per_token": 2},
+}
+
+
+def case(model: str, layout: tuple[str, int, int], checkpoint_blocks: bool = False, **train: Any) -> dict[str, Any]:
+    sharding, data, tensor = layout
+    fields = {"vocab_size": 43, "context_length": 16, "n_layers": 2, "d_model": 32, "n_heads": 4}
+    return {
+        "recipe": {
+            "model": fields | MODELS[model],
+            "tokenizer": {"type": "char"},
+            "data": {"sources": [{"type": "python-stdlib"}]},
+            "train": {"max_steps": 1, "batch_size": 8, "micro_batch_size": 2, "precision": "fp32"} | train,
+        },
+        "layout": {"sharding": sharding, "data_parallel": data, "tensor_parallel": tensor},
+        "checkpoint_blocks": checkpoint_blocks,
+    }
+
+
+GRADIENT_CASES = {
+    2: {
+        "ddp": case("grouped", ("none", 2, 1)),
+        "fsdp": case("grouped", ("fsdp", 2, 1)),
+        "fsdp, own head": case("biased", ("fsdp", 2, 1)),
+        "fsdp, checkpointed": case("grouped", ("fsdp", 2, 1), checkpoint_blocks=True),
+        "fsdp without resharding": case("grouped", ("zero2", 2, 1)),
+        "tensor": case("grouped", ("none", 1, 2)),
+        "tensor, biased": case("biased", ("none", 1, 2)),
+        "tensor, checkpointed": case("grouped", ("none", 1, 2), checkpoint_blocks=True),
+    },
+    4: {
+        "ddp": case("grouped", ("none", 4, 1)),
+        "fsdp": case("biased", ("fsdp", 4, 1)),
+        "ddp × tensor": case("grouped", ("none", 2, 2)),
+        "fsdp × tensor": case("grouped", ("fsdp", 2, 2)),
+        "fsdp × tensor, biased": case("biased", ("fsdp", 2, 2)),
+        "fsdp × tensor, checkpointed": case("grouped", ("fsdp", 2, 2), checkpoint_blocks=True),
+    },
+}
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_gradients_are_those_of_one_process(n_ranks: int, tmp_path: Path) -> None:
+    cases = GRADIENT_CASES[n_ranks]
+    (tmp_path / "cases").write_text(json.dumps(list(cases.values())), encoding="utf-8")
+    torchrun(n_ranks, "gradients", tmp_path / "cases")
+    results = json.loads((tmp_path / "cases.results").read_text(encoding="utf-8"))
+    for name, result in zip(cases, results, strict=True):
+        assert result["worst"] < 1e-5, name
+        assert result["norm"] == pytest.approx(1, rel=1e-5), name
+
+
+# ------------------------------------------------------------------------------------------------------ runs
+
+LAYOUTS = {
+    2: {
+        "ddp": ["train.parallel.strategy=ddp"],
+        "fsdp": ["train.parallel.strategy=fsdp"],
+        "tensor": ["train.parallel.tensor_parallel=2"],
+    },
+    4: {"fsdp-tensor": ["train.parallel.strategy=fsdp", "train.parallel.tensor_parallel=2"]},
+}
+
+
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.ranks)])
+def test_the_loss_is_that_of_one_process(n_ranks: int, tmp_path: Path) -> None:
+    common = {
+        "max_steps": 50,
+        "evaluate_every": 25,
+        "sample_every": 25,
+        "sample_tokens": 8,
+        "ema_decay": 0.9,
+        "checkpoint_every": 50,
+    }
+    path = tiny.write_recipe(tmp_path, optimizer="adamw", precision="fp32", **common)
+    train(load_recipe(path, [f"run_dir={tmp_path / 'alone'}", *NO_DROPOUT]))
+    cases = [
+        {"path": str(path), "overrides": [f"run_dir={tmp_path / name}", *NO_DROPOUT, *overrides]}
+        for name, overrides in LAYOUTS[n_ranks].items()
+    ]
+    (tmp_path / "cases").write_text(json.dumps(cases), encoding="utf-8")
+    torchrun(n_ranks, "train", tmp_path / "cases")
+    alone = list(read_metrics(tmp_path / "alone" / "metrics.jsonl"))
+    assert {record["kind"] for record in alone} == {"train", "validation", "sample"}
+    for name in LAYOUTS[n_ranks]:
+        shared = list(read_metrics(tmp_path / name / "metrics.jsonl"))
+        for one, other in zip(alone, shared, strict=True):
+            assert [other[key] for key in ("kind", "step")] == [one[key] for key in ("kind", "step")]
+            if one["kind"] == "sample":
+                assert other["text"] == one["text"], name
+            else:
+                assert other["loss"] == pytest.approx(one["loss"], abs=1e-4), f"{name}, step {one['step']}"
+                assert other["tokens"] == one["tokens"]
+        assert f"{n_ranks}: " in (tmp_path / name / "model-card.md").read_text(encoding="utf-8")
+
+
+def test_one_two_and_one_ranks_see_the_same_samples_and_go_on_with_the_same_loss(tmp_path: Path) -> None:
+    """With dropout, whose masks belong to the micro-batch; sharded in between, so the optimizer's state is too."""
+    path = tiny.write_recipe(tmp_path, optimizer="adamw", precision="fp32", schedule="constant", max_steps=30)
+    whole = {"path": str(path), "overrides": [f"run_dir={tmp_path / 'whole'}"], "seen": str(tmp_path / "whole.seen")}
+    parts = [
+        {
+            "path": str(path),
+            "overrides": [f"run_dir={tmp_path / 'parts'}", f"train.max_steps={steps}", "train.parallel.strategy=fsdp"],
+            "resume": True,
+            "seen": str(tmp_path / f"{steps}.seen"),
+        }
+        for steps in (10, 20, 30)
+    ]
+    rank_worker.runs([whole, parts[0]], ALONE)
+    (tmp_path / "cases").write_text(json.dumps([parts[1]]), encoding="utf-8")
+    torchrun(2, "train", tmp_path / "cases")
+    rank_worker.runs([parts[2]], ALONE)
+
+    def seen(name: str) -> list[str]:
+        files = sorted(tmp_path.glob(f"{name}.[0-9]"))
+        columns = [file.read_text(encoding="utf-8").split() for file in files]
+        return [digest for row in zip(*columns, strict=True) for digest in row]
+
+    assert len(list(tmp_path.glob("20.[0-9]"))) == 2
+    assert seen("10") + seen("20") + seen("30") == seen("whole")
+    curves = [
+        [(r["step"], r["loss"]) for r in read_metrics(tmp_path / run / "metrics.jsonl") if r["kind"] == "train"]
+        for run in ("whole", "parts")
+    ]
+    assert [step for step, _ in curves[1]] == list(range(1, 31))
+    assert [loss for _, loss in curves[1]] == pytest.approx([loss for _, loss in curves[0]], abs=1e-4)
+
+
+# ------------------------------------------------------------------------------------- ends, good and bad
+
+
+@needs_proc
+def test_sigterm_to_one_rank_saves_one_step_for_both(tmp_path: Path) -> None:
+    recipe, run_dir = (
+        tiny.write_recipe(tmp_path, optimizer="adamw", max_steps=5000, checkpoint_every=5000),
+        tmp_path / "run",
+    )
+    launcher = launch(2, recipe)
+    wait_for_step(launcher, run_dir, 3)
+    os.kill(process_of(launcher, rank=1), signal.SIGTERM)
+    output, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 0, output
+    assert "stopped by SIGTERM" in output
+    assert "Traceback" not in output
+    saved = checkpoints(run_dir)[0]
+    saved.verify()
+    assert saved.step == max(record["step"] for record in read_metrics(run_dir / "metrics.jsonl"))
+
+
+@needs_proc
+@pytest.mark.ranks
+def test_a_stopped_rank_is_named_and_the_run_ends(tmp_path: Path) -> None:
+    recipe = tiny.write_recipe(tmp_path, optimizer="adamw", max_steps=5000, parallel={"timeout_seconds": 4})
+    launcher = launch(2, recipe)
+    wait_for_step(launcher, tmp_path / "run", 3)
+    stopped = process_of(launcher, rank=1)
+    os.kill(stopped, signal.SIGSTOP)
+    output, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 1, output
+    assert f"error: rank 1 (process {stopped} on " in output
+    assert "does not answer" in output
+    assert "Traceback" not in output
+    assert not Path(f"/proc/{stopped}").exists(), "the stopped rank is still there"
+
+
+@needs_proc
+@pytest.mark.ranks
+def test_a_killed_rank_ends_the_run_which_resumes_bit_for_bit(tmp_path: Path) -> None:
+    recipe = tiny.write_recipe(tmp_path, optimizer="adamw", max_steps=40)
+    whole = launch(2, recipe, f"run_dir={tmp_path / 'whole'}")
+    output, _ = whole.communicate(timeout=120)
+    assert whole.returncode == 0, output
+    killed = launch(2, recipe, f"run_dir={tmp_path / 'killed'}")
+    wait_for_step(killed, tmp_path / "killed", 14)
+    os.kill(process_of(killed, rank=1), signal.SIGKILL)
+    output, _ = killed.communicate(timeout=60)
+    assert killed.returncode == 128 + signal.SIGKILL, output
+    assert "rank 1 was ended by SIGKILL" in output
+    assert "Traceback" not in output
+    resumed = launch(2, recipe, f"run_dir={tmp_path / 'killed'}", "--resume")
+    output, _ = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, output
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[list[list[str]]]:
+    """The beginnings of commands that run in two network namespaces, joined by a pair of virtual interfaces."""
+    names = [f"gptworks{os.getpid()}{side}" for side in "ab"]
+    ends = [f"gw{os.getpid() % 100000}{side}" for side in "ab"]
+    setup = [["ip", "netns", "add", name] for name in names]
+    setup.append(["ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1]])
+    for i, (name, end) in enumerate(zip(names, ends, strict=True)):
+        setup += [
+            ["ip", "link", "set", end, "netns", name],
+            ["ip", "-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", end],
+            ["ip", "-n", name, "link", "set", end, "up"],
+            ["ip", "-n", name, "link", "set", "lo", "up"],
+        ]
+    try:
+        for command in setup:
+            if shutil.which("ip") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+                pytest.skip(f"no network namespaces here: `{' '.join(command)}` fails")
+        yield [
+            ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={end}"]
+            for name, end in zip(names, ends, strict=True)
+        ]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@pytest.mark.ranks
+def test_two_nodes_train_as_one_does(two_nodes: list[list[str]], tmp_path: Path) -> None:
+    """Two machines with two ranks each: separate networks, and a torchrun on each."""
+    recipe = tiny.write_recipe(tmp_path, optimizer="adamw", precision="fp32", micro_batch_size=2)
+    train(load_recipe(recipe, [f"run_dir={tmp_path / 'alone'}"]))
+    nodes = [
+        subprocess.Popen(
+            [
+                *node, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
+                f"--node-rank={rank}", "--master-addr=10.77.0.1", "--master-port=29517", "-m", "gptworks", "train",
+                str(recipe), "train.parallel.strategy=fsdp",
+            ],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT,
+        )
+        for rank, node in enumerate(two_nodes)
+    ]  # fmt: skip
+    outputs = [node.communicate(timeout=240)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
+    alone, shared = (
+        [r["loss"] for r in read_metrics(tmp_path / run / "metrics.jsonl") if r["kind"] == "train"]
+        for run in ("alone", "run")
+    )
+    assert shared == pytest.approx(alone, abs=1e-4)
+
+
+# -------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "changes", "message"),
+    [
+        (3, {}, "train.batch_size=8 is not a multiple of 3 ranks × micro_batch_size=2"),
+        (16, {}, "train.batch_size=8 is not a multiple of 16 ranks × micro_batch_size=1"),
+        (3, {"train.parallel.tensor_parallel": 2}, "3 ranks are not a multiple of train.parallel.tensor_parallel=2"),
+        (4, {"train.parallel.tensor_parallel": 4}, "model.n_heads=2 is not a multiple of"),
+        (2, {"train.parallel.tensor_parallel": 2, "model.n_kv_heads": 1}, "model.n_kv_heads=1 is not a multiple of"),
+        (2, {"train.parallel.tensor_parallel": 2, "model.d_ff": 33}, "model.d_ff=33 is not a multiple of"),
+        (2, {"train.parallel.tensor_parallel": 2, "model.n_experts": 2, "model.n_experts_per_token": 1}, "experts"),
+        (2, {"train.parallel.tensor_parallel": 2}, "dropout_attention to 0"),
+        (
+            2,
+            {"train.parallel.tensor_parallel": 2, "model.dropout_attention": 0, "train.optimizer": "muon"},
+            "muon works on whole matrices and train.parallel.tensor_parallel=2 divides them",
+        ),
+        (2, {"train.parallel.strategy": "fsdp", "train.optimizer": "muon"}, "strategy=fsdp divides them"),
+        (2, {"train.parallel.strategy": "fsdp", "train.precision": "fp16"}, "use bf16 or fp32"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(n_ranks: int, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tiny.write_recipe(tmp_path, optimizer="adamw")
+    recipe = load_recipe(path, [f"{key}={value}" for key, value in changes.items()])
+    with pytest.raises(UserError) as raised:
+        check_parallel(recipe, n_ranks, recipe.train.precision)
+    assert message in str(raised.value)
+
+
+def test_launch_refuses_at_once_and_says_it_once(tmp_path: Path) -> None:
+    recipe = tiny.write_recipe(tmp_path, optimizer="adamw")
+    result = tiny.gptworks("launch", "--nproc", "3", recipe)
+    assert result.returncode == 2
+    assert result.stderr.count("error:") == 1
+    assert not (tmp_path / "data").exists()
+
+
+def test_what_stops_the_first_rank_stops_all_and_is_said_once(tmp_path: Path) -> None:
+    """The tokenizer's vocabulary is known only when the text is prepared, by rank 0."""
+    recipe = tiny.write_recipe(tmp_path, optimizer="adamw")
+    launcher = launch(2, recipe, "model.vocab_size=7")
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 2, output
+    assert output.count("error:") == 1
+    assert "Traceback" not in output
