@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-gguf test-memory lint bench clean
+.PHONY: help demo bands test test-gguf test-memory lint bench clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
@@ -11,6 +11,7 @@ help:
 	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
 	@echo "make test-memory  hold the planned memory of every preset against its traced step (about 15 minutes on 2 cores)"
 	@echo "make lint    ruff, mypy and the import contract"
+	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about an hour on 2 cores)"
 	@echo "make bench   speed beside textbook loops and torch's own passes; memory beside what was planned"
 
 demo: .venv/.installed
@@ -47,6 +48,18 @@ bench: .venv/.installed-dev
 	$(BIN)/python bench/train.py
 	$(BIN)/python bench/passes.py
 	$(BIN)/python bench/memory.py
+
+# Without a network: BAND_SETTINGS="data.sources.0.path=tinyshakespeare.txt" BANDS=shakespeare-char
+BANDS ?= demo shakespeare-char
+bands: .venv/.installed
+	mkdir -p src/gptworks/runs/bands
+	set -e; for recipe in $(BANDS); do \
+	  for seed in 1 2 3; do \
+	    $(BIN)/gptworks train recipes/$$recipe.yaml $(BAND_SETTINGS) seed=$$seed run_dir=runs/bands/$$recipe-$$seed --resume; \
+	  done; \
+	  $(BIN)/gptworks compare runs/bands/$$recipe-1 runs/bands/$$recipe-2 runs/bands/$$recipe-3 \
+	    --make-band src/gptworks/runs/bands/$$recipe.json; \
+	done
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

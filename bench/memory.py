@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--largest", type=float, default=12, help="GB above which a case is left out")
     arguments = parser.parse_args()
     print(f"{device_name(torch.device('cpu'))}, torch {torch.__version__}")
-    header = ("predicted", "traced", "measured", "off by", "kept", "kept / measured", "tokens/s")
+    header = ("predicted", "traced", "measured", "off by", "kept", "kept / measured")
     print(f"{'step':<44}" + "".join(f"{title:>17}" for title in header))
     for name, batch_size, precision, checkpointing, optimizer in CASES:
         model = preset(name)
@@ -53,7 +53,7 @@ def main() -> None:
         words += (", checkpointing" if checkpointing == "block" else "") + (", muon" if optimizer == "muon" else "")
         cells = [readable(n, "B") for n in (predicted, traced, measured.peak_bytes)]
         cells += [f"{predicted / measured.peak_bytes - 1:+.1%}", readable(measured.kept_bytes, "B")]
-        cells += [f"{measured.kept_bytes / measured.peak_bytes:.2f}", f"{measured.tokens_per_second:,.0f}"]
+        cells += [f"{measured.kept_bytes / measured.peak_bytes:.2f}"]
         print(f"{words:<44}" + "".join(f"{cell:>17}" for cell in cells), flush=True)
 
 

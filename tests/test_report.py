@@ -147,6 +147,8 @@ def test_a_run_that_was_trained(tmp_path: Path) -> None:
     assert {line["loss"] for line in lines if line["kind"] == "validation"} <= exact
     assert outcome.best_validation_loss in exact
     assert "step\xa020\xa0of\xa020" in page
+    for fact in ("ended", "finished, step 20", "memory at the peak", "steps skipped as non-finite"):
+        assert fact in page
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -89,6 +89,11 @@ def test_tracing_for_a_gpu_needs_one() -> None:
         trace_step(MODEL, TRAIN, "cuda")
 
 
+def test_other_devices_are_not_traced() -> None:
+    with pytest.raises(UserError, match="cpu and cuda, not on mps"):
+        trace_step(MODEL, TRAIN, "mps")
+
+
 def test_a_measured_step_holds_what_was_predicted() -> None:
     model = ModelConfig(
         vocab_size=8192, context_length=512, n_layers=4, d_model=256, n_heads=4, norm="rmsnorm", mlp="swiglu"

@@ -232,8 +232,8 @@ class BPETokenizer(Section):
     vocab_size: int = Field(4096, ge=257, description="256 bytes, one document separator, the rest merges.")
     pattern: Literal["llama3", "gpt2", "code"] = Field(
         "llama3",
-        description="What one token may span. llama3 and gpt2: as those models have it, which llama.cpp knows (export to "
-        "GGUF). code: indentation joins the line break before it; the fewest tokens for code.",
+        description="What one token may span. llama3 and gpt2: as those models have it, which llama.cpp knows (export "
+        "to GGUF). code: indentation joins the line break before it; the fewest tokens for code.",
     )
 
 

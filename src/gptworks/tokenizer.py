@@ -20,9 +20,9 @@ from gptworks.errors import UserError
 TOKENIZER_FILE = "tokenizer.json"
 SEPARATOR = "<|endoftext|>"
 
-# What one BPE token may span. `code`: a word with the sign or space before it; up to three digits; a run of signs; a line
-# break with the blank lines before it and the indentation after it; other white space. On the Python standard library
-# with 4,096 tokens it gives 3.64 bytes per token of held-out text, llama3 3.57 and gpt2 3.55.
+# What one BPE token may span. `code`: a word with the sign or space before it; up to three digits; a run of signs; a
+# line break with the blank lines before it and the indentation after it; other white space. With 4,096 tokens on the
+# Python standard library it gives 3.64 bytes per token of held-out text, llama3 3.57 and gpt2 3.55.
 _BPE_PATTERNS = {
     "code": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*\n[ \t]*|\s+(?!\S)|\s+",
     "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

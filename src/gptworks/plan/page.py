@@ -118,7 +118,9 @@ def settings(tree: dict[str, Any]) -> str:
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in tree.items():
-        if isinstance(value, dict):
+        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            yield from _flat({str(i): item for i, item in enumerate(value)}, f"{prefix}{name}.")
+        elif isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")
         elif isinstance(value, list):
             yield prefix + name, ", ".join(map(str, value))

@@ -55,11 +55,12 @@ class Finding:
 
     def __str__(self) -> str:
         unit, found = MEASURES[self.measure], self.difference
-        text = f"{self.second} − {self.first}: {self.value:+.4f} {unit}"
+        text = f"{self.second} − {self.first}: {_signed(self.value)} {unit}"
         if found is None:
             return f"{text}; {self.how}"
-        verdict = "a difference" if found.p < 0.05 else "no difference that noise would not make too"
-        return f"{text}, 95% from {found.low:+.4f} to {found.high:+.4f}, p = {found.p:.2g}: {verdict} ({self.how})"
+        verdict = "a difference" if found.p < 0.05 else "within noise"
+        interval = f"95% from {_signed(found.low)} to {_signed(found.high)}"
+        return f"{text}, {interval}, p = {found.p:.2g}: {verdict} ({self.how})"
 
     def to_json(self) -> dict[str, Any]:
         found = None if self.difference is None else asdict(self.difference)
@@ -227,6 +228,10 @@ def _row(run: History) -> tuple[str, ...]:
         run.name, f"{run.parameters:,}", f"{run.tokens:,}", clock(run.seconds), f"{run.tokens_per_second:,.0f}",
         _figure(_of(run.best, "loss")), _figure(_of(run.last, "loss")), _figure(_of(run.best, "bits_per_byte")),
     )  # fmt: skip
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.4f}".replace("-", "−")
 
 
 def _of(record: dict[str, Any] | None, key: str) -> float | None:

@@ -57,6 +57,7 @@ def to_html(run: History) -> str:
         *_memory(run),
         *_evaluations(run),
         *_bad_steps(run),
+        *_card(run),
         *_samples(run),
         f"<section><h2>Architecture</h2><p>{line(summary(sheet))}</p><p>{line(traits(run.recipe.model))}</p>"
         f'<figure class="architecture">{figure}</figure></section>',
@@ -234,6 +235,16 @@ def _bad_steps(run: History) -> list[str]:
     ]
     body = table(("step", "loss", "gradient norm", ""), "lrrl", rows)
     return [section("Steps skipped", body + _left_out(len(bad), len(shown), "steps, the last"))]
+
+
+def _card(run: History) -> list[str]:
+    """What the card says of the training: how it ended, where, in what memory. A run that goes on has an older one."""
+    card = run.folder / "model-card.md"
+    text = card.read_text(encoding="utf-8") if card.exists() else ""
+    lines = text.partition("## Training\n")[2].partition("\n## ")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("| ")]
+    facts = {row[0]: row[1] for row in rows if len(row) == 2 and row[0]}
+    return [section("When it last ended", settings(facts))] if facts else []
 
 
 def _samples(run: History) -> list[str]:

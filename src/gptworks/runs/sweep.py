@@ -56,7 +56,7 @@ class TrialResult:
     values: dict[str, Any]
     """The settings tried, by their path."""
     loss: float | None
-    """The lowest validation loss."""
+    """The lowest validation loss, of a pruned trial up to where it was found to be above the median."""
     folder: Path
     reason: str = ""
     """Why it was pruned or failed."""
@@ -185,13 +185,12 @@ def read_sweep(folder: Path) -> Sweep:
     trials = []
     for trial in _study(recipe).get_trials(deepcopy=False):
         place = folder / "trials" / f"{trial.number:03d}"
-        losses = [record["loss"] for record in _evaluations(place)]
         trials.append(
             TrialResult(
                 number=trial.number,
                 state=states.get(trial.state.name, "running"),
                 values=dict(trial.params),
-                loss=min(losses, default=None),
+                loss=min(trial.intermediate_values.values(), default=None),
                 folder=place,
                 reason=trial.user_attrs.get("reason", ""),
             )
@@ -277,12 +276,11 @@ class _Sweeper:
             return
         losses = [record["loss"] for record in _evaluations(place)]
         diverged = (list(read_metrics(place / "metrics.jsonl")) or [{"kind": ""}])[-1]["kind"] == "skipped"
-        self.failures = 0
+        self.failures = self.failures + 1 if ended == "failed" and not diverged else 0
         if ended == "pruned" or (ended == "failed" and diverged):
             trial.set_user_attr("reason", "above the median" if ended == "pruned" else "it diverged")
             self.study.tell(trial, state=TrialState.PRUNED)
         elif ended == "failed" or not losses:
-            self.failures += 1
             trial.set_user_attr("reason", _last_line(place.with_suffix(".log")))
             self.study.tell(trial, state=TrialState.FAIL)
         else:
@@ -303,16 +301,16 @@ class _Sweeper:
         ):
             while True:
                 code = process.poll()
-                new = [record for record in _evaluations(place) if record["step"] not in told]
-                for record in new:
-                    told.add(record["step"])
-                    trial.report(record["loss"], record["step"])
+                for record in _evaluations(place):
+                    if record["step"] not in told:
+                        told.add(record["step"])
+                        trial.report(record["loss"], record["step"])
+                        if trial.should_prune():  # also where it has gone on since: the next look must not decide
+                            return "pruned"
                 if code is not None:
                     return "done" if code == 0 else "failed"
                 if self.stop_asked():
                     return None
-                if new and trial.should_prune():
-                    return "pruned"
                 time.sleep(POLL_SECONDS)
 
     def _alone(self, place: Path) -> bool:

@@ -48,6 +48,8 @@ def trace_step(model_config: ModelConfig, train: TrainConfig, device: str = "cpu
         UserError: this torch cannot follow the step on that device.
     """
     place = torch.device(device)
+    if place.type not in ("cpu", "cuda"):
+        raise UserError(f"--trace follows steps on cpu and cuda, not on {place.type}: leave --trace out.")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise UserError("--trace for cuda needs a machine with a CUDA GPU: leave --trace out, or trace for the CPU.")
     live = LiveBytes()

@@ -138,8 +138,8 @@ def _bpe_pattern(tree: Mapping[str, Any]) -> str:
     if name is None or steps[-1]["type"] != "ByteLevel" or steps[-1]["add_prefix_space"]:
         known = ", ".join(filter(None, chain(*PATTERNS.values())))
         raise _refusal(
-            f"it splits text by another pattern than {known}; tokenizer.pattern=llama3 and gpt2, and tokenizer.type=gpt2, "
-            f"have one of these"
+            f"it splits text by another pattern than {known}; tokenizer.pattern=llama3 and gpt2, and "
+            f"tokenizer.type=gpt2, have one of these"
         )
     return name
 

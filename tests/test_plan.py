@@ -1,0 +1,290 @@
+"""The plan of a run: what fits where, what to change, how long it takes; and the check before the first step."""
+
+import io
+import json
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import tiny
+from gptworks.config import Recipe
+from gptworks.device import choose_precision
+from gptworks.errors import UserError
+from gptworks.plan.arrange import choose_layout, largest_divisor, plan_preset, rank_setting
+from gptworks.plan.devices import Device, custom_device, find_device
+from gptworks.plan.fit import alternatives, changes_that_fit, largest_micro_batch
+from gptworks.plan.memory import Layout, Setting, training_peak
+from gptworks.plan.run import Plan, plan
+from gptworks.presets import preset
+from gptworks.recipe import parse_recipe
+from gptworks.train import preflight
+from gptworks.train.display import Display
+from gptworks.train.loop import train
+
+H100 = find_device("h100")
+
+
+def planned(name: str = "gpt2", *overrides: str, device: Device = H100, ranks: int = 1, sharding: str = "auto") -> Plan:
+    recipe, layout = plan_preset(name, overrides, device, ranks, 1, sharding)
+    return plan(recipe, device=device, layout=layout)
+
+
+def gptworks_plan(*arguments: str) -> dict[str, Any]:
+    result = tiny.gptworks("plan", *arguments, "--json")
+    assert result.returncode == 0, result.stderr
+    sheet: dict[str, Any] = json.loads(result.stdout)
+    return sheet
+
+
+# the command ------------------------------------------------------------------------------------------------
+
+
+def test_the_largest_preset_is_planned_at_once_and_without_torch() -> None:
+    code = (
+        "import sys, gptworks.cli as cli\nsys.argv = ['gptworks', *sys.argv[1:]]\n"
+        "try: cli.main()\nexcept SystemExit: pass\nprint('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    arguments = ["plan", "gpt3-175b", "--device", "h100", "--world-size", "1024"]
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - started)
+    assert result.stdout.endswith("False False\n")
+    assert "174,604,259,328" in result.stdout
+    assert min(seconds) < 2
+
+
+def test_a_preset_as_json() -> None:
+    sheet = gptworks_plan("gpt2", "--device", "rtx-4090")
+    assert sheet["parameters"]["total"] == 124_439_808
+    assert sheet["tokens_per_step"] == 2**19
+    assert sheet["tokens"] == pytest.approx(20 * 124_439_808, rel=1e-3)
+    assert sheet["step"]["precision"] == "bf16"
+    assert sheet["fit"]["fits"]
+    assert sheet["memory"]["peak_bytes"] == sum(sheet["memory"]["parts"].values()) <= 24e9
+    assert sheet["device"]["memory_bytes"] == 24 * 10**9
+    parts = sheet["flops_by_part"].values()
+    assert sum(part["forward"] + part["backward"] for part in parts) == pytest.approx(sheet["flops"]["per_token"])
+    assert {row["weights"] for row in sheet["inference"]} == {"fp32", "bf16", "int8", "int4"}
+
+
+def test_a_recipe_is_planned_on_this_machine(tmp_path: Path) -> None:
+    path = tiny.write_recipe(tmp_path)
+    sheet = gptworks_plan(str(path), "model.vocab_size=64", "--trace")
+    assert sheet["device"]["kind"] == "cpu"
+    assert sheet["step"] | {"micro_batch_size": 4, "optimizer": "muon"} == sheet["step"]
+    assert sheet["time"] == {"seconds": None, "tokens_per_second": None, "utilization": 0.4}
+    assert sheet["step_bytes"] == pytest.approx(sheet["traced_bytes"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("gpt3-17b", "did you mean `gpt3-175b`"),
+        ("gpt2 --device h101", "did you mean `h100`"),
+        ("gpt2 --memory-gib 0", "--memory-gib 0 is not above 0"),
+        ("gpt2 --utilization 1.5", "--utilization 1.5 is above 1"),
+        ("gpt2 --flops 1e12", "--memory-gib"),
+        ("gpt2 --device h100 --memory-gib 8", "give one"),
+        ("gpt2 --sharding fdsp", "use auto, none, zero2, fsdp"),
+        ("gpt2 --world-size 6 --tensor-parallel 4", "is not a multiple of --tensor-parallel 4"),
+        ("gpt2 --world-size 5 --tensor-parallel 5", "does not divide n_heads=12"),
+        ("gpt2 train.batch_size=12 --world-size 8", "train.batch_size=12 is not a multiple of 8"),
+        ("gpt2 train.batch_size=x", "train.batch_size"),
+        ("gpt2 train.precision=fp16", "needs a CUDA device"),
+        ("gpt2 --world-size 2 --trace", "leave --world-size out"),
+    ],
+)
+def test_mistakes_are_explained(arguments: str, words: str) -> None:
+    result = tiny.gptworks("plan", *arguments.split())
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_sheet_prints_within_100_columns() -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    for each in (planned("gpt3-175b", ranks=1024), planned("moe-115m"), planned("gpt3-13b")):
+        console.print(each)
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text
+    assert "DOES NOT FIT" in text and "cheapest first" in text
+
+
+# what fits --------------------------------------------------------------------------------------------------
+
+
+def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
+    setting = Setting(preset("gpt2"), 1, "bf16", on_cpu=False)
+    for capacity in (5e9, 12e9, 80e9):
+        largest = largest_micro_batch(setting, int(capacity))
+        assert training_peak(replace(setting, micro_batch_size=largest)).total_bytes <= capacity
+        assert training_peak(replace(setting, micro_batch_size=largest + 1)).total_bytes > capacity
+    assert largest_micro_batch(setting, 10**9) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "overrides"),
+    [
+        ("gpt2", 8, ("train.batch_size=64", "train.micro_batch_size=64", "train.precision=fp32")),
+        ("gpt2-large", 20, ("train.batch_size=8", "train.micro_batch_size=8")),
+        ("gpt3-13b", 80, ("train.batch_size=512", "train.micro_batch_size=4")),
+    ],
+)
+def test_each_change_makes_it_fit_with_the_peak_that_is_said(name: str, gib: int, overrides: tuple[str, ...]) -> None:
+    before = gptworks_plan(name, *overrides, "--memory-gib", str(gib), "--sharding", "none")
+    assert not before["fit"]["fits"]
+    assert before["fit"]["changes"]
+    for change in before["fit"]["changes"]:
+        words = shlex.split(change["words"])
+        options = words if "--sharding" in words else [*words, "--sharding", "none"]
+        after = gptworks_plan(name, *overrides, "--memory-gib", str(gib), *options)
+        assert change["fits"] and after["fit"]["fits"], change
+        assert after["memory"]["peak_bytes"] == change["peak_bytes"]
+
+
+def test_changes_are_ordered_by_cost_and_devices_come_last() -> None:
+    setting = Setting(preset("gpt2"), 64, "fp32", on_cpu=False, accumulates=True)
+    changes = changes_that_fit(setting, H100, 8 * 10**9)
+    kinds = [[word.partition("=")[0] for word in change.words.split()] for change in changes]
+    micro, half, block = "train.micro_batch_size", "train.precision", "train.activation_checkpointing"
+    assert kinds == [[micro], [micro, half], [micro, block], [micro, half, block]]
+    sharded = changes_that_fit(replace(setting, model=preset("gpt3-13b"), micro_batch_size=1), H100, 80 * 10**9)
+    assert "--sharding fsdp" in sharded[0].words
+
+
+def test_where_nothing_helps_the_furthest_try_is_told() -> None:
+    found = changes_that_fit(Setting(preset("gpt3-175b"), 1, "bf16", on_cpu=False), H100, 10**9)
+    assert len(found) == 1 and not found[0].fits
+
+
+def test_alternatives_agree_with_plans_of_their_own() -> None:
+    setting = Setting(preset("gpt2"), 4, "bf16", on_cpu=False)
+    for each in alternatives(setting, ("fp32", "bf16")):
+        assert each.peak_bytes == training_peak(each.setting).total_bytes
+    ways = {(each.setting.checkpointing, each.setting.layout) for each in alternatives(setting, ("fp32",))}
+    assert len(ways) == 2 * 3  # 12 heads do not divide among 8 tensor-parallel ranks
+
+
+# devices and batches ----------------------------------------------------------------------------------------
+
+
+def test_a_layout_is_as_little_as_fits() -> None:
+    recipe = planned("gpt2").setting
+    assert recipe.layout == Layout()
+    assert planned("gpt2", ranks=8).setting.layout == Layout("none", 8)
+    assert planned("gpt3-13b", ranks=16).setting.layout.sharding == "fsdp"
+    assert planned("gpt2", ranks=8, sharding="zero2").setting.layout == Layout("zero2", 8)
+
+
+def test_ranks_share_the_batch() -> None:
+    recipe, _ = plan_preset("gpt2", ["train.batch_size=96", "train.micro_batch_size=32"], H100, 8, 1, "none")
+    setting = rank_setting(recipe.model, recipe.train, H100, Layout("none", 8))
+    assert (setting.micro_batch_size, setting.accumulates) == (12, False)
+    setting = rank_setting(recipe.model, recipe.train, H100, Layout("none", 2))
+    assert (setting.micro_batch_size, setting.accumulates) == (24, True)
+    assert largest_divisor(12, 5) == 4
+
+
+def test_a_presets_micro_batch_is_as_large_as_fits() -> None:
+    found = planned("gpt2", device=find_device("rtx-4090"))
+    double = replace(found.setting, micro_batch_size=2 * found.setting.micro_batch_size)
+    assert found.fits and found.train.batch_size % found.setting.micro_batch_size == 0
+    assert training_peak(double).total_bytes > 24e9
+
+
+def test_a_device_without_bf16_multiplies_in_fp16() -> None:
+    assert planned("gpt2", device=find_device("t4")).setting.precision == "fp16"
+    assert planned("gpt2", device=find_device("m2")).setting.precision == "fp32"
+
+
+# time -------------------------------------------------------------------------------------------------------
+
+
+def test_time_is_flops_over_rate() -> None:
+    recipe, layout = plan_preset("gpt2", ["train.max_steps=100"], H100, 4, 1, "none")
+    found = plan(recipe, device=H100, layout=layout, utilization=0.5)
+    assert found.seconds == pytest.approx(found.total_flops / (4 * 0.5 * 989e12))  # type: ignore[operator]
+    again = replace(found, setting=replace(found.setting, checkpointing="block"))
+    blocks = found.forward.total_dense - found.forward.head
+    assert again.seconds / found.seconds == pytest.approx(1 + blocks / (3 * found.forward.total_dense))  # type: ignore[operator]
+    assert plan(recipe, device=custom_device(80, None, None)).seconds is None
+
+
+# before the first step --------------------------------------------------------------------------------------
+
+
+class Said(Display):
+    def __init__(self) -> None:
+        super().__init__(Console(quiet=True))
+        self.messages: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+def recipe(folder: Path, **settings: Any) -> Recipe:
+    return parse_recipe(tiny.recipe_tree(folder, max_steps=4, precision="fp32", **settings))
+
+
+def test_a_run_says_its_memory_and_the_card_has_both_figures(tmp_path: Path) -> None:
+    said = Said()
+    train(recipe(tmp_path), display=said)
+    assert any(message.startswith("memory: ") and "at the peak" in message for message in said.messages)
+    card = (tmp_path / "run" / "model-card.md").read_text(encoding="utf-8")
+    row = next(line for line in card.splitlines() if line.startswith("| memory at the peak |"))
+    assert "planned" in row
+    assert not Path("/proc/self/status").exists() or "measured" in row
+
+
+def test_a_run_that_cannot_fit_is_refused_unless_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "memory_bytes", lambda device: 1_000_000)
+    with pytest.raises(UserError, match=r"does not fit: it holds .* MB at its peak, and 1 MB .*--force"):
+        train(recipe(tmp_path))
+    assert not (tmp_path / "run").exists()
+    assert train(recipe(tmp_path), force=True, display=Said()).reason == "finished"
+
+
+def test_a_run_is_refused_before_its_data_is_prepared(tmp_path: Path) -> None:
+    path = tiny.write_recipe(tmp_path)
+    result = tiny.gptworks("train", path, "model.d_model=65536", "model.n_layers=64")
+    assert result.returncode == 2
+    assert "this run does not fit" in result.stderr
+    assert not (tmp_path / "data").exists()
+
+
+def test_the_check_names_a_change_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = recipe(tmp_path)
+    cpu, fp32 = torch.device("cpu"), choose_precision("fp32", torch.device("cpu"))
+    there = preflight.check_memory(given, cpu, fp32).total_bytes - 1
+    monkeypatch.setattr(preflight, "memory_bytes", lambda device: there)
+    with pytest.raises(UserError, match=r"train\.micro_batch_size=2 would hold"):
+        preflight.check_memory(given, cpu, fp32)
+
+
+def test_freed_memory_is_kept_only_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(preflight, "keep_freed_memory", lambda: called.append("keep"))
+    monkeypatch.setattr(preflight, "return_freed_memory", lambda: called.append("return"))
+    peak = training_peak(Setting(preset("gpt2-tiny"), 1))
+    for share in (2.0, 1.1):
+        monkeypatch.setattr(preflight, "memory_bytes", lambda device, share=share: share * peak.total_bytes)
+        preflight.choose_allocation(peak, torch.device("cpu"))
+    assert called == ["keep", "return"]
+
+
+def test_an_auto_layout_needs_only_what_the_recipe_says() -> None:
+    given, _ = plan_preset("gpt2", ["train.batch_size=8"], H100, 1, 1, "auto")
+    assert choose_layout(given, H100, 4) == Layout("none", 4)
+    with pytest.raises(UserError, match="not a multiple of 3 data-parallel ranks"):
+        choose_layout(given, H100, 3)
