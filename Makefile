@@ -35,6 +35,9 @@ test-gguf: .venv/.installed-dev
 test-memory: .venv/.installed-dev
 	$(BIN)/python -m pytest -m grid tests/test_memory.py
 
+test-ranks: .venv/.installed-dev
+	$(BIN)/python -m pytest -m ranks tests/test_parallel.py
+
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -1,8 +1,9 @@
-"""What tests/test_parallel.py has several processes do: `torchrun … rank_worker.py gradients|train JSON`."""
+"""What tests/test_parallel.py has several processes do: `torchrun … rank_worker.py gradients|train JSON [TIMEOUT]`."""
 
 import hashlib
 import json
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -72,14 +73,16 @@ def gradients(cases: list[dict], ranks: Ranks) -> list[dict]:
 
 
 def runs(recipes: list[dict], ranks: Ranks) -> None:
-    """Train each recipe; with `resume` where a file of that name stands beside it."""
+    """Train each recipe, noting what each rank has seen where a file is named, while one sleeps where one is named."""
     for case in recipes:
         seen = Path(case["seen"]) if "seen" in case else None
 
-        def objective(model: GPT, batch: Batch, seen: Path | None = seen) -> Losses:
+        def objective(model: GPT, batch: Batch, seen: Path | None = seen, case: dict = case) -> Losses:
             if seen is not None and model.training:
                 with seen.with_suffix(f".{ranks.rank}").open("a", encoding="utf-8") as file:
                     file.write(hashlib.sha256(batch[0].numpy().tobytes()).hexdigest() + "\n")
+            if case.get("sleeps") == ranks.rank:
+                time.sleep(60)
             return next_token(model, batch)
 
         train(
@@ -93,7 +96,7 @@ def runs(recipes: list[dict], ranks: Ranks) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     what, path = sys.argv[1], Path(sys.argv[2])
-    with join(60, CPU) as ranks:
+    with join(float(sys.argv[3]) if len(sys.argv) > 3 else 60, CPU) as ranks:
         cases = json.loads(path.read_text(encoding="utf-8"))
         if what == "gradients":
             results = gradients(cases, ranks)

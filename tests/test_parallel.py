@@ -29,14 +29,15 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 NO_DROPOUT = ["model.dropout_attention=0", "model.dropout_residual=0"]
 
 
-def torchrun(n_ranks: int, *arguments: str | Path) -> None:
-    """The worker in so many processes."""
+def torchrun(n_ranks: int, *arguments: str | Path, fails: bool = False) -> str:
+    """The worker in so many processes; what they say on stderr."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"]
     result = subprocess.run(
         [*command, str(WORKER), *map(str, arguments)],
         capture_output=True, text=True, timeout=240, env=ENVIRONMENT, check=False,
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-6000:]
+    assert (result.returncode != 0) == fails, result.stderr[-6000:]
+    return result.stderr
 
 
 def launch(n_ranks: int, recipe: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -232,6 +233,17 @@ def test_a_stopped_rank_is_named_and_the_run_ends(tmp_path: Path) -> None:
     assert "does not answer" in output
     assert "Traceback" not in output
     assert not Path(f"/proc/{stopped}").exists(), "the stopped rank is still there"
+
+
+@pytest.mark.ranks
+def test_a_rank_that_sleeps_while_others_wait_is_named(tmp_path: Path) -> None:
+    """Its beats go on, and with shares of a model the others wait within the step that it has not begun."""
+    path = tiny.write_recipe(tmp_path, optimizer="adamw", parallel={"strategy": "fsdp"})
+    cases = [{"path": str(path), "overrides": [], "sleeps": 1}]
+    (tmp_path / "cases").write_text(json.dumps(cases), encoding="utf-8")
+    said = torchrun(2, "train", tmp_path / "cases", "3", fails=True)
+    assert "error: rank 1 (process " in said
+    assert "rank 0 (process " not in said
 
 
 @needs_proc

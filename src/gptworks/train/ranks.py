@@ -206,6 +206,18 @@ def _take_device(device: torch.device, local_rank: int) -> None:
         torch.cuda.set_device(local_rank)
 
 
+def _main_thread_waits() -> bool:
+    """Whether the main thread's innermost calls are torch.distributed's, so that it waits for other ranks."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    for _ in range(4):
+        if frame is None:
+            return False
+        if "/torch/distributed/" in frame.f_code.co_filename.replace(os.sep, "/"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 class _Watch(threading.Thread):
     """Beats for this rank and listens to the others'."""
 
@@ -281,7 +293,9 @@ class _Watch(threading.Thread):
 
     def _beat(self) -> None:
         self._beats += 1
-        self._store.set(f"beat/{self._rank}", f"{self._beats} {self._marks} {socket.gethostname()} {os.getpid()}")
+        doing = "waits" if _main_thread_waits() else "works"
+        beat = f"{self._beats} {self._marks} {doing} {socket.gethostname()} {os.getpid()}"
+        self._store.set(f"beat/{self._rank}", beat)
 
     def _listen(self) -> None:
         now = time.monotonic()
@@ -299,14 +313,17 @@ class _Watch(threading.Thread):
         ]
 
     def _behind(self) -> list[int]:
-        """The ranks that have passed fewer common points than others; none where all wait at the same one."""
-        marks = {r: int(text.split()[1]) for r, (text, _) in self._heard.items() if text not in (_DONE, _FAILED)}
-        return [rank for rank, n in marks.items() if n < max(marks.values())]
+        """The ranks that have passed fewer common points than others; or, between two points, those that do not wait
+        where others do. None where all are alike."""
+        beats = {rank: text.split() for rank, (text, _) in self._heard.items() if text not in (_DONE, _FAILED)}
+        fewer = [rank for rank, beat in beats.items() if int(beat[1]) < max(int(other[1]) for other in beats.values())]
+        working = [rank for rank, beat in beats.items() if beat[2] == "works"]
+        return fewer or (working if len(working) < len(beats) else [])
 
     def _accuse(self, ranks: list[int]) -> str:
         names = []
         for rank in ranks:
-            _, _, host, pid = (self._heard[rank][0].split() + ["?"] * 4)[:4]
+            *_, host, pid = self._heard[rank][0].split()
             names.append(f"rank {rank} (process {pid} on {host})")
         who = f"{', '.join(names)} does not answer: it hangs, has died or cannot be reached"
         return (
