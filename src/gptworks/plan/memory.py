@@ -224,7 +224,7 @@ class _Step:
         self._go_back(replace(self._final_norm(), merges=False), "final norm, backward")
         for layer in reversed(range(self.model.n_layers)):
             stages = self.blocks[self.model.layer_windows[layer]]
-            if self.setting.checkpointing == "block":  # the block's input is saved twice over from here on
+            if self.setting.checkpointing == "block":  # computed again; the block's input is the first norm's now
                 self.timeline.hold(RESIDUAL, -self.shapes.floats(self.model.d_model))
                 for stage in stages:
                     for part, n_bytes in stage.saved.items():
@@ -262,7 +262,7 @@ class _Step:
 
     def _gain(self, parameters: int) -> None:
         """Gradients come to stand, or are added to those that do."""
-        self.timeline.mark("gradients", 4 * parameters if self.setting.accumulates else 0)
+        self.timeline.mark("gradients added up", 4 * parameters if self.setting.accumulates else 0)
         if not self.setting.accumulates:
             self.timeline.hold(GRADIENTS, 4 * parameters // self.layout.shards(GRADIENTS))
 
