@@ -139,11 +139,11 @@ class Run:
         precision: Precision,
         objective: Objective | None,
         display: Display,
-        ranks: Ranks,
-        parallel: Parallel,
+        ranks: Ranks = ALONE,
+        parallel: Parallel | None = None,
     ) -> None:
         self.recipe, self.settings, self.display = recipe, recipe.train, display
-        self.ranks, self.parallel = ranks, parallel
+        self.ranks, self.parallel = ranks, parallel or Parallel(recipe.train)
         self.device, self.precision, self.tokenizer = device, precision, tokenizer
         self.objective = objective or partial(
             next_token,
@@ -155,7 +155,7 @@ class Run:
         self.batches = Batches(self.train_shards, recipe.model.context_length, recipe.train.batch_size, recipe.seed)
         torch.manual_seed(recipe.seed)
         self._memory_before_bytes = reset_peak(device)
-        self.model = parallel.place(GPT(recipe.model), device)
+        self.model = self.parallel.place(GPT(recipe.model), device)
         self.model.checkpoint_blocks = recipe.train.activation_checkpointing == "block"
         self.optimizer = Optimizer(self.model, recipe.train)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.needs_scaler)
