@@ -160,9 +160,12 @@ def test_tensor_parallel_ranks_hold_shares_of_the_matrices() -> None:
     groups, whole = count_parameters(rank).groups, count_parameters(model).groups
     for name in ("attention_weights", "mlp_weights"):
         assert groups[name].total == whole[name].total // 4
-    assert groups["norms"].total == whole["norms"].total
-    split = training_peak(replace(SETTING, layout=Layout("none", 1, 4)))
-    assert split.total_bytes < training_peak(SETTING).total_bytes / 2
+    for name in ("norms", "token_embedding"):
+        assert groups[name].total == whole[name].total
+    split, alone = (training_peak(replace(SETTING, layout=Layout("none", 1, n))) for n in (4, 1))
+    assert split.parts["MLP"] == alone.parts["MLP"] // 4
+    assert split.parts["logits and loss"] == alone.parts["logits and loss"]
+    assert split.total_bytes < alone.total_bytes
 
 
 def test_checkpointing_and_halves_save_memory() -> None:
