@@ -123,7 +123,9 @@ def test_the_constants_are_the_models() -> None:
     for vocab_size in (65, 4096, 50_257):
         for place in ("cpu", "meta"):
             shapes = stages.Shapes(preset("gpt2"), 1, 1024, 4, place == "cpu")
-            assert memory.chunk_tokens(shapes, vocab_size) == model_loss.chunk_tokens(torch.device(place), vocab_size)
+            for name in ("chunk_tokens", "softmax_tokens"):
+                in_the_plan, in_the_model = getattr(memory, name), getattr(model_loss, name)
+                assert in_the_plan(shapes, vocab_size) == in_the_model(torch.device(place), vocab_size)
 
 
 # what must hold of any sum ----------------------------------------------------------------------------------

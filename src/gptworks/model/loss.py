@@ -1,7 +1,8 @@
 """Cross-entropy of the next token without the logits ever standing whole in memory.
 
 A vocabulary of 50,257 makes 200 KB of fp32 logits a token, and their gradient as much again. Here the head's product,
-the softmax and both gradients are done for a few hundred tokens at a time, while they are in the processor's cache.
+the softmax and both gradients are done for some of the tokens at a time. On a CPU the probabilities are made a few rows
+at a time, while they are in the processor's cache.
 """
 
 from typing import Any
@@ -13,21 +14,32 @@ from torch import Tensor
 from gptworks.config import IGNORED
 from gptworks.model.layers import without_autocast
 
-CPU_CHUNK_BYTES = 8 * 2**20
-"""fp32 logits that stand in memory at once on a CPU: what its cache holds..."""
+CPU_CACHE_BYTES = 8 * 2**20
+"""fp32 probabilities made at once on a CPU: what its cache holds while it goes over them again and again."""
 
-CPU_CHUNK_TOKENS = 512
-"""...but at least so many tokens, or reading the head's matrix for each chunk would cost more than the products."""
+CPU_CHUNK_TOKENS = 1024
+"""Tokens whose logits stand in memory at once on a CPU: with fewer, reading the head's matrix and adding to its
+gradient for each chunk would cost more than the products..."""
+
+CPU_CHUNK_LOGITS = 2 * 2**20
+"""...or more tokens, where the vocabulary is so small that their logits are no more than this."""
 
 CHUNK_TOKENS = 8192
 """Tokens at once on an accelerator, which wants large products."""
 
 
 def chunk_tokens(device: torch.device, vocab_size: int) -> int:
-    """Tokens whose logits stand in memory at once."""
+    """Tokens whose logits stand in memory at once, in the dtype of the products."""
     if device.type != "cpu":
         return CHUNK_TOKENS
-    return max(CPU_CHUNK_TOKENS, CPU_CHUNK_BYTES // (4 * vocab_size))
+    return max(CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS // vocab_size)
+
+
+def softmax_tokens(device: torch.device, vocab_size: int) -> int:
+    """Tokens whose probabilities stand in memory at once, in fp32."""
+    if device.type != "cpu":
+        return CHUNK_TOKENS
+    return max(1, CPU_CACHE_BYTES // (4 * vocab_size))
 
 
 def linear_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -40,8 +52,8 @@ def linear_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor) -> T
         A float32 scalar. Its gradient reaches features and weight.
     """
     features, targets = features.reshape(-1, features.size(-1)), targets.reshape(-1)
-    if not torch.is_grad_enabled():  # or else needs_input_grad, which asks the tensors alone, has d_weight computed
-        features, weight = features.detach(), weight.detach()
+    if not torch.is_grad_enabled():
+        return token_nats(features, weight, targets).sum()
     total: Tensor = _LinearCrossEntropy.apply(features, weight, targets)  # type: ignore[no-untyped-call]
     return total
 
@@ -72,28 +84,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             wants_features, wants_weight, _ = ctx.needs_input_grad
             head = weight.to(features.dtype)
             chunk = chunk_tokens(features.device, weight.size(0))
+            wide = torch.promote_types(weight.dtype, torch.float32)
             total = torch.zeros((), dtype=torch.float32, device=features.device)
             d_features = torch.empty_like(features) if wants_features else None
-            d_weight = (
-                torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-                if wants_weight
-                else None
-            )
+            d_weight: Tensor | None = None
             for start in range(0, features.size(0), chunk):
                 x, target = features[start : start + chunk], targets[start : start + chunk]  # N C, N
-                counted = target != IGNORED
-                index = target.where(counted, 0)[:, None]
-                log_probs = (x @ head.T).float().log_softmax(-1)  # N V
-                total -= log_probs.gather(1, index)[:, 0].where(counted, 0.0).sum()
-                if d_features is None and d_weight is None:
-                    continue
-                d_logits = log_probs.exp_()
-                d_logits.scatter_add_(1, index, -torch.ones_like(index, dtype=d_logits.dtype))
-                d_logits = (d_logits * counted[:, None]).to(features.dtype)
+                nats, d_logits = _nats_and_gradient(x, head, target)
+                total += nats
                 if d_features is not None:
-                    d_features[start : start + chunk] = d_logits @ head
-                if d_weight is not None:
-                    d_weight += d_logits.T @ x
+                    torch.mm(d_logits, head, out=d_features[start : start + chunk])
+                if wants_weight:
+                    product = d_logits.T @ x  # V C
+                    d_weight = product.to(wide) if d_weight is None else d_weight.add_(product)
+                    del product
+                del d_logits  # before the next chunk's are made
             ctx.save_for_backward(d_features, d_weight)
             return total
 
@@ -106,3 +111,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if d_weight is None else d_weight * scale,
             None,
         )
+
+
+def _nats_and_gradient(features: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of −log softmax(logits)[target], and its gradient for the logits [N, V]."""
+    logits = features @ head.T
+    total = torch.zeros((), dtype=torch.float32, device=logits.device)
+    n_rows = softmax_tokens(logits.device, logits.size(1))
+    for rows, wanted in zip(torch.split(logits, n_rows), torch.split(targets, n_rows), strict=True):
+        total += _rows_to_gradient(rows, wanted)
+    return total, logits
+
+
+def _rows_to_gradient(logits: Tensor, targets: Tensor) -> Tensor:
+    """Write softmax − one-hot over some rows' logits; returns the sum of their −log softmax(logits)[target].
+
+    A target's probability may underflow: its logarithm comes by way of the largest one, which is at least 1/V.
+    """
+    counted = (targets != IGNORED)[:, None]
+    index = targets[:, None].where(counted, 0)
+    gap = logits.amax(-1, keepdim=True).float() - logits.gather(1, index)
+    probabilities = logits.softmax(-1, dtype=torch.float32)
+    nats = gap - probabilities.amax(-1, keepdim=True).log()
+    probabilities.scatter_add_(1, index, -torch.ones_like(gap))
+    logits.copy_(probabilities.mul_(counted))
+    return nats.where(counted, 0.0).sum()

@@ -38,7 +38,7 @@ WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, LOSS, TEMPORARY, COMMUNICATION, TOKENS, 
 )
 """Parts beside the kinds of saved tensors in `gptworks.plan.stages`."""
 
-CPU_CHUNK_BYTES, CPU_CHUNK_TOKENS, CHUNK_TOKENS = 8 * 2**20, 512, 8192
+CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS, CPU_CACHE_BYTES, CHUNK_TOKENS = 1024, 2 * 2**20, 8 * 2**20, 8192
 """Of `gptworks.model.loss`, which importing would import torch."""
 
 
@@ -207,10 +207,10 @@ class _Step:
         """`gptworks.model.loss`: logits of a chunk of tokens at a time; gradients of features and head come with it."""
         shapes, vocabulary, width = self.shapes, self.model.vocab_size, self.model.d_model
         features, head = shapes.products(width), vocabulary * width
-        self.timeline.hold(LOSS, features + 4 * head)  # their gradients
+        self.timeline.hold(LOSS, features)  # their gradient
         copy = shapes.product_bytes * head if shapes.autocast else 0
-        momentary = loss_chunk_bytes(shapes, vocabulary, width) + features + copy
-        self.timeline.mark("loss", momentary, LOSS)
+        self.timeline.mark("loss", loss_chunk_bytes(shapes, vocabulary, width) + copy, LOSS)
+        self.timeline.hold(LOSS, 4 * head)
         if self.setting.checkpointing == "block":
             self.timeline.hold(COPIES, -self.timeline.held[COPIES])
         self.timeline.mark("loss, backward", features + 4 * head)  # each gradient scaled into a new tensor
@@ -277,19 +277,26 @@ class _Step:
 
 def chunk_tokens(shapes: Shapes, vocab_size: int) -> int:
     """`gptworks.model.loss.chunk_tokens`."""
-    return max(CPU_CHUNK_TOKENS, CPU_CHUNK_BYTES // (4 * vocab_size)) if shapes.on_cpu else CHUNK_TOKENS
+    return max(CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS // vocab_size) if shapes.on_cpu else CHUNK_TOKENS
+
+
+def softmax_tokens(shapes: Shapes, vocab_size: int) -> int:
+    """`gptworks.model.loss.softmax_tokens`."""
+    return max(1, CPU_CACHE_BYTES // (4 * vocab_size)) if shapes.on_cpu else CHUNK_TOKENS
 
 
 def loss_chunk_bytes(shapes: Shapes, vocab_size: int, width: int) -> int:
-    """What the chunks of the loss hold at their worst: logits in several forms, and a gradient of the head's matrix."""
-    chunk = chunk_tokens(shapes, vocab_size)
-    n, product = shapes.n_tokens, shapes.product_bytes
-    first = min(chunk, n) * vocab_size
-    second = min(chunk, max(n - chunk, 0)) * vocab_size
-    kept = first * (8 if not shapes.autocast else 4 + product)  # log-probabilities and the logits' gradient
-    made = 8 + (product if shapes.autocast else 0)  # float32 logits, log-probabilities...; product where it rounds
-    steady = kept + max(product * vocab_size * width, 8 * second)
-    return max(first * made, steady)
+    """What the loss holds at its worst beside the gradient of the features: a chunk's logits, some rows' probabilities
+    (and those logits in float32), and the gradient of the head's matrix, as the product gives it and in float32."""
+    chunk, product, head = chunk_tokens(shapes, vocab_size), shapes.product_bytes, vocab_size * width
+    first, second = (max(0, min(chunk, n)) * vocab_size for n in (shapes.n_tokens, shapes.n_tokens - chunk))
+    copied = shapes.autocast and shapes.on_cpu
+    softmax = min(softmax_tokens(shapes, vocab_size) * vocab_size, first) * (8 if copied else 4)
+    rounded = product * head if shapes.autocast else 0
+    return max(
+        product * first + max(softmax, 4 * head + rounded),
+        product * second + 4 * head + max(softmax, product * head) if second else 0,
+    )
 
 
 def optimizer_state_bytes(parameters: ParameterCount, optimizer: str) -> int:
