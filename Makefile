@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo bands test test-gguf test-memory lint bench clean
+.PHONY: help demo bands test test-gguf test-memory test-kills lint bench clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
 	@echo "make test    run the tests"
 	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
 	@echo "make test-memory  hold the planned memory of every preset against its traced step (about 15 minutes on 2 cores)"
+	@echo "make test-kills  kill runs fifty times, in one process and in two, and resume them (about 10 minutes on 2 cores)"
 	@echo "make lint    ruff, mypy and the import contract"
 	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about an hour on 2 cores)"
 	@echo "make bench   speed beside textbook loops and torch's own passes; memory beside what was planned"
@@ -37,6 +38,9 @@ test-memory: .venv/.installed-dev
 
 test-ranks: .venv/.installed-dev
 	$(BIN)/python -m pytest -m ranks tests/test_parallel.py
+
+test-kills: .venv/.installed-dev
+	$(BIN)/python -m pytest -m kills -rP tests/test_kills.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

@@ -1,81 +1,71 @@
-"""The character model and its training step as textbooks write them: the peer of bench/train.py."""
+"""A GPT and its training step as textbooks write them: attention written out, AdamW as it comes."""
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 6, 6, 384, 256, 16
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and the batch it is trained on, the same for every loop."""
+
+    n_layers: int
+    n_heads: int
+    width: int
+    vocab_size: int
+    context: int
+    batch: int
+    bias: bool
 
 
-class OneHead(nn.Module):
-    """One head of attention, as a module of its own."""
+class Attention(nn.Module):
+    """All heads as one batch; the scores in full."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.query, self.key, self.value = (nn.Linear(WIDTH, width, bias=False) for _ in range(3))
-        self.register_buffer("mask", torch.ones(CONTEXT, CONTEXT, dtype=torch.bool).tril())
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.query(x), self.key(x), self.value(x)
-        scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))
-        return torch.softmax(scores.masked_fill(~self.mask, float("-inf")), dim=-1) @ v
-
-
-class HeadByHead(nn.Module):
-    """Attention with a module for each head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList(OneHead(WIDTH // HEADS) for _ in range(HEADS))
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.cat([head(x) for head in self.heads], dim=-1))
-
-
-class BatchedHeads(nn.Module):
-    """Attention with the heads as one batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.register_buffer("mask", torch.ones(CONTEXT, CONTEXT, dtype=torch.bool).tril())
+        self.n_heads = shape.n_heads
+        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=shape.bias)
+        self.out = nn.Linear(shape.width, shape.width, bias=shape.bias)
+        self.register_buffer("mask", torch.ones(shape.context, shape.context, dtype=torch.bool).tril())
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(x).split(width, dim=2)
-        q, k, v = (t.view(batch, length, HEADS, width // HEADS).transpose(1, 2) for t in (q, k, v))
-        scores = (q @ k.transpose(-2, -1)) / math.sqrt(width // HEADS)
+        q, k, v = (t.view(batch, length, self.n_heads, -1).transpose(1, 2) for t in (q, k, v))
+        scores = (q @ k.transpose(-2, -1)) / math.sqrt(width // self.n_heads)
         weights = torch.softmax(scores.masked_fill(~self.mask, float("-inf")), dim=-1)
         return self.out((weights @ v).transpose(1, 2).reshape(batch, length, width))
 
 
-class TextbookBlock(nn.Module):
-    """Pre-norm attention and MLP, as any tutorial has them."""
+class Block(nn.Module):
+    """Pre-norm attention and MLP."""
 
-    def __init__(self, attention: type[nn.Module]) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = attention()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.norm1, self.norm2 = nn.LayerNorm(shape.width), nn.LayerNorm(shape.width)
+        self.attention = Attention(shape)
+        self.up = nn.Linear(shape.width, 4 * shape.width, bias=shape.bias)
+        self.down = nn.Linear(4 * shape.width, shape.width, bias=shape.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
 class TextbookGPT(nn.Module):
-    """Learned positions, tied head."""
+    """Learned positions, tied head, the mean cross-entropy of whole logits."""
 
-    def __init__(self, vocab_size: int, attention: type[nn.Module]) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocab_size, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*[TextbookBlock(attention) for _ in range(LAYERS)])
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, vocab_size, bias=False)
+        self.tokens = nn.Embedding(shape.vocab_size, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width)
+        self.blocks = nn.Sequential(*[Block(shape) for _ in range(shape.n_layers)])
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocab_size, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -84,22 +74,23 @@ class TextbookGPT(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
 
-def textbook_step(
-    vocab_size: int, data: Tensor, attention: type[nn.Module], autocast: bool = False
-) -> Callable[[], None]:
-    """One step of the textbook loop."""
-    model = TextbookGPT(vocab_size, attention)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+def textbook_step(shape: Shape, data: Tensor, *, autocast: bool, compiled: bool) -> Callable[[], None]:
+    """One step of the textbook loop over windows drawn from the tokens [N]."""
+    model: Callable[[Tensor, Tensor], Tensor] = TextbookGPT(shape)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=3e-4)
+    if compiled:
+        model = torch.compile(model)
 
     def step() -> None:
-        starts = torch.randint(len(data) - CONTEXT - 1, (BATCH,)).tolist()
-        x = torch.stack([data[i : i + CONTEXT] for i in starts])
-        y = torch.stack([data[i + 1 : i + CONTEXT + 1] for i in starts])
+        starts = torch.randint(len(data) - shape.context - 1, (shape.batch,)).tolist()
+        x = torch.stack([data[i : i + shape.context] for i in starts])
+        y = torch.stack([data[i + 1 : i + shape.context + 1] for i in starts])
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             loss = model(x, y)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
 
     return step

@@ -1,12 +1,17 @@
-"""Training throughput beside the same model in a textbook loop, from one run.
+"""Training throughput beside the same model in other loops, from one run.
 
-    python bench/train.py --text tinyshakespeare.txt
+    python bench/train.py --text tinyshakespeare.txt            # all three workloads, about half an hour on 2 cores
+    python bench/train.py --workload "char, 16 × 256"
 
-The model is nanoGPT's character model: 6 layers, 6 heads, width 384, context 256, batch 16, no dropout. The textbook
-loops are eager, attention written out, AdamW as it comes: with a module for each head, as first chapters have it; with
-the heads as one batch, in fp32 and under bf16 autocast. gptworks runs its own training step, its own batches, in the
-precision it chooses. Each loop has a process of its own, as its user would run it; they take turns, and the ratios are
-of medians. How far a ratio to fp32 can go is set by the processor: beside it stand the rates of large matrix products.
+Workloads: nanoGPT's character model (10.7M: 6 layers, 6 heads, width 384, context 256) in batches of 16 and 64, and
+GPT-2 124M in batches of 4 × 512; no dropout. The other loops are a textbook's (bench/textbook.py), in fp32, under bf16
+autocast, and compiled; and transformers' Trainer as it comes, with bf16=True, and compiled. gptworks takes its own
+training step, its own batches, in the precision it chooses. Each loop runs in a process of its own, one after the
+other, in several rounds; the ratios are of medians. The tokens are those of the text's characters, whatever the model's
+vocabulary.
+
+How far a ratio to fp32 can go is set by the processor: beside the loops stand the rates of large matrix products,
+measured before each of them. FLOPs are those of the model's products, with attention in full.
 """
 
 import argparse
@@ -14,49 +19,110 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from shutil import which
 
 import torch
+from torch import Tensor
 
 from gptworks.config import Recipe
-from gptworks.data.prepare import Prepared, open_prepared, prepare
+from gptworks.data.prepare import open_prepared, prepare
 from gptworks.data.shards import TokenShards
 from gptworks.device import choose_device, choose_precision, device_name, keep_freed_memory
 from gptworks.plan.flops import forward_flops
-from gptworks.recipe import parse_recipe, with_vocab_size
+from gptworks.recipe import parse_recipe
 from gptworks.train.display import Display
 from gptworks.train.loop import Run
 from gptworks.train.metrics import MetricsLog
 from gptworks.train.objectives import next_token
-from textbook import BATCH, CONTEXT, HEADS, LAYERS, WIDTH, BatchedHeads, HeadByHead, textbook_step
+from textbook import Shape, textbook_step
 
+WORKLOADS = {
+    "char, 16 × 256": Shape(6, 6, 384, 67, context=256, batch=16, bias=False),
+    "char, 64 × 256": Shape(6, 6, 384, 67, context=256, batch=64, bias=False),
+    "GPT-2 124M, 4 × 512": Shape(12, 12, 768, 50_257, context=512, batch=4, bias=True),
+}
 OURS = "gptworks, bf16 where native"
-LOOPS = ("textbook, head by head, fp32", "textbook, fp32", "textbook, bf16 autocast", OURS)
+FP32 = "textbook, fp32"
+LOOPS = (
+    FP32,
+    "textbook, bf16",
+    "textbook, bf16, compiled",
+    "Trainer, fp32",
+    "Trainer, bf16",
+    "Trainer, bf16, compiled",
+    OURS,
+)
+WARM_UP_STEPS = 2
 
 
-def build_step(name: str, recipe: Recipe, prepared: Prepared) -> Callable[[], None]:
-    """The training step of one of the loops."""
-    if name == OURS:
-        keep_freed_memory()  # as gptworks.train.loop.train does
-        device = choose_device("cpu")
-        precision = choose_precision("auto", device)
-        run = Run(recipe, prepared.folder, prepared.tokenizer, device, precision, next_token, Display())
-        run.log = MetricsLog(prepared.folder / "metrics.jsonl", 0)
-        return run.training_step
-    shards = TokenShards(prepared.folder, "train")
-    data = torch.from_numpy(shards.read(0, min(shards.n_tokens, 10**6)))
-    attention = HeadByHead if "head by head" in name else BatchedHeads
-    return textbook_step(recipe.model.vocab_size, data, attention, autocast="autocast" in name)
+def available() -> list[str]:
+    """The loops that can run here; says which cannot."""
+    missing = {
+        "Trainer": None if find_spec("accelerate") else "pip install 'gptworks[bench]'",
+        "compiled": None if which("g++") else "torch.compile needs a C++ compiler",
+    }
+    for word, reason in missing.items():
+        if reason:
+            print(f"without {word}: {reason}")
+    return [name for name in LOOPS if not any(reason and word in name for word, reason in missing.items())]
 
 
-def work(name: str, recipe: Recipe, folder: Path, orders: Connection) -> None:
-    """Do as many steps as each order says, and answer with their seconds; 0 ends."""
-    step = build_step(name, recipe, open_prepared(folder))
-    orders.send([])
-    while n_steps := orders.recv():
-        orders.send([seconds(step) for _ in range(n_steps)])
+def bench_recipe(shape: Shape, text: Path | None, folder: str) -> Recipe:
+    """The model on the text given, or on the standard library's sources."""
+    return parse_recipe(
+        {
+            "name": "bench",
+            "run_dir": f"{folder}/run",
+            "model": {"context_length": shape.context, "n_layers": shape.n_layers, "d_model": shape.width,
+                      "n_heads": shape.n_heads, "position": "learned", "norm": "layernorm", "mlp": "gelu_tanh",
+                      "attention_bias": shape.bias, "mlp_bias": shape.bias, "vocab_size": shape.vocab_size},
+            "tokenizer": {"type": "char"},
+            "data": {
+                "sources": [{"type": "text", "path": str(text)} if text else {"type": "python-stdlib"}],
+                "cache_dir": folder,
+                "validation": {"fraction": 0.1, "by": "tail"},
+            },
+            "train": {"max_steps": 10_000, "batch_size": shape.batch, "log_every": 10_000},
+        }
+    )  # fmt: skip
+
+
+def our_step(recipe: Recipe, folder: Path) -> Callable[[], None]:
+    """gptworks' training step, as `gptworks train` sets it up."""
+    keep_freed_memory()
+    prepared, device = open_prepared(folder), choose_device("cpu")
+    run = Run(
+        recipe, prepared.folder, prepared.tokenizer, device, choose_precision("auto", device), next_token, Display()
+    )
+    run.log = MetricsLog(prepared.folder / "metrics.jsonl", 0)
+    return run.training_step
+
+
+def step_seconds(name: str, shape: Shape, recipe: Recipe, folder: Path, n_steps: int) -> list[float]:
+    """Seconds of each of so many steps of a loop."""
+    data = read_tokens(folder)
+    bf16, compiled = "bf16" in name, "compiled" in name
+    if name.startswith("Trainer"):
+        from trainer import trainer_seconds
+
+        return trainer_seconds(shape, data, n_steps, bf16=bf16, compiled=compiled)
+    step = our_step(recipe, folder) if name == OURS else textbook_step(shape, data, autocast=bf16, compiled=compiled)
+    return [seconds(step) for _ in range(n_steps)]
+
+
+def read_tokens(folder: Path) -> Tensor:
+    """Up to a million tokens of the training split, int64 [N]."""
+    shards = TokenShards(folder, "train")
+    return torch.from_numpy(shards.read(0, min(shards.n_tokens, 10**6))).long()
+
+
+def work(connection: Connection, *arguments: object) -> None:
+    """`step_seconds` in a process of its own."""
+    connection.send(step_seconds(*arguments))  # type: ignore[arg-type]
 
 
 def product_rate(dtype: torch.dtype) -> float:
@@ -73,65 +139,61 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def bench_recipe(text: Path | None, folder: str) -> Recipe:
-    """The character model on the text given, or on the standard library's sources."""
-    return parse_recipe(
-        {
-            "name": "bench",
-            "run_dir": f"{folder}/run",
-            "model": {"context_length": CONTEXT, "n_layers": LAYERS, "d_model": WIDTH, "n_heads": HEADS,
-                      "position": "learned", "norm": "layernorm", "mlp": "gelu"},
-            "tokenizer": {"type": "char"},
-            "data": {
-                "sources": [{"type": "text", "path": str(text)} if text else {"type": "python-stdlib"}],
-                "cache_dir": folder,
-                "validation": {"fraction": 0.1, "by": "tail"},
-            },
-            "train": {"max_steps": 10_000, "batch_size": BATCH, "log_every": 10_000},
-        }
-    )  # fmt: skip
+def measure(shape: Shape, text: Path | None, rounds: int, n_steps: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Tokens/s of each loop, and FLOP/s of large products, medians over everything measured."""
+    times: dict[str, list[float]] = {name: [] for name in available()}
+    rates: dict[str, list[float]] = {"fp32": [], "bf16": []}
+    spawn = get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = bench_recipe(shape, text, folder)
+        prepared = prepare(recipe)
+        for name in list(times) * rounds:
+            rates["fp32"].append(product_rate(torch.float32))
+            rates["bf16"].append(product_rate(torch.bfloat16))
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(
+                target=work, args=(theirs, name, shape, recipe, prepared.folder, WARM_UP_STEPS + n_steps)
+            )
+            process.start()
+            theirs.close()
+            times[name] += ours.recv()[WARM_UP_STEPS:]
+            process.join()
+    tokens = shape.batch * shape.context
+    return (
+        {name: tokens / statistics.median(taken) for name, taken in times.items()},
+        {name: statistics.median(values) for name, values in rates.items()},
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, help="a text file; default: the standard library's sources")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--workload", choices=WORKLOADS, action="append", help="default: all")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="steps of each loop in a round")
     arguments = parser.parse_args()
-
-    spawn = get_context("spawn")
-    times: dict[str, list[float]] = {name: [] for name in LOOPS}
-    rates: dict[str, list[float]] = {"fp32": [], "bf16": []}
-    with tempfile.TemporaryDirectory() as folder:
-        recipe = bench_recipe(arguments.text, folder)
-        prepared = prepare(recipe)
-        recipe = with_vocab_size(recipe, prepared.manifest.vocab_size)
-        orders = {}
-        for name in LOOPS:
-            orders[name], theirs = spawn.Pipe()
-            spawn.Process(target=work, args=(name, recipe, prepared.folder, theirs), daemon=True).start()
-            orders[name].recv()
-        for turn in range(arguments.rounds + 1):
-            rates["fp32"].append(product_rate(torch.float32))
-            rates["bf16"].append(product_rate(torch.bfloat16))
-            for name, connection in orders.items():
-                connection.send(arguments.steps)
-                taken = connection.recv()
-                times[name] += taken if turn else []  # the first turn warms up
-        for connection in orders.values():
-            connection.send(0)
-
-    rate = {name: statistics.median(values) for name, values in rates.items()}
-    flops_per_token = forward_flops(recipe.model).training_per_token_dense
-    speed = {name: BATCH * CONTEXT / statistics.median(values) for name, values in times.items()}
     print(f"{device_name(torch.device('cpu'))}, torch {torch.__version__}")
-    products = f"fp32 {rate['fp32'] / 1e9:,.0f}, bf16 {rate['bf16'] / 1e9:,.0f} GFLOP/s"
-    print(f"matrix products: {products}, ratio {rate['bf16'] / rate['fp32']:.2f}")
-    for name, value in speed.items():
-        used, limit = value * flops_per_token, rate["fp32" if name.endswith("fp32") else "bf16"]
+    for workload in arguments.workload or WORKLOADS:
+        shape = WORKLOADS[workload]
+        speed, rate = measure(shape, arguments.text, arguments.rounds, arguments.steps)
+        flops_per_token = forward_flops(bench_recipe(shape, None, "").model).training_per_token_dense
         print(
-            f"{name:<29} {value:>7,.0f} tokens/s {used / 1e9:>5,.0f} GFLOP/s, {used / limit:>4.0%} of its product rate;"
-            f" gptworks is {speed[OURS] / value:.2f} times as fast"
+            f"\n{workload}: products {rate['fp32'] / 1e9:,.0f} GFLOP/s in fp32, {rate['bf16'] / 1e9:,.0f} in bf16, "
+            f"{rate['bf16'] / rate['fp32']:.2f} times as many"
+        )
+        for name, value in speed.items():
+            limit = rate["bf16" if "bf16" in name else "fp32"]
+            print(
+                f"  {name:<28} {value:>7,.0f} tokens/s {value * flops_per_token / 1e9:>6,.0f} GFLOP/s, "
+                f"{value * flops_per_token / limit:>4.0%} of its product rate; gptworks is {speed[OURS] / value:.2f} "
+                "times as fast",
+                flush=True,
+            )
+        best = max((name for name in speed if name != OURS), key=lambda name: speed[name])
+        print(
+            f"  {speed[OURS] / speed[FP32]:.2f} × the textbook in fp32 (the processor's limit is "
+            f"{rate['bf16'] / (speed[FP32] * flops_per_token):.2f}), {speed[OURS] / speed[best]:.2f} × the best peer "
+            f"({best})"
         )
 
 

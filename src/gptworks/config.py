@@ -387,6 +387,9 @@ class TrainConfig(Section):
     activation_checkpointing: Literal["none", "block"] = Field(
         "none", description="block: keep each block's input alone and compute the block again in the backward pass."
     )
+    compile: Literal["auto", "none", "block"] = Field(
+        "auto", description="block: compile each block with torch.compile; auto: on CUDA, where it pays."
+    )
     router_balance_weight: float = Field(
         0.01, ge=0, description="Weight of the experts' load-balancing loss (Fedus et al., 2021)."
     )

@@ -130,20 +130,30 @@ PROBE_SECONDS = 0.4
 
 def measured_device(device: torch.device) -> Device:
     """This machine's device with the rates of large products and of copies as they are measured now."""
-    side = 2048 if device.type == "cpu" else 8192
-    a = torch.randn(side, side, device=device)
-    single, half = (2 * side**3 / _best_seconds(lambda x=x: x @ x, device) for x in (a, a.bfloat16()))  # type: ignore[misc]
+    a = torch.ones(_side(device), _side(device), device=device)
     copy = torch.empty_like(a)
     return Device(
         name=device_name(device),
         kind=device.type,
         memory_bytes=memory_bytes(device),
-        half_flops=half,
-        float_flops=single,
-        bandwidth=2 * 4 * side**2 / _best_seconds(lambda: copy.copy_(a), device),
+        half_flops=product_rate(device, torch.bfloat16),
+        float_flops=product_rate(device, torch.float32),
+        bandwidth=2 * a.nbytes / _best_seconds(lambda: copy.copy_(a), device),
         source="measured",
         has_bf16=multiplies_bf16_natively(device),
     )
+
+
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of large square products here, measured now. Draws nothing from torch's global generator."""
+    side = _side(device)
+    x = torch.randn(side, side, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    return 2 * side**3 / _best_seconds(lambda: x @ x, device)
+
+
+def _side(device: torch.device) -> int:
+    """Of a square matrix that is large here."""
+    return 2048 if device.type == "cpu" else 8192
 
 
 def _best_seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -73,6 +73,8 @@ class GPT(nn.Module):
         self.untied_head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.checkpoint_blocks = False
         """In training, keep each block's input alone and compute the block again in the backward pass."""
+        self.watched: list[Tensor] | None = None
+        """A list is given the root mean square of each block's output, a scalar each."""
         initialize(self)
 
     @property
@@ -107,6 +109,8 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             inputs = (x, rotary, cache.layers[i] if cache is not None else None)
             x, routed = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
+            if self.watched is not None:
+                self.watched.append(torch.linalg.vector_norm(x.detach(), dtype=torch.float32) / math.sqrt(x.numel()))
             if router_logits is not None and routed is not None:
                 router_logits.append(routed)
         x = self.norm(x)

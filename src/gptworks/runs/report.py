@@ -24,13 +24,16 @@ from gptworks.plan.page import (
 from gptworks.plan.published import readable
 from gptworks.plan.sheet import describe, summary, traits
 from gptworks.plan.svg import Point
-from gptworks.runs.chart import NARROW, WIDE, Format, Series, chart, compact
+from gptworks.runs.chart import NARROW, WIDE, Format, Series, chart, colour, compact
 from gptworks.runs.history import History
 from gptworks.train.display import clock
 from gptworks.train.metrics import Record, smooth
 
 MOST_ROWS = 24
 """Evaluations and bad steps that a table shows."""
+
+MOST_LAYERS = 5
+"""Drawn of what is recorded layer by layer."""
 
 MOST_SAMPLES = 6
 """Steps of which samples are shown, for each prompt."""
@@ -52,7 +55,7 @@ def to_html(run: History) -> str:
     parts = [
         _key_figures(run),
         section("Loss", f"<figure>{_loss(run)}</figure>"),
-        section("Along the run", f'<div class="charts">{"".join(_charts(run))}</div>'),
+        section("Along the run", f'<div class="charts">{"".join((*_charts(run), *_by_layer(run)))}</div>'),
         *_where_time_went(run),
         *_memory(run),
         *_evaluations(run),
@@ -152,13 +155,33 @@ def _charts(run: History) -> Iterator[str]:
         ("rate", "Learning rate", run.train, "learning_rate", "learning rate", plain),
         ("norm", "Gradient norm", run.train, "grad_norm", "gradient norm", plain),
         ("speed", "Throughput", run.train, "tokens_per_second", "tokens a second", compact),
+        ("share", "Utilization", run.train, "utilization", "share of the matrix rate", "{:.0%}".format),
         ("expert", "Busiest expert", run.train, "busiest_expert_load", load, plain),
     ):
         if curve := points(records, key):
             kind, style = ("series-1", "both") if records is run.validation else ("series-0", "line")
             drawn = chart(name, f"{title} of {run.name}", [Series(curve, kind=kind, style=style)], x_label="tokens",
-                          y_label=label, format_y=form, width=NARROW, from_zero=name == "speed")  # fmt: skip
+                          y_label=label, format_y=form, width=NARROW, from_zero=name in ("speed", "share"))  # fmt: skip
             yield f"<figure>{drawn}</figure>"
+
+
+def _by_layer(run: History) -> Iterator[str]:
+    """A figure for each thing that is recorded layer by layer: the first, the last and what lies evenly between."""
+    for key, title in (
+        ("gradient_norm_by_layer", "Gradient norm by layer"),
+        ("activation_rms_by_layer", "Block output (root mean square) by layer"),
+    ):
+        records = [record for record in run.train if record.get(key)]
+        if not records:
+            continue
+        n_layers = len(records[0][key])
+        layers = sorted({round(i * (n_layers - 1) / (MOST_LAYERS - 1)) for i in range(MOST_LAYERS)})
+        series = [
+            Series([(r["tokens"], r[key][layer]) for r in records], f"layer {layer + 1}", colour(i))
+            for i, layer in enumerate(layers)
+        ]
+        drawn = chart(key, f"{title} of {run.name}", series, x_label="tokens", y_label=title.lower(), width=NARROW)
+        yield f"<figure>{drawn}</figure>"
 
 
 # ------------------------------------------------------------------------------------------------ tables

@@ -14,8 +14,8 @@ FREE: Any = {
     "sweep": True,
     "data": {"cache_dir", "processes", "shard_tokens"},
     "train": {
-        "micro_batch_size", "activation_checkpointing", "precision", "device", "loggers", "log_every", "evaluate_every",
-        "checkpoint_every", "keep_checkpoints", "sample_every", "sample_prompts", "sample_tokens",
+        "micro_batch_size", "activation_checkpointing", "compile", "precision", "device", "loggers", "log_every",
+        "evaluate_every", "checkpoint_every", "keep_checkpoints", "sample_every", "sample_prompts", "sample_tokens",
         "early_stopping_patience", "max_skipped_steps",
     },
 }  # fmt: skip

@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from gptworks.train.throughput import Pace
+
 PLAIN_LINE_SECONDS = 10.0
 
 
@@ -55,13 +57,15 @@ class Display:
         total_steps: int | None,
         progress: float,
         loss: float,
-        tokens_per_second: float,
+        pace: Pace,
         eta: float,
         note: str = "",
     ) -> None:
         """Show where the run is; `eta` is in seconds."""
         steps = f"{step:,}" + (f"/{total_steps:,}" if total_steps else "")
-        figures = f"loss {loss:.4f}{self._validation}{note}  {tokens_per_second:,.0f} tok/s  {clock(eta)} left"
+        used = "" if pace.utilization is None else f", {pace.utilization:.0%} of the matrix rate"
+        speed = f"{pace.tokens_per_second:,.0f} tok/s{used}"
+        figures = f"loss {loss:.4f}{self._validation}{note}  {speed}  {clock(eta)} left"
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=progress, step=steps, figures=figures)
         elif time.monotonic() - self._last_plain >= PLAIN_LINE_SECONDS or progress >= 1:

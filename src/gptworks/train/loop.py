@@ -4,9 +4,11 @@ import contextlib
 import itertools
 import time
 from collections import deque
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +39,8 @@ from gptworks.train.average import WeightAverage
 from gptworks.train.card import MemoryPeaks, write_model_card
 from gptworks.train.display import Display, clock
 from gptworks.train.feed import Feed
-from gptworks.train.metrics import MetricsLog, NoLog, draw_curves, write_samples
+from gptworks.train.layer_norms import LayerNorms
+from gptworks.train.metrics import MetricsLog, NoLog, Record, draw_curves, write_samples
 from gptworks.train.objectives import Objective, next_token
 from gptworks.train.optim import Optimizer
 from gptworks.train.parallel import Parallel, check_parallel, choose_parallel, run_layout
@@ -49,6 +52,7 @@ from gptworks.train.schedule import rate_factor
 from gptworks.train.signals import stop_signals
 from gptworks.train.start import check_start, starting_weights
 from gptworks.train.stopwatch import Stopwatch
+from gptworks.train.throughput import Throughput
 from gptworks.train.writers import check_writers, open_log
 
 
@@ -162,6 +166,8 @@ class Run:
         self.average = WeightAverage(self.model, recipe.train.ema_decay)
         self.feed = Feed(self.batches, self.parallel.micro_batch_size, self.parallel.micro_steps, device)
         self.stopwatch = Stopwatch(device)
+        self.throughput = Throughput(recipe.model, device, precision, ranks.size)
+        self.layer_norms = LayerNorms(self.model, self.parallel, recipe.train.log_every)
         self.writer = CheckpointWriter(recipe.run_dir, recipe.train.keep_checkpoints, recipe.train.keep_every)
         self.progress = Progress(data_fingerprint=self.train_shards.manifest.fingerprint)
         self.engine = Engine(self.model, tokenizer)
@@ -169,7 +175,6 @@ class Run:
             self.engine.encode_prompt(prompt)  # a prompt that cannot be used is refused now, not at the first sample
         self.total_steps, _ = planned_steps(recipe.train, recipe.model.context_length, self.train_shards.n_tokens)
         self._saved_step = -1
-        self._seconds_at_log, self._tokens_at_log = 0.0, 0
         self._expert_tokens: Tensor | None = None  # [L, E], of the last step
 
     # -------------------------------------------------------------------------------------------- begin
@@ -232,7 +237,7 @@ class Run:
         self.optimizer.load_state_tensors(tensors)
         if progress.scaler:
             self.scaler.load_state_dict(progress.scaler)
-        self._seconds_at_log, self._tokens_at_log = progress.seconds, progress.tokens
+        self.throughput.start(progress.tokens, progress.seconds)
 
     # --------------------------------------------------------------------------------------------- step
 
@@ -242,10 +247,12 @@ class Run:
         progress, settings = self.progress, self.settings
         self.writer.check()
         factor = rate_factor(settings, progress.step, self.share_done)
+        self.layer_norms.begin(progress.step)
         loss, n_targets = self._accumulate_gradients()
         with self.stopwatch.part("optimizer"):
             self.optimizer.unscale(self.scaler)
             norm = self.parallel.gradient_norm()
+            by_layer = self.layer_norms.finish()
             skipped = anomaly(settings, progress.gradient, loss, norm)
             if skipped is None:
                 self._apply_gradients(norm, factor)
@@ -258,7 +265,7 @@ class Run:
         progress.tokens += n_targets
         progress.seconds = self.ranks.latest(progress.seconds + time.perf_counter() - started)
         if skipped is None:
-            self._report_step(loss, norm, factor)
+            self._report_step(loss, norm, factor, by_layer)
         else:
             self._report_skipped(skipped, loss, norm)
 
@@ -301,13 +308,11 @@ class Run:
             self._expert_tokens = self.parallel.summed(self._expert_tokens)
         return (self.parallel.summed(total) / n_targets).item(), n_targets
 
-    def _report_step(self, loss: float, norm: float, factor: float) -> None:
+    def _report_step(self, loss: float, norm: float, factor: float, by_layer: Record) -> None:
         progress, settings = self.progress, self.settings
         if progress.step % settings.log_every and self.share_done < 1:
             return
-        seconds, tokens = progress.seconds - self._seconds_at_log, progress.tokens - self._tokens_at_log
-        self._seconds_at_log, self._tokens_at_log = progress.seconds, progress.tokens
-        speed = tokens / seconds if seconds > 0 else 0.0
+        pace = self.throughput.pace(progress.tokens, progress.seconds)
         load = None if self._expert_tokens is None else round(busiest_load(self._expert_tokens), 3)
         self.log.write(
             {
@@ -318,15 +323,16 @@ class Run:
                 "grad_norm": norm,
                 "learning_rate": factor * settings.learning_rate,
                 "seconds": round(progress.seconds, 3),
-                "tokens_per_second": round(speed, 1),
+                **pace.record,
                 "seconds_by_part": self.stopwatch.take(),
+                **by_layer,
                 **({} if load is None else {"busiest_expert_load": load}),
             }
         )
         done = self.share_done
         left = progress.seconds / done * (1 - done) if done else 0.0
         note = "" if load is None else f"  busiest expert {load:.2f}×"
-        self.display.step(progress.step, self.total_steps, done, loss, speed, left, note)
+        self.display.step(progress.step, self.total_steps, done, loss, pace, left, note)
 
     def _report_skipped(self, reason: str, loss: float, norm: float) -> None:
         """Say that a step was skipped; after many in a row, go back to the last checkpoint, or end the run."""
@@ -407,7 +413,7 @@ class Run:
             max_tokens=self.settings.sample_tokens, temperature=0.8, top_k=50, seed=self.recipe.seed
         )
         for prompt in self.settings.sample_prompts:
-            with self.stopwatch.part("samples"), self.average.applied(), self.parallel.resting():
+            with self.stopwatch.part("samples"), self.average.applied(), self.parallel.resting(), _eager():
                 text = self.engine.generate(prompt, sampling, overflow="slide")
             self.log.write({"kind": "sample", "step": self.progress.step, "prompt": prompt, "text": text})
 
@@ -487,3 +493,9 @@ class Run:
             f"{reason} at step {progress.step:,} after {clock(progress.seconds)}, {progress.tokens:,} tokens. "
             f"Saved in {folder}.{left}"
         )
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Inside, compiled blocks run as they are written: a cache that grows is another shape at each token."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance

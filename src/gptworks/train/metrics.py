@@ -11,7 +11,7 @@ from gptworks.files import write_whole
 
 Record = dict[str, Any]
 
-TIMINGS = ("seconds", "tokens_per_second", "seconds_by_part")
+TIMINGS = ("seconds", "tokens_per_second", "flops_per_second", "utilization", "seconds_by_part")
 """The keys of a record that depend on the clock; all others repeat exactly when a run is repeated or resumed."""
 
 

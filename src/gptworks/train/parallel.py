@@ -54,12 +54,14 @@ class Parallel:
     """Whether this rank takes part in making samples."""
 
     def __init__(self, train: TrainConfig) -> None:
+        self.compile = train.compile
         self.micro_batch_size = train.micro_batch_size
         self.micro_steps: range = range(train.accumulation_steps)
         """The micro-batches of a step that are this rank's, by their number within the step."""
 
     def place(self, model: GPT, device: torch.device) -> GPT:
         """The model on the device, or this rank's share of it."""
+        compile_blocks(model, self.compile, device)
         self.parameters = dict(model.to(device).named_parameters())
         return model
 
@@ -74,9 +76,10 @@ class Parallel:
     def finish_gradients(self) -> None:
         """After the last micro-batch: make the gradients those of the whole step."""
 
-    def gradient_norm(self) -> float:
-        """The norm of all gradients."""
-        return nn.utils.get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None]).item()
+    def gradient_norm(self, prefix: str = "") -> float:
+        """The norm of all gradients, or of those of the parameters whose names begin so."""
+        named = self.parameters.items()
+        return nn.utils.get_total_norm([p.grad for n, p in named if p.grad is not None and n.startswith(prefix)]).item()
 
     def clip_gradients(self, max_norm: float, norm: float) -> None:
         """Scale gradients of this norm down to `max_norm`."""
@@ -191,6 +194,7 @@ class ManyDevices(Parallel):
     """This rank's part of a model in training on several."""
 
     def __init__(self, train: TrainConfig, ranks: Ranks, mesh: DeviceMesh, layout: Layout) -> None:
+        self.compile = train.compile
         self._ranks, self._mesh, self.layout, self._sharded = ranks, mesh, layout, layout.sharding != "none"
         self._data, self._tensor = mesh["data"], mesh["tensor"]
         n_data, index = self._data.size(), self._data.get_local_rank()
@@ -215,6 +219,7 @@ class ManyDevices(Parallel):
             model.config = model.config.model_copy(update=here)
             # A recomputation that stops early leaves its last sum over ranks unread, and in memory for ever.
             model.features = set_checkpoint_early_stop(False)(model.features)  # type: ignore[method-assign]
+        compile_blocks(model, self.compile, device)  # before FSDP's hooks come around them
         if self._sharded:
             policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
             for block in model.blocks:
@@ -276,9 +281,11 @@ class ManyDevices(Parallel):
             else:
                 distributed.broadcast(gradient, group=group, group_src=0)
 
-    def gradient_norm(self) -> float:
+    def gradient_norm(self, prefix: str = "") -> float:
         by_copies: dict[int, list[Tensor]] = {}
         for name, gradient in self._local_gradients().items():
+            if not name.startswith(prefix):
+                continue
             sizes = [self._mesh[dimension].size() for dimension in divided_over(self.parameters[name])]
             copies = self._ranks.size // math.prod(sizes)
             by_copies.setdefault(copies, []).append(gradient)
@@ -319,6 +326,13 @@ class ManyDevices(Parallel):
             self._ranks.mark()
             inputs, targets = turn[min(index, len(turn) - 1)]
             yield inputs, targets if index < len(turn) else torch.full_like(targets, IGNORED)
+
+
+def compile_blocks(model: GPT, setting: str, device: torch.device) -> None:
+    """Have each block compiled when it first runs, if the setting says so; auto: on CUDA."""
+    if setting == "block" or (setting == "auto" and device.type == "cuda"):
+        for block in model.blocks:
+            block.compile(dynamic=False)
 
 
 def tensor_plan(model: ModelConfig) -> dict[str, ParallelStyle]:

@@ -40,6 +40,8 @@ def _scalars(path: str, values: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _scalars(f"{path}/{key}", value)
+        elif isinstance(value, list):  # by layer
+            yield from _scalars(f"{path}/{key}", {str(i): each for i, each in enumerate(value, 1)})
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield f"{path}/{key}", value
 

@@ -1,0 +1,58 @@
+"""How fast a run goes: tokens and model FLOPs a second, and their share of what this device's matrix products reach."""
+
+from dataclasses import dataclass
+
+import torch
+
+from gptworks.config import ModelConfig
+from gptworks.device import Precision, product_rate
+from gptworks.plan.flops import forward_flops
+
+MEASURE_AFTER_SECONDS = 10.0
+"""Of training in this process: a run too short for it is not held up by measuring the device."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Since the last report."""
+
+    tokens_per_second: float
+    flops_per_second: float
+    """Of the model's matrix products, forward and backward, attention in full; recomputation is not counted."""
+    utilization: float | None
+    """Of the rate of large products in the same precision, as measured on this device, times the devices."""
+
+    @property
+    def record(self) -> dict[str, float]:
+        """For metrics.jsonl."""
+        known = {} if self.utilization is None else {"utilization": round(self.utilization, 4)}
+        return {
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "flops_per_second": round(self.flops_per_second),
+            **known,
+        }
+
+
+class Throughput:
+    """Turns the tokens and seconds that a run has counted into rates. Seconds are those of training steps alone."""
+
+    def __init__(self, model: ModelConfig, device: torch.device, precision: Precision, n_devices: int) -> None:
+        self._flops_per_token = forward_flops(model).training_per_token_dense
+        self._device, self._precision, self._n_devices = device, precision, n_devices
+        self._rate: float | None = None
+        self.start(0, 0.0)
+
+    def start(self, tokens: int, seconds: float) -> None:
+        """Count from here."""
+        self._tokens, self._seconds = tokens, seconds
+        self._begun_seconds = seconds
+
+    def pace(self, tokens: int, seconds: float) -> Pace:
+        """Rates since the last call, from what the run has counted in all."""
+        taken = seconds - self._seconds
+        speed = (tokens - self._tokens) / taken if taken > 0 else 0.0
+        self._tokens, self._seconds = tokens, seconds
+        if self._rate is None and seconds - self._begun_seconds >= MEASURE_AFTER_SECONDS:
+            self._rate = self._n_devices * product_rate(self._device, self._precision.dtype)
+        flops = speed * self._flops_per_token
+        return Pace(speed, flops, None if self._rate is None else flops / self._rate)

@@ -1,0 +1,108 @@
+"""Rates, utilization, norms by layer and compiled blocks: what a run tells of itself while it goes on."""
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiny
+from gptworks.config import TrainConfig
+from gptworks.device import choose_precision, product_rate
+from gptworks.model import GPT
+from gptworks.plan.flops import forward_flops
+from gptworks.presets import preset
+from gptworks.recipe import parse_recipe
+from gptworks.train import throughput
+from gptworks.train.layer_norms import LayerNorms
+from gptworks.train.loop import train
+from gptworks.train.metrics import read_metrics
+from gptworks.train.objectives import next_token
+from gptworks.train.parallel import Parallel
+from gptworks.train.throughput import Throughput
+
+CPU = torch.device("cpu")
+
+
+def test_rates_are_of_the_time_since_the_last_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = preset("gpt2-mini")
+    monkeypatch.setattr(throughput, "product_rate", lambda device, dtype: 1e12)
+    measured = Throughput(model, CPU, choose_precision("fp32", CPU), n_devices=2)
+    measured.start(tokens=1000, seconds=50.0)  # what a run had behind it when it was resumed
+    first = measured.pace(1500, 55.0)
+    assert (first.tokens_per_second, first.utilization) == (100.0, None)  # 5 seconds: the device is not measured yet
+    second = measured.pace(2500, 60.0)
+    flops = 200 * forward_flops(model).training_per_token_dense
+    assert (second.tokens_per_second, second.flops_per_second) == (200.0, flops)
+    assert second.utilization == pytest.approx(flops / 2e12)
+
+
+def test_measuring_the_device_draws_nothing_from_the_global_generator() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    assert product_rate(CPU, torch.float32) > 1e8
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_norms_by_layer_are_those_of_outputs_and_gradients(checkpointing: bool) -> None:
+    torch.manual_seed(0)
+    model = GPT(preset("gpt2-mini").model_copy(update={"n_layers": 3, "vocab_size": 50, "context_length": 16})).train()
+    model.checkpoint_blocks = checkpointing
+    parallel = Parallel(TrainConfig(max_steps=1))
+    parallel.place(model, CPU)
+    outputs: list[list[Tensor]] = []
+
+    def keep(module: nn.Module, inputs: object, output: tuple[Tensor, None]) -> None:
+        outputs[-1].append(output[0].detach())
+
+    for block in model.blocks:
+        block.register_forward_hook(keep)
+    watch = LayerNorms(model, parallel, every=10)
+    for step in (8, 9):  # the tenth step is reported
+        watch.begin(step)
+        for _ in range(2):  # micro-batches: gradients of both, outputs of the first
+            outputs.append([])
+            tokens = torch.randint(50, (2, 16))
+            next_token(model, (tokens, tokens)).objective.backward()  # type: ignore[no-untyped-call]
+        seen = watch.finish()
+        if step == 8:
+            assert not seen
+    rms = [x.double().square().mean().sqrt().item() for x in outputs[2][:3]]
+    assert seen["activation_rms_by_layer"] == pytest.approx(rms, rel=1e-4)
+    norms = [
+        math.sqrt(sum(p.grad.double().square().sum().item() for p in block.parameters() if p.grad is not None))
+        for block in model.blocks
+    ]
+    assert seen["gradient_norm_by_layer"] == pytest.approx(norms, rel=1e-4)
+    assert not watch.finish()
+
+
+def test_a_run_records_them_at_the_steps_it_reports(tmp_path: Path) -> None:
+    train(parse_recipe(tiny.recipe_tree(tmp_path, max_steps=4, log_every=2)))
+    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "train"]
+    assert [row["step"] for row in rows] == [2, 4]
+    for row in rows:
+        assert len(row["activation_rms_by_layer"]) == len(row["gradient_norm_by_layer"]) == 2
+        assert math.hypot(*row["gradient_norm_by_layer"]) < row["grad_norm"]
+        assert row["flops_per_second"] > 0
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_blocks_train_as_eager_ones(tmp_path: Path) -> None:
+    losses = {}
+    for setting in ("none", "block"):
+        folder = tmp_path / setting
+        folder.mkdir()
+        tree = tiny.recipe_tree(
+            folder, max_steps=3, compile=setting, precision="fp32", sample_every=3, sample_prompts=["line "]
+        )
+        tree["model"] |= {"n_layers": 1, "dropout_residual": 0.0, "dropout_attention": 0.0}
+        train(parse_recipe(tree))
+        rows = list(read_metrics(folder / "run" / "metrics.jsonl"))
+        losses[setting] = [row["loss"] for row in rows if "loss" in row]
+        assert [row["text"] for row in rows if row["kind"] == "sample"]
+    assert losses["block"] == pytest.approx(losses["none"], rel=1e-5)
