@@ -1,4 +1,4 @@
-"""The passes of gptworks.model.cpu beside torch's own, forward and backward, from one run.
+"""The passes of gptworks.model.cpu and Muon beside torch's own, forward and backward, from one run.
 
 python bench/passes.py
 """
@@ -14,6 +14,7 @@ from torch import Tensor
 from gptworks.device import device_name, keep_freed_memory
 from gptworks.model import cpu
 from gptworks.model.attention import attend, causal_mask
+from gptworks.train.muon import Muon
 
 SHAPES = ((16, 6, 256, 64), (4, 12, 512, 64), (4, 12, 1024, 64))
 """Attention: batch × heads × length × head width."""
@@ -35,6 +36,16 @@ def compare(name: str, ours: Callable[..., Tensor], theirs: Callable[..., Tensor
     needed = [tensor for tensor in inputs if tensor.requires_grad]
     times = [milliseconds(lambda: torch.autograd.grad(f(*inputs), needed, gradient)) for f in (theirs, ours)]  # noqa: B023
     print(f"{name:<32} torch {times[0]:>7.2f} ms   gptworks {times[1]:>7.2f} ms   {times[0] / times[1]:>5.2f} ×")
+
+
+def compare_muon(n: int, rows: int, columns: int) -> None:
+    """Print the times of a step of torch's Muon and of ours over n matrices."""
+    matrices = [torch.nn.Parameter(torch.randn(rows, columns)) for _ in range(n)]
+    for matrix in matrices:
+        matrix.grad = torch.randn(rows, columns)
+    theirs, ours = (milliseconds(kind(matrices, lr=1e-3).step) for kind in (torch.optim.Muon, Muon))
+    name = f"Muon, {n} of {rows} × {columns}"
+    print(f"{name:<32} torch {theirs:>7.2f} ms   gptworks {ours:>7.2f} ms   {theirs / ours:>5.2f} ×")
 
 
 @torch.no_grad()
@@ -66,6 +77,8 @@ def main() -> None:
         weight,
     )
     compare("dropout 0.05, 8192 × 256", lambda x: cpu.dropout(x, 0.05), lambda x: F.dropout(x, 0.05), x)
+    for n, rows, columns in ((16, 256, 256), (8, 1024, 256), (96, 256, 192)):
+        compare_muon(n, rows, columns)
     h = torch.randn(8192, 1024).bfloat16().requires_grad_()
     compare("ReLU², bf16, 8192 × 1024", cpu.relu2, lambda x: F.relu(x).square(), h)
 

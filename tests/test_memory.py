@@ -14,6 +14,7 @@ from gptworks.plan.inference import inference_memory
 from gptworks.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS, Layout, Setting, training_peak
 from gptworks.plan.params import count_parameters
 from gptworks.presets import PRESETS, preset
+from gptworks.train import muon
 from gptworks.train.trace import trace_step
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -119,6 +120,7 @@ def test_muons_own_buffers_are_the_peak_of_a_wide_model_over_a_short_text() -> N
 
 
 def test_the_constants_are_the_models() -> None:
+    assert memory.MUON_TOGETHER == muon.TOGETHER
     assert (stages.BLOCK_QUERIES, stages.LONGEST_BLOCKED) == (cpu.BLOCK, cpu.LONGEST)
     for vocab_size in (65, 4096, 50_257):
         for place in ("cpu", "meta"):

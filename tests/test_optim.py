@@ -1,9 +1,13 @@
 """Which parameter gets which optimizer, rate and decay; the arithmetic against torch; the state's round trip."""
 
+from typing import Any
+
 import torch
+from torch import nn
 
 from gptworks.config import ModelConfig, TrainConfig
 from gptworks.model import GPT
+from gptworks.train.muon import TOGETHER, Muon, batches
 from gptworks.train.optim import Optimizer, parameter_groups
 
 CONFIG = ModelConfig(
@@ -59,6 +63,31 @@ def test_adamw_step_equals_torch_step_by_step() -> None:
         reference.step()
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_muon_is_torchs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(64, 64)] * 3 + [(96, 64), (64, 96)] * 2 + [(96, 64), (TOGETHER // 1000 + 1, 1000)]
+    ours = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
+    settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+    optimizers = Muon(ours, **settings), torch.optim.Muon(theirs, **settings)
+    for _ in range(3):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = b.grad = torch.randn(a.shape, generator=generator)
+        for optimizer in optimizers:
+            optimizer.step()
+    for a, b in zip(ours, theirs, strict=True):
+        if a.numel() < 10**6:
+            assert torch.equal(a, b), a.shape
+        else:  # one large matrix: products of another kernel, rounded to bfloat16
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * 0.02)
+
+
+def test_matrices_of_one_shape_go_together_up_to_a_limit() -> None:
+    many = [nn.Parameter(torch.empty(1024, 1024)) for _ in range(6)]
+    other, large = nn.Parameter(torch.empty(8, 8)), nn.Parameter(torch.empty(4096, 2048))
+    assert [len(batch) for batch in batches([*many, other, large])] == [4, 2, 1, 1]
 
 
 def test_state_round_trips_and_the_next_step_is_identical() -> None:

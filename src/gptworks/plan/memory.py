@@ -41,6 +41,9 @@ WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, LOSS, TEMPORARY, COMMUNICATION, TOKENS, 
 CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS, CPU_CACHE_BYTES, CHUNK_TOKENS = 1024, 2 * 2**20, 8 * 2**20, 8192
 """Of `gptworks.model.loss`, which importing would import torch."""
 
+MUON_TOGETHER = 2**22
+"""Of `gptworks.train.muon`, likewise."""
+
 
 SHARDINGS = ("none", "zero2", "fsdp")
 
@@ -306,11 +309,20 @@ def optimizer_state_bytes(parameters: ParameterCount, optimizer: str) -> int:
 
 
 def optimizer_scratch_bytes(parameters: ParameterCount, optimizer: str) -> int:
-    """Fused AdamW needs none. Muon makes one matrix's update at a time, in bf16 (Jordan et al., 2024)."""
+    """Fused AdamW needs none. Muon makes the updates of some matrices of one shape at a time, in bf16."""
     if optimizer != "muon":
         return 0
-    matrices = [shape for group in parameters.groups.values() if group.in_block for shape in group.tensors.values()]
-    return max(4 * a * b + 2 * (2 * a * b + 2 * min(a, b) ** 2) for a, b in (s for s in matrices if len(s) == 2))
+    shapes: Counter[tuple[int, ...]] = Counter()
+    for group in parameters.groups.values():
+        matrices = [shape for shape in group.tensors.values() if group.in_block and len(shape) == 2]
+        shapes.update({shape: group.repeats * n for shape, n in Counter(matrices).items()})
+    most = 0
+    for shape, n in shapes.items():
+        a, b = shape
+        together = min(n, max(1, MUON_TOGETHER // (a * b)))
+        making, orthogonalizing = 4 * a * b + 2 * together * a * b, 4 * together * (a * b + min(a, b) ** 2)
+        most = max(most, making, orthogonalizing)
+    return most
 
 
 def communication_bytes(parameters: ParameterCount, model: ModelConfig, layout: Layout, product_bytes: int) -> int:

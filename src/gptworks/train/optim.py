@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gptworks.config import TrainConfig
 from gptworks.model import GPT
+from gptworks.train.muon import Muon
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Optimizer:
                 fused = all(parameter.device.type in ("cpu", "cuda", "mps") for parameter in self.parameters.values())
                 optimizer = torch.optim.AdamW(settings, betas=train.betas, eps=train.eps, fused=fused)
             else:
-                optimizer = torch.optim.Muon(settings, momentum=train.muon_momentum)
+                optimizer = Muon(settings, momentum=train.muon_momentum)
             self._optimizers.append((optimizer, groups))
 
     def set_rate(self, factor: float) -> None:
