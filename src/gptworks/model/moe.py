@@ -6,6 +6,8 @@ Dropless: an expert takes every token sent to it, however many, so that a token'
 Shapes: N tokens, E experts, K experts a token, C width.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,9 +34,10 @@ class MoE(nn.Module):
             logits = F.linear(tokens.float(), self.router.weight.float())  # N E
         weights, chosen = route(logits, self.n_per_token)  # N K, N K
         order = chosen.flatten().argsort(stable=True)  # the N·K pairs of token and expert, by expert
-        parts = torch.split(tokens[order // self.n_per_token], tokens_per_expert(chosen, len(self.experts)))
+        back = order.argsort()
+        parts = torch.split(send(tokens, order, back), tokens_per_expert(chosen, len(self.experts)))
         given = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
-        given = given[order.argsort()].view(*chosen.shape, -1)  # N K C
+        given = send(given, back, order).view(*chosen.shape, -1)  # N K C
         out = (given * weights.to(given.dtype).unsqueeze(-1)).sum(1)  # N C
         if self.shared is not None:
             out = out + self.shared(tokens)
@@ -54,6 +57,29 @@ def route(logits: Tensor, n_per_token: int) -> tuple[Tensor, Tensor]:
     """The experts with the largest logits and their weights, which add to 1: [..., E] → [..., K] each."""
     weights, chosen = logits.softmax(-1).topk(n_per_token, dim=-1)
     return weights / weights.sum(-1, keepdim=True), chosen
+
+
+def send(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """x [N, C] → [N·K, C]: each row K times over, in an order of the N·K copies that `back` undoes. K may be 1."""
+    out: Tensor = _Send.apply(x, order, back)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Send(torch.autograd.Function):
+    """torch would add up the gradients of an indexed tensor row by row, as if any rows might be the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.n_rows = x.size(0)
+        return x[order // (order.numel() // x.size(0))]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        copies = gradients[0][back]
+        n_copies = copies.size(0) // ctx.n_rows
+        return copies if n_copies == 1 else copies.view(ctx.n_rows, n_copies, -1).sum(1), None, None
 
 
 def tokens_per_expert(chosen: Tensor, n_experts: int) -> list[int]:
