@@ -26,6 +26,9 @@
 #define INTEGER_PRODUCTS  // int8 and int4 weights meet activations in 16-bit fixed point; elsewhere all is float
 #endif
 
+#define INLINE inline __attribute__((always_inline))
+#define EACH __attribute__((always_inline))
+
 namespace {
 
 // ------------------------------------------------------------------------------- what native.py hands over (ctypes)
@@ -149,32 +152,27 @@ inline Lanes load(const Half *p) {
 }
 
 // The sums of four vectors' lanes.
-inline Quad sums(const Lanes *v) {
+INLINE Quad sums(Lanes a, Lanes b, Lanes c, Lanes d) {
 #ifdef __AVX512F__
-    const __m512 a = (__m512)v[0], b = (__m512)v[1], c = (__m512)v[2], d = (__m512)v[3];
-    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));  // a b a b in each quarter
-    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)c, (__m512)d), _mm512_unpackhi_ps((__m512)c, (__m512)d));
     const __m512 abcd = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
     const __m256 two = _mm256_add_ps(_mm512_castps512_ps256(abcd),
                                      _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(abcd), 1)));
     return (Quad)_mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1));
 #else
-    Quad out;
-    for (int j = 0; j < TILE; j++) {
+    const auto one = [](Lanes v) {
         float x[LANES];
-        std::memcpy(x, &v[j], sizeof x);
+        std::memcpy(x, &v, sizeof x);
         for (int gap = LANES / 2; gap; gap /= 2)
             for (int i = 0; i < gap; i++) x[i] += x[i + gap];
-        out[j] = x[0];
-    }
-    return out;
+        return x[0];
+    };
+    return Quad{one(a), one(b), one(c), one(d)};
 #endif
 }
 
-inline float sum(Lanes v) {
-    const Lanes four[TILE] = {v, {}, {}, {}};
-    return sums(four)[0];
-}
+inline float sum(Lanes v) { return sums(v, Lanes{}, Lanes{}, Lanes{})[0]; }
 
 // e^x by x = n·ln 2 + r and the first terms of the series in r, |r| ≤ 0.35; within 2 units in the last place.
 inline Lanes exponential(Lanes x) {
@@ -230,6 +228,12 @@ struct Team {
     }
 };
 
+// Calls f(0) … f(N − 1), written out: accumulators whose index the compiler knows stay in registers.
+template <int... I, class F> INLINE void each(std::integer_sequence<int, I...>, const F &f) {
+    (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F> INLINE void repeat(const F &f) { each(std::make_integer_sequence<int, N>{}, f); }
+
 int64_t padded(int64_t n) { return (n + CHUNK - 1) / CHUNK * CHUNK; }
 
 // ----------------------------------------------------------------------------------------------------------- products
@@ -282,20 +286,19 @@ struct Rows {
         }
         total[row] = _mm512_reduce_add_epi32(running);
         if (prepared != INT4) return;
-        const __m512i eight = _mm512_set1_epi8(8), zero = _mm512_setzero_si512();
+        const __m512i eight = _mm512_set1_epi8(8);
         for (int64_t i = 0; i < stride; i += CHUNK) {
-            const __m512i low = dot(dot(zero, eight, lows + i), eight, lows + i + CHUNK / 2);
-            const __m512i high = dot(dot(zero, eight, highs + i), eight, highs + i + CHUNK / 2);
-            const __m512i both = _mm512_add_epi32(low, _mm512_slli_epi32(high, 8));
-            offsets[row * stride / CHUNK + i / CHUNK] = (IntLanes)_mm512_sub_epi32(zero, both);
+            const IntLanes low = dot(dot(IntLanes{}, eight, lows + i), eight, lows + i + CHUNK / 2);
+            const IntLanes high = dot(dot(IntLanes{}, eight, highs + i), eight, highs + i + CHUNK / 2);
+            offsets[(row * stride + i) / CHUNK] = -(low + (high << 8));
         }
     }
 
     // Where the 16 activations from i on stand for int4: of 128, first those that meet low nibbles, then the others.
     static int64_t place(int64_t i) { return i / CHUNK * CHUNK + i % 32 / 16 * (CHUNK / 2) + i % CHUNK / 32 * 16; }
 
-    static __m512i dot(__m512i sum, __m512i unsigned_bytes, const int8_t *signed_bytes) {
-        return _mm512_dpbusd_epi32(sum, unsigned_bytes, _mm512_loadu_si512(signed_bytes));
+    static IntLanes dot(IntLanes sum, __m512i unsigned_bytes, const int8_t *signed_bytes) {
+        return (IntLanes)_mm512_dpbusd_epi32((__m512i)sum, unsigned_bytes, _mm512_loadu_si512(signed_bytes));
     }
 #endif
 };
@@ -306,77 +309,72 @@ inline void float_tile(const Weight *const *w, int64_t k, const Rows &x, int64_t
     Lanes total[N][TILE] = {};
     const float *in = x.x + row * x.stride;
     for (int64_t i = 0; i < k; i += LANES) {
-        Lanes weight[TILE];
-        for (int j = 0; j < TILE; j++) {
-            weight[j] = load(w[j] + i);
+        Lanes activation[N];
+        repeat<N>([&](auto r) EACH { activation[r] = load(in + r * x.stride + i); });
+        repeat<TILE>([&](auto j) EACH {
             if (i * sizeof(Weight) % 64 == 0) __builtin_prefetch((const char *)(w[j] + i) + PREFETCH);
-        }
-        for (int r = 0; r < N; r++) {
-            const Lanes activation = load(in + r * x.stride + i);
-            for (int j = 0; j < TILE; j++) total[r][j] += weight[j] * activation;
-        }
+            const Lanes weight = load(w[j] + i);
+            repeat<N>([&](auto r) EACH { total[r][j] += weight * activation[r]; });
+        });
     }
-    for (int r = 0; r < N; r++) out[r] = sums(total[r]);
+    repeat<N>([&](auto r) EACH { out[r] = sums(total[r][0], total[r][1], total[r][2], total[r][3]); });
 }
 
 #ifdef INTEGER_PRODUCTS
-inline Quad whole_sums(const __m512i *v) {
-    const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
-    const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+INLINE __m256i whole_sums(const IntLanes (&v)[TILE]) {
+    const __m512i a = (__m512i)v[0], b = (__m512i)v[1], c = (__m512i)v[2], d = (__m512i)v[3];
+    const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
     const __m512i abcd = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
     const __m256i two = _mm256_add_epi32(_mm512_castsi512_si256(abcd), _mm512_extracti64x4_epi64(abcd, 1));
-    return (Quad)_mm_add_epi32(_mm256_castsi256_si128(two), _mm256_extracti128_si256(two, 1));
+    return _mm256_cvtepi32_epi64(_mm_add_epi32(_mm256_castsi256_si128(two), _mm256_extracti128_si256(two, 1)));
 }
 
 // The product wants one side unsigned: weights + 128, whose share is 128 · the sum of the row's activations.
 template <int N> inline void int8_tile(const int8_t *const *w, int64_t k, const Rows &x, int64_t row, Quad *out) {
-    __m512i low[N][TILE] = {}, high[N][TILE] = {};
+    IntLanes low[N][TILE] = {}, high[N][TILE] = {};
     const __m512i flip = _mm512_set1_epi8(-128);
     for (int64_t i = 0; i < k; i += 64)
-        for (int j = 0; j < TILE; j++) {
+        repeat<TILE>([&](auto j) EACH {
             __builtin_prefetch(w[j] + i + PREFETCH);
             const __m512i weight = _mm512_xor_si512(_mm512_loadu_si512(w[j] + i), flip);
-            for (int r = 0; r < N; r++) {
+            repeat<N>([&](auto r) EACH {
                 low[r][j] = Rows::dot(low[r][j], weight, x.low(row + r) + i);
                 high[r][j] = Rows::dot(high[r][j], weight, x.high(row + r) + i);
-            }
-        }
-    for (int r = 0; r < N; r++) {
-        const __m256i lows = _mm256_cvtepi32_epi64((__m128i)whole_sums(low[r]));
-        const __m256i highs = _mm256_cvtepi32_epi64((__m128i)whole_sums(high[r]));
-        const __m256i both = _mm256_add_epi64(lows, _mm256_slli_epi64(highs, 8));
+            });
+        });
+    repeat<N>([&](auto r) EACH {
+        const __m256i both = _mm256_add_epi64(whole_sums(low[r]), _mm256_slli_epi64(whole_sums(high[r]), 8));
         const __m256i exact = _mm256_sub_epi64(both, _mm256_set1_epi64x(128 * x.total[row + r]));
-        int64_t four[TILE];
-        _mm256_storeu_si256((__m256i *)four, exact);
-        for (int j = 0; j < TILE; j++) out[r][j] = (float)four[j] * x.scale[row + r];
-    }
+        out[r] = (Quad)_mm256_cvtepi64_ps(exact) * x.scale[row + r];
+    });
 }
 
 // 128 weights at a time, four groups: the lanes of a quarter belong to one group and take its scale.
 template <int N>
-inline void int4_tile(const uint8_t *const *w, const Half *const *s, int64_t k, const Rows &x, int64_t row,
-                      Quad *out) {
+inline void int4_tile(const uint8_t *const *w, const Half *const *s, int64_t k, const Rows &x, int64_t row, Quad *out) {
     Lanes total[N][TILE] = {};
-    const __m512i nibble = _mm512_set1_epi8(15), zero = _mm512_setzero_si512();
+    const __m512i nibble = _mm512_set1_epi8(15);
     const __m512i spread = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
     for (int64_t i = 0; i < k; i += CHUNK)
-        for (int j = 0; j < TILE; j++) {
+        repeat<TILE>([&](auto j) EACH {
             __builtin_prefetch(w[j] + i / 2 + PREFETCH);
             const __m512i bytes = _mm512_loadu_si512(w[j] + i / 2);
             const __m512i first = _mm512_and_si512(bytes, nibble);
             const __m512i second = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
             const __m128 four = _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)(s[j] + i / 32)));
             const Lanes scale = (Lanes)_mm512_permutexvar_ps(spread, _mm512_castps128_ps512(four));
-            for (int r = 0; r < N; r++) {
+            repeat<N>([&](auto r) EACH {
                 const int8_t *lows = x.low(row + r) + i, *highs = x.high(row + r) + i;
-                const __m512i offset = (__m512i)x.offsets[((row + r) * x.stride + i) / CHUNK];
-                const __m512i low = Rows::dot(Rows::dot(offset, first, lows), second, lows + CHUNK / 2);
-                const __m512i high = Rows::dot(Rows::dot(zero, first, highs), second, highs + CHUNK / 2);
-                const __m512i both = _mm512_add_epi32(low, _mm512_slli_epi32(high, 8));
-                total[r][j] += (Lanes)_mm512_cvtepi32_ps(both) * scale;
-            }
-        }
-    for (int r = 0; r < N; r++) out[r] = sums(total[r]) * x.scale[row + r];
+                const IntLanes offset = x.offsets[((row + r) * x.stride + i) / CHUNK];
+                const IntLanes low = Rows::dot(Rows::dot(offset, first, lows), second, lows + CHUNK / 2);
+                const IntLanes high = Rows::dot(Rows::dot(IntLanes{}, first, highs), second, highs + CHUNK / 2);
+                total[r][j] += __builtin_convertvector(low + (high << 8), Lanes) * scale;
+            });
+        });
+    repeat<N>([&](auto r) EACH {
+        out[r] = sums(total[r][0], total[r][1], total[r][2], total[r][3]) * x.scale[row + r];
+    });
 }
 #else
 inline void widen(const uint8_t *w, const Half *s, int64_t k, float *out) {
@@ -527,7 +525,7 @@ void attend_head(const Model &m, const float *q, const Cache *keys, const Cache 
             const Cache *key = keys + std::min(s + j, n - 1) * width;
             for (int64_t i = 0; i < width; i += LANES) total[j] += load(q + i) * load(key + i);
         }
-        const Quad four = sums(total) * m.scale;
+        const Quad four = sums(total[0], total[1], total[2], total[3]) * m.scale;
         std::memcpy(scores + s, &four, sizeof four);
     }
     for (int64_t s = n; s < (n + LANES - 1) / LANES * LANES; s++) scores[s] = -INFINITY;
