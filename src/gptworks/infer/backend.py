@@ -103,7 +103,8 @@ class TorchBackend:
     def _compute(self, chunks: list[Chunk]) -> list[Tensor]:
         tokens = torch.tensor([[token for chunk in chunks for token in chunk.tokens]], device=self.model.device)  # 1 N
         parts = [(chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks]
-        wanted, end = [], 0
+        wanted: list[int] = []
+        end = 0
         for chunk in chunks:
             end += len(chunk.tokens)
             wanted += range(end - chunk.n_logits, end)
@@ -111,7 +112,7 @@ class TorchBackend:
             features = self.model.features(tokens, self.cache.rows(parts, chunks[0].room if self._by_room else None))
             rows = features[0] if len(wanted) == end else features[0, wanted]
             logits = self.model.logits(rows).float().cpu()
-        return list(logits.split([chunk.n_logits for chunk in chunks]))
+        return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))
 
 
 def choose_backend(
