@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import mmap
 import os
 import platform
 import shutil
@@ -206,6 +207,7 @@ class NativeBackend:
         self.n_slots, self.capacity = n_slots, self.cache.capacity
         self.vocab_size = model.config.vocab_size
         self._kept: list[Tensor] = []
+        move_to_large_pages([module.weight for module in _matrices(model)])
         self._model = self._structure(model)
 
     def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
@@ -251,7 +253,9 @@ class NativeBackend:
     def _structure(self, model: GPT) -> _Model:
         config = model.config
         layers = (_Layer * config.n_layers)(*(self._layer(model, i) for i in range(config.n_layers)))
-        cos, sin = model.rotary.at(slice(0, self.capacity), self.capacity, torch.float32) if model.rotary else (None,) * 2
+        cos, sin = (
+            model.rotary.at(slice(0, self.capacity), self.capacity, torch.float32) if model.rotary else (None,) * 2
+        )
         head = model.token_embedding if model.untied_head is None else model.untied_head
         position = None if model.position_embedding is None else model.position_embedding.weight
         structure = _Model(
@@ -291,7 +295,9 @@ class NativeBackend:
         weight, scale = module.weight.detach(), getattr(module, "scale", None)
         n_missing = -(weight.size(1) * weight.element_size()) % _AT_ONCE_BYTES[weight.dtype]
         if n_missing:
-            weight = F.pad(weight, (0, n_missing // weight.element_size()), value=0x88 if weight.dtype == torch.uint8 else 0)
+            weight = F.pad(
+                weight, (0, n_missing // weight.element_size()), value=0x88 if weight.dtype == torch.uint8 else 0
+            )
         n_columns = weight.size(1) * (2 if weight.dtype == torch.uint8 else 1)
         if weight.dtype == torch.uint8:
             scale = F.pad(scale, (0, n_columns // 32 - scale.size(1)))
@@ -308,6 +314,35 @@ class NativeBackend:
             return None
         self._kept.append(tensor.contiguous())
         return self._kept[-1].data_ptr()
+
+
+def _matrices(model: GPT) -> Iterator[Any]:
+    """The modules with the matrices that a step reads, in the order in which it does."""
+    for module in model.blocks.modules():
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.dim() == 2:
+            yield module
+    yield model.token_embedding
+    if model.untied_head is not None:
+        yield model.untied_head
+
+
+def move_to_large_pages(tensors: Sequence[Tensor]) -> None:
+    """Give tensors other memory, with the same contents: one block in pages of 2 MiB, where the system has them.
+
+    A step reads every weight once. With pages of 4 KiB, looking up where they lie took half of the time (Zen 4: 16
+    instead of 31 GB/s a core).
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    sizes = [-(-tensor.numel() * tensor.element_size() // 64) * 64 for tensor in tensors]
+    block = mmap.mmap(-1, sum(sizes))
+    with contextlib.suppress(OSError):  # a kernel without them
+        block.madvise(mmap.MADV_HUGEPAGE)
+    for tensor, part in zip(tensors, torch.frombuffer(block, dtype=torch.uint8).split(sizes), strict=True):
+        n_bytes = tensor.numel() * tensor.element_size()
+        moved = part[:n_bytes].view(tensor.dtype).view(tensor.shape)
+        tensor.data = moved.copy_(tensor.detach())
 
 
 def _integers(values: Sequence[int]) -> Any:
