@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gptworks.config import IGNORED
 from gptworks.errors import UserError
-from gptworks.infer.engine import eval_mode
+from gptworks.infer.backend import eval_mode
 from gptworks.model import GPT
 from gptworks.model.loss import linear_cross_entropy, token_nats
 
