@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from hf import random_model
 from torch import Tensor, nn
 
 from gptworks.config import ModelConfig
 from gptworks.infer import native
 from gptworks.infer.backend import Chunk, Unavailable
 from gptworks.model import GPT
+from hf import random_model
 
 CONTEXT, VOCABULARY = 64, 77  # no multiple of what a product takes at once
 
@@ -282,7 +282,7 @@ def test_a_compiler_that_fails_leaves_nothing(fresh: Path, tmp_path: Path, monke
     wrong = tmp_path / "wrong.cpp"
     wrong.write_text("this is no C++", encoding="utf-8")
     monkeypatch.setattr(native, "SOURCE", wrong)
-    with pytest.raises(Unavailable, match="could not compile it .*error"):
+    with pytest.raises(Unavailable, match=r"could not compile it .*error"):
         native.library()
     assert list((tmp_path / "gptworks").iterdir()) == []
 

@@ -207,14 +207,16 @@ class NativeBackend:
         self.n_slots, self.capacity = n_slots, self.cache.capacity
         self.vocab_size = model.config.vocab_size
         self._kept: list[Tensor] = []
-        move_to_large_pages([module.weight for module in _matrices(model)])
+        matrices = [module.weight for module in _matrices(model)]
+        if len({matrix.untyped_storage().data_ptr() for matrix in matrices}) > 1:  # not moved before
+            move_to_large_pages(matrices)
         self._model = self._structure(model)
 
     def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
         """See Backend."""
         rest = [self._prefilled(chunk) for chunk in chunks]
         logits = self._compute([chunk for chunk in rest if chunk.tokens])
-        return list(logits.split([chunk.n_logits for chunk in chunks]))
+        return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))
 
     def copy(self, source: int, target: int, n_tokens: int) -> None:
         """See Backend."""
@@ -231,7 +233,11 @@ class NativeBackend:
 
     def _compute(self, chunks: Sequence[Chunk]) -> Tensor:
         """One step over all rows of the chunks; the logits wanted, one chunk's after the other, fp32 [n, V]."""
-        tokens, slots, positions, firsts, wanted = [], [], [], [0], []
+        tokens: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []
+        firsts = [0]
         for chunk in chunks:
             n = len(chunk.tokens)
             assert chunk.start + n <= self.capacity, f"{chunk.start + n} tokens in a slot of {self.capacity}"
@@ -248,7 +254,7 @@ class NativeBackend:
             self._step(ctypes.byref(self._model), ctypes.byref(batch), torch.get_num_threads())
         return logits
 
-    # ------------------------------------------------------------------------------------ the model as kernels.cpp sees it
+    # -------------------------------------------------------------------------------- the model as kernels.cpp sees it
 
     def _structure(self, model: GPT) -> _Model:
         config = model.config
@@ -299,7 +305,7 @@ class NativeBackend:
                 weight, (0, n_missing // weight.element_size()), value=0x88 if weight.dtype == torch.uint8 else 0
             )
         n_columns = weight.size(1) * (2 if weight.dtype == torch.uint8 else 1)
-        if weight.dtype == torch.uint8:
+        if weight.dtype == torch.uint8 and scale is not None:
             scale = F.pad(scale, (0, n_columns // 32 - scale.size(1)))
         return _Matrix(
             self._address(weight), self._address(scale), self._vector(getattr(module, "bias", None)),
@@ -339,7 +345,7 @@ def move_to_large_pages(tensors: Sequence[Tensor]) -> None:
     block = mmap.mmap(-1, sum(sizes))
     with contextlib.suppress(OSError):  # a kernel without them
         block.madvise(mmap.MADV_HUGEPAGE)
-    for tensor, part in zip(tensors, torch.frombuffer(block, dtype=torch.uint8).split(sizes), strict=True):
+    for tensor, part in zip(tensors, torch.split(torch.frombuffer(block, dtype=torch.uint8), sizes), strict=True):
         n_bytes = tensor.numel() * tensor.element_size()
         moved = part[:n_bytes].view(tensor.dtype).view(tensor.shape)
         tensor.data = moved.copy_(tensor.detach())
