@@ -79,7 +79,7 @@ def gptq(matrix: Tensor, hessian: Tensor, *, damping: float = 0.01) -> Rounded:
         return round_int4(matrix)
     scale = best_scales(matrix.float().view(len(matrix), -1, GROUP), diagonal.view(-1, GROUP))
     scales = scale.float().T.contiguous()  # K/32 N
-    order = diagonal.argsort(descending=True)
+    order = diagonal.argsort(descending=True).tolist()
     root = _inverse_root(hessian[order][:, order], damping)  # K K
     rest = matrix.float().T[order].contiguous()  # K N, of which the columns not yet rounded still change
     levels = torch.empty(rest.shape, dtype=torch.int8, device=rest.device)
@@ -87,10 +87,9 @@ def gptq(matrix: Tensor, hessian: Tensor, *, damping: float = 0.01) -> Rounded:
         end = min(start + _COLUMNS_AT_ONCE, n_columns)
         errors = torch.empty_like(rest[start:end])
         for i in range(start, end):
-            column = int(order[i])
-            step = scales[column // GROUP]
-            levels[column] = _levels(rest[i], step, "int4")
-            errors[i - start] = (rest[i] - levels[column] * step) / root[i, i]
+            step = scales[order[i] // GROUP]
+            levels[order[i]] = _levels(rest[i], step, "int4")
+            errors[i - start] = (rest[i] - levels[order[i]] * step) / root[i, i]
             rest[i + 1 : end].addr_(root[i, i + 1 : end], errors[i - start], alpha=-1)
         rest[end:].addmm_(root[start:end, end:].T, errors, alpha=-1)
     return Rounded(levels.T.contiguous(), scale)
