@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from gptworks.checkpoint import save_checkpoint
 from gptworks.config import CharTokenizer, ModelConfig, WordTokenizer
 from gptworks.errors import UserError
-from gptworks.infer import ChatSession, Engine, SamplingSettings, engine, load
-from gptworks.infer.engine import StopStrings
-from gptworks.infer.sampling import sample
+from gptworks.infer import ChatSession, Engine, SamplingSettings, load
+from gptworks.infer.sampling import Sampler, sample
+from gptworks.infer.text import StopStrings
 from gptworks.model import GPT
 from gptworks.recipe import parse_recipe, save_recipe
 from gptworks.tokenizer import save_tokenizer, special_tokens, train_tokenizer, vocabulary_size
@@ -73,14 +73,15 @@ def naive(
     model: GPT, prompt: list[int], settings: SamplingSettings, index: int = 0, eos: int | None = None
 ) -> list[int]:
     """The rule of `slide` as it is written: the whole window, computed anew for each token, without a cache."""
-    chance, window, ids = settings.chance(index), list(prompt), list(prompt)
+    sampler, window, ids = Sampler(settings, prompt, index), list(prompt), list(prompt)
     context = model.config.context_length
     while len(ids) - len(prompt) < settings.max_tokens:
         if len(window) > context:
             window = window[-(context // 2) :]
-        token = int(sample(model(torch.tensor([window]))[:, -1], [ids], settings, [chance]))
+        (token,) = sample(model(torch.tensor([window]))[:, -1], [sampler])
         if token == eos:
             break
+        sampler.push(token)
         window.append(token)
         ids.append(token)
     return ids[len(prompt) :]
@@ -120,12 +121,12 @@ def test_samples_that_end_at_different_times_do_not_disturb_one_another() -> Non
 
 def test_a_long_prompt_is_computed_in_chunks_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = char_tokenizer()
-    one = Engine(random_model(tokenizer), tokenizer)
-    whole = one.generate("abcdefghij", temperature=0, max_tokens=6)
+    model = random_model(tokenizer)
+    whole = Engine(model, tokenizer).generate("abcdefghij", temperature=0, max_tokens=6)
     lengths: list[int] = []
-    features = one.model.features
-    monkeypatch.setattr(one.model, "features", lambda t, cache: lengths.append(t.size(1)) or features(t, cache))
-    monkeypatch.setattr(engine, "PREFILL_TOKENS", 4)
+    features = model.features
+    monkeypatch.setattr(model, "features", lambda t, cache: lengths.append(t.size(1)) or features(t, cache))
+    one = Engine(model, tokenizer, prefill_tokens=4)
     assert one.generate("abcdefghij", temperature=0, max_tokens=6) == whole
     assert lengths == [4, 4, 2, 1, 1, 1, 1, 1]
 
@@ -136,7 +137,7 @@ def test_the_prompt_is_computed_once_for_all_samples(monkeypatch: pytest.MonkeyP
     features = one.model.features
     monkeypatch.setattr(one.model, "features", lambda t, cache: shapes.append(tuple(t.shape)) or features(t, cache))
     one.complete("abcd", n_samples=5, max_tokens=2, temperature=0)
-    assert shapes == [(1, 4), (5, 1)]
+    assert shapes == [(1, 4), (1, 5)]
 
 
 # ------------------------------------------------------------------------------------------------- how a text ends

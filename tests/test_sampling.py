@@ -8,13 +8,22 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from gptworks.errors import RunError, UserError
+from gptworks.infer import sampling
 from gptworks.infer.sampling import (
+    CANDIDATES,
+    Sampler,
     SamplingSettings,
+    adjust,
+    filter_whole,
     keep_min_p,
     keep_top_k,
     keep_top_p,
-    penalize_repetition,
+    pick,
     sample,
+    token_logprobs,
+)
+from gptworks.infer.sampling import (
+    draw as draw_from,
 )
 
 NO_HISTORY = torch.empty(0, 0, dtype=torch.int64)
@@ -25,8 +34,17 @@ def random_logits(seed: int, rows: int = 4, vocabulary: int = 300, scale: float 
 
 
 def draw(logits: Tensor, settings: SamplingSettings, history: list[list[int]] | None = None) -> list[int]:
+    """A token for each row; with a seed, row i is sample i."""
     rows = logits.size(0)
-    return sample(logits, history or [[]] * rows, settings, [settings.chance(i) for i in range(rows)]).tolist()
+    return sample(logits, [Sampler(settings, text, i) for i, text in enumerate(history or [[]] * rows)])
+
+
+def adjusted(logits: Tensor, settings: SamplingSettings, prompt: list[int], generated: list[int], eos: int) -> Tensor:
+    """One row of logits as it is after bias, penalties and bans."""
+    sampler = Sampler(settings, prompt, end_of_text=eos)
+    for token in generated:
+        sampler.push(token)
+    return adjust(logits, [sampler])
 
 
 def survivors(scores: Tensor) -> Tensor:
@@ -71,13 +89,52 @@ def test_repetition_penalty_is_hugging_faces(penalty: float) -> None:
     logits = random_logits(3)
     history = torch.randint(300, (4, 50), generator=torch.Generator().manual_seed(3))
     expected = hf.RepetitionPenaltyLogitsProcessor(penalty)(history, logits)
-    assert torch.equal(penalize_repetition(logits, history.tolist(), penalty), expected)
+    settings = SamplingSettings(repetition_penalty=penalty)
+    assert torch.equal(adjust(logits, [Sampler(settings, text) for text in history.tolist()]), expected)
 
 
 def test_repetition_penalty_lowers_negative_logits_and_counts_a_token_once() -> None:
     logits = torch.tensor([[2.0, -2.0, 1.0]])
-    assert penalize_repetition(logits, [[0, 1, 1, 1]], 2.0).tolist() == [[1.0, -4.0, 1.0]]
+    sampler = Sampler(SamplingSettings(repetition_penalty=2.0), [0, 1, 1, 1])
+    assert adjust(logits, [sampler]).tolist() == [[1.0, -4.0, 1.0]]
     assert logits.tolist() == [[2.0, -2.0, 1.0]], "the caller's logits stay as they were"
+
+
+@pytest.mark.parametrize("generated", [[], [5], [5, 9, 5, 5, 7]])
+def test_frequency_and_presence_penalties_are_as_openai_defines_them(generated: list[int]) -> None:
+    """logit − count · frequency − [count > 0] · presence, of what was generated: the prompt does not count."""
+    logits = random_logits(4, rows=1)
+    settings = SamplingSettings(frequency_penalty=0.7, presence_penalty=-0.4)
+    expected = logits.clone()
+    for token in range(logits.size(1)):
+        n = generated.count(token)
+        expected[0, token] -= n * 0.7 + (n > 0) * -0.4
+    torch.testing.assert_close(adjusted(logits, settings, [3, 9, 9], generated, 0), expected)
+
+
+def test_logit_bias_is_hugging_faces_sequence_bias() -> None:
+    logits, bias = random_logits(4, rows=1), {3: 2.5, 299: -4.0, 7: -math.inf}
+    expected = hf.SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})(
+        torch.zeros(1, 1, dtype=torch.int64), logits
+    )
+    assert torch.equal(adjusted(logits, SamplingSettings(logit_bias=bias), [1], [], 0), expected)
+
+
+@pytest.mark.parametrize("n_generated", [0, 2, 3, 9])
+def test_min_tokens_is_hugging_faces(n_generated: int) -> None:
+    logits, eos = random_logits(4, rows=1), 11
+    ids = torch.tensor([[1, 2, *[3] * n_generated]])
+    expected = hf.MinNewTokensLengthLogitsProcessor(2, 3, eos)(ids, logits)
+    settings = SamplingSettings(min_tokens=3, logit_bias={0: 0.0})
+    assert torch.equal(adjusted(logits, settings, [1, 2], [3] * n_generated, eos), expected)
+
+
+def test_bias_comes_before_the_repetition_penalty_as_in_hugging_face() -> None:
+    logits, ids = random_logits(4, rows=1), torch.tensor([[3, 7]])
+    expected = hf.SequenceBiasLogitsProcessor({(3,): 5.0})(ids, logits)
+    expected = hf.RepetitionPenaltyLogitsProcessor(1.7)(ids, expected)
+    settings = SamplingSettings(logit_bias={3: 5.0}, repetition_penalty=1.7)
+    assert torch.equal(adjusted(logits, settings, [3, 7], [], 0), expected)
 
 
 def test_the_order_of_the_filters_is_hugging_faces() -> None:
@@ -154,6 +211,101 @@ def test_scores_that_are_not_numbers_are_reported() -> None:
         draw(torch.tensor([[0.0, math.nan]]), SamplingSettings())
 
 
+# --------------------------------------------------------------------------------------------- many texts at once
+
+MIXED = [
+    SamplingSettings(temperature=0), SamplingSettings(seed=1), SamplingSettings(seed=2, top_k=5),
+    SamplingSettings(seed=3, top_p=0.6), SamplingSettings(seed=4, min_p=0.1, temperature=1.3),
+    SamplingSettings(seed=5, top_k=280, top_p=0.97, temperature=1.5), SamplingSettings(seed=6, top_p=0.99999),
+    SamplingSettings(seed=7, repetition_penalty=1.5, frequency_penalty=0.3, top_k=50, top_p=0.9, min_p=0.01),
+    SamplingSettings(temperature=0, presence_penalty=2.0, logit_bias={4: 3.0}), SamplingSettings(seed=8, min_tokens=9),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [0.2, 4.0])
+def test_a_text_does_not_depend_on_those_beside_it(scale: float) -> None:
+    """To the token, over ten draws of each, among 1,000 tokens: alone, together, and in another order."""
+    rows = torch.stack([random_logits(i, rows=len(MIXED), vocabulary=1000, scale=scale) for i in range(10)])
+
+    def texts(order: list[int]) -> dict[int, list[int]]:
+        samplers = {i: Sampler(MIXED[i], [1, 2, 3], end_of_text=0) for i in order}
+        made: dict[int, list[int]] = {i: [] for i in order}
+        for step in rows:
+            for i, token in zip(order, sample(step[order], [samplers[i] for i in order]), strict=True):
+                samplers[i].push(token)
+                made[i].append(token)
+        return made
+
+    together = texts(list(range(len(MIXED))))
+    assert texts(list(reversed(range(len(MIXED))))) == together
+    for i in range(len(MIXED)):
+        assert texts([i]) == {i: together[i]}
+
+
+@pytest.mark.parametrize("scale", [0.05, 1.0, 5.0])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_k": 1}, {"top_k": CANDIDATES - 1}, {"top_k": CANDIDATES}, {"top_k": CANDIDATES + 1}, {"top_p": 0.01},
+        {"top_p": 0.5}, {"top_p": 0.999}, {"min_p": 0.3}, {"min_p": 1e-6}, {"top_k": 100, "top_p": 0.8},
+        {"top_k": 100, "min_p": 0.05}, {"top_k": 900, "top_p": 0.2, "min_p": 0.02}, {"top_p": 0.7, "min_p": 0.2},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_looking_among_candidates_first_changes_no_draw(settings: dict[str, float], scale: float) -> None:
+    """Against the filters over all tokens, with logits that tie often: 40 rows, and shares from 0 to 1."""
+    wanted = SamplingSettings(**settings, temperature=0.9)
+    logits = (random_logits(11, rows=40, vocabulary=2000, scale=scale) * 8).round() / 8
+    shares = torch.linspace(0.01, 1, 40, dtype=torch.float64)
+    expected = draw_from(filter_whole(logits / 0.9, wanted), shares).tolist()
+    assert pick(logits, [wanted] * 40, shares.tolist()) == expected
+
+
+def test_all_tokens_are_sorted_only_where_the_filter_does_not_end_among_the_candidates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows: list[int] = []
+    monkeypatch.setattr(sampling, "filter_whole", lambda scores, s: rows.append(len(scores)) or filter_whole(scores, s))
+    logits = torch.cat([random_logits(1, rows=3, vocabulary=5000, scale=5.0), torch.zeros(1, 5000)])
+    pick(logits, [SamplingSettings(top_p=0.9, temperature=1.0)] * 4, [0.5] * 4)
+    assert rows == [1]
+
+
+@pytest.mark.parametrize("vocabulary", [1, 255, 256, 257, 1000])
+def test_a_draw_by_blocks_finds_the_token_at_each_share(vocabulary: int) -> None:
+    logits = random_logits(2, rows=1, vocabulary=vocabulary, scale=2.0)
+    if vocabulary > 3:
+        logits[:, [0, vocabulary // 2, -1]] = -math.inf
+    shares = torch.linspace(1e-9, 1, 501, dtype=torch.float64)
+    cumulative = (logits[0] - logits.max()).exp().double().cumsum(0)
+    drawn = draw_from(logits.expand(501, -1), shares)
+    reached = cumulative[drawn] / cumulative[-1]
+    before = torch.where(drawn > 0, cumulative[drawn - 1], 0) / cumulative[-1]
+    assert (reached >= shares - 1e-12).all() and (before <= shares + 1e-12).all()
+    assert (logits[0, drawn] > -math.inf).all()
+
+
+def test_a_mask_allows_what_it_says() -> None:
+    logits = random_logits(3, rows=3, vocabulary=10)
+    only = torch.zeros(10, dtype=torch.bool)
+    only[logits[0].argmin()] = True
+    settings = [SamplingSettings(temperature=0), SamplingSettings(temperature=0), SamplingSettings(seed=1)]
+    tokens = sample(logits, [Sampler(s) for s in settings], [only, None, only])
+    assert tokens == [int(logits[0].argmin()), int(logits[1].argmax()), int(logits[0].argmin())]
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    logits = random_logits(3, rows=2, vocabulary=10)
+    expected = logits.log_softmax(-1)
+    for row, told in enumerate(token_logprobs(logits, [4, 7], 3)):
+        assert told.token_id == [4, 7][row]
+        assert told.logprob == pytest.approx(expected[row, told.token_id].item(), abs=1e-5)
+        best = expected[row].topk(3)
+        assert [token for token, _ in told.top] == best.indices.tolist()
+        assert [value for _, value in told.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert token_logprobs(logits, [4, 7], 0)[0].top == ()
+
+
 # ------------------------------------------------------------------------------------------------ the settings
 
 
@@ -162,13 +314,19 @@ def test_scores_that_are_not_numbers_are_reported() -> None:
     [
         ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("top_k", -1), ("top_p", 0.0),
         ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.0), ("repetition_penalty", 0.0), ("max_tokens", 0),
-        ("stop", ("",)),
+        ("stop", ("",)), ("frequency_penalty", math.inf), ("presence_penalty", math.nan), ("logprobs", -1),
+        ("min_tokens", 201), ("logit_bias", {3: math.inf}), ("num_beams", 0),
     ],
 )  # fmt: skip
 def test_impossible_settings_are_refused_by_name_and_value(name: str, value: object) -> None:
     with pytest.raises(UserError) as error:
         SamplingSettings.of(**{name: value})
     assert f"{name}={value}" in str(error.value)
+
+
+def test_settings_that_beam_search_does_not_have_are_refused() -> None:
+    with pytest.raises(UserError, match=r"frequency_penalty=0\.5: beam search \(num_beams=2\)"):
+        SamplingSettings(num_beams=2, frequency_penalty=0.5)
 
 
 def test_an_unknown_setting_names_the_nearest() -> None:

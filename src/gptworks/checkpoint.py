@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import RunError, UserError
 from gptworks.files import sealed_json, sha256_file, sync, unsealed_json
 from gptworks.model import GPT
+from gptworks.quantize.linear import QuantizedGPT, packed_kinds
 from gptworks.recipe import load_recipe
 
 FORMAT = 2
@@ -89,6 +90,15 @@ class Checkpoint:
     def model_tensors(self) -> dict[str, Tensor]:
         """The weights by name."""
         return load_file(self.folder / "model.safetensors")
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its matrices are packed, as `gptworks quantize` does it; of a damaged file, false."""
+        try:
+            with safe_open(self.folder / "model.safetensors", "pt") as file:  # reads the header alone
+                return any(file.get_slice(name).get_dtype() != "F32" for name in file.keys())  # noqa: SIM118
+        except (OSError, SafetensorError):
+            return False
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimizer's state by `parameter/key`."""
@@ -306,6 +316,7 @@ def load_run(
     *,
     overrides: Sequence[str] = (),
     device: torch.device | str = "cpu",
+    full: bool = False,
     report: Report = lambda _: None,
 ) -> LoadedRun:
     """Load a run's model for use, in eval mode.
@@ -313,27 +324,44 @@ def load_run(
     Args:
         overrides: settings that win over the recipe's and leave the weights as they are, such as
             `model.context_length=1024` and `model.rope_scaling.type=yarn`.
+        full: refuse a quantized run, for what needs the weights as they were trained.
 
     Raises:
-        UserError: as `choose_checkpoint`; or the weights do not belong to the recipe's model.
+        UserError: as `choose_checkpoint`; or the weights do not belong to the recipe's model, or are quantized.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run folder. `gptworks train RECIPE` makes one below runs/.")
     checkpoint = choose_checkpoint(run_dir, which, report)
+    if full:
+        require_full_weights(checkpoint)
     recipe = load_recipe(run_dir, overrides)
     return LoadedRun(load_model(checkpoint, recipe.model, device), recipe, run_dir / "tokenizer", checkpoint)
 
 
+def require_full_weights(checkpoint: Checkpoint) -> None:
+    """Refuse a quantized checkpoint.
+
+    Raises:
+        UserError: it is one.
+    """
+    if checkpoint.is_quantized:
+        raise UserError(
+            f"{checkpoint.folder.parents[1]} is quantized: it can be used and evaluated, not trained, exported or "
+            f"quantized again. Take the run that it was made from; its model-card.md names it."
+        )
+
+
 def load_model(checkpoint: Checkpoint, config: ModelConfig, device: torch.device | str = "cpu") -> GPT:
-    """The model with a checkpoint's weights, in eval mode.
+    """The model with a checkpoint's weights, in eval mode; a QuantizedGPT where matrices are packed.
 
     Raises:
         UserError: names or shapes of the weights are not those of `config`.
     """
     tensors = checkpoint.model_tensors()
+    kinds = packed_kinds(tensors)
     with torch.device("meta"):
-        model = GPT(config)
+        model = QuantizedGPT(config, kinds) if kinds else GPT(config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if expected != given:

@@ -685,6 +685,38 @@ def export_run(
         typer.echo(f"note: {note}")
 
 
+@app.command()
+def quantize(
+    run: RunFolder,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The run folder to make.")],
+    weights: Annotated[str, typer.Option("--weights", help="bf16, fp16, int8 or int4.")],
+    rounding: Annotated[
+        str | None, typer.Option(help="nearest, or gptq: int4 calibrated on training text. Default for int4: gptq.")
+    ] = None,
+    calibrate: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="gptq: tokens of training text. Default: 32,768.")
+    ] = None,
+    checkpoint: WhichCheckpoint = "best",
+    device: Device = "auto",
+    as_json: AsJSON = False,
+) -> None:
+    """Write a run with smaller weights, and say what that costs on held-out text."""
+    from gptworks.device import choose_device
+    from gptworks.quantize.run import quantize_run
+
+    kind: Any = weights
+    way: Any = rounding
+    made = quantize_run(
+        run, out, kind, rounding=way, calibration_tokens=calibrate, checkpoint=checkpoint,
+        device=choose_device(device), prepare=_prepare, report=_notice,
+    )  # fmt: skip
+    if as_json:
+        _print_json(made.to_json())
+    else:
+        _console().print(made)
+    _notice(f"wrote {out}")
+
+
 @app.command("import")
 def import_folder(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A Hugging Face folder with safetensors.")],

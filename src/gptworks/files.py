@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from gptworks.errors import UserError
+
 
 def sha256_file(path: Path) -> str:
     """The sha256 of a file's bytes, in hex."""
@@ -51,3 +53,13 @@ def write_whole(path: Path, text: str) -> None:
     aside.write_text(text, encoding="utf-8")
     sync(aside)
     aside.replace(path)
+
+
+def check_free(out: Path) -> None:
+    """Refuse a place that holds something.
+
+    Raises:
+        UserError: it is a file, or a folder that is not empty.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not an empty folder: give another place, or delete it.")

@@ -187,11 +187,12 @@ def _byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(free)) for byte in range(256)]
 
 
-_BYTE_CHARACTERS = _byte_characters()
+BYTE_CHARACTERS = _byte_characters()
+"""What stands for each byte in the names of byte-level tokens."""
 
 
 def _printable(token: bytes) -> str:
-    return "".join(_BYTE_CHARACTERS[byte] for byte in token)
+    return "".join(BYTE_CHARACTERS[byte] for byte in token)
 
 
 # -------------------------------------------------------------------------------------------- load and save

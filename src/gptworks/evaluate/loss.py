@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gptworks.config import IGNORED
 from gptworks.errors import UserError
-from gptworks.infer.engine import eval_mode
+from gptworks.infer.backend import eval_mode
 from gptworks.model import GPT
 from gptworks.model.loss import linear_cross_entropy, token_nats
 
@@ -81,7 +81,7 @@ def evaluate_loss(
         UserError: there is nothing to count.
     """
     total_nats, n_tokens = 0.0, 0
-    batches = _batches(windows)
+    batches = batches_of(windows)
     with eval_mode(model), torch.inference_mode():
         for inputs, targets in batches if shares is None else shares.share(batches):
             with autocast():
@@ -128,7 +128,7 @@ def evaluate_by_position(
     whole = (window for window in windows if window[0].size(-1) == context)
     nats, counts, sizes = (torch.zeros(context, dtype=torch.float64) for _ in range(3))
     with eval_mode(model), torch.inference_mode():
-        for inputs, targets in _batches(whole):
+        for inputs, targets in batches_of(whole):
             with autocast():
                 features = model.features(inputs.to(model.device))
                 cost = token_nats(features, model.head_weight, targets.to(model.device))
@@ -154,7 +154,7 @@ def evaluate_by_position(
     ]
 
 
-def _batches(windows: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+def batches_of(windows: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
     """Neighbouring windows of equal length, stacked up to BATCH_TOKENS."""
     held: list[tuple[Tensor, Tensor]] = []
     for inputs, targets in windows:

@@ -1,7 +1,9 @@
-"""Inference: from logits to tokens (sampling), from a prompt to text (engine), and a conversation (chat)."""
+"""Inference: logits to tokens (sampling), prompts to text (engine), many at once (scheduler, loop), talk (chat)."""
 
 from gptworks.infer.chat import ChatSession
-from gptworks.infer.engine import Completion, Engine, Piece, load
+from gptworks.infer.engine import Engine, load
+from gptworks.infer.request import Completion
 from gptworks.infer.sampling import SamplingSettings
+from gptworks.infer.text import Piece
 
 __all__ = ["ChatSession", "Completion", "Engine", "Piece", "SamplingSettings", "load"]

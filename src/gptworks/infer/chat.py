@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-from gptworks.infer.engine import Engine, Piece
+from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
+from gptworks.infer.text import Piece
 
 
 class ChatSession:
@@ -58,7 +59,7 @@ class ChatSession:
 
     def _forget(self) -> None:
         """Drop what the engine's window drops, so that the next turn goes on with what the model still sees."""
-        if len(self.token_ids) > self.engine.model.config.context_length:
+        if len(self.token_ids) > self.engine.context:
             n_dropped = len(self.token_ids) - self.engine.restart_tokens
             self.token_ids = self.token_ids[n_dropped:]
             self.n_forgotten_tokens += n_dropped

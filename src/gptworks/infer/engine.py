@@ -1,20 +1,35 @@
-"""The inference engine: a prompt goes in, text comes out as it is made.
+"""The inference engine: prompts go in, text comes out as it is made, for many requests at once.
 
-    prompt ─► ids ─► prefill (in chunks) ─► cache × samples ─► sample a token ─┬─► decode ─► hold back stops ─► text
-                                                ▲                              │
-                                                └────────── feed it ◄──────────┘
+    submit ─► waiting ─► slot: prefill ─► sample a token ─┬─► hold back stop strings ─► pieces
+              (scheduler)             ▲                   │
+                                      └── compute it ◄────┘  (backend; all running texts together)
+
+For one text at a time there are `generate`, `stream`, `complete`, `pieces` and `score`. Underneath, and for a server:
+
+    request = engine.submit(prompt, settings, n_samples=1)    # from any thread; checked at once
+    while engine.step():                                      # one step of all requests; False: nothing is left to do
+        for piece in request.take(): ...                      # or submit(..., listener=function of a Piece or an error)
+    engine.cancel(request)                                    # from any thread; its slots are free at once
+
+Calls of `step` from several threads take turns, so that `generate` works beside them. `EngineLoop` (loop.py) runs the
+steps in a thread and gives `async for piece in loop.stream(prompt, settings)`.
 
 The prompt and its continuation together may fill the context. When it is full, a request ends (`overflow="error"`), or
-its window restarts (`overflow="slide"`): the last half of the context is computed anew, from position 0, into an empty
-cache. Learned positions so stay those the model was trained with, and each token is computed about twice.
+its window restarts (`overflow="slide"`): the last half of the context is computed anew, from position 0. Learned
+positions so stay those the model was trained with, and each token is computed about twice.
+
+A request's tokens do not depend on the requests beside it, as far as the backend's numbers do not (see `Backend`).
 """
 
+import dataclasses
+import itertools
+import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -22,55 +37,68 @@ from torch import Tensor
 
 from gptworks.checkpoint import Report, load_run
 from gptworks.device import choose_device
-from gptworks.errors import UserError
-from gptworks.infer.sampling import SamplingSettings, sample
-from gptworks.model import GPT, KVCache
-from gptworks.tokenizer import StreamDecoder, load_tokenizer, prompt_ids, special_tokens, vocabulary_size
+from gptworks.errors import RunError, UserError
+from gptworks.infer.backend import Backend, BackendName, Chunk, choose_backend
+from gptworks.infer.beam import BeamSearch
+from gptworks.infer.constrain import Constraint, Constraints
+from gptworks.infer.request import Completion, Listener, Overflow, Request, Statistics
+from gptworks.infer.sampling import SamplingSettings, TokenLogprob, sample, token_logprobs
+from gptworks.infer.scheduler import PREFILL_TOKENS, Copy, Job, QueueFull, Reuse, Scheduler, Work
+from gptworks.infer.speculate import Draftable, Drafter
+from gptworks.infer.text import FinishReason, Piece, Sample
+from gptworks.model import GPT
+from gptworks.tokenizer import load_tokenizer, prompt_ids, special_tokens, vocabulary_size
 
-FinishReason = Literal["stop", "length", "context"]
-"""stop: the end-of-text token or a stop string. length: max_tokens. context: the context is full."""
+MOST_SLOTS = 32
+"""Texts generated at once by an engine that makes room by itself."""
 
-Overflow = Literal["error", "slide"]
-
-PREFILL_TOKENS = 512
-"""Prompt tokens computed at once: bounds the memory of a long prompt's activations."""
-
-_DECODER_CONTEXT_TOKENS = 16
-"""Prompt tokens the decoder sees: what a token reads as may depend on the one before it (a joining space)."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One step of one sample. The last piece of a sample, and no other, has a `finish_reason`."""
-
-    sample: int
-    """Index of the sample within its request."""
-    text: str
-    """Text that is now certain; often empty: an unfinished character, or what may become a stop string."""
-    token_id: int | None
-    """The token generated; None where the step ends the sample without one (end-of-text, a full context)."""
-    finish_reason: FinishReason | None = None
+_LEAST_CAPACITY = 256
+"""Tokens of such an engine's slots. Room is made in powers of two, so that it is seldom made anew."""
 
 
-@dataclass(frozen=True)
-class Completion:
-    """One finished sample."""
+@dataclass
+class _Draw:
+    """Rows of logits from which a sample draws its next token and, where guesses were checked, those after it."""
 
-    text: str
-    """What follows the prompt, up to and without the stop string."""
-    token_ids: list[int]
-    """Every token generated, those of a stop string too, the end-of-text token not."""
-    finish_reason: FinishReason
-    prompt_tokens: int
+    request: Request
+    sample: Sample
+    job: Job
+    logits: Tensor  # [1 + n_guessed, V]
+    guessed: list[int]
+    work: Work | None = None
+    n_drawn: int = 0
 
 
 class Engine:
     """Generates text with one model and its tokenizer. Computes on the model's device, in the model's dtype."""
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        *,
+        n_slots: int | None = None,
+        slot_tokens: int | None = None,
+        max_waiting: int | None = None,
+        reuse: Reuse = "exact",
+        prefill_tokens: int = PREFILL_TOKENS,
+        drafter: Drafter | None = None,
+        backend: BackendName = "auto",
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         """
+        Args:
+            n_slots: texts generated at once. None: as many as are asked for, up to 32; room is made as it is needed.
+            slot_tokens: tokens of a text, prompt and continuation; None: as needed, up to the model's context.
+            max_waiting: requests that may wait for a slot; None: any number.
+            reuse: whether a prompt that begins like an earlier text starts from what was computed for that; see
+                `scheduler.Reuse`. Not done for a model in training.
+            prefill_tokens: prompt tokens computed at once; exact reuse shares whole such parts.
+            drafter: guesses tokens ahead (speculate.py); texts stay the same.
+            backend, cache_dtype: see `choose_backend`.
+
         Raises:
-            UserError: the tokenizer makes ids that the model does not have.
+            UserError: the tokenizer makes ids that the model does not have, or a number is below 1.
         """
         n_ids, n_rows = vocabulary_size(tokenizer), model.config.vocab_size
         if n_ids > n_rows:
@@ -78,11 +106,35 @@ class Engine:
                 f"the tokenizer has {n_ids} tokens and the model's vocabulary {n_rows}: they do not belong together. "
                 f"Give the tokenizer that the model was trained with."
             )
+        for name, number in (("n_slots", n_slots), ("slot_tokens", slot_tokens), ("prefill_tokens", prefill_tokens)):
+            if number is not None and number < 1:
+                raise UserError(f"{name}={number}: it must be 1 or more.")
         self.model, self.tokenizer = model, tokenizer
         self.n_ids = n_ids  # a padded vocabulary's last rows stand for no token
         self.end_of_text = special_tokens(tokenizer).eos
+        self.context = min(slot_tokens or model.config.context_length, model.config.context_length)
+        """Tokens that a text may come to before it is full."""
+        self.drafter, self.max_waiting = drafter, max_waiting
+        self._n_slots, self._slot_tokens = n_slots, slot_tokens
+        self._backend_name: BackendName = backend
+        self._cache_dtype = cache_dtype
+        scaling = model.config.rope_scaling
+        if scaling is not None and scaling.type == "dynamic":
+            reuse = "off"  # what a token's keys are depends on how long its text may become
+        self._reuse: Reuse = reuse
+        self._prefill_tokens = prefill_tokens
+        self._backend: Backend | None = None
+        self._scheduler = self._new_scheduler(0, invariant=False)
+        self._weights: object = None
+        self._constraints: Constraints | None = None
+        self._numbers = itertools.count()
+        self._open: dict[int, Request] = {}
+        self._request_of: dict[Job, Request] = {}
+        self._inbox: deque[tuple[bool, Request]] = deque()  # (submitted, not cancelled)
+        self._inbox_lock, self._stepping = threading.Lock(), threading.Lock()
+        self._statistics = Statistics()
 
-    # ------------------------------------------------------------------------------------------- what callers use
+    # ------------------------------------------------------------------------------------------- one text at a time
 
     def generate(
         self,
@@ -121,17 +173,9 @@ class Engine:
     ) -> list[Completion]:
         """Several finished continuations, with their tokens and why they ended. See `pieces`."""
         ids = self.encode_prompt(prompt)
-        made: list[list[Piece]] = [[] for _ in range(n_samples)]
-        for piece in self.pieces(ids, settings, n_samples=n_samples, overflow=overflow, **changes):
-            made[piece.sample].append(piece)
-        completions = []
-        for pieces in made:
-            text = "".join(piece.text for piece in pieces)
-            token_ids = [piece.token_id for piece in pieces if piece.token_id is not None]
-            reason = pieces[-1].finish_reason
-            assert reason is not None, "a sample's last piece says why it ended"
-            completions.append(Completion(text, token_ids, reason, len(ids)))
-        return completions
+        return completions(
+            self.pieces(ids, settings, n_samples=n_samples, overflow=overflow, **changes), n_samples, len(ids)
+        )
 
     def pieces(
         self,
@@ -150,7 +194,7 @@ class Engine:
             prompt: text, or token ids. Empty text starts a new document, where the tokenizer has a token for that.
             settings: how to sample; default: SamplingSettings().
             n_samples: continuations of the one prompt, which is computed once. With a seed, sample i draws the same
-                random numbers whatever n_samples is.
+                random numbers whatever n_samples is. With num_beams, the best n texts, which come at the end.
             overflow: when the context is full. error: a longer prompt is refused, and a sample ends with the reason
                 "context". slide: the window restarts from the last context_length / 2 tokens, recomputed; of a prompt
                 longer than the context, the last context_length / 2 tokens are read.
@@ -158,20 +202,21 @@ class Engine:
 
         Raises:
             UserError: an unknown or impossible setting, a prompt with no tokens, or one longer than the context.
+            RunError: the model's scores are not numbers.
         """
-        settings = SamplingSettings.of(settings, **changes)
-        ids, context = self.encode_prompt(prompt), self.model.config.context_length
-        if n_samples < 1:
-            raise UserError(f"n_samples={n_samples}: it must be 1 or more.")
-        if overflow not in ("error", "slide"):
-            raise UserError(f'overflow="{overflow}": it must be "error" or "slide".')
-        if len(ids) > context and overflow == "error":
-            raise UserError(
-                f"the prompt has {len(ids)} tokens and the model's context {context}: "
-                f'shorten it, or use --slide (overflow="slide" in Python), which reads its last {self.restart_tokens}.'
-            )
-        samples = [_Sample(index, ids, settings, self.tokenizer) for index in range(n_samples)]
-        return self._run(samples, settings, overflow)
+        return self._run(self._request(prompt, SamplingSettings.of(settings, **changes), n_samples, overflow))
+
+    def score(self, prompt: str | Sequence[int], *, top: int = 0) -> list[TokenLogprob | None]:
+        """What the model gives each token of a text, in nats, and the `top` likeliest ones; the first token has none.
+
+        Raises:
+            UserError: as `pieces`.
+        """
+        request = self._request(prompt, SamplingSettings(), prompt_logprobs=top, generates=False)
+        for _ in self._run(request):
+            pass
+        assert request.prompt_logprobs is not None
+        return request.prompt_logprobs
 
     def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         """The token ids of a prompt, after the token that begins a document where the tokenizer has one for it.
@@ -199,50 +244,492 @@ class Engine:
     @property
     def restart_tokens(self) -> int:
         """Tokens that a window restarts from when the context is full: the last half of the context."""
-        return max(1, self.model.config.context_length // 2)
+        return max(1, self.context // 2)
 
-    # ------------------------------------------------------------------------------------------------- how it works
+    # ------------------------------------------------------------------------------------------- many at once
 
-    def _run(self, samples: list["_Sample"], settings: SamplingSettings, overflow: Overflow) -> Iterator[Piece]:
-        context = self.model.config.context_length
-        ids = samples[0].ids
-        window = ids if len(ids) <= context else ids[-self.restart_tokens :]
-        cache, logits = self._prefill([window], settings.max_tokens)
-        if len(samples) > 1:
-            cache, logits = cache.repeat(len(samples)), logits.expand(len(samples), -1)
-        while True:
-            tokens = sample(logits, [s.ids for s in samples], settings, [s.chance for s in samples])
-            for one, token in zip(samples, tokens.tolist(), strict=True):
-                if one.finish_reason is None:
-                    yield one.push(token, self.end_of_text)
-            live = [one for one in samples if one.finish_reason is None]
-            if not live:
-                return
-            if cache.length < context:  # a finished sample stays in its row of the cache, and is ignored
-                logits = self._logits(tokens[:, None], cache)
-            elif overflow == "slide":
-                samples = live
-                n_left = settings.max_tokens - live[0].n_generated
-                cache, logits = self._prefill([one.ids[-self.restart_tokens :] for one in live], n_left)
-            else:
-                yield from (one.finish("context") for one in live)
-                return
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        settings: SamplingSettings | None = None,
+        *,
+        n_samples: int = 1,
+        overflow: Overflow = "error",
+        prompt_logprobs: int | None = None,
+        generates: bool = True,
+        listener: Listener | None = None,
+        **changes: Any,
+    ) -> Request:
+        """Let a request wait for its turn; `step` makes its pieces. From any thread.
 
-    def _prefill(self, windows: list[list[int]], n_more: int) -> tuple[KVCache, Tensor]:
-        """Compute windows of equal length; a cache with room for `n_more` tokens, and the logits [B, V] that follow."""
-        tokens = torch.tensor(windows)
-        cache = KVCache(
-            self.model.config, len(windows), tokens.size(1) + n_more, dtype=self.model.dtype, device=self.model.device
+        Args:
+            prompt, settings, n_samples, overflow, changes: as in `pieces`.
+            prompt_logprobs: tell in `Request.prompt_logprobs` what the model gave the prompt's tokens, and so many of
+                the likeliest instead.
+            generates: False: the prompt alone is computed, for its log-probabilities; one piece says when it is done.
+            listener: called with each piece in the thread that steps, or with an error that ends the request.
+
+        Raises:
+            UserError: as `pieces`.
+            QueueFull: as many requests wait as may.
+        """
+        settings = SamplingSettings.of(settings, **changes)
+        request = self._request(prompt, settings, n_samples, overflow, prompt_logprobs, generates, listener)
+        self._post(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Let a request end where it is, without more pieces. From any thread; its slots are free by the next step."""
+        with self._inbox_lock:
+            self._inbox.append((False, request))
+        if self._stepping.acquire(blocking=False):
+            try:
+                self._receive()
+                self._rest()
+            finally:
+                self._stepping.release()
+
+    def step(self) -> bool:
+        """Take one step with all requests; whether any is left.
+
+        Raises:
+            Exception: what the backend raised. Every request has then ended with it.
+        """
+        with self._stepping:
+            self._receive()
+            if self._open:
+                try:
+                    self._step()
+                except Exception as error:
+                    for request in list(self._open.values()):
+                        self._fail(request, error)
+                    self._scheduler.forget()
+                    raise
+            self._rest()
+            return bool(self._open or self._inbox)
+
+    def statistics(self) -> Statistics:
+        """What the engine does and has done, as of now."""
+        scheduler = self._scheduler
+        return dataclasses.replace(
+            self._statistics,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + sum(submitted for submitted, _ in tuple(self._inbox)),
+            slots=scheduler.n_slots,
+            slots_used=scheduler.n_slots_used,
         )
-        for start in range(0, tokens.size(1), PREFILL_TOKENS):
-            logits = self._logits(tokens[:, start : start + PREFILL_TOKENS], cache)
-        return cache, logits
 
-    def _logits(self, tokens: Tensor, cache: KVCache) -> Tensor:
-        """Feed tokens [B, T]; the logits [B, V] of the token that follows."""
-        with eval_mode(self.model), torch.inference_mode():
-            features = self.model.features(tokens.to(self.model.device), cache)  # B T C
-            return self.model.logits(features[:, -1])[:, : self.n_ids]
+    # --------------------------------------------------------------------------------------- requests come and go
+
+    def _request(
+        self,
+        prompt: str | Sequence[int],
+        settings: SamplingSettings,
+        n_samples: int = 1,
+        overflow: Overflow = "error",
+        prompt_logprobs: int | None = None,
+        generates: bool = True,
+        listener: Listener | None = None,
+    ) -> Request:
+        """A request that has been checked."""
+        ids = self.encode_prompt(prompt)
+        if n_samples < 1:
+            raise UserError(f"n_samples={n_samples}: it must be 1 or more.")
+        if overflow not in ("error", "slide"):
+            raise UserError(f'overflow="{overflow}": it must be "error" or "slide".')
+        if len(ids) > self.context and overflow == "error":
+            raise UserError(
+                f"the prompt has {len(ids)} tokens and the model's context {self.context}: "
+                f'shorten it, or use --slide (overflow="slide" in Python), which reads its last {self.restart_tokens}.'
+            )
+        if prompt_logprobs is not None and (prompt_logprobs < 0 or len(ids) > self.context):
+            raise UserError(
+                f"prompt_logprobs={prompt_logprobs} for {len(ids)} tokens: it must be 0 or more, for a prompt of at "
+                f"most {self.context} tokens."
+            )
+        self._check_settings(settings, n_samples, overflow)
+        samples = [
+            Sample(i, ids, settings, self.tokenizer, self.end_of_text, self._constraint(settings))
+            for i in range(n_samples)
+        ]
+        request = Request(next(self._numbers), ids, samples, overflow, listener)
+        request.score_top, request.generates = prompt_logprobs, generates
+        if settings.num_beams > 1:
+            limit = min(settings.max_tokens, self.context + 1 - len(ids))
+            request.beams = BeamSearch(settings.num_beams, settings.length_penalty, limit, self.end_of_text)
+        return request
+
+    def _check_settings(self, settings: SamplingSettings, n_samples: int, overflow: Overflow) -> None:
+        if wrong := [token for token in settings.logit_bias if not 0 <= token < self.n_ids]:
+            raise UserError(
+                f"logit_bias has token id {wrong[0]}, which is not in the vocabulary: "
+                f"ids go from 0 to {self.n_ids - 1}."
+            )
+        beams = settings.num_beams
+        if beams == 1:
+            return
+        if beams > (self._n_slots or MOST_SLOTS):
+            raise UserError(f"num_beams={beams}: the engine has room for {self._n_slots or MOST_SLOTS} texts at once.")
+        if n_samples > beams:
+            raise UserError(f"n_samples={n_samples} and num_beams={beams}: as many texts as beams can be had.")
+        if overflow == "slide":
+            raise UserError(f'overflow="slide" and num_beams={beams}: beam search ends where the context is full.')
+
+    def _constraint(self, settings: SamplingSettings) -> Constraint | None:
+        if settings.json_schema is None and settings.regex is None:
+            return None
+        if self._constraints is None:
+            self._constraints = Constraints(self.tokenizer)
+        return self._constraints.of(settings)
+
+    def _post(self, request: Request) -> None:
+        with self._inbox_lock:
+            n_waiting = len(self._scheduler.waiting) + sum(submitted for submitted, _ in self._inbox)
+            if self.max_waiting is not None and n_waiting >= self.max_waiting:
+                raise QueueFull(f"{n_waiting} requests are waiting already: try again later.")
+            self._inbox.append((True, request))
+
+    def _run(self, request: Request) -> Iterator[Piece]:
+        """Submit a request and step until it is done; a reader who goes away cancels it."""
+        self._post(request)
+        try:
+            while not request.done:
+                self.step()
+                yield from request.take()
+            yield from request.take()
+        finally:
+            if not request.done:
+                self.cancel(request)
+        if request.error is not None:
+            raise request.error
+
+    def _receive(self) -> None:
+        """Take in what was submitted and cancelled."""
+        with self._inbox_lock:
+            received = list(self._inbox)
+            self._inbox.clear()
+        for submitted, request in received:
+            if not submitted:
+                self._cancel(request)
+                continue
+            if not self._open:
+                self._check_weights()
+            self._open[request.id] = request
+            self._statistics.requests += 1
+            self._statistics.prompt_tokens += len(request.prompt_ids)
+            self._start(request)
+
+    def _start(self, request: Request) -> None:
+        ids = request.prompt_ids
+        window = ids if len(ids) <= self.context else ids[-self.restart_tokens :]
+        job = Job(list(window))
+        if request.score_top is not None:
+            job.score_from, request.prompt_logprobs = 0, [None]
+        if request.beams is not None:
+            job.n_slots, request.beam_jobs = request.beams.num_beams, [job]
+        self._take_on(job, request, request.samples[0])
+        self._scheduler.add(job)
+
+    def _take_on(self, job: Job, request: Request, of: Sample) -> None:
+        request.jobs[job] = of
+        self._request_of[job] = request
+
+    def _cancel(self, request: Request) -> None:
+        if request.id in self._open:
+            self._statistics.cancelled += 1
+            self._close(request)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        self._statistics.failed += 1
+        request.fail(error)
+        self._close(request)
+
+    def _finish(self, request: Request) -> None:
+        self._statistics.finished += 1
+        self._close(request)
+
+    def _close(self, request: Request) -> None:
+        for job in list(request.jobs):
+            self._drop(job)
+        request.beam_jobs, request.first_logits = [], None
+        request.done = True
+        del self._open[request.id]
+
+    def _drop(self, job: Job) -> None:
+        self._scheduler.finish(job)
+        del self._request_of.pop(job).jobs[job]
+
+    # ------------------------------------------------------------------------------------------------ room
+
+    def _new_scheduler(self, n_slots: int, *, invariant: bool) -> Scheduler:
+        return Scheduler(n_slots, prefill_tokens=self._prefill_tokens, reuse=self._reuse, invariant=invariant)
+
+    def _make_room(self) -> None:
+        """Have a backend with slots for what is to be done; jobs that run in a smaller one are computed anew."""
+        scheduler = self._scheduler
+        capacity = self._slot_tokens or _power_of_two(
+            max(_LEAST_CAPACITY, *(self._room(job) for job in (*scheduler.running, *scheduler.waiting)))
+        )
+        capacity = min(capacity, self.context)
+        n_slots = self._n_slots
+        if n_slots is None:
+            n_more = sum(r.n_samples_to_come for r in self._open.values())
+            n_needed = scheduler.n_slots_used + sum(job.n_slots for job in scheduler.waiting) + n_more
+            n_slots = _power_of_two(min(n_needed, MOST_SLOTS))
+        backend = self._backend
+        if backend is not None:
+            if n_slots <= backend.n_slots and capacity <= backend.capacity:
+                return
+            n_slots, capacity = max(n_slots, backend.n_slots), max(capacity, backend.capacity)
+        self._backend = backend = None  # its memory is free before the new one's is taken
+        self._backend = backend = choose_backend(
+            self.model, n_slots, capacity, dtype=self._cache_dtype, name=self._backend_name
+        )
+        scheduler.resize(n_slots, invariant=backend.invariant)
+        if self.drafter is not None:
+            self.drafter.reset(n_slots, capacity, self.n_ids)
+
+    def _room(self, job: Job) -> int:
+        """Tokens that a job's text may come to in its slot."""
+        request = self._request_of[job]
+        one = request.jobs[job]
+        n_more = one.settings.max_tokens - one.n_generated if request.generates else 0
+        return min(self.context, len(job.tokens) + n_more)
+
+    def _check_weights(self) -> None:
+        """Forget what was computed with other weights."""
+        weights = None if self.model.training else tuple((p.data_ptr(), p._version) for p in self.model.parameters())
+        if weights is None or weights != self._weights:
+            self._release()
+        self._weights = weights
+
+    def _rest(self) -> None:
+        """With nothing to do, a model in training gets its memory back, and its weights will change."""
+        if not self._open and self.model.training:
+            self._release()
+
+    def _release(self) -> None:
+        self._backend = None
+        self._scheduler = self._new_scheduler(0, invariant=False)
+
+    # ------------------------------------------------------------------------------------------------ a step
+
+    def _step(self) -> None:
+        self._make_room()
+        self._guess()
+        self._admit()
+        plan = self._scheduler.plan()
+        backend = self._backend
+        assert backend is not None
+        chunks = [Chunk(w.slot, w.start, w.tokens, w.n_logits, self._room(w.job)) for w in plan.work]
+        computed = backend.compute(chunks) if chunks else []
+        self._statistics.steps += 1
+        draws: list[_Draw] = []
+        for work, logits in zip(plan.work, computed, strict=True):
+            draws += self._read(work, logits[:, : self.n_ids])
+        draws += [draw for job in plan.ready for draw in self._ready(job)]
+        self._draw(draws)
+        for request in [request for request in self._open.values() if request.beam_logits]:
+            self._advance_beams(request)
+
+    def _admit(self) -> list[Job]:
+        """Jobs that have got a slot; what they share with others is copied there."""
+        admitted, copies = self._scheduler.admit()
+        self._copy(copies)
+        for job in admitted:
+            if job.n_reused and not job.knows_logits:
+                self._request_of[job].n_reused_tokens += job.n_reused
+                self._statistics.prefix_hits += 1
+                self._statistics.reused_tokens += job.n_reused
+        return admitted
+
+    def _copy(self, copies: Iterable[Copy]) -> None:
+        assert self._backend is not None
+        for copy in copies:
+            self._backend.copy(copy.source, copy.target, copy.n_tokens)
+
+    def _guess(self) -> None:
+        """Let the drafter say what may follow the texts that are being generated."""
+        if self.drafter is None or self._backend is None:
+            return
+        texts = []
+        for job in self._scheduler.running:
+            request = self._request_of[job]
+            one = request.jobs[job]
+            n_wanted = min(one.settings.max_tokens - one.n_generated - 1, self._backend.capacity - len(job.tokens))
+            if one.n_generated and request.beams is None and n_wanted > 0 and len(job.tokens) == job.n_computed + 1:
+                assert job.slot is not None
+                texts.append((job, Draftable(one, job.slot, job.tokens, n_wanted)))
+        if not texts:
+            return
+        for (job, text), guess in zip(texts, self.drafter.guess([text for _, text in texts]), strict=True):
+            constraint = text.sample.constraint
+            job.guess = guess[: constraint.accepts(guess)] if constraint is not None else guess
+
+    def _read(self, work: Work, logits: Tensor) -> list[_Draw]:
+        """What follows from a work's logits [n_logits, V]; the draws for which it has all tokens."""
+        job, request = work.job, self._request_of[work.job]
+        if job.score_from is not None:
+            self._read_scores(request, work, logits)
+        if not work.n_guessed:
+            self._scheduler.commit(work)
+        if work.start + len(work.tokens) - work.n_guessed < len(job.tokens):
+            return []
+        job.score_from = None
+        if not request.generates:
+            request.deliver(Piece(0, "", None, "length"))
+            self._finish(request)
+            return []
+        if request.beams is not None:
+            request.beam_logits[job] = logits[-1]
+            return []
+        one = request.jobs[job]
+        guessed = work.tokens[len(work.tokens) - work.n_guessed :]
+        draws = [_Draw(request, one, job, logits[-1 - work.n_guessed :], guessed, work)]
+        if request.first_logits is None and len(request.samples) > 1:
+            request.first_logits = logits[-1:].clone()
+            draws += self._branch(request, job)
+        return draws
+
+    def _branch(self, request: Request, first: Job) -> list[_Draw]:
+        """Let the other samples of a request go on from the prompt that the first has read."""
+        twins = [Job(list(first.tokens), knows_logits=True) for _ in request.samples[1:]]
+        for one, twin in zip(request.samples[1:], twins, strict=True):
+            self._take_on(twin, request, one)
+        for twin in reversed(twins):
+            self._scheduler.add(twin, first=True)
+        return [draw for job in self._admit() if job.n_computed == len(job.tokens) for draw in self._ready(job)]
+
+    def _ready(self, job: Job) -> list[_Draw]:
+        """The draw of a job that has nothing to compute: its request knows the logits."""
+        request = self._request_of[job]
+        assert request.first_logits is not None
+        return [_Draw(request, request.jobs[job], job, request.first_logits, [])]
+
+    def _read_scores(self, request: Request, work: Work, logits: Tensor) -> None:
+        assert request.prompt_logprobs is not None and request.score_top is not None
+        first = work.start + len(work.tokens) - len(logits) + 1  # the token that the first row foretells
+        tokens = work.job.tokens[first : first + len(logits)]
+        request.prompt_logprobs += token_logprobs(logits[: len(tokens)], tokens, request.score_top)
+
+    def _draw(self, draws: list[_Draw]) -> None:
+        """Draw the next token of each sample, and go on with those whose next token had been guessed."""
+        live = draws
+        while live:
+            tokens = self._sample(live)
+            live = [draw for draw in live if not draw.request.done]  # some may have failed
+            for draw, token in zip(live, tokens, strict=True):
+                self._push(draw, token)
+            live = [
+                draw
+                for draw, token in zip(live, tokens, strict=True)
+                if draw.n_drawn <= len(draw.guessed)
+                and draw.guessed[draw.n_drawn - 1] == token
+                and draw.sample.finish_reason is None
+            ]
+        for draw in draws:
+            self._settle(draw)
+
+    def _sample(self, draws: list[_Draw]) -> list[int]:
+        """A token for each draw, but for those of requests that fail because a score is not a number."""
+        rows = [draw.logits[draw.n_drawn : draw.n_drawn + 1] for draw in draws]
+        logits = rows[0] if len(rows) == 1 else torch.cat(rows)
+        allowed = None
+        if any(draw.sample.constraint is not None for draw in draws):
+            allowed = [c.allowed() if (c := draw.sample.constraint) is not None else None for draw in draws]
+        try:
+            return sample(logits, [draw.sample.sampler for draw in draws], allowed)
+        except RunError as error:
+            for draw, bad in zip(draws, logits.isnan().any(-1).tolist(), strict=True):
+                if bad and not draw.request.done:
+                    self._fail(draw.request, error)
+            left = [draw for draw in draws if not draw.request.done]
+            return self._sample(left) if left else []
+
+    def _push(self, draw: _Draw, token: int) -> None:
+        one, logprob = draw.sample, None
+        if one.settings.logprobs is not None:
+            row = draw.logits[draw.n_drawn : draw.n_drawn + 1]
+            (logprob,) = token_logprobs(row, [token], one.settings.logprobs)
+        draw.n_drawn += 1
+        piece = one.push(token, logprob)
+        if piece.token_id is not None:
+            draw.job.tokens.append(token)
+            self._statistics.generated_tokens += 1
+        draw.request.deliver(piece)
+
+    def _settle(self, draw: _Draw) -> None:
+        """After a sample's draws of this step: note what was computed rightly, and end what has ended."""
+        request, job, one = draw.request, draw.job, draw.sample
+        if request.done:
+            return
+        if draw.work is not None and draw.guessed:
+            n_right = draw.n_drawn - 1
+            self._statistics.guessed_tokens += len(draw.guessed)
+            self._statistics.accepted_tokens += n_right
+            self._scheduler.commit(draw.work, len(draw.work.tokens) - len(draw.guessed) + n_right)
+        if one.finish_reason is None and len(job.tokens) > self.context:
+            if request.overflow == "slide":
+                self._scheduler.restart(job, one.ids[-self.restart_tokens :])
+            else:
+                request.deliver(one.finish("context"))
+        if one.finish_reason is not None:
+            self._drop(job)
+            if all(other.finish_reason is not None for other in request.samples):
+                self._finish(request)
+
+    # ------------------------------------------------------------------------------------------------ beams
+
+    def _advance_beams(self, request: Request) -> None:
+        """Extend a request's beams, once the logits of all of them are there."""
+        search, jobs = request.beams, request.beam_jobs
+        assert search is not None
+        if len(request.beam_logits) < len(jobs):
+            return
+        logits = torch.stack([request.beam_logits[job] for job in jobs])
+        request.beam_logits = {}
+        if logits.isnan().any():
+            self._fail(request, RunError("the model's scores are not numbers (NaN)."))
+            return
+        moves = search.advance(logits)
+        if search.done:
+            self._deliver_beams(request, search)
+            return
+        unused = [job for i, job in enumerate(jobs) if i not in {parent for parent, _ in moves}]
+        heirs: list[Job] = []
+        for parent, _ in moves:
+            heir = jobs[parent]
+            if heir in heirs:  # a second child: it takes a beam's place that ends, or a new one
+                heir = self._second_child(request, jobs[parent], unused)
+            heirs.append(heir)
+        for heir, (_, token) in zip(heirs, moves, strict=True):
+            heir.tokens.append(token)
+        for job in unused:
+            self._drop(job)
+        request.beam_jobs = heirs
+
+    def _second_child(self, request: Request, parent: Job, unused: list[Job]) -> Job:
+        if unused:
+            child = unused.pop()
+            self._copy([self._scheduler.become(child, parent)])
+            return child
+        child, copy = self._scheduler.fork(parent, lender=next(job for job in request.beam_jobs if job.spare))
+        self._copy([copy])
+        self._take_on(child, request, request.samples[0])
+        return child
+
+    def _deliver_beams(self, request: Request, search: BeamSearch) -> None:
+        for index, one in enumerate(request.samples):
+            found = search.found[min(index, len(search.found) - 1)]
+            for token in found.tokens:
+                request.deliver(one.push(token))
+                if one.finish_reason is not None:
+                    break
+            if one.finish_reason is None:
+                full: FinishReason = "context" if one.n_generated < one.settings.max_tokens else "length"
+                request.deliver(one.finish("stop" if found.ended else full))
+            self._statistics.generated_tokens += one.n_generated
+        self._finish(request)
 
     def _warn_of_unknown(self, prompt: str, ids: list[int]) -> None:
         unknown = special_tokens(self.tokenizer).unk
@@ -251,7 +738,33 @@ class Engine:
         encoding = self.tokenizer.encode(prompt, add_special_tokens=False)
         spans = [span for token, span in zip(encoding.ids, encoding.offsets, strict=True) if token == unknown]
         known_by_name = ", ".join(dict.fromkeys(repr(prompt[start:end]) for start, end in spans))
-        warnings.warn(f"the tokenizer does not know {known_by_name}: the model reads <unk> there.", stacklevel=4)
+        warnings.warn(f"the tokenizer does not know {known_by_name}: the model reads <unk> there.", stacklevel=5)
+
+
+def completions(pieces: Iterable[Piece], n_samples: int, n_prompt_tokens: int) -> list[Completion]:
+    """The finished samples that a request's pieces make."""
+    made: list[list[Piece]] = [[] for _ in range(n_samples)]
+    for piece in pieces:
+        made[piece.sample].append(piece)
+    return [_completion(of_one, n_prompt_tokens) for of_one in made]
+
+
+def _completion(pieces: list[Piece], n_prompt_tokens: int) -> Completion:
+    reason = pieces[-1].finish_reason
+    assert reason is not None, "a sample's last piece says why it ended"
+    logprobs = [piece.logprob for piece in pieces if piece.logprob is not None and piece.token_id is not None]
+    return Completion(
+        text="".join(piece.text for piece in pieces),
+        token_ids=[piece.token_id for piece in pieces if piece.token_id is not None],
+        finish_reason=reason,
+        prompt_tokens=n_prompt_tokens,
+        logprobs=logprobs or None,
+    )
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 def load(
@@ -261,6 +774,7 @@ def load(
     overrides: Sequence[str] = (),
     device: str = "auto",
     report: Report = lambda _: None,
+    **options: Any,
 ) -> Engine:
     """The engine of a run folder: its tokenizer, and the model as it was at a checkpoint.
 
@@ -269,91 +783,10 @@ def load(
         overrides: settings that win over the run's, such as `model.context_length=1024` for a longer context.
         device: auto, cpu, cuda or mps.
         report: told of what was fallen back from, such as a damaged checkpoint.
+        options: of `Engine`, such as n_slots=8.
 
     Raises:
         UserError: no such run, checkpoint or device, or damaged files.
     """
     run = load_run(run_dir, str(checkpoint), overrides=overrides, device=choose_device(device), report=report)
-    return Engine(run.model, load_tokenizer(run.tokenizer_folder))
-
-
-class _Sample:
-    """One continuation in the making: its tokens, its source of chance, and the text not yet certain."""
-
-    def __init__(self, index: int, prompt: list[int], settings: SamplingSettings, tokenizer: Tokenizer) -> None:
-        self.index, self.settings = index, settings
-        self.ids, self.n_generated = list(prompt), 0
-        self.chance = settings.chance(index)
-        self.finish_reason: FinishReason | None = None
-        self.stops = StopStrings(settings.stop)
-        self.decoder = StreamDecoder(tokenizer)
-        for token_id in prompt[-_DECODER_CONTEXT_TOKENS:]:
-            self.decoder.push(token_id)  # not shown
-
-    def push(self, token_id: int, end_of_text: int | None) -> Piece:
-        """Take the next token."""
-        if token_id == end_of_text:
-            return self.finish("stop")
-        self.ids.append(token_id)
-        self.n_generated += 1
-        text = self.stops.push(self.decoder.push(token_id))
-        if self.stops.found:
-            return self.finish("stop", token_id, text)
-        if self.n_generated == self.settings.max_tokens:
-            return self.finish("length", token_id, text)
-        return Piece(self.index, text, token_id)
-
-    def finish(self, reason: FinishReason, token_id: int | None = None, text: str = "") -> Piece:
-        """End here, with all the text held back, unless it holds a stop string after all."""
-        if not self.stops.found:
-            text += self.stops.push(self.decoder.flush())
-        text += self.stops.flush()
-        self.finish_reason = "stop" if self.stops.found else reason
-        return Piece(self.index, text, token_id, self.finish_reason)
-
-
-@dataclass
-class StopStrings:
-    """Passes text on up to the stop string that is completed first, holding back what may be the beginning of one.
-
-    The result does not depend on how the text is cut into parts. Of strings completed by the same character, the
-    longest counts.
-    """
-
-    strings: tuple[str, ...]
-    found: bool = field(default=False, init=False)
-    held: str = field(default="", init=False)
-
-    def push(self, text: str) -> str:
-        """The text that is now certain."""
-        text, self.held = self.held + text, ""
-        matches = [(start + len(stop), start) for stop in self.strings if (start := text.find(stop)) >= 0]
-        if matches:
-            self.found = True
-            return text[: min(matches)[1]]
-        n_held = max((self._n_begun(text, stop) for stop in self.strings), default=0)
-        self.held = text[len(text) - n_held :]
-        return text[: len(text) - n_held]
-
-    def flush(self) -> str:
-        """What is held back, when no more text will come."""
-        text, self.held = self.held, ""
-        return text
-
-    @staticmethod
-    def _n_begun(text: str, stop: str) -> int:
-        """Length of the longest beginning of `stop` with which the text ends."""
-        return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-
-
-@contextmanager
-def eval_mode(model: GPT) -> Iterator[None]:
-    """Switch dropout off, and afterwards on again wherever it was on."""
-    training = [module for module in model.modules() if module.training] if model.training else []
-    if training:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+    return Engine(run.model, load_tokenizer(run.tokenizer_folder), **options)

@@ -1,22 +1,37 @@
-"""From logits to a token, as a pure function of the logits, the tokens so far, the settings and a source of chance.
+"""From logits to tokens, for many texts at once, each with settings and a source of chance of its own.
 
-Shapes: B sequences, V vocabulary.
+    logits ─► bias, penalties, bans ─► greedy: the likeliest
+                                    └► temperature ─► top-k ─► top-p ─► min-p ─► draw
+
+The order is Hugging Face's. A text's tokens do not depend on the texts beside it: each row is computed by itself.
+
+Shapes: B texts, V vocabulary, K candidates.
 """
 
 import dataclasses
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gptworks.errors import RunError, UserError, nearest
 
 _GREEDY_BELOW = 1e-5
 """Temperatures below it would overflow float32, and their limit is the greedy choice."""
+
+CANDIDATES = 256
+"""The likeliest tokens among which filters look first. Where they do not end within them, all tokens are sorted."""
+
+_BLOCK = 256
+"""A draw finds its token's block among sums of so many weights, and then the token within the block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,26 +52,78 @@ class SamplingSettings:
     """Keep tokens at least min_p times as likely as the likeliest (Nguyen et al., 2024). 0: all."""
     repetition_penalty: float = 1.0
     """Above 1, tokens that occurred, in the prompt too, become less likely (Keskar et al., 2019). 1: off."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time it was generated (OpenAI's definition). 0: off."""
+    presence_penalty: float = 0.0
+    """Taken from a token's logit once it was generated (OpenAI's definition). 0: off."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these token ids. −inf: never; a large number: nearly always."""
     seed: int | None = None
     """The same seed gives the same text. None: a new one each time."""
     max_tokens: int = 200
     """Tokens generated at most."""
+    min_tokens: int = 0
+    """The end-of-text token is not chosen before so many tokens are generated. Stop strings end a text all the same."""
+    ignore_eos: bool = False
+    """The end-of-text token does not end the text; it counts as a token like another."""
     stop: tuple[str, ...] = ()
     """The text ends before the first of these strings to be completed."""
+    logprobs: int | None = None
+    """Tell each token's log-probability, and those of so many of the likeliest tokens. They are the model's own: before
+    penalties, temperature and filters. None: tell nothing."""
+    json_schema: str | Mapping[str, Any] | None = None
+    """The text is JSON that this schema allows ({}: any JSON). Needs the `constrain` extra."""
+    regex: str | None = None
+    """The whole text matches this regular expression. Needs the `constrain` extra."""
+    num_beams: int = 1
+    """Beam search: the most probable text that so many beams find. Above 1, nothing is random. 1: off."""
+    length_penalty: float = 1.0
+    """Beam search: a text's log-probability is divided by its length to this power. Above 0 favours longer ones."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "logit_bias", {int(token): float(bias) for token, bias in self.logit_bias.items()})
         for name, holds, rule in (
             ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
             ("min_p", 0 <= self.min_p < 1, "0 (off) or more, and below 1"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0; 1 is off"),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty), "a number; 0 is off"),
+            ("presence_penalty", math.isfinite(self.presence_penalty), "a number; 0 is off"),
+            ("logit_bias", all(bias < math.inf for bias in self.logit_bias.values()), "numbers, or -inf for never"),
             ("max_tokens", self.max_tokens >= 1, "1 or more"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"0 to max_tokens={self.max_tokens}"),
             ("stop", all(self.stop), "strings that are not empty; leave it out for none"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "0 or more, or None (off)"),
+            ("regex", self.regex is None or self.json_schema is None, "left out where json_schema is given"),
+            ("num_beams", self.num_beams >= 1, "1 (off) or more"),
+            ("length_penalty", math.isfinite(self.length_penalty), "a number; 1 divides by the length"),
         ):
             if not holds:
                 raise UserError(f"{name}={getattr(self, name)}: it must be {rule}.")
+        if self.num_beams > 1:
+            self._check_beams()
+
+    def _check_beams(self) -> None:
+        plain = SamplingSettings()
+        for name in (
+            "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "json_schema",
+            "regex", "ignore_eos", "min_tokens",
+        ):  # fmt: skip
+            if getattr(self, name) != getattr(plain, name):
+                raise UserError(f"{name}={getattr(self, name)}: beam search (num_beams={self.num_beams}) has no such "
+                                f"setting; leave it out, or num_beams.")  # fmt: skip
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature < _GREEDY_BELOW
+
+    @property
+    def filtered(self) -> bool:
+        """Whether some tokens are dropped before the draw."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @classmethod
     def of(cls, settings: Self | None = None, **changes: Any) -> Self:
@@ -73,59 +140,259 @@ class SamplingSettings:
                 raise UserError(f"unknown sampling setting `{name}`; {hint}")
         return dataclasses.replace(settings or cls(), **changes)
 
-    def chance(self, index: int) -> random.Random:
-        """The source of chance of sample `index` of a request: its own, whatever the number of samples."""
-        return random.Random() if self.seed is None else random.Random(f"{self.seed}/{index}")
+
+class TokenCounts:
+    """How often each distinct token occurred; adding one is quick, and so is reading all as arrays."""
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self._place: dict[int, int] = {}
+        self._ids, self._counts = array("q"), array("q")
+        for token in tokens:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        """One more of it."""
+        place = self._place.setdefault(token, len(self._ids))
+        if place == len(self._ids):
+            self._ids.append(token)
+            self._counts.append(0)
+        self._counts[place] += 1
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Distinct token ids, int64, and how often each occurred."""
+        return np.array(self._ids, dtype=np.int64), np.array(self._counts, dtype=np.int64)
 
 
-def sample(
-    logits: Tensor, history: Sequence[Sequence[int]], settings: SamplingSettings, chance: Sequence[random.Random]
-) -> Tensor:
-    """Choose the next token of each sequence.
+class Sampler:
+    """One text's settings, its own source of chance, and what its settings need to know of its tokens."""
 
-    The order is Hugging Face's: repetition penalty, temperature, top-k, top-p, min-p. One number of `chance` decides
-    each sequence's draw, on the CPU, so that a seed means the same on every device.
+    def __init__(
+        self, settings: SamplingSettings, prompt: Sequence[int] = (), index: int = 0, end_of_text: int | None = None
+    ) -> None:
+        """
+        Args:
+            prompt: the tokens that the text continues.
+            index: of the sample within its request; with a seed, each has its own random numbers.
+            end_of_text: the token that settings.min_tokens holds back.
+        """
+        self.settings = settings
+        self.n_generated = 0
+        self.end_of_text = end_of_text
+        self._chance = random.Random() if settings.seed is None else random.Random(f"{settings.seed}/{index}")
+        self._drawn: deque[float] = deque()
+        self.seen = TokenCounts(prompt) if settings.repetition_penalty != 1 else None
+        self.generated = TokenCounts() if settings.frequency_penalty or settings.presence_penalty else None
+
+    def push(self, token: int) -> None:
+        """Take the token that the text goes on with."""
+        self.n_generated += 1
+        for counts in (self.seen, self.generated):
+            if counts is not None:
+                counts.add(token)
+
+    def share(self, ahead: int = 0) -> float:
+        """The random number in (0, 1] that decides the draw after `ahead` more."""
+        while len(self._drawn) <= ahead:
+            self._drawn.append(1 - self._chance.random())
+        return self._drawn[ahead]
+
+    def next_share(self) -> float:
+        """The random number that decides the next draw; it is used up."""
+        share = self.share()
+        self._drawn.popleft()
+        return share
+
+    @property
+    def banned(self) -> tuple[int, ...]:
+        """Tokens that may not come next."""
+        held_back = self.n_generated < self.settings.min_tokens and not self.settings.ignore_eos
+        return (self.end_of_text,) if held_back and self.end_of_text is not None else ()
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the logits are changed before anything else."""
+        return bool(self.seen or self.generated or self.settings.logit_bias or self.banned)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """What the model gave a token, in nats, and what it gave the likeliest ones (token id, log-probability)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def sample(logits: Tensor, samplers: Sequence[Sampler], allowed: Sequence[Tensor | None] | None = None) -> list[int]:
+    """Choose the next token of each text. The caller pushes it into the text's sampler.
+
+    One random number decides each text's draw, on the CPU, so that a seed means the same on every device.
 
     Args:
         logits: [B, V], any float dtype; computed with in float32.
-        history: for each sequence, the token ids so far, the prompt's included.
-        chance: for each sequence, where its random number comes from.
-
-    Returns:
-        [B], int64, on the CPU.
+        allowed: for each text, which tokens may come next, bool [V]; None: all.
 
     Raises:
         RunError: a logit is NaN.
     """
     logits = logits.float()
-    if logits.isnan().any():
+    best = logits.max(-1)
+    if best.values.isnan().any():
         raise RunError("the model's scores are not numbers (NaN): its training diverged, or its checkpoint is damaged.")
-    logits = penalize_repetition(logits, history, settings.repetition_penalty)
-    if settings.temperature < _GREEDY_BELOW:
-        return logits.argmax(-1).cpu()
-    logits = logits / settings.temperature
-    logits = keep_top_k(logits, settings.top_k)
-    logits = keep_top_p(logits, settings.top_p)
-    logits = keep_min_p(logits, settings.min_p)
-    cumulative = logits.softmax(-1).cpu().double().cumsum(-1)  # B V
-    # 1 − random() lies in (0, 1]: the first token to reach that share of the total has a probability above 0.
-    share = torch.tensor([[1 - source.random()] for source in chance], dtype=torch.float64)
-    return torch.searchsorted(cumulative, share * cumulative[:, -1:])[:, 0]
+    if any(sampler.adjusts for sampler in samplers) or allowed is not None:
+        logits = adjust(logits, samplers, allowed)
+        best = logits.max(-1)
+    if all(sampler.settings.greedy for sampler in samplers):
+        tokens: list[int] = best.indices.tolist()
+        return tokens
+    shares = [1.0 if sampler.settings.greedy else sampler.next_share() for sampler in samplers]
+    return pick(logits, [sampler.settings for sampler in samplers], shares)
 
 
-def penalize_repetition(logits: Tensor, history: Sequence[Sequence[int]], penalty: float) -> Tensor:
-    """Make each distinct token of the history less likely, once: positive logits are divided, negative multiplied.
+def pick(logits: Tensor, settings: Sequence[SamplingSettings], shares: Sequence[float]) -> list[int]:
+    """The token of each row [B, V] at a share in (0, 1] of its probability after temperature and filters.
 
-    logits [B, V] → [B, V].
+    Probabilities are added up in the order of token ids.
     """
-    if penalty == 1:
-        return logits
+    tokens = torch.empty(len(settings), dtype=torch.int64)
+    share = torch.tensor(shares, dtype=torch.float64)
+    for rows, choose in (
+        ([i for i, s in enumerate(settings) if s.greedy], _likeliest),
+        ([i for i, s in enumerate(settings) if not s.greedy and not s.filtered], _pick_of_all),
+        ([i for i, s in enumerate(settings) if not s.greedy and s.filtered], _pick_of_candidates),
+    ):
+        if rows:
+            part = logits if len(rows) == len(settings) else logits[rows]
+            tokens[rows] = choose(part, [settings[i] for i in rows], share[rows]).cpu()
+    chosen: list[int] = tokens.tolist()
+    return chosen
+
+
+def _likeliest(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> Tensor:
+    return logits.argmax(-1)
+
+
+def _pick_of_all(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> Tensor:
+    return draw(logits / _column([s.temperature for s in settings], logits), share)
+
+
+def _pick_of_candidates(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> Tensor:
+    """Filter and draw among the likeliest tokens; rows whose filters do not end there are filtered whole."""
+    scores = logits / _column([s.temperature for s in settings], logits)
+    size = scores.size(-1)
+    n = min(CANDIDATES, size)
+    values, ids = scores.topk(n)  # B K
+    kept, certain = _filter_candidates(scores, values, settings)
+    ids, order = ids.sort(-1)
+    weights = (values - values[:, :1]).exp().masked_fill(~kept, 0.0).gather(1, order).cpu().double()
+    cumulative = weights.cumsum(-1)
+    place = torch.searchsorted(cumulative, share[:, None] * cumulative[:, -1:])
+    tokens = ids.cpu().gather(1, place)[:, 0]
+    for row in (~certain).nonzero()[:, 0].tolist():
+        tokens[row] = draw(filter_whole(scores[row : row + 1], settings[row]), share[row : row + 1])[0]
+    return tokens
+
+
+def _filter_candidates(scores: Tensor, values: Tensor, settings: Sequence[SamplingSettings]) -> tuple[Tensor, Tensor]:
+    """Which of the K best values [B, K] of the scores [B, V] the filters keep, and [B] whether that is all they keep.
+
+    Not certain: a filter ends beyond the candidates, or at values that tie.
+    """
+    size, n = scores.size(-1), values.size(-1)
+    rank = torch.arange(n, device=values.device)
+    top_k = _column([s.top_k or size for s in settings], values, torch.int64).clamp(max=size)
+    top_p, min_p = _column([s.top_p for s in settings], values), _column([s.min_p for s in settings], values)
+    all_seen = torch.full_like(top_k, n == size, dtype=torch.bool)  # B 1
+
+    kth_best = values.gather(1, (top_k - 1).clamp(max=n - 1))
+    by_k = (values >= kth_best) | (top_k >= size)
+    ends_by_k = all_seen | ((top_k < n) & (values[:, -1:] < kth_best))
+
+    inside = values.masked_fill(~by_k, -math.inf).logsumexp(-1, keepdim=True)
+    normalizer = torch.where(top_k < size, inside, scores.logsumexp(-1, keepdim=True))
+    probabilities = (values - normalizer).exp().masked_fill(~by_k, 0.0)
+    mass_before = probabilities.cumsum(-1) - probabilities
+    by_p = (mass_before < top_p) | (rank == 0) | (top_p == 1)
+    ends_by_p = all_seen | ~by_p[:, -1:]
+    n_by_p = by_p.sum(-1, keepdim=True)  # a nucleus is a beginning of the ranks
+    last, following = values.gather(1, n_by_p - 1), values.gather(1, n_by_p.clamp(max=n - 1))
+    tied = (n_by_p < n) & (last == following) & by_k.gather(1, n_by_p.clamp(max=n - 1))
+
+    by_min_p = values >= values[:, :1] + min_p.log()
+    ends = ends_by_k | (top_k >= size) & (ends_by_p | ~by_min_p[:, -1:])
+    return by_k & by_p & by_min_p, (ends & ~tied)[:, 0]
+
+
+def filter_whole(scores: Tensor, settings: SamplingSettings) -> Tensor:
+    """The three filters by their definitions, over all tokens; [B, V] → [B, V], −inf for what is dropped."""
+    return keep_min_p(keep_top_p(keep_top_k(scores, settings.top_k), settings.top_p), settings.min_p)
+
+
+def draw(scores: Tensor, share: Tensor) -> Tensor:
+    """The first token of each row [B, V] at which the probabilities, added up, reach its share in (0, 1] of them; [B].
+
+    Sums of blocks are added up first, so that no row is added up token by token in double precision.
+    """
+    weights = (scores - scores.amax(-1, keepdim=True)).exp().cpu()
+    blocks = F.pad(weights, (0, -weights.size(-1) % _BLOCK)).view(len(scores), -1, _BLOCK)  # B n b
+    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # B n
+    target = share[:, None] * ends[:, -1:]
+    block = torch.searchsorted(ends, target)  # B 1
+    before = F.pad(ends, (1, 0)).gather(1, block)
+    inner = blocks[torch.arange(len(block)), block[:, 0]].double().cumsum(-1)  # B b
+    place = torch.searchsorted(inner, torch.minimum(target - before, inner[:, -1:]))
+    return (block * _BLOCK + place)[:, 0]
+
+
+def adjust(logits: Tensor, samplers: Sequence[Sampler], allowed: Sequence[Tensor | None] | None = None) -> Tensor:
+    """Bias, penalties and bans of each text; [B, V] → [B, V]. Not allowed: −inf."""
     logits = logits.clone()
-    for row, tokens in zip(logits, history, strict=True):
-        seen = torch.tensor(sorted(set(tokens)), dtype=torch.int64, device=logits.device)
-        scores = row[seen]
-        row[seen] = torch.where(scores < 0, scores * penalty, scores / penalty)
+    device = logits.device
+
+    def places(parts: Callable[[Sampler], Any]) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Rows, token ids and numbers, of all texts one after another; None: there are none."""
+        found = [(row, *part) for row, sampler in enumerate(samplers) if (part := parts(sampler)) and len(part[0])]
+        if not found:
+            return None
+        rows = np.repeat([row for row, _, _ in found], [len(ids) for _, ids, _ in found])
+        ids, numbers = (np.concatenate([part[i] for part in found]) for i in (1, 2))
+        return (
+            torch.from_numpy(rows).to(device),
+            torch.from_numpy(ids.astype(np.int64)).to(device),
+            torch.from_numpy(numbers.astype(np.float32)).to(device),
+        )
+
+    if (bias := places(lambda s: tuple(zip(*s.settings.logit_bias.items(), strict=True)))) is not None:
+        rows, ids, numbers = bias
+        logits[rows, ids] += numbers
+    if (penalty := places(_repetition)) is not None:
+        rows, ids, numbers = penalty
+        scores = logits[rows, ids]
+        logits[rows, ids] = torch.where(scores < 0, scores * numbers, scores / numbers)
+    if (penalty := places(_frequency_and_presence)) is not None:
+        rows, ids, numbers = penalty
+        logits[rows, ids] -= numbers
+    for row, sampler in enumerate(samplers):
+        mask = allowed[row] if allowed is not None else None
+        if mask is not None:
+            logits[row].masked_fill_(~mask.to(device), -math.inf)
+        for token in sampler.banned:
+            logits[row, token] = -math.inf
     return logits
+
+
+def _repetition(sampler: Sampler) -> tuple[np.ndarray, np.ndarray] | None:
+    if sampler.seen is None:
+        return None
+    ids, _ = sampler.seen.arrays()
+    return ids, np.full(len(ids), sampler.settings.repetition_penalty)
+
+
+def _frequency_and_presence(sampler: Sampler) -> tuple[np.ndarray, np.ndarray] | None:
+    if sampler.generated is None:
+        return None
+    ids, counts = sampler.generated.arrays()
+    return ids, counts * sampler.settings.frequency_penalty + sampler.settings.presence_penalty
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
@@ -153,3 +420,21 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
     if p == 0:
         return logits
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -math.inf)
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], n_top: int) -> list[TokenLogprob]:
+    """The log-probability of one token for each row of logits [T, V], and those of the `n_top` likeliest."""
+    logits = logits.float()
+    normalizer = logits.logsumexp(-1, keepdim=True)
+    chosen = (logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None]) - normalizer)[:, 0].tolist()
+    best = logits.topk(min(n_top, logits.size(-1)))
+    tops = ((best.values - normalizer).tolist(), best.indices.tolist())
+    return [
+        TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True)))
+        for token, logprob, values, ids in zip(tokens, chosen, *tops, strict=True)
+    ]
+
+
+def _column(numbers: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers as [B, 1], where `like` is."""
+    return torch.tensor(numbers, dtype=dtype or like.dtype, device=like.device)[:, None]

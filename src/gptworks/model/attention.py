@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gptworks.config import ModelConfig
 from gptworks.model import cpu
-from gptworks.model.cache import LayerCache
+from gptworks.model.cache import LayerCache, SlotLayer
 from gptworks.model.layers import RMSNorm
 
 
@@ -73,6 +73,52 @@ def attend_banded(
     return y.flatten(2, 3)[:, :, :length]
 
 
+def attend_slots(
+    q: Tensor, k: Tensor, v: Tensor, cache: SlotLayer, *, window: int | None = None, scale: float | None = None
+) -> Tensor:
+    """`attend` for a flat batch of tokens of several texts, each of which sees the tokens of its own slot.
+
+    q: [1, H, N, D]; k, v: [1, G, N, D], which are stored. Returns [1, H, N, D].
+    """
+    parts, keys, values = cache.rows.parts, cache.keys, cache.values
+    if _one_product(q, len(parts)):
+        return _attend_slots_at_once(q, k, v, cache, window=window, scale=scale)
+    out, first = [], 0
+    for slot, start, n_new in parts:
+        row, end = slice(first, first + n_new), start + n_new
+        keys[slot, :, start:end], values[slot, :, start:end] = k[0, :, row], v[0, :, row]
+        seen_keys, seen_values = keys[slot : slot + 1, :, :end], values[slot : slot + 1, :, :end]
+        out.append(attend(q[:, :, row], seen_keys, seen_values, window=window, scale=scale))
+        first += n_new
+    return out[0] if len(out) == 1 else torch.cat(out, dim=2)
+
+
+def _one_product(q: Tensor, n_texts: int) -> bool:
+    return q.device.type != "cpu" and n_texts > 1 and q.size(2) == n_texts
+
+
+def _attend_slots_at_once(
+    q: Tensor, k: Tensor, v: Tensor, cache: SlotLayer, *, window: int | None, scale: float | None
+) -> Tensor:
+    """One token of each text, in one product: on an accelerator, many small ones would wait for their launch."""
+    slots, last = cache.rows.slots, cache.rows.positions  # N
+    cache.keys[slots, :, last], cache.values[slots, :, last] = k[0].transpose(0, 1), v[0].transpose(0, 1)
+    longest = max(start for _, start, _ in cache.rows.parts) + 1
+    key = torch.arange(longest, device=q.device)
+    visible = key <= last[:, None]  # N S
+    if window is not None:
+        visible &= key > last[:, None] - window
+    y = F.scaled_dot_product_attention(
+        q[0].transpose(0, 1).unsqueeze(2),  # N H 1 D
+        cache.keys[slots, :, :longest],  # N G S D
+        cache.values[slots, :, :longest],
+        visible[:, None, None],
+        scale=scale,
+        enable_gqa=q.size(1) != k.size(1),
+    )
+    return y.squeeze(2).transpose(0, 1).unsqueeze(0)
+
+
 def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
     """Boolean [T, S], true where the query may look. The queries are the last T of the S positions."""
     query = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
@@ -124,7 +170,11 @@ class Rotary(nn.Module):
         return (factor * angle.cos()).float(), (factor * angle.sin()).float()
 
     def forward(self, start: int, length: int, text_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Tables for positions start to start + length, each [length, R/2], of a text that has room for `text_length`.
+        """`at` for positions start to start + length: [length, R/2] each."""
+        return self.at(slice(start, start + length), text_length, dtype)
+
+    def at(self, positions: slice | Tensor, text_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Tables for N positions, each [N, R/2], of a text that has room for `text_length`.
 
         The room matters to dynamic scaling alone. It is fixed before the first token, since every key that is already
         cached was turned for it.
@@ -133,7 +183,7 @@ class Rotary(nn.Module):
         if scaling is not None and scaling.type == "dynamic" and text_length != self.text_length:
             self.text_length = text_length
             self.cos, self.sin = self._tables(text_length, self.cos.device)
-        return self.cos[start : start + length].to(dtype), self.sin[start : start + length].to(dtype)
+        return self.cos[positions].to(dtype), self.sin[positions].to(dtype)
 
 
 def frequencies(config: ModelConfig, length: int, device: torch.device | None = None) -> tuple[Tensor, float]:
@@ -185,7 +235,7 @@ class Attention(nn.Module):
         self.query_norm = RMSNorm(config.d_head, config.norm_eps) if config.qk_norm else nn.Identity()
         self.key_norm = RMSNorm(config.d_head, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache | SlotLayer | None) -> Tensor:
         """x [B, T, C] → [B, T, C]. `rotary` holds the tables of these T positions."""
         q, k, v = (  # B H T D, B G T D, B G T D
             project(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)
@@ -194,9 +244,12 @@ class Attention(nn.Module):
         q, k = self.query_norm(q), self.key_norm(k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
-        if cache is not None:
-            k, v = cache.extend(k, v)  # B G S D
-        dropout = self.dropout if self.training else 0.0
-        y = attend(q, k, v, window=self.window, dropout=dropout, scale=self.scale)  # B H T D
+        if isinstance(cache, SlotLayer):
+            y = attend_slots(q, k, v, cache, window=self.window, scale=self.scale)  # 1 H N D
+        else:
+            if cache is not None:
+                k, v = cache.extend(k, v)  # B G S D
+            dropout = self.dropout if self.training else 0.0
+            y = attend(q, k, v, window=self.window, dropout=dropout, scale=self.scale)  # B H T D
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # B T C
         return out

@@ -2,7 +2,11 @@
 
 A layer that sees everything keeps a buffer as long as the cache; a windowed layer keeps a ring of `window` tokens.
 Keys are stored after the rotary embedding, so their order in a ring does not matter to a single query.
+
+`KVCache` holds texts of equal length that grow together, `SlotCache` texts that come, grow and go each on its own.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -94,3 +98,66 @@ class KVCache:
             theirs.values.copy_(mine.values)
             theirs.length = mine.length
         return copy
+
+
+class SlotCache:
+    """Keys and values of many texts at once: each has a slot, [G, capacity, D] a layer, and a length of its own.
+
+    Windowed layers keep all tokens and mask, so that a text can be rolled back to any length.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        n_slots: int,
+        capacity: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Room for `n_slots` texts of `capacity` tokens (at most the context)."""
+        self.n_slots, self.capacity = n_slots, min(capacity, config.context_length)
+        shape = (n_slots, config.n_kv_heads, self.capacity, config.d_head)
+        # On a CPU, memory that no text has reached is never touched. Elsewhere products go over all of it, under a
+        # mask, and what lay there before may be no numbers.
+        make = torch.empty if torch.device(device).type == "cpu" else torch.zeros
+        self.keys = [make(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
+        self.values = [make(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
+
+    def copy(self, source: int, target: int, n_tokens: int) -> None:
+        """Copy the first `n_tokens` of a slot into another."""
+        for tensor in (*self.keys, *self.values):
+            tensor[target, :, :n_tokens] = tensor[source, :, :n_tokens]
+
+    def rows(self, parts: Sequence[tuple[int, int, int]], room: int | None = None) -> "SlotRows":
+        """The places of new tokens of several texts, which the model computes as one flat batch [1, N].
+
+        Args:
+            parts: in the batch's order, each text's slot, the tokens it has already, and how many are new.
+            room: tokens that the texts may come to, on which dynamic rotary scaling depends; None: the capacity.
+        """
+        return SlotRows(self, parts, room or self.capacity)
+
+
+class SlotRows:
+    """Places in a SlotCache of the N tokens of one flat batch: what the model takes for a cache."""
+
+    def __init__(self, cache: SlotCache, parts: Sequence[tuple[int, int, int]], room: int) -> None:
+        assert all(start + n_new <= cache.capacity for _, start, n_new in parts), f"{parts} in {cache.capacity} tokens"
+        self.parts, self.capacity = parts, room
+        device = cache.keys[0].device
+        self.positions = torch.tensor([start + i for _, start, n_new in parts for i in range(n_new)], device=device)
+        self.slots = torch.tensor([slot for slot, _, _ in parts], device=device)
+        self.layers = [SlotLayer(self, keys, values) for keys, values in zip(cache.keys, cache.values, strict=True)]
+
+
+class SlotLayer:
+    """One layer's keys and values, [n_slots, G, capacity, D] each, and the places of a flat batch in them."""
+
+    def __init__(self, rows: SlotRows, keys: Tensor, values: Tensor) -> None:
+        self.rows, self.keys, self.values = rows, keys, values

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gptworks.config import ModelConfig
 from gptworks.model.attention import Attention, Rotary
-from gptworks.model.cache import KVCache, LayerCache
+from gptworks.model.cache import KVCache, LayerCache, SlotLayer, SlotRows
 from gptworks.model.layers import MLP, Dropout, build_norm, product_dtype
 from gptworks.model.moe import MoE
 
@@ -38,7 +38,7 @@ class Block(nn.Module):
         self.dropout = Dropout(config.dropout_residual)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache | None
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache | SlotLayer | None
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, C] → [B, T, C], and the router's logits [B, T, E] where there are experts."""
         attended = x + self.dropout(self.attention(self.norm1(x), rotary, cache))
@@ -83,28 +83,26 @@ class GPT(nn.Module):
         return self.token_embedding.weight if self.untied_head is None else self.untied_head.weight
 
     def features(
-        self, tokens: Tensor, cache: KVCache | None = None, router_logits: list[Tensor] | None = None
+        self, tokens: Tensor, cache: KVCache | SlotRows | None = None, router_logits: list[Tensor] | None = None
     ) -> Tensor:
         """Token ids [B, T] → the last norm's output [B, T, C], from which the head makes logits.
 
-        With a cache, `tokens` continue the tokens that the cache has seen, and the cache is extended by them.
+        With a cache, `tokens` continue the tokens that the cache has seen, and the cache is extended by them. Places
+        in a slot cache (SlotRows) take a flat batch [1, N] of several texts' tokens.
         A list given as `router_logits` collects those of each layer that has experts, [B, T, E].
 
         Raises:
             ValueError: more tokens than the context (or the cache) holds.
         """
-        start, length = (cache.length if cache is not None else 0), tokens.size(1)
-        room = cache.capacity if cache is not None else self.config.context_length
-        if start + length > room:
-            raise ValueError(f"{start + length} tokens do not fit in a context of {room}")
+        positions = cache.positions if isinstance(cache, SlotRows) else self._positions(tokens.size(1), cache)
         x: Tensor = self.token_embedding(tokens)  # B T C
         if self.position_embedding is not None:
-            x = x + self.position_embedding.weight[start : start + length]
+            x = x + self.position_embedding.weight[positions]
         x = self.dropout(x)
         rotary = None
         if self.rotary is not None:
-            text_length = cache.capacity if cache is not None else length
-            rotary = self.rotary(start, length, text_length, product_dtype(x))
+            text_length = cache.capacity if cache is not None else tokens.size(1)
+            rotary = self.rotary.at(positions, text_length, product_dtype(x))
         again = self.checkpoint_blocks and self.training and torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):
             inputs = (x, rotary, cache.layers[i] if cache is not None else None)
@@ -116,11 +114,19 @@ class GPT(nn.Module):
         x = self.norm(x)
         return x
 
+    def _positions(self, length: int, cache: KVCache | None) -> slice:
+        """The places of the next `length` tokens."""
+        start = cache.length if cache is not None else 0
+        room = cache.capacity if cache is not None else self.config.context_length
+        if start + length > room:
+            raise ValueError(f"{start + length} tokens do not fit in a context of {room}")
+        return slice(start, start + length)
+
     def logits(self, features: Tensor) -> Tensor:
         """[..., C] → [..., V]."""
         return F.linear(features, self.head_weight)
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache: KVCache | SlotRows | None = None) -> Tensor:
         """Token ids [B, T] → logits [B, T, V]: at each position, the scores of the token that follows."""
         return self.logits(self.features(tokens, cache))
 

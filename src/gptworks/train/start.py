@@ -3,7 +3,7 @@
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from gptworks.checkpoint import Report, checkpoints, load_run
+from gptworks.checkpoint import Report, checkpoints, load_run, require_full_weights
 from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe
@@ -20,13 +20,18 @@ def check_start(recipe: Recipe, resume: bool = False) -> None:
     """Refuse a run to start from that has another model, before any work is done. A run that goes on needs none.
 
     Raises:
-        UserError: `initialize_from` is no run folder, or a field of its model differs.
+        UserError: `initialize_from` is no run folder, or a field of its model differs; the weights are quantized.
     """
     source = recipe.initialize_from
-    if source is None or (resume and checkpoints(recipe.run_dir)):
+    if resume and (own := checkpoints(recipe.run_dir)):
+        require_full_weights(own[0])
+        return
+    if source is None:
         return
     if not (source / "recipe.yaml").exists():
         raise UserError(f"initialize_from={source} is not a run folder: it has no recipe.yaml.")
+    for checkpoint in checkpoints(source)[:1]:
+        require_full_weights(checkpoint)
     theirs = load_recipe(source).model
     for name in ModelConfig.model_fields:
         ours, other = getattr(recipe.model, name), getattr(theirs, name)
@@ -51,7 +56,7 @@ def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report) -> di
             f"the tokenizer is not that of initialize_from={source}, so its embeddings stand for other tokens. "
             f"Set tokenizer.type=file and tokenizer.path={source / 'tokenizer'}."
         )
-    loaded = load_run(source, report=report)
+    loaded = load_run(source, full=True, report=report)
     weights = loaded.model.state_dict()
     for name, field in (("token_embedding", "vocab_size"), ("position_embedding", "context_length")):
         ours, theirs = getattr(recipe.model, field), getattr(loaded.recipe.model, field)

@@ -65,7 +65,7 @@ def export_gguf(
     if quantization not in get_args(Quantization):
         raise UserError(f"quantization={quantization}: it must be one of {', '.join(get_args(Quantization))}.")
     gguf = _require_gguf()
-    loaded = load_run(run, checkpoint, report=report)
+    loaded = load_run(run, checkpoint, full=True, report=report)
     config, weights = loaded.model.config, loaded.model.state_dict()
     architecture = choose_architecture(config)
     vocabulary = read_vocabulary(load_tokenizer(loaded.tokenizer_folder), config.vocab_size) if tokenizer else None

@@ -16,7 +16,7 @@ from torch import Tensor
 from gptworks.checkpoint import Report, load_run
 from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError
-from gptworks.files import sync
+from gptworks.files import check_free, sync
 from gptworks.interop.huggingface.adapt import adapt_weights
 from gptworks.interop.huggingface.card import write_card
 from gptworks.interop.huggingface.choice import choose_family
@@ -75,7 +75,7 @@ def export_huggingface(
     check_free(out)
     if verify:
         require_transformers()
-    loaded = load_run(run, checkpoint, report=report)
+    loaded = load_run(run, checkpoint, full=True, report=report)
     config, tokenizer = loaded.model.config, load_tokenizer(loaded.tokenizer_folder)
     family, adapted = choose_family(config, tokenizer)
     weights, changes = adapt_weights(family, config, adapted, loaded.model.state_dict())
@@ -109,16 +109,6 @@ def export_huggingface(
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return export
-
-
-def check_free(out: Path) -> None:
-    """Refuse a place that holds something.
-
-    Raises:
-        UserError: it is a file, or a folder that is not empty.
-    """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not an empty folder: give another place, or delete it.")
 
 
 def model_of(config: ModelConfig, tensors: Mapping[str, Tensor]) -> GPT:

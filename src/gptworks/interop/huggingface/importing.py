@@ -22,9 +22,8 @@ from torch import Tensor
 from gptworks.checkpoint import Report, save_checkpoint
 from gptworks.config import DataConfig, FileTokenizer, ModelConfig, PythonStdlibSource, Recipe, TrainConfig
 from gptworks.errors import UserError, nearest
-from gptworks.files import write_whole
+from gptworks.files import check_free, write_whole
 from gptworks.interop.huggingface.architectures import FAMILIES, HARMLESS
-from gptworks.interop.huggingface.exporting import check_free
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.settings import Settings, Values
 from gptworks.interop.huggingface.tensors import expected_tensors, tensor_places, their_shape

@@ -1,0 +1,76 @@
+"""How far a model's predictions lie from another's, on the same text."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptworks.config import IGNORED
+from gptworks.errors import UserError
+from gptworks.evaluate.loss import LossReport, batches_of
+from gptworks.infer.backend import eval_mode
+from gptworks.model import GPT
+
+_LOGITS_AT_ONCE = 2**22
+"""Numbers of a matrix of logits that stand in memory at once; there are a few such matrices."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """What a model and its reference make of the same targets."""
+
+    model: LossReport
+    reference: LossReport
+    kl_nats: float
+    """Mean over the tokens of KL(reference ‖ model) = Σ p·ln(p/q), in nats: 0 where the predictions are equal."""
+    agreement: float
+    """Share of the tokens for which both find the same token likeliest."""
+
+
+def measure_divergence(model: GPT, reference: GPT, windows: Iterable[tuple[Tensor, Tensor]]) -> Divergence:
+    """Compare two models of one vocabulary, in their own dtypes, without dropout.
+
+    Args:
+        windows: pairs (inputs, targets), as for `evaluate_loss`; targets of −100 are not counted.
+
+    Raises:
+        UserError: there is nothing to count.
+    """
+    sums = torch.zeros(4, dtype=torch.float64)  # nats of the model, of the reference, divergence, agreements
+    n_tokens = 0
+    with eval_mode(model), eval_mode(reference), torch.inference_mode():
+        for inputs, targets in batches_of(windows):
+            n_tokens += int((targets != IGNORED).sum())
+            sums += _compare(model, reference, inputs.to(model.device), targets.to(model.device)).cpu()
+    if not n_tokens:
+        raise UserError("there is no token to evaluate: the split is empty or shorter than two tokens.")
+    nats, reference_nats, divergence, agreements = sums.tolist()
+    return Divergence(
+        LossReport(nats, n_tokens), LossReport(reference_nats, n_tokens), divergence / n_tokens, agreements / n_tokens
+    )
+
+
+def _compare(model: GPT, reference: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The four sums over a batch, float64 [4]."""
+    n_rows = max(1, _LOGITS_AT_ONCE // model.config.vocab_size)
+    rows = zip(
+        torch.split(model.features(inputs).flatten(0, 1), n_rows),
+        torch.split(reference.features(inputs).flatten(0, 1), n_rows),
+        torch.split(targets.flatten(), n_rows),
+        strict=True,
+    )
+    sums = torch.zeros(4, dtype=torch.float64, device=inputs.device)
+    for features, reference_features, target in rows:
+        counted = target != IGNORED
+        q = model.logits(features[counted]).float().log_softmax(-1)  # N V
+        p = reference.logits(reference_features[counted]).float().log_softmax(-1)  # N V
+        wanted = target[counted]
+        sums += torch.stack((
+            F.nll_loss(q, wanted, reduction="sum"),
+            F.nll_loss(p, wanted, reduction="sum"),
+            F.kl_div(q, p, reduction="sum", log_target=True),
+            (q.argmax(-1) == p.argmax(-1)).sum().float(),
+        ))  # fmt: skip
+    return sums

@@ -1,0 +1,714 @@
+// One decode step of a GPT on a CPU, for a few tokens of one or several texts. Built and called by native.py.
+//
+//     tokens ─► embed ─► layers × ( norm ─► q k v │ attend │ out ─► + │ norm ─► MLP │ down ─► + │ ) norm ─► head ─► logits
+//
+// All threads walk the whole step together; a bar is a point where they wait for one another. At batch 1 a step is bound
+// by reading every weight once, so a matrix is divided by rows: each thread streams its own and multiplies them with all
+// activations, while the little work between (norms, rounding) is done by every thread for itself rather than waited for.
+//
+// What a token gets never depends on its neighbours in the batch: each (weight row, activation row) has accumulators of
+// its own, filled in one order by one expression, whatever the number of rows. Nothing here may be built with -ffast-math.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define INTEGER_PRODUCTS  // int8 and int4 weights meet activations in 16-bit fixed point; elsewhere all is float
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+#define EACH __attribute__((always_inline))
+
+namespace {
+
+// ------------------------------------------------------------------------------- what native.py hands over (ctypes)
+
+enum Kind : int64_t { FP32, BF16, FP16, INT8, INT4 };
+enum Activation : int64_t { GELU, GELU_TANH, RELU2, SWIGLU, GEGLU };
+
+struct Matrix {  // [n, k], row by row; see native.py for the formats
+    const void *weight, *scale;
+    const float *bias;
+    int64_t n, k, kind;
+};
+
+struct Norm {
+    const float *weight, *bias;  // weight null: no norm here; bias may be null
+};
+
+struct Layer {
+    Norm norm1, norm2, query_norm, key_norm;
+    Matrix query, key, value, out, gate, up, down;  // gate.weight null: the MLP has none
+    void *keys, *values;                            // [slots, groups, capacity, d_head]
+    int64_t window;                                 // keys a query sees, its own included
+};
+
+struct Model {
+    int64_t d_model, n_heads, n_groups, d_head, d_ff, d_rotary, capacity, n_layers;
+    int64_t activation, layer_norm, parallel, cache_is_bf16;
+    float eps, scale;
+    Matrix embedding, head;
+    const float *position;    // [capacity, d_model], or null
+    const float *cos, *sin;   // [capacity, d_rotary / 2], or null
+    Norm norm;
+    const Layer *layers;
+};
+
+struct Batch {
+    int64_t n_rows, n_chunks, n_wanted;
+    const int64_t *tokens, *slots, *positions;  // of each row
+    const int64_t *chunks;                      // [n_chunks + 1]: a chunk's first row; its rows are one slot's, in order
+    const int64_t *wanted;                      // rows that want logits
+    float *logits;                              // [n_wanted, vocabulary]
+};
+
+// ------------------------------------------------------------------------------------------------ vectors of 16 lanes
+
+constexpr int64_t LANES = 16;
+constexpr int64_t TILE = 4;            // weight rows multiplied at once: enough chains to hide an FMA's latency
+constexpr int64_t UNIT = 16;           // weight rows that one thread takes at once: a cache line of results
+constexpr int64_t CHUNK = 128;         // activations are padded with zeros to a multiple of this
+constexpr int64_t PREFETCH = 12288;    // bytes ahead
+
+typedef float Lanes __attribute__((vector_size(64)));
+typedef int32_t IntLanes __attribute__((vector_size(64)));
+typedef float Quad __attribute__((vector_size(16)));
+typedef std::vector<Lanes> Buffer;     // aligned, zeroed
+
+inline Lanes all(float x) { return Lanes{} + x; }
+inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
+
+inline Lanes load(const float *p) {
+    Lanes x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+inline void store(float *p, Lanes x) { std::memcpy(p, &x, sizeof x); }
+
+struct BFloat {
+    uint16_t bits;
+
+    operator float() const {
+        const uint32_t wide = (uint32_t)bits << 16;
+        float x;
+        std::memcpy(&x, &wide, sizeof x);
+        return x;
+    }
+};
+inline Lanes load(const BFloat *p) {
+#ifdef __AVX512F__
+    return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#else
+    IntLanes bits;
+    for (int i = 0; i < LANES; i++) bits[i] = (int32_t)((uint32_t)p[i].bits << 16);
+    return (Lanes)bits;
+#endif
+}
+inline void store(BFloat *p, Lanes x) {  // rounded to the nearest bf16, to even
+    const IntLanes bits = (IntLanes)x, odd = (bits >> 16) & 1;
+    const IntLanes rounded = (bits + 0x7fff + odd) >> 16;
+    for (int i = 0; i < LANES; i++) p[i].bits = (uint16_t)rounded[i];
+}
+
+inline Lanes load(const int8_t *p) {
+#ifdef __AVX512F__
+    return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#else
+    Lanes x;
+    for (int i = 0; i < LANES; i++) x[i] = p[i];
+    return x;
+#endif
+}
+
+struct Half {
+    uint16_t bits;
+
+    operator float() const {  // of a finite number
+        const uint32_t wide = (uint32_t)(bits & 0x7fff) << 13;
+        float x;
+        std::memcpy(&x, &wide, sizeof x);
+        x *= 0x1p112f;  // moves the exponent's bias from 15 to 127, subnormal numbers included
+        return bits & 0x8000 ? -x : x;
+    }
+};
+inline Lanes load(const Half *p) {
+#ifdef __AVX512F__
+    return (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#else
+    Lanes x;
+    for (int i = 0; i < LANES; i++) x[i] = p[i];
+    return x;
+#endif
+}
+
+// The sums of four vectors' lanes.
+INLINE Quad sums(Lanes a, Lanes b, Lanes c, Lanes d) {
+#ifdef __AVX512F__
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)c, (__m512)d), _mm512_unpackhi_ps((__m512)c, (__m512)d));
+    const __m512 abcd = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    const __m256 two = _mm256_add_ps(_mm512_castps512_ps256(abcd),
+                                     _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(abcd), 1)));
+    return (Quad)_mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1));
+#else
+    const auto one = [](Lanes v) {
+        float x[LANES];
+        std::memcpy(x, &v, sizeof x);
+        for (int gap = LANES / 2; gap; gap /= 2)
+            for (int i = 0; i < gap; i++) x[i] += x[i + gap];
+        return x[0];
+    };
+    return Quad{one(a), one(b), one(c), one(d)};
+#endif
+}
+
+inline float sum(Lanes v) { return sums(v, Lanes{}, Lanes{}, Lanes{})[0]; }
+
+// e^x by x = n·ln 2 + r and the first terms of the series in r, |r| ≤ 0.35; within 2 units in the last place.
+inline Lanes exponential(Lanes x) {
+    x = larger(x, all(-87.0f));
+    x = x < 88.0f ? x : all(88.0f);
+    const float magic = 0x1.8p23f;  // adding it rounds to a whole number, in the low bits
+    const Lanes shifted = x * 1.44269504f + magic, n = shifted - magic;
+    const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
+    Lanes y = r * (1 / 5040.0f) + 1 / 720.0f;
+    y = y * r + 1 / 120.0f;
+    y = y * r + 1 / 24.0f;
+    y = y * r + 1 / 6.0f;
+    y = y * r + 0.5f;
+    y = y * r + 1.0f;
+    y = y * r + 1.0f;
+    const IntLanes power = ((IntLanes)shifted - 0x4b400000 + 127) << 23;
+    return y * (Lanes)power;
+}
+
+inline Lanes sigmoid(Lanes x) { return 1.0f / (1.0f + exponential(-x)); }
+
+inline Lanes gelu(Lanes x) {  // erf by Abramowitz & Stegun 7.1.26, within 1.5e-7
+    const Lanes z = (x < 0.0f ? -x : x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
+    Lanes y = 1.061405429f * t - 1.453152027f;
+    y = y * t + 1.421413741f;
+    y = y * t - 0.284496736f;
+    y = y * t + 0.254829592f;
+    const Lanes tail = 0.5f * y * t * exponential(-z * z);  // of the normal distribution, beyond |x|
+    return x * (x < 0.0f ? tail : 1.0f - tail);
+}
+
+inline Lanes activate(Lanes x, int64_t activation) {
+    switch (activation) {
+    case GELU_TANH: return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));  // (1 + tanh u) / 2 = σ(2u)
+    case RELU2: x = larger(x, Lanes{}); return x * x;
+    case SWIGLU: return x * sigmoid(x);
+    default: return gelu(x);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------------ threads
+
+// Where all threads wait for the last. OpenMP's own barrier spins for milliseconds, which on a busy machine keeps the very
+// thread that is waited for from running; this one yields after some 30 µs.
+struct Barrier {
+    alignas(64) std::atomic<int64_t> arrived{0};
+    alignas(64) std::atomic<int64_t> turn{0};
+
+    void wait(int64_t n_threads) {
+        const int64_t mine = turn.load(std::memory_order_acquire);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) == n_threads - 1) {
+            arrived.store(0, std::memory_order_relaxed);
+            turn.store(mine + 1, std::memory_order_release);
+            return;
+        }
+        for (int tries = 0; turn.load(std::memory_order_acquire) == mine; tries++) {
+            if (tries > 2000) std::this_thread::yield();
+#if defined(__x86_64__)
+            else __builtin_ia32_pause();
+#endif
+        }
+    }
+};
+
+struct Team {
+    int64_t thread, n_threads;
+    Barrier *barrier;
+
+    std::pair<int64_t, int64_t> share(int64_t n) const {
+        return {n * thread / n_threads, n * (thread + 1) / n_threads};
+    }
+    void wait() const {
+        if (n_threads > 1) barrier->wait(n_threads);
+    }
+};
+
+// Calls f(0) … f(N − 1), written out: accumulators whose index the compiler knows stay in registers.
+template <int... I, class F> INLINE void each(std::integer_sequence<int, I...>, const F &f) {
+    (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F> INLINE void repeat(const F &f) { each(std::make_integer_sequence<int, N>{}, f); }
+
+int64_t padded(int64_t n) { return (n + CHUNK - 1) / CHUNK * CHUNK; }
+
+// ----------------------------------------------------------------------------------------------------------- products
+
+// Activations [n, stride], and where weights are integers the same in 16-bit fixed point with one scale a row, as two
+// planes of signed bytes: x ≈ scale · (256 · high + low). That is finer than bf16, and sums of products are exact.
+struct Rows {
+    int64_t n, stride;
+    float *x;
+    int64_t prepared = FP32;
+    std::vector<int8_t> planes;     // [n, 2, stride]: low, high
+    std::vector<IntLanes> offsets;  // int4: for each 128 activations, what its weights' offset of 8 adds
+    std::vector<float> scale;
+    std::vector<int64_t> total;     // int8: sum of a row
+
+    Rows(int64_t n, int64_t stride, float *x) : n(n), stride(stride), x(x) {}
+    const int8_t *low(int64_t row) const { return &planes[2 * row * stride]; }
+    const int8_t *high(int64_t row) const { return low(row) + stride; }
+
+    void prepare(int64_t kind) {
+#ifdef INTEGER_PRODUCTS
+        if (kind == prepared || kind < INT8) return;
+        prepared = kind;
+        planes.resize(2 * n * stride);
+        offsets.resize(n * stride / CHUNK);
+        scale.resize(n);
+        total.resize(n);
+        for (int64_t row = 0; row < n; row++) round(row);
+#endif
+    }
+
+#ifdef INTEGER_PRODUCTS
+    void round(int64_t row) {
+        const float *from = x + row * stride;
+        __m512 top = _mm512_setzero_ps();
+        for (int64_t i = 0; i < stride; i += LANES) top = _mm512_max_ps(top, _mm512_abs_ps(_mm512_loadu_ps(from + i)));
+        const float largest = std::max(_mm512_reduce_max_ps(top), 1e-30f);
+        scale[row] = largest / 32639;  // 127 · 256 + 127: high stays a signed byte
+        const __m512 factor = _mm512_set1_ps(32639 / largest);
+        __m512i running = _mm512_setzero_si512();
+        int8_t *const lows = &planes[2 * row * stride], *const highs = lows + stride;
+        for (int64_t i = 0; i < stride; i += LANES) {
+            const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from + i), factor));
+            const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(whole, 24), 24);
+            const __m512i high = _mm512_srai_epi32(_mm512_sub_epi32(whole, low), 8);
+            running = _mm512_add_epi32(running, whole);
+            const int64_t to = prepared == INT4 ? place(i) : i;
+            _mm_storeu_si128((__m128i *)(lows + to), _mm512_cvtepi32_epi8(low));
+            _mm_storeu_si128((__m128i *)(highs + to), _mm512_cvtepi32_epi8(high));
+        }
+        total[row] = _mm512_reduce_add_epi32(running);
+        if (prepared != INT4) return;
+        const __m512i eight = _mm512_set1_epi8(8);
+        for (int64_t i = 0; i < stride; i += CHUNK) {
+            const IntLanes low = dot(dot(IntLanes{}, eight, lows + i), eight, lows + i + CHUNK / 2);
+            const IntLanes high = dot(dot(IntLanes{}, eight, highs + i), eight, highs + i + CHUNK / 2);
+            offsets[(row * stride + i) / CHUNK] = -(low + (high << 8));
+        }
+    }
+
+    // Where the 16 activations from i on stand for int4: of 128, first those that meet low nibbles, then the others.
+    static int64_t place(int64_t i) { return i / CHUNK * CHUNK + i % 32 / 16 * (CHUNK / 2) + i % CHUNK / 32 * 16; }
+
+    static IntLanes dot(IntLanes sum, __m512i unsigned_bytes, const int8_t *signed_bytes) {
+        return (IntLanes)_mm512_dpbusd_epi32((__m512i)sum, unsigned_bytes, _mm512_loadu_si512(signed_bytes));
+    }
+#endif
+};
+
+// A tile is contiguous, and memory is fastest when asked for in order: so it is prefetched in order, though its four rows
+// are read side by side. Without, this ran at a third of the memory's speed.
+INLINE void prefetch(const void *at, int64_t line) { __builtin_prefetch((const char *)at + 64 * line + PREFETCH); }
+
+// Four weight rows times N activation rows, from `row` on; out[r][j] is the sum for weight row j.
+template <int N, class Weight>
+inline void float_tile(const Weight *const *w, int64_t k, const Rows &x, int64_t row, Quad *out) {
+    Lanes total[N][TILE] = {};
+    const float *in = x.x + row * x.stride;
+    for (int64_t i = 0; i < k; i += LANES) {
+        Lanes activation[N];
+        repeat<N>([&](auto r) EACH { activation[r] = load(in + r * x.stride + i); });
+        repeat<TILE>([&](auto j) EACH {
+            if (i * sizeof(Weight) % 64 == 0) prefetch(w[0] + TILE * i, j);
+            const Lanes weight = load(w[j] + i);
+            repeat<N>([&](auto r) EACH { total[r][j] += weight * activation[r]; });
+        });
+    }
+    repeat<N>([&](auto r) EACH { out[r] = sums(total[r][0], total[r][1], total[r][2], total[r][3]); });
+}
+
+#ifdef INTEGER_PRODUCTS
+INLINE __m256i whole_sums(const IntLanes (&v)[TILE]) {
+    const __m512i a = (__m512i)v[0], b = (__m512i)v[1], c = (__m512i)v[2], d = (__m512i)v[3];
+    const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+    const __m512i abcd = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    const __m256i two = _mm256_add_epi32(_mm512_castsi512_si256(abcd), _mm512_extracti64x4_epi64(abcd, 1));
+    return _mm256_cvtepi32_epi64(_mm_add_epi32(_mm256_castsi256_si128(two), _mm256_extracti128_si256(two, 1)));
+}
+
+// The product wants one side unsigned: weights + 128, whose share is 128 · the sum of the row's activations.
+template <int N> inline void int8_tile(const int8_t *const *w, int64_t k, const Rows &x, int64_t row, Quad *out) {
+    IntLanes low[N][TILE] = {}, high[N][TILE] = {};
+    const __m512i flip = _mm512_set1_epi8(-128);
+    for (int64_t i = 0; i < k; i += 64)
+        repeat<TILE>([&](auto j) EACH {
+            prefetch(w[0] + TILE * i, j);
+            const __m512i weight = _mm512_xor_si512(_mm512_loadu_si512(w[j] + i), flip);
+            repeat<N>([&](auto r) EACH {
+                low[r][j] = Rows::dot(low[r][j], weight, x.low(row + r) + i);
+                high[r][j] = Rows::dot(high[r][j], weight, x.high(row + r) + i);
+            });
+        });
+    repeat<N>([&](auto r) EACH {
+        const __m256i both = _mm256_add_epi64(whole_sums(low[r]), _mm256_slli_epi64(whole_sums(high[r]), 8));
+        const __m256i exact = _mm256_sub_epi64(both, _mm256_set1_epi64x(128 * x.total[row + r]));
+        out[r] = (Quad)_mm256_cvtepi64_ps(exact) * x.scale[row + r];
+    });
+}
+
+// 128 weights at a time, four groups: the lanes of a quarter belong to one group and take its scale.
+template <int N>
+inline void int4_tile(const uint8_t *const *w, const Half *const *s, int64_t k, const Rows &x, int64_t row, Quad *out) {
+    Lanes total[N][TILE] = {};
+    const __m512i nibble = _mm512_set1_epi8(15);
+    const __m512i spread = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    for (int64_t i = 0; i < k; i += CHUNK)
+        repeat<TILE>([&](auto j) EACH {
+            prefetch(w[0] + TILE * i / 2, j);
+            const __m512i bytes = _mm512_loadu_si512(w[j] + i / 2);
+            const __m512i first = _mm512_and_si512(bytes, nibble);
+            const __m512i second = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
+            const __m128 four = _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)(s[j] + i / 32)));
+            const Lanes scale = (Lanes)_mm512_permutexvar_ps(spread, _mm512_castps128_ps512(four));
+            repeat<N>([&](auto r) EACH {
+                const int8_t *lows = x.low(row + r) + i, *highs = x.high(row + r) + i;
+                const IntLanes offset = x.offsets[((row + r) * x.stride + i) / CHUNK];
+                const IntLanes low = Rows::dot(Rows::dot(offset, first, lows), second, lows + CHUNK / 2);
+                const IntLanes high = Rows::dot(Rows::dot(IntLanes{}, first, highs), second, highs + CHUNK / 2);
+                total[r][j] += __builtin_convertvector(low + (high << 8), Lanes) * scale;
+            });
+        });
+    repeat<N>([&](auto r) EACH {
+        out[r] = sums(total[r][0], total[r][1], total[r][2], total[r][3]) * x.scale[row + r];
+    });
+}
+#else
+inline void widen(const uint8_t *w, const Half *s, int64_t k, float *out) {
+    for (int64_t i = 0; i < k; i += 32) {
+        const float scale = s[i / 32];
+        for (int64_t j = 0; j < 16; j++) {
+            out[i + j] = scale * ((w[i / 2 + j] & 15) - 8);
+            out[i + j + 16] = scale * ((w[i / 2 + j] >> 4) - 8);
+        }
+    }
+}
+#endif
+
+// One tile, of rows first … first + 4 of the matrix (the last one repeated where there are no more).
+template <int N> void tile(const Matrix &m, int64_t first, const Rows &x, int64_t row, Quad *out) {
+    int64_t at[TILE];
+    for (int64_t j = 0; j < TILE; j++) at[j] = std::min(first + j, m.n - 1);
+    const auto rows = [&](auto *weight, int64_t width) {
+        struct { decltype(weight) at[TILE]; } result;
+        for (int64_t j = 0; j < TILE; j++) result.at[j] = weight + at[j] * width;
+        return result;
+    };
+    if (m.kind == FP32) return float_tile<N>(rows((const float *)m.weight, m.k).at, m.k, x, row, out);
+    if (m.kind == BF16) return float_tile<N>(rows((const BFloat *)m.weight, m.k).at, m.k, x, row, out);
+    if (m.kind == FP16) return float_tile<N>(rows((const Half *)m.weight, m.k).at, m.k, x, row, out);
+    const auto bytes = rows((const int8_t *)m.weight, m.k);
+    const auto nibbles = rows((const uint8_t *)m.weight, m.k / 2);
+    const auto scales = rows((const Half *)m.scale, m.k / 32);
+#ifdef INTEGER_PRODUCTS
+    if (m.kind == INT8) return int8_tile<N>(bytes.at, m.k, x, row, out);
+    int4_tile<N>(nibbles.at, scales.at, m.k, x, row, out);
+#else
+    if (m.kind == INT8) return float_tile<N>(bytes.at, m.k, x, row, out);
+    thread_local std::vector<float> wide;
+    wide.resize(TILE * m.k);
+    const float *w[TILE];
+    for (int64_t j = 0; j < TILE; j++) {
+        widen(nibbles.at[j], scales.at[j], m.k, &wide[j * m.k]);
+        w[j] = &wide[j * m.k];
+    }
+    float_tile<N>(w, m.k, x, row, out);
+#endif
+}
+
+// out[r][n] = x[r] · weight[n] + bias[n], added to what is there if `add`; this thread's share of the n, which it
+// returns. Prepares x for this kind of weights.
+std::pair<int64_t, int64_t> product(const Matrix &m, Rows &x, float *out, int64_t stride, bool add, const Team &team) {
+    constexpr int64_t AT_ONCE = 3;  // activation rows for which the accumulators of a tile stay in registers
+    x.prepare(m.kind);
+    const auto [from, to] = team.share((m.n + UNIT - 1) / UNIT);
+    const int64_t end = std::min(to * UNIT, m.n);
+    for (int64_t n = from * UNIT; n < end; n += TILE) {
+        const int64_t count = std::min(TILE, end - n), bytes = count * sizeof(float);
+        Quad scale = Quad{} + 1.0f, bias = {};
+        if (m.kind == INT8) std::memcpy(&scale, (const float *)m.scale + n, bytes);
+        if (m.bias) std::memcpy(&bias, m.bias + n, bytes);
+        for (int64_t row = 0; row < x.n; row += AT_ONCE) {
+            const int64_t rows = std::min(AT_ONCE, x.n - row);
+            Quad four[AT_ONCE];
+            if (rows == 1) tile<1>(m, n, x, row, four);
+            else if (rows == 2) tile<2>(m, n, x, row, four);
+            else tile<3>(m, n, x, row, four);
+            for (int64_t r = 0; r < rows; r++) {
+                float *to_here = out + (row + r) * stride + n;
+                Quad before = {};
+                if (add) std::memcpy(&before, to_here, bytes);
+                const Quad value = four[r] * scale + bias + before;
+                std::memcpy(to_here, &value, bytes);
+            }
+        }
+    }
+    return {from * UNIT, end};
+}
+
+// ------------------------------------------------------------------------------------------- between the products
+
+void normalize(const Norm &norm, bool layer_norm, float eps, int64_t width, const float *x, float *out) {
+    Lanes total = {}, square = {};
+    float mean = 0;
+    if (layer_norm) {
+        for (int64_t i = 0; i < width; i += LANES) total += load(x + i);
+        mean = sum(total) / width;
+    }
+    for (int64_t i = 0; i < width; i += LANES) {
+        const Lanes centred = load(x + i) - mean;
+        square += centred * centred;
+    }
+    const float factor = 1 / std::sqrt(sum(square) / width + eps);
+    for (int64_t i = 0; i < width; i += LANES) {
+        Lanes y = (load(x + i) - mean) * factor * load(norm.weight + i);
+        if (norm.bias) y += load(norm.bias + i);
+        store(out + i, y);
+    }
+}
+
+void embed(const Model &m, int64_t token, int64_t position, float *out) {
+    const Matrix &e = m.embedding;
+    for (int64_t i = 0; i < m.d_model; i++) {
+        const int64_t at = token * e.k + i;
+        float x = 0;
+        switch (e.kind) {
+        case FP32: x = ((const float *)e.weight)[at]; break;
+        case BF16: x = ((const BFloat *)e.weight)[at]; break;
+        case FP16: x = ((const Half *)e.weight)[at]; break;
+        case INT8: x = ((const int8_t *)e.weight)[at] * ((const float *)e.scale)[token]; break;
+        case INT4: {
+            const uint8_t byte = ((const uint8_t *)e.weight)[at / 32 * 16 + i % 16];
+            x = ((i % 32 < 16 ? byte & 15 : byte >> 4) - 8) * ((const Half *)e.scale)[at / 32];
+        }
+        }
+        out[i] = m.position ? x + m.position[position * m.d_model + i] : x;
+    }
+}
+
+// Turns each pair (i, i + R/2) of the first R elements of a head.
+void rotate(const Model &m, int64_t position, float *x) {
+    const int64_t half = m.d_rotary / 2;
+    const float *cos = m.cos + position * half, *sin = m.sin + position * half;
+    for (int64_t i = 0; i < half; i++) {
+        const float a = x[i], b = x[i + half];
+        x[i] = a * cos[i] - b * sin[i];
+        x[i + half] = b * cos[i] + a * sin[i];
+    }
+}
+
+void prepare_head(const Model &m, const Norm &norm, int64_t position, float *x) {
+    if (norm.weight) normalize(norm, false, m.eps, m.d_head, x, x);
+    if (m.cos) rotate(m, position, x);
+}
+
+// Σ weight[s] · values[s], N vectors wide.
+template <int N, class Cache>
+void weigh(const float *weights, const Cache *values, int64_t n, int64_t d_head, float factor, float *out) {
+    Lanes total[N] = {};
+    for (int64_t s = 0; s < n; s++)
+        for (int i = 0; i < N; i++) total[i] += weights[s] * load(values + s * d_head + i * LANES);
+    for (int i = 0; i < N; i++) store(out + i * LANES, total[i] * factor);
+}
+
+// One query over n keys and values, [n, d_head] each; scores has room for n rounded up to 16.
+template <class Cache>
+void attend_head(const Model &m, const float *q, const Cache *keys, const Cache *values, int64_t n, float *scores,
+                 float *out) {
+    const int64_t width = m.d_head;
+    for (int64_t s = 0; s < n; s += TILE) {
+        Lanes total[TILE] = {};
+        for (int64_t j = 0; j < TILE; j++) {
+            const Cache *key = keys + std::min(s + j, n - 1) * width;
+            for (int64_t i = 0; i < width; i += LANES) total[j] += load(q + i) * load(key + i);
+        }
+        const Quad four = sums(total[0], total[1], total[2], total[3]) * m.scale;
+        std::memcpy(scores + s, &four, sizeof four);
+    }
+    for (int64_t s = n; s < (n + LANES - 1) / LANES * LANES; s++) scores[s] = -INFINITY;
+    Lanes top = load(scores), total = {};
+    for (int64_t s = LANES; s < n; s += LANES) top = larger(top, load(scores + s));
+    float largest = -INFINITY;
+    for (int i = 0; i < LANES; i++) largest = std::max(largest, top[i]);
+    for (int64_t s = 0; s < n; s += LANES) {
+        const Lanes e = exponential(load(scores + s) - largest);
+        total += e;
+        store(scores + s, e);
+    }
+    const float factor = 1 / sum(total);
+    int64_t i = 0;
+    for (; i + 4 * LANES <= width; i += 4 * LANES) weigh<4>(scores, values + i, n, width, factor, out + i);
+    for (; i < width; i += LANES) weigh<1>(scores, values + i, n, width, factor, out + i);
+}
+
+// Writes the new keys and values to the cache and attends; a thread takes whole (chunk, key/value head) pairs, so that a
+// chunk's later tokens find the keys of its earlier ones. q [rows, stride]: queries, keys, values, one after the other.
+template <class Cache>
+void attend(const Model &m, const Layer &layer, const Batch &b, float *q, int64_t stride, float *out, int64_t out_stride,
+            const Team &team) {
+    const int64_t width = m.d_head, heads = m.n_heads / m.n_groups;
+    Buffer scores(m.capacity / LANES + 1);
+    const auto [from, to] = team.share(b.n_chunks * m.n_groups);
+    for (int64_t task = from; task < to; task++) {
+        const int64_t chunk = task / m.n_groups, group = task % m.n_groups;
+        for (int64_t row = b.chunks[chunk]; row < b.chunks[chunk + 1]; row++) {
+            const int64_t position = b.positions[row], first = std::max<int64_t>(0, position + 1 - layer.window);
+            const int64_t base = (b.slots[row] * m.n_groups + group) * m.capacity * width;
+            Cache *keys = (Cache *)layer.keys + base, *values = (Cache *)layer.values + base;
+            float *k = q + row * stride + (m.n_heads + group) * width, *v = k + m.n_groups * width;
+            prepare_head(m, layer.key_norm, position, k);
+            for (int64_t i = 0; i < width; i += LANES) {
+                store(keys + position * width + i, load(k + i));
+                store(values + position * width + i, load(v + i));
+            }
+            for (int64_t head = group * heads; head < (group + 1) * heads; head++) {
+                float *query = q + row * stride + head * width;
+                prepare_head(m, layer.query_norm, position, query);
+                attend_head(m, query, keys + first * width, values + first * width, position + 1 - first,
+                            (float *)scores.data(), out + row * out_stride + head * width);
+            }
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------------- the step
+
+struct Shared {  // what all threads write to, each its part
+    int64_t n, d_model, d_qkv, d_heads, d_ff;  // strides
+    Buffer x, qkv, attended, inner, gate;
+
+    Shared(const Model &m, int64_t n)
+        : n(n), d_model(padded(m.d_model)), d_qkv(padded((m.n_heads + 2 * m.n_groups) * m.d_head)),
+          d_heads(padded(m.n_heads * m.d_head)), d_ff(padded(m.d_ff)), x(n * d_model / LANES), qkv(n * d_qkv / LANES),
+          attended(n * d_heads / LANES), inner(n * d_ff / LANES), gate(m.layers->gate.weight ? n * d_ff / LANES : 0) {}
+};
+
+float *data(Buffer &buffer) { return (float *)buffer.data(); }
+
+// The norm of some rows of the residual stream, in memory of this thread's own.
+struct Normalized {
+    Buffer buffer;
+    Rows rows;
+
+    Normalized(int64_t n, int64_t stride) : buffer(n * stride / LANES), rows(n, stride, data(buffer)) {}
+    Rows &of(const Model &m, const Norm &norm, float *x, const int64_t *wanted = nullptr) {
+        for (int64_t r = 0; r < rows.n; r++)
+            normalize(norm, m.layer_norm, m.eps, m.d_model, x + (wanted ? wanted[r] : r) * rows.stride,
+                      rows.x + r * rows.stride);
+        rows.prepared = FP32;
+        return rows;
+    }
+};
+
+void mlp(const Model &m, const Layer &layer, Rows &in, Shared &s, const Team &team) {
+    float *inner = data(s.inner), *gate = data(s.gate);
+    const bool gated = layer.gate.weight;
+    if (gated) product(layer.gate, in, gate, s.d_ff, false, team);
+    const auto [from, to] = product(layer.up, in, inner, s.d_ff, false, team);
+    for (int64_t row = 0; row < s.n; row++)
+        for (int64_t i = row * s.d_ff + from; i < row * s.d_ff + to; i += LANES) {
+            const Lanes up = load(inner + i);
+            store(inner + i, gated ? activate(load(gate + i), m.activation) * up : activate(up, m.activation));
+        }
+}
+
+void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
+    float *x = data(s.x), *qkv = data(s.qkv);
+    const int64_t d_query = m.n_heads * m.d_head, d_key = m.n_groups * m.d_head;
+    Normalized norm1(s.n, s.d_model), norm2(s.n, s.d_model);
+    Rows attended(s.n, s.d_heads, data(s.attended)), inner(s.n, s.d_ff, data(s.inner));
+
+    for (int64_t row = team.thread; row < s.n; row += team.n_threads)
+        embed(m, b.tokens[row], b.positions[row], x + row * s.d_model);
+    team.wait();
+    for (const Layer *layer = m.layers; layer < m.layers + m.n_layers; layer++) {
+        Rows &in = norm1.of(m, layer->norm1, x);
+        if (m.parallel) norm2.of(m, layer->norm2, x);  // before `out` adds to x
+        product(layer->query, in, qkv, s.d_qkv, false, team);
+        product(layer->key, in, qkv + d_query, s.d_qkv, false, team);
+        product(layer->value, in, qkv + d_query + d_key, s.d_qkv, false, team);
+        team.wait();
+        if (m.cache_is_bf16) attend<BFloat>(m, *layer, b, qkv, s.d_qkv, data(s.attended), s.d_heads, team);
+        else attend<float>(m, *layer, b, qkv, s.d_qkv, data(s.attended), s.d_heads, team);
+        team.wait();
+        attended.prepared = inner.prepared = FP32;
+        product(layer->out, attended, x, s.d_model, true, team);
+        if (!m.parallel) {
+            team.wait();
+            norm2.of(m, layer->norm2, x);
+        }
+        mlp(m, *layer, norm2.rows, s, team);
+        team.wait();
+        product(layer->down, inner, x, s.d_model, true, team);
+        team.wait();
+    }
+    if (!b.n_wanted) return;
+    Normalized last(b.n_wanted, s.d_model);
+    product(m.head, last.of(m, m.norm, x, b.wanted), b.logits, m.head.n, false, team);
+}
+
+template <class F> void parallel(int n_threads, const F &work) {
+    Barrier barrier;
+#ifdef _OPENMP
+#pragma omp parallel num_threads(n_threads)
+    work(Team{omp_get_thread_num(), omp_get_num_threads(), &barrier});
+#else
+    (void)n_threads;
+    work(Team{0, 1, &barrier});
+#endif
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------- what is called
+
+extern "C" void gptworks_step(const Model *model, const Batch *batch, int n_threads) {
+    Shared shared(*model, batch->n_rows);
+    parallel(n_threads, [&](const Team &team) { step(*model, *batch, shared, team); });
+}
+
+// Reads memory once, and nothing else: what bounds a step. The return value keeps the compiler from leaving it out.
+extern "C" float gptworks_read(const float *data, int64_t n, int n_threads) {
+    std::atomic<float> result{0};
+    parallel(n_threads, [&](const Team &team) {
+        const auto [from, to] = team.share(n / (4 * LANES));
+        Lanes total[4] = {};
+        for (int64_t i = from * 4 * LANES; i < to * 4 * LANES; i += 4 * LANES)
+            for (int j = 0; j < 4; j++) {
+                __builtin_prefetch((const char *)(data + i + j * LANES) + PREFETCH);
+                total[j] += load(data + i + j * LANES);
+            }
+        result = sum(total[0] + total[1] + total[2] + total[3]);
+    });
+    return result;
+}

@@ -1,0 +1,299 @@
+"""Which tokens are computed next, and in which slot: plain Python, without a model or tensors.
+
+    add ─► waiting (first come, first served) ─► running, each in its slot ─► finish: the slot is free
+
+Texts join and leave between steps. A step computes one token of each text that is being generated (more where some were
+guessed), and up to `prefill_tokens` of those whose prompts are still being read, so that a long prompt does not hold up
+the others. Prompts are cut at multiples of `prefill_tokens` of their own text: the same wherever else work goes on.
+
+A slot keeps what it holds when its text ends. A new text that begins alike starts from there (prefix reuse).
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+PREFILL_TOKENS = 512
+"""Prompt tokens computed at once: bounds the memory of a long prompt's activations, and how long others wait."""
+
+Reuse = Literal["exact", "all", "off"]
+"""exact: what was computed as it would be computed anew, so that results are equal to the bit. all: every common
+beginning; where the backend is not invariant, numbers may differ in their last digits. off: nothing."""
+
+
+class QueueFull(RuntimeError):
+    """No more requests can wait now."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One text in the making."""
+
+    tokens: list[int]
+    """All of it that is to be in the slot; its owner appends what is generated."""
+    n_slots: int = 1
+    """Slots it needs before it may start: its own, and those that `fork` will use."""
+    score_from: int | None = None
+    """Logits are wanted for all tokens from this one on, not for the last alone."""
+    knows_logits: bool = False
+    """The logits after `tokens` are known to the owner: where all tokens can be reused, none is computed."""
+    guess: list[int] = field(default_factory=list)
+    """Tokens that may follow, to be computed in the next step beside the last one."""
+    slot: int | None = None
+    n_computed: int = 0
+    """Tokens whose keys and values are in the slot."""
+    n_reused: int = 0
+    """Of these, what another text had computed when this one was admitted."""
+    spare: list[int] = field(default_factory=list)
+    """Slots kept for its forks."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens of a job to compute in this step."""
+
+    job: Job
+    slot: int
+    start: int
+    tokens: list[int]
+    n_logits: int
+    n_guessed: int = 0
+    """The last of the tokens are not known to belong to the text."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The first tokens of a slot that another one takes over."""
+
+    source: int
+    target: int
+    n_tokens: int
+
+
+@dataclass
+class Plan:
+    """One step's work, to be computed at once. `ready` jobs have nothing left to compute."""
+
+    work: list[Work] = field(default_factory=list)
+    ready: list[Job] = field(default_factory=list)
+
+
+@dataclass
+class _Slot:
+    tokens: list[int] = field(default_factory=list)  # held, as they were computed
+    n_whole: int = 0  # of these, computed in whole prefill chunks from the beginning
+    end: int = 0  # tokens that were read as one prompt: what any prompt equal to them would hold
+    job: Job | None = None
+    used: int = 0  # when it was last given away or freed
+
+
+class Scheduler:
+    """Divides a backend's slots among jobs, and each step's work. Not thread-safe."""
+
+    def __init__(
+        self,
+        n_slots: int,
+        *,
+        prefill_tokens: int = PREFILL_TOKENS,
+        reuse: Reuse = "exact",
+        invariant: bool = False,
+    ) -> None:
+        """
+        Args:
+            invariant: whether the backend computes a token alike however its text is cut.
+        """
+        self.prefill_tokens, self.reuse, self.invariant = prefill_tokens, reuse, invariant
+        self.waiting: deque[Job] = deque()
+        self.running: list[Job] = []
+        self._slots = [_Slot() for _ in range(n_slots)]
+        self._clock = itertools.count(1)
+
+    # ------------------------------------------------------------------------------------------- coming and going
+
+    def add(self, job: Job, *, first: bool = False) -> None:
+        """Let a job wait its turn, or be the next."""
+        assert job.tokens, "a job has at least one token"
+        if first:
+            self.waiting.appendleft(job)
+        else:
+            self.waiting.append(job)
+
+    def finish(self, job: Job) -> None:
+        """Take a job out, wherever it is; its slots are free at once, and keep what they hold."""
+        if job in self.waiting:
+            self.waiting.remove(job)
+        if job in self.running:
+            self.running.remove(job)
+        for index in ([] if job.slot is None else [job.slot]) + job.spare:
+            self._slots[index].job = None
+            self._slots[index].used = next(self._clock)
+        job.slot, job.spare = None, []
+
+    def restart(self, job: Job, tokens: list[int]) -> None:
+        """Go on with other tokens, computed from the first one on, in the job's slot."""
+        job.tokens, job.n_computed, job.guess = tokens, 0, []
+
+    def fork(self, job: Job, *, lender: Job) -> tuple[Job, Copy]:
+        """A second job that goes on from the same tokens, in one of the slots that `lender` keeps for that."""
+        assert job.slot is not None and job.n_computed == len(job.tokens)
+        index = lender.spare.pop()
+        twin = Job(list(job.tokens), slot=index, n_computed=job.n_computed)
+        self._slots[index].job = twin
+        self.running.append(twin)
+        return twin, self._copy(job.slot, index, job.n_computed)
+
+    def become(self, job: Job, other: Job) -> Copy:
+        """Let a job go on, in its own slot, with what another has."""
+        assert job.slot is not None and other.slot is not None
+        job.tokens, job.n_computed = list(other.tokens), other.n_computed
+        return self._copy(other.slot, job.slot, other.n_computed)
+
+    def forget(self) -> None:
+        """Nothing computed counts any more: running jobs are computed anew, and no text is reused."""
+        for slot in self._slots:
+            slot.tokens, slot.n_whole, slot.end = [], 0, 0
+        for job in self.running:
+            job.n_computed = 0
+
+    def resize(self, n_slots: int, *, invariant: bool) -> None:
+        """Other, empty slots, at least as many as jobs need; running jobs come first to be placed in them."""
+        self.invariant = invariant
+        for job in reversed(self.running):
+            job.slot, job.n_computed, job.n_slots, job.spare = None, 0, 1 + len(job.spare), []
+            self.waiting.appendleft(job)
+        self.running = []
+        self._slots = [_Slot() for _ in range(n_slots)]
+
+    # -------------------------------------------------------------------------------------------------- a step
+
+    def admit(self) -> tuple[list[Job], list[Copy]]:
+        """Give slots to those who wait, as far as there are any; the jobs, and what to copy for them, in order."""
+        admitted, copies = [], []
+        while self.waiting and self.waiting[0].n_slots <= self.n_slots - self.n_slots_used:
+            admitted.append(self.waiting.popleft())
+            copies += self._admit(admitted[-1])
+        return admitted, copies
+
+    def plan(self) -> Plan:
+        """What to compute in this step. After computing, call `commit` for each work."""
+        plan = Plan()
+        budget = self.prefill_tokens
+        for job in self.running:
+            work = self._next(job)
+            if work is None:
+                plan.ready.append(job)
+            elif self._generates(job):
+                plan.work.append(work)
+            elif len(work.tokens) <= budget:
+                budget -= len(work.tokens)
+                plan.work.append(work)
+        return plan
+
+    def commit(self, work: Work, n_kept: int | None = None) -> None:
+        """The work has been computed, and its first `n_kept` tokens (default: all) belong to the text."""
+        job, slot = work.job, self._slots[work.slot]
+        if job.slot != work.slot:  # it ended meanwhile
+            return
+        n_kept = len(work.tokens) if n_kept is None else n_kept
+        slot.tokens[work.start :] = work.tokens[:n_kept]
+        job.n_computed, job.guess = work.start + n_kept, []
+        slot.n_whole, slot.end = min(slot.n_whole, work.start), min(slot.end, work.start)
+        if slot.n_whole == work.start and work.start % self.prefill_tokens == 0 and not work.n_guessed:
+            slot.end = job.n_computed
+            if n_kept == self.prefill_tokens:
+                slot.n_whole = job.n_computed
+
+    @property
+    def n_slots(self) -> int:
+        return len(self._slots)
+
+    @property
+    def n_slots_used(self) -> int:
+        """Slots that jobs have, or keep for their forks."""
+        return sum(slot.job is not None for slot in self._slots)
+
+    def _next(self, job: Job) -> Work | None:
+        """The next tokens of a job; None: all are computed."""
+        assert job.slot is not None
+        start, end = job.n_computed, len(job.tokens)
+        if start == end:
+            return None
+        if end - start == 1:
+            return Work(job, job.slot, start, job.tokens[start:] + job.guess, 1 + len(job.guess), len(job.guess))
+        stop = min((start // self.prefill_tokens + 1) * self.prefill_tokens, end)
+        n_logits = int(stop == end)
+        if job.score_from is not None:
+            n_logits = max(n_logits, min(stop - start, stop - job.score_from))
+        return Work(job, job.slot, start, job.tokens[start:stop], n_logits)
+
+    @staticmethod
+    def _generates(job: Job) -> bool:
+        return len(job.tokens) - job.n_computed == 1
+
+    # ---------------------------------------------------------------------------------------------- prefix reuse
+
+    def _admit(self, job: Job) -> list[Copy]:
+        free = sorted((i for i, slot in enumerate(self._slots) if slot.job is None), key=self._worth)
+        source, n_shared = self._longest_prefix(job)
+        target, copies = free[0], []
+        if n_shared and self._slots[source].job is None:
+            n_lost = len(self._slots[source].tokens) - n_shared
+            if n_lost < self.prefill_tokens or target == source:
+                target = source  # goes on in place
+        if n_shared and target != source:
+            copies.append(self._copy(source, target, n_shared))
+        free.remove(target)
+        job.slot, job.spare = target, free[: job.n_slots - 1]
+        for index in (target, *job.spare):
+            self._slots[index].job = job
+        self._slots[target].used = next(self._clock)
+        job.n_computed = job.n_reused = n_shared
+        self.running.append(job)
+        return copies
+
+    def _worth(self, index: int) -> tuple[bool, int]:
+        """What is lost least comes first: empty slots, then those that were used longest ago."""
+        slot = self._slots[index]
+        return bool(slot.tokens), slot.used
+
+    def _longest_prefix(self, job: Job) -> tuple[int, int]:
+        """The slot that holds most of what the job begins with, rather a free one, and how many tokens that is."""
+        best, n_best = 0, 0
+        if self.reuse == "off" or job.score_from is not None:
+            return best, n_best
+        for index, slot in enumerate(self._slots):
+            n = self._reusable(slot, job)
+            if n > n_best or (n == n_best > 0 and slot.job is None and self._slots[best].job is not None):
+                best, n_best = index, n
+        return best, n_best
+
+    def _reusable(self, slot: _Slot, job: Job) -> int:
+        n_needed = len(job.tokens) - (not job.knows_logits)  # one token at least is computed, to have its logits
+        n_common = n_common_tokens(slot.tokens, job.tokens)
+        if self.reuse == "all" or self.invariant:
+            return min(n_common, n_needed)
+        if job.knows_logits and n_common == slot.end == len(job.tokens):
+            return n_common
+        n = min(n_common, slot.n_whole, n_needed)
+        return n - n % self.prefill_tokens
+
+    def _copy(self, source: int, target: int, n_tokens: int) -> Copy:
+        here, there = self._slots[source], self._slots[target]
+        there.tokens, there.used = here.tokens[:n_tokens], next(self._clock)
+        there.n_whole = min(here.n_whole, n_tokens)
+        there.end = here.end if here.end <= n_tokens else 0
+        return Copy(source, target, n_tokens)
+
+
+def n_common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the longest common beginning."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # slices are compared at once
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,147 @@
+"""Guesses of the tokens that follow, which the model checks in one step instead of several (Leviathan et al., 2023).
+
+A guess is right where it is the very token that the model draws there, with the text's own random number: the text is
+the same with and without guesses, greedy or sampled, and only the time differs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gptworks.errors import UserError
+from gptworks.infer.backend import Backend, BackendName, Chunk, choose_backend
+from gptworks.infer.sampling import pick
+from gptworks.infer.scheduler import PREFILL_TOKENS, n_common_tokens
+from gptworks.infer.text import Sample
+from gptworks.model import GPT
+
+
+@dataclass(frozen=True)
+class Draftable:
+    """A text whose next tokens may be guessed: its tokens in the slot and the one to be computed, how many to guess."""
+
+    sample: Sample
+    slot: int
+    tokens: list[int]
+    n_wanted: int
+
+
+class Drafter(Protocol):
+    """Guesses how texts go on."""
+
+    def guess(self, texts: Sequence[Draftable]) -> list[list[int]]:
+        """For each text, at most `n_wanted` tokens that may follow it."""
+        ...
+
+    def reset(self, n_slots: int, capacity: int, n_ids: int) -> None:
+        """The engine has so many slots and token ids now, and what the slots held is gone."""
+        ...
+
+
+class PromptLookup:
+    """What followed the last few tokens where they stood before (Saxena, 2023): free, and good where texts repeat."""
+
+    def __init__(self, n_tokens: int = 8, ngram: int = 3) -> None:
+        """
+        Args:
+            n_tokens: guessed at most.
+            ngram: length of what must have stood before; also tried with one token less.
+
+        Raises:
+            UserError: a number below its least.
+        """
+        if n_tokens < 1 or ngram < 2:
+            raise UserError(f"n_tokens={n_tokens}, ngram={ngram}: they must be at least 1 and 2.")
+        self.n_tokens, self.ngram = n_tokens, ngram
+
+    def guess(self, texts: Sequence[Draftable]) -> list[list[int]]:
+        return [self._guess(text.tokens, min(self.n_tokens, text.n_wanted)) for text in texts]
+
+    def reset(self, n_slots: int, capacity: int, n_ids: int) -> None:
+        pass
+
+    def _guess(self, tokens: list[int], n_wanted: int) -> list[int]:
+        for n in range(self.ngram, self.ngram - 2, -1):
+            start = _last_place(tokens, n)
+            if start is not None:
+                return tokens[start + n : start + n + n_wanted]
+        return []
+
+
+def _last_place(tokens: list[int], n: int) -> int | None:
+    """Where the last n tokens stood before, most recently."""
+    if len(tokens) <= n:
+        return None
+    end, last = tokens[-n:], tokens[-1]
+    for place in range(len(tokens) - 2, n - 2, -1):
+        if tokens[place] == last and tokens[place - n + 1 : place + 1] == end:
+            return place - n + 1
+    return None
+
+
+class DraftModel:
+    """A smaller model of the same tokenizer, which draws each guess with the random number that will check it."""
+
+    def __init__(self, model: GPT, n_tokens: int = 4, *, backend: BackendName = "auto") -> None:
+        """
+        Args:
+            n_tokens: guessed at most.
+            backend: see `choose_backend`.
+
+        Raises:
+            UserError: n_tokens below 1.
+        """
+        if n_tokens < 1:
+            raise UserError(f"n_tokens={n_tokens}: it must be 1 or more.")
+        self.model, self.n_tokens, self._backend_name = model, n_tokens, backend
+        self._backend: Backend | None = None
+        self._held: list[list[int]] = []  # by slot, as in the engine
+        self._n_ids = 0
+
+    def reset(self, n_slots: int, capacity: int, n_ids: int) -> None:
+        if n_ids > self.model.config.vocab_size:
+            raise UserError(
+                f"the draft model's vocabulary is {self.model.config.vocab_size} and the tokenizer has {n_ids} tokens: "
+                f"give a draft model of the same tokenizer."
+            )
+        room = min(capacity, self.model.config.context_length)
+        self._backend = choose_backend(self.model, n_slots, room, name=self._backend_name)
+        self._held, self._n_ids = [[] for _ in range(n_slots)], n_ids
+
+    def guess(self, texts: Sequence[Draftable]) -> list[list[int]]:
+        guesses: list[list[int]] = [[] for _ in texts]
+        for ahead in range(self.n_tokens):
+            live = [
+                (text, guess)
+                for text, guess in zip(texts, guesses, strict=True)
+                if ahead < text.n_wanted and len(text.tokens) + ahead <= self.capacity
+            ]
+            if not live:
+                break
+            logits = self._read([(text.slot, text.tokens + guess) for text, guess in live])
+            settings = [text.sample.settings for text, _ in live]
+            shares = [1.0 if text.sample.settings.greedy else text.sample.sampler.share(ahead) for text, _ in live]
+            for (_, guess), token in zip(live, pick(logits, settings, shares), strict=True):
+                guess.append(token)
+        return guesses
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a text that the draft model can read."""
+        return 0 if self._backend is None else self._backend.capacity
+
+    def _read(self, texts: list[tuple[int, list[int]]]) -> Tensor:
+        """The logits [n, V] after each text, given with its slot; what the slot does not hold is computed."""
+        assert self._backend is not None
+        last = []
+        for slot, tokens in texts:
+            start = min(n_common_tokens(self._held[slot], tokens), len(tokens) - 1)
+            while len(tokens) - start > PREFILL_TOKENS:
+                self._backend.compute([Chunk(slot, start, tokens[start : start + PREFILL_TOKENS], 0)])
+                start += PREFILL_TOKENS
+            last.append(Chunk(slot, start, tokens[start:]))
+            self._held[slot] = tokens
+        return torch.cat(self._backend.compute(last))[:, : self._n_ids]

@@ -1,0 +1,117 @@
+"""One text in the making: from tokens to the pieces of text that are certain, until something ends it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tokenizers import Tokenizer
+
+from gptworks.infer.constrain import Constraint
+from gptworks.infer.sampling import Sampler, SamplingSettings, TokenLogprob
+from gptworks.tokenizer import StreamDecoder
+
+FinishReason = Literal["stop", "length", "context"]
+"""stop: the end-of-text token, a stop string, or a constraint that is complete. length: max_tokens. context: the
+context is full."""
+
+_DECODER_CONTEXT_TOKENS = 16
+"""Prompt tokens the decoder sees: what a token reads as may depend on the one before it (a joining space)."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One step of one sample. The last piece of a sample, and no other, has a `finish_reason`."""
+
+    sample: int
+    """Index of the sample within its request."""
+    text: str
+    """Text that is now certain; often empty: an unfinished character, or what may become a stop string."""
+    token_id: int | None
+    """The token generated; None where the step ends the sample without one (end-of-text, a full context)."""
+    finish_reason: FinishReason | None = None
+    logprob: TokenLogprob | None = None
+    """What the model gave the token, where `logprobs` was set."""
+
+
+class Sample:
+    """A continuation of a prompt: its tokens, its sampler, and the text not yet certain."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Sequence[int],
+        settings: SamplingSettings,
+        tokenizer: Tokenizer,
+        end_of_text: int | None,
+        constraint: Constraint | None = None,
+    ) -> None:
+        self.index, self.settings, self.end_of_text, self.constraint = index, settings, end_of_text, constraint
+        self.ids = list(prompt)
+        """The prompt and what was generated."""
+        self.n_generated = 0
+        self.sampler = Sampler(settings, prompt, index, end_of_text)
+        self.finish_reason: FinishReason | None = None
+        self._stops = StopStrings(settings.stop)
+        self._decoder = StreamDecoder(tokenizer)
+        for token_id in prompt[-_DECODER_CONTEXT_TOKENS:]:
+            self._decoder.push(token_id)  # not shown
+
+    def push(self, token_id: int, logprob: TokenLogprob | None = None) -> Piece:
+        """Take the next token."""
+        if token_id == self.end_of_text and not self.settings.ignore_eos:
+            return self.finish("stop")
+        self.ids.append(token_id)
+        self.n_generated += 1
+        self.sampler.push(token_id)
+        text = self._stops.push(self._decoder.push(token_id))
+        if self._stops.found:
+            return self.finish("stop", token_id, text, logprob)
+        if self.constraint is not None and self.constraint.push(token_id):
+            return self.finish("stop", token_id, text, logprob)
+        if self.n_generated == self.settings.max_tokens:
+            return self.finish("length", token_id, text, logprob)
+        return Piece(self.index, text, token_id, None, logprob)
+
+    def finish(
+        self, reason: FinishReason, token_id: int | None = None, text: str = "", logprob: TokenLogprob | None = None
+    ) -> Piece:
+        """End here, with all the text held back, unless it holds a stop string after all."""
+        if not self._stops.found:
+            text += self._stops.push(self._decoder.flush())
+        text += self._stops.flush()
+        self.finish_reason = "stop" if self._stops.found else reason
+        return Piece(self.index, text, token_id, self.finish_reason, logprob)
+
+
+@dataclass
+class StopStrings:
+    """Passes text on up to the stop string that is completed first, holding back what may be the beginning of one.
+
+    The result does not depend on how the text is cut into parts. Of strings completed by the same character, the
+    longest counts.
+    """
+
+    strings: tuple[str, ...]
+    found: bool = field(default=False, init=False)
+    held: str = field(default="", init=False)
+
+    def push(self, text: str) -> str:
+        """The text that is now certain."""
+        text, self.held = self.held + text, ""
+        matches = [(start + len(stop), start) for stop in self.strings if (start := text.find(stop)) >= 0]
+        if matches:
+            self.found = True
+            return text[: min(matches)[1]]
+        n_held = max((self._n_begun(text, stop) for stop in self.strings), default=0)
+        self.held = text[len(text) - n_held :]
+        return text[: len(text) - n_held]
+
+    def flush(self) -> str:
+        """What is held back, when no more text will come."""
+        text, self.held = self.held, ""
+        return text
+
+    @staticmethod
+    def _n_begun(text: str, stop: str) -> int:
+        """Length of the longest beginning of `stop` with which the text ends."""
+        return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

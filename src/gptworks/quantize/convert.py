@@ -1,0 +1,167 @@
+"""A model → its quantized form, in memory.
+
+The blocks' matrices become what is asked for. Norms, biases, positions and the routers of experts stay fp32: they are a
+thousandth of the weights. With int4, the embedding and the head are kept in int8, and so is a matrix whose rows are no
+whole number of groups.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from gptworks.errors import UserError, nearest
+from gptworks.model import GPT
+from gptworks.quantize.formats import GROUP, Weights, dequantize, pack_int4
+from gptworks.quantize.linear import QuantizedGPT
+from gptworks.quantize.rounding import Rounded, gptq, round_int4, round_int8
+
+Step = Callable[[str], None]
+"""Told what is quantized next."""
+
+Packed = tuple[Tensor, Tensor | None]
+"""Weight and scale, as `formats` says."""
+
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@torch.no_grad()
+def quantize_model(
+    model: GPT, weights: Weights, calibration: Sequence[Tensor] = (), step: Step = lambda _: None
+) -> QuantizedGPT:
+    """A quantized copy of the model, on its device, in eval mode. What is not packed is shared with the model.
+
+    Args:
+        calibration: batches of token ids, int64 [B, T], on which int4's rounding is calibrated (GPTQ). Empty: each
+            weight is rounded to the nearest value.
+
+    Raises:
+        UserError: an unknown kind; the model is quantized already; a weight that the kind cannot hold.
+    """
+    kinds = matrix_kinds(model, weights)
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    for name in kinds:
+        _check_holds(name, tensors[f"{name}.weight"], weights)
+    packed = _calibrated(model, kinds, calibration, step) if calibration and weights == "int4" else {}
+    for name, kind in kinds.items():
+        weight, scale = packed[name] if name in packed else pack(tensors[f"{name}.weight"], kind)
+        tensors[f"{name}.weight"] = weight
+        if scale is not None:
+            tensors[f"{name}.scale"] = scale
+    with torch.device("meta"):
+        quantized = QuantizedGPT(model.config, kinds)
+    quantized.load_state_dict(tensors, assign=True)
+    if quantized.rotary is not None:
+        quantized.rotary.reset()
+    return quantized.to(model.device).eval()
+
+
+def matrix_kinds(model: GPT, weights: Weights) -> dict[str, Weights]:
+    """How each matrix of the model is kept, by its module's name.
+
+    Raises:
+        UserError: an unknown kind, or the model is quantized already.
+    """
+    if weights not in (known := get_args(Weights)):
+        near = nearest(weights, known)
+        raise UserError(
+            f"weights={weights}: " + (f"did you mean {near}?" if near else f"it must be one of {', '.join(known)}.")
+        )
+    if isinstance(model, QuantizedGPT):
+        raise UserError(f"the model is quantized to {model.weights} already: quantize the one that it was made from.")
+
+    def kind(name: str, columns: int) -> Weights:
+        whole_groups = name.startswith("blocks.") and columns % GROUP == 0
+        return weights if weights != "int4" or whole_groups else "int8"
+
+    return {
+        name: kind(name, module.weight.size(1))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding) and name != "position_embedding" and not _routes(name)
+    }
+
+
+def pack(matrix: Tensor, kind: Weights) -> Packed:
+    """A matrix [N, K], each weight rounded to the nearest value."""
+    if kind in _HALVES:
+        return matrix.to(_HALVES[kind]), None
+    return _pack_rounded(round_int4(matrix) if kind == "int4" else round_int8(matrix), kind)
+
+
+def _pack_rounded(rounded: Rounded, kind: Weights) -> Packed:
+    return (pack_int4(rounded.levels) if kind == "int4" else rounded.levels), rounded.scale
+
+
+def _routes(name: str) -> bool:
+    """Whether this is an experts' router, whose rounding would change which experts are chosen."""
+    return name.endswith("mlp.router")
+
+
+def _check_holds(name: str, matrix: Tensor, weights: Weights) -> None:
+    largest = float(matrix.abs().amax())
+    limit = torch.finfo(torch.float16).max if weights in ("fp16", "int4") else torch.finfo(torch.float32).max
+    if not largest <= limit:  # also where it is not a number
+        raise UserError(f"`{name}` holds a weight of magnitude {largest:g}, which {weights} cannot hold.")
+
+
+# -------------------------------------------------------------------------------------------------- calibration
+
+
+def _calibrated(model: GPT, kinds: dict[str, Weights], batches: Iterable[Tensor], step: Step) -> dict[str, Packed]:
+    """The int4 matrices, each rounded for the inputs it gets where the blocks before it are rounded already."""
+    packed: dict[str, Packed] = {}
+    inputs = _inputs_of_blocks(model, batches)
+    for i, block in enumerate(model.blocks):
+        step(f"block {i + 1} of {len(model.blocks)}")
+        rounded = copy.deepcopy(block).eval()
+        matrices = {
+            name: module
+            for name, module in rounded.named_modules()
+            if isinstance(module, nn.Linear) and kinds.get(f"blocks.{i}.{name}") == "int4"
+        }
+        for name, hessian in _hessians(rounded, matrices, inputs).items():
+            matrix = matrices[name].weight
+            found = _pack_rounded(gptq(matrix, hessian), "int4")
+            matrix.copy_(dequantize(*found, matrix.dtype))
+            packed[f"blocks.{i}.{name}"] = found
+        inputs = [(rounded(*given)[0], *given[1:]) for given in inputs]
+    return packed
+
+
+def _inputs_of_blocks(model: GPT, batches: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+    """What the first block is called with, batch by batch."""
+    calls: list[tuple[Any, ...]] = []
+    hook = model.blocks[0].register_forward_pre_hook(lambda _, given: calls.append(given))
+    training = model.training
+    try:
+        model.eval()
+        for tokens in batches:
+            model.features(tokens.to(model.device))
+    finally:
+        hook.remove()
+        model.train(training)
+    return calls
+
+
+def _hessians(block: nn.Module, matrices: dict[str, nn.Linear], inputs: list[tuple[Any, ...]]) -> dict[str, Tensor]:
+    """The sum of x·xᵀ over each matrix's inputs, [K, K]."""
+    sums = {}
+    hooks = []
+    for name, module in matrices.items():
+        columns = module.weight.size(1)
+        sums[name] = total = torch.zeros(columns, columns, device=module.weight.device)
+
+        def add(_: nn.Module, given: tuple[Tensor], total: Tensor = total) -> None:
+            x = given[0].flatten(0, -2).float()
+            total.addmm_(x.T, x)
+
+        hooks.append(module.register_forward_pre_hook(add))
+    try:
+        for given in inputs:
+            block(*given)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sums

@@ -1,0 +1,77 @@
+"""Packed matrices: the bytes of each kind, and the values they stand for.
+
+    kind        weight              scale                   value
+    bf16, fp16  the kind's [N, K]   none                    weight
+    int8        int8 [N, K]         fp32 [N]                weight · scale of the row
+    int4        uint8 [N, K/2]      fp16 [N, K/32]          (nibble − 8) · scale of the group
+
+int4 has groups of 32 along a row. Byte j of a group's 16 holds element j in its low nibble and element j + 16 in its
+high one, as llama.cpp's Q4_0 does.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Weights = Literal["bf16", "fp16", "int8", "int4"]
+"""How matrices are kept."""
+
+GROUP = 32
+"""Elements of a row that share a scale in int4."""
+
+LEVELS = {"int8": (-127, 127), "int4": (-8, 7)}
+"""The least and the largest integer of each kind."""
+
+_DTYPES: dict[Weights, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+}
+KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
+"""The kind that a stored matrix's dtype stands for; fp32 is none of them."""
+
+
+def empty(kind: Weights, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
+    """Weight and scale of a matrix [rows, columns] of this kind, not filled.
+
+    Raises:
+        ValueError: int4, and the columns are no whole number of groups.
+    """
+    if kind == "int4":
+        _check_groups(columns)
+        halves = torch.empty(rows, columns // 2, dtype=torch.uint8)
+        return halves, torch.empty(rows, columns // GROUP, dtype=torch.float16)
+    return torch.empty(rows, columns, dtype=_DTYPES[kind]), torch.empty(rows) if kind == "int8" else None
+
+
+def pack_int4(levels: Tensor) -> Tensor:
+    """Integers −8 … 7 [N, K] → uint8 [N, K/2].
+
+    Raises:
+        ValueError: K is no whole number of groups.
+    """
+    _check_groups(levels.size(1))
+    grouped = (levels + 8).to(torch.uint8).view(levels.size(0), -1, 2, GROUP // 2)
+    return (grouped[:, :, 0] | grouped[:, :, 1] << 4).flatten(1)
+
+
+def unpack_int4(packed: Tensor) -> Tensor:
+    """uint8 [..., K/2] → integers −8 … 7, int8 [..., K/32, 32]."""
+    grouped = packed.reshape(*packed.shape[:-1], -1, GROUP // 2)
+    return torch.cat((grouped & 15, grouped >> 4), dim=-1).to(torch.int8).sub_(8)
+
+
+def dequantize(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The values [..., K] of some rows of a packed matrix: computed in float32, rounded once to `dtype`."""
+    if scale is None:
+        return weight.to(dtype)
+    if weight.dtype == torch.uint8:
+        return unpack_int4(weight).float().mul_(scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
+    return weight.float().mul_(scale.unsqueeze(-1)).to(dtype)
+
+
+def _check_groups(columns: int) -> None:
+    if columns % GROUP:
+        raise ValueError(f"int4 has groups of {GROUP} along a row, and {columns} columns are no whole number of them")

@@ -1,0 +1,157 @@
+"""Modules that hold packed matrices, and the GPT made of them.
+
+They compute in the dtype of what they are given, so that everything that runs a GPT runs a quantized one. Casting the
+model (`.bfloat16()`) casts what it computes in; what is packed stays as it is.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptworks.config import ModelConfig
+from gptworks.model import GPT
+from gptworks.quantize.formats import KINDS, Weights, dequantize, empty
+
+_WEIGHTS_AT_ONCE = 2**18
+"""On a CPU, weights that are unpacked at once: they are multiplied while they are in the processor's cache."""
+
+
+class PackedMatrix(nn.Module):
+    """A matrix [N, K] kept packed, as `formats` says."""
+
+    weight: Tensor
+    scale: Tensor | None
+
+    def __init__(self, kind: Weights, rows: int, columns: int) -> None:
+        super().__init__()
+        self.rows, self.columns = rows, columns
+        weight, scale = empty(kind, rows, columns)
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.dtype = torch.float32
+        """What it was cast to: the dtype of what it gives where no input tells."""
+
+    @property
+    def kind(self) -> Weights:
+        return KINDS[self.weight.dtype]
+
+    def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole matrix [N, K]; default: in this module's dtype."""
+        return dequantize(self.weight, self.scale, dtype or self.dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [..., K] → x · matrixᵀ [..., N], in x's dtype."""
+        n_rows = self.rows if x.device.type != "cpu" else max(1, _WEIGHTS_AT_ONCE // self.columns)
+        weights = torch.split(self.weight, n_rows)
+        scales = [None] * len(weights) if self.scale is None else torch.split(self.scale, n_rows)
+        parts = [F.linear(x, dequantize(w, s, x.dtype)) for w, s in zip(weights, scales, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """A cast changes what is computed in; packed numbers are moved between devices, and stay as they are."""
+        packed = {"weight": self.weight, "scale": self.scale}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        for name, before in packed.items():
+            after = getattr(self, name)
+            if before is not None and after.dtype != before.dtype:
+                setattr(self, name, before.to(after.device))
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, {self.rows} × {self.columns}"
+
+
+class QuantizedLinear(PackedMatrix):
+    """A linear layer with a packed matrix; its bias, where it has one, is not packed."""
+
+    def __init__(self, kind: Weights, rows: int, columns: int, bias: bool = False) -> None:
+        super().__init__(kind, rows, columns)
+        self.bias = nn.Parameter(torch.zeros(rows)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] → [..., N], in x's dtype."""
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class QuantizedEmbedding(PackedMatrix):
+    """An embedding with a packed matrix: rows are unpacked as they are asked for."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids [...] → [..., K]."""
+        return dequantize(self.weight[tokens], None if self.scale is None else self.scale[tokens], self.dtype)
+
+
+class QuantizedGPT(GPT):
+    """A GPT some of whose matrices are packed."""
+
+    def __init__(self, config: ModelConfig, kinds: Mapping[str, Weights]) -> None:
+        """Not initialized: weights are to be loaded. Built on the meta device, it takes no memory until then.
+
+        Args:
+            kinds: how each packed matrix is kept, by its module's name, such as `blocks.0.mlp.up`.
+        """
+        super().__init__(config)
+        for name, module in list(self.named_modules()):
+            if name in kinds:
+                self.set_submodule(name, _packed(module, kinds[name]))
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's matrix [V, C], unpacked anew at each call."""
+        return self._head.dequantized() if isinstance(self._head, PackedMatrix) else self._head.weight
+
+    def logits(self, features: Tensor) -> Tensor:
+        """[..., C] → [..., V]."""
+        return self._head.product(features) if isinstance(self._head, PackedMatrix) else super().logits(features)
+
+    @property
+    def _head(self) -> Any:
+        return self.token_embedding if self.untied_head is None else self.untied_head
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the model computes in."""
+        return next(self.norm.parameters()).dtype
+
+    @property
+    def weights(self) -> str:
+        """The kinds of its matrices, the smallest first: `int4` or `int4, int8`."""
+        order = ("int4", "int8", "fp16", "bf16")
+        return ", ".join(sorted({module.kind for _, module in packed_matrices(self)}, key=order.index))
+
+
+def packed_matrices(model: nn.Module) -> list[tuple[str, PackedMatrix]]:
+    """The packed matrices and their names."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, PackedMatrix)]
+
+
+def quantized_tensors(model: GPT) -> dict[str, Tensor]:
+    """`weight` and `scale` of each packed matrix, by the names they have on disk, in the layouts of `formats`."""
+    return {
+        f"{name}.{part}": tensor
+        for name, module in packed_matrices(model)
+        for part, tensor in (("weight", module.weight), ("scale", module.scale))
+        if tensor is not None
+    }
+
+
+def packed_kinds(tensors: Mapping[str, Tensor]) -> dict[str, Weights]:
+    """How each packed matrix among a checkpoint's tensors is kept, by its module's name; empty for one in fp32."""
+    return {
+        name.removesuffix(".weight"): KINDS[tensor.dtype]
+        for name, tensor in tensors.items()
+        if name.endswith(".weight") and tensor.dtype in KINDS
+    }
+
+
+def _packed(module: nn.Module, kind: Weights) -> PackedMatrix:
+    """The module's packed twin, not filled."""
+    if isinstance(module, nn.Linear):
+        return QuantizedLinear(kind, module.out_features, module.in_features, module.bias is not None)
+    assert isinstance(module, nn.Embedding), f"{type(module).__name__} has no packed form"
+    return QuantizedEmbedding(kind, module.num_embeddings, module.embedding_dim)

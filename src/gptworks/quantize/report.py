@@ -1,0 +1,145 @@
+"""What quantizing cost and gained: size, perplexity, divergence, speed. For the terminal, as JSON and for the card."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from gptworks.evaluate.divergence import Divergence, measure_divergence
+from gptworks.infer.engine import Engine
+from gptworks.model import GPT
+from gptworks.quantize.linear import QuantizedGPT, packed_matrices
+
+_PROMPT_TOKENS, _DECODED_TOKENS = 16, 64
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """Each pair is of the model in fp32 and of the quantized one."""
+
+    weights: str
+    """What was asked for."""
+    rounding: str
+    calibration_tokens: int
+    """Of training text, on which the rounding was calibrated; 0: on none."""
+    matrices: dict[str, int]
+    """Parameters by how they are kept."""
+    n_bytes: tuple[int, int]
+    """Of all tensors."""
+    divergence: Divergence
+    tokens_per_second: tuple[float | None, float | None]
+    """Decoding one text greedily; None where it ended at once."""
+
+    @property
+    def perplexities(self) -> tuple[float, float]:
+        return self.divergence.reference.perplexity, self.divergence.model.perplexity
+
+    @property
+    def perplexity_change(self) -> float:
+        """Of the quantized model over that of fp32, less 1."""
+        before, after = self.perplexities
+        return after / before - 1
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """What is compared, in fp32, quantized."""
+        kept = ", ".join(f"{count:,} in {kind}" for kind, count in self.matrices.items())
+        calibrated = f", on {self.calibration_tokens:,} tokens" if self.calibration_tokens else ""
+        before, after = self.perplexities
+        speed, speed_after = ("" if one is None else f"{one:,.1f}" for one in self.tokens_per_second)
+        return [
+            ("parameters", f"{sum(self.matrices.values()):,}", kept),
+            ("rounding", "", f"{self.rounding}{calibrated}"),
+            ("size (bytes)", f"{self.n_bytes[0]:,}", f"{self.n_bytes[1]:,} ({self.n_bytes[1] / self.n_bytes[0]:.1%})"),
+            ("perplexity", f"{before:.4f}", f"{after:.4f} ({self.perplexity_change:+.3%})"),
+            ("KL divergence (nats per token)", "0", f"{self.divergence.kl_nats:.6f}"),
+            ("same likeliest token", "", f"{self.divergence.agreement:.2%}"),
+            ("held-out tokens", "", f"{self.divergence.model.n_tokens:,}"),
+            ("decoding (tokens/s)", speed, speed_after),
+        ]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table("", box=None, header_style="bold", pad_edge=False)
+        table.add_column("fp32", justify="right")
+        table.add_column(self.weights)
+        for row in self.rows():
+            table.add_row(*row)
+        yield table
+
+    def to_markdown(self) -> str:
+        """The model card's section."""
+        table = "\n".join(f"| {' | '.join(row)} |" for row in self.rows())
+        return f"## Quantization\n\n| | fp32 | {self.weights} |\n|---|---|---|\n{table}\n"
+
+    def to_json(self) -> dict[str, Any]:
+        def pair(values: tuple[Any, Any]) -> dict[str, Any]:
+            return dict(zip(("fp32", "quantized"), values, strict=True))
+
+        return {
+            "weights": self.weights,
+            "rounding": self.rounding,
+            "calibration_tokens": self.calibration_tokens,
+            "parameters": self.matrices,
+            "bytes": pair(self.n_bytes),
+            "perplexity": pair(self.perplexities),
+            "perplexity_change": self.perplexity_change,
+            "kl_nats": self.divergence.kl_nats,
+            "same_likeliest_token": self.divergence.agreement,
+            "held_out_tokens": self.divergence.model.n_tokens,
+            "decode_tokens_per_second": pair(self.tokens_per_second),
+        }
+
+
+def make_report(
+    model: GPT,
+    quantized: QuantizedGPT,
+    tokenizer: Tokenizer,
+    windows: Iterable[tuple[Tensor, Tensor]],
+    *,
+    weights: str,
+    rounding: str,
+    calibration_tokens: int,
+) -> QuantizationReport:
+    """Measure a quantized model beside the one it was made from.
+
+    Args:
+        windows: held-out text, as for `evaluate_loss`.
+    """
+    windows = list(windows)
+    prompt = windows[0][0][:_PROMPT_TOKENS].tolist()
+    speed, speed_after = (_decode_speed(Engine(one, tokenizer), prompt) for one in (model, quantized))
+    return QuantizationReport(
+        weights=weights,
+        rounding=rounding,
+        calibration_tokens=calibration_tokens,
+        matrices=_parameters_by_kind(quantized),
+        n_bytes=(_bytes(model), _bytes(quantized)),
+        divergence=measure_divergence(quantized, model, windows),
+        tokens_per_second=(speed, speed_after),
+    )
+
+
+def _parameters_by_kind(model: QuantizedGPT) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for _, matrix in packed_matrices(model):
+        counts[matrix.kind] += matrix.rows * matrix.columns
+    return dict(counts) | {"fp32": sum(parameter.numel() for parameter in model.parameters())}
+
+
+def _bytes(model: GPT) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+
+
+def _decode_speed(engine: Engine, prompt: list[int]) -> float | None:
+    """Tokens a second of one greedy continuation, after its first token."""
+    room = engine.model.config.context_length - len(prompt)
+    pieces = engine.pieces(prompt, temperature=0.0, max_tokens=max(1, min(_DECODED_TOKENS, room)))
+    next(pieces)
+    started = time.perf_counter()
+    n_tokens = sum(piece.token_id is not None for piece in pieces)
+    return n_tokens / (time.perf_counter() - started) if n_tokens else None

@@ -1,0 +1,112 @@
+"""Which of the representable values each weight becomes."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gptworks.quantize.formats import GROUP, LEVELS
+
+_STEPS = torch.linspace(5.5, 8.5, 13).tolist()
+"""Scales that are tried for a group: its largest magnitude over each of these, with either sign."""
+
+_ROWS_AT_ONCE = 2**18
+"""Weights whose scales are searched at once, so that the tries stay in cache."""
+
+_COLUMNS_AT_ONCE = 128
+"""Columns after which GPTQ carries the errors on to the rest of the matrix."""
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A matrix as integers and scales."""
+
+    levels: Tensor
+    """Integers, int8 [N, K]."""
+    scale: Tensor
+    """int8: fp32 [N]. int4: fp16 [N, K/32]."""
+
+
+def round_int8(matrix: Tensor) -> Rounded:
+    """Each row by its own scale, symmetric: the largest magnitude becomes ±127."""
+    scale = matrix.float().abs().amax(1) / 127
+    return Rounded(_levels(matrix.float(), scale[:, None], "int8"), scale)
+
+
+def round_int4(matrix: Tensor) -> Rounded:
+    """Each weight to the nearest value of its group of 32, whose scale has the least squared error."""
+    groups = matrix.float().view(len(matrix), -1, GROUP)  # N K/32 32
+    scale = best_scales(groups)
+    return Rounded(_levels(groups, scale[..., None], "int4").flatten(1), scale)
+
+
+def best_scales(groups: Tensor, importance: Tensor | None = None) -> Tensor:
+    """The scale of each group with the least squared error of rounding to −8 … 7 times it, fp16 [N, G].
+
+    Args:
+        groups: [N, G, 32]. importance: weights of the squared errors, [G, 32]; None: all equal.
+    """
+    parts = torch.split(groups, max(1, _ROWS_AT_ONCE // groups[0].numel()))
+    return torch.cat([_best_scales(part, importance) for part in parts])
+
+
+def _best_scales(groups: Tensor, importance: Tensor | None) -> Tensor:
+    largest = groups.abs().amax(-1)
+    least, best = torch.full_like(largest, torch.inf), torch.zeros_like(largest, dtype=torch.float16)
+    for step in (*_STEPS, *(-step for step in _STEPS)):
+        scale = (largest / step).half()
+        wide = scale.float()[..., None]
+        squares = (groups - _divide(groups, wide).round_().clamp_(*LEVELS["int4"]).mul_(wide)).square_()
+        error = (squares if importance is None else squares * importance).sum(-1)
+        better = error < least
+        least, best = torch.where(better, error, least), torch.where(better, scale, best)
+    return best
+
+
+def gptq(matrix: Tensor, hessian: Tensor, *, damping: float = 0.01) -> Rounded:
+    """int4 levels that keep a matrix's outputs: what rounding a column spoils, the columns not yet rounded make up for.
+
+    GPTQ (Frantar et al., 2023). The columns with the largest inputs come first; scales are found beforehand, for the
+    squared errors weighted by the inputs' squares.
+
+    Args:
+        matrix: [N, K]. hessian: the sum of x·xᵀ over the inputs, [K, K]. Where there were none, each weight is rounded
+            to the nearest value.
+        damping: share of the hessian's mean diagonal that is added to its diagonal.
+    """
+    n_columns, diagonal = matrix.size(1), hessian.diagonal().float()
+    if not diagonal.any():
+        return round_int4(matrix)
+    scale = best_scales(matrix.float().view(len(matrix), -1, GROUP), diagonal.view(-1, GROUP))
+    scales = scale.float().T.contiguous()  # K/32 N
+    order = diagonal.argsort(descending=True).tolist()
+    root = _inverse_root(hessian[order][:, order], damping)  # K K
+    rest = matrix.float().T[order].contiguous()  # K N, of which the columns not yet rounded still change
+    levels = torch.empty(rest.shape, dtype=torch.int8, device=rest.device)
+    for start in range(0, n_columns, _COLUMNS_AT_ONCE):
+        end = min(start + _COLUMNS_AT_ONCE, n_columns)
+        errors = torch.empty_like(rest[start:end])
+        for i in range(start, end):
+            step = scales[order[i] // GROUP]
+            levels[order[i]] = _levels(rest[i], step, "int4")
+            errors[i - start] = (rest[i] - levels[order[i]] * step) / root[i, i]
+            rest[i + 1 : end].addr_(root[i, i + 1 : end], errors[i - start], alpha=-1)
+        rest[end:].addmm_(root[start:end, end:].T, errors, alpha=-1)
+    return Rounded(levels.T.contiguous(), scale)
+
+
+def _inverse_root(hessian: Tensor, damping: float) -> Tensor:
+    """The upper Cholesky factor of the damped hessian's inverse, float32."""
+    damped = hessian.double()
+    damped.diagonal().add_(damping * damped.diagonal().mean())
+    root: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
+    return root.float()
+
+
+def _levels(values: Tensor, scale: Tensor, kind: str) -> Tensor:
+    return _divide(values, scale.float()).round_().clamp_(*LEVELS[kind]).to(torch.int8)
+
+
+def _divide(values: Tensor, scale: Tensor) -> Tensor:
+    """values / scale; zeros where the scale is 0."""
+    return values / torch.where(scale == 0, torch.inf, scale)

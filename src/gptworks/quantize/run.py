@@ -1,0 +1,138 @@
+"""A run folder → a quantized one beside it, which is used like any other."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gptworks.checkpoint import LoadedRun, Report, load_run, save_checkpoint
+from gptworks.config import Recipe
+from gptworks.data.batches import evaluation_windows
+from gptworks.data.prepare import Prepared
+from gptworks.data.prepare import prepare as prepare_data
+from gptworks.data.shards import TokenShards
+from gptworks.errors import RunError, UserError
+from gptworks.evaluate.loss import batches_of
+from gptworks.files import check_free, sync, write_whole
+from gptworks.quantize.convert import matrix_kinds, quantize_model
+from gptworks.quantize.formats import Weights
+from gptworks.quantize.linear import QuantizedGPT
+from gptworks.quantize.report import QuantizationReport, make_report
+from gptworks.recipe import save_recipe
+from gptworks.tokenizer import load_tokenizer
+
+Rounding = Literal["nearest", "gptq"]
+
+CALIBRATION_TOKENS = 32_768
+"""Of training text, on which GPTQ calibrates where nothing else is asked for."""
+
+REPORT_TOKENS = 65_536
+"""About as many held-out tokens are evaluated, evenly spaced over the validation split."""
+
+
+def quantize_run(
+    run: str | Path,
+    out: str | Path,
+    weights: Weights,
+    *,
+    rounding: Rounding | None = None,
+    calibration_tokens: int | None = None,
+    checkpoint: str = "best",
+    device: torch.device | str = "cpu",
+    prepare: Callable[[Recipe], Prepared] = prepare_data,
+    report: Report = lambda _: None,
+) -> QuantizationReport:
+    """Write a quantized copy of a run: recipe, tokenizer, one checkpoint, `quantization.json` and `model-card.md`.
+
+    Args:
+        rounding: nearest, or gptq (int4 alone, calibrated on training text). Default: gptq for int4.
+        calibration_tokens: of training text; rounded up to whole windows. Default: CALIBRATION_TOKENS.
+        prepare: gives the run's text as token shards.
+        report: told what is done.
+
+    Raises:
+        UserError: no such run, or a quantized one; `out` holds something; settings that contradict one another; text
+            that is not there, or a weight that the kind cannot hold.
+        RunError: the disk is full or refuses. Nothing half-written is kept.
+    """
+    run, out = Path(run), Path(out)
+    check_free(out)
+    rounding = _check_rounding(weights, rounding, calibration_tokens)
+    loaded = load_run(run, checkpoint, device=device, full=True, report=report)
+    matrix_kinds(loaded.model, weights)  # an unknown kind is refused before the text is prepared
+    prepared = prepare(loaded.recipe)
+    context = loaded.model.config.context_length
+    batches = []
+    if rounding == "gptq":
+        batches = _calibration(TokenShards(prepared.folder, "train"), context, calibration_tokens or CALIBRATION_TOKENS)
+    report(f"rounding to {weights}, {rounding}")
+    quantized = quantize_model(loaded.model, weights, batches, step=report)
+    report("comparing it with the run on held-out text")
+    measured = make_report(
+        loaded.model,
+        quantized,
+        load_tokenizer(loaded.tokenizer_folder),
+        evaluation_windows(TokenShards(prepared.folder, "validation"), context, max(1, REPORT_TOKENS // context)),
+        weights=weights,
+        rounding=rounding,
+        calibration_tokens=sum(batch.numel() for batch in batches),
+    )
+    _write(out, run, loaded, quantized, measured)
+    return measured
+
+
+def _check_rounding(weights: Weights, rounding: Rounding | None, calibration_tokens: int | None) -> Rounding:
+    chosen: Rounding = rounding or ("gptq" if weights == "int4" else "nearest")
+    if chosen not in ("nearest", "gptq"):
+        raise UserError(f"rounding={chosen}: it must be nearest or gptq.")
+    if chosen == "gptq" and weights != "int4":
+        raise UserError(f"rounding=gptq with weights={weights}: it is for int4. Leave it out.")
+    if calibration_tokens is not None and chosen == "nearest":
+        raise UserError("calibration text with rounding=nearest: only gptq uses it. Leave one of them out.")
+    if calibration_tokens is not None and calibration_tokens < 1:
+        raise UserError(f"calibrate={calibration_tokens}: it must be 1 token or more.")
+    return chosen
+
+
+def _calibration(shards: TokenShards, context_length: int, n_tokens: int) -> list[Tensor]:
+    """Windows of the training text, evenly spaced, as batches [B, T]."""
+    windows = evaluation_windows(shards, context_length, -(-n_tokens // context_length))
+    return [inputs for inputs, _ in batches_of(windows)]
+
+
+def _write(out: Path, run: Path, loaded: LoadedRun, quantized: QuantizedGPT, measured: QuantizationReport) -> None:
+    """The folder, written aside and renamed: it is there whole or not at all."""
+    step = loaded.checkpoint.step
+    origin = {"run": loaded.recipe.name, "folder": run.name, "step": step}
+    aside = out.with_name(f".{out.name}.writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        save_recipe(loaded.recipe.model_copy(update={"run_dir": out}), aside / "recipe.yaml")
+        shutil.copytree(loaded.tokenizer_folder, aside / "tokenizer")
+        save_checkpoint(aside, step, quantized.state_dict(), {}, loaded.checkpoint.state() | {"best_step": step})
+        figures = json.dumps({"made_from": origin, **measured.to_json()}, indent=2)
+        write_whole(aside / "quantization.json", figures + "\n")
+        write_whole(aside / "model-card.md", _card(run, loaded, measured))
+        for path in (*(aside / "tokenizer").iterdir(), aside / "tokenizer", aside):
+            sync(path)
+        if out.exists():
+            out.rmdir()
+        aside.rename(out)
+        sync(out.absolute().parent)
+    except OSError as error:
+        raise RunError(f"{out} could not be written: {error.strerror or error}. Nothing is kept.") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _card(run: Path, loaded: LoadedRun, measured: QuantizationReport) -> str:
+    """The run's card, and below it what became of the weights."""
+    card = run / "model-card.md"
+    before = card.read_text(encoding="utf-8") if card.exists() else f"# {loaded.recipe.name}\n"
+    origin = f"Made from the run in `{run}`, step {loaded.checkpoint.step:,}, whose weights are in fp32.\n"
+    return f"{before.rstrip()}\n\n{measured.to_markdown()}\n{origin}"

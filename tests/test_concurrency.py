@@ -1,0 +1,359 @@
+"""Many requests at once: each gets what it would get alone, whatever comes, goes and is shared beside it."""
+
+import asyncio
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from gptworks.errors import RunError, UserError
+from gptworks.infer import Completion, Engine, SamplingSettings
+from gptworks.infer.engine import completions
+from gptworks.infer.loop import EngineLoop
+from gptworks.infer.request import Request
+from gptworks.infer.scheduler import QueueFull
+from gptworks.infer.speculate import PromptLookup
+from gptworks.infer.text import Piece
+from test_engine import byte_tokenizer, char_tokenizer, random_model
+
+CONTEXT = 64
+TOKENIZER = byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """Its texts go on differently and do not repeat a token."""
+    return random_model(TOKENIZER, context_length=CONTEXT, d_model=32, init_std=0.25).eval()
+
+
+def engine(model: Any, **options: Any) -> Engine:
+    return Engine(model, TOKENIZER, **{"backend": "torch", "prefill_tokens": 8} | options)
+
+
+def mixed_settings(chance: random.Random) -> SamplingSettings:
+    pick = chance.choice
+    return SamplingSettings(
+        temperature=pick((0.0, 0.7, 1.2)), top_k=pick((0, 0, 7)), top_p=pick((1.0, 0.8)), min_p=pick((0.0, 0.05)),
+        repetition_penalty=pick((1.0, 1.3)), frequency_penalty=pick((0.0, 0.4)), presence_penalty=pick((0.0, 0.2)),
+        logit_bias=pick(({}, {70: 2.0, 80: -3.0})), seed=chance.randrange(1000), max_tokens=chance.randint(1, 30),
+        stop=pick(((), ("A", "zz"))), logprobs=pick((None, 2)),
+    )  # fmt: skip
+
+
+def mixed_prompt(chance: random.Random) -> list[int]:
+    """Half of them begin alike."""
+    shared = list(range(40, 40 + 20)) if chance.random() < 0.5 else []
+    return shared + chance.choices(range(256), k=chance.randint(1, 30))
+
+
+def run_all(one: Engine, asked: list[tuple[list[int], dict[str, Any]]], chance: random.Random) -> list[Any]:
+    """Submit requests at random moments, cancel some of them, and step until all have ended."""
+    requests: list[Request] = []
+    victims = set(chance.sample(range(len(asked)), len(asked) // 5))
+    busy = True
+    while len(requests) < len(asked) or busy:
+        while len(requests) < len(asked) and chance.random() < 0.6:
+            prompt, arguments = asked[len(requests)]
+            requests.append(one.submit(prompt, **arguments))
+        for i in list(victims):
+            if i < len(requests) and chance.random() < 0.1:
+                one.cancel(requests[i])
+                victims.remove(i)
+        busy = one.step()
+    return [None if r._pieces and not ended(r) else made(r, asked[i]) for i, r in enumerate(requests)]
+
+
+def ended(request: Request) -> bool:
+    return all(one.finish_reason is not None for one in request.samples)
+
+
+def made(request: Request, asked: tuple[list[int], dict[str, Any]]) -> list[Completion] | None:
+    return completions(request.take(), len(request.samples), len(asked[0])) if ended(request) else None
+
+
+def texts(made: list[Completion]) -> list[Any]:
+    """Everything but the log-probabilities' last digits."""
+    return [
+        (c.text, c.token_ids, c.finish_reason, c.prompt_tokens, c.logprobs and [p.token_id for p in c.logprobs])
+        for c in made
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"reuse": "all"}, {"n_slots": 5, "drafter": PromptLookup(3, 2)}], ids=str)
+def test_thirty_two_requests_get_what_each_gets_alone(model: Any, options: dict[str, Any]) -> None:
+    """Mixed settings, random arrivals and cancellations, shared beginnings, several samples, sliding windows, beams."""
+    chance = random.Random(1)
+    asked: list[tuple[list[int], dict[str, Any]]] = []
+    for i in range(32):
+        arguments: dict[str, Any] = {"settings": mixed_settings(chance), "n_samples": chance.choice((1, 1, 1, 3))}
+        if i % 8 == 7:
+            arguments = {"settings": SamplingSettings(num_beams=3, max_tokens=12), "n_samples": 2}
+        elif i % 3 == 0:
+            arguments["overflow"] = "slide"
+        asked.append((mixed_prompt(chance), arguments))
+    one = engine(model, **{"n_slots": 8} | options)
+    results = run_all(one, asked, chance)
+    statistics = one.statistics()
+    assert sum(result is not None for result in results) >= 26
+    assert statistics.cancelled >= 2 and statistics.finished + statistics.cancelled == statistics.requests == 32
+    for (prompt, arguments), result in zip(asked, results, strict=True):
+        if result is not None:
+            alone = engine(model).complete(prompt, **arguments)
+            assert texts(result) == texts(alone)
+            for ours, theirs in zip(result, alone, strict=True):
+                for got, expected in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
+                    assert got.logprob == pytest.approx(expected.logprob, abs=1e-4)
+    assert (statistics.running, statistics.waiting, statistics.slots_used) == (0, 0, 0)
+    assert not one._request_of and not one._open
+    if "drafter" not in options:
+        assert statistics.prefix_hits > 0
+
+
+def test_seeded_samples_of_one_request_are_those_of_any_number_of_slots(model: Any) -> None:
+    settings = SamplingSettings(seed=3, max_tokens=20)
+    expected = texts(engine(model).complete([1, 2, 3] * 5, settings, n_samples=7))
+    for n_slots in (1, 2, 7):
+        assert texts(engine(model, n_slots=n_slots).complete([1, 2, 3] * 5, settings, n_samples=7)) == expected
+    assert texts(engine(model).complete([1, 2, 3] * 5, settings, n_samples=2)) == expected[:2]
+
+
+def test_a_shared_beginning_is_computed_once(model: Any) -> None:
+    one = engine(model, n_slots=4)
+    shared = list(range(100, 120))
+    first, second = one.submit([*shared, 1, 2], max_tokens=3), one.submit([*shared, 3], max_tokens=3)
+    while one.step():
+        pass
+    assert (first.n_reused_tokens, second.n_reused_tokens) == (0, 0), "the first was not read when the second came"
+    third = one.submit([*shared, 4], max_tokens=3)
+    while one.step():
+        pass
+    assert third.n_reused_tokens == 16 == one.statistics().reused_tokens
+    assert one.statistics().prefix_hits == 1
+
+
+def test_nothing_is_reused_once_the_weights_have_changed() -> None:
+    model = random_model(TOKENIZER, context_length=CONTEXT, d_model=32, init_std=0.25).eval()
+    one, prompt = engine(model, reuse="all"), list(range(30))
+    before = one.generate(prompt, temperature=0, max_tokens=12)
+    assert one.generate(prompt, temperature=0, max_tokens=12) == before and one.statistics().reused_tokens > 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    changed = one.generate(prompt, temperature=0, max_tokens=12)
+    assert changed == engine(model).generate(prompt, temperature=0, max_tokens=12) != before
+
+
+def test_a_model_in_training_keeps_no_cache() -> None:
+    model = random_model(TOKENIZER)
+    one = engine(model)
+    stream = one.stream("abc", temperature=0, max_tokens=10)
+    next(stream)
+    assert one._backend is not None
+    stream.close()
+    assert one._backend is None
+    one.generate("abc", max_tokens=3)
+    assert one._backend is None
+
+
+def test_room_grows_while_others_run_and_their_texts_stay(model: Any) -> None:
+    tokenizer = char_tokenizer()
+    wide = random_model(tokenizer, context_length=1024, d_model=32, init_std=0.25).eval()
+    one = Engine(wide, tokenizer, backend="torch")
+    expected = one.generate("abcdef", temperature=0, max_tokens=60)
+    short = one.submit("abcdef", temperature=0, max_tokens=60)
+    for _ in range(5):
+        one.step()
+    small = one.statistics().slots
+    others = [one.submit("abc" * 100, seed=i, max_tokens=20) for i in range(5)]
+    while one.step():
+        pass
+    assert one.statistics().slots >= 6 > small
+    assert "".join(piece.text for piece in short.take()) == expected
+    assert all(request.done and not request.error for request in others)
+
+
+# ------------------------------------------------------------------------------------------------- ends and errors
+
+
+def test_a_request_that_is_cancelled_frees_its_slot_for_the_next(model: Any) -> None:
+    one = engine(model, n_slots=1)
+    first, second = one.submit([1], max_tokens=40, ignore_eos=True), one.submit([2], max_tokens=2)
+    one.step()
+    assert (one.statistics().running, one.statistics().waiting) == (1, 1)
+    one.cancel(first)
+    one.cancel(first)
+    assert one.statistics().slots_used == 0
+    one.step()
+    one.step()
+    assert first.done and second.done and len(second.take()) == 2
+    assert len(first.take()) == 1
+    one.cancel(second)
+    assert not one.step()
+
+
+def test_scores_that_are_not_numbers_end_their_request_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine(model)
+    good, bad = one.submit([1, 2, 3], temperature=0, max_tokens=5), one.submit([4, 5], temperature=0, max_tokens=5)
+    one.step()
+    compute = one._backend.compute
+
+    def broken(chunks: Any) -> Any:
+        rows = compute(chunks)
+        return [rows[0], rows[1] * float("nan")]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one._backend, "compute", broken)
+        one.step()
+    while one.step():
+        pass
+    assert isinstance(bad.error, RunError) and bad.done and len(bad.take()) == 1
+    assert completions(good.take(), 1, 3) == engine(model).complete([1, 2, 3], temperature=0, max_tokens=5)
+    assert one.statistics().failed == 1
+
+
+def test_a_backend_that_breaks_ends_the_requests_there_are_and_serves_the_next(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine(model)
+    request = one.submit([1, 2], max_tokens=5)
+    one.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(one._backend, "compute", lambda chunks: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            one.step()
+    assert isinstance(request.error, ZeroDivisionError)
+    expected = engine(model).generate([1, 2], seed=1, max_tokens=5)
+    assert one.generate([1, 2], seed=1, max_tokens=5) == expected
+
+
+def test_a_full_queue_refuses(model: Any) -> None:
+    one = engine(model, n_slots=1, max_waiting=2)
+    one.submit([1])
+    one.step()
+    one.submit([1]), one.submit([1])
+    with pytest.raises(QueueFull, match="2 requests are waiting"):
+        one.submit([1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_beams": 3, "n_samples": 4}, "n_samples=4 and num_beams=3"), ({"num_beams": 9}, "num_beams=9"),
+        ({"num_beams": 2, "overflow": "slide"}, "slide"), ({"logit_bias": {999: 1.0}}, "token id 999"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs=-1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_when_it_is_asked_for(model: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        engine(model, n_slots=8).submit([1], **arguments)
+
+
+def test_slots_shorter_than_the_context_bound_a_text(model: Any) -> None:
+    one = engine(model, n_slots=1, slot_tokens=20)
+    (completion,) = one.complete([1] * 10, temperature=0, max_tokens=50, ignore_eos=True)
+    assert (completion.finish_reason, len(completion.token_ids)) == ("context", 11)
+    with pytest.raises(UserError, match="21 tokens and the model's context 20"):
+        one.generate([1] * 21)
+
+
+# --------------------------------------------------------------------------------------------------------- scores
+
+
+def test_scores_are_the_models_log_probabilities(model: Any) -> None:
+    ids = random.Random(3).choices(range(256), k=30)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids]))[0].log_softmax(-1)
+    for options in ({}, {"prefill_tokens": 7}):
+        told = engine(model, **options).score(ids, top=4)
+        assert told[0] is None and len(told) == 30
+        for i, one in enumerate(told[1:]):
+            assert one is not None and one.token_id == ids[i + 1]
+            assert one.logprob == pytest.approx(expected[i, ids[i + 1]].item(), abs=1e-4)
+            assert [token for token, _ in one.top] == expected[i].topk(4).indices.tolist()
+
+
+def test_a_prompt_can_be_scored_and_continued(model: Any) -> None:
+    one, ids = engine(model), list(range(20))
+    one.generate(ids, max_tokens=1)
+    request = one.submit(ids, temperature=0, max_tokens=5, prompt_logprobs=0, n_samples=2, logprobs=0)
+    while one.step():
+        pass
+    both = completions(request.take(), 2, 20)
+    assert request.prompt_logprobs is not None and [p and p.token_id for p in request.prompt_logprobs][1:] == ids[1:]
+    assert texts(both)[0] == texts(engine(model).complete(ids, temperature=0, max_tokens=5, logprobs=0))[0]
+    whole = engine(model).score(ids + both[0].token_ids)
+    for scored, made_at in zip(whole[20:], both[0].logprobs or [], strict=True):
+        assert scored is not None and scored.logprob == pytest.approx(made_at.logprob, abs=1e-4)
+
+
+# -------------------------------------------------------------------------------------------------------- threads
+
+
+def test_threads_that_generate_with_one_engine_get_what_they_would_get_alone(model: Any) -> None:
+    one, results = engine(model, n_slots=4), {}
+
+    def work(i: int) -> None:
+        results[i] = one.generate([i, i + 1], seed=i, max_tokens=15)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {i: engine(model).generate([i, i + 1], seed=i, max_tokens=15) for i in range(8)}
+
+
+def test_a_loop_streams_to_many_readers_and_forgets_those_who_leave(model: Any) -> None:
+    one = engine(model, n_slots=3)
+
+    async def leave(loop: EngineLoop) -> int:
+        n = 0
+        async for _ in loop.stream([9], seed=1, max_tokens=50, ignore_eos=True):
+            n += 1
+            if n == 3:
+                break
+        return n
+
+    async def all_of_them() -> tuple[list[list[Completion]], int]:
+        with EngineLoop(one) as loop:
+            tasks = [loop.complete([i], seed=i, max_tokens=20, n_samples=2) for i in range(10)]
+            left = asyncio.create_task(leave(loop))
+            cancelled = asyncio.create_task(loop.complete([8], max_tokens=50, ignore_eos=True))
+            await asyncio.sleep(0.01)
+            cancelled.cancel()
+            return await asyncio.gather(*tasks), await left
+
+    results, n = asyncio.run(all_of_them())
+    assert n == 3
+    expected = [engine(model).complete([i], seed=i, max_tokens=20, n_samples=2) for i in range(10)]
+    assert [texts(result) for result in results] == [texts(result) for result in expected]
+    statistics = one.statistics()
+    assert (statistics.running, statistics.waiting, statistics.slots_used) == (0, 0, 0)
+    assert statistics.finished == 10
+
+
+def test_a_loop_hands_errors_to_the_request_they_concern(model: Any) -> None:
+    one = engine(model, n_slots=2, max_waiting=1)
+
+    async def go() -> None:
+        loop = EngineLoop(one)  # not started: everything waits
+        with pytest.raises(UserError, match="temprature"):
+            loop.stream([1], temprature=1)
+        waiting = loop.stream([1])
+        with pytest.raises(QueueFull):
+            loop.stream([2])
+        loop.start()
+        pieces: list[Piece] = [piece async for piece in waiting]
+        assert pieces[-1].finish_reason
+        endless = loop.stream([1], max_tokens=60, overflow="slide", ignore_eos=True)
+        loop.close(drain=False)
+        with pytest.raises(RunError, match="stopped"):
+            async for _ in endless:
+                pass
+        with pytest.raises(RunError, match="no more requests"):
+            loop.stream([1])
+
+    asyncio.run(go())
+    assert one.statistics().slots_used == 0

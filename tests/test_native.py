@@ -1,0 +1,300 @@
+"""The native step against the model's own forward pass: every variant, every kind of weights, texts side by side.
+
+Without a C++ compiler these tests are skipped; what is said then, is tested nonetheless.
+"""
+
+import ctypes
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gptworks.config import ModelConfig
+from gptworks.infer import native
+from gptworks.infer.backend import Chunk, Unavailable
+from gptworks.model import GPT
+from hf import random_model
+
+CONTEXT, VOCABULARY = 64, 77  # no multiple of what a product takes at once
+
+BASE: dict[str, Any] = {"vocab_size": VOCABULARY, "context_length": CONTEXT, "n_layers": 2, "d_model": 64, "n_heads": 4}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gpt2": {"position": "learned", "mlp": "gelu_tanh", "attention_bias": True, "mlp_bias": True},
+    "gpt3, windowed": {"position": "learned", "mlp": "gelu", "window": 5, "window_pattern": ["full", "window"]},
+    "llama": {"norm": "rmsnorm", "mlp": "swiglu", "n_kv_heads": 2, "tie_embeddings": False},
+    "one key head": {"norm": "rmsnorm", "mlp": "geglu", "n_kv_heads": 1, "mlp_bias": True, "d_ff": 80},
+    "qwen3": {"norm": "rmsnorm", "mlp": "swiglu", "n_kv_heads": 2, "qk_norm": True, "d_head": 32},
+    "neox": {"mlp": "gelu", "parallel_residual": True, "rope_fraction": 0.25, "attention_bias": "out"},
+    "modern": {"norm": "rmsnorm", "mlp": "relu2", "qk_norm": True, "norm_eps": 1e-6, "window": 9},
+    "no positions": {"position": "none", "norm_bias": False, "attention_scale": 0.1, "attention_bias": "qkv"},
+    "yarn": {"rope_scaling": {"type": "yarn", "factor": 4}, "d_model": 128, "n_heads": 2},
+    "narrow": {"d_model": 48, "n_heads": 3, "d_ff": 112, "mlp": "gelu"},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled() -> None:
+    try:
+        native.library()
+    except Unavailable as error:
+        pytest.skip(f"no native kernels here: {error}")
+
+
+def variant(name: str) -> GPT:
+    return random_model(ModelConfig(**{**BASE, **VARIANTS[name]}))
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.inference_mode()
+def expected(model: GPT, ids: Sequence[int], n_logits: int) -> Tensor:
+    """By the model's forward pass without a cache, in float64."""
+    return model.double()(torch.tensor([list(ids)]))[0, len(ids) - n_logits :].float()
+
+
+def check(model: GPT, backend: native.NativeBackend, near: float) -> None:
+    """Three texts of different lengths: begun together, gone on with one token, and with several."""
+    texts = [text(1, 1), text(9, 2), text(30, 3)]
+    double = copy_of(model)
+    parts: list[tuple[int, int]] = [(0, len(ids)) for ids in texts]
+    for n_new, n_logits in ((0, 1), (1, 1), (4, 3)):
+        for i in range(3):
+            if n_new:
+                parts[i] = (len(texts[i]), n_new)
+                texts[i] = texts[i] + text(n_new, 10 + n_new)
+        chunks = [Chunk(i, parts[i][0], texts[i][parts[i][0] :], n_logits) for i in (2, 0, 1)]
+        for chunk, logits in zip(chunks, backend.compute(chunks), strict=True):
+            wanted = expected(double, texts[chunk.slot], n_logits)
+            assert logits.shape == wanted.shape and logits.dtype == torch.float32
+            torch.testing.assert_close(logits, wanted, rtol=0, atol=near * float(wanted.abs().max()))
+
+
+def copy_of(model: GPT) -> GPT:
+    twin = GPT(model.config).eval()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+# ------------------------------------------------------------------------------------------------------ the same model
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_in_float32(name: str) -> None:
+    model = variant(name)
+    check(model, native.try_backend(model, 3, CONTEXT), near=3e-6)
+
+
+class Packed(nn.Module):
+    """A matrix in fewer bits, as gptworks.quantize has it."""
+
+    def __init__(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.scale, self.bias = weight, scale, bias
+
+
+def packed(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Weight, scale, and the values that they stand for by the definition of the format."""
+    if kind in ("bf16", "fp16"):
+        weight = matrix.to(torch.bfloat16 if kind == "bf16" else torch.float16)
+        return weight, None, weight.float()
+    if kind == "int8" or matrix.size(1) % 32:
+        row_scale = matrix.abs().amax(1) / 127
+        levels = (matrix / row_scale[:, None]).round()
+        return levels.to(torch.int8), row_scale, levels * row_scale[:, None]
+    groups = matrix.unflatten(1, (-1, 32))
+    scale = (groups.abs().amax(2) / 7.5).half()
+    nibbles = ((groups / scale.float()[..., None]).round().clamp(-8, 7) + 8).to(torch.uint8)
+    weight = nibbles[..., :16] | nibbles[..., 16:] << 4
+    return weight.flatten(1), scale, ((nibbles.float() - 8) * scale.float()[..., None]).flatten(1)
+
+
+def pack(model: GPT, kind: str) -> GPT:
+    """The model with packed matrices. `model` itself gets the values that they stand for."""
+    twin = copy_of(model)
+    with torch.no_grad():
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear | nn.Embedding) and name != "position_embedding":
+                weight, scale, value = packed(module.weight, kind)
+                twin.set_submodule(name, Packed(weight, scale, getattr(twin.get_submodule(name), "bias", None)))
+                module.weight.copy_(value)
+    return twin
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "narrow"])
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "int8", "int4"])
+def test_packed_weights_are_the_values_they_stand_for(kind: str, name: str) -> None:
+    """Beside whole weights, those of 8 and 4 bits meet activations of 16 bits: an error of some 2⁻¹⁶ a product."""
+    model = variant(name)
+    twin = pack(model, kind)
+    near = 3e-6 if kind in ("bf16", "fp16") else 3e-4
+    check(model, native.try_backend(twin, 3, CONTEXT, dtype=torch.float32), near)
+
+
+def test_a_cache_in_bfloat16() -> None:
+    model = variant("qwen3")
+    check(model, native.try_backend(model, 3, CONTEXT, dtype=torch.bfloat16), near=0.02)
+
+
+# ------------------------------------------------------------------------------------------------- what it promises
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4"])
+def test_a_row_does_not_depend_on_its_neighbours(kind: str) -> None:
+    """Bit for bit: alone, among others, and in chunks cut otherwise."""
+    model = variant("llama")
+    if kind != "fp32":
+        model = pack(model, kind)
+    backend = native.try_backend(model, 9, CONTEXT, dtype=torch.float32)
+    ids = text(13)
+    whole = backend.compute([Chunk(0, 0, ids, n_logits=13)])[0]
+    single = torch.cat([backend.compute([Chunk(1, i, [token])])[0] for i, token in enumerate(ids)])
+    assert torch.equal(single, whole)
+    for i, token in enumerate(ids):
+        others = [Chunk(slot, i, text(1 + (slot + i) % 3, seed=slot)) for slot in range(2, 9)]
+        among = backend.compute([*others[: i % 7], Chunk(0, i, [token]), *others[i % 7 :]])[i % 7]
+        assert torch.equal(among[0], whole[i])
+
+
+def test_the_same_with_any_number_of_threads() -> None:
+    model = pack(variant("gpt2"), "int8")
+    backend = native.try_backend(model, 1, CONTEXT)
+    ids = text(20)
+    one = backend.compute([Chunk(0, 0, ids, 20)])[0]
+    torch.set_num_threads(3)
+    try:
+        three = backend.compute([Chunk(0, 0, ids, 20)])[0]
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(one, three)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "gpt3, windowed"])
+def test_a_long_chunk_goes_through_torch_and_is_gone_on_with(name: str) -> None:
+    model = variant(name)
+    double, backend = copy_of(model), native.try_backend(model, 2, CONTEXT)
+    ids = text(60)
+    long, short = backend.compute([Chunk(1, 0, ids[:50], 2), Chunk(0, 0, ids[:3])])
+    wanted = expected(double, ids[:50], 2)
+    near = 3e-6 * float(wanted.abs().max())
+    torch.testing.assert_close(long, wanted, rtol=0, atol=near)
+    torch.testing.assert_close(short, expected(double, ids[:3], 1), rtol=0, atol=near)
+    after = backend.compute([Chunk(1, 50, ids[50:], 10)])[0]
+    torch.testing.assert_close(after, expected(double, ids, 10), rtol=0, atol=near)
+
+
+def test_a_long_chunk_that_wants_no_logits() -> None:
+    model = variant("gpt2")
+    backend = native.try_backend(model, 1, CONTEXT)
+    ids = text(50)
+    assert backend.compute([Chunk(0, 0, ids[:-1], 0)])[0].shape == (0, VOCABULARY)
+    logits = backend.compute([Chunk(0, 49, ids[-1:])])[0]
+    wanted = expected(model, ids, 1)
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=3e-6 * float(wanted.abs().max()))
+
+
+def test_packed_weights_in_a_long_chunk() -> None:
+    """Prefill multiplies in bf16 where the processor does: near the step's own numbers, not equal to them."""
+    from gptworks.quantize.convert import quantize_model
+
+    model = quantize_model(variant("qwen3"), "int8")
+    backend = native.try_backend(model, 2, CONTEXT)
+    ids = text(50)
+    stepwise = [backend.compute([Chunk(0, i, [token])])[0] for i, token in enumerate(ids)][-1]
+    long = backend.compute([Chunk(1, 0, ids)])[0]
+    torch.testing.assert_close(long, stepwise, rtol=0, atol=0.05 * float(stepwise.abs().max()))
+
+
+def test_rollback_and_copy() -> None:
+    model = variant("modern")
+    backend = native.try_backend(model, 2, CONTEXT)
+    ids, other = text(20, 1), text(8, 2)
+    plain = backend.compute([Chunk(0, 0, ids, 8)])[0]
+    backend.compute([Chunk(0, 12, other)])  # guesses that turn out wrong
+    assert torch.equal(backend.compute([Chunk(0, 12, ids[12:], 8)])[0], plain)
+    backend.copy(0, 1, 12)
+    backend.compute([Chunk(0, 0, other)])
+    assert torch.equal(backend.compute([Chunk(1, 12, ids[12:], 8)])[0], plain)
+
+
+def test_capacity_bounds_a_slot() -> None:
+    backend = native.try_backend(variant("gpt2"), 1, 16)
+    assert backend.capacity == 16
+    backend.compute([Chunk(0, 0, text(16))])
+    with pytest.raises(AssertionError, match="17 tokens in a slot of 16"):
+        backend.compute([Chunk(0, 16, [1])])
+
+
+def test_large_numbers_keep_their_ratio() -> None:
+    """One activation a thousand times the others leaves them 5 bits of 16: near still."""
+    model = variant("gpt2")
+    twin = pack(model, "int8")
+    for gpt in (model, twin):
+        gpt.blocks[0].norm1.weight.data[3] = 1000.0  # type: ignore[union-attr]
+    check(model, native.try_backend(twin, 3, CONTEXT, dtype=torch.float32), near=0.01)
+
+
+# ------------------------------------------------------------------------------------------------- where it is not had
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"n_experts": 4}, "mixture of experts"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "dynamic rotary scaling"),
+        ({"d_head": 24}, "d_head=24 is no multiple of 16"),
+        ({"d_ff": 100}, "d_ff=100 is no multiple of 16"),
+    ],
+)
+def test_models_that_are_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Unavailable, match=reason):
+        native.try_backend(GPT(ModelConfig(**{**BASE, **settings})), 1, CONTEXT)
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache that holds no kernels yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.library.cache_clear()
+    yield tmp_path
+    native.library.cache_clear()
+
+
+def test_switched_off(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPTWORKS_NATIVE", "0")
+    with pytest.raises(Unavailable, match="GPTWORKS_NATIVE=0"):
+        native.library()
+
+
+def test_no_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(Unavailable, match="no C\\+\\+ compiler"):
+        native.library()
+
+
+def test_a_compiler_that_fails_leaves_nothing(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = tmp_path / "wrong.cpp"
+    wrong.write_text("this is no C++", encoding="utf-8")
+    monkeypatch.setattr(native, "SOURCE", wrong)
+    with pytest.raises(Unavailable, match=r"could not compile it .*error"):
+        native.library()
+    assert list((tmp_path / "gptworks").iterdir()) == []
+
+
+def test_a_processor_without_vector_instructions_computes_the_same(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain C++ under the intrinsics, without threads: what another processor or compiler gets."""
+    monkeypatch.setattr(native, "ATTEMPTS", ((),))
+    for kind in ("bf16", "fp16", "int8", "int4"):
+        model = variant("qwen3")
+        twin = pack(model, kind)
+        check(model, native.try_backend(twin, 3, CONTEXT, dtype=torch.float32), near=3e-6)
+    assert isinstance(native.library(), ctypes.CDLL)
+    assert len(list((fresh / "gptworks").iterdir())) == 1
