@@ -12,6 +12,7 @@ FREE: Any = {
     "run_dir": True,
     "seed": True,
     "sweep": True,
+    "model": {"vocab_size"},
     "data": {"cache_dir", "processes", "shard_tokens"},
     "train": {
         "micro_batch_size", "activation_checkpointing", "compile", "precision", "device", "loggers", "log_every",
@@ -19,7 +20,8 @@ FREE: Any = {
         "early_stopping_patience", "max_skipped_steps",
     },
 }  # fmt: skip
-"""Settings that do not decide where a loss curve runs, up to rounding: the seed is what repeats differ in."""
+"""Settings that do not decide where a loss curve runs, up to rounding: the seed is what repeats differ in. The size of
+the vocabulary follows from the tokenizer and the data, and stands in a run's recipe alone."""
 
 
 def decisive(recipe: Recipe) -> dict[str, Any]:
