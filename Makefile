@@ -49,9 +49,11 @@ lint: .venv/.installed-dev
 	$(BIN)/lint-imports
 
 bench: .venv/.installed-dev
+	$(PIP) -e ".[bench]"
 	$(BIN)/python bench/train.py
 	$(BIN)/python bench/passes.py
 	$(BIN)/python bench/memory.py
+	$(BIN)/python bench/saving.py
 
 # Without a network: BAND_SETTINGS="data.sources.0.path=tinyshakespeare.txt" BANDS=shakespeare-char
 BANDS ?= demo shakespeare-char

@@ -126,6 +126,48 @@ def test_a_prompt_from_standard_input(folder: Path) -> None:
     assert result.stdout.startswith("line 1")
 
 
+def test_generate_continues_a_file_and_goes_on_where_it_stopped(folder: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"id": i, "prompt": "line "}) + "\n" for i in range(4)), encoding="utf-8")
+    arguments = ("generate", folder / "run", "--input", source, "--output", target, "--max-tokens", "5", "--seed", "1")
+    run(*arguments)
+    lines = target.read_text(encoding="utf-8").splitlines(keepends=True)
+    target.write_text("".join(lines[:2]) + lines[2][:9], encoding="utf-8")
+    assert "2 were there already" in tiny.gptworks(*arguments).stderr
+    again = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+    assert sorted(line["id"] for line in again) == [0, 1, 2, 3]
+    alone = run("generate", folder / "run", "line ", "--max-tokens", "5", "--seed", "1")
+    assert {"line " + line["completions"][0]["text"] + "\n" for line in again} == {alone}
+
+
+def test_generate_guesses_without_changing_the_text(folder: Path) -> None:
+    greedy = ("generate", folder / "run", "line ", "--max-tokens", "24", "--temperature", "0")
+    expected = run(*greedy)
+    for guess in (("--guess", "4"), ("--guess", "3", "--draft", folder / "run")):
+        guessed = tiny.gptworks(*greedy, *guess)
+        assert guessed.stdout == expected
+    assert "100% of the guessed tokens were right" in guessed.stderr
+
+
+def test_generate_tells_log_probabilities_and_follows_a_regular_expression(folder: Path) -> None:
+    arguments = ("generate", folder / "run", "line ", "--json", "--logprobs", "2", "--regex", "[0-9]{3}")
+    (completion,) = json.loads(run(*arguments))["completions"]
+    assert len(completion["text"]) == 3 and completion["text"].isdigit()
+    assert [len(told["top"]) for told in completion["logprobs"]] == [2] * len(completion["token_ids"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--input", "x.jsonl"), "--input and --output belong together"), (("--draft", "run"), "--draft without"),
+        (("--backend", "gpu"), "--backend gpu"), (("--beams", "2", "--slide"), "num_beams=2"),
+    ],
+)  # fmt: skip
+def test_generate_refuses_what_does_not_go_together(folder: Path, arguments: Any, message: str) -> None:
+    result = tiny.gptworks("generate", folder / "run", *(() if "--input" in arguments else ("line ",)), *arguments)
+    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
+
+
 def test_chat_continues_forgets_and_quits(folder: Path) -> None:
     command = [sys.executable, "-m", "gptworks", "chat", str(folder / "run"), "--max-tokens", "8", "--seed", "1"]
     typed = "line 1: the\nquick brown fox\n/reset\nline 1: the\n/quit\n"

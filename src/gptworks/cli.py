@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from gptworks.config import ModelConfig, Recipe
     from gptworks.data.prepare import Prepared
     from gptworks.infer.engine import Engine
+    from gptworks.infer.request import Completion
+    from gptworks.infer.sampling import SamplingSettings
+    from gptworks.infer.speculate import Drafter
     from gptworks.plan.devices import Device as PlannedDevice
 
 app = typer.Typer(
@@ -49,6 +52,9 @@ MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the l
 RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: tokens already there become less likely.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End before this string; may be given several times.")]
+FrequencyPenalty = Annotated[float, typer.Option(help="Taken from a token's logit each time it was generated.")]
+PresencePenalty = Annotated[float, typer.Option(help="Taken from a token's logit once it was generated.")]
+Backend = Annotated[str, typer.Option(help="auto, torch or native (C++, on a CPU).")]
 
 
 def main() -> None:
@@ -436,28 +442,65 @@ def generate(
     top_p: TopP = 1.0,
     min_p: MinP = 0.0,
     repetition_penalty: RepetitionPenalty = 1.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    presence_penalty: PresencePenalty = 0.0,
     seed: Seed = None,
     stop: Stop = None,
+    min_tokens: Annotated[int, typer.Option(help="Do not end a text before so many tokens.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="The end-of-text token ends nothing.")] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: each token's log-probability, and so many alternatives.")
+    ] = None,
+    beams: Annotated[int, typer.Option(help="Beam search: the most probable text that so many beams find.")] = 1,
+    length_penalty: Annotated[float, typer.Option(help="Beam search: above 0 favours longer texts.")] = 1.0,
+    json_schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write JSON that this schema allows.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Write a text that matches this regular expression.")] = None,
     samples: Annotated[int, typer.Option(help="How many continuations.")] = 1,
     slide: Slide = False,
+    input_file: Annotated[
+        Path | None, typer.Option("--input", metavar="FILE", help="Continue each prompt of a .jsonl file.")
+    ] = None,
+    output_file: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Where to; what it holds already is not redone.")
+    ] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Texts generated at once. Default: up to 32.")] = None,
+    guess: Annotated[int, typer.Option(min=0, help="Guess so many tokens at a time; the text stays the same.")] = 0,
+    draft: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="With --guess: a smaller model that guesses. Default: repetition."),
+    ] = None,
+    backend: Backend = "auto",
     checkpoint: WhichCheckpoint = "best",
     device: Device = "auto",
     as_json: AsJSON = False,
 ) -> None:
-    """Continue a prompt; the text streams as it comes."""
+    """Continue a prompt, the text streaming as it comes; or every prompt of a file."""
     from gptworks.infer.sampling import SamplingSettings
 
+    schema = None if json_schema is None else json_schema.read_text(encoding="utf-8")
     settings = SamplingSettings(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
-        seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()),
+        frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, seed=seed, max_tokens=max_tokens,
+        stop=tuple(stop or ()), min_tokens=min_tokens, ignore_eos=ignore_eos, logprobs=logprobs, num_beams=beams,
+        length_penalty=length_penalty, json_schema=schema, regex=regex,
     )  # fmt: skip
-    engine = _engine(run, checkpoint, device, overrides)
-    prompt = sys.stdin.read() if prompt == "-" else prompt
+    if draft is not None and not guess:
+        raise UserError("--draft without --guess: say how many tokens it guesses at a time, such as --guess 4.")
+    if (input_file is None) != (output_file is None) or (input_file is not None and prompt):
+        raise UserError("--input and --output belong together, without a prompt beside them.")
+    drafter = _drafter(guess, draft, device, backend)
+    engine = _engine(run, checkpoint, device, overrides, n_slots=slots, drafter=drafter, backend=backend)
     overflow: Any = "slide" if slide else "error"
+    if input_file is not None and output_file is not None:
+        _generate_file(engine, input_file, output_file, settings, n_samples=samples, overflow=overflow)
+        return
+    prompt = sys.stdin.read() if prompt == "-" else prompt
     if as_json or samples > 1:
         completions = engine.complete(prompt, settings, n_samples=samples, overflow=overflow)
         if as_json:
-            _print_json({"prompt": prompt, "completions": [vars(completion) for completion in completions]})
+            _print_json({"prompt": prompt, "completions": [_completion_json(one) for one in completions]})
             return
         for i, completion in enumerate(completions):
             typer.echo(f"--- {i + 1} of {samples}\n{prompt}{completion.text}")
@@ -472,6 +515,51 @@ def generate(
     sys.stdout.write("\n")
     if reason == "context":
         _notice("stopped: the context is full. With --slide it goes on from the context's last half.")
+    if (rate := engine.statistics().acceptance_rate) is not None:
+        _notice(f"{rate:.0%} of the guessed tokens were right.")
+
+
+def _completion_json(completion: "Completion") -> dict[str, Any]:
+    tree = asdict(completion)
+    if completion.logprobs is None:
+        del tree["logprobs"]
+    return tree
+
+
+def _drafter(guess: int, draft: Path | None, device: str, backend: str) -> "Drafter | None":
+    """What guesses tokens ahead, where that is asked for."""
+    from gptworks.infer.engine import load
+    from gptworks.infer.speculate import DraftModel, PromptLookup
+
+    if not guess:
+        return None
+    if draft is None:
+        return PromptLookup(guess)
+    name: Any = backend
+    return DraftModel(load(draft, device=device, report=_notice).model, guess, backend=name)
+
+
+def _generate_file(engine: "Engine", source: Path, target: Path, settings: "SamplingSettings", **options: Any) -> None:
+    """Continue a file of prompts with a progress bar."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from gptworks.infer.batch import BatchReport, generate_file
+
+    columns = (TextColumn("prompts"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+    console = _console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("")
+
+        def show(report: BatchReport) -> None:
+            progress.update(bar, total=report.total, completed=report.skipped + report.done + report.failed)
+
+        report = generate_file(engine, source, target, settings, report=show, **options)
+    skipped = f", {report.skipped} were there already" if report.skipped else ""
+    _notice(f"{target}: {report.done} of {report.total} prompts continued{skipped}.")
+    for error in report.errors:
+        _notice(f"error: {error}")
+    if report.failed:
+        raise RunError(f"{report.failed} of {report.total} prompts could not be continued; their lines say why.")
 
 
 @app.command()
@@ -483,8 +571,11 @@ def chat(
     top_p: TopP = 0.95,
     min_p: MinP = 0.0,
     repetition_penalty: RepetitionPenalty = 1.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    presence_penalty: PresencePenalty = 0.0,
     seed: Seed = None,
     stop: Stop = None,
+    backend: Backend = "auto",
     checkpoint: WhichCheckpoint = "best",
     device: Device = "auto",
 ) -> None:
@@ -492,8 +583,9 @@ def chat(
     from gptworks.infer.chat import ChatSession
 
     session = ChatSession(
-        _engine(run, checkpoint, device), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()),
+        _engine(run, checkpoint, device, backend=backend, reuse="all"), temperature=temperature, top_k=top_k,
+        top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()),
     )  # fmt: skip
     _notice(
         "This is a base model: it continues what you write. /reset forgets the text, /quit ends. Ctrl-C stops a reply."
@@ -525,10 +617,12 @@ def chat(
             forgotten_said = True
 
 
-def _engine(run: Path, checkpoint: str, device: str, overrides: list[str] | None = None) -> "Engine":
+def _engine(run: Path, checkpoint: str, device: str, overrides: list[str] | None = None, **options: Any) -> "Engine":
     from gptworks.infer.engine import load
 
-    return load(run, checkpoint, overrides=overrides or [], device=device, report=_notice)
+    if options.get("backend", "auto") not in ("auto", "torch", "native"):
+        raise UserError(f"--backend {options['backend']}: it must be auto, torch or native.")
+    return load(run, checkpoint, overrides=overrides or [], device=device, report=_notice, **options)
 
 
 # --------------------------------------------------------------------------------------- seeing, comparing

@@ -7,8 +7,6 @@
 (gptworks.infer.native) computes the same in C++ on a CPU; `choose_backend` takes it where it can be had.
 """
 
-import importlib
-import importlib.util
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from gptworks.errors import UserError
 from gptworks.model import GPT, SlotCache
 
 SHORT_TOKENS = 16
@@ -128,24 +127,23 @@ def choose_backend(
         name: native: it, or an error. torch: the model's own forward pass.
 
     Raises:
-        Unavailable: name="native" and it cannot be had.
+        UserError: name="native" and it cannot be had.
     """
-    wanted = name == "native" or (name == "auto" and model.device.type == "cpu" and not model.training)
-    if wanted and importlib.util.find_spec("gptworks.infer.native") is not None:
+    if name == "native" or (name == "auto" and model.device.type == "cpu" and not model.training):
         try:
             return _native_backend(model, n_slots, capacity, dtype)
         except Unavailable as error:
             if name == "native":
-                raise
+                raise UserError(f"backend=native cannot compute this model here: {error} Take auto or torch.") from None
             _say_once(f"the native engine is not used: {error} torch computes instead, slower.")
     return TorchBackend(model, n_slots, capacity, dtype=dtype)
 
 
 def _native_backend(model: GPT, n_slots: int, capacity: int, dtype: torch.dtype | None) -> Backend:
     """`native.try_backend(model, n_slots, capacity, dtype=...)`, which raises Unavailable where it cannot serve."""
-    native = importlib.import_module("gptworks.infer.native")
-    backend: Backend = native.try_backend(model, n_slots, capacity, dtype=dtype)
-    return backend
+    from gptworks.infer import native
+
+    return native.try_backend(model, n_slots, capacity, dtype=dtype)
 
 
 _said: set[str] = set()

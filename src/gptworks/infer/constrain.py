@@ -15,6 +15,9 @@ from gptworks.errors import UserError
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.tokenizer import BYTE_CHARACTERS, special_tokens, vocabulary_size
 
+_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As `json.dumps` writes it. Where any white space may stand, a small model may write nothing else."""
+
 
 class Constraint:
     """What one text may go on with. Tokens are those of the tokenizer, V of them."""
@@ -93,7 +96,7 @@ class Constraints:
             tree = json.loads(schema) if isinstance(schema, str) else schema
             if not isinstance(tree, Mapping | bool):
                 raise ValueError("a schema is an object")
-            grammar = matcher.grammar_from_json_schema(json.dumps(tree))
+            grammar = matcher.grammar_from_json_schema(json.dumps(tree), defaults=_SPACING)
         except ValueError as error:
             raise UserError(f"json_schema={schema!r} is no JSON schema: {error}.") from None
         return grammar

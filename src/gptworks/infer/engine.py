@@ -53,7 +53,9 @@ MOST_SLOTS = 32
 """Texts generated at once by an engine that makes room by itself."""
 
 _LEAST_CAPACITY = 256
-"""Tokens of such an engine's slots. Room is made in powers of two, so that it is seldom made anew."""
+_LEAST_CAPACITY_CPU = 2048
+"""Tokens of such an engine's slots. Room is made in powers of two, so that it is seldom made anew; on a CPU generously,
+since what no text reaches takes no memory there."""
 
 
 @dataclass
@@ -115,6 +117,8 @@ class Engine:
         self.context = min(slot_tokens or model.config.context_length, model.config.context_length)
         """Tokens that a text may come to before it is full."""
         self.drafter, self.max_waiting = drafter, max_waiting
+        if drafter is not None:
+            drafter.check(n_ids)
         self._n_slots, self._slot_tokens = n_slots, slot_tokens
         self._backend_name: BackendName = backend
         self._cache_dtype = cache_dtype
@@ -467,10 +471,9 @@ class Engine:
     def _make_room(self) -> None:
         """Have a backend with slots for what is to be done; jobs that run in a smaller one are computed anew."""
         scheduler = self._scheduler
-        capacity = self._slot_tokens or _power_of_two(
-            max(_LEAST_CAPACITY, *(self._room(job) for job in (*scheduler.running, *scheduler.waiting)))
-        )
-        capacity = min(capacity, self.context)
+        least = _LEAST_CAPACITY_CPU if self.model.device.type == "cpu" else _LEAST_CAPACITY
+        longest = max(self._room(job) for job in (*scheduler.running, *scheduler.waiting))
+        capacity = min(self._slot_tokens or _power_of_two(max(least, longest)), self.context)
         n_slots = self._n_slots
         if n_slots is None:
             n_more = sum(r.n_samples_to_come for r in self._open.values())
@@ -487,7 +490,7 @@ class Engine:
         )
         scheduler.resize(n_slots, invariant=backend.invariant)
         if self.drafter is not None:
-            self.drafter.reset(n_slots, capacity, self.n_ids)
+            self.drafter.reset(n_slots, capacity)
 
     def _room(self, job: Job) -> int:
         """Tokens that a job's text may come to in its slot."""

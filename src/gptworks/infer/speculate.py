@@ -36,8 +36,16 @@ class Drafter(Protocol):
         """For each text, at most `n_wanted` tokens that may follow it."""
         ...
 
-    def reset(self, n_slots: int, capacity: int, n_ids: int) -> None:
-        """The engine has so many slots and token ids now, and what the slots held is gone."""
+    def check(self, n_ids: int) -> None:
+        """Called once by the engine, whose tokenizer has so many ids.
+
+        Raises:
+            UserError: it cannot guess for that tokenizer.
+        """
+        ...
+
+    def reset(self, n_slots: int, capacity: int) -> None:
+        """The engine has so many slots now, and what the slots held is gone."""
         ...
 
 
@@ -60,7 +68,10 @@ class PromptLookup:
     def guess(self, texts: Sequence[Draftable]) -> list[list[int]]:
         return [self._guess(text.tokens, min(self.n_tokens, text.n_wanted)) for text in texts]
 
-    def reset(self, n_slots: int, capacity: int, n_ids: int) -> None:
+    def check(self, n_ids: int) -> None:
+        pass
+
+    def reset(self, n_slots: int, capacity: int) -> None:
         pass
 
     def _guess(self, tokens: list[int], n_wanted: int) -> list[int]:
@@ -101,15 +112,18 @@ class DraftModel:
         self._held: list[list[int]] = []  # by slot, as in the engine
         self._n_ids = 0
 
-    def reset(self, n_slots: int, capacity: int, n_ids: int) -> None:
+    def check(self, n_ids: int) -> None:
         if n_ids > self.model.config.vocab_size:
             raise UserError(
                 f"the draft model's vocabulary is {self.model.config.vocab_size} and the tokenizer has {n_ids} tokens: "
                 f"give a draft model of the same tokenizer."
             )
+        self._n_ids = n_ids
+
+    def reset(self, n_slots: int, capacity: int) -> None:
         room = min(capacity, self.model.config.context_length)
         self._backend = choose_backend(self.model, n_slots, room, name=self._backend_name)
-        self._held, self._n_ids = [[] for _ in range(n_slots)], n_ids
+        self._held = [[] for _ in range(n_slots)]
 
     def guess(self, texts: Sequence[Draftable]) -> list[list[int]]:
         guesses: list[list[int]] = [[] for _ in texts]

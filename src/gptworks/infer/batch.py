@@ -1,0 +1,177 @@
+"""A file of prompts in, a file of continuations out. Work that was cut short goes on where it stopped.
+
+Input, one JSON object a line: `prompt`, a text; `id`, a string or whole number (default: the line's number, from 1);
+`settings`, an object that wins over the settings of the whole (`{"max_tokens": 20}`). Other keys are passed over.
+
+Output, one line for each prompt, as they finish: `id`; `completions`, each with its text, finish_reason and number
+of tokens; `prompt_tokens`. Or `id` and `error`, for a prompt that cannot be continued.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gptworks.errors import UserError
+from gptworks.infer.engine import Engine, completions
+from gptworks.infer.request import Overflow, Request
+from gptworks.infer.sampling import SamplingSettings
+
+_IN_FLIGHT = 64
+"""Requests that the engine is given at once: enough that none of its slots is ever idle."""
+
+_BEGINNING = b'{"id": '
+
+
+@dataclass
+class BatchReport:
+    """What a batch came to."""
+
+    total: int
+    """Prompts in the input."""
+    skipped: int = 0
+    """Of these, done by an earlier call."""
+    done: int = 0
+    failed: int = 0
+    """Prompts that could not be continued."""
+    generated_tokens: int = 0
+    errors: list[str] = field(default_factory=list)
+    """The first few failures, with their ids."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Task:
+    id: str | int
+    prompt: str
+    settings: dict[str, Any]
+
+
+def generate_file(
+    engine: Engine,
+    source: str | Path,
+    target: str | Path,
+    settings: SamplingSettings | None = None,
+    *,
+    n_samples: int = 1,
+    overflow: Overflow = "error",
+    report: Callable[[BatchReport], None] = lambda _: None,
+) -> BatchReport:
+    """Continue every prompt of a file that the output does not hold yet; lines are appended as they are finished.
+
+    Args:
+        source, target: see the module.
+        settings, n_samples, overflow: as in `Engine.complete`, for all prompts.
+        report: called after each prompt.
+
+    Raises:
+        UserError: an input line is not as described, two have one id, or the output holds something else.
+    """
+    source, target, settings = Path(source), Path(target), settings or SamplingSettings()
+    ids = [task.id for task in _tasks(source, settings)]
+    if len(set(ids)) < len(ids):
+        twice = next(one for i, one in enumerate(ids) if one in ids[:i])
+        raise UserError(f"{source}: two prompts have the id {twice!r}. Each needs its own, so that work can go on.")
+    finished = _finished(target)
+    progress = BatchReport(total=len(ids), skipped=sum(one in finished for one in ids))
+    left = (task for task in _tasks(source, settings) if task.id not in finished)
+    with target.open("a", encoding="utf-8") as out:
+        for task, outcome in _outcomes(engine, left, settings, n_samples, overflow):
+            out.write(json.dumps({"id": task.id, **outcome}, ensure_ascii=False) + "\n")
+            out.flush()
+            if "error" in outcome:
+                progress.failed += 1
+                if len(progress.errors) < 3:
+                    progress.errors.append(f"{task.id}: {outcome['error']}")
+            else:
+                progress.done += 1
+                progress.generated_tokens += sum(one["tokens"] for one in outcome["completions"])
+            report(progress)
+    return progress
+
+
+def _outcomes(
+    engine: Engine, tasks: Iterator[_Task], settings: SamplingSettings, n_samples: int, overflow: Overflow
+) -> Iterator[tuple[_Task, dict[str, Any]]]:
+    """Each task and what its line says, as they end."""
+    running: dict[_Task, Request] = {}
+    more = True
+    try:
+        while more or running:
+            while more and len(running) < _IN_FLIGHT:
+                task = next(tasks, None)
+                if task is None:
+                    more = False
+                    break
+                try:
+                    of_task = SamplingSettings.of(settings, **task.settings)
+                    running[task] = engine.submit(task.prompt, of_task, n_samples=n_samples, overflow=overflow)
+                except UserError as error:
+                    yield task, {"error": str(error)}
+            engine.step()
+            for task, request in [(task, request) for task, request in running.items() if request.done]:
+                del running[task]
+                yield task, _outcome(request)
+    finally:
+        for request in running.values():
+            engine.cancel(request)
+
+
+def _outcome(request: Request) -> dict[str, Any]:
+    if request.error is not None:
+        return {"error": str(request.error)}
+    made = completions(request.take(), len(request.samples), len(request.prompt_ids))
+    return {
+        "completions": [
+            {"text": one.text, "finish_reason": one.finish_reason, "tokens": len(one.token_ids)} for one in made
+        ],
+        "prompt_tokens": len(request.prompt_ids),
+    }
+
+
+def _tasks(source: Path, settings: SamplingSettings) -> Iterator[_Task]:
+    with source.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield _task(line, number, f"{source}, line {number}", settings)
+
+
+def _task(line: str, number: int, place: str, settings: SamplingSettings) -> _Task:
+    try:
+        tree = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{place}: not JSON: {error}.") from None
+    if not isinstance(tree, dict) or not isinstance(tree.get("prompt"), str):
+        raise UserError(f'{place}: it must be an object with a text, such as {{"prompt": "Once"}}.')
+    own, name = tree.get("settings", {}), tree.get("id", number)
+    if not isinstance(own, dict):
+        raise UserError(f"{place}: settings={own!r}: it must be an object.")
+    if not isinstance(name, str | int):
+        raise UserError(f"{place}: id={name!r}: it must be a string or a whole number.")
+    try:
+        SamplingSettings.of(settings, **own)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
+    return _Task(name, tree["prompt"], own)
+
+
+def _finished(target: Path) -> set[str | int]:
+    """The ids of a file's whole lines; a last line that was cut short is taken away."""
+    if not target.exists():
+        return set()
+    finished, whole_bytes = set(), 0
+    with target.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                if line.endswith(b"\n"):
+                    finished.add(json.loads(line)["id"])
+                    whole_bytes += len(line)
+                elif line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
+                    raise ValueError("not the beginning of a line of ours")
+            except (ValueError, KeyError, TypeError):
+                raise UserError(
+                    f"{target}, line {number}: not an output of this command. Give another --output."
+                ) from None
+    with target.open("rb+") as file:
+        file.truncate(whole_bytes)
+    return finished

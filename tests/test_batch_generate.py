@@ -1,0 +1,110 @@
+"""A file of prompts: every one is continued once, whatever is interrupted in between."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptworks.errors import UserError
+from gptworks.infer import Engine, SamplingSettings
+from gptworks.infer.batch import generate_file
+from test_engine import char_tokenizer, random_model
+
+SETTINGS = SamplingSettings(seed=1, max_tokens=8)
+
+
+def engine() -> Engine:
+    tokenizer = char_tokenizer()
+    return Engine(random_model(tokenizer, init_std=0.2).eval(), tokenizer, backend="torch", n_slots=4)
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def read(path: Path) -> dict[Any, Any]:
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len({line["id"] for line in lines}) == len(lines)
+    return {line["id"]: line for line in lines}
+
+
+PROMPTS = [{"id": f"p{i}", "prompt": "abcdefghij"[i % 10 :: 2], "extra": i} for i in range(30)]
+
+
+def test_each_prompt_gets_what_it_would_get_alone(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", *PROMPTS)
+    report = generate_file(engine(), source, tmp_path / "out.jsonl", SETTINGS, n_samples=2)
+    lines = read(tmp_path / "out.jsonl")
+    assert (report.total, report.done, report.skipped, report.failed) == (30, 30, 0, 0)
+    for prompt in PROMPTS:
+        expected = engine().complete(prompt["prompt"], SETTINGS, n_samples=2)
+        assert lines[prompt["id"]]["completions"] == [
+            {"text": one.text, "finish_reason": one.finish_reason, "tokens": len(one.token_ids)} for one in expected
+        ]
+        assert lines[prompt["id"]]["prompt_tokens"] == expected[0].prompt_tokens
+    assert report.generated_tokens == sum(c["tokens"] for line in lines.values() for c in line["completions"])
+
+
+@pytest.mark.parametrize("cut_bytes", [0, 1, 30])
+def test_what_was_interrupted_goes_on(tmp_path: Path, cut_bytes: int) -> None:
+    """Stopped after ten prompts, with the last line cut short by a crash: the file ends up as if nothing had been."""
+    source, target, whole = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "whole.jsonl"))
+    write(source, *PROMPTS)
+
+    def stop(report: Any) -> None:
+        if report.done == 10:
+            raise KeyboardInterrupt
+
+    one = engine()
+    with pytest.raises(KeyboardInterrupt):
+        generate_file(one, source, target, SETTINGS, report=stop)
+    assert one.statistics().slots_used == 0
+    if cut_bytes:
+        target.write_bytes(target.read_bytes()[:-cut_bytes])
+    report = generate_file(engine(), source, target, SETTINGS)
+    assert (report.skipped, report.done) == (10 - bool(cut_bytes), 20 + bool(cut_bytes))
+    generate_file(engine(), source, whole, SETTINGS)
+    assert read(target) == read(whole)
+    again = generate_file(engine(), source, target, SETTINGS)
+    assert (again.skipped, again.done) == (30, 0)
+
+
+def test_a_line_has_settings_of_its_own_and_its_number_for_an_id(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", {"prompt": "abc", "settings": {"max_tokens": 3}}, {"prompt": "abc"})
+    generate_file(engine(), source, tmp_path / "out.jsonl", SamplingSettings(seed=1, max_tokens=5, ignore_eos=True))
+    lines = read(tmp_path / "out.jsonl")
+    assert [lines[i]["completions"][0]["tokens"] for i in (1, 2)] == [3, 5]
+
+
+def test_a_prompt_that_cannot_be_continued_says_so_in_its_line(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", {"prompt": "abc" * 20}, {"prompt": "abc"})
+    report = generate_file(engine(), source, tmp_path / "out.jsonl", SETTINGS)
+    assert (report.done, report.failed) == (1, 1)
+    assert "60 tokens" in read(tmp_path / "out.jsonl")[1]["error"] and "60 tokens" in report.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("{", "line 1: not JSON"), ('{"text": "a"}', "line 1: it must be an object"), ("[1]", "line 1"),
+        ('{"prompt": "a"}\n{"prompt": "b", "id": 1}', "two prompts have the id 1"),
+        ('{"prompt": "a", "settings": {"temprature": 1}}', "line 1: .*did you mean `temperature`"),
+        ('{"prompt": "a", "settings": 3}', "settings=3"), ('{"prompt": "a", "id": 1.5}', "id=1.5"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_prompts_is_refused_before_work(tmp_path: Path, lines: str, message: str) -> None:
+    (tmp_path / "in.jsonl").write_text(lines, encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        generate_file(engine(), tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("text", ["my notes\nof today", "my notes", '{"prompt": "abc"}'])
+def test_a_file_that_is_not_an_output_is_left_as_it_is(tmp_path: Path, text: str) -> None:
+    source, target = write(tmp_path / "in.jsonl", {"prompt": "abc"}), tmp_path / "notes.txt"
+    target.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match="not an output"):
+        generate_file(engine(), source, target)
+    assert target.read_text(encoding="utf-8") == text

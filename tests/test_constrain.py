@@ -1,0 +1,119 @@
+"""Constrained texts: whatever a random model would like to write, what comes out follows the schema or expression."""
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from gptworks.config import GPT2Tokenizer, WordTokenizer
+from gptworks.errors import UserError
+from gptworks.infer import Engine, SamplingSettings
+from gptworks.infer.constrain import Constraints
+from gptworks.infer.speculate import PromptLookup
+from gptworks.tokenizer import train_tokenizer
+from test_engine import byte_tokenizer, char_tokenizer, random_model
+
+pytest.importorskip("llguidance")
+
+CHARACTERS = char_tokenizer("".join(map(chr, range(32, 127))) + "\n")  # with an end-of-text token
+BYTES = byte_tokenizer()  # without
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"], "additionalProperties": False,
+}  # fmt: skip
+
+
+def engine(tokenizer: Tokenizer, **options: Any) -> Engine:
+    model = random_model(tokenizer, context_length=256, init_std=0.2).eval()
+    return Engine(model, tokenizer, backend="torch", **options)
+
+
+@pytest.mark.parametrize("tokenizer", [CHARACTERS, BYTES], ids=["characters", "bytes"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_json_follows_its_schema(tokenizer: Tokenizer, temperature: float) -> None:
+    for made in engine(tokenizer).complete(
+        "x", json_schema=PERSON, temperature=temperature, n_samples=6, seed=1, max_tokens=200
+    ):
+        assert made.finish_reason == "stop"
+        value = json.loads(made.text)
+        assert set(value) == {"name", "age", "tags"}
+        assert len(value["name"]) <= 6 and 0 <= value["age"] <= 120 and isinstance(value["age"], int)
+        assert len(value["tags"]) <= 3 and set(value["tags"]) <= {"a", "b"}
+
+
+@pytest.mark.parametrize("tokenizer", [CHARACTERS, BYTES], ids=["characters", "bytes"])
+@pytest.mark.parametrize("regex", [r"[0-9]{3}-[a-f]{2,5}", r"(yes|no|maybe)", r"x*", r"-?[1-9][0-9]{0,4}(\.[0-9]+)?"])
+def test_a_text_matches_its_regular_expression(tokenizer: Tokenizer, regex: str) -> None:
+    for made in engine(tokenizer).complete("x", regex=regex, n_samples=6, seed=2, max_tokens=60):
+        if made.finish_reason == "stop":
+            assert re.fullmatch(regex, made.text)
+        else:
+            assert regex in (r"x*", r"-?[1-9][0-9]{0,4}(\.[0-9]+)?"), "only these have no end"
+
+
+def test_constrained_and_free_texts_run_side_by_side() -> None:
+    """And guesses that the constraint forbids are left out."""
+    one = engine(CHARACTERS, n_slots=4, drafter=PromptLookup(4, 2))
+    chance, wanted = random.Random(1), []
+    for i in range(8):
+        regex = r"(ab|cd|[0-9]){20}" if i % 2 else None
+        wanted.append((chr(65 + i) * 3, SamplingSettings(regex=regex, seed=chance.randrange(99), max_tokens=40)))
+    requests = [one.submit(*asked) for asked in wanted]
+    while one.step():
+        pass
+    for (prompt, settings), request in zip(wanted, requests, strict=True):
+        text = "".join(piece.text for piece in request.take())
+        assert text == engine(CHARACTERS).generate(prompt, settings)
+        assert settings.regex is None or re.fullmatch(settings.regex, text)
+
+
+def test_tokens_of_several_characters_and_bytes(shared_data: Path) -> None:
+    tokenizer = train_tokenizer(GPT2Tokenizer(type="gpt2", path=shared_data / "r50k_base.tiktoken"), [])
+    one = engine(tokenizer)
+    for made in one.complete("x", json_schema=PERSON, n_samples=3, seed=1, max_tokens=100):
+        assert set(json.loads(made.text)) == {"name", "age", "tags"}
+    for text in ('{"a": [1, 2.5e3, "é漢\\n"], "b": {}}', "[]", '"x"'):
+        constraint = Constraints(tokenizer).of(SamplingSettings(json_schema={}))
+        for token in tokenizer.encode(text).ids:
+            assert constraint.allowed()[token], (text, tokenizer.decode([token]))
+            constraint.push(token)
+
+
+def test_what_is_allowed_is_what_may_be_pushed() -> None:
+    """Each token alone, against the matcher's own word for it."""
+    constraint = Constraints(CHARACTERS).of(SamplingSettings(regex=r"a(b|c)*d"))
+    for character, following in (("a", "bcd"), ("b", "bcd"), ("c", "bcd")):
+        constraint.push(CHARACTERS.encode(character).ids[0])
+        allowed = torch.nonzero(constraint.allowed())[:, 0].tolist()
+        assert sorted(CHARACTERS.decode([token]) for token in allowed) == list(following)
+        assert [i for i in range(90) if constraint.accepts([i])] == allowed
+    assert constraint.push(CHARACTERS.encode("d").ids[0]), "nothing can follow"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"regex": "a("}, "regex='a\\('"), ({"json_schema": "{"}, "is no JSON schema"),
+        ({"json_schema": {"type": "nonsense"}}, "json_schema=.*cannot be followed"),
+        ({"json_schema": "[1]"}, "a schema is an object"),
+    ],
+)  # fmt: skip
+def test_constraints_that_mean_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        engine(CHARACTERS).pieces("x", **settings)
+
+
+def test_words_joined_by_spaces_are_refused() -> None:
+    tokenizer = train_tokenizer(WordTokenizer(type="word", vocab_size=20), ["the king said no"])
+    with pytest.raises(UserError, match="spell text by themselves"):
+        engine(tokenizer).pieces("the", regex="a")

@@ -1,0 +1,163 @@
+"""Guessed tokens change how fast a text comes and nothing else: not a token, not a probability."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from gptworks.errors import UserError
+from gptworks.infer import Engine, SamplingSettings
+from gptworks.infer.sampling import Sampler
+from gptworks.infer.speculate import Draftable, DraftModel, PromptLookup
+from gptworks.infer.text import Sample
+from test_engine import CONTEXT, byte_tokenizer, chain_model, char_tokenizer, random_model, writing
+from test_sampling import assert_drawn_from
+
+TOKENIZER = char_tokenizer()
+
+
+def engine(model: Any, **options: Any) -> Engine:
+    return Engine(model, TOKENIZER, backend="torch", **options)
+
+
+def noisy_twin(model: Any, noise: float) -> Any:
+    """A model that nearly agrees with another."""
+    twin = random_model(TOKENIZER, seed=0).eval()
+    twin.load_state_dict(model.state_dict())
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * noise)
+    return twin
+
+
+MODEL = random_model(TOKENIZER, init_std=0.2).eval()
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [lambda: PromptLookup(4, 2), lambda: DraftModel(noisy_twin(MODEL, 0.02), 3, backend="torch")],
+    ids=["lookup", "model"],
+)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0, "repetition_penalty": 1.3}, {"seed": 1},
+        {"seed": 2, "top_p": 0.8, "top_k": 6, "repetition_penalty": 1.1},
+        {"seed": 3, "frequency_penalty": 0.5, "stop": "ab", "logprobs": 1}, {"seed": 4, "temperature": 1.5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_texts_are_those_without_guesses(drafter: Any, settings: dict[str, Any]) -> None:
+    """Over several windows, for several samples at once, whose guesses are partly right."""
+    sampling = SamplingSettings(**settings, max_tokens=3 * CONTEXT)
+    one = engine(MODEL, drafter=drafter())
+    for prompt in ("abcabcabc", "j", "hhhh"):
+        made = one.complete(prompt, sampling, n_samples=3, overflow="slide")
+        expected = engine(MODEL).complete(prompt, sampling, n_samples=3, overflow="slide")
+        assert [(c.text, c.token_ids, c.finish_reason) for c in made] == [
+            (c.text, c.token_ids, c.finish_reason) for c in expected
+        ]
+        for ours, theirs in zip(made, expected, strict=True):
+            told = [p.logprob for p in ours.logprobs or []]
+            assert told == pytest.approx([p.logprob for p in theirs.logprobs or []], abs=1e-4)
+    statistics = one.statistics()
+    assert 0 < statistics.accepted_tokens < statistics.guessed_tokens
+    assert statistics.generated_tokens > 0
+
+
+class OneGuess:
+    """Always guesses the same tokens."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def guess(self, texts: list[Draftable]) -> list[list[int]]:
+        return [self.tokens[: text.n_wanted] for text in texts]
+
+    def check(self, n_ids: int) -> None:
+        pass
+
+    def reset(self, n_slots: int, capacity: int) -> None:
+        pass
+
+
+def test_sampled_texts_have_the_probabilities_of_the_model() -> None:
+    """3,000 unseeded texts of three tokens over a vocabulary of five, the last two guessed: by Pearson's chi-square."""
+    tokenizer = byte_tokenizer()
+    model = random_model(tokenizer, vocab_size=256, init_std=0.1).eval()
+    only = {token: -float("inf") for token in range(256) if token not in (65, 66, 67)}
+    settings = SamplingSettings(temperature=1.0, max_tokens=3, logit_bias=only)
+    with torch.no_grad():
+        keep = torch.tensor([65, 66, 67])
+
+        def following(*tokens: int) -> torch.Tensor:
+            return model(torch.tensor([[1, 2, *tokens]]))[0, -1, keep].softmax(-1)
+
+        exact = torch.stack(
+            [
+                following()[a] * following(65 + a)[b] * following(65 + a, 65 + b)[c]
+                for a in range(3) for b in range(3) for c in range(3)
+            ]
+        )  # fmt: skip
+    one = Engine(model, tokenizer, backend="torch", drafter=OneGuess([66, 65]))
+    drawn = []
+    for completion in one.complete([1, 2], settings, n_samples=3000):
+        a, b, c = (token - 65 for token in completion.token_ids)
+        drawn.append(9 * a + 3 * b + c)
+    assert_drawn_from(exact, drawn)
+    assert 0.1 < (one.statistics().acceptance_rate or 0) < 0.9
+
+
+def test_what_repeats_comes_in_fewer_steps() -> None:
+    slow, fast = writing("abcde"), writing("abcde")
+    fast.drafter = PromptLookup(4, 3)
+    for one in (slow, fast):
+        assert one.generate("abcdeabc", temperature=0, max_tokens=8) == "deabcdea"
+    assert (slow.statistics().steps, fast.statistics().steps) == (8, 3)  # one reads, each other gives up to 5
+    assert fast.statistics().acceptance_rate == 1
+
+
+def test_a_draft_model_that_is_the_model_is_always_right() -> None:
+    one = engine(MODEL, drafter=DraftModel(MODEL, 4, backend="torch"))
+    for settings in ({"temperature": 0}, {"seed": 5}, {"seed": 6, "top_p": 0.9}):
+        one.generate("abc", max_tokens=11, **settings)
+    assert one.statistics().acceptance_rate == 1
+    assert one.statistics().steps == 3 * 3
+
+
+def test_a_draft_model_with_a_shorter_context_leaves_the_rest_to_the_model() -> None:
+    small = random_model(TOKENIZER, context_length=6, init_std=0.2).eval()
+    one = engine(MODEL, drafter=DraftModel(small, 3, backend="torch"))
+    assert one.generate("abc", temperature=0, max_tokens=12) == engine(MODEL).generate(
+        "abc", temperature=0, max_tokens=12
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1, 2, 3, 4, 1, 2, 3], [4, 1]), ([1, 2, 3, 9, 2, 3], [9, 2]), ([5, 2, 3, 8, 1, 2, 3, 7, 1, 2, 3], [7, 1]),
+        ([1, 2, 3], []), ([1], []), ([4, 4, 4, 4], [4]), ([1, 9, 2, 9], []),
+    ],
+)  # fmt: skip
+def test_lookup_finds_what_followed_last_time(tokens: list[int], expected: list[int]) -> None:
+    sample = Sample(0, tokens, SamplingSettings(), TOKENIZER, None)
+    assert PromptLookup(2, 3).guess([Draftable(sample, 0, tokens, 5)]) == [expected]
+    assert PromptLookup(2, 3).guess([Draftable(sample, 0, tokens, 1)]) == [expected[:1]]
+
+
+def test_looking_ahead_at_random_numbers_does_not_use_them_up() -> None:
+    one, other = (Sampler(SamplingSettings(seed=1)) for _ in range(2))
+    ahead = [one.share(i) for i in (2, 0, 1)]
+    assert [one.next_share() for _ in range(3)] == [ahead[1], ahead[2], ahead[0]]
+    assert one.next_share() == [other.next_share() for _ in range(4)][-1]
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
+    stranger = chain_model(char_tokenizer("abc"), [2, 3])
+    with pytest.raises(UserError, match="same tokenizer"):
+        engine(MODEL, drafter=DraftModel(stranger, 3, backend="torch"))
+    for make in (lambda: PromptLookup(0), lambda: PromptLookup(3, 1), lambda: DraftModel(MODEL, 0)):
+        with pytest.raises(UserError):
+            make()
