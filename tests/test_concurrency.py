@@ -1,6 +1,7 @@
 """Many requests at once: each gets what it would get alone, whatever comes, goes and is shared beside it."""
 
 import asyncio
+import copy
 import random
 import threading
 from typing import Any
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from gptworks.errors import RunError, UserError
-from gptworks.infer import Completion, Engine, SamplingSettings
+from gptworks.infer import Completion, Engine, SamplingSettings, native
+from gptworks.infer.backend import Unavailable
 from gptworks.infer.engine import completions
 from gptworks.infer.loop import EngineLoop
 from gptworks.infer.request import Request
@@ -30,6 +32,13 @@ def model() -> Any:
 
 def engine(model: Any, **options: Any) -> Engine:
     return Engine(model, TOKENIZER, **{"backend": "torch", "prefill_tokens": 8} | options)
+
+
+def needs_native(model: Any) -> None:
+    try:
+        native.try_backend(model, 1, CONTEXT)
+    except Unavailable as error:
+        pytest.skip(f"no native kernels here: {error}")
 
 
 def mixed_settings(chance: random.Random) -> SamplingSettings:
@@ -81,9 +90,18 @@ def texts(made: list[Completion]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("options", [{}, {"reuse": "all"}, {"n_slots": 5, "drafter": PromptLookup(3, 2)}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"reuse": "all"}, {"n_slots": 5, "drafter": PromptLookup(3, 2)}, {"backend": "native"},
+        {"backend": "native", "drafter": PromptLookup(3, 2)},
+    ],
+    ids=["plain", "reuse", "guesses", "native", "native-guesses"],
+)  # fmt: skip
 def test_thirty_two_requests_get_what_each_gets_alone(model: Any, options: dict[str, Any]) -> None:
     """Mixed settings, random arrivals and cancellations, shared beginnings, several samples, sliding windows, beams."""
+    if "backend" in options:
+        needs_native(model)
     chance = random.Random(1)
     asked: list[tuple[list[int], dict[str, Any]]] = []
     for i in range(32):
@@ -100,7 +118,7 @@ def test_thirty_two_requests_get_what_each_gets_alone(model: Any, options: dict[
     assert statistics.cancelled >= 2 and statistics.finished + statistics.cancelled == statistics.requests == 32
     for (prompt, arguments), result in zip(asked, results, strict=True):
         if result is not None:
-            alone = engine(model).complete(prompt, **arguments)
+            alone = engine(model, backend=options.get("backend", "torch")).complete(prompt, **arguments)
             assert texts(result) == texts(alone)
             for ours, theirs in zip(result, alone, strict=True):
                 for got, expected in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
@@ -131,6 +149,18 @@ def test_a_shared_beginning_is_computed_once(model: Any) -> None:
         pass
     assert third.n_reused_tokens == 16 == one.statistics().reused_tokens
     assert one.statistics().prefix_hits == 1
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_a_turn_goes_on_from_what_the_last_one_computed(model: Any, backend: Any) -> None:
+    if backend == "native":
+        needs_native(model)
+    one = engine(copy.deepcopy(model), backend=backend, reuse="all")
+    (first,) = one.complete([1, 2, 3], temperature=0, max_tokens=9, ignore_eos=True)
+    turn = [1, 2, 3, *first.token_ids, 7, 7]
+    (second,) = one.complete(turn, temperature=0, max_tokens=9)
+    assert one.statistics().reused_tokens == len(turn) - 3, "all but the last token generated, and what is new"
+    assert texts([second]) == texts(engine(model).complete(turn, temperature=0, max_tokens=9))
 
 
 def test_nothing_is_reused_once_the_weights_have_changed() -> None:

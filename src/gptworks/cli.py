@@ -479,11 +479,12 @@ def generate(
     """Continue a prompt, the text streaming as it comes; or every prompt of a file."""
     from gptworks.infer.sampling import SamplingSettings
 
+    schema = None if json_schema is None else json_schema.read_text(encoding="utf-8")
     settings = SamplingSettings(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, seed=seed, max_tokens=max_tokens,
         stop=tuple(stop or ()), min_tokens=min_tokens, ignore_eos=ignore_eos, logprobs=logprobs, num_beams=beams,
-        length_penalty=length_penalty, json_schema=json_schema and json_schema.read_text(encoding="utf-8"), regex=regex,
+        length_penalty=length_penalty, json_schema=schema, regex=regex,
     )  # fmt: skip
     if draft is not None and not guess:
         raise UserError("--draft without --guess: say how many tokens it guesses at a time, such as --guess 4.")

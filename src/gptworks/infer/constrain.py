@@ -15,7 +15,7 @@ from gptworks.errors import UserError
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.tokenizer import BYTE_CHARACTERS, special_tokens, vocabulary_size
 
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As `json.dumps` writes it. Where any white space may stand, a small model may write nothing else."""
 
 
