@@ -488,6 +488,7 @@ class Engine:
         self._backend = backend = choose_backend(
             self.model, n_slots, capacity, dtype=self._cache_dtype, name=self._backend_name
         )
+        self._weights = None if self.model.training else _versions(self.model)  # a backend may have moved them
         scheduler.resize(n_slots, invariant=backend.invariant)
         if self.drafter is not None:
             self.drafter.reset(n_slots, capacity)
@@ -501,10 +502,8 @@ class Engine:
 
     def _check_weights(self) -> None:
         """Forget what was computed with other weights."""
-        weights = None if self.model.training else tuple((p.data_ptr(), p._version) for p in self.model.parameters())
-        if weights is None or weights != self._weights:
+        if self._backend is not None and (self.model.training or self._weights != _versions(self.model)):
             self._release()
-        self._weights = weights
 
     def _rest(self) -> None:
         """With nothing to do, a model in training gets its memory back, and its weights will change."""
@@ -763,6 +762,11 @@ def _completion(pieces: list[Piece], n_prompt_tokens: int) -> Completion:
         prompt_tokens=n_prompt_tokens,
         logprobs=logprobs or None,
     )
+
+
+def _versions(model: GPT) -> tuple[tuple[int, int], ...]:
+    """Where the weights are and how often each was written to: equal while nobody changes them."""
+    return tuple((parameter.data_ptr(), parameter._version) for parameter in model.parameters())
 
 
 def _power_of_two(n: int) -> int:
