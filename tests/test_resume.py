@@ -43,9 +43,9 @@ def without_timings(run_dir: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if key not in TIMINGS} for record in records]
 
 
-def assert_same_run(one: Path, other: Path) -> None:
+def assert_same_run(one: Path, other: Path, steps: int = STEPS) -> None:
     first, second = (checkpoints(run)[0] for run in (one, other))
-    assert first.step == second.step == STEPS
+    assert first.step == second.step == steps
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (first.folder / file).read_bytes() == (second.folder / file).read_bytes(), file
     states = [{key: value for key, value in c.state().items() if key != "seconds"} for c in (first, second)]
