@@ -25,7 +25,10 @@
 #include <immintrin.h>
 #endif
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#define INTEGER_PRODUCTS  // int8 and int4 weights meet activations in 16-bit fixed point; elsewhere all is float
+#define INTEGER_PRODUCTS
+#endif
+#ifdef __AVX512BF16__
+#define BF16_PRODUCTS
 #endif
 
 #define INLINE inline __attribute__((always_inline))
@@ -67,9 +70,8 @@ struct Model {
 };
 
 struct Batch {
-    int64_t n_rows, n_chunks, n_wanted;
+    int64_t n_rows, n_texts, n_wanted;
     const int64_t *tokens, *slots, *positions;  // of each row
-    const int64_t *chunks;                      // [n_chunks + 1]: a chunk's first row; its rows are one slot's, in order
     const int64_t *wanted;                      // rows that want logits
     float *logits;                              // [n_wanted, vocabulary]
 };
@@ -154,7 +156,8 @@ inline Lanes load(const Half *p) {
 }
 
 // The sums of four vectors' lanes.
-INLINE Quad sums(Lanes a, Lanes b, Lanes c, Lanes d) {
+INLINE Quad sums(const Lanes (&v)[4]) {
+    const Lanes a = v[0], b = v[1], c = v[2], d = v[3];
 #ifdef __AVX512F__
     const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
     const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)c, (__m512)d), _mm512_unpackhi_ps((__m512)c, (__m512)d));
@@ -174,7 +177,7 @@ INLINE Quad sums(Lanes a, Lanes b, Lanes c, Lanes d) {
 #endif
 }
 
-inline float sum(Lanes v) { return sums(v, Lanes{}, Lanes{}, Lanes{})[0]; }
+inline float sum(Lanes v) { return sums({v, Lanes{}, Lanes{}, Lanes{}})[0]; }
 
 // e^x by x = n·ln 2 + r and the first terms of the series in r, |r| ≤ 0.35; within 2 units in the last place.
 inline Lanes exponential(Lanes x) {
@@ -261,30 +264,41 @@ int64_t padded(int64_t n) { return (n + CHUNK - 1) / CHUNK * CHUNK; }
 
 // ----------------------------------------------------------------------------------------------------------- products
 
-// Activations [n, stride], and where weights are integers the same in 16-bit fixed point with one scale a row, as two
-// planes of signed bytes: x ≈ scale · (256 · high + low). That is finer than bf16, and sums of products are exact.
+// Activations [n, stride], and what they are made into for a kind of weights, where the processor multiplies it:
+// * bf16 for bf16 (AVX512_BF16);
+// * for int8 and int4 (AVX512_VNNI) fixed point of 16 bits with one scale a row, as two planes of signed bytes,
+//   x ≈ scale · (256 · high + low): finer than bf16, and sums of products are exact.
 struct Rows {
     int64_t n, stride;
     float *x;
     int64_t prepared = FP32;
-    std::vector<int8_t> planes;     // [n, 2, stride]: low, high
+    std::vector<int8_t> bytes;      // [n, 2 · stride]: bf16; or low, then high
     std::vector<IntLanes> offsets;  // int4: for each 128 activations, what its weights' offset of 8 adds
     std::vector<float> scale;
     std::vector<int64_t> total;     // int8: sum of a row
 
     Rows(int64_t n, int64_t stride, float *x) : n(n), stride(stride), x(x) {}
-    const int8_t *low(int64_t row) const { return &planes[2 * row * stride]; }
+    const int8_t *low(int64_t row) const { return &bytes[2 * row * stride]; }
     const int8_t *high(int64_t row) const { return low(row) + stride; }
 
     void prepare(int64_t kind) {
-#ifdef INTEGER_PRODUCTS
-        if (kind == prepared || kind < INT8) return;
+        if (kind == prepared) return;
         prepared = kind;
-        planes.resize(2 * n * stride);
-        offsets.resize(n * stride / CHUNK);
-        scale.resize(n);
-        total.resize(n);
-        for (int64_t row = 0; row < n; row++) round(row);
+#ifdef BF16_PRODUCTS
+        if (kind == BF16) {
+            bytes.resize(2 * n * stride);
+            for (int64_t i = 0; i < n * stride; i += LANES)
+                _mm256_storeu_si256((__m256i *)&bytes[2 * i], (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i)));
+        }
+#endif
+#ifdef INTEGER_PRODUCTS
+        if (kind == INT8 || kind == INT4) {
+            bytes.resize(2 * n * stride);
+            offsets.resize(n * stride / CHUNK);
+            scale.resize(n);
+            total.resize(n);
+            for (int64_t row = 0; row < n; row++) round(row);
+        }
 #endif
     }
 
@@ -297,7 +311,7 @@ struct Rows {
         scale[row] = largest / 32639;  // 127 · 256 + 127: high stays a signed byte
         const __m512 factor = _mm512_set1_ps(32639 / largest);
         __m512i running = _mm512_setzero_si512();
-        int8_t *const lows = &planes[2 * row * stride], *const highs = lows + stride;
+        int8_t *const lows = &bytes[2 * row * stride], *const highs = lows + stride;
         for (int64_t i = 0; i < stride; i += LANES) {
             const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from + i), factor));
             const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(whole, 24), 24);
@@ -328,24 +342,62 @@ struct Rows {
 
 // A tile is contiguous, and memory is fastest when asked for in order: so it is prefetched in order, though its four rows
 // are read side by side. Without, this ran at a third of the memory's speed.
-INLINE void prefetch(const void *at, int64_t line) { __builtin_prefetch((const char *)at + 64 * line + PREFETCH); }
-
-// Four weight rows times N activation rows, from `row` on; out[r][j] is the sum for weight row j.
-template <int N, class Weight>
-inline void float_tile(const Weight *const *w, int64_t k, const Rows &x, int64_t row, Quad *out) {
-    Lanes total[N][TILE] = {};
-    const float *in = x.x + row * x.stride;
-    for (int64_t i = 0; i < k; i += LANES) {
-        Lanes activation[N];
-        repeat<N>([&](auto r) EACH { activation[r] = load(in + r * x.stride + i); });
-        repeat<TILE>([&](auto j) EACH {
-            if (i * sizeof(Weight) % 64 == 0) prefetch(w[0] + TILE * i, j);
-            const Lanes weight = load(w[j] + i);
-            repeat<N>([&](auto r) EACH { total[r][j] += weight * activation[r]; });
-        });
-    }
-    repeat<N>([&](auto r) EACH { out[r] = sums(total[r][0], total[r][1], total[r][2], total[r][3]); });
+// The nearest cache is for one row; many rows' activations need it themselves.
+template <int N> INLINE void prefetch(const void *at, int64_t line) {
+    __builtin_prefetch((const char *)at + 64 * line + PREFETCH, 0, N == 1 ? 3 : 2);
 }
+
+// Each kind of weights has a Tile: sums<N>(first, step, row, out) multiplies four weight rows, first, first + step …,
+// with N activation rows from `row` on; out[r][j] is the sum for weight row j.
+template <class Weight> struct FloatTile {
+    static constexpr int64_t AT_ONCE = 6;  // activation rows whose accumulators stay in registers
+    const Weight *weight;
+    int64_t k;
+    const Rows &x;
+
+    template <int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
+        Lanes total[N][TILE] = {};
+        const Weight *w = weight + first * k;
+        const float *in = x.x + row * x.stride;
+        for (int64_t i = 0; i < k; i += LANES) {
+            Lanes activation[N];
+            repeat<N>([&](auto r) EACH { activation[r] = load(in + r * x.stride + i); });
+            repeat<TILE>([&](auto j) EACH {
+                if (i * sizeof(Weight) % 64 == 0) prefetch<N>(w + TILE * i, j);
+                const Lanes row_of_weights = load(w + j * step * k + i);
+                repeat<N>([&](auto r) EACH { total[r][j] += row_of_weights * activation[r]; });
+            });
+        }
+        repeat<N>([&](auto r) EACH { out[r] = sums(total[r]); });
+    }
+};
+
+#ifdef BF16_PRODUCTS
+struct BFloatTile {
+    static constexpr int64_t AT_ONCE = 4;
+    const BFloat *weight;
+    int64_t k;
+    const Rows &x;
+
+    template <int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
+        Lanes total[N][TILE] = {};
+        const BFloat *w = weight + first * k;
+        const int8_t *in = x.low(row);
+        for (int64_t i = 0; i < k; i += 2 * LANES)
+            repeat<TILE>([&](auto j) EACH {
+                prefetch<N>(w + TILE * i, j);
+                const __m512bh row_of_weights = (__m512bh)_mm512_loadu_si512(w + j * step * k + i);
+                repeat<N>([&](auto r) EACH {
+                    const __m512bh activation = (__m512bh)_mm512_loadu_si512(in + 2 * (r * x.stride + i));
+                    total[r][j] = (Lanes)_mm512_dpbf16_ps((__m512)total[r][j], row_of_weights, activation);
+                });
+            });
+        repeat<N>([&](auto r) EACH { out[r] = sums(total[r]); });
+    }
+};
+#else
+typedef FloatTile<BFloat> BFloatTile;
+#endif
 
 #ifdef INTEGER_PRODUCTS
 INLINE __m256i whole_sums(const IntLanes (&v)[TILE]) {
@@ -358,122 +410,140 @@ INLINE __m256i whole_sums(const IntLanes (&v)[TILE]) {
 }
 
 // The product wants one side unsigned: weights + 128, whose share is 128 · the sum of the row's activations.
-template <int N> inline void int8_tile(const int8_t *const *w, int64_t k, const Rows &x, int64_t row, Quad *out) {
-    IntLanes low[N][TILE] = {}, high[N][TILE] = {};
-    const __m512i flip = _mm512_set1_epi8(-128);
-    for (int64_t i = 0; i < k; i += 64)
-        repeat<TILE>([&](auto j) EACH {
-            prefetch(w[0] + TILE * i, j);
-            const __m512i weight = _mm512_xor_si512(_mm512_loadu_si512(w[j] + i), flip);
-            repeat<N>([&](auto r) EACH {
-                low[r][j] = Rows::dot(low[r][j], weight, x.low(row + r) + i);
-                high[r][j] = Rows::dot(high[r][j], weight, x.high(row + r) + i);
+struct Int8Tile {
+    static constexpr int64_t AT_ONCE = 3;
+    const int8_t *weight;
+    int64_t k;
+    const Rows &x;
+
+    template <int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
+        IntLanes low[N][TILE] = {}, high[N][TILE] = {};
+        const int8_t *w = weight + first * k;
+        const __m512i flip = _mm512_set1_epi8(-128);
+        for (int64_t i = 0; i < k; i += 64)
+            repeat<TILE>([&](auto j) EACH {
+                prefetch<N>(w + TILE * i, j);
+                const __m512i row_of_weights = _mm512_xor_si512(_mm512_loadu_si512(w + j * step * k + i), flip);
+                repeat<N>([&](auto r) EACH {
+                    low[r][j] = Rows::dot(low[r][j], row_of_weights, x.low(row + r) + i);
+                    high[r][j] = Rows::dot(high[r][j], row_of_weights, x.high(row + r) + i);
+                });
             });
+        repeat<N>([&](auto r) EACH {
+            const __m256i both = _mm256_add_epi64(whole_sums(low[r]), _mm256_slli_epi64(whole_sums(high[r]), 8));
+            const __m256i exact = _mm256_sub_epi64(both, _mm256_set1_epi64x(128 * x.total[row + r]));
+            out[r] = (Quad)_mm256_cvtepi64_ps(exact) * x.scale[row + r];
         });
-    repeat<N>([&](auto r) EACH {
-        const __m256i both = _mm256_add_epi64(whole_sums(low[r]), _mm256_slli_epi64(whole_sums(high[r]), 8));
-        const __m256i exact = _mm256_sub_epi64(both, _mm256_set1_epi64x(128 * x.total[row + r]));
-        out[r] = (Quad)_mm256_cvtepi64_ps(exact) * x.scale[row + r];
-    });
-}
+    }
+};
 
 // 128 weights at a time, four groups: the lanes of a quarter belong to one group and take its scale.
-template <int N>
-inline void int4_tile(const uint8_t *const *w, const Half *const *s, int64_t k, const Rows &x, int64_t row, Quad *out) {
-    Lanes total[N][TILE] = {};
-    const __m512i nibble = _mm512_set1_epi8(15);
-    const __m512i spread = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
-    for (int64_t i = 0; i < k; i += CHUNK)
-        repeat<TILE>([&](auto j) EACH {
-            prefetch(w[0] + TILE * i / 2, j);
-            const __m512i bytes = _mm512_loadu_si512(w[j] + i / 2);
-            const __m512i first = _mm512_and_si512(bytes, nibble);
-            const __m512i second = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibble);
-            const __m128 four = _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)(s[j] + i / 32)));
-            const Lanes scale = (Lanes)_mm512_permutexvar_ps(spread, _mm512_castps128_ps512(four));
-            repeat<N>([&](auto r) EACH {
-                const int8_t *lows = x.low(row + r) + i, *highs = x.high(row + r) + i;
-                const IntLanes offset = x.offsets[((row + r) * x.stride + i) / CHUNK];
-                const IntLanes low = Rows::dot(Rows::dot(offset, first, lows), second, lows + CHUNK / 2);
-                const IntLanes high = Rows::dot(Rows::dot(IntLanes{}, first, highs), second, highs + CHUNK / 2);
-                total[r][j] += __builtin_convertvector(low + (high << 8), Lanes) * scale;
+struct Int4Tile {
+    static constexpr int64_t AT_ONCE = 4;
+    const uint8_t *weight;
+    const Half *scale;
+    int64_t k;
+    const Rows &x;
+
+    template <int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
+        Lanes total[N][TILE] = {};
+        const uint8_t *w = weight + first * k / 2;
+        const Half *s = scale + first * k / 32;
+        const __m512i nibble = _mm512_set1_epi8(15);
+        const __m512i spread = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+        for (int64_t i = 0; i < k; i += CHUNK)
+            repeat<TILE>([&](auto j) EACH {
+                prefetch<N>(w + TILE * i / 2, j);
+                const __m512i pairs = _mm512_loadu_si512(w + j * step * k / 2 + i / 2);
+                const __m512i first_ones = _mm512_and_si512(pairs, nibble);
+                const __m512i second_ones = _mm512_and_si512(_mm512_srli_epi16(pairs, 4), nibble);
+                const __m128 four = _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)(s + j * step * k / 32 + i / 32)));
+                const Lanes scales = (Lanes)_mm512_permutexvar_ps(spread, _mm512_castps128_ps512(four));
+                repeat<N>([&](auto r) EACH {
+                    const int8_t *lows = x.low(row + r) + i, *highs = x.high(row + r) + i;
+                    const IntLanes offset = x.offsets[((row + r) * x.stride + i) / CHUNK];
+                    const IntLanes low = Rows::dot(Rows::dot(offset, first_ones, lows), second_ones, lows + CHUNK / 2);
+                    const IntLanes high =
+                        Rows::dot(Rows::dot(IntLanes{}, first_ones, highs), second_ones, highs + CHUNK / 2);
+                    total[r][j] += __builtin_convertvector(low + (high << 8), Lanes) * scales;
+                });
             });
-        });
-    repeat<N>([&](auto r) EACH {
-        out[r] = sums(total[r][0], total[r][1], total[r][2], total[r][3]) * x.scale[row + r];
-    });
-}
-#else
-inline void widen(const uint8_t *w, const Half *s, int64_t k, float *out) {
-    for (int64_t i = 0; i < k; i += 32) {
-        const float scale = s[i / 32];
-        for (int64_t j = 0; j < 16; j++) {
-            out[i + j] = scale * ((w[i / 2 + j] & 15) - 8);
-            out[i + j + 16] = scale * ((w[i / 2 + j] >> 4) - 8);
-        }
+        repeat<N>([&](auto r) EACH { out[r] = sums(total[r]) * x.scale[row + r]; });
     }
-}
+};
+#else
+typedef FloatTile<int8_t> Int8Tile;
+
+struct Int4Tile {  // by way of float32
+    static constexpr int64_t AT_ONCE = 6;
+    const uint8_t *weight;
+    const Half *scale;
+    int64_t k;
+    const Rows &x;
+
+    template <int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
+        thread_local std::vector<float> wide;
+        wide.resize(TILE * k);
+        for (int64_t j = 0; j < TILE; j++) widen(first + j * step, &wide[j * k]);
+        FloatTile<float>{wide.data(), k, x}.template sums_of<N>(0, 1, row, out);
+    }
+
+    void widen(int64_t row, float *out) const {
+        const uint8_t *w = weight + row * k / 2;
+        const Half *s = scale + row * k / 32;
+        for (int64_t i = 0; i < k; i += 32)
+            for (int64_t j = 0; j < 16; j++) {
+                out[i + j] = s[i / 32] * ((w[i / 2 + j] & 15) - 8);
+                out[i + j + 16] = s[i / 32] * ((w[i / 2 + j] >> 4) - 8);
+            }
+    }
+};
 #endif
 
-// One tile, of rows first … first + 4 of the matrix (the last one repeated where there are no more).
-template <int N> void tile(const Matrix &m, int64_t first, const Rows &x, int64_t row, Quad *out) {
-    int64_t at[TILE];
-    for (int64_t j = 0; j < TILE; j++) at[j] = std::min(first + j, m.n - 1);
-    const auto rows = [&](auto *weight, int64_t width) {
-        struct { decltype(weight) at[TILE]; } result;
-        for (int64_t j = 0; j < TILE; j++) result.at[j] = weight + at[j] * width;
-        return result;
-    };
-    if (m.kind == FP32) return float_tile<N>(rows((const float *)m.weight, m.k).at, m.k, x, row, out);
-    if (m.kind == BF16) return float_tile<N>(rows((const BFloat *)m.weight, m.k).at, m.k, x, row, out);
-    if (m.kind == FP16) return float_tile<N>(rows((const Half *)m.weight, m.k).at, m.k, x, row, out);
-    const auto bytes = rows((const int8_t *)m.weight, m.k);
-    const auto nibbles = rows((const uint8_t *)m.weight, m.k / 2);
-    const auto scales = rows((const Half *)m.scale, m.k / 32);
-#ifdef INTEGER_PRODUCTS
-    if (m.kind == INT8) return int8_tile<N>(bytes.at, m.k, x, row, out);
-    int4_tile<N>(nibbles.at, scales.at, m.k, x, row, out);
-#else
-    if (m.kind == INT8) return float_tile<N>(bytes.at, m.k, x, row, out);
-    thread_local std::vector<float> wide;
-    wide.resize(TILE * m.k);
-    const float *w[TILE];
-    for (int64_t j = 0; j < TILE; j++) {
-        widen(nibbles.at[j], scales.at[j], m.k, &wide[j * m.k]);
-        w[j] = &wide[j * m.k];
+// Rows from … end of the matrix with all activations; see product.
+template <class Tile>
+void tiles(const Tile &tile, const Matrix &m, const Rows &x, int64_t from, int64_t end, float *out, int64_t stride, bool add) {
+    for (int64_t n = from, count; n < end; n += count) {
+        count = end - n < TILE ? 1 : TILE;  // the last few one by one, as a tile of the same row
+        const int64_t step = count / TILE, bytes = count * sizeof(float);
+        Quad scale = Quad{} + 1.0f, bias = {};
+        if (m.kind == INT8) std::memcpy(&scale, (const float *)m.scale + n, bytes);
+        if (m.bias) std::memcpy(&bias, m.bias + n, bytes);
+        for (int64_t row = 0, rows; row < x.n; row += rows) {
+            Quad four[Tile::AT_ONCE];
+            rows = std::min(Tile::AT_ONCE, x.n - row);
+            switch (rows) {
+            case 1: tile.template sums_of<1>(n, step, row, four); break;
+            case 2: tile.template sums_of<2>(n, step, row, four); break;
+            case Tile::AT_ONCE: tile.template sums_of<Tile::AT_ONCE>(n, step, row, four); break;
+            default: tile.template sums_of<3>(n, step, row, four), rows = 3;
+            }
+            for (int64_t r = 0; r < rows; r++) {
+                float *to = out + (row + r) * stride + n;
+                Quad before = {};
+                if (add) std::memcpy(&before, to, bytes);
+                const Quad value = four[r] * scale + bias + before;
+                std::memcpy(to, &value, bytes);
+            }
+        }
     }
-    float_tile<N>(w, m.k, x, row, out);
-#endif
 }
 
 // out[r][n] = x[r] · weight[n] + bias[n], added to what is there if `add`; this thread's share of the n, which it
 // returns. Prepares x for this kind of weights.
 std::pair<int64_t, int64_t> product(const Matrix &m, Rows &x, float *out, int64_t stride, bool add, const Team &team) {
-    constexpr int64_t AT_ONCE = 3;  // activation rows for which the accumulators of a tile stay in registers
     x.prepare(m.kind);
-    const auto [from, to] = team.share((m.n + UNIT - 1) / UNIT);
-    const int64_t end = std::min(to * UNIT, m.n);
-    for (int64_t n = from * UNIT; n < end; n += TILE) {
-        const int64_t count = std::min(TILE, end - n), bytes = count * sizeof(float);
-        Quad scale = Quad{} + 1.0f, bias = {};
-        if (m.kind == INT8) std::memcpy(&scale, (const float *)m.scale + n, bytes);
-        if (m.bias) std::memcpy(&bias, m.bias + n, bytes);
-        for (int64_t row = 0; row < x.n; row += AT_ONCE) {
-            const int64_t rows = std::min(AT_ONCE, x.n - row);
-            Quad four[AT_ONCE];
-            if (rows == 1) tile<1>(m, n, x, row, four);
-            else if (rows == 2) tile<2>(m, n, x, row, four);
-            else tile<3>(m, n, x, row, four);
-            for (int64_t r = 0; r < rows; r++) {
-                float *to_here = out + (row + r) * stride + n;
-                Quad before = {};
-                if (add) std::memcpy(&before, to_here, bytes);
-                const Quad value = four[r] * scale + bias + before;
-                std::memcpy(to_here, &value, bytes);
-            }
-        }
+    const auto [first, last] = team.share((m.n + UNIT - 1) / UNIT);
+    const int64_t from = first * UNIT, end = std::min(last * UNIT, m.n);
+    const auto run = [&](const auto &tile) { tiles(tile, m, x, from, end, out, stride, add); };
+    switch (m.kind) {
+    case FP32: run(FloatTile<float>{(const float *)m.weight, m.k, x}); break;
+    case BF16: run(BFloatTile{(const BFloat *)m.weight, m.k, x}); break;
+    case FP16: run(FloatTile<Half>{(const Half *)m.weight, m.k, x}); break;
+    case INT8: run(Int8Tile{(const int8_t *)m.weight, m.k, x}); break;
+    case INT4: run(Int4Tile{(const uint8_t *)m.weight, (const Half *)m.scale, m.k, x}); break;
     }
-    return {from * UNIT, end};
+    return {from, end};
 }
 
 // ------------------------------------------------------------------------------------------- between the products
@@ -552,7 +622,7 @@ void attend_head(const Model &m, const float *q, const Cache *keys, const Cache 
             const Cache *key = keys + std::min(s + j, n - 1) * width;
             for (int64_t i = 0; i < width; i += LANES) total[j] += load(q + i) * load(key + i);
         }
-        const Quad four = sums(total[0], total[1], total[2], total[3]) * m.scale;
+        const Quad four = sums(total) * m.scale;
         std::memcpy(scores + s, &four, sizeof four);
     }
     for (int64_t s = n; s < (n + LANES - 1) / LANES * LANES; s++) scores[s] = -INFINITY;
@@ -571,32 +641,50 @@ void attend_head(const Model &m, const float *q, const Cache *keys, const Cache 
     for (; i < width; i += LANES) weigh<1>(scores, values + i, n, width, factor, out + i);
 }
 
-// Writes the new keys and values to the cache and attends; a thread takes whole (chunk, key/value head) pairs, so that a
-// chunk's later tokens find the keys of its earlier ones. q [rows, stride]: queries, keys, values, one after the other.
+template <class Cache> struct HeadCache {
+    Cache *keys, *values;  // [capacity, d_head]
+
+    HeadCache(const Model &m, const Layer &layer, int64_t slot, int64_t group) {
+        const int64_t at = (slot * m.n_groups + group) * m.capacity * m.d_head;
+        keys = (Cache *)layer.keys + at, values = (Cache *)layer.values + at;
+    }
+};
+
+// A row's new key and value of one head, into the cache. qkv: queries, keys, values of all heads.
 template <class Cache>
-void attend(const Model &m, const Layer &layer, const Batch &b, float *q, int64_t stride, float *out, int64_t out_stride,
-            const Team &team) {
+void remember(const Model &m, const Layer &layer, const Batch &b, int64_t row, int64_t group, float *qkv) {
+    const int64_t width = m.d_head, position = b.positions[row];
+    const HeadCache<Cache> cache(m, layer, b.slots[row], group);
+    float *k = qkv + (m.n_heads + group) * width, *v = k + m.n_groups * width;
+    prepare_head(m, layer.key_norm, position, k);
+    for (int64_t i = 0; i < width; i += LANES) {
+        store(cache.keys + position * width + i, load(k + i));
+        store(cache.values + position * width + i, load(v + i));
+    }
+}
+
+// A thread takes whole (row, key/value head) pairs: their queries over the keys they see.
+template <class Cache>
+void attend(const Model &m, const Layer &layer, const Batch &b, float *qkv, int64_t stride, float *out,
+            int64_t out_stride, float *scores, const Team &team) {
     const int64_t width = m.d_head, heads = m.n_heads / m.n_groups;
-    Buffer scores(m.capacity / LANES + 1);
-    const auto [from, to] = team.share(b.n_chunks * m.n_groups);
+    const bool alone = b.n_rows == b.n_texts;  // no row's keys are another one's to see
+    const auto [from, to] = team.share(b.n_rows * m.n_groups);
+    for (int64_t task = from; task < to && !alone; task++) {
+        const int64_t row = task / m.n_groups;
+        remember<Cache>(m, layer, b, row, task % m.n_groups, qkv + row * stride);
+    }
+    if (!alone) team.wait();
     for (int64_t task = from; task < to; task++) {
-        const int64_t chunk = task / m.n_groups, group = task % m.n_groups;
-        for (int64_t row = b.chunks[chunk]; row < b.chunks[chunk + 1]; row++) {
-            const int64_t position = b.positions[row], first = std::max<int64_t>(0, position + 1 - layer.window);
-            const int64_t base = (b.slots[row] * m.n_groups + group) * m.capacity * width;
-            Cache *keys = (Cache *)layer.keys + base, *values = (Cache *)layer.values + base;
-            float *k = q + row * stride + (m.n_heads + group) * width, *v = k + m.n_groups * width;
-            prepare_head(m, layer.key_norm, position, k);
-            for (int64_t i = 0; i < width; i += LANES) {
-                store(keys + position * width + i, load(k + i));
-                store(values + position * width + i, load(v + i));
-            }
-            for (int64_t head = group * heads; head < (group + 1) * heads; head++) {
-                float *query = q + row * stride + head * width;
-                prepare_head(m, layer.query_norm, position, query);
-                attend_head(m, query, keys + first * width, values + first * width, position + 1 - first,
-                            (float *)scores.data(), out + row * out_stride + head * width);
-            }
+        const int64_t row = task / m.n_groups, group = task % m.n_groups, position = b.positions[row];
+        float *queries = qkv + row * stride;
+        if (alone) remember<Cache>(m, layer, b, row, group, queries);
+        const HeadCache<Cache> cache(m, layer, b.slots[row], group);
+        const int64_t first = std::max<int64_t>(0, position + 1 - layer.window);
+        for (int64_t head = group * heads; head < (group + 1) * heads; head++) {
+            prepare_head(m, layer.query_norm, position, queries + head * width);
+            attend_head(m, queries + head * width, cache.keys + first * width, cache.values + first * width,
+                        position + 1 - first, scores, out + row * out_stride + head * width);
         }
     }
 }
@@ -646,6 +734,7 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
     float *x = data(s.x), *qkv = data(s.qkv);
     const int64_t d_query = m.n_heads * m.d_head, d_key = m.n_groups * m.d_head;
     Normalized norm1(s.n, s.d_model), norm2(s.n, s.d_model);
+    Buffer scores(m.capacity / LANES + 1);
     Rows attended(s.n, s.d_heads, data(s.attended)), inner(s.n, s.d_ff, data(s.inner));
 
     for (int64_t row = team.thread; row < s.n; row += team.n_threads)
@@ -658,8 +747,8 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
         product(layer->key, in, qkv + d_query, s.d_qkv, false, team);
         product(layer->value, in, qkv + d_query + d_key, s.d_qkv, false, team);
         team.wait();
-        if (m.cache_is_bf16) attend<BFloat>(m, *layer, b, qkv, s.d_qkv, data(s.attended), s.d_heads, team);
-        else attend<float>(m, *layer, b, qkv, s.d_qkv, data(s.attended), s.d_heads, team);
+        const auto attend_in = m.cache_is_bf16 ? attend<BFloat> : attend<float>;
+        attend_in(m, *layer, b, qkv, s.d_qkv, data(s.attended), s.d_heads, data(scores), team);
         team.wait();
         attended.prepared = inner.prepared = FP32;
         product(layer->out, attended, x, s.d_model, true, team);

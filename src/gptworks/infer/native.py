@@ -1,11 +1,10 @@
-"""The native backend: a decode step in C++ (kernels.cpp), built by the machine's own compiler when it is first wanted.
+"""The native backend: a GPT's step in C++ (kernels.cpp), built by the machine's own compiler when it is first wanted.
 
-Decoding and checking of guesses run there, all rows of all texts in one call. Long chunks (prefill) are large matrix
-products, which torch does well: the model's own forward pass fills the same cache, and the tokens whose logits are
-wanted are left to the step. A matrix is taken as it lies in memory where its rows are long enough, and else padded.
+Decoding, checking guesses and prefill are the same call, over all rows of all texts; a long chunk takes several. What a
+row gets depends neither on the rows beside it nor on how its text was cut into chunks, bit for bit.
 
-What a row gets does not depend on the rows beside it. Weights of 8 and 4 bits meet activations rounded to 16 bits with
-one scale a row, finer than bf16, where the processor multiplies bytes (AVX-512 VNNI), and else float32.
+Activations are float32, and are rounded where the processor multiplies narrower numbers: to bf16 for weights in bf16
+(AVX512_BF16), as torch does; for weights of 8 and 4 bits to 16 bits with one scale a row, which is finer (AVX512_VNNI).
 """
 
 import contextlib
@@ -26,13 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptworks.device import multiplies_bf16_natively
-from gptworks.infer.backend import Chunk, TorchBackend, Unavailable
-from gptworks.model import GPT
+from gptworks.infer.backend import Chunk, Unavailable
+from gptworks.model import GPT, SlotCache
 from gptworks.plan.devices import cpu_flags
 
-STEP_TOKENS = 32
-"""Tokens of one chunk up to which the step computes it alone."""
+STEP_TOKENS = 64
+"""Tokens of one chunk in a step: their activations stay in a core's cache; for the next ones, weights are read again."""
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 
@@ -142,14 +140,14 @@ class _Model(ctypes.Structure):
 
 class _Batch(ctypes.Structure):
     _fields_ = (
-        ("n_rows", _INTEGER), ("n_chunks", _INTEGER), ("n_wanted", _INTEGER), ("tokens", _POINTER),
-        ("slots", _POINTER), ("positions", _POINTER), ("chunks", _POINTER), ("wanted", _POINTER), ("logits", _POINTER),
+        ("n_rows", _INTEGER), ("n_texts", _INTEGER), ("n_wanted", _INTEGER), ("tokens", _POINTER),
+        ("slots", _POINTER), ("positions", _POINTER), ("wanted", _POINTER), ("logits", _POINTER),
     )  # fmt: skip
 
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 _ACTIVATIONS = ("gelu", "gelu_tanh", "relu2", "swiglu", "geglu")
-_AT_ONCE_BYTES = {torch.float32: 64, torch.bfloat16: 32, torch.float16: 32, torch.int8: 64, torch.uint8: 64}
+_AT_ONCE_BYTES = 64
 """Bytes of a row that a product takes at once: rows are padded to a multiple."""
 
 
@@ -184,7 +182,7 @@ def refusal(model: GPT) -> str | None:
 class NativeBackend:
     """Decodes in C++ on the CPU. Takes the weights where they are: they may change in place, not be replaced."""
 
-    invariant = False  # prefill, through torch, rounds otherwise than the step
+    invariant = True
 
     def __init__(self, model: GPT, n_slots: int, capacity: int, *, dtype: torch.dtype | None = None) -> None:
         """Room for `n_slots` texts of `capacity` tokens.
@@ -201,9 +199,7 @@ class NativeBackend:
         self._step = library().gptworks_step
         kind = model.token_embedding.weight.dtype
         dtype = dtype or (torch.float32 if kind == torch.float32 else torch.bfloat16)
-        self.prefill = TorchBackend(model, n_slots, capacity, dtype=dtype)
-        self.prefill_dtype = torch.float32 if kind == torch.float32 else _product_dtype()
-        self.cache = self.prefill.cache
+        self.cache = SlotCache(model.config, n_slots, capacity, dtype=dtype)
         self.n_slots, self.capacity = n_slots, self.cache.capacity
         self.vocab_size = model.config.vocab_size
         self._kept: list[Tensor] = []
@@ -214,45 +210,37 @@ class NativeBackend:
 
     def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
         """See Backend."""
-        rest = [self._prefilled(chunk) for chunk in chunks]
-        logits = self._compute([chunk for chunk in rest if chunk.tokens])
-        return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))
+        logits: list[list[Tensor]] = [[] for _ in chunks]
+        for first in range(0, max(len(chunk.tokens) for chunk in chunks), STEP_TOKENS):
+            here = [(i, chunk) for i, chunk in enumerate(chunks) if len(chunk.tokens) > first]
+            parts = [_part(chunk, first) for _, chunk in here]
+            for (i, _), part in zip(here, self._compute(parts), strict=True):
+                logits[i].append(part)
+        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in logits]
 
     def copy(self, source: int, target: int, n_tokens: int) -> None:
         """See Backend."""
-        self.prefill.copy(source, target, n_tokens)
+        self.cache.copy(source, target, n_tokens)
 
-    def _prefilled(self, chunk: Chunk) -> Chunk:
-        """What the step is left with: the whole of a short chunk, the tokens of a long one whose logits are wanted."""
-        n_before = len(chunk.tokens) - max(chunk.n_logits, 0)
-        if len(chunk.tokens) <= STEP_TOKENS or not n_before:
-            return chunk
-        with torch.autocast("cpu", self.prefill_dtype, enabled=self.prefill_dtype != torch.float32):
-            self.prefill.compute([Chunk(chunk.slot, chunk.start, chunk.tokens[:n_before], 0, chunk.room)])
-        return Chunk(chunk.slot, chunk.start + n_before, chunk.tokens[n_before:], chunk.n_logits, chunk.room)
-
-    def _compute(self, chunks: Sequence[Chunk]) -> Tensor:
-        """One step over all rows of the chunks; the logits wanted, one chunk's after the other, fp32 [n, V]."""
+    def _compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
+        """One step over all rows of the chunks; the logits that each wants, fp32 [n, V]."""
         tokens: list[int] = []
         slots: list[int] = []
         positions: list[int] = []
         wanted: list[int] = []
-        firsts = [0]
         for chunk in chunks:
             n = len(chunk.tokens)
             assert chunk.start + n <= self.capacity, f"{chunk.start + n} tokens in a slot of {self.capacity}"
             tokens += chunk.tokens
             slots += [chunk.slot] * n
             positions += range(chunk.start, chunk.start + n)
-            firsts.append(len(tokens))
             wanted += range(len(tokens) - chunk.n_logits, len(tokens))
         logits = torch.empty(len(wanted), self.vocab_size)
-        if tokens:
-            numbers = [_integers(values) for values in (tokens, slots, positions, firsts, wanted)]
-            addresses = [ctypes.addressof(array) for array in numbers]
-            batch = _Batch(len(tokens), len(chunks), len(wanted), *addresses, logits.data_ptr())
-            self._step(ctypes.byref(self._model), ctypes.byref(batch), torch.get_num_threads())
-        return logits
+        numbers = [_integers(values) for values in (tokens, slots, positions, wanted)]
+        addresses = [ctypes.addressof(array) for array in numbers]
+        batch = _Batch(len(tokens), len(chunks), len(wanted), *addresses, logits.data_ptr())
+        self._step(ctypes.byref(self._model), ctypes.byref(batch), torch.get_num_threads())
+        return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))
 
     # -------------------------------------------------------------------------------- the model as kernels.cpp sees it
 
@@ -299,7 +287,7 @@ class NativeBackend:
         if module is None:
             return _Matrix()
         weight, scale = module.weight.detach(), getattr(module, "scale", None)
-        n_missing = -(weight.size(1) * weight.element_size()) % _AT_ONCE_BYTES[weight.dtype]
+        n_missing = -(weight.size(1) * weight.element_size()) % _AT_ONCE_BYTES
         if n_missing:
             weight = F.pad(
                 weight, (0, n_missing // weight.element_size()), value=0x88 if weight.dtype == torch.uint8 else 0
@@ -351,9 +339,13 @@ def move_to_large_pages(tensors: Sequence[Tensor]) -> None:
         tensor.data = moved.copy_(tensor.detach())
 
 
+def _part(chunk: Chunk, first: int) -> Chunk:
+    """The chunk's tokens from `first` on that one step computes, wanting those of its logits."""
+    tokens = chunk.tokens[first : first + STEP_TOKENS]
+    after = len(chunk.tokens) - first - len(tokens)
+    n_logits = min(len(tokens), max(0, chunk.n_logits - after))
+    return Chunk(chunk.slot, chunk.start + first, tokens, n_logits, chunk.room)
+
+
 def _integers(values: Sequence[int]) -> Any:
     return (ctypes.c_int64 * len(values))(*values)
-
-
-def _product_dtype() -> torch.dtype:
-    return torch.bfloat16 if multiplies_bf16_natively(torch.device("cpu")) else torch.float32
