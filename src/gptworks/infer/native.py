@@ -30,7 +30,7 @@ from gptworks.model import GPT, SlotCache
 from gptworks.plan.devices import cpu_flags
 
 STEP_TOKENS = 64
-"""Tokens of one chunk in a step: their activations stay in a core's cache; for the next ones, weights are read again."""
+"""Tokens of one chunk in a step: their activations stay in a core's cache; the next ones read the weights again."""
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 
