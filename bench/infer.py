@@ -242,6 +242,7 @@ def write_gguf(folder: Path) -> None:
         "data": {"sources": [{"type": "python-stdlib"}], "cache_dir": str(folder)},
         "train": {"max_steps": 1},
     }
+    (folder / "run").mkdir()
     save_recipe(parse_recipe(tree), folder / "run" / "recipe.yaml")
     save_checkpoint(folder / "run", 1, model.state_dict(), {}, asdict(Progress(step=1, best_step=1)))
     for name in THEIRS:

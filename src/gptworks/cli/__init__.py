@@ -1,0 +1,59 @@
+"""The command line: one function a command, each importing what it needs when it runs."""
+
+import sys
+import warnings
+from typing import Annotated
+
+import typer
+
+from gptworks import __version__
+from gptworks.cli import compare, convert, look, make, use
+from gptworks.cli.common import notice
+from gptworks.errors import RunError, UserError
+
+app = typer.Typer(
+    name="gptworks",
+    help="Design, plan, train, evaluate and run your own GPT-family language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+for command in (
+    look.presets, look.describe, look.plan, look.schema,
+    make.prepare, make.train, make.launch,
+    use.evaluate, use.generate, use.chat,
+    compare.report, compare.compare, compare.sweep,
+    convert.export, convert.quantize, convert.import_,
+):  # fmt: skip
+    app.command(command.__name__.strip("_"))(command)
+
+
+def main() -> None:
+    """Run a command; a mistake of the user or a failure of the work is one clear message and an exit code."""
+    warnings.showwarning = lambda message, *_: notice(f"warning: {message}")
+    try:
+        app()
+    except (UserError, RunError) as error:
+        _fail(str(error), error.exit_code)
+    except BrokenPipeError:  # the reader of our output has gone
+        sys.stderr.close()
+        sys.exit(1)
+    except OSError as error:
+        _fail(f"{error.filename or 'input/output'}: {error.strerror or error}", 1)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+
+
+def _fail(message: str, code: int) -> None:
+    for line in message.splitlines():
+        typer.echo(f"error: {line}", err=True)
+    sys.exit(code)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit

@@ -1,0 +1,49 @@
+"""What the commands share: the options that several have, and how they print."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file, or a run folder.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the file's, such as train.max_steps=200."),
+]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/demo.")]
+WhichCheckpoint = Annotated[str, typer.Option("--checkpoint", help="best, last, or a step.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Slide = Annotated[bool, typer.Option("--slide", help="When the context is full, go on from its last half.")]
+
+# How to sample; shared by `generate` and `chat`.
+MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token (greedy).")]
+TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens. 0: all.")]
+TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens that hold this much probability.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: tokens already there become less likely.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this string; may be given several times.")]
+FrequencyPenalty = Annotated[float, typer.Option(help="Taken from a token's logit each time it was generated.")]
+PresencePenalty = Annotated[float, typer.Option(help="Taken from a token's logit once it was generated.")]
+Backend = Annotated[str, typer.Option(help="auto, torch or native (C++, on a CPU).")]
+
+
+def notice(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def console_of(stderr: bool = False) -> "Console":
+    from rich.console import Console
+
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=100)

@@ -1,0 +1,82 @@
+"""Commands that show runs and set them side by side: report, compare, sweep."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gptworks.cli.common import AsJSON, Overrides, RecipeFile, RunFolder, console_of, notice, print_json
+from gptworks.cli.make import prepare_with_progress
+
+
+def report(
+    run: RunFolder,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Default: RUN/report.html.")] = None,
+) -> None:
+    """Write a run as a page: curves, evaluations, samples, architecture. It may be going on, or have crashed."""
+    from gptworks.runs.history import read_history
+    from gptworks.runs.report import write_report
+
+    path = out or run / "report.html"
+    write_report(read_history(run), path)
+    typer.echo(f"wrote {path}")
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    against: Annotated[
+        Path | None, typer.Option("--against", metavar="BAND", help="Hold the runs against this band's file.")
+    ] = None,
+    make_band: Annotated[
+        Path | None, typer.Option("--make-band", metavar="FILE", help="Make a band of the runs, each of another seed.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write a page with the curves.")] = None,
+    as_json: AsJSON = False,
+) -> None:
+    """Set runs side by side, and tell differences from noise; or hold a run against the band of its recipe."""
+    from gptworks.runs import bands
+    from gptworks.runs.compare import compare as compare_runs
+    from gptworks.runs.compare import write_comparison
+    from gptworks.runs.history import read_history
+
+    histories = [read_history(run) for run in runs]
+    if make_band is not None:
+        band = bands.make_band(histories)
+        bands.write_band(band, make_band)
+        typer.echo(f"wrote {make_band}: {len(band.points)} evaluations of {band.name}, {len(band.seeds)} seeds")
+        return
+    given = None if against is None else bands.read_band(against)
+    comparison = compare_runs(histories, [given or bands.find_band(history) for history in histories])
+    if out is not None:
+        write_comparison(comparison, out)
+        notice(f"wrote {out}")
+    if as_json:
+        print_json(comparison.to_json())
+    elif out is None:
+        console_of().print(comparison)
+
+
+def sweep(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the sweep in the folder, if there is one.")
+    ] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Search for better settings: many trials of a recipe, by its `sweep` section."""
+    from gptworks.runs.sweep import load_sweep, run_sweep
+
+    prepare_with_progress(load_sweep(recipe, overrides or [], resume))
+    done = run_sweep(recipe, overrides or [], resume=resume, report=notice)
+    if as_json:
+        print_json(done.to_json())
+    else:
+        from gptworks.runs.sweep_page import sweep_table
+
+        console_of().print(sweep_table(done))
+    folder, ended = done.recipe.run_dir, len(done.trials) - done.count("running")
+    if done.best is not None:
+        notice(f"the best settings are in {folder / 'best.yaml'}, figures in {folder / 'sweep.html'}")
+    if ended < done.settings.n_trials:
+        notice(f"stopped after {ended} of {done.settings.n_trials} trials. Go on with --resume.")

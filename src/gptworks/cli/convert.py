@@ -1,0 +1,129 @@
+"""Commands to and from other formats: export, quantize, import."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gptworks.cli.common import AsJSON, Device, RunFolder, WhichCheckpoint, console_of, notice, print_json
+from gptworks.cli.make import prepare_with_progress
+from gptworks.errors import UserError
+
+EXPORT_FORMATS = {
+    "hf": ("--dtype", ("fp32", "bf16", "fp16")),
+    "gguf": ("--type", ("f16", "f32", "bf16", "q8_0", "q4_0")),
+}
+"""Each format's option for how numbers are kept, and its choices, the default first."""
+
+
+def export(
+    run: RunFolder,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="hf: a new folder. gguf: a new file.")],
+    form: Annotated[str, typer.Option("--format", help="hf (Hugging Face transformers) or gguf (llama.cpp).")] = "hf",
+    dtype: Annotated[str | None, typer.Option(help="hf: fp32, bf16 or fp16. Default: fp32.")] = None,
+    kind: Annotated[
+        str | None, typer.Option("--type", help="gguf: f32, f16, bf16, q8_0 or q4_0. Default: f16.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option(help="hf: compare with the run in transformers, and keep only what is equal.")
+    ] = True,
+    tokenizer: Annotated[
+        bool, typer.Option(help="gguf: write the tokenizer too. Without, the file knows token ids alone.")
+    ] = True,
+    checkpoint: WhichCheckpoint = "best",
+    as_json: AsJSON = False,
+) -> None:
+    """Write the model for other programs: a Hugging Face folder, or a GGUF file."""
+    if form not in EXPORT_FORMATS:
+        raise UserError(f"--format={form}: it must be one of {', '.join(EXPORT_FORMATS)}.")
+    option, known = EXPORT_FORMATS[form]
+    given = {"--dtype": dtype, "--type": kind}
+    chosen = given.pop(option) or known[0]
+    if chosen not in known:
+        raise UserError(f"{option}={chosen}: it must be one of {', '.join(known)}.")
+    for other, value in given.items():
+        if value is not None:
+            raise UserError(f"{other}={value} with --format={form}: that format has {option}.")
+    if form == "hf" and not tokenizer:
+        raise UserError("--no-tokenizer with --format=hf: such a folder always has its tokenizer; drop the option.")
+    if form == "gguf":
+        from gptworks.interop.gguf import export_gguf
+
+        quantization: Any = chosen
+        file = export_gguf(
+            run, out, quantization=quantization, tokenizer=tokenizer, checkpoint=checkpoint, report=notice
+        )
+        if as_json:
+            print_json(asdict(file))
+            return
+        typer.echo(
+            f"wrote {out}: {file.architecture} of llama.cpp, {file.quantization}, {file.bytes:,} bytes, "
+            f"tokenizer {file.tokenizer or 'none'}"
+        )
+        for note in file.notes:
+            typer.echo(f"note: {note}")
+        return
+    from gptworks.interop.huggingface import export_huggingface
+
+    precision: Any = chosen
+    export = export_huggingface(run, out, checkpoint=checkpoint, precision=precision, verify=verify, report=notice)
+    if as_json:
+        print_json(asdict(export))
+        return
+    typer.echo(f"wrote {out}: {export.architecture}, {export.parameters:,} parameters, {export.precision}")
+    if (found := export.verification) is not None:
+        typer.echo(
+            f"equal in transformers {found.transformers_version}: logits of {found.tokens:,} tokens within "
+            f"{found.logit_difference:.2e}, {found.greedy_tokens} greedy tokens, token ids of {found.texts} texts"
+        )
+    for note in export.notes:
+        typer.echo(f"note: {note}")
+
+
+def quantize(
+    run: RunFolder,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The run folder to make.")],
+    weights: Annotated[str, typer.Option("--weights", help="bf16, fp16, int8 or int4.")],
+    rounding: Annotated[
+        str | None, typer.Option(help="nearest, or gptq: int4 calibrated on training text. Default for int4: gptq.")
+    ] = None,
+    calibrate: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="gptq: tokens of training text. Default: 32,768.")
+    ] = None,
+    checkpoint: WhichCheckpoint = "best",
+    device: Device = "auto",
+    as_json: AsJSON = False,
+) -> None:
+    """Write a run with smaller weights, and say what that costs on held-out text."""
+    from gptworks.device import choose_device
+    from gptworks.quantize.run import quantize_run
+
+    kind: Any = weights
+    way: Any = rounding
+    made = quantize_run(
+        run, out, kind, rounding=way, calibration_tokens=calibrate, checkpoint=checkpoint,
+        device=choose_device(device), prepare=prepare_with_progress, report=notice,
+    )  # fmt: skip
+    if as_json:
+        print_json(made.to_json())
+    else:
+        console_of().print(made)
+    notice(f"wrote {out}")
+
+
+def import_(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A Hugging Face folder with safetensors.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder to make, such as runs/gpt2.")],
+    as_json: AsJSON = False,
+) -> None:
+    """Make a run folder of a Hugging Face folder."""
+    from gptworks.interop.huggingface import import_huggingface
+
+    imported = import_huggingface(folder, run, report=notice)
+    if as_json:
+        print_json({**asdict(imported), "model": imported.model.model_dump(mode="json")})
+        return
+    typer.echo(f"made {run} of a {imported.architecture}: {imported.parameters:,} parameters")
+    for note in imported.notes:
+        typer.echo(f"note: {note}")

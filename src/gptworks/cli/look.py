@@ -1,0 +1,171 @@
+"""Commands that look, without work: presets, describe, plan, schema."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gptworks.cli.common import AsJSON, Overrides, console_of, notice, print_json
+from gptworks.errors import UserError
+
+if TYPE_CHECKING:
+    from gptworks.config import ModelConfig, Recipe
+    from gptworks.plan.devices import Device as PlannedDevice
+
+
+def presets(as_json: AsJSON = False) -> None:
+    """List the named architectures."""
+    from rich.table import Table
+
+    from gptworks.plan.params import count_parameters
+    from gptworks.presets import PRESETS
+
+    rows = {name: (make(), count_parameters(make()).total) for name, make in PRESETS.items()}
+    if as_json:
+        print_json(
+            {name: {"parameters": {"total": total}, "model": c.model_dump()} for name, (c, total) in rows.items()}
+        )
+        return
+    table = Table("preset", box=None, header_style="bold", pad_edge=False)
+    for column in ("parameters", "layers", "width", "heads", "context", "vocabulary"):
+        table.add_column(column, justify="right")
+    table.add_column("position, norm, MLP")
+    for name, (c, total) in rows.items():
+        figures = (total, c.n_layers, c.d_model, c.n_heads, c.context_length, c.vocab_size)
+        table.add_row(name, *(f"{figure:,}" for figure in figures), f"{c.position}, {c.norm}, {c.mlp}")
+    console_of().print(table)
+
+
+def describe(
+    target: Annotated[str, typer.Argument(metavar="PRESET|RECIPE|RUN")],
+    overrides: Overrides = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page with the figure.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Draw an architecture: data flow with shapes, every parameter group, exact totals beside published ones."""
+    from gptworks.plan.sheet import describe as describe_model
+
+    config, name = _architecture(target, overrides or [])
+    sheet = describe_model(config, name)
+    if html is not None:
+        from gptworks.plan.html import write_html
+
+        write_html(sheet, html)
+        notice(f"wrote {html}")
+    if as_json:
+        print_json(sheet.to_json())
+    elif markdown:
+        typer.echo(sheet.to_markdown())
+    elif html is None:
+        console_of().print(sheet)
+
+
+def plan(
+    target: Annotated[str, typer.Argument(metavar="PRESET|RECIPE|RUN")],
+    overrides: Overrides = None,
+    device: Annotated[
+        str | None, typer.Option(help="h100, rtx-4090, m2-ultra...; this: measured. Default: this machine's CPU.")
+    ] = None,
+    memory_gib: Annotated[float | None, typer.Option(help="Memory of a GPU that is not listed.")] = None,
+    flops: Annotated[float | None, typer.Option(help="Its dense FLOP/s in the precision trained in.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="Its bytes/s.")] = None,
+    world_size: Annotated[int, typer.Option(help="How many devices.")] = 1,
+    sharding: Annotated[str, typer.Option(help="none, zero2 or fsdp; auto: as little as fits.")] = "auto",
+    tensor_parallel: Annotated[int, typer.Option(help="Devices that share each matrix.")] = 1,
+    utilization: Annotated[float, typer.Option(help="Share of the device's FLOP/s that training reaches.")] = 0.4,
+    trace: Annotated[bool, typer.Option("--trace", help="Count a step's memory on fake tensors too.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Take two real steps on this machine too.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Say what a training run comes to, before data or weights exist: FLOPs, memory, what fits, time, disk."""
+    from dataclasses import replace
+
+    from gptworks.plan.arrange import check_figures, choose_layout, plan_preset
+    from gptworks.plan.run import plan as plan_recipe
+    from gptworks.presets import PRESETS, preset
+    from gptworks.recipe import load_recipe
+
+    check_figures(memory_gib=memory_gib, flops=flops, bandwidth=bandwidth, utilization=utilization)
+    recipe, n_train_tokens = None, None
+    if target not in PRESETS:
+        if not (Path(target).exists() or target.endswith((".yaml", ".yml"))):
+            preset(target)  # says which preset is nearest
+        recipe, n_train_tokens = with_what_is_prepared(load_recipe(target, overrides or []))
+    place = _planned_device(device, memory_gib, flops, bandwidth, recipe)
+    if recipe is None:
+        recipe, layout = plan_preset(target, overrides or [], place, world_size, tensor_parallel, sharding)
+    else:
+        layout = choose_layout(recipe, place, world_size, tensor_parallel, sharding)
+    sheet = plan_recipe(recipe, n_train_tokens, device=place, layout=layout, utilization=utilization)
+    if (trace or measure) and layout.world_size > 1:
+        raise UserError("--trace and --measure follow one device's step: leave --world-size out.")
+    if trace:
+        from gptworks.train.trace import trace_step
+
+        traced = trace_step(recipe.model, sheet.one_step, place.kind, sheet.setting.precision)
+        sheet = replace(sheet, traced_bytes=traced.peak_bytes)
+    if measure:
+        from gptworks.device import choose_device
+        from gptworks.train.measure import measure_step
+
+        here = choose_device(place.kind)
+        sheet = replace(sheet, measured=measure_step(recipe.model, sheet.one_step, here.type, sheet.setting.precision))
+    if as_json:
+        print_json(sheet.to_json())
+    else:
+        console_of().print(sheet)
+
+
+def _planned_device(
+    name: str | None, memory_gib: float | None, flops: float | None, bandwidth: float | None, recipe: "Recipe | None"
+) -> "PlannedDevice":
+    """The device that the options describe; this machine's CPU, unmeasured, where they are silent."""
+    from gptworks.plan.devices import custom_device, find_device, this_cpu
+
+    if memory_gib is not None:
+        if name is not None:
+            raise UserError(f"--device {name} and --memory-gib {memory_gib:g} both describe the device: give one.")
+        return custom_device(memory_gib, flops, bandwidth)
+    if flops is not None or bandwidth is not None:
+        raise UserError("--flops or --bandwidth without --memory-gib: give the device's memory too, or its name.")
+    if name is None:
+        return this_cpu()
+    if name != "this":
+        return find_device(name)
+    from gptworks.device import choose_device, measured_device
+
+    return measured_device(choose_device(recipe.train.device if recipe is not None else "auto"))
+
+
+def schema() -> None:
+    """Print the JSON schema of recipe files, for editors."""
+    from gptworks.recipe import recipe_schema
+
+    print_json(recipe_schema())
+
+
+def _architecture(target: str, overrides: list[str]) -> tuple["ModelConfig", str]:
+    """The model that a preset's name, a recipe file or a run folder stands for."""
+    from gptworks.presets import PRESETS
+    from gptworks.recipe import apply_overrides, load_recipe, parse_model
+
+    if target in PRESETS:
+        tree = apply_overrides({"model": {"preset": target}}, overrides)
+        return parse_model(tree["model"], target), target
+    if Path(target).exists() or target.endswith((".yaml", ".yml")):
+        recipe, _ = with_what_is_prepared(load_recipe(target, overrides))
+        return recipe.model, recipe.name
+    return parse_model({"preset": target}), target  # says which preset is nearest
+
+
+def with_what_is_prepared(recipe: "Recipe") -> tuple["Recipe", int | None]:
+    """The recipe with the vocabulary of its prepared data, and the number of training tokens, where there is data."""
+    from gptworks.data.prepare import find_prepared
+    from gptworks.recipe import with_vocab_size
+
+    prepared = find_prepared(recipe)
+    if prepared is None:
+        return recipe, None
+    manifest = prepared.manifest
+    return with_vocab_size(recipe, manifest.vocab_size), manifest.splits["train"].tokens

@@ -1,0 +1,104 @@
+"""Commands that make a run: prepare, train, launch."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gptworks.cli.common import AsJSON, Overrides, RecipeFile, console_of, print_json
+
+if TYPE_CHECKING:
+    from gptworks.config import Recipe
+    from gptworks.data.prepare import Prepared
+
+
+def prepare(recipe: RecipeFile, overrides: Overrides = None, as_json: AsJSON = False) -> None:
+    """Turn the recipe's text into a tokenizer and token shards."""
+    from gptworks.recipe import load_recipe
+
+    prepared = prepare_with_progress(load_recipe(recipe, overrides or []))
+    if as_json:
+        print_json({"folder": str(prepared.folder), "reused": prepared.reused, **prepared.manifest.model_dump()})
+        return
+    for split, files in prepared.manifest.splits.items():
+        per_token = f", {files.text_bytes / files.tokens:.2f} bytes a token" if files.tokens else ""
+        typer.echo(f"{split:<10} {files.tokens:>13,} tokens  {files.documents:>9,} documents{per_token}")
+
+
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Try also what should not fit in memory.")] = False,
+) -> None:
+    """Train the recipe's model; everything it leaves is in the run folder (run_dir=...).
+
+    Started by torchrun or `gptworks launch`, several processes train it together.
+    """
+    from gptworks.recipe import load_recipe
+
+    settings = load_recipe(recipe, overrides or [])
+    from gptworks.device import choose_device, choose_precision
+    from gptworks.train.loop import check_train
+    from gptworks.train.loop import train as train_model
+    from gptworks.train.parallel import run_layout
+    from gptworks.train.preflight import check_memory
+    from gptworks.train.ranks import join
+
+    device = choose_device(settings.train.device)
+    precision = choose_precision(settings.train.precision, device)  # refused before preparing
+    with join(settings.train.parallel.timeout_seconds, device) as ranks:
+
+        def check_and_prepare() -> None:
+            check_train(settings, resume, ranks.size)
+            layout = run_layout(settings, ranks, device, precision)
+            check_memory(settings, device, precision, force, layout, ranks.local_size)
+            prepare_with_progress(settings)
+
+        ranks.first(check_and_prepare)
+        train_model(settings, resume=resume, force=force, ranks=ranks)
+
+
+def launch(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Processes; one for each GPU.")] = 1,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Try also what should not fit in memory.")] = False,
+) -> None:
+    """Train the recipe's model in several processes of this machine, as train.parallel says."""
+    from gptworks.recipe import load_recipe
+    from gptworks.train.launch import launch as start
+    from gptworks.train.loop import check_train
+
+    check_train(load_recipe(recipe, overrides or []), resume, nproc)
+    options = [name for name, given in (("--resume", resume), ("--force", force)) if given]
+    sys.exit(start(nproc, ["train", str(recipe), *(overrides or []), *options]))
+
+
+def prepare_with_progress(recipe: "Recipe") -> "Prepared":
+    """Prepare with a progress bar that shows MB/s."""
+    from rich.progress import BarColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from gptworks.data.prepare import prepare as prepare_data
+
+    names = {"waiting": "waiting for another prepare", "tokenizer": "training the tokenizer", "shards": "encoding"}
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TransferSpeedColumn())
+    console = console_of(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        tasks: dict[str, Any] = {}
+
+        def report(stage: str, done_bytes: int, total_bytes: int | None) -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(names.get(stage, stage), total=total_bytes)
+            progress.update(tasks[stage], completed=done_bytes, total=total_bytes)
+
+        prepared = prepare_data(recipe, report=report)
+    tokens = prepared.manifest.splits["train"].tokens
+    said = "nothing has changed, using" if prepared.reused else "prepared"
+    typer.echo(f"{said} {prepared.folder}: {tokens:,} training tokens", err=True)
+    return prepared

@@ -1,0 +1,311 @@
+"""Commands that use a run: evaluate, generate, chat."""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gptworks.cli.common import (
+    AsJSON,
+    Backend,
+    Device,
+    FrequencyPenalty,
+    MaxTokens,
+    MinP,
+    Overrides,
+    PresencePenalty,
+    RepetitionPenalty,
+    RunFolder,
+    Seed,
+    Slide,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    WhichCheckpoint,
+    console_of,
+    notice,
+    print_json,
+)
+from gptworks.cli.make import prepare_with_progress
+from gptworks.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from gptworks.infer.engine import Engine
+    from gptworks.infer.request import Completion
+    from gptworks.infer.sampling import SamplingSettings
+    from gptworks.infer.speculate import Drafter
+
+
+def evaluate(
+    run: RunFolder,
+    overrides: Overrides = None,
+    checkpoint: WhichCheckpoint = "best",
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens between windows; below the context, each sees more.")
+    ] = None,
+    by_position: Annotated[bool, typer.Option("--by-position", help="Also in each eighth of the context.")] = False,
+    compressors: Annotated[bool, typer.Option("--compressors", help="Beside gzip and xz on the same text.")] = False,
+    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16. Default: the run's own.")] = None,
+    device: Device = "auto",
+    as_json: AsJSON = False,
+) -> None:
+    """Measure loss, perplexity and bits per byte over the whole validation split.
+
+    KEY=VALUE settings win over the run's: model.context_length=1024 model.rope_scaling.type=yarn, for example.
+    """
+    import torch
+
+    from gptworks.checkpoint import load_run
+    from gptworks.data.batches import evaluation_windows
+    from gptworks.data.prepare import held_out_text
+    from gptworks.data.shards import TokenShards
+    from gptworks.device import choose_device, choose_precision
+    from gptworks.evaluate.loss import compressor_bits_per_byte, evaluate_by_position, evaluate_loss
+    from gptworks.tokenizer import token_bytes
+
+    place = choose_device(device)
+    loaded = load_run(run, checkpoint, overrides=overrides or [], device=place, report=notice)
+    autocast = choose_precision(precision or loaded.recipe.train.precision, place)
+    prepared = prepare_with_progress(loaded.recipe)
+    shards = TokenShards(prepared.folder, "validation")
+    windows = evaluation_windows(shards, loaded.recipe.model.context_length, stride=stride)
+    text_bytes = shards.text_bytes if prepared.manifest.round_trips else None
+    report = evaluate_loss(loaded.model, windows, text_bytes=text_bytes, autocast=autocast.autocast)
+    result: dict[str, Any] = {
+        "loss": report.loss,
+        "perplexity": report.perplexity,
+        "bits_per_byte": report.bits_per_byte,
+        "tokens": report.n_tokens,
+        "text_bytes": text_bytes,
+        "precision": autocast.name,
+        "step": loaded.checkpoint.step,
+    }
+    if by_position:
+        windows = evaluation_windows(shards, loaded.recipe.model.context_length)
+        sizes = token_bytes(prepared.tokenizer) if prepared.manifest.round_trips else None
+        parts = evaluate_by_position(
+            loaded.model,
+            windows,
+            token_bytes=None if sizes is None else torch.tensor(sizes),
+            autocast=autocast.autocast,
+        )
+        result["positions"] = [
+            {"first": p.first, "last": p.last, "loss": p.report.loss, "bits_per_byte": p.report.bits_per_byte}
+            for p in parts
+        ]
+    if compressors:
+        result["compressors"] = compressor_bits_per_byte(b"".join(held_out_text(prepared)))
+    if as_json:
+        print_json(result)
+        return
+    typer.echo(
+        f"validation loss  {report.loss:.4f} nats per token, {report.n_tokens:,} tokens, step {result['step']:,}"
+    )
+    typer.echo(f"perplexity       {report.perplexity:.3f}")
+    if report.bits_per_byte is None:
+        typer.echo("bits per byte    undefined: this tokenizer does not keep the whole text")
+    else:
+        typer.echo(f"bits per byte    {report.bits_per_byte:.4f} over {text_bytes:,} bytes")
+    for part in result.get("positions", []):
+        bits = part["bits_per_byte"]
+        note = "" if bits is None else f"  {bits:.4f} bits per byte"
+        typer.echo(f"tokens {part['first']:>6,} to {part['last']:>6,}  {part['loss']:.4f} nats per token{note}")
+    for name, bits in result.get("compressors", {}).items():
+        typer.echo(f"{name:<16} {bits:.4f}")
+
+
+def generate(
+    run: RunFolder,
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")] = "",
+    overrides: Overrides = None,
+    max_tokens: MaxTokens = 200,
+    temperature: Temperature = 0.8,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    presence_penalty: PresencePenalty = 0.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    min_tokens: Annotated[int, typer.Option(help="Do not end a text before so many tokens.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="The end-of-text token ends nothing.")] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: each token's log-probability, and so many alternatives.")
+    ] = None,
+    beams: Annotated[int, typer.Option(help="Beam search: the most probable text that so many beams find.")] = 1,
+    length_penalty: Annotated[float, typer.Option(help="Beam search: above 0 favours longer texts.")] = 1.0,
+    json_schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write JSON that this schema allows.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Write a text that matches this regular expression.")] = None,
+    samples: Annotated[int, typer.Option(help="How many continuations.")] = 1,
+    slide: Slide = False,
+    input_file: Annotated[
+        Path | None, typer.Option("--input", metavar="FILE", help="Continue each prompt of a .jsonl file.")
+    ] = None,
+    output_file: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Where to; what it holds already is not redone.")
+    ] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Texts generated at once. Default: up to 32.")] = None,
+    guess: Annotated[int, typer.Option(min=0, help="Guess so many tokens at a time; the text stays the same.")] = 0,
+    draft: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="With --guess: a smaller model that guesses. Default: repetition."),
+    ] = None,
+    backend: Backend = "auto",
+    checkpoint: WhichCheckpoint = "best",
+    device: Device = "auto",
+    as_json: AsJSON = False,
+) -> None:
+    """Continue a prompt, the text streaming as it comes; or every prompt of a file."""
+    from gptworks.infer.sampling import SamplingSettings
+
+    schema = None if json_schema is None else json_schema.read_text(encoding="utf-8")
+    settings = SamplingSettings(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, seed=seed, max_tokens=max_tokens,
+        stop=tuple(stop or ()), min_tokens=min_tokens, ignore_eos=ignore_eos, logprobs=logprobs, num_beams=beams,
+        length_penalty=length_penalty, json_schema=schema, regex=regex,
+    )  # fmt: skip
+    if draft is not None and not guess:
+        raise UserError("--draft without --guess: say how many tokens it guesses at a time, such as --guess 4.")
+    if (input_file is None) != (output_file is None) or (input_file is not None and prompt):
+        raise UserError("--input and --output belong together, without a prompt beside them.")
+    drafter = _drafter(guess, draft, device, backend)
+    engine = load_engine(run, checkpoint, device, overrides, n_slots=slots, drafter=drafter, backend=backend)
+    overflow: Any = "slide" if slide else "error"
+    if input_file is not None and output_file is not None:
+        _generate_file(engine, input_file, output_file, settings, n_samples=samples, overflow=overflow)
+        return
+    prompt = sys.stdin.read() if prompt == "-" else prompt
+    if as_json or samples > 1:
+        completions = engine.complete(prompt, settings, n_samples=samples, overflow=overflow)
+        if as_json:
+            print_json({"prompt": prompt, "completions": [_completion_json(one) for one in completions]})
+            return
+        for i, completion in enumerate(completions):
+            typer.echo(f"--- {i + 1} of {samples}\n{prompt}{completion.text}")
+        return
+    reason = None
+    pieces = engine.pieces(prompt, settings, overflow=overflow)
+    sys.stdout.write(prompt)
+    for piece in pieces:
+        sys.stdout.write(piece.text)
+        sys.stdout.flush()
+        reason = piece.finish_reason
+    sys.stdout.write("\n")
+    if reason == "context":
+        notice("stopped: the context is full. With --slide it goes on from the context's last half.")
+    if (rate := engine.statistics().acceptance_rate) is not None:
+        notice(f"{rate:.0%} of the guessed tokens were right.")
+
+
+def _completion_json(completion: "Completion") -> dict[str, Any]:
+    tree = asdict(completion)
+    if completion.logprobs is None:
+        del tree["logprobs"]
+    return tree
+
+
+def _drafter(guess: int, draft: Path | None, device: str, backend: str) -> "Drafter | None":
+    """What guesses tokens ahead, where that is asked for."""
+    from gptworks.infer.engine import load
+    from gptworks.infer.speculate import DraftModel, PromptLookup
+
+    if not guess:
+        return None
+    if draft is None:
+        return PromptLookup(guess)
+    name: Any = backend
+    return DraftModel(load(draft, device=device, report=notice).model, guess, backend=name)
+
+
+def _generate_file(engine: "Engine", source: Path, target: Path, settings: "SamplingSettings", **options: Any) -> None:
+    """Continue a file of prompts with a progress bar."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from gptworks.infer.batch import BatchReport, generate_file
+
+    columns = (TextColumn("prompts"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+    console = console_of(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("")
+
+        def show(report: BatchReport) -> None:
+            progress.update(bar, total=report.total, completed=report.skipped + report.done + report.failed)
+
+        report = generate_file(engine, source, target, settings, report=show, **options)
+    skipped = f", {report.skipped} were there already" if report.skipped else ""
+    notice(f"{target}: {report.done} of {report.total} prompts continued{skipped}.")
+    for error in report.errors:
+        notice(f"error: {error}")
+    if report.failed:
+        raise RunError(f"{report.failed} of {report.total} prompts could not be continued; their lines say why.")
+
+
+def chat(
+    run: RunFolder,
+    max_tokens: MaxTokens = 200,
+    temperature: Temperature = 0.8,
+    top_k: TopK = 0,
+    top_p: TopP = 0.95,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    presence_penalty: PresencePenalty = 0.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    backend: Backend = "auto",
+    checkpoint: WhichCheckpoint = "best",
+    device: Device = "auto",
+) -> None:
+    """Talk with a model. A base model has no turns: it continues the growing text."""
+    from gptworks.infer.chat import ChatSession
+
+    session = ChatSession(
+        load_engine(run, checkpoint, device, backend=backend, reuse="all"), temperature=temperature, top_k=top_k,
+        top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()),
+    )  # fmt: skip
+    notice(
+        "This is a base model: it continues what you write. /reset forgets the text, /quit ends. Ctrl-C stops a reply."
+    )
+    forgotten_said = False
+    while True:
+        try:
+            text = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            typer.echo()
+            return
+        if text.strip() in ("/quit", "/exit"):
+            return
+        if text.strip() == "/reset":
+            session.reset()
+            forgotten_said = False
+            continue
+        try:
+            for part in session.send(text):
+                sys.stdout.write(part)
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            pass
+        except UserError as error:
+            notice(f"error: {error}")
+        typer.echo()
+        if session.n_forgotten_tokens and not forgotten_said:
+            notice("(The context is full: the oldest text falls out as the conversation grows.)")
+            forgotten_said = True
+
+
+def load_engine(
+    run: Path, checkpoint: str, device: str, overrides: list[str] | None = None, **options: Any
+) -> "Engine":
+    from gptworks.infer.engine import load
+
+    if options.get("backend", "auto") not in ("auto", "torch", "native"):
+        raise UserError(f"--backend {options['backend']}: it must be auto, torch or native.")
+    return load(run, checkpoint, overrides=overrides or [], device=device, report=notice, **options)
