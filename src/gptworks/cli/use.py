@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gptworks.cli.common import (
+    BACKENDS,
+    CACHES,
     AsJSON,
     Backend,
+    Cache,
     Device,
     FrequencyPenalty,
     MaxTokens,
@@ -157,6 +160,7 @@ def generate(
         typer.Option(metavar="RUN", help="With --guess: a smaller model that guesses. Default: repetition."),
     ] = None,
     backend: Backend = "auto",
+    cache: Cache = "auto",
     checkpoint: WhichCheckpoint = "best",
     device: Device = "auto",
     as_json: AsJSON = False,
@@ -176,7 +180,9 @@ def generate(
     if (input_file is None) != (output_file is None) or (input_file is not None and prompt):
         raise UserError("--input and --output belong together, without a prompt beside them.")
     drafter = _drafter(guess, draft, device, backend)
-    engine = load_engine(run, checkpoint, device, overrides, n_slots=slots, drafter=drafter, backend=backend)
+    engine = load_engine(
+        run, checkpoint, device, overrides, n_slots=slots, drafter=drafter, backend=backend, cache=cache
+    )
     overflow: Any = "slide" if slide else "error"
     if input_file is not None and output_file is not None:
         _generate_file(engine, input_file, output_file, settings, n_samples=samples, overflow=overflow)
@@ -260,6 +266,7 @@ def chat(
     seed: Seed = None,
     stop: Stop = None,
     backend: Backend = "auto",
+    cache: Cache = "auto",
     checkpoint: WhichCheckpoint = "best",
     device: Device = "auto",
 ) -> None:
@@ -267,7 +274,7 @@ def chat(
     from gptworks.infer.chat import ChatSession
 
     session = ChatSession(
-        load_engine(run, checkpoint, device, backend=backend, reuse="all"), temperature=temperature, top_k=top_k,
+        load_engine(run, checkpoint, device, backend=backend, cache=cache, reuse="all"), temperature=temperature, top_k=top_k,
         top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()),
     )  # fmt: skip
@@ -302,10 +309,25 @@ def chat(
 
 
 def load_engine(
-    run: Path, checkpoint: str, device: str, overrides: list[str] | None = None, **options: Any
-) -> "Engine":
+    run: Path, checkpoint: str, device: str, overrides: list[str] | None = None, *, backend: str = "auto",
+    cache: str = "auto", **options: Any,
+) -> "Engine":  # fmt: skip
+    """The engine of a run; options as for `Engine`."""
+    for option, value, known in (("backend", backend, BACKENDS), ("cache", cache, CACHES)):
+        if value not in known:
+            raise UserError(f"--{option}={value}: it must be one of {', '.join(known)}.")
+    import torch
+
     from gptworks.infer.engine import load
 
-    if options.get("backend", "auto") not in ("auto", "torch", "native"):
-        raise UserError(f"--backend {options['backend']}: it must be auto, torch or native.")
-    return load(run, checkpoint, overrides=overrides or [], device=device, report=notice, **options)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}.get(cache)
+    return load(
+        run,
+        checkpoint,
+        overrides=overrides or [],
+        device=device,
+        report=notice,
+        backend=backend,
+        cache_dtype=dtype,
+        **options,
+    )
