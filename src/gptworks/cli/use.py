@@ -275,7 +275,8 @@ def chat(
 
     session = ChatSession(
         load_engine(run, checkpoint, device, backend=backend, cache=cache, reuse="all"),
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()),
     )  # fmt: skip
     notice(
