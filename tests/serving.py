@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
