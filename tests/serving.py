@@ -14,7 +14,7 @@ from gptworks.config import ModelConfig
 from gptworks.infer import Engine
 from gptworks.model import GPT
 from gptworks.serve.app import create_app
-from gptworks.serve.server import make_server
+from gptworks.serve.server import Server, make_server
 from gptworks.serve.service import Service
 from gptworks.serve.settings import ServerSettings
 from gptworks.tokenizer import vocabulary_size
@@ -55,8 +55,8 @@ def tiny_engine(*, chat: bool = False, context: int = CONTEXT, seed: int = 0, **
 class Running:
     """A server that runs: where it is, and what is in it."""
 
-    def __init__(self, service: Service, url: str) -> None:
-        self.service, self.url = service, url
+    def __init__(self, service: Service, server: Server, url: str) -> None:
+        self.service, self.server, self.url = service, server, url
 
     def engine(self, name: str) -> Engine:
         return self.service.models.get(name).engine
@@ -80,7 +80,7 @@ def running(engines: Mapping[str, Engine], **settings: Any) -> Iterator[Running]
     thread.start()
     assert listens.wait(30)
     try:
-        yield Running(app.state.service, f"http://127.0.0.1:{found[0]}")
+        yield Running(app.state.service, server, f"http://127.0.0.1:{found[0]}")
     finally:
         server.should_exit = True
         thread.join(20)

@@ -27,6 +27,10 @@ from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import Piece
 
 
+class EngineStopped(RunError):
+    """The engine takes no more requests, or has ended those it had."""
+
+
 class SlowReader(RunError):
     """A reader left more pieces unread than it may; its requests were cancelled."""
 
@@ -51,7 +55,7 @@ class EngineLoop:
         if not drain:
             for stream in list(self._streams):
                 stream.cancel()
-                stream.hand(0, RunError("the engine was stopped."))
+                stream.hand(0, EngineStopped("the engine was stopped."))
             self._wake_readers()
         self._ending = True
         self._wake.set()
@@ -78,10 +82,10 @@ class EngineLoop:
             max_unread: pieces that may wait for the reader; with more, the stream is cancelled (SlowReader).
 
         Raises:
-            RunError: the loop is closed.
+            EngineStopped: the loop is closed.
         """
         if self._ending:
-            raise RunError("the engine is stopping: no more requests are taken.")
+            raise EngineStopped("the engine is stopping: no more requests are taken.")
         return Stream(self, max_unread)
 
     def stream(
@@ -93,7 +97,7 @@ class EngineLoop:
 
         Raises:
             UserError, QueueFull: as `Engine.submit`.
-            RunError: the loop is closed.
+            EngineStopped: the loop is closed.
         """
         stream = self.open()
         try:

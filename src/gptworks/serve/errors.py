@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from gptworks.errors import RunError, UserError
-from gptworks.infer.loop import SlowReader
+from gptworks.infer.loop import EngineStopped, SlowReader
 from gptworks.infer.scheduler import QueueFull
 
 RETRY_AFTER_SECONDS = 1
@@ -74,14 +74,16 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(429, str(error), code="queue_full")
     if isinstance(error, SlowReader):
         return APIError(408, str(error), code="slow_reader")
+    if isinstance(error, EngineStopped):
+        return APIError(503, str(error), code="stopped")
     if isinstance(error, RunError):
-        return APIError(503 if "stop" in str(error) else 500, str(error))
+        return APIError(500, str(error))
     return APIError(500, "the server failed; its log says how.")
 
 
 def from_validation(error: ValidationError) -> APIError:
-    """The first thing wrong with a request's body, by the field's name."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    """A thing wrong with a request's body, by the field's name. Of a union's members, the one that fits best."""
+    first = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
     place = ".".join(str(part) for part in first["loc"] if not _is_type_name(part)) or None
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":

@@ -6,6 +6,8 @@ waited longest without a request makes room.
 """
 
 import asyncio
+import contextlib
+import socket
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -19,6 +21,10 @@ SWEEP_SECONDS = 0.5
 """How often connections are looked at."""
 
 
+KERNEL_BYTES = 1 << 17
+"""What the system keeps for a reader who is slow. By itself it would take megabytes for each."""
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """One connection. `bounded_by` makes the class for a server's settings."""
 
@@ -29,6 +35,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stuck_since: float | None = None
         self._n_header_bytes = self._n_bytes = 0
         super().connection_made(transport)
+        with contextlib.suppress(OSError):
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
         if len(self.connections) > self.settings.max_connections:
             self._make_room()
 

@@ -41,6 +41,8 @@ class Server(uvicorn.Server):
             sweep(self.server_state.connections)
         if service.draining:
             self._drain_ends = self._drain_ends or now + service.settings.drain_seconds
+            if now > self._drain_ends:
+                service.close()  # what still runs is answered with 503
             if service.in_flight == 0 or now > self._drain_ends:
                 return True
         return await super().on_tick(counter)
