@@ -231,13 +231,10 @@ def _plain_text(tokenizer: Tokenizer) -> Tokenizer:
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write tokenizer.json, and tokenizer_config.json so that `transformers.AutoTokenizer` reads the folder."""
-    special = special_tokens(tokenizer)
-    bos = special.eos if special.separator else special.bos
-    names = {"bos_token": bos, "eos_token": special.eos, "unk_token": special.unk, "pad_token": special.pad}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        **{name: tokenizer.id_to_token(token_id) for name, token_id in names.items() if token_id is not None},
+        **special_token_names(tokenizer),
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
@@ -302,6 +299,14 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     bos, eos = first(_BOS), first(_EOS)
     separator = bos is None and eos is not None and tokenizer.id_to_token(eos) == SEPARATOR
     return SpecialTokens(bos, eos, first(_UNK), first(_PAD), separator)
+
+
+def special_token_names(tokenizer: Tokenizer) -> dict[str, str]:
+    """The special tokens under the names that `transformers` and its chat templates have for them: bos_token, …"""
+    special = special_tokens(tokenizer)
+    bos = special.eos if special.separator else special.bos
+    ids = {"bos_token": bos, "eos_token": special.eos, "unk_token": special.unk, "pad_token": special.pad}
+    return {name: tokenizer.id_to_token(token_id) for name, token_id in ids.items() if token_id is not None}
 
 
 def document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
