@@ -10,8 +10,9 @@ from gptworks.infer.engine import Engine, completions
 from gptworks.infer.request import Completion, Request
 from gptworks.infer.sampling import SamplingSettings
 
-IN_FLIGHT = 32
-"""Requests that the engine has at once. Few enough that a context is still in its slot when its siblings come."""
+SLOTS = 16
+"""Requests that the engine has at once, and slots it should have: with no more of the one than of the other, a context
+is still in its slot when those come that share it."""
 
 Progress = Callable[[int, int], None]
 """Told how many are done, and of how many."""
@@ -131,7 +132,7 @@ def run_requests(
     running: dict[int, Request] = {}
     try:
         while waiting or running:
-            while waiting and len(running) < IN_FLIGHT:
+            while waiting and len(running) < SLOTS:
                 job = waiting.popleft()
                 running[job] = submit(job)
             engine.step()
