@@ -20,19 +20,32 @@ def means(values: Sequence[float]) -> Floats:
 
 
 def figure_of(kind: str) -> Figure:
-    """How sums of statistics make the figure. kind: mean, bits, bleu or chrf.
+    """How sums of statistics make the figure.
 
-    mean: [total, items]. bits: [nats, bytes], as bits per byte.
+    Args:
+        kind: mean of [total, items]; perplexity of [nats, tokens]; bits, per byte, of [nats, bytes]; calibration of
+            [tokens, confidences, hits] in bins (calibration.py); bleu and chrf, of sacrebleu's statistics.
 
     Raises:
         UserError: bleu or chrf without sacrebleu.
     """
     if kind == "mean":
         return _ratio
+    if kind == "perplexity":
+        return lambda sums: np.exp(_ratio(sums))
     if kind == "bits":
         return lambda sums: _ratio(sums) / math.log(2)
+    if kind == "calibration":
+        return calibration_error
     metric = _sacrebleu(kind)
     return lambda sums: np.array([metric._compute_score_from_stats(_whole(row)).score for row in sums])
+
+
+def calibration_error(sums: Floats) -> Floats:
+    """Σ over bins of |hits − confidences|, over the tokens: sums [R, 3·B] → [R] (Guo et al., 2017, eq. 3)."""
+    tokens, confidences, hits = np.split(sums, 3, axis=1)
+    error: Floats = np.abs(hits - confidences).sum(1) / tokens.sum(1)
+    return error
 
 
 def _ratio(sums: Floats) -> Floats:
@@ -40,9 +53,7 @@ def _ratio(sums: Floats) -> Floats:
     return ratio
 
 
-def text_statistics(
-    metric: str, hypotheses: Sequence[str], references: Sequence[Sequence[str]]
-) -> tuple[str, Floats]:
+def text_statistics(metric: str, hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[str, Floats]:
     """The kind of a metric's figure, and the statistics [N, S] of each text with its references, one or more.
 
     Raises:
@@ -91,5 +102,5 @@ def _library(module: str, package: str) -> Any:
 
 
 def pass_at_k(n_samples: int, n_right: int, k: int) -> float:
-    """The probability that one of k samples is right, without bias: 1 − C(n − c, k) / C(n, k) (Chen et al., 2021, eq. 1)."""
+    """How likely one of k samples is right, without bias: 1 − C(n − c, k) / C(n, k) (Chen et al., 2021, eq. 1)."""
     return 1 - math.comb(n_samples - n_right, k) / math.comb(n_samples, k)

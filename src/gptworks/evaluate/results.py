@@ -1,7 +1,7 @@
 """What an evaluation found: kept in the run folder as JSON, shown as a table, and told in the model card.
 
-    RUN/evaluations/capitals-3-shot.json      figures with intervals, and each item's statistics
-    RUN/model-card.md                         its section "Evaluations" is made anew from all of them
+RUN/evaluations/capitals-3-shot.json      figures with intervals, and each item's statistics
+RUN/model-card.md                         its section "Evaluations" is made anew from all of them
 """
 
 import json
@@ -27,12 +27,12 @@ class Measured:
     """A figure over all items, with its 95% interval and what it is made of."""
 
     kind: str
-    """How statistics make the figure: mean, bits, bleu or chrf (metrics.py)."""
+    """How statistics make the figure; see `metrics.figure_of`."""
     statistics: Floats
-    """float64 [N, S]; none where the figure is another program's."""
+    """float64 [N, S]; empty where the figure is another program's."""
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
     @classmethod
     def of(cls, kind: str, statistics: Floats) -> "Measured":
@@ -63,9 +63,7 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         """Everything; `read_evaluations` reads it back."""
         tree = {key: getattr(self, key) for key in ("name", "kind", "run", "step", "n_items", "shots", "fingerprint")}
-        metrics = {
-            name: {**asdict(one), "statistics": one.statistics.tolist()} for name, one in self.metrics.items()
-        }
+        metrics = {name: {**asdict(one), "statistics": one.statistics.tolist()} for name, one in self.metrics.items()}
         return {
             **tree, "metrics": metrics, "settings": self.settings, "notes": list(self.notes), "items": list(self.items)
         }  # fmt: skip
@@ -85,8 +83,8 @@ def markdown_table(evaluations: Iterable[Evaluation]) -> str:
     for one in evaluations:
         shots = "" if one.shots is None else str(one.shots)
         for name, measured in one.metrics.items():
-            known = measured.low == measured.low  # not nan
-            bounds = f"{_number(measured.low)} to {_number(measured.high)}" if known else ""
+            low, high = measured.low, measured.high
+            bounds = "" if low is None or high is None else f"{_number(low)} to {_number(high)}"
             cells = (one.name, shots, f"{one.n_items:,}", name, _number(measured.value), bounds, f"{one.step:,}")
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

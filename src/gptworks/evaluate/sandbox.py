@@ -4,6 +4,7 @@ This keeps accidents in, not attacks: a process of the same user on the same mac
 Whoever runs programs of a model should do so in a container or a virtual machine.
 """
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -73,7 +74,7 @@ class Sandbox:
     ) -> list[str]:
         """Run Python programs, some at a time; for each: passed, timeout, or how it failed.
 
-        A program has passed if it ran to its end without an exception. Leaving early, even with exit code 0, is failing.
+        A program has passed if it ran to its end without an exception. To leave early, with any exit code, is to fail.
         """
         with ThreadPoolExecutor(self.n_processes) as pool:
             running = {pool.submit(self.run, one, timeout_seconds, memory_mib): i for i, one in enumerate(programs)}
@@ -111,10 +112,8 @@ class Sandbox:
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:
     """Whatever is left of a program and of what it started."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
     if process.stdout is not None:
         process.stdout.close()

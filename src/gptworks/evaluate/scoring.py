@@ -1,5 +1,4 @@
-"""What a model gives, and writes after, many texts at once: the engine schedules them and computes common beginnings once.
-"""
+"""What a model gives to texts, and writes after them: many at once, scheduled by the engine, common beginnings once."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -40,8 +39,10 @@ def encode_pair(encode: Callable[[str], list[int]], context: str, continuation: 
     """
     kept = context.rstrip()
     context, continuation = kept, context[len(kept) :] + continuation
-    before = encode(context)
-    after = encode(context + continuation)[len(before) :]
+    before, whole = encode(context), encode(context + continuation)
+    if not context and whole[: len(before)] != before:  # a lone separator stands before an empty text alone
+        whole = before + whole
+    after = whole[len(before) :]
     if not after:
         raise UserError(f"the continuation {continuation!r} of {context[-40:]!r} has no token of its own.")
     return before, after
@@ -79,8 +80,7 @@ def score_pairs(
         context, continuation = pairs[i]
         found[i] = _scored(request, len(continuation))
         progress(len(found), len(pairs))
-        rest = siblings.pop(tuple(context), ())  # those of one context wait for the first, which computes it
-        return rest
+        return siblings.pop(tuple(context), ())  # those of one context wait for the first, which computes it
 
     first = [group.popleft() for group in siblings.values()]
     run_requests(engine, first, submit, finish)

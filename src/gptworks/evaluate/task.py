@@ -125,7 +125,9 @@ _TYPES: dict[str, type[AnyTask]] = {
 class Task:
     """A task's settings and items."""
 
-    def __init__(self, settings: AnyTask, items: Sequence[Item], shot_items: Sequence[Item] | None, origin: str) -> None:
+    def __init__(
+        self, settings: AnyTask, items: Sequence[Item], shot_items: Sequence[Item] | None, origin: str
+    ) -> None:
         """
         Args:
             shot_items: what shots are taken from; None: the other items.
@@ -209,7 +211,9 @@ class Task:
             found = [self.value(item, one, "choices") if "{" in one else one for one in wanted]
         texts = [str(one) for one in found]
         if len(texts) < 2 or not all(texts):
-            raise UserError(f"{self.origin}: item {self._number(item)} has the choices {texts}: give two or more texts.")
+            raise UserError(
+                f"{self.origin}: item {self._number(item)} has the choices {texts}: give two or more texts."
+            )
         return texts
 
     def right_choice(self, item: Item) -> int:

@@ -70,9 +70,9 @@ class Asked:
 
     def __init__(self, engine: Engine, task: Task, chat: bool) -> None:
         self.engine, self.task, self.items = engine, task, task.items_asked
-        self.template = getattr(engine, "chat_template", None)
         self.chat = chat
-        if chat and self.template is None:
+        self._template: Any = getattr(engine, "chat_template", None)
+        if chat and self._template is None:
             raise UserError("--chat: this run has no chat template; a base model is asked without.")
         self._n_short = 0
 
@@ -101,7 +101,7 @@ class Asked:
         for prompt, answer in self.task.turns(item, n_shots):
             messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
         messages = messages[not self.task.settings.description : -1]
-        ids: list[int] = self.template.encode(messages, add_generation_prompt=True)
+        ids: list[int] = self._template.encode(messages, add_generation_prompt=True)
         return "", ids
 
     def pairs(self, item: Item, choices: Sequence[str]) -> list[tuple[list[int], list[int]]]:
@@ -192,8 +192,10 @@ def _plain(text: str, settings: ExactMatch) -> str:
 def _generation(asked: Asked, settings: Generation, progress: Progress) -> Found:
     references = [asked.task.texts(item, settings.references, "references") for item in asked.items]
     written = [texts[0].strip() for texts in asked.write(settings.generation, 1, progress)]
-    metrics = {name: Measured.of(*text_statistics(name, written, references)) for name in settings.metrics}
-    told = [{"references": refs, "written": text} for refs, text in zip(references, written, strict=True)]
+    metrics = {str(name): Measured.of(*text_statistics(name, written, references)) for name in settings.metrics}
+    told: list[dict[str, Any]] = [
+        {"references": refs, "written": text} for refs, text in zip(references, written, strict=True)
+    ]
     return metrics, told
 
 
@@ -206,12 +208,10 @@ def _code(asked: Asked, settings: Code, sandbox: Sandbox, progress: Progress) ->
         tests = task.text(item, settings.tests, "tests")
         programs += [f"{begun}{text}\n\n{tests}\n" for text in texts]
     outcomes = sandbox.run_all(programs, settings.timeout_seconds, settings.memory_mib, progress)
-    told, n = [], settings.samples
+    told, passed, n = [], [], settings.samples
     for i, texts in enumerate(written):
         of_one = outcomes[i * n : (i + 1) * n]
         samples = [{"written": text, "outcome": outcome} for text, outcome in zip(texts, of_one, strict=True)]
-        told.append({"passed": of_one.count("passed"), "samples": samples})
-    metrics = {
-        f"pass@{k}": Measured.of("mean", means([pass_at_k(n, one["passed"], k) for one in told])) for k in settings.k
-    }
-    return metrics, told
+        passed.append(of_one.count("passed"))
+        told.append({"passed": passed[-1], "samples": samples})
+    return {f"pass@{k}": Measured.of("mean", means([pass_at_k(n, c, k) for c in passed])) for k in settings.k}, told

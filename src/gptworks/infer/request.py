@@ -76,7 +76,7 @@ class Request:
         self.error: Exception | None = None
         """Why it failed, where it did."""
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        """What the model gave each token of the prompt, None before `score_from`; with the first piece, if asked for."""
+        """What the model gave the prompt's tokens (None before `score_from`), with the first piece; if asked for."""
         self.n_reused_tokens = 0
         """Tokens of the prompt that needed no computing (prefix reuse)."""
         self._pieces: deque[Piece] = deque()
