@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from gptworks.config import ModelConfig, TrainConfig
-from gptworks.model import KVCache, cpu
+from gptworks.model import GPT, KVCache, cpu
 from gptworks.model import loss as model_loss
 from gptworks.plan import memory, stages
 from gptworks.plan.inference import inference_memory
 from gptworks.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS, Layout, Setting, training_peak
 from gptworks.plan.params import count_parameters
 from gptworks.presets import PRESETS, preset
+from gptworks.quantize.convert import quantize_model
 from gptworks.train import muon
 from gptworks.train.trace import trace_step
 
@@ -199,14 +200,20 @@ def test_the_cache_is_the_caches(name: str) -> None:
     assert by_weights["fp32"].cache_bytes[8] == 2 * cache.n_bytes
 
 
-def test_weights_in_each_precision() -> None:
-    model = ModelConfig(vocab_size=10, context_length=8, n_layers=1, d_model=4, n_heads=1, d_ff=8, norm="rmsnorm")
-    matrices, vectors = 10 * 4 + 4 * 4 * 4 + 2 * 4 * 8, 3 * 4  # embedding, attention, MLP; three norms
-    rows = 10 + 4 * 4 + 8 + 4
-    expected = {
-        "fp32": 4 * (matrices + vectors),
-        "bf16": 2 * (matrices + vectors),
-        "int8": matrices + 4 * rows + 2 * vectors,
-        "int4": matrices * 18 // 32 + 2 * vectors,  # 32 elements in 16 bytes and a scale of 2
-    }
-    assert {row.weights: row.weights_bytes for row in inference_memory(model)} == expected
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"position": "learned", "norm": "layernorm", "attention_bias": True, "mlp_bias": True, "tie_embeddings": False},
+        {"d_model": 48, "d_ff": 80, "mlp": "swiglu", "n_kv_heads": 1, "qk_norm": True},
+        {"mlp": "swiglu", "n_experts": 4, "d_ff_shared": 32},
+    ],
+)
+def test_weights_in_each_precision_are_those_that_are_written(changes: dict[str, Any]) -> None:
+    model = ModelConfig(
+        **{"vocab_size": 50, "context_length": 16, "n_layers": 2, "d_model": 64, "n_heads": 2} | changes
+    )
+    weights = GPT(model)
+    for row in inference_memory(model):
+        kept = weights if row.weights == "fp32" else quantize_model(weights, row.weights)  # type: ignore[arg-type]
+        assert row.weights_bytes == sum(t.numel() * t.element_size() for t in kept.state_dict().values()), row.weights

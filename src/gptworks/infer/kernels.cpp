@@ -83,6 +83,7 @@ constexpr int64_t TILE = 4;            // weight rows multiplied at once: enough
 constexpr int64_t UNIT = 16;           // weight rows that one thread takes at once: a cache line of results
 constexpr int64_t CHUNK = 128;         // activations are padded with zeros to a multiple of this
 constexpr int64_t PREFETCH = 12288;    // bytes ahead
+constexpr int64_t CACHED = 512 << 10;  // bytes of activations that a core's second cache keeps while weights pass
 
 typedef float Lanes __attribute__((vector_size(64)));
 typedef int32_t IntLanes __attribute__((vector_size(64)));
@@ -280,6 +281,7 @@ struct Rows {
     Rows(int64_t n, int64_t stride, float *x) : n(n), stride(stride), x(x) {}
     const int8_t *low(int64_t row) const { return &bytes[2 * row * stride]; }
     const int8_t *high(int64_t row) const { return low(row) + stride; }
+    int64_t row_bytes() const { return (bytes.empty() ? 4 : 2) * stride; }
 
     void prepare(int64_t kind) {
         if (kind == prepared) return;
@@ -383,15 +385,19 @@ struct BFloatTile {
         Lanes total[N][TILE] = {};
         const BFloat *w = weight + first * k;
         const int8_t *in = x.low(row);
-        for (int64_t i = 0; i < k; i += 2 * LANES)
+        for (int64_t i = 0; i < k; i += 2 * LANES) {
+            __m512bh row_of_weights[TILE];
             repeat<TILE>([&](auto j) EACH {
                 prefetch<N>(w + TILE * i, j);
-                const __m512bh row_of_weights = (__m512bh)_mm512_loadu_si512(w + j * step * k + i);
-                repeat<N>([&](auto r) EACH {
-                    const __m512bh activation = (__m512bh)_mm512_loadu_si512(in + 2 * (r * x.stride + i));
-                    total[r][j] = (Lanes)_mm512_dpbf16_ps((__m512)total[r][j], row_of_weights, activation);
+                row_of_weights[j] = (__m512bh)_mm512_loadu_si512(w + j * step * k + i);
+            });
+            repeat<N>([&](auto r) EACH {
+                const __m512bh activation = (__m512bh)_mm512_loadu_si512(in + 2 * (r * x.stride + i));
+                repeat<TILE>([&](auto j) EACH {
+                    total[r][j] = (Lanes)_mm512_dpbf16_ps((__m512)total[r][j], row_of_weights[j], activation);
                 });
             });
+        }
         repeat<N>([&](auto r) EACH { out[r] = sums(total[r]); });
     }
 };
@@ -500,18 +506,19 @@ struct Int4Tile {  // by way of float32
 };
 #endif
 
-// Rows from … end of the matrix with all activations; see product.
+// Rows from … end of the matrix with activations first_row … last_row; see product.
 template <class Tile>
-void tiles(const Tile &tile, const Matrix &m, const Rows &x, int64_t from, int64_t end, float *out, int64_t stride, bool add) {
+void tiles(const Tile &tile, const Matrix &m, int64_t first_row, int64_t last_row, int64_t from, int64_t end, float *out,
+           int64_t stride, bool add) {
     for (int64_t n = from, count; n < end; n += count) {
         count = end - n < TILE ? 1 : TILE;  // the last few one by one, as a tile of the same row
         const int64_t step = count / TILE, bytes = count * sizeof(float);
         Quad scale = Quad{} + 1.0f, bias = {};
         if (m.kind == INT8) std::memcpy(&scale, (const float *)m.scale + n, bytes);
         if (m.bias) std::memcpy(&bias, m.bias + n, bytes);
-        for (int64_t row = 0, rows; row < x.n; row += rows) {
+        for (int64_t row = first_row, rows; row < last_row; row += rows) {
             Quad four[Tile::AT_ONCE];
-            rows = std::min(Tile::AT_ONCE, x.n - row);
+            rows = std::min(Tile::AT_ONCE, last_row - row);
             switch (rows) {
             case 1: tile.template sums_of<1>(n, step, row, four); break;
             case 2: tile.template sums_of<2>(n, step, row, four); break;
@@ -535,7 +542,11 @@ std::pair<int64_t, int64_t> product(const Matrix &m, Rows &x, float *out, int64_
     x.prepare(m.kind);
     const auto [first, last] = team.share((m.n + UNIT - 1) / UNIT);
     const int64_t from = first * UNIT, end = std::min(last * UNIT, m.n);
-    const auto run = [&](const auto &tile) { tiles(tile, m, x, from, end, out, stride, add); };
+    const auto run = [&, from = from, end = end](const auto &tile) {
+        const int64_t at_once = std::max<int64_t>(CACHED / x.row_bytes() / tile.AT_ONCE, 1) * tile.AT_ONCE;
+        for (int64_t row = 0; row < x.n; row += at_once)
+            tiles(tile, m, row, std::min(row + at_once, x.n), from, end, out, stride, add);
+    };
     switch (m.kind) {
     case FP32: run(FloatTile<float>{(const float *)m.weight, m.k, x}); break;
     case BF16: run(BFloatTile{(const BFloat *)m.weight, m.k, x}); break;
@@ -602,43 +613,72 @@ void prepare_head(const Model &m, const Norm &norm, int64_t position, float *x) 
     if (m.cos) rotate(m, position, x);
 }
 
-// Σ weight[s] · values[s], N vectors wide.
-template <int N, class Cache>
-void weigh(const float *weights, const Cache *values, int64_t n, int64_t d_head, float factor, float *out) {
-    Lanes total[N] = {};
-    for (int64_t s = 0; s < n; s++)
-        for (int i = 0; i < N; i++) total[i] += weights[s] * load(values + s * d_head + i * LANES);
-    for (int i = 0; i < N; i++) store(out + i * LANES, total[i] * factor);
+constexpr int64_t QUERIES = 4;  // that read keys and values together
+
+// A query of one head, the first and the last + 1 key that it sees, and where its output goes.
+struct Query {
+    float *q, *out;
+    int64_t from, to;
+};
+
+// Σ weight[s] · values[s] for the keys from … to of N queries, WIDE vectors from element i on.
+template <int N, int WIDE, class Cache>
+void weigh(const Query *queries, const Lanes *factor, const float *scores, int64_t room, const Cache *values,
+           int64_t from, int64_t to, int64_t width, int64_t i) {
+    Lanes total[N][WIDE] = {};
+    for (int64_t s = from; s < to; s++)
+        repeat<WIDE>([&](auto v) EACH {
+            const Lanes value = load(values + s * width + i + v * LANES);
+            repeat<N>([&](auto r) EACH { total[r][v] += scores[r * room + s - from] * value; });
+        });
+    repeat<N>([&](auto r) EACH {
+        repeat<WIDE>([&](auto v) EACH { store(queries[r].out + i + v * LANES, total[r][v] * factor[r]); });
+    });
 }
 
-// One query over n keys and values, [n, d_head] each; scores has room for n rounded up to 16.
-template <class Cache>
-void attend_head(const Model &m, const float *q, const Cache *keys, const Cache *values, int64_t n, float *scores,
-                 float *out) {
-    const int64_t width = m.d_head;
-    for (int64_t s = 0; s < n; s += TILE) {
-        Lanes total[TILE] = {};
-        for (int64_t j = 0; j < TILE; j++) {
-            const Cache *key = keys + std::min(s + j, n - 1) * width;
-            for (int64_t i = 0; i < width; i += LANES) total[j] += load(q + i) * load(key + i);
+// N queries of one text, in the order of their positions, over its keys and values [capacity, d_head]. They read the
+// keys together, those that one of them does not see with weight 0. scores: [N, room], room for `to` and 32 more.
+template <int N, class Cache>
+void attend(const Model &m, const Query *queries, const Cache *keys, const Cache *values, float *scores, int64_t room) {
+    const int64_t width = m.d_head, to = queries[N - 1].to;
+    const int64_t from = queries[0].from / LANES * LANES;  // so that a key's lane follows from its position alone
+    const int64_t end = from + (to - from + LANES - 1) / LANES * LANES;
+    for (int64_t s = from; s < end; s += TILE) {
+        Lanes total[N][TILE] = {};
+        const Cache *key[TILE];
+        repeat<TILE>([&](auto j) EACH { key[j] = keys + std::min(s + j, to - 1) * width; });
+        for (int64_t i = 0; i < width; i += LANES) {
+            Lanes q[N];
+            repeat<N>([&](auto r) EACH { q[r] = load(queries[r].q + i); });
+            repeat<TILE>([&](auto j) EACH {
+                const Lanes elements = load(key[j] + i);
+                repeat<N>([&](auto r) EACH { total[r][j] += q[r] * elements; });
+            });
         }
-        const Quad four = sums(total) * m.scale;
-        std::memcpy(scores + s, &four, sizeof four);
+        repeat<N>([&](auto r) EACH {
+            const Quad four = sums(total[r]) * m.scale;
+            std::memcpy(scores + r * room + s - from, &four, sizeof four);
+        });
     }
-    for (int64_t s = n; s < (n + LANES - 1) / LANES * LANES; s++) scores[s] = -INFINITY;
-    Lanes top = load(scores), total = {};
-    for (int64_t s = LANES; s < n; s += LANES) top = larger(top, load(scores + s));
-    float largest = -INFINITY;
-    for (int i = 0; i < LANES; i++) largest = std::max(largest, top[i]);
-    for (int64_t s = 0; s < n; s += LANES) {
-        const Lanes e = exponential(load(scores + s) - largest);
-        total += e;
-        store(scores + s, e);
+    Lanes factor[N];
+    for (int r = 0; r < N; r++) {
+        float *own = scores + r * room;
+        std::fill(own, own + queries[r].from - from, -INFINITY);
+        std::fill(own + queries[r].to - from, own + end - from, -INFINITY);
+        Lanes top = load(own), total = {};
+        for (int64_t s = LANES; s < end - from; s += LANES) top = larger(top, load(own + s));
+        float largest = -INFINITY;
+        for (int i = 0; i < LANES; i++) largest = std::max(largest, top[i]);
+        for (int64_t s = 0; s < end - from; s += LANES) {
+            const Lanes score = load(own + s), e = score == -INFINITY ? Lanes{} : exponential(score - largest);
+            total += e;
+            store(own + s, e);
+        }
+        factor[r] = all(1 / sum(total));
     }
-    const float factor = 1 / sum(total);
     int64_t i = 0;
-    for (; i + 4 * LANES <= width; i += 4 * LANES) weigh<4>(scores, values + i, n, width, factor, out + i);
-    for (; i < width; i += LANES) weigh<1>(scores, values + i, n, width, factor, out + i);
+    for (; i + 4 * LANES <= width; i += 4 * LANES) weigh<N, 4>(queries, factor, scores, room, values, from, to, width, i);
+    for (; i < width; i += LANES) weigh<N, 1>(queries, factor, scores, room, values, from, to, width, i);
 }
 
 template <class Cache> struct HeadCache {
@@ -663,28 +703,44 @@ void remember(const Model &m, const Layer &layer, const Batch &b, int64_t row, i
     }
 }
 
-// A thread takes whole (row, key/value head) pairs: their queries over the keys they see.
+// A thread takes whole (rows of a text, key/value head) pairs: their queries, some at a time, over the keys they see.
+// Later rows see more keys, so threads take turns.
 template <class Cache>
 void attend(const Model &m, const Layer &layer, const Batch &b, float *qkv, int64_t stride, float *out,
-            int64_t out_stride, float *scores, const Team &team) {
-    const int64_t width = m.d_head, heads = m.n_heads / m.n_groups;
+            int64_t out_stride, Buffer &scores, const Team &team) {
+    const int64_t width = m.d_head, heads = m.n_heads / m.n_groups, room = scores.size() / QUERIES * LANES;
     const bool alone = b.n_rows == b.n_texts;  // no row's keys are another one's to see
-    const auto [from, to] = team.share(b.n_rows * m.n_groups);
-    for (int64_t task = from; task < to && !alone; task++) {
+    for (int64_t task = team.thread; task < b.n_rows * m.n_groups && !alone; task += team.n_threads) {
         const int64_t row = task / m.n_groups;
         remember<Cache>(m, layer, b, row, task % m.n_groups, qkv + row * stride);
     }
     if (!alone) team.wait();
-    for (int64_t task = from; task < to; task++) {
-        const int64_t row = task / m.n_groups, group = task % m.n_groups, position = b.positions[row];
-        float *queries = qkv + row * stride;
-        if (alone) remember<Cache>(m, layer, b, row, group, queries);
-        const HeadCache<Cache> cache(m, layer, b.slots[row], group);
-        const int64_t first = std::max<int64_t>(0, position + 1 - layer.window);
-        for (int64_t head = group * heads; head < (group + 1) * heads; head++) {
-            prepare_head(m, layer.query_norm, position, queries + head * width);
-            attend_head(m, queries + head * width, cache.keys + first * width, cache.values + first * width,
-                        position + 1 - first, scores, out + row * out_stride + head * width);
+    int64_t task = 0;
+    for (int64_t row = 0, end; row < b.n_rows; row = end) {
+        for (end = row + 1; end < std::min(row + QUERIES, b.n_rows) && b.slots[end] == b.slots[row];) end++;
+        for (int64_t group = 0; group < m.n_groups; group++, task++) {
+            if (task % team.n_threads != team.thread) continue;
+            const HeadCache<Cache> cache(m, layer, b.slots[row], group);
+            Query queries[QUERIES];
+            int64_t n = 0;
+            for (int64_t r = row; r < end; r++) {
+                if (alone) remember<Cache>(m, layer, b, r, group, qkv + r * stride);
+                for (int64_t head = group * heads; head < (group + 1) * heads; head++) {
+                    const int64_t position = b.positions[r];
+                    float *q = qkv + r * stride + head * width;
+                    prepare_head(m, layer.query_norm, position, q);
+                    queries[n++] = {q, out + r * out_stride + head * width,
+                                    std::max<int64_t>(0, position + 1 - layer.window), position + 1};
+                    if (n < QUERIES && !(r + 1 == end && head + 1 == (group + 1) * heads)) continue;
+                    float *own = (float *)scores.data();
+                    switch (std::exchange(n, 0)) {
+                    case 1: attend<1>(m, queries, cache.keys, cache.values, own, room); break;
+                    case 2: attend<2>(m, queries, cache.keys, cache.values, own, room); break;
+                    case 3: attend<3>(m, queries, cache.keys, cache.values, own, room); break;
+                    default: attend<4>(m, queries, cache.keys, cache.values, own, room);
+                    }
+                }
+            }
         }
     }
 }
@@ -734,7 +790,7 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
     float *x = data(s.x), *qkv = data(s.qkv);
     const int64_t d_query = m.n_heads * m.d_head, d_key = m.n_groups * m.d_head;
     Normalized norm1(s.n, s.d_model), norm2(s.n, s.d_model);
-    Buffer scores(m.capacity / LANES + 1);
+    Buffer scores(QUERIES * (m.capacity / LANES + 2));
     Rows attended(s.n, s.d_heads, data(s.attended)), inner(s.n, s.d_ff, data(s.inner));
 
     for (int64_t row = team.thread; row < s.n; row += team.n_threads)
@@ -748,7 +804,7 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
         product(layer->value, in, qkv + d_query + d_key, s.d_qkv, false, team);
         team.wait();
         const auto attend_in = m.cache_is_bf16 ? attend<BFloat> : attend<float>;
-        attend_in(m, *layer, b, qkv, s.d_qkv, data(s.attended), s.d_heads, data(scores), team);
+        attend_in(m, *layer, b, qkv, s.d_qkv, data(s.attended), s.d_heads, scores, team);
         team.wait();
         attended.prepared = inner.prepared = FP32;
         product(layer->out, attended, x, s.d_model, true, team);

@@ -29,8 +29,8 @@ from gptworks.infer.backend import Chunk, Unavailable
 from gptworks.model import GPT, SlotCache
 from gptworks.plan.devices import cpu_flags
 
-STEP_TOKENS = 64
-"""Tokens of one chunk in a step: their activations stay in a core's cache; the next ones read the weights again."""
+STEP_TOKENS = 128
+"""Tokens of one chunk in a step: enough that reading the weights again for the next ones costs little."""
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 

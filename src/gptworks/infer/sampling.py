@@ -33,6 +33,9 @@ CANDIDATES = 256
 _BLOCK = 256
 """A draw finds its token's block among sums of so many weights, and then the token within the block."""
 
+_LOGITS_AT_ONCE = 2**18
+"""On a CPU, logits that are sampled from together: they stay in its cache (32 texts, 50,257 tokens: 7 for 27 ms)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
@@ -261,9 +264,11 @@ def pick(logits: Tensor, settings: Sequence[SamplingSettings], shares: Sequence[
         ([i for i, s in enumerate(settings) if not s.greedy and not s.filtered], _pick_of_all),
         ([i for i, s in enumerate(settings) if not s.greedy and s.filtered], _pick_of_candidates),
     ):
-        if rows:
-            part = logits if len(rows) == len(settings) else logits[rows]
-            tokens[rows] = choose(part, [settings[i] for i in rows], share[rows]).cpu()
+        n_at_once = max(1, _LOGITS_AT_ONCE // logits.size(-1)) if logits.device.type == "cpu" else len(settings)
+        for first in range(0, len(rows), n_at_once):
+            some = rows[first : first + n_at_once]
+            part = logits if len(some) == len(settings) else logits[some]
+            tokens[some] = choose(part, [settings[i] for i in some], share[some]).cpu()
     chosen: list[int] = tokens.tolist()
     return chosen
 

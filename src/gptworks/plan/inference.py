@@ -4,14 +4,15 @@ from dataclasses import dataclass
 from math import prod
 
 from gptworks.config import ModelConfig
-from gptworks.plan.params import ParameterCount, count_parameters
+from gptworks.plan.params import ParameterCount, Shape, count_parameters
 from gptworks.plan.published import kv_cache_bytes
 
 BATCHES = (1, 8, 32)
 """Sequences at once for which the cache is shown."""
 
-_BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.0, "int4": 4.5}
-"""Bits of a matrix's element; int4 with a two-byte scale for each 32, as llama.cpp's Q4_0 has it."""
+PRECISIONS = ("fp32", "bf16", "int8", "int4")
+INT4_GROUP = 32
+"""Elements of a row that share a scale of two bytes, as in llama.cpp's Q4_0."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +37,30 @@ def inference_memory(model: ModelConfig) -> list[InferenceMemory]:
             weights_bytes(parameters, weights),
             {batch: batch * kv_cache_bytes(model, bytes_per_value=4 if weights == "fp32" else 2) for batch in BATCHES},
         )
-        for weights in _BITS
+        for weights in PRECISIONS
     ]
 
 
 def weights_bytes(parameters: ParameterCount, precision: str) -> int:
-    """All weights; int8 and int4 are of the matrices, with a float32 scale for each row of int8; the rest is bf16."""
-    if precision in ("fp32", "bf16"):
-        return round(parameters.total * _BITS[precision] / 8)
-    matrices = [
-        (shape, group.repeats)
-        for group in parameters.groups.values()
-        for shape in group.tensors.values()
-        if len(shape) == 2 and group.name != "position_embedding"
-    ]
-    elements = sum(repeats * prod(shape) for shape, repeats in matrices)
-    scales = sum(4 * repeats * shape[0] for shape, repeats in matrices) if precision == "int8" else 0
-    return round(elements * _BITS[precision] / 8) + scales + 2 * (parameters.total - elements)
+    """All weights as `gptworks quantize` writes them.
+
+    Of lower precision are the matrices alone; norms, biases, positions and the routers of experts stay fp32. With int4,
+    the embedding and the head are in int8, and so is a matrix whose rows are no whole number of groups.
+    """
+    total = 4 * parameters.total
+    if precision == "fp32":
+        return total
+    for group in parameters.groups.values():
+        for shape in group.tensors.values():
+            if len(shape) == 2 and group.name not in ("position_embedding", "router"):
+                total += group.repeats * (_matrix_bytes(shape, precision, group.in_block) - 4 * prod(shape))
+    return total
+
+
+def _matrix_bytes(shape: Shape, precision: str, in_block: bool) -> int:
+    rows, columns = shape
+    if precision == "bf16":
+        return 2 * rows * columns
+    if precision == "int4" and in_block and columns % INT4_GROUP == 0:
+        return rows * columns // 2 + 2 * rows * columns // INT4_GROUP
+    return rows * columns + 4 * rows  # a scale for each row
