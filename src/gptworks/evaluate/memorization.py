@@ -37,6 +37,10 @@ class Memorization:
     """[nats, tokens] of windows of the training text, [W, 2]."""
     held_out: Floats
 
+    @property
+    def n_texts(self) -> int:
+        return len(next(iter(self.copied.values()))[0])
+
     def measured(self) -> dict[str, Measured]:
         """The shares and the losses, with intervals over texts and windows."""
         found = {}

@@ -17,6 +17,7 @@ from gptworks.errors import UserError
 from gptworks.evaluate.bootstrap import Floats, Interval, interval
 from gptworks.evaluate.metrics import figure_of
 from gptworks.files import write_whole
+from gptworks.plan.tables import Table
 
 FOLDER = "evaluations"
 HEADING = "## Evaluations"
@@ -57,6 +58,8 @@ class Evaluation:
     """Equal for equal questions."""
     settings: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    details: dict[str, Any] = field(default_factory=dict)
+    """What else there is: the loss by position, the bins of a reliability table."""
     items: tuple[dict[str, Any], ...] = ()
     """What the model answered, item by item."""
 
@@ -65,7 +68,8 @@ class Evaluation:
         tree = {key: getattr(self, key) for key in ("name", "kind", "run", "step", "n_items", "shots", "fingerprint")}
         metrics = {name: {**asdict(one), "statistics": one.statistics.tolist()} for name, one in self.metrics.items()}
         return {
-            **tree, "metrics": metrics, "settings": self.settings, "notes": list(self.notes), "items": list(self.items)
+            **tree, "metrics": metrics, "settings": self.settings, "notes": list(self.notes), "details": self.details,
+            "items": list(self.items),
         }  # fmt: skip
 
     def summary(self) -> dict[str, Any]:
@@ -77,17 +81,16 @@ class Evaluation:
         return tree
 
 
-def markdown_table(evaluations: Iterable[Evaluation]) -> str:
+def table(evaluations: Iterable[Evaluation]) -> Table:
     """A row for each figure."""
-    lines = ["| evaluation | shots | items | figure | value | 95% interval | step |", "|---|---|---|---|---|---|---|"]
+    rows = []
     for one in evaluations:
         shots = "" if one.shots is None else str(one.shots)
         for name, measured in one.metrics.items():
             low, high = measured.low, measured.high
             bounds = "" if low is None or high is None else f"{_number(low)} to {_number(high)}"
-            cells = (one.name, shots, f"{one.n_items:,}", name, _number(measured.value), bounds, f"{one.step:,}")
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            rows.append((one.name, shots, f"{one.n_items:,}", name, _number(measured.value), bounds, f"{one.step:,}"))
+    return Table(("evaluation", "shots", "items", "figure", "value", "95% interval", "step"), "lrrlrlr", rows)
 
 
 def _number(value: float) -> str:
@@ -134,4 +137,4 @@ def write_card_section(run_dir: Path) -> None:
     text = re.sub(rf"\n*^{HEADING}\n.*?(?=^## |\Z)", "\n\n", text, flags=re.MULTILINE | re.DOTALL).rstrip()
     notes = [f"* {one.name}: {note}" for one in evaluations.values() for note in one.notes]
     told = "\n" + "\n".join(notes) + "\n" if notes else ""
-    write_whole(card, f"{text}\n\n{HEADING}\n\n{markdown_table(evaluations.values())}\n{told}")
+    write_whole(card, f"{text}\n\n{HEADING}\n\n{table(evaluations.values()).markdown()}\n{told}")
