@@ -5,13 +5,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gptworks.checkpoint import Report, load_run
+import torch
+
+from gptworks.checkpoint import Report, choose_checkpoint
 from gptworks.config import Recipe
 from gptworks.data.batches import evaluation_windows
-from gptworks.data.prepare import Prepared, prepare
+from gptworks.data.prepare import Prepared, held_out_text, prepare
 from gptworks.data.shards import TokenShards
 from gptworks.device import choose_device, choose_precision
 from gptworks.evaluate.calibration import measure_calibration
+from gptworks.evaluate.loss import compressor_bits_per_byte, evaluate_by_position, evaluate_loss
 from gptworks.evaluate.memorization import measure_memorization
 from gptworks.evaluate.results import Evaluation
 from gptworks.evaluate.sandbox import Sandbox
@@ -19,8 +22,9 @@ from gptworks.evaluate.scoring import SLOTS, Progress
 from gptworks.evaluate.task import Task
 from gptworks.evaluate.tasks import run_task
 from gptworks.evaluate.text import evaluate_text, positions_table, text_fingerprint
-from gptworks.infer.engine import Engine, load
-from gptworks.tokenizer import fingerprint, load_tokenizer
+from gptworks.infer.engine import load
+from gptworks.recipe import load_recipe
+from gptworks.tokenizer import fingerprint, token_bytes
 
 
 class EvaluatedRun:
@@ -50,27 +54,52 @@ class EvaluatedRun:
         Raises:
             UserError: no such run, checkpoint or device, or damaged files.
         """
-        place = choose_device(device)
-        self.folder, self._device, self._overrides = Path(run_dir), device, overrides
-        self.loaded = load_run(run_dir, checkpoint, overrides=overrides, device=place, report=report)
-        self.recipe, self.model = self.loaded.recipe, self.loaded.model
-        self.step = self.loaded.checkpoint.step
+        self.folder = Path(run_dir)
+        self.step = choose_checkpoint(self.folder, checkpoint, report).step
+        self.recipe = load_recipe(self.folder, overrides)
         self.name = self.folder.resolve().name
-        self.precision = choose_precision(precision or self.recipe.train.precision, place)
-        self.tokenizer = load_tokenizer(self.loaded.tokenizer_folder)
+        self.precision = choose_precision(precision or self.recipe.train.precision, choose_device(device))
+        self.engine = load(self.folder, self.step, overrides=overrides, device=device, n_slots=SLOTS)
+        self.model, self.tokenizer = self.engine.model, self.engine.tokenizer
         self._prepare, self._progress = prepare, progress
-
-    @cached_property
-    def engine(self) -> Engine:
-        """The run's engine, with as many slots as requests are in flight."""
-        return load(
-            self.folder, str(self.step), overrides=self._overrides, device=self._device, n_slots=SLOTS
-        )  # fmt: skip
 
     @cached_property
     def prepared(self) -> Prepared:
         """The run's own text."""
         return self._prepare(self.recipe)
+
+    def validation(
+        self, stride: int | None = None, by_position: bool = False, compressors: bool = False
+    ) -> dict[str, Any]:
+        """Loss, perplexity and bits per byte over the whole validation split, as JSON.
+
+        Args:
+            stride: tokens between windows; None: the context.
+            by_position: also the loss in each eighth of the context.
+            compressors: also what gzip and xz make of the same text.
+
+        Raises:
+            UserError: a stride that is not within 1 and the context.
+        """
+        context, round_trips = self.model.config.context_length, self.prepared.manifest.round_trips
+        shards = TokenShards(self.prepared.folder, "validation")
+        text_bytes = shards.text_bytes if round_trips else None
+        windows = evaluation_windows(shards, context, stride=stride)
+        report = evaluate_loss(self.model, windows, text_bytes=text_bytes, autocast=self.precision.autocast)
+        result: dict[str, Any] = {
+            "loss": report.loss, "perplexity": report.perplexity, "bits_per_byte": report.bits_per_byte,
+            "tokens": report.n_tokens, "text_bytes": text_bytes, "precision": self.precision.name, "step": self.step,
+        }  # fmt: skip
+        if by_position:
+            sizes = token_bytes(self.prepared.tokenizer) if round_trips else None
+            parts = evaluate_by_position(
+                self.model, evaluation_windows(shards, context), autocast=self.precision.autocast,
+                token_bytes=None if sizes is None else torch.tensor(sizes),
+            )  # fmt: skip
+            result["positions"] = positions_table(parts)
+        if compressors:
+            result["compressors"] = compressor_bits_per_byte(b"".join(held_out_text(self.prepared)))
+        return result
 
     def text(self, path: Path, text: str, stride: int | None = None) -> Evaluation:
         """Loss, perplexity and bits per byte of a text; see `evaluate_text`."""
@@ -85,11 +114,16 @@ class EvaluatedRun:
             notes=notes, details=details,
         )  # fmt: skip
 
-    def task(self, task: Task, *, sandbox: Sandbox | None = None, chat: bool = False) -> Evaluation:
-        """Answers to the items of a task; see `run_task`."""
+    def task(self, task: Task, *, chat: bool = False, run_programs: bool = False) -> Evaluation:
+        """Answers to the items of a task; see `run_task`.
+
+        Args:
+            run_programs: run what the model writes for a code task, on this machine (sandbox.py says how safe that is).
+        """
         return run_task(
-            self.engine, task, run=self.name, step=self.step, sandbox=sandbox, chat=chat, progress=self._progress
-        )
+            self.engine, task, run=self.name, step=self.step, sandbox=Sandbox() if run_programs else None, chat=chat,
+            progress=self._progress,
+        )  # fmt: skip
 
     def calibration(self) -> Evaluation:
         """Probabilities beside frequencies, over the whole validation split; see `measure_calibration`."""

@@ -120,10 +120,11 @@ class Asked:
     def write(self, settings: Sampled, n_samples: int, progress: Progress) -> list[list[str]]:
         """What the model writes after each item, n texts each."""
         prompts = [self.context(item, settings.max_tokens)[1] for item in self.items]
+        ends = {"stop_token_ids": self._template.end_token_ids()} if self.chat else {}
         sampling = [
-            SamplingSettings(
+            SamplingSettings.of(
                 temperature=settings.temperature, top_p=settings.top_p, max_tokens=settings.max_tokens,
-                stop=settings.stop, seed=self.task.settings.seed * 1_000_003 + i,
+                stop=settings.stop, seed=self.task.settings.seed * 1_000_003 + i, **ends,
             )
             for i in range(len(prompts))
         ]  # fmt: skip

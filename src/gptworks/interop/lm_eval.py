@@ -85,7 +85,7 @@ class GptworksLM(TemplateLM):  # type: ignore[misc]
     def tokenizer_name(self) -> str:
         return "gptworks"
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
         ids: list[int] = self._tokenizer.encode(string, add_special_tokens=False).ids
         begins = bool(self._begin) and ids[:1] == self._begin
         return ids if add_special_tokens is False or begins else self._begin + ids
@@ -95,7 +95,7 @@ class GptworksLM(TemplateLM):  # type: ignore[misc]
         return text
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **unused: Any
     ) -> list[tuple[float, bool]]:
         scored = score_pairs(self.engine, [(context, continuation) for _, context, continuation in requests])
         answers = [(one.logprob, one.greedy) for one in scored]
@@ -135,7 +135,7 @@ class GptworksLM(TemplateLM):  # type: ignore[misc]
             settings.append(_sampling(options, max_tokens, until, seed=len(prompts)))
             stops.append(until)
         made = complete_all(self.engine, prompts, settings)
-        texts = [
+        texts: list[str] = [
             postprocess_generated_text(self.tok_decode(one[0].token_ids), until, None)
             for one, until in zip(made, stops, strict=True)
         ]
@@ -148,7 +148,9 @@ class GptworksLM(TemplateLM):  # type: ignore[misc]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if not add_generation_prompt:
-            raise UserError("a task with `gen_prefix` begins the answer itself, which runs of gptworks cannot be asked.")
+            raise UserError(
+                "a task with `gen_prefix` begins the answer itself, which runs of gptworks cannot be asked."
+            )
         text: str = self._template.render(chat_history, add_generation_prompt=True)
         return text
 
@@ -194,7 +196,9 @@ def run_harness(
     only_files = len(folders) == len(names)
     manager = TaskManager(include_path=list(dict.fromkeys(folders)) or None, include_defaults=not only_files)
     if unknown := [name for name in names if name not in manager.all_tasks]:
-        raise UserError(f"lm-evaluation-harness has no task {unknown[0]!r}: name one of its own, or a task's YAML file.")
+        raise UserError(
+            f"lm-evaluation-harness has no task {unknown[0]!r}: name one of its own, or a task's YAML file."
+        )
     found = evaluator.simple_evaluate(
         GptworksLM(engine), tasks=list(names), task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=True,
         apply_chat_template=chat,
