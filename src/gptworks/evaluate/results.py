@@ -120,7 +120,8 @@ def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
                 name: Measured(**{**one, "statistics": np.array(one["statistics"], dtype=np.float64)})
                 for name, one in tree.pop("metrics").items()
             }
-            one = Evaluation(**tree, metrics=metrics)
+            lists = {key: tuple(tree.pop(key)) for key in ("notes", "items")}
+            one = Evaluation(**tree, **lists, metrics=metrics)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not an evaluation ({type(error).__name__}): delete it.") from None
         found[one.name] = one

@@ -1,5 +1,6 @@
 """What a model gives to texts, and writes after them: many at once, scheduled by the engine, common beginnings once."""
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from gptworks.infer.request import Completion, Request
 from gptworks.infer.sampling import SamplingSettings
 
 SLOTS = 16
-"""Requests that the engine has at once, and slots it should have: with no more of the one than of the other, a context
-is still in its slot when those come that share it."""
+"""Slots that the engine should have, and requests that it is given at once."""
+
+_CONTEXTS = SLOTS // 2
+"""Contexts at once whose continuations are scored: with slots to spare, a context stays in its own until all are."""
 
 Progress = Callable[[int, int], None]
 """Told how many are done, and of how many."""
@@ -64,11 +67,13 @@ def score_pairs(
         UserError: a continuation longer than the model's context, or ids outside the vocabulary.
         RunError: the model's scores are not numbers.
     """
-    siblings: dict[tuple[int, ...], deque[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for i, (context, continuation) in enumerate(pairs):
         if len(continuation) > engine.context:
             raise UserError(f"a continuation has {len(continuation)} tokens and the model's context {engine.context}.")
-        siblings.setdefault(tuple(context), deque()).append(i)
+        groups.setdefault(tuple(context), []).append(i)
+    waiting = iter(groups.values())
+    unfinished = {context: len(group) for context, group in groups.items()}
     found: dict[int, Scored] = {}
 
     def submit(i: int) -> Request:
@@ -77,13 +82,15 @@ def score_pairs(
         return engine.submit(ids, prompt_logprobs=1, score_from=len(ids) - len(continuation), generates=False)
 
     def finish(i: int, request: Request) -> Iterable[int]:
-        context, continuation = pairs[i]
-        found[i] = _scored(request, len(continuation))
+        found[i] = _scored(request, len(pairs[i][1]))
         progress(len(found), len(pairs))
-        return siblings.pop(tuple(context), ())  # those of one context wait for the first, which computes it
+        context = tuple(pairs[i][0])
+        unfinished[context] -= 1
+        group = groups[context]
+        rest = group[1:] if i == group[0] else []  # they wait for the first, which computes what they share
+        return rest if unfinished[context] else [next_group[0] for next_group in itertools.islice(waiting, 1)]
 
-    first = [group.popleft() for group in siblings.values()]
-    run_requests(engine, first, submit, finish)
+    run_requests(engine, [group[0] for group in itertools.islice(waiting, _CONTEXTS)], submit, finish)
     return [found[i] for i in range(len(pairs))]
 
 

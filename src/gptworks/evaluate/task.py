@@ -220,8 +220,8 @@ class Task:
         """The index of the right one."""
         assert isinstance(self.settings, MultipleChoice)
         choices, answer = self.choices(item), self.value(item, self.settings.answer, "answer")
-        if str(answer) in choices:
-            return choices.index(str(answer))
+        if isinstance(answer, str) and answer in choices:
+            return choices.index(answer)
         if str(answer).isdigit() and int(answer) < len(choices):
             return int(answer)
         raise UserError(
@@ -258,8 +258,11 @@ class Task:
             UserError: a template or an item that is not as the settings say.
         """
         for item in self.items_asked:
+            if isinstance(self.settings, Code):
+                self.text(item, self.settings.tests, "tests")
+            else:
+                self.answer(item)
             self.prompt(item, self.settings.shots)
-            self.answer(item) if not isinstance(self.settings, Code) else self.text(item, self.settings.tests, "tests")
 
     def _number(self, item: Item) -> int:
         return self.items.index(item) + 1 if item in self.items else 0
