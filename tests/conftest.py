@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import tiny
+
 torch.set_num_threads(1)  # at the sizes of tests, threads wait for one another more than they work
 
 
@@ -16,3 +18,9 @@ def shared_data() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip("GPTWORKS_SHARED_DATA does not name a folder: this test needs its files")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learned to write the lines of `tiny.TEXT`. Tests leave it as it is."""
+    return tiny.trained(tmp_path_factory.mktemp("trained"))

@@ -58,3 +58,20 @@ def gptworks(*arguments: str | Path, **options: Any) -> subprocess.CompletedProc
         stdin=subprocess.DEVNULL,
         **options,
     )
+
+
+def trained(folder: Path, steps: int = 200, **model: Any) -> Path:
+    """A run that has learned something: byte-level BPE, and an architecture that can be exported."""
+    from gptworks.recipe import parse_recipe
+    from gptworks.train.loop import train
+
+    tree = recipe_tree(
+        folder, max_steps=steps, optimizer="adamw", learning_rate=0.01, evaluate_every=steps, checkpoint_every=steps,
+        batch_size=16, micro_batch_size=16, warmup_steps=10,
+    )  # fmt: skip
+    tree["model"] = {
+        "context_length": 64, "n_layers": 2, "d_model": 32, "n_heads": 2, "norm": "rmsnorm", "mlp": "swiglu", **model
+    }  # fmt: skip
+    tree["tokenizer"] = {"type": "bpe", "vocab_size": 320}
+    train(parse_recipe(tree))
+    return folder / "run"

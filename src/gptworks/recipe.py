@@ -10,7 +10,7 @@ import json
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -19,6 +19,8 @@ from gptworks.config import FileTokenizer, ModelConfig, Recipe, Section, known_v
 from gptworks.errors import UserError, nearest
 from gptworks.files import write_whole
 from gptworks.presets import expand_preset
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 def with_vocab_size(recipe: Recipe, vocab_size: int) -> Recipe:
@@ -95,6 +97,14 @@ def parse_model(tree: dict[str, Any], origin: str = "model") -> ModelConfig:
         return ModelConfig.model_validate(expand_preset(tree))
     except ValidationError as error:
         raise UserError(_explain(error, ModelConfig, origin)) from None
+
+
+def parse_section(tree: dict[str, Any], section: type[AnySection], origin: str) -> AnySection:
+    """Validate the settings of any section given as a plain dictionary."""
+    try:
+        return section.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(_explain(error, section, origin)) from None
 
 
 def save_recipe(recipe: Recipe, path: Path) -> None:

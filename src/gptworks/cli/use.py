@@ -1,4 +1,4 @@
-"""Commands that use a run: evaluate, generate, chat."""
+"""Commands that use a run: generate, chat."""
 
 import sys
 from dataclasses import asdict
@@ -32,7 +32,6 @@ from gptworks.cli.common import (
     notice,
     print_json,
 )
-from gptworks.cli.make import prepare_with_progress
 from gptworks.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -40,84 +39,6 @@ if TYPE_CHECKING:
     from gptworks.infer.request import Completion
     from gptworks.infer.sampling import SamplingSettings
     from gptworks.infer.speculate import Drafter
-
-
-def evaluate(
-    run: RunFolder,
-    overrides: Overrides = None,
-    checkpoint: WhichCheckpoint = "best",
-    stride: Annotated[
-        int | None, typer.Option(help="Tokens between windows; below the context, each sees more.")
-    ] = None,
-    by_position: Annotated[bool, typer.Option("--by-position", help="Also in each eighth of the context.")] = False,
-    compressors: Annotated[bool, typer.Option("--compressors", help="Beside gzip and xz on the same text.")] = False,
-    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16. Default: the run's own.")] = None,
-    device: Device = "auto",
-    as_json: AsJSON = False,
-) -> None:
-    """Measure loss, perplexity and bits per byte over the whole validation split.
-
-    KEY=VALUE settings win over the run's: model.context_length=1024 model.rope_scaling.type=yarn, for example.
-    """
-    import torch
-
-    from gptworks.checkpoint import load_run
-    from gptworks.data.batches import evaluation_windows
-    from gptworks.data.prepare import held_out_text
-    from gptworks.data.shards import TokenShards
-    from gptworks.device import choose_device, choose_precision
-    from gptworks.evaluate.loss import compressor_bits_per_byte, evaluate_by_position, evaluate_loss
-    from gptworks.tokenizer import token_bytes
-
-    place = choose_device(device)
-    loaded = load_run(run, checkpoint, overrides=overrides or [], device=place, report=notice)
-    autocast = choose_precision(precision or loaded.recipe.train.precision, place)
-    prepared = prepare_with_progress(loaded.recipe)
-    shards = TokenShards(prepared.folder, "validation")
-    windows = evaluation_windows(shards, loaded.recipe.model.context_length, stride=stride)
-    text_bytes = shards.text_bytes if prepared.manifest.round_trips else None
-    report = evaluate_loss(loaded.model, windows, text_bytes=text_bytes, autocast=autocast.autocast)
-    result: dict[str, Any] = {
-        "loss": report.loss,
-        "perplexity": report.perplexity,
-        "bits_per_byte": report.bits_per_byte,
-        "tokens": report.n_tokens,
-        "text_bytes": text_bytes,
-        "precision": autocast.name,
-        "step": loaded.checkpoint.step,
-    }
-    if by_position:
-        windows = evaluation_windows(shards, loaded.recipe.model.context_length)
-        sizes = token_bytes(prepared.tokenizer) if prepared.manifest.round_trips else None
-        parts = evaluate_by_position(
-            loaded.model,
-            windows,
-            token_bytes=None if sizes is None else torch.tensor(sizes),
-            autocast=autocast.autocast,
-        )
-        result["positions"] = [
-            {"first": p.first, "last": p.last, "loss": p.report.loss, "bits_per_byte": p.report.bits_per_byte}
-            for p in parts
-        ]
-    if compressors:
-        result["compressors"] = compressor_bits_per_byte(b"".join(held_out_text(prepared)))
-    if as_json:
-        print_json(result)
-        return
-    typer.echo(
-        f"validation loss  {report.loss:.4f} nats per token, {report.n_tokens:,} tokens, step {result['step']:,}"
-    )
-    typer.echo(f"perplexity       {report.perplexity:.3f}")
-    if report.bits_per_byte is None:
-        typer.echo("bits per byte    undefined: this tokenizer does not keep the whole text")
-    else:
-        typer.echo(f"bits per byte    {report.bits_per_byte:.4f} over {text_bytes:,} bytes")
-    for part in result.get("positions", []):
-        bits = part["bits_per_byte"]
-        note = "" if bits is None else f"  {bits:.4f} bits per byte"
-        typer.echo(f"tokens {part['first']:>6,} to {part['last']:>6,}  {part['loss']:.4f} nats per token{note}")
-    for name, bits in result.get("compressors", {}).items():
-        typer.echo(f"{name:<16} {bits:.4f}")
 
 
 def generate(

@@ -1,6 +1,7 @@
 """Batches as a pure function of (shards, seed, step): nothing to restore but integers, the same on any machine."""
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,18 @@ Uint64s = npt.NDArray[np.uint64]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 _ROUNDS = 8
+
+
+class Tokens(Protocol):
+    """Tokens that can be read anywhere: those of a split, or of a text."""
+
+    @property
+    def split(self) -> str: ...
+
+    @property
+    def n_tokens(self) -> int: ...
+
+    def read(self, start: int, length: int) -> Int64s: ...
 
 
 class Batches:
@@ -91,7 +104,7 @@ def _mix(values: Uint64s) -> Uint64s:
 
 
 def evaluation_windows(
-    shards: TokenShards, context_length: int, n_sequences: int = 0, stride: int | None = None
+    shards: Tokens, context_length: int, n_sequences: int = 0, stride: int | None = None
 ) -> Iterator[Pair]:
     """Inputs and targets, each int64 [T] with T ≤ context_length, that cover the split in order.
 
@@ -122,7 +135,7 @@ def evaluation_windows(
         yield inputs, targets
 
 
-def _check_length(shards: TokenShards, context_length: int) -> None:
+def _check_length(shards: Tokens, context_length: int) -> None:
     if shards.n_tokens < context_length + 1:
         raise UserError(
             f"the {shards.split} split has {shards.n_tokens} tokens and a window needs {context_length + 1} "

@@ -97,6 +97,19 @@ def evaluate_loss(
     return LossReport(total_nats, n_tokens, text_bytes)
 
 
+def each_nats(
+    model: GPT,
+    windows: Iterable[tuple[Tensor, Tensor]],
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What each target cost: for each batch of windows nats, float64 [B, T], and the targets, int64 [B, T]."""
+    for inputs, targets in batches_of(windows):
+        with eval_mode(model), torch.inference_mode(), autocast():
+            features = model.features(inputs.to(model.device))
+            nats = token_nats(features, model.head_weight, targets.to(model.device))
+        yield nats.double().cpu(), targets
+
+
 @dataclass(frozen=True)
 class PositionLoss:
     """What the targets at some positions of a window cost: each was predicted from `first` to `last` tokens."""
@@ -127,16 +140,12 @@ def evaluate_by_position(
     context = model.config.context_length
     whole = (window for window in windows if window[0].size(-1) == context)
     nats, counts, sizes = (torch.zeros(context, dtype=torch.float64) for _ in range(3))
-    with eval_mode(model), torch.inference_mode():
-        for inputs, targets in batches_of(whole):
-            with autocast():
-                features = model.features(inputs.to(model.device))
-                cost = token_nats(features, model.head_weight, targets.to(model.device))
-            counted = targets != IGNORED
-            nats += cost.double().sum(0).cpu()
-            counts += counted.sum(0)
-            if token_bytes is not None:
-                sizes += token_bytes[targets.where(counted, 0)].where(counted, 0).sum(0)
+    for cost, targets in each_nats(model, whole, autocast):
+        counted = targets != IGNORED
+        nats += cost.sum(0)
+        counts += counted.sum(0)
+        if token_bytes is not None:
+            sizes += token_bytes[targets.where(counted, 0)].where(counted, 0).sum(0)
     if not counts.any():
         raise UserError(f"the split holds no whole window of context_length={context}: use more text or less context.")
     edges = [part * context // n_parts for part in range(n_parts + 1)]

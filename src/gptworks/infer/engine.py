@@ -264,6 +264,7 @@ class Engine:
         n_samples: int = 1,
         overflow: Overflow = "error",
         prompt_logprobs: int | None = None,
+        score_from: int = 1,
         generates: bool = True,
         listener: Listener | None = None,
         **changes: Any,
@@ -274,7 +275,9 @@ class Engine:
             prompt, settings, n_samples, overflow, changes: as in `pieces`.
             prompt_logprobs: tell in `Request.prompt_logprobs` what the model gave the prompt's tokens, and so many of
                 the likeliest instead.
+            score_from: the first token of the prompt that is told of; what stands before may be reused from others.
             generates: False: the prompt alone is computed, for its log-probabilities; one piece says when it is done.
+                Its last token is not read, so that the prompt may be one token longer than the context.
             listener: called with each piece in the thread that steps, or with an error that ends the request.
 
         Raises:
@@ -282,7 +285,7 @@ class Engine:
             QueueFull: as many requests wait as may.
         """
         settings = SamplingSettings.of(settings, **changes)
-        request = self._request(prompt, settings, n_samples, overflow, prompt_logprobs, generates, listener)
+        request = self._request(prompt, settings, n_samples, overflow, prompt_logprobs, score_from, generates, listener)
         self._post(request)
         return request
 
@@ -342,32 +345,36 @@ class Engine:
         n_samples: int = 1,
         overflow: Overflow = "error",
         prompt_logprobs: int | None = None,
+        score_from: int = 1,
         generates: bool = True,
         listener: Listener | None = None,
     ) -> Request:
         """A request that has been checked."""
         ids = self.encode_prompt(prompt)
+        n_read = len(ids) if generates else len(ids) - 1
         if n_samples < 1:
             raise UserError(f"n_samples={n_samples}: it must be 1 or more.")
         if overflow not in ("error", "slide"):
             raise UserError(f'overflow="{overflow}": it must be "error" or "slide".')
-        if len(ids) > self.context and overflow == "error":
+        if n_read > self.context and overflow == "error":
             raise UserError(
                 f"the prompt has {len(ids)} tokens and the model's context {self.context}: "
                 f'shorten it, or use --slide (overflow="slide" in Python), which reads its last {self.restart_tokens}.'
             )
-        if prompt_logprobs is not None and (prompt_logprobs < 0 or len(ids) > self.context):
+        if prompt_logprobs is not None and (prompt_logprobs < 0 or n_read > self.context):
             raise UserError(
                 f"prompt_logprobs={prompt_logprobs} for {len(ids)} tokens: it must be 0 or more, for a prompt of at "
                 f"most {self.context} tokens."
             )
+        if not 1 <= score_from <= max(1, len(ids) - 1):
+            raise UserError(f"score_from={score_from}: it must be a token from 1 to {len(ids) - 1} of the prompt.")
         self._check_settings(settings, n_samples, overflow)
         samples = [
             Sample(i, ids, settings, self.tokenizer, self.end_of_text, self._constraint(settings))
             for i in range(n_samples)
         ]
         request = Request(next(self._numbers), ids, samples, overflow, listener)
-        request.score_top, request.generates = prompt_logprobs, generates
+        request.score_top, request.score_from, request.generates = prompt_logprobs, score_from, generates
         if settings.num_beams > 1:
             limit = min(settings.max_tokens, self.context + 1 - len(ids))
             request.beams = BeamSearch(settings.num_beams, settings.length_penalty, limit, self.end_of_text)
@@ -436,10 +443,10 @@ class Engine:
 
     def _start(self, request: Request) -> None:
         ids = request.prompt_ids
-        window = ids if len(ids) <= self.context else ids[-self.restart_tokens :]
-        job = Job(list(window))
+        read = ids if request.generates or len(ids) == 1 else ids[:-1]
+        job = Job(list(read if len(read) <= self.context else read[-self.restart_tokens :]))
         if request.score_top is not None:
-            job.score_from, request.prompt_logprobs = 0, [None]
+            job.score_from, request.prompt_logprobs = request.score_from - 1, [None] * min(request.score_from, len(ids))
         if request.beams is not None:
             job.n_slots, request.beam_jobs = request.beams.num_beams, [job]
         self._take_on(job, request, request.samples[0])
@@ -624,8 +631,9 @@ class Engine:
     def _read_scores(self, request: Request, work: Work, logits: Tensor) -> None:
         assert request.prompt_logprobs is not None and request.score_top is not None
         first = work.start + len(work.tokens) - len(logits) + 1  # the token that the first row foretells
-        tokens = work.job.tokens[first : first + len(logits)]
-        request.prompt_logprobs += token_logprobs(logits[: len(tokens)], tokens, request.score_top)
+        tokens = request.prompt_ids[first : first + len(logits)]
+        if tokens:
+            request.prompt_logprobs[first:] = token_logprobs(logits[: len(tokens)], tokens, request.score_top)
 
     def _draw(self, draws: list[_Draw]) -> None:
         """Draw the next token of each sample, and go on with those whose next token had been guessed."""

@@ -76,7 +76,7 @@ class Request:
         self.error: Exception | None = None
         """Why it failed, where it did."""
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        """What the model gave each token of the prompt (the first has none), with the first piece; if asked for."""
+        """What the model gave the prompt's tokens (None before `score_from`), with the first piece; if asked for."""
         self.n_reused_tokens = 0
         """Tokens of the prompt that needed no computing (prefix reuse)."""
         self.admitted_at: float | None = None
@@ -88,6 +88,7 @@ class Request:
         self.jobs: dict[Job, Sample] = {}
         self.first_logits: Tensor | None = None  # [1, V] after the prompt, for the samples still to come
         self.score_top: int | None = None
+        self.score_from = 1
         self.generates = True
         self.beams: BeamSearch | None = None
         self.beam_jobs: list[Job] = []

@@ -36,7 +36,7 @@ class Job:
     n_slots: int = 1
     """Slots it needs before it may start: its own, and those that `fork` will use."""
     score_from: int | None = None
-    """Logits are wanted for all tokens from this one on, not for the last alone."""
+    """Logits are wanted for all tokens from this one on, not for the last alone; what stands before may be reused."""
     knows_logits: bool = False
     """The logits after `tokens` are known to the owner: where all tokens can be reused, none is computed."""
     guess: list[int] = field(default_factory=list)
@@ -261,7 +261,7 @@ class Scheduler:
     def _longest_prefix(self, job: Job) -> tuple[int, int]:
         """The slot that holds most of what the job begins with, rather a free one, and how many tokens that is."""
         best, n_best = 0, 0
-        if self.reuse == "off" or job.score_from is not None:
+        if self.reuse == "off":
             return best, n_best
         for index, slot in enumerate(self._slots):
             n = self._reusable(slot, job)
@@ -271,6 +271,8 @@ class Scheduler:
 
     def _reusable(self, slot: _Slot, job: Job) -> int:
         n_needed = len(job.tokens) - (not job.knows_logits)  # one token at least is computed, to have its logits
+        if job.score_from is not None:
+            n_needed = min(n_needed, job.score_from)
         n_common = n_common_tokens(slot.tokens, job.tokens)
         if self.reuse == "all" or self.invariant:
             return min(n_common, n_needed)

@@ -1,0 +1,175 @@
+"""The command that measures a run: on held-out text, on any text, on tasks, in lm-evaluation-harness."""
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gptworks.cli.common import AsJSON, Device, Overrides, RunFolder, WhichCheckpoint, console_of, notice, print_json
+from gptworks.cli.make import prepare_with_progress
+from gptworks.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gptworks.evaluate.results import Evaluation
+    from gptworks.evaluate.run import EvaluatedRun
+
+
+def evaluate(
+    run: RunFolder,
+    overrides: Overrides = None,
+    checkpoint: WhichCheckpoint = "best",
+    text: Annotated[
+        list[Path] | None, typer.Option("--text", metavar="FILE", help="How well it predicts this text; repeatable.")
+    ] = None,
+    task: Annotated[
+        list[Path] | None, typer.Option("--task", metavar="FILE", help="Ask it the items of a task; repeatable.")
+    ] = None,
+    shots: Annotated[
+        list[int] | None, typer.Option(help="With --task: solved items shown before each; repeatable, for 0, 1, 5.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --task or --harness: the first so many items.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="With --task: ask by the run's chat template.")] = False,
+    run_generated_code: Annotated[
+        bool,
+        typer.Option(
+            "--run-generated-code",
+            help="Let tasks run programs that the model wrote, on this machine and with your rights. Limits of time "
+            "and memory stop accidents, not malice: use a container.",
+        ),
+    ] = False,
+    harness: Annotated[
+        list[str] | None,
+        typer.Option("--harness", metavar="TASK", help="A task of lm-evaluation-harness, by name or file; repeatable."),
+    ] = None,
+    calibration: Annotated[
+        bool, typer.Option("--calibration", help="Whether its probabilities are as often right as they say.")
+    ] = False,
+    memorization: Annotated[
+        bool, typer.Option("--memorization", help="How much of what it writes is copied from the training text.")
+    ] = False,
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens between windows; below the context, each sees more.")
+    ] = None,
+    by_position: Annotated[bool, typer.Option("--by-position", help="Also in each eighth of the context.")] = False,
+    compressors: Annotated[bool, typer.Option("--compressors", help="Beside gzip and xz on the same text.")] = False,
+    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16. Default: the run's own.")] = None,
+    device: Device = "auto",
+    no_save: Annotated[
+        bool, typer.Option("--no-save", help="Leave the run folder as it is: no evaluations/, no lines in its card.")
+    ] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Measure a run: loss, perplexity and bits per byte over the whole validation split, or what is asked for.
+
+    What --text, --task, --harness, --calibration and --memorization find is kept in RUN/evaluations and told in the
+    model card. KEY=VALUE settings win over the run's: model.context_length=1024 model.rope_scaling.type=yarn.
+    """
+    from gptworks.evaluate.run import EvaluatedRun
+    from gptworks.evaluate.task import load_task
+
+    tasks = [load_task(path, shots=n, limit=limit) for path in task or [] for n in shots or (None,)]
+    texts = {path: _read_text(path) for path in text or []}
+    _check_options(
+        bool(tasks), bool(harness), shots=shots, chat=chat, run_generated_code=run_generated_code, limit=limit
+    )
+    if harness:
+        from gptworks.interop.lm_eval import run_harness
+    with _progress() as show:
+        one = EvaluatedRun(
+            run, checkpoint, overrides=overrides or [], device=device, precision=precision, report=notice,
+            prepare=prepare_with_progress, progress=show,
+        )  # fmt: skip
+        if not (tasks or texts or harness or calibration or memorization):
+            _validation(one, stride, by_position, compressors, as_json)
+            return
+        found = [one.text(path, contents, stride) for path, contents in texts.items()]
+        found += [one.task(each, chat=chat, run_programs=run_generated_code) for each in tasks]
+        if harness:
+            found += run_harness(one.engine, harness, run=one.name, step=one.step, limit=limit, chat=chat)
+        found += [one.calibration()] if calibration else []
+        found += [one.memorization()] if memorization else []
+    if not no_save:
+        from gptworks.evaluate.results import save_evaluations
+
+        save_evaluations(run, found)
+    _show(found, as_json, None if no_save else run)
+
+
+def _check_options(tasks: bool, harness: bool, **options: Any) -> None:
+    """Refuse what would have no effect."""
+    for name, given in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if given and not tasks and not (harness and name in ("chat", "limit")):
+            also = " or --harness TASK" if name in ("chat", "limit") else ""
+            raise UserError(f"{option} is for tasks: give --task FILE{also}.")
+
+
+def _validation(one: "EvaluatedRun", stride: int | None, by_position: bool, compressors: bool, as_json: bool) -> None:
+    """Print what the run makes of its whole validation split."""
+    result = one.validation(stride, by_position, compressors)
+    if as_json:
+        print_json(result)
+        return
+    typer.echo(
+        f"validation loss  {result['loss']:.4f} nats per token, {result['tokens']:,} tokens, step {result['step']:,}"
+    )
+    typer.echo(f"perplexity       {result['perplexity']:.3f}")
+    if result["bits_per_byte"] is None:
+        typer.echo("bits per byte    undefined: this tokenizer does not keep the whole text")
+    else:
+        typer.echo(f"bits per byte    {result['bits_per_byte']:.4f} over {result['text_bytes']:,} bytes")
+    _show_positions(result.get("positions", []))
+    for name, bits in result.get("compressors", {}).items():
+        typer.echo(f"{name:<16} {bits:.4f}")
+
+
+def _show_positions(positions: list[dict[str, Any]]) -> None:
+    for part in positions:
+        bits = part["bits_per_byte"]
+        note = "" if bits is None else f"  {bits:.4f} bits per byte"
+        typer.echo(f"tokens {part['first']:>6,} to {part['last']:>6,}  {part['loss']:.4f} nats per token{note}")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file.") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: byte {error.start} is wrong.") from None
+
+
+def _show(found: "list[Evaluation]", as_json: bool, saved_in: Path | None) -> None:
+    from gptworks.evaluate.results import table
+
+    if as_json:
+        print_json([one.summary() for one in found])
+        return
+    console_of().print(table(found).rich())
+    for one in found:
+        _show_positions(one.details.get("positions", []))
+        for part in one.details.get("bins", []):
+            if part["n_tokens"]:
+                typer.echo(
+                    f"given {part['low']:.2f} to {part['high']:.2f}  {part['n_tokens']:>11,} tokens, mean "
+                    f"{part['confidence']:.3f}, right {part['accuracy']:.3f}"
+                )
+        for note in one.notes:
+            notice(f"{one.name}: {note}.")
+    if saved_in is not None:
+        notice(f"kept in {saved_in / 'evaluations'}, told in {saved_in / 'model-card.md'}")
+
+
+@contextmanager
+def _progress() -> "Iterator[Callable[[int, int], None]]":
+    """A bar of items done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("items"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+    console = console_of(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", visible=False)
+        yield lambda done, total: progress.update(bar, completed=done, total=total, visible=True)

@@ -1,0 +1,141 @@
+"""What an evaluation found: kept in the run folder as JSON, shown as a table, and told in the model card.
+
+RUN/evaluations/capitals-3-shot.json      figures with intervals, and each item's statistics
+RUN/model-card.md                         its section "Evaluations" is made anew from all of them
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gptworks.errors import UserError
+from gptworks.evaluate.bootstrap import Floats, Interval, interval
+from gptworks.evaluate.metrics import figure_of
+from gptworks.files import write_whole
+from gptworks.plan.tables import Table
+
+FOLDER = "evaluations"
+HEADING = "## Evaluations"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A figure over all items, with its 95% interval and what it is made of."""
+
+    kind: str
+    """How statistics make the figure; see `metrics.figure_of`."""
+    statistics: Floats
+    """float64 [N, S]; empty where the figure is another program's."""
+    value: float
+    low: float | None
+    high: float | None
+
+    @classmethod
+    def of(cls, kind: str, statistics: Floats) -> "Measured":
+        """The figure and its interval from the statistics [N, S] of its items."""
+        found: Interval = interval(statistics, figure_of(kind))
+        return cls(kind, statistics, found.value, found.low, found.high)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One task, or one text, and what a run makes of it."""
+
+    name: str
+    kind: str
+    """The task's type; text; harness."""
+    run: str
+    step: int
+    n_items: int
+    metrics: dict[str, Measured]
+    shots: int | None = None
+    fingerprint: str = ""
+    """Equal for equal questions."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    details: dict[str, Any] = field(default_factory=dict)
+    """What else there is: the loss by position, the bins of a reliability table."""
+    items: tuple[dict[str, Any], ...] = ()
+    """What the model answered, item by item."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything; `read_evaluations` reads it back."""
+        tree = {key: getattr(self, key) for key in ("name", "kind", "run", "step", "n_items", "shots", "fingerprint")}
+        metrics = {name: {**asdict(one), "statistics": one.statistics.tolist()} for name, one in self.metrics.items()}
+        return {
+            **tree, "metrics": metrics, "settings": self.settings, "notes": list(self.notes), "details": self.details,
+            "items": list(self.items),
+        }  # fmt: skip
+
+    def summary(self) -> dict[str, Any]:
+        """The same without items and their statistics."""
+        tree = self.to_json()
+        del tree["items"]
+        for one in tree["metrics"].values():
+            del one["statistics"]
+        return tree
+
+
+def table(evaluations: Iterable[Evaluation]) -> Table:
+    """A row for each figure."""
+    rows = []
+    for one in evaluations:
+        shots = "" if one.shots is None else str(one.shots)
+        for name, measured in one.metrics.items():
+            low, high = measured.low, measured.high
+            bounds = "" if low is None or high is None else f"{_number(low)} to {_number(high)}"
+            rows.append((one.name, shots, f"{one.n_items:,}", name, _number(measured.value), bounds, f"{one.step:,}"))
+    return Table(("evaluation", "shots", "items", "figure", "value", "95% interval", "step"), "lrrlrlr", rows)
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
+
+
+def save_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
+    """Write each into the run folder, over an earlier one of its name, and the card's section anew."""
+    folder = run_dir / FOLDER
+    folder.mkdir(exist_ok=True)
+    for one in evaluations:
+        write_whole(folder / f"{one.name}.json", json.dumps(one.to_json(), indent=1, ensure_ascii=False) + "\n")
+    write_card_section(run_dir)
+
+
+def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
+    """What is kept in a run folder, by name.
+
+    Raises:
+        UserError: a file there is no evaluation.
+    """
+    found = {}
+    for path in sorted((run_dir / FOLDER).glob("*.json")):
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"))
+            metrics = {
+                name: Measured(**{**one, "statistics": np.array(one["statistics"], dtype=np.float64)})
+                for name, one in tree.pop("metrics").items()
+            }
+            lists = {key: tuple(tree.pop(key)) for key in ("notes", "items")}
+            one = Evaluation(**tree, **lists, metrics=metrics)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is not an evaluation ({type(error).__name__}): delete it.") from None
+        found[one.name] = one
+    return found
+
+
+def write_card_section(run_dir: Path) -> None:
+    """Have the model card tell what evaluations there are, in a section at its end; without a card, make one."""
+    evaluations = read_evaluations(run_dir)
+    if not evaluations:
+        return
+    card = run_dir / "model-card.md"
+    text = card.read_text(encoding="utf-8") if card.exists() else f"# {run_dir.resolve().name}\n"
+    text = re.sub(rf"\n*^{HEADING}\n.*?(?=^## |\Z)", "\n\n", text, flags=re.MULTILINE | re.DOTALL).rstrip()
+    notes = [f"* {one.name}: {note}" for one in evaluations.values() for note in one.notes]
+    told = "\n" + "\n".join(notes) + "\n" if notes else ""
+    write_whole(card, f"{text}\n\n{HEADING}\n\n{table(evaluations.values()).markdown()}\n{told}")

@@ -1,0 +1,155 @@
+"""A run that is being evaluated: loaded once, for one measurement or several."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptworks.checkpoint import Report, choose_checkpoint
+from gptworks.config import Recipe
+from gptworks.data.batches import evaluation_windows
+from gptworks.data.prepare import Prepared, held_out_text, prepare
+from gptworks.data.shards import TokenShards
+from gptworks.device import choose_device, choose_precision
+from gptworks.evaluate.calibration import measure_calibration
+from gptworks.evaluate.loss import compressor_bits_per_byte, evaluate_by_position, evaluate_loss
+from gptworks.evaluate.memorization import measure_memorization
+from gptworks.evaluate.results import Evaluation
+from gptworks.evaluate.sandbox import Sandbox
+from gptworks.evaluate.scoring import SLOTS, Progress
+from gptworks.evaluate.task import Task
+from gptworks.evaluate.tasks import run_task
+from gptworks.evaluate.text import evaluate_text, positions_table, text_fingerprint
+from gptworks.infer.engine import load
+from gptworks.recipe import load_recipe
+from gptworks.tokenizer import fingerprint, token_bytes
+
+
+class EvaluatedRun:
+    """What is measured of a run's checkpoint. Each method makes one evaluation."""
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        checkpoint: str = "best",
+        *,
+        overrides: Sequence[str] = (),
+        device: str = "auto",
+        precision: str | None = None,
+        report: Report = lambda _: None,
+        prepare: Callable[[Recipe], Prepared] = prepare,
+        progress: Progress = lambda done, total: None,
+    ) -> None:
+        """
+        Args:
+            checkpoint: best, last, or a step.
+            overrides: settings that win over the run's, such as `model.context_length=1024`.
+            precision: of losses; None: the run's own. Tasks are computed as the engine computes.
+            report: told of what was fallen back from.
+            prepare: makes, or finds, the run's own text as shards.
+            progress: told of items done.
+
+        Raises:
+            UserError: no such run, checkpoint or device, or damaged files.
+        """
+        self.folder = Path(run_dir)
+        self.step = choose_checkpoint(self.folder, checkpoint, report).step
+        self.recipe = load_recipe(self.folder, overrides)
+        self.name = self.folder.resolve().name
+        self.precision = choose_precision(precision or self.recipe.train.precision, choose_device(device))
+        self.engine = load(self.folder, self.step, overrides=overrides, device=device, n_slots=SLOTS)
+        self.model, self.tokenizer = self.engine.model, self.engine.tokenizer
+        self._prepare, self._progress = prepare, progress
+
+    @cached_property
+    def prepared(self) -> Prepared:
+        """The run's own text."""
+        return self._prepare(self.recipe)
+
+    def validation(
+        self, stride: int | None = None, by_position: bool = False, compressors: bool = False
+    ) -> dict[str, Any]:
+        """Loss, perplexity and bits per byte over the whole validation split, as JSON.
+
+        Args:
+            stride: tokens between windows; None: the context.
+            by_position: also the loss in each eighth of the context.
+            compressors: also what gzip and xz make of the same text.
+
+        Raises:
+            UserError: a stride that is not within 1 and the context.
+        """
+        context, round_trips = self.model.config.context_length, self.prepared.manifest.round_trips
+        shards = TokenShards(self.prepared.folder, "validation")
+        text_bytes = shards.text_bytes if round_trips else None
+        windows = evaluation_windows(shards, context, stride=stride)
+        report = evaluate_loss(self.model, windows, text_bytes=text_bytes, autocast=self.precision.autocast)
+        result: dict[str, Any] = {
+            "loss": report.loss, "perplexity": report.perplexity, "bits_per_byte": report.bits_per_byte,
+            "tokens": report.n_tokens, "text_bytes": text_bytes, "precision": self.precision.name, "step": self.step,
+        }  # fmt: skip
+        if by_position:
+            sizes = token_bytes(self.prepared.tokenizer) if round_trips else None
+            parts = evaluate_by_position(
+                self.model, evaluation_windows(shards, context), autocast=self.precision.autocast,
+                token_bytes=None if sizes is None else torch.tensor(sizes),
+            )  # fmt: skip
+            result["positions"] = positions_table(parts)
+        if compressors:
+            result["compressors"] = compressor_bits_per_byte(b"".join(held_out_text(self.prepared)))
+        return result
+
+    def text(self, path: Path, text: str, stride: int | None = None) -> Evaluation:
+        """Loss, perplexity and bits per byte of a text; see `evaluate_text`."""
+        found = evaluate_text(
+            self.model, self.tokenizer, text, stride=stride, autocast=self.precision.autocast
+        )  # fmt: skip
+        notes = () if found.report.text_bytes else ("the tokenizer does not keep the whole text: no bits per byte",)
+        details = {"tokens": found.report.n_tokens, "positions": positions_table(found.positions)}
+        return Evaluation(
+            name=f"text-{path.stem}", kind="text", run=self.name, step=self.step, n_items=len(found.passages),
+            metrics=found.measured(), fingerprint=text_fingerprint(text), settings=self._settings(stride=stride),
+            notes=notes, details=details,
+        )  # fmt: skip
+
+    def task(self, task: Task, *, chat: bool = False, run_programs: bool = False) -> Evaluation:
+        """Answers to the items of a task; see `run_task`.
+
+        Args:
+            run_programs: run what the model writes for a code task, on this machine (sandbox.py says how safe that is).
+        """
+        return run_task(
+            self.engine, task, run=self.name, step=self.step, sandbox=Sandbox() if run_programs else None, chat=chat,
+            progress=self._progress,
+        )  # fmt: skip
+
+    def calibration(self) -> Evaluation:
+        """Probabilities beside frequencies, over the whole validation split; see `measure_calibration`."""
+        shards = TokenShards(self.prepared.folder, "validation")
+        windows = evaluation_windows(shards, self.model.config.context_length)
+        found = measure_calibration(self.model, windows, autocast=self.precision.autocast)
+        return Evaluation(
+            name="calibration", kind="calibration", run=self.name, step=self.step, n_items=len(found.statistics),
+            metrics=found.measured(), fingerprint=self.prepared.manifest.fingerprint, settings=self._settings(),
+            details={"bins": [vars(one) for one in found.bins]},
+        )  # fmt: skip
+
+    def memorization(self) -> Evaluation:
+        """Generated n-grams in the training text; see `measure_memorization`."""
+        folder = self.prepared.folder
+        found = measure_memorization(
+            self.engine, TokenShards(folder, "train"), TokenShards(folder, "validation"),
+            autocast=self.precision.autocast, progress=self._progress,
+        )  # fmt: skip
+        return Evaluation(
+            name="memorization", kind="memorization", run=self.name, step=self.step, n_items=found.n_texts,
+            metrics=found.measured(), fingerprint=self.prepared.manifest.fingerprint, settings=self._settings(),
+        )  # fmt: skip
+
+    def _settings(self, **more: Any) -> dict[str, Any]:
+        return {
+            "tokenizer": fingerprint(self.tokenizer), "context_length": self.model.config.context_length,
+            "precision": self.precision.name, **more,
+        }  # fmt: skip

@@ -1,0 +1,153 @@
+"""What a model gives to texts, and writes after them: many at once, scheduled by the engine, common beginnings once."""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from gptworks.errors import UserError
+from gptworks.infer.engine import Engine, completions
+from gptworks.infer.request import Completion, Request
+from gptworks.infer.sampling import SamplingSettings
+
+SLOTS = 16
+"""Slots that the engine should have, and requests that it is given at once."""
+
+_CONTEXTS = SLOTS // 2
+"""Contexts at once whose continuations are scored: with slots to spare, a context stays in its own until all are."""
+
+Progress = Callable[[int, int], None]
+"""Told how many are done, and of how many."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a model gave the tokens of a continuation."""
+
+    logprob: float
+    """Of all its tokens, in nats."""
+    n_tokens: int
+    greedy: bool
+    """Whether each token was the likeliest one."""
+
+
+def encode_pair(encode: Callable[[str], list[int]], context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """The token ids of a context and of what follows it, cut as lm-evaluation-harness cuts them.
+
+    Spaces at the end of the context belong to the continuation. The whole is encoded, and cut after as many tokens as
+    the context alone has: where a token reaches over the border, the cut is not exactly there.
+
+    Raises:
+        UserError: nothing is left for the continuation.
+    """
+    kept = context.rstrip()
+    context, continuation = kept, context[len(kept) :] + continuation
+    before, whole = encode(context), encode(context + continuation)
+    if not context and whole[: len(before)] != before:  # a lone separator stands before an empty text alone
+        whole = before + whole
+    after = whole[len(before) :]
+    if not after:
+        raise UserError(f"the continuation {continuation!r} of {context[-40:]!r} has no token of its own.")
+    return before, after
+
+
+def score_pairs(
+    engine: Engine,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    progress: Progress = lambda done, total: None,
+) -> list[Scored]:
+    """The log-probability of each continuation after its context.
+
+    Of a pair longer than the context plus one token, the first tokens are left out.
+
+    Args:
+        pairs: token ids of context and continuation, each at least one.
+
+    Raises:
+        UserError: a continuation longer than the model's context, or ids outside the vocabulary.
+        RunError: the model's scores are not numbers.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, (context, continuation) in enumerate(pairs):
+        if len(continuation) > engine.context:
+            raise UserError(f"a continuation has {len(continuation)} tokens and the model's context {engine.context}.")
+        groups.setdefault(tuple(context), []).append(i)
+    waiting = iter(groups.values())
+    unfinished = {context: len(group) for context, group in groups.items()}
+    found: dict[int, Scored] = {}
+
+    def submit(i: int) -> Request:
+        context, continuation = pairs[i]
+        ids = [*context, *continuation][-engine.context - 1 :]
+        return engine.submit(ids, prompt_logprobs=1, score_from=len(ids) - len(continuation), generates=False)
+
+    def finish(i: int, request: Request) -> Iterable[int]:
+        found[i] = _scored(request, len(pairs[i][1]))
+        progress(len(found), len(pairs))
+        context = tuple(pairs[i][0])
+        unfinished[context] -= 1
+        group = groups[context]
+        rest = group[1:] if i == group[0] else []  # they wait for the first, which computes what they share
+        return rest if unfinished[context] else [next_group[0] for next_group in itertools.islice(waiting, 1)]
+
+    run_requests(engine, [group[0] for group in itertools.islice(waiting, _CONTEXTS)], submit, finish)
+    return [found[i] for i in range(len(pairs))]
+
+
+def _scored(request: Request, n_tokens: int) -> Scored:
+    assert request.prompt_logprobs is not None
+    told = [one for one in request.prompt_logprobs[-n_tokens:] if one is not None]
+    assert len(told) == n_tokens
+    return Scored(sum(one.logprob for one in told), n_tokens, all(one.top[0][0] == one.token_id for one in told))
+
+
+def complete_all(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    settings: Sequence[SamplingSettings],
+    n_samples: int = 1,
+    progress: Progress = lambda done, total: None,
+) -> list[list[Completion]]:
+    """`n_samples` continuations of each prompt, given as token ids, with its own settings.
+
+    Raises:
+        UserError: a prompt longer than the context.
+        RunError: the model's scores are not numbers.
+    """
+    made: dict[int, list[Completion]] = {}
+
+    def submit(i: int) -> Request:
+        return engine.submit(prompts[i], settings[i], n_samples=n_samples)
+
+    def finish(i: int, request: Request) -> Iterable[int]:
+        made[i] = completions(request.take(), n_samples, len(prompts[i]))
+        progress(len(made), len(prompts))
+        return ()
+
+    run_requests(engine, range(len(prompts)), submit, finish)
+    return [made[i] for i in range(len(prompts))]
+
+
+def run_requests(
+    engine: Engine,
+    jobs: Iterable[int],
+    submit: Callable[[int], Request],
+    finish: Callable[[int, Request], Iterable[int]],
+) -> None:
+    """Submit jobs so that the engine is never idle; `finish` may name others that come next. An error ends all."""
+    waiting = deque(jobs)
+    running: dict[int, Request] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < SLOTS:
+                job = waiting.popleft()
+                running[job] = submit(job)
+            engine.step()
+            for job, request in [(job, request) for job, request in running.items() if request.done]:
+                del running[job]
+                if request.error is not None:
+                    raise request.error
+                waiting.extendleft(finish(job, request))
+    finally:
+        for request in running.values():
+            engine.cancel(request)

@@ -1,0 +1,331 @@
+"""Task files: a YAML file with the settings of a task, and a JSONL file with its items.
+
+    type: multiple_choice          # or exact_match, generation, code
+    data: capitals.jsonl           # beside this file
+    prompt: "Question: {{question}}\\nAnswer:"
+    choices: options               # a field's name, a template, or a list of templates
+    answer: answer
+    shots: 3
+
+Where a setting takes a value of an item, it is a field's name, or a Jinja template over the item's fields.
+"""
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from gptworks.config import Section
+from gptworks.errors import UserError, nearest
+from gptworks.recipe import parse_section
+
+Item = dict[str, Any]
+Count = Annotated[int, Field(ge=0)]
+TextMetric = Literal["bleu", "chrf", "rouge1", "rouge2", "rougeL"]
+
+
+class TaskFile(Section):
+    """What every task has."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="What results are called. Default: the file's name.")
+    data: Path = Field(description="A JSONL file, an item a line.")
+    prompt: str = Field(description="The text that the model continues.")
+    description: str = Field("", description="Text before everything else.")
+    delimiter: str = Field(" ", description="Between a prompt and its answer.")
+    shots: Count = Field(0, description="Solved items shown before each one.")
+    shots_data: Path | None = Field(None, description="JSONL that the shots are from. None: the other items.")
+    shots_separator: str = Field("\n\n", description="After each shot.")
+    seed: int = Field(0, description="Decides which items are the shots.")
+    limit: PositiveInt | None = Field(None, description="The first so many items. None: all.")
+
+
+class Sampled(Section):
+    """How a task's answers are generated."""
+
+    max_tokens: PositiveInt = 64
+    stop: tuple[str, ...] = Field(("\n",), description="An answer ends before the first of these.")
+    temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0: greedy.")
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class MultipleChoice(TaskFile):
+    """The choice that the model finds likeliest, of its log-probability alone, a token and a byte."""
+
+    type: Literal["multiple_choice"]
+    choices: str | tuple[str, ...]
+    answer: str = Field("answer", description="The right choice: its index from 0, or its text.")
+
+
+class ExactMatch(TaskFile):
+    """Whether what the model writes is one of the answers, but for white space at the ends."""
+
+    type: Literal["exact_match"]
+    answer: str = Field("answer", description="A text, or a list of them of which any is right.")
+    generation: Sampled = Sampled()
+    extract: str | None = Field(None, description="A regular expression: its first group, where found, is the answer.")
+    ignore_case: bool = False
+    ignore_punctuation: bool = False
+
+    @model_validator(mode="after")
+    def _compiles(self) -> "ExactMatch":
+        try:
+            if self.extract is not None and re.compile(self.extract).groups < 1:
+                raise ValueError(f"extract={self.extract!r} has no group: put what is wanted in parentheses.")
+        except re.error as error:
+            raise ValueError(f"extract={self.extract!r} is not a regular expression: {error}.") from None
+        return self
+
+
+class Generation(TaskFile):
+    """How near what the model writes comes to reference texts."""
+
+    type: Literal["generation"]
+    references: str = Field("reference", description="A text, or a list of them.")
+    generation: Sampled = Sampled()
+    metrics: tuple[TextMetric, ...] = ("bleu", "chrf", "rouge1", "rouge2", "rougeL")
+
+
+class Code(TaskFile):
+    """Whether programs that the model writes pass their tests: pass@k (Chen et al., 2021)."""
+
+    type: Literal["code"]
+    tests: str = Field(description="Python that fails where the program is wrong.")
+    solution: str = Field("solution", description="A right program, for shots.")
+    prompt_is_code: bool = Field(True, description="The prompt is the program's beginning.")
+    generation: Sampled = Sampled(
+        max_tokens=256, stop=("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint"), temperature=0.2, top_p=0.95
+    )
+    samples: PositiveInt = Field(1, description="Programs written for each item.")
+    k: tuple[PositiveInt, ...] = (1,)
+    timeout_seconds: PositiveFloat = 5.0
+    memory_mib: PositiveInt = 512
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> "Code":
+        if max(self.k) > self.samples:
+            raise ValueError(f"k={max(self.k)} needs as many samples, and samples={self.samples}.")
+        return self
+
+
+AnyTask = MultipleChoice | ExactMatch | Generation | Code
+_TYPES: dict[str, type[AnyTask]] = {
+    get_args(section.model_fields["type"].annotation)[0]: section for section in get_args(AnyTask)
+}
+
+
+class Task:
+    """A task's settings and items."""
+
+    def __init__(
+        self, settings: AnyTask, items: Sequence[Item], shot_items: Sequence[Item] | None, origin: str
+    ) -> None:
+        """
+        Args:
+            shot_items: what shots are taken from; None: the other items.
+
+        Raises:
+            UserError: fewer items to take shots from than shots.
+        """
+        self.settings, self.items, self.origin = settings, list(items), origin
+        self._own_shots = shot_items is None
+        pool = list(items if shot_items is None else shot_items)
+        if settings.shots > len(pool) - self._own_shots:
+            raise UserError(
+                f"{origin}: shots={settings.shots}, and there are {len(pool)} items to take them from"
+                f"{', the one that is asked among them' if self._own_shots else ''}. Ask for fewer."
+            )
+        random.Random(f"shots {settings.seed}").shuffle(pool)
+        self._pool = pool
+
+    def shots_for(self, item: Item) -> list[Item]:
+        """The shots before an item: the first of the shuffled pool that are not the item itself.
+
+        They are nearly the same for all items, so that the engine computes them once.
+        """
+        return [one for one in self._pool if one != item][: self.settings.shots]
+
+    @property
+    def items_asked(self) -> list[Item]:
+        return self.items[: self.settings.limit]
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of everything that decides the questions: results of one fingerprint can be compared item by item."""
+        settings = self.settings.model_dump(mode="json", exclude={"name", "data", "shots_data"})
+        tree = [settings, self.items_asked, self._pool[: self.settings.shots + 1] if self.settings.shots else []]
+        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode("utf-8")).hexdigest()
+
+    def text(self, item: Item, wanted: str, key: str) -> str:
+        """What a setting gives for an item, as text.
+
+        Raises:
+            UserError: the item lacks the field.
+        """
+        return str(self.value(item, wanted, key))
+
+    def value(self, item: Item, wanted: str, key: str) -> Any:
+        """What a setting gives for an item: the field of that name, or the template filled in."""
+        where = f"{self.origin}: `{key}: {wanted!r}`, item {self._number(item)}"
+        if "{{" in wanted or "{%" in wanted:
+            try:
+                return self._environment.from_string(wanted).render(item)
+            except TemplateSyntaxError as error:
+                raise UserError(f"{self.origin}: `{key}` is not a template: {error.message}.") from None
+            except (TemplateError, TypeError, ValueError) as error:
+                raise UserError(f"{where}: {error}; its fields are {', '.join(item)}.") from None
+        if wanted not in item:
+            near = nearest(wanted, item)
+            hint = f"did you mean `{near}`?" if near else f"its fields are {', '.join(item)}."
+            raise UserError(f"{where}: there is no such field; {hint}")
+        return item[wanted]
+
+    def texts(self, item: Item, wanted: str, key: str) -> list[str]:
+        """The same where it may be one text or a list of them: at least one.
+
+        Raises:
+            UserError: an empty list.
+        """
+        value = self.value(item, wanted, key)
+        found = [str(one) for one in value] if isinstance(value, list) else [str(value)]
+        if not found:
+            raise UserError(f"{self.origin}: `{key}: {wanted!r}`, item {self._number(item)}: the list is empty.")
+        return found
+
+    def choices(self, item: Item) -> list[str]:
+        """The choices of a multiple-choice item, two or more."""
+        assert isinstance(self.settings, MultipleChoice)
+        wanted = self.settings.choices
+        if isinstance(wanted, str):
+            found = self.value(item, wanted, "choices")
+            found = found if isinstance(found, list) else str(found).splitlines()
+        else:
+            found = [self.value(item, one, "choices") if "{" in one else one for one in wanted]
+        texts = [str(one) for one in found]
+        if len(texts) < 2 or not all(texts):
+            raise UserError(
+                f"{self.origin}: item {self._number(item)} has the choices {texts}: give two or more texts."
+            )
+        return texts
+
+    def right_choice(self, item: Item) -> int:
+        """The index of the right one."""
+        assert isinstance(self.settings, MultipleChoice)
+        choices, answer = self.choices(item), self.value(item, self.settings.answer, "answer")
+        if isinstance(answer, str) and answer in choices:
+            return choices.index(answer)
+        if str(answer).isdigit() and int(answer) < len(choices):
+            return int(answer)
+        raise UserError(
+            f"{self.origin}: item {self._number(item)} has the answer {answer!r}: it must be one of the choices "
+            f"{choices}, or its index from 0 to {len(choices) - 1}."
+        )
+
+    def answer(self, item: Item) -> str:
+        """What a shot shows after its prompt and the delimiter."""
+        settings = self.settings
+        if isinstance(settings, MultipleChoice):
+            return self.choices(item)[self.right_choice(item)]
+        if isinstance(settings, Code):
+            return self.text(item, settings.solution, "solution")
+        key = "answer" if isinstance(settings, ExactMatch) else "references"
+        return self.texts(item, getattr(settings, key), key)[0]
+
+    def turns(self, item: Item, n_shots: int) -> list[tuple[str, str]]:
+        """Prompts and answers: of the shots, and of the item, whose answer is empty."""
+        solved = [(self.text(one, self.settings.prompt, "prompt"), self.answer(one)) for one in self.shots_for(item)]
+        return [*solved[len(solved) - n_shots :], (self.text(item, self.settings.prompt, "prompt"), "")]
+
+    def prompt(self, item: Item, n_shots: int) -> str:
+        """The text that the model continues: description, shots, the item's own prompt."""
+        delimiter, separator = self.settings.delimiter, self.settings.shots_separator
+        *solved, (question, _) = self.turns(item, n_shots)
+        shown = "".join(prompt + delimiter + answer + separator for prompt, answer in solved)
+        return self.settings.description + shown + question
+
+    def check(self) -> None:
+        """Read everything that will be asked, so that a mistake is found before any work.
+
+        Raises:
+            UserError: a template or an item that is not as the settings say.
+        """
+        for item in self.items_asked:
+            if isinstance(self.settings, Code):
+                self.text(item, self.settings.tests, "tests")
+            else:
+                self.answer(item)
+            self.prompt(item, self.settings.shots)
+
+    def _number(self, item: Item) -> int:
+        return self.items.index(item) + 1 if item in self.items else 0
+
+    @cached_property
+    def _environment(self) -> ImmutableSandboxedEnvironment:
+        return ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+
+
+def load_task(path: Path, *, shots: int | None = None, limit: int | None = None) -> Task:
+    """The task of a file, checked.
+
+    Args:
+        shots, limit: win over the file's.
+
+    Raises:
+        UserError: a missing or unreadable file, an unknown key, a wrong type, an item that lacks a field.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such task file.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not readable YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} holds {type(tree).__name__}, not a mapping with `type`, `data` and `prompt`.")
+    kind = str(tree.get("type"))
+    if kind not in _TYPES:
+        near = nearest(kind, _TYPES)
+        hint = f"; did you mean `{near}`?" if near else "."
+        raise UserError(f"{path}: `type` is {tree.get('type')!r}: one of {', '.join(_TYPES)}{hint}")
+    changes = {key: value for key, value in (("shots", shots), ("limit", limit)) if value is not None}
+    settings = parse_section({"name": path.stem, **tree, **changes}, _TYPES[kind], str(path))
+    items = read_items(path.parent / settings.data.expanduser())
+    pool = None if settings.shots_data is None else read_items(path.parent / settings.shots_data.expanduser())
+    task = Task(settings, items, pool, str(path))
+    task.check()
+    return task
+
+
+def read_items(path: Path) -> list[Item]:
+    """The objects of a JSONL file.
+
+    Raises:
+        UserError: no such file, a line that is no JSON object, or none at all.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; a task's `data` is a JSONL file, beside the task's own.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text.") from None
+    items = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: not JSON: {error}.") from None
+        if not isinstance(item, dict):
+            raise UserError(f"{path}, line {number}: it holds {type(item).__name__}, not an object with fields.")
+        items.append(item)
+    if not items:
+        raise UserError(f"{path} holds no items.")
+    return items

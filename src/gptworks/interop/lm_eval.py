@@ -1,0 +1,250 @@
+"""Runs of gptworks in lm-evaluation-harness (EleutherAI), computed by our engine.
+
+    gptworks evaluate runs/mine --harness lambada_openai                                       # or a task's YAML file
+    python -m gptworks.interop.lm_eval --model gptworks --model_args run=runs/mine --tasks …   # its own command line
+
+Texts are encoded, truncated and cut as the harness's `hf` model does it, so that scores equal those of the exported
+folder. Where an embedding has rows that stand for no token, `hf` gives them probability, and the engine does not.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from gptworks.errors import UserError
+from gptworks.evaluate.metrics import means
+from gptworks.evaluate.results import Evaluation, Measured
+from gptworks.evaluate.scoring import SLOTS, complete_all, score_pairs
+from gptworks.infer.engine import Engine, load
+from gptworks.infer.sampling import SamplingSettings
+from gptworks.tokenizer import document_frame, special_tokens, tokenizer_from_json
+
+try:
+    from lm_eval import evaluator
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError:
+    raise UserError("lm-evaluation-harness is not installed: pip install 'gptworks[harness]'.") from None
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@register_model("gptworks")
+class GptworksLM(TemplateLM):  # type: ignore[misc]
+    """A run as a model of lm-evaluation-harness."""
+
+    def __init__(
+        self,
+        run: str | Engine,
+        checkpoint: str = "best",
+        device: str = "auto",
+        backend: str = "auto",
+        max_gen_toks: int = 256,
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+    ) -> None:
+        """
+        Args:
+            run: a run folder, or an engine.
+            checkpoint, device, backend: as on our command line.
+            max_gen_toks: tokens generated where a task does not say.
+            batch_size, max_batch_size: nothing; the engine decides.
+        """
+        super().__init__()
+        options: Any = {"backend": backend, "n_slots": SLOTS}
+        self.engine = run if isinstance(run, Engine) else load(run, checkpoint, device=device, **options)
+        self.max_gen_toks = int(max_gen_toks)
+        self._tokenizer = tokenizer_from_json(self.engine.tokenizer.to_str())
+        self._tokenizer.encode_special_tokens = False  # as in transformers, a special token's name is that token
+        self._special = special_tokens(self._tokenizer)
+        self._begin = [] if self._special.separator else document_frame(self._tokenizer)[0]
+
+    @property
+    def eot_token_id(self) -> int | None:
+        return self._special.eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without a context."""
+        found = self._special.eos if self._special.bos is None else self._special.bos
+        if found is None:
+            raise UserError("this tokenizer has no token to begin a text: tasks with empty contexts cannot be asked.")
+        return found
+
+    @property
+    def max_length(self) -> int:
+        return self.engine.context
+
+    @property
+    def tokenizer_name(self) -> str:
+        return "gptworks"
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(string, add_special_tokens=False).ids
+        begins = bool(self._begin) and ids[:1] == self._begin
+        return ids if add_special_tokens is False or begins else self._begin + ids
+
+    def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **unused: Any
+    ) -> list[tuple[float, bool]]:
+        scored = score_pairs(self.engine, [(context, continuation) for _, context, continuation in requests])
+        answers = [(one.logprob, one.greedy) for one in scored]
+        for (texts, _, _), answer in zip(requests, answers, strict=True):
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        windows = [
+            [
+                make_disjoint_window(window)
+                for window in get_rolling_token_windows(
+                    self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
+                )
+            ]
+            for request in requests
+        ]
+        scored = iter(score_pairs(self.engine, [window for of_one in windows for window in of_one]))
+        totals = [float(sum(next(scored).logprob for _ in of_one)) for of_one in windows]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        prompts, settings, stops = [], [], []
+        end = None if self.eot_token_id is None else self.tok_decode([self.eot_token_id], skip_special_tokens=False)
+        for request in requests:
+            context, given = request.args
+            options = dict(normalize_gen_kwargs(given, self.max_gen_toks))
+            until = [one for one in handle_stop_sequences(options.pop("until"), eos=end) if one]
+            max_tokens = int(options.pop("max_gen_toks"))
+            if max_tokens >= self.max_length:
+                raise UserError(f"max_gen_toks={max_tokens}: it must leave room in a context of {self.max_length}.")
+            ids = self.tok_encode(context)[-(self.max_length - max_tokens) :]
+            prompts.append(ids or [self.prefix_token_id])
+            settings.append(_sampling(options, max_tokens, until, seed=len(prompts)))
+            stops.append(until)
+        made = complete_all(self.engine, prompts, settings)
+        texts: list[str] = [
+            postprocess_generated_text(self.tok_decode(one[0].token_ids), until, None)
+            for one, until in zip(made, stops, strict=True)
+        ]
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return self._template.source if chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        if not add_generation_prompt:
+            raise UserError(
+                "a task with `gen_prefix` begins the answer itself, which runs of gptworks cannot be asked."
+            )
+        text: str = self._template.render(chat_history, add_generation_prompt=True)
+        return text
+
+    @property
+    def _template(self) -> Any:
+        template = getattr(self.engine, "chat_template", None)
+        if template is None:
+            raise UserError("this run has no chat template: leave --apply_chat_template out.")
+        return template
+
+
+def _sampling(options: dict[str, Any], max_tokens: int, until: list[str], seed: int) -> SamplingSettings:
+    sampled = options.pop("do_sample", False)
+    given = {name: options.pop(name) for name in _SAMPLING if name in options}
+    if options:
+        raise UserError(f"generation_kwargs has {', '.join(options)}: known are until, max_gen_toks, do_sample, "
+                        f"{', '.join(_SAMPLING)}.")  # fmt: skip
+    if not sampled:
+        given["temperature"] = 0.0
+    return SamplingSettings(**given, max_tokens=max_tokens, stop=tuple(until), seed=seed)
+
+
+def run_harness(
+    engine: Engine, tasks: Sequence[str], *, run: str, step: int, limit: int | None = None, chat: bool = False
+) -> list[Evaluation]:
+    """The harness's tasks with a run, an evaluation for each.
+
+    Args:
+        tasks: names that the harness knows, or YAML files of tasks.
+        limit: the first so many items.
+
+    Raises:
+        UserError: an unknown task.
+    """
+    names, folders = [], []
+    for task in tasks:
+        path = Path(task)
+        if path.suffix in (".yaml", ".yml"):
+            names.append(_name_in(path))
+            folders.append(str(path.parent))
+        else:
+            names.append(task)
+    only_files = len(folders) == len(names)
+    manager = TaskManager(include_path=list(dict.fromkeys(folders)) or None, include_defaults=not only_files)
+    if unknown := [name for name in names if name not in manager.all_tasks]:
+        raise UserError(
+            f"lm-evaluation-harness has no task {unknown[0]!r}: name one of its own, or a task's YAML file."
+        )
+    found = evaluator.simple_evaluate(
+        GptworksLM(engine), tasks=list(names), task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=True,
+        apply_chat_template=chat,
+    )  # fmt: skip
+    return [_evaluation(name, found, run, step) for name in found["samples"]]
+
+
+def _name_in(path: Path) -> str:
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except FileNotFoundError:
+        raise UserError(f"--harness {path}: no such file.") from None
+    except yaml.YAMLError:  # it calls functions of its own
+        tree = None
+    return str(tree["task"]) if isinstance(tree, dict) and "task" in tree else path.stem
+
+
+def _evaluation(name: str, found: dict[str, Any], run: str, step: int) -> Evaluation:
+    """A task's result; figures that are means of their items' have an interval."""
+    samples, metrics = found["samples"][name], {}
+    for key, value in found["results"][name].items():
+        metric, _, filtered = key.partition(",")
+        if not filtered or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        of_items = [one.get(metric) for one in samples if one.get("filter", "none") == filtered]
+        label = metric if filtered == "none" else f"{metric}, {filtered}"
+        numeric = of_items and all(isinstance(one, int | float) for one in of_items)
+        if numeric and abs(float(np.mean(of_items)) - value) < 1e-9:
+            metrics[label] = Measured.of("mean", means([float(one) for one in of_items]))
+        else:
+            metrics[label] = Measured("mean", np.empty((0, 2)), float(value), None, None)
+    version = found["versions"].get(name)
+    return Evaluation(
+        name=f"harness-{name}", kind="harness", run=run, step=step, n_items=len({one["doc_id"] for one in samples}),
+        metrics=metrics, shots=found["n-shot"].get(name), fingerprint=_fingerprint(samples),
+        settings={"task_version": version, "lm_eval": found.get("lm_eval_version")},
+    )  # fmt: skip
+
+
+def _fingerprint(samples: Sequence[dict[str, Any]]) -> str:
+    import hashlib
+
+    return hashlib.sha256(" ".join(sorted(one["prompt_hash"] for one in samples)).encode("ascii")).hexdigest()
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

@@ -1,0 +1,124 @@
+"""Runs in lm-evaluation-harness: the same scores as its own `hf` model gives the exported folder."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptworks.interop.huggingface import export_huggingface
+
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'gptworks[harness]'")
+
+TASKS = {
+    "last_word": """
+        output_type: loglikelihood
+        doc_to_text: "{{context}}"
+        doc_to_target: " {{word}}"
+        metric_list: [{metric: perplexity, aggregation: perplexity, higher_is_better: false}, {metric: acc}]
+    """,
+    "choices": """
+        output_type: multiple_choice
+        doc_to_text: "Question: {{context}}\\nAnswer:"
+        doc_to_choice: "{{options}}"
+        doc_to_target: "{{right}}"
+        num_fewshot: 2
+        metric_list: [{metric: acc}, {metric: acc_norm}]
+    """,
+    "continue": """
+        output_type: generate_until
+        doc_to_text: "{{context}}"
+        doc_to_target: "{{written}}"
+        generation_kwargs: {until: ["\\n", "e"], max_gen_toks: 12, do_sample: false}
+        metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+    """,
+    "whole_texts": """
+        output_type: loglikelihood_rolling
+        doc_to_text: ""
+        doc_to_target: "{{long}}"
+        metric_list: [{metric: bits_per_byte}, {metric: byte_perplexity}]
+    """,
+}
+
+
+def write_tasks(folder: Path, written: list[str]) -> list[Path]:
+    """Four local tasks over one JSONL of lines as the run was trained on; some contexts are longer than the model's."""
+    chance = random.Random(0)
+    items = []
+    for text in written:
+        n = chance.randrange(600)
+        line = f"line {n}: the quick brown fox jumps over the lazy dog, {n * n} times.\n"
+        words = line.split()
+        cut = chance.randrange(2, len(words))
+        items.append(
+            {
+                "context": line * chance.choice([0, 0, 1, 5]) + " ".join(words[:cut]), "word": words[cut],
+                "options": [words[cut], *chance.sample(words, 2)], "right": 0, "written": text,
+                "long": line * chance.randint(1, 6),
+            }
+        )  # fmt: skip
+    (folder / "items.jsonl").write_text("\n".join(map(json.dumps, items)), encoding="utf-8")
+    for name, text in TASKS.items():
+        lines = "\n".join(line[8:] for line in text.strip("\n").splitlines())
+        head = (
+            f"task: {name}\ndataset_path: json\ntest_split: train\nfewshot_split: train\n"
+            f"dataset_kwargs: {{data_files: {folder / 'items.jsonl'}, cache_dir: {folder / 'cache'}}}\n"
+        )
+        (folder / f"{name}.yaml").write_text(head + lines + "\n", encoding="utf-8")
+    return [folder / f"{name}.yaml" for name in TASKS]
+
+
+@pytest.fixture(scope="module")
+def export(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("harness") / "hf"
+    export_huggingface(trained_run, folder)
+    return folder
+
+
+def evaluate(model: Any, files: list[Path]) -> Any:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(files[0].parent), include_defaults=False)
+    return simple_evaluate(model, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0)
+
+
+def test_scores_equal_those_of_the_harness_own_model_on_the_export(
+    trained_run: Path, export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    from gptworks.interop.lm_eval import GptworksLM
+
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    ours = GptworksLM(run=str(trained_run))
+    theirs = HFLM(pretrained=str(export), device="cpu", batch_size=4, dtype="float32")
+    files = write_tasks(tmp_path, ["?"] * 24)
+    first = evaluate(theirs, files)
+    made = [one["resps"][0][0] for one in sorted(first["samples"]["continue"], key=lambda one: one["doc_id"])]
+    files = write_tasks(tmp_path, [text if i % 3 else "no" for i, text in enumerate(made)])  # a score between 0 and 1
+    expected, found = evaluate(theirs, files), evaluate(ours, files)
+    for task, figures in expected["results"].items():
+        for name, value in figures.items():
+            if "acc" in name or "exact_match" in name:
+                assert found["results"][task][name] == value, (task, name)
+            elif "," in name and isinstance(value, float):
+                assert found["results"][task][name] == pytest.approx(value, rel=1e-6), (task, name)
+        pairs = zip(expected["samples"][task], found["samples"][task], strict=True)
+        for theirs_one, ours_one in pairs:
+            assert theirs_one["doc_id"] == ours_one["doc_id"]
+            if task == "continue":
+                assert ours_one["resps"] == theirs_one["resps"]
+            else:
+                assert numbers(ours_one["resps"]) == pytest.approx(numbers(theirs_one["resps"]), rel=2e-6, abs=2e-5)
+    assert found["results"]["continue"]["exact_match,none"] == 16 / 24
+    for task in ("last_word", "choices"):
+        assert 0 < found["results"][task]["acc,none"] < 1
+
+
+def numbers(tree: Any) -> list[float]:
+    """The numbers in nested lists, truths as 0 and 1."""
+    if isinstance(tree, list | tuple):
+        return [number for one in tree for number in numbers(one)]
+    return [{"True": 1.0, "False": 0.0}[tree] if tree in ("True", "False") else float(tree)]

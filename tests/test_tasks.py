@@ -1,0 +1,300 @@
+"""Tasks from JSONL files: what is asked, how answers are judged, and the sandbox for programs."""
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import hf
+from gptworks.config import ModelConfig
+from gptworks.errors import UserError
+from gptworks.evaluate.bootstrap import interval, paired_difference
+from gptworks.evaluate.metrics import figure_of, means, pass_at_k, text_statistics
+from gptworks.evaluate.results import HEADING, Evaluation, Measured, read_evaluations, save_evaluations
+from gptworks.evaluate.sandbox import Sandbox
+from gptworks.evaluate.scoring import encode_pair, score_pairs
+from gptworks.evaluate.task import load_task
+from gptworks.evaluate.tasks import run_task
+from gptworks.infer.engine import Engine
+
+ITEMS = [
+    {"question": f"{a} + {b}?", "options": [str(a + b), str(a - b), "many"], "answer": 0, "sum": str(a + b)}
+    for a, b in ((3, 1), (5, 2), (9, 4), (8, 8), (7, 6), (1, 0))
+]
+CHOICE = {
+    "type": "multiple_choice", "data": "items.jsonl", "prompt": "Q: {{question}}\nA:", "choices": "options", "shots": 2
+}  # fmt: skip
+
+
+def write(folder: Path, settings: dict[str, Any], items: list[dict[str, Any]] | None = None) -> Path:
+    lines = "\n".join(map(json.dumps, ITEMS if items is None else items))
+    (folder / "items.jsonl").write_text(lines + "\n", encoding="utf-8")
+    (folder / "sums.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return folder / "sums.yaml"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    config = ModelConfig(vocab_size=257, context_length=128, n_layers=2, d_model=32, n_heads=2)
+    return Engine(hf.random_model(config), hf.byte_tokenizer("<|endoftext|>"), n_slots=16)
+
+
+# ------------------------------------------------------------------------------------------------------- scoring
+
+
+@torch.no_grad()
+def test_continuations_are_scored_as_the_model_alone_would(engine: Engine) -> None:
+    """Contexts that are shared, that fill the context and that are longer; the last token reaches one beyond it."""
+    chance = random.Random(0)
+    pairs = []
+    for length in (1, 40, 126, 127, 150):
+        context = chance.choices(range(257), k=length)
+        pairs += [(context, chance.choices(range(257), k=n)) for n in (1, 2, 2, 5)]
+    for (context, continuation), scored in zip(pairs, score_pairs(engine, pairs), strict=True):
+        ids = (context + continuation)[-129:]
+        rows = engine.model(torch.tensor([ids[:-1]]))[0].double().log_softmax(-1)[-len(continuation) :]
+        expected = rows.gather(1, torch.tensor(continuation)[:, None]).sum().item()
+        assert scored.logprob == pytest.approx(expected, rel=1e-5)
+        assert scored.greedy == (rows.argmax(-1).tolist() == continuation)
+        assert scored.n_tokens == len(continuation)
+
+
+def test_a_context_is_computed_once_for_all_its_continuations(engine: Engine) -> None:
+    if type(engine._backend).__name__ == "TorchBackend":
+        pytest.skip("torch's backend shares whole prefill chunks alone")
+    before = engine.statistics().reused_tokens
+    contexts = [[i] * 100 for i in range(20)]
+    score_pairs(engine, [(context, [7 + n]) for context in contexts for n in range(4)])
+    assert engine.statistics().reused_tokens - before > 0.8 * 20 * 3 * 99
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation", "expected"),
+    [("ab", " cd", ("ab", " cd")), ("ab  ", "cd", ("ab", "  cd")), ("", "cd", (None, "cd"))],
+)
+def test_a_border_is_drawn_before_spaces(engine: Engine, context: str, continuation: str, expected: Any) -> None:
+    before, after = encode_pair(engine.encode_prompt, context, continuation)
+    decode = engine.tokenizer.decode
+    assert before == [0] if expected[0] is None else decode(before) == expected[0]
+    assert decode(after) == expected[1]
+
+
+# --------------------------------------------------------------------------------------------------------- tasks
+
+
+@torch.no_grad()
+def test_multiple_choice_by_its_definition(engine: Engine, tmp_path: Path) -> None:
+    task = load_task(write(tmp_path, CHOICE))
+    found = run_task(engine, task)
+    hits = {"accuracy": 0, "accuracy by token": 0, "accuracy by byte": 0}
+    for item in ITEMS:
+        shots = [one for one in task._pool if one != item][:2]
+        shown = "".join(f"Q: {one['question']}\nA: {one['options'][0]}\n\n" for one in shots)
+        context = engine.tokenizer.encode(shown + f"Q: {item['question']}\nA:").ids
+        scores = []
+        for option in item["options"]:
+            ids = context + engine.tokenizer.encode(" " + option).ids
+            rows = engine.model(torch.tensor([ids[:-1]]))[0].double().log_softmax(-1)
+            nats = sum(rows[i - 1, ids[i]].item() for i in range(len(context), len(ids)))
+            scores.append((nats, nats / (len(ids) - len(context)), nats / len(option)))
+        for name, column in zip(hits, zip(*scores, strict=True), strict=True):
+            hits[name] += column.index(max(column)) == item["answer"]
+    assert {name: measured.value for name, measured in found.metrics.items()} == {
+        name: pytest.approx(n / len(ITEMS)) for name, n in hits.items()
+    }
+    assert found.name == "sums-2-shot" and found.n_items == len(ITEMS)
+
+
+def test_shots_depend_on_the_seed_alone_and_never_hold_the_item_itself(tmp_path: Path) -> None:
+    tasks = [load_task(write(tmp_path, {**CHOICE, "seed": seed})) for seed in (0, 0, 1, 2, 3)]
+    for task in tasks:
+        for item in ITEMS:
+            assert len(task.shots_for(item)) == 2 and item not in task.shots_for(item)
+    assert tasks[0].shots_for(ITEMS[0]) == tasks[1].shots_for(ITEMS[0])
+    assert any(task.shots_for(ITEMS[0]) != tasks[0].shots_for(ITEMS[0]) for task in tasks[2:])
+    assert tasks[0].fingerprint == tasks[1].fingerprint != tasks[2].fingerprint
+
+
+def test_shots_that_do_not_fit_are_left_out_and_told_of(engine: Engine, tmp_path: Path) -> None:
+    long = [{**item, "question": item["question"] * (12 if i == 0 else 5)} for i, item in enumerate(ITEMS)]
+    found = run_task(engine, load_task(write(tmp_path, {**CHOICE, "shots": 4}, long)))
+    assert "6 of 6 items had fewer than 4 shots" in found.notes[0]
+    with pytest.raises(UserError, match=r"item 1 has \d+ tokens without shots"):
+        run_task(engine, load_task(write(tmp_path, CHOICE, [{**ITEMS[0], "question": "x" * 130}] * 3)))
+
+
+def test_exact_match_reads_what_is_written(engine: Engine, tmp_path: Path) -> None:
+    settings = {
+        "type": "exact_match", "data": "items.jsonl", "prompt": "{{question}} =", "answer": "sum",
+        "generation": {"max_tokens": 6, "stop": ["\n"]},
+    }  # fmt: skip
+    written = [one["written"] for one in run_task(engine, load_task(write(tmp_path, settings))).items]
+    assert written == [
+        engine.generate(f"{item['question']} =", temperature=0, max_tokens=6, stop=("\n",)) for item in ITEMS
+    ]
+    items = [{**ITEMS[0], "sum": [f" {written[0].upper()}!", "x"]}, {**ITEMS[1], "sum": written[1] + "?"}]
+    for changes, value in (({}, 0.0), ({"ignore_case": True, "ignore_punctuation": True}, 1.0)):
+        found = run_task(engine, load_task(write(tmp_path, {**settings, **changes}, items)))
+        assert found.metrics["exact match"].value == value
+    taken = {**settings, "extract": "^(.)", "shots": 0}
+    first = run_task(engine, load_task(write(tmp_path, taken, [{**ITEMS[0], "sum": written[0][0]}])))
+    assert first.metrics["exact match"].value == 1.0
+
+
+def test_generation_is_scored_as_the_libraries_score_it(engine: Engine, tmp_path: Path) -> None:
+    from rouge_score.rouge_scorer import RougeScorer
+    from sacrebleu.metrics import BLEU, CHRF
+
+    settings = {
+        "type": "generation", "data": "items.jsonl", "prompt": "{{question}}", "references": "texts",
+        "generation": {"max_tokens": 12, "stop": []},
+    }  # fmt: skip
+    references = [["a b", "the sum"], ["one two three"], ["x"], ["7"], ["long text of words", "a"], ["b"]]
+    items = [{**item, "texts": refs} for item, refs in zip(ITEMS, references, strict=True)]
+    found = run_task(engine, load_task(write(tmp_path, settings, items)))
+    written = [one["written"] for one in found.items]
+    columns = [[refs[i] if i < len(refs) else None for refs in references] for i in range(2)]
+    assert found.metrics["bleu"].value == BLEU().corpus_score(written, columns).score
+    assert found.metrics["chrf"].value == CHRF().corpus_score(written, columns).score
+    rouge = RougeScorer(["rougeL"])
+    expected = [
+        max(rouge.score(ref, text)["rougeL"].fmeasure for ref in refs)
+        for text, refs in zip(written, references, strict=True)
+    ]
+    assert found.metrics["rougeL"].value == pytest.approx(sum(expected) / 6)
+
+
+def test_bleu_and_chrf_of_summed_statistics_are_sacrebleus() -> None:
+    from sacrebleu.metrics import BLEU, CHRF
+
+    chance = random.Random(1)
+    words = ["the", "cat", "sat", "on", "a", "mat", "today", ","]
+    texts = [" ".join(chance.choices(words, k=chance.randint(4, 12))) for _ in range(60)]
+    references = [[" ".join(chance.choices(words, k=chance.randint(4, 12))) for _ in range(2)] for _ in texts]
+    columns = [list(column) for column in zip(*references, strict=True)]
+    for name, metric in (("bleu", BLEU()), ("chrf", CHRF())):
+        kind, statistics = text_statistics(name, texts, references)
+        expected = metric.corpus_score(texts, columns).score
+        assert expected > 5
+        assert figure_of(kind)(statistics.sum(0, keepdims=True))[0] == expected
+        measured = interval(statistics, figure_of(kind))
+        assert measured.low < expected < measured.high
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"type": "multiple_choise"}, "did you mean `multiple_choice`"), ({"shot": 1}, "did you mean `shots`"),
+        ({"choices": "optoins"}, "did you mean `options`"), ({"shots": 6}, "shots=6, and there are 6 items"),
+        ({"answer": "question"}, "item 1 has the answer '3 \\+ 1"), ({"prompt": "{{quest}}"}, "'quest' is undefined"),
+        ({"prompt": "{{question"}, "not a template"), ({"data": "none.jsonl"}, "none.jsonl: no such file"),
+        ({"name": "a/b"}, "name"), ({"limit": 0}, "limit"), ({"choices": ["yes"]}, "give two or more"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_task_files_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_task(write(tmp_path, {**CHOICE, **changes}))
+
+
+def test_templates_cannot_reach_python(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"unsafe|undefined"):
+        load_task(write(tmp_path, {**CHOICE, "prompt": "{{ ''.__class__.__mro__[1].__subclasses__() }}"}))
+
+
+# --------------------------------------------------------------------------------------------------------- code
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one() -> None:
+    from itertools import combinations
+
+    for n, c, k in ((5, 2, 1), (5, 2, 3), (6, 0, 2), (4, 4, 2), (7, 3, 7)):
+        draws = list(combinations(range(n), k))
+        assert pass_at_k(n, c, k) == pytest.approx(sum(min(draw) < c for draw in draws) / len(draws))
+
+
+def test_programs_pass_fail_and_are_stopped() -> None:
+    programs = {
+        "def f(x): return x + 1\nassert f(1) == 2": "passed",
+        "def f(x): return x\nassert f(1) == 2": "failed: AssertionError",
+        "while True: pass": "timeout",
+        "x = bytearray(10**9)": "failed: MemoryError",
+        "import sys; sys.exit(0)": "failed: SystemExit",
+        "import os; os._exit(0)": "failed: it ended early",
+        "print('passed')\nraise ValueError": "failed: ValueError",
+        "def": "failed: SyntaxError",
+        "with open('big', 'wb') as f: f.write(bytes(1 << 22))": "failed: OSError",
+        "import os; assert not any('SECRET' in k for k in os.environ)": "passed",
+        "assert input() == ''": "failed: EOFError",
+    }
+    outcomes = Sandbox(4).run_all(list(programs), 5.0, 256)
+    assert dict(zip(programs, outcomes, strict=True)) == programs
+
+
+def test_programs_have_no_network_where_the_system_can_cut_it_off() -> None:
+    sandbox = Sandbox(1)
+    if not sandbox.cuts_off_network:
+        pytest.skip("this system lets a user make no network namespace")
+    program = "import socket\nassert [name for _, name in socket.if_nameindex()] in ([], ['lo'])"
+    assert sandbox.run(program, 5.0, 256) == "passed"
+
+
+def test_what_a_model_writes_is_run_only_when_that_is_asked_for(engine: Engine, tmp_path: Path) -> None:
+    settings = {
+        "type": "code", "data": "items.jsonl", "prompt": "prompt", "tests": "{{test}}", "samples": 3, "k": [1, 3],
+        "generation": {"max_tokens": 4, "stop": []},
+    }  # fmt: skip
+    items = [{"prompt": "x = 1  #", "test": "assert x == 1"}, {"prompt": "x = 2  #", "test": "assert x == 1"}]
+    task = load_task(write(tmp_path, settings, items))
+    with pytest.raises(UserError, match="--run-generated-code"):
+        run_task(engine, task)
+    found = run_task(engine, task, sandbox=Sandbox(2))
+    right = [one["passed"] for one in found.items]
+    assert right[1] == 0
+    assert found.metrics["pass@3"].value == pytest.approx((pass_at_k(3, right[0], 3) + 0) / 2)
+    with pytest.raises(UserError, match="k=5 needs as many samples"):
+        load_task(write(tmp_path, {**settings, "k": [5]}, items))
+
+
+# ------------------------------------------------------------------------------------------------------- results
+
+
+def test_intervals_are_those_of_resampled_items() -> None:
+    """The mean's interval is near the normal one; that of a paired difference does not see what both share."""
+    random_numbers = np.random.default_rng(3)
+    shared = random_numbers.normal(0, 10, 400)
+    first = shared + random_numbers.normal(0, 1, 400)
+    second = shared + 0.5 + random_numbers.normal(0, 1, 400)
+    mean = figure_of("mean")
+    found = interval(means(first.tolist()), mean)
+    error = first.std(ddof=1) / math.sqrt(400)
+    assert found.value == pytest.approx(first.mean())
+    assert [found.low, found.high] == pytest.approx([first.mean() - 1.96 * error, first.mean() + 1.96 * error], abs=0.1)
+    difference = paired_difference(means(first.tolist()), means(second.tolist()), mean)
+    error = (second - first).std(ddof=1) / math.sqrt(400)
+    assert difference.value == pytest.approx((second - first).mean())
+    assert [difference.low, difference.high] == pytest.approx(
+        [difference.value - 1.96 * error, difference.value + 1.96 * error], abs=0.02
+    )
+
+
+def test_results_are_kept_and_told_in_the_card_once(tmp_path: Path) -> None:
+    (tmp_path / "model-card.md").write_text("# run\n\n## Results\n\n| a | b |\n", encoding="utf-8")
+    for value in (0.0, 1.0):
+        metrics = {"accuracy": Measured.of("mean", means([value, 1.0]))}
+        save_evaluations(
+            tmp_path, [Evaluation("sums", "multiple_choice", "run", 7, 2, metrics, shots=3, notes=("so",))]
+        )
+    card = (tmp_path / "model-card.md").read_text(encoding="utf-8")
+    assert card.count(HEADING) == 1 and card.startswith("# run\n\n## Results\n\n| a | b |\n\n## Evaluations")
+    assert "| sums | 3 | 2 | accuracy | 1.0000 | 1.0000 to 1.0000 | 7 |" in card and "* sums: so" in card
+    kept = read_evaluations(tmp_path)["sums"]
+    assert kept.metrics["accuracy"].statistics.tolist() == [[1, 1], [1, 1]] and kept.notes == ("so",)
+    (tmp_path / "evaluations" / "sums.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UserError, match="is not an evaluation"):
+        read_evaluations(tmp_path)
