@@ -1,12 +1,12 @@
 """Chat templates: from messages to the text, and the tokens, that a model reads.
 
-A template is Jinja, as in `transformers`, kept as `tokenizer/chat_template.jinja` of a run. Training, `chat`, the server and
-an export use that one file. It runs in Jinja's sandbox, since it may come from anywhere.
+A template is Jinja, as in `transformers`, kept as `tokenizer/chat_template.jinja` of a run. Training, `chat`, the server
+and an export use that one file. It runs in Jinja's sandbox, since it may come from anywhere.
 """
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -153,7 +153,7 @@ class ChatTemplate:
         return frozenset(i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special)
 
     def missing_tokens(self) -> tuple[str, ...]:
-        """Names like <|this|> that the template writes and the tokenizer has not as special tokens: plain text to it."""
+        """Names like <|this|> that the template writes and that are no tokens of the tokenizer, only plain text."""
         known = {token.content for token in self.tokenizer.get_added_tokens_decoder().values()}
         written = _NAMES.findall(self.render(_PROBE, add_generation_prompt=False))
         return tuple(name for name in dict.fromkeys(written) if name not in known)

@@ -474,6 +474,29 @@ class TrainConfig(Section):
         return max(1, min(self.micro_batch_size, self.batch_size // n_ranks))
 
 
+# ------------------------------------------------------------------------------------------------ objective
+
+
+class NextTokenObjective(Section):
+    """Every token of the text is predicted from those before it."""
+
+    type: Literal["next_token"] = "next_token"
+
+
+class InstructionObjective(Section):
+    """The answers of conversations are learned, the rest is only read. Needs sources of type conversations."""
+
+    type: Literal["instruction"]
+    packing: bool = Field(
+        True,
+        description="Several examples a row; none sees another, and positions begin anew with each. "
+        "false: one example a row, padded to the context.",
+    )
+
+
+ObjectiveConfig = Annotated[NextTokenObjective | InstructionObjective, Field(discriminator="type")]
+
+
 # ---------------------------------------------------------------------------------------------------- sweep
 
 
@@ -554,6 +577,7 @@ class Recipe(Section):
     model: ModelConfig
     tokenizer: TokenizerConfig
     data: DataConfig
+    objective: ObjectiveConfig = Field(NextTokenObjective(), description="What is learned.")
     train: TrainConfig
     sweep: SweepConfig | None = Field(None, description="What gptworks sweep tries; training ignores it.")
 
