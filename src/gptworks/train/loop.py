@@ -15,6 +15,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from gptworks.chat_template import load_chat_template, save_chat_template
 from gptworks.checkpoint import Checkpoint, CheckpointWriter, checkpoints, newest_verified
 from gptworks.config import Recipe
 from gptworks.data.prepare import prepare
@@ -160,7 +161,8 @@ class Run:
         self.layer_norms = LayerNorms(self.model, self.parallel, recipe.train.log_every)
         self.writer = CheckpointWriter(recipe.run_dir, recipe.train.keep_checkpoints, recipe.train.keep_every)
         self.progress = Progress(data_fingerprint=self.task.data_fingerprint)
-        self.engine = Engine(self.model, tokenizer)
+        template = load_chat_template(data_folder / "tokenizer", tokenizer)
+        self.engine = Engine(self.model, tokenizer, chat_template=template)
         for prompt in recipe.train.sample_prompts if recipe.train.sample_every else ():
             self.engine.encode_prompt(prompt)  # a prompt that cannot be used is refused now, not at the first sample
         self.total_steps = self.task.total_steps
@@ -189,6 +191,8 @@ class Run:
         if self.ranks.is_first:
             save_recipe(self.recipe, folder / "recipe.yaml")
             save_tokenizer(self.tokenizer, folder / "tokenizer")
+            if self.engine.chat_template is not None:
+                save_chat_template(self.engine.chat_template, folder / "tokenizer")
         self.log = self._open_log()
 
     def _open_log(self) -> MetricsLog | NoLog:
@@ -277,7 +281,7 @@ class Run:
         step = self.progress.step
         with self.stopwatch.part("data"):
             micro_batches, *own = self.feed.step(step + self.progress.batches_passed)
-            n_targets, n_tokens = map(round, self.parallel.add_up(own))
+            n_targets, n_tokens = map(round, self.parallel.add_up([float(number) for number in own]))
         total = torch.zeros((), device=self.device)
         self._expert_tokens = None
         self.model.train()
@@ -288,7 +292,7 @@ class Run:
             with self.stopwatch.part("forward"), self.precision.autocast():
                 losses = self.objective(self.model, batch)
             with self.stopwatch.part("backward"):
-                self.scaler.scale(losses.objective / n_targets).backward()  # type: ignore[no-untyped-call]
+                self.scaler.scale(losses.objective / max(1, n_targets)).backward()  # type: ignore[no-untyped-call]
             total += losses.loss
             if (routed := losses.expert_tokens) is not None:
                 self._expert_tokens = routed if self._expert_tokens is None else self._expert_tokens + routed
@@ -296,7 +300,7 @@ class Run:
             self.parallel.finish_gradients()
         if self._expert_tokens is not None:
             self._expert_tokens = self.parallel.summed(self._expert_tokens)
-        return (self.parallel.summed(total) / n_targets).item(), n_tokens
+        return (self.parallel.summed(total) / max(1, n_targets)).item(), n_tokens
 
     def _report_step(self, loss: float, norm: float, factor: float, by_layer: Record) -> None:
         progress, settings = self.progress, self.settings

@@ -12,8 +12,8 @@ from gptworks.model.loss import linear_cross_entropy
 from gptworks.model.moe import balance_loss, expert_tokens, z_loss
 
 Batch = tuple[Tensor, ...]
-"""Inputs and targets, int64 [B, T] each; the target of a position is the token that follows it, or −100. A third, positions
-[B, T], stands where a row holds several texts: each token's place in its own (see `GPT.features`)."""
+"""Inputs and targets, int64 [B, T] each; the target of a position is the token that follows it, or −100. A third,
+positions [B, T], stands where a row holds several texts: each token's place in its own (see `GPT.features`)."""
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from functools import partial
 from pathlib import Path
 
-from gptworks.config import Recipe
+from gptworks.config import InstructionObjective, Recipe
 from gptworks.data.batches import Batches, evaluation_windows
+from gptworks.data.packing import ExampleBatches, Examples, evaluation_rows
 from gptworks.data.shards import TokenShards
 from gptworks.device import Precision
 from gptworks.evaluate.loss import LossReport, Shares, evaluate_loss
@@ -31,14 +32,15 @@ class Task:
         self.recipe, self.context_length = recipe, recipe.model.context_length
         self.train_shards = TokenShards(data_folder, "train", verify=verify)
         self.validation_shards = TokenShards(data_folder, "validation", verify=verify)
-        self._open()
-
-    def _open(self) -> None:
-        recipe = self.recipe
-        self._batches = Batches(self.train_shards, self.context_length, recipe.train.batch_size, recipe.seed)
         self._next_token = partial(
             next_token, balance_weight=recipe.train.router_balance_weight, z_weight=recipe.train.router_z_weight
         )
+        self._open()
+
+    def _open(self) -> None:
+        """Make what batches are read from."""
+        recipe = self.recipe
+        self._windows = Batches(self.train_shards, self.context_length, recipe.train.batch_size, recipe.seed)
 
     @property
     def data_fingerprint(self) -> str:
@@ -56,7 +58,7 @@ class Task:
 
     def batch(self, step: int, micro_step: int, size: int) -> Batch:
         """Micro-batch number `micro_step` of a step, of `size` rows, on the CPU."""
-        return self._batches.batch(step, micro_step, size)
+        return self._windows.batch(step, micro_step, size)
 
     def count(self, batch: Batch) -> int:
         """What the sum of a batch's losses is divided by: its targets."""
@@ -79,6 +81,38 @@ class Task:
         return report, {}
 
 
+class Instruction(Task):
+    """Learning the answers of conversations. The rest of them is read, and carries no loss."""
+
+    def _open(self) -> None:
+        recipe = self.recipe
+        assert isinstance(recipe.objective, InstructionObjective)
+        packing = recipe.objective.packing
+        self._rows = ExampleBatches(
+            Examples(self.train_shards, self.context_length, packing), recipe.train.batch_size, recipe.seed
+        )
+        self._held_out = Examples(self.validation_shards, self.context_length, packing)
+
+    @property
+    def total_steps(self) -> int | None:
+        rows = self._rows.rows_per_epoch
+        return planned_steps(self.recipe.train, self.context_length, None, windows_per_epoch=rows)[0]
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        return self._rows.rows_per_epoch * self.context_length
+
+    def batch(self, step: int, micro_step: int, size: int) -> Batch:
+        return self._rows.batch(step, micro_step, size)
+
+    def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
+        rows = evaluation_rows(self._held_out, self.recipe.train.evaluate_sequences)
+        return evaluate_loss(model, rows, shares=shares, autocast=precision.autocast), {}
+
+
+TASKS: dict[str, type[Task]] = {"next_token": Task, "instruction": Instruction}
+
+
 def choose_task(recipe: Recipe, data_folder: Path, verify: bool = False) -> Task:
-    """The task that `recipe.objective` names."""
-    return Task(recipe, data_folder, verify)
+    """The task that `recipe.objective` names; arguments as for `Task`."""
+    return TASKS[recipe.objective.type](recipe, data_folder, verify)
