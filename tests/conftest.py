@@ -1,6 +1,7 @@
 """Fixtures shared by the tests."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,3 +17,11 @@ def shared_data() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip("GPTWORKS_SHARED_DATA does not name a folder: this test needs its files")
     return Path(folder)
+
+
+@pytest.fixture(scope="module")
+def without_curves() -> Iterator[None]:
+    """Runs draw no curves.png, which takes longer than a tiny training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gptworks.train.loop.draw_curves", lambda *_: True)
+        yield

@@ -27,6 +27,8 @@ def check_start(recipe: Recipe, resume: bool = False) -> None:
         require_full_weights(own[0])
         return
     if source is None:
+        if recipe.adapter is not None:
+            raise UserError("adapter is set and initialize_from is not: name the run whose weights it adapts.")
         return
     if not (source / "recipe.yaml").exists():
         raise UserError(f"initialize_from={source} is not a run folder: it has no recipe.yaml.")
