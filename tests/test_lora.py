@@ -10,13 +10,18 @@ from torch.nn import functional as F
 
 import tiny
 from gptworks.checkpoint import checkpoints, load_run
-from gptworks.config import LoRAConfig, ModelConfig
+from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, TrainConfig
 from gptworks.errors import UserError
 from gptworks.infer.engine import load
 from gptworks.model import GPT
 from gptworks.model.lora import LoRALinear, add_lora, is_adapter, merge_lora
-from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.plan.memory import Setting, training_peak
+from gptworks.plan.run import plan
+from gptworks.plan.trained import trained
+from gptworks.presets import preset
+from gptworks.recipe import load_recipe, parse_recipe, with_vocab_size
 from gptworks.train.loop import check_train, train
+from gptworks.train.trace import trace_step
 from halves import assert_resumes_exactly
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -203,3 +208,41 @@ def test_a_run_that_starts_from_an_adapted_one_has_its_adapter_merged(base: Path
     start, merged = load_run(base / "second", merge=False).model, load_run(base / "first").model
     name = "blocks.0.attention.query.weight"
     assert torch.equal(start.state_dict()[name], merged.state_dict()[name])
+
+
+# ---------------------------------------------------------------------------------------------------------- plan
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("adapter", "freeze"),
+    [
+        (LoRAConfig(), None),
+        (LoRAConfig(rank=16, dropout=0.1, targets=("attention",)), None),
+        (None, FreezeConfig(embeddings=True, first_blocks=1)),
+        (None, FreezeConfig(patterns=("*.mlp.*",))),
+    ],
+)
+def test_the_planned_memory_is_enough_and_not_far_from_the_traced(
+    adapter: LoRAConfig | None, freeze: FreezeConfig | None, precision: str
+) -> None:
+    """What is not saved because its matrix is frozen is planned for all the same: too much, never too little."""
+    model = preset("gpt2-mini").model_copy(update={"n_layers": 2})
+    config = TrainConfig(max_steps=1, batch_size=2, micro_batch_size=1)
+    part = trained(model, adapter, freeze)
+    planned = training_peak(Setting.of(model, config, precision, True, trained=part)).total_bytes
+    traced = trace_step(model, config, "cpu", precision, adapter, freeze).peak_bytes
+    assert 0.98 < planned / traced < 1.25
+    assert planned < 0.9 * training_peak(Setting.of(model, config, precision, True)).total_bytes
+
+
+def test_the_plan_counts_what_is_trained(base: Path) -> None:
+    recipe = parse_recipe(tuned_tree(base, "planned", adapter={"rank": 4}))
+    recipe = with_vocab_size(recipe, 40)
+    model = add_lora(GPT(recipe.model), LoRAConfig(rank=4))
+    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    sheet = plan(recipe)
+    assert sheet.n_trained == n_trained
+    assert sheet.optimizer_state_bytes == 8 * n_trained
+    assert sheet.weights_bytes == 4 * sum(p.numel() for p in model.parameters())
+    assert f"| trained of them | {n_trained:,} |" in sheet.to_markdown()

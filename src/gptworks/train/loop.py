@@ -161,7 +161,7 @@ class Run:
         self.batches = Batches(self.train_shards, recipe.model.context_length, recipe.train.batch_size, recipe.seed)
         torch.manual_seed(recipe.seed)
         self._memory_before_bytes = reset_peak(device)
-        self.model = self.parallel.place(trained_part(GPT(recipe.model), recipe), device)
+        self.model = self.parallel.place(trained_part(GPT(recipe.model), recipe.adapter, recipe.freeze), device)
         self.model.checkpoint_blocks = recipe.train.activation_checkpointing == "block"
         self.optimizer = Optimizer(self.model, recipe.train)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.needs_scaler)

@@ -2,20 +2,20 @@
 
 import fnmatch
 
-from gptworks.config import Recipe
+from gptworks.config import FreezeConfig, LoRAConfig, Recipe
 from gptworks.errors import UserError, nearest
 from gptworks.model import GPT
 from gptworks.model.lora import add_lora
 from gptworks.plan.params import count_parameters
 
 
-def trained_part(model: GPT, recipe: Recipe) -> GPT:
-    """Put the recipe's adapter beside the model, and freeze what is not to be trained. Changes the model."""
-    if recipe.adapter is not None:
-        return add_lora(model, recipe.adapter)
-    if recipe.freeze is not None:
+def trained_part(model: GPT, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> GPT:
+    """Put an adapter beside the model, or freeze what is not to be trained. Changes the model."""
+    if adapter is not None:
+        return add_lora(model, adapter)
+    if freeze is not None:
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not recipe.freeze.freezes(name))
+            parameter.requires_grad_(not freeze.freezes(name))
     return model
 
 
