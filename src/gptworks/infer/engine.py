@@ -35,6 +35,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from gptworks.chat_template import ChatTemplate, load_chat_template
 from gptworks.checkpoint import Report, load_run
 from gptworks.device import choose_device
 from gptworks.errors import RunError, UserError
@@ -87,6 +88,7 @@ class Engine:
         drafter: Drafter | None = None,
         backend: BackendName = "auto",
         cache_dtype: torch.dtype | None = None,
+        chat_template: ChatTemplate | None = None,
     ) -> None:
         """
         Args:
@@ -98,6 +100,7 @@ class Engine:
             prefill_tokens: prompt tokens computed at once; exact reuse shares whole such parts.
             drafter: guesses tokens ahead (speculate.py); texts stay the same.
             backend, cache_dtype: see `choose_backend`.
+            chat_template: how conversations become text; None: a model without turns.
 
         Raises:
             UserError: the tokenizer makes ids that the model does not have, or a number is below 1.
@@ -111,7 +114,7 @@ class Engine:
         for name, number in (("n_slots", n_slots), ("slot_tokens", slot_tokens), ("prefill_tokens", prefill_tokens)):
             if number is not None and number < 1:
                 raise UserError(f"{name}={number}: it must be 1 or more.")
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.chat_template = model, tokenizer, chat_template
         self.n_ids = n_ids  # a padded vocabulary's last rows stand for no token
         self.end_of_text = special_tokens(tokenizer).eos
         self.context = min(slot_tokens or model.config.context_length, model.config.context_length)
@@ -796,4 +799,6 @@ def load(
         UserError: no such run, checkpoint or device, or damaged files.
     """
     run = load_run(run_dir, str(checkpoint), overrides=overrides, device=choose_device(device), report=report)
-    return Engine(run.model, load_tokenizer(run.tokenizer_folder), **options)
+    tokenizer = load_tokenizer(run.tokenizer_folder)
+    options.setdefault("chat_template", load_chat_template(run.tokenizer_folder, tokenizer))
+    return Engine(run.model, tokenizer, **options)

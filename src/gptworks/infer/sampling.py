@@ -68,6 +68,8 @@ class SamplingSettings:
     """The end-of-text token does not end the text; it counts as a token like another."""
     stop: tuple[str, ...] = ()
     """The text ends before the first of these strings to be completed."""
+    stop_token_ids: tuple[int, ...] = ()
+    """The text ends before any of these tokens, as before the end-of-text token; such as what ends a chat's turn."""
     logprobs: int | None = None
     """Tell each token's log-probability, and those of so many of the likeliest tokens. They are the model's own: before
     penalties, temperature and filters. None: tell nothing."""
@@ -82,6 +84,7 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", {int(token): float(bias) for token, bias in self.logit_bias.items()})
         for name, holds, rule in (
             ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
@@ -109,7 +112,7 @@ class SamplingSettings:
         plain = SamplingSettings()
         for name in (
             "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "json_schema",
-            "regex", "ignore_eos", "min_tokens",
+            "regex", "ignore_eos", "min_tokens", "stop_token_ids",
         ):  # fmt: skip
             if getattr(self, name) != getattr(plain, name):
                 raise UserError(f"{name}={getattr(self, name)}: beam search (num_beams={self.num_beams}) has no such "
@@ -206,7 +209,8 @@ class Sampler:
     def banned(self) -> tuple[int, ...]:
         """Tokens that may not come next."""
         held_back = self.n_generated < self.settings.min_tokens and not self.settings.ignore_eos
-        return (self.end_of_text,) if held_back and self.end_of_text is not None else ()
+        eos = () if self.end_of_text is None else (self.end_of_text,)
+        return (*eos, *self.settings.stop_token_ids) if held_back else ()
 
     @property
     def adjusts(self) -> bool:

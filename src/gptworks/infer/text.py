@@ -58,7 +58,8 @@ class Sample:
 
     def push(self, token_id: int, logprob: TokenLogprob | None = None) -> Piece:
         """Take the next token."""
-        if token_id == self.end_of_text and not self.settings.ignore_eos:
+        ends = token_id == self.end_of_text and not self.settings.ignore_eos
+        if ends or token_id in self.settings.stop_token_ids:
             return self.finish("stop")
         self.ids.append(token_id)
         self.n_generated += 1
