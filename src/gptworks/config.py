@@ -582,11 +582,18 @@ class LoRAConfig(Section):
     targets: tuple[Literal["all", "attention", "mlp", "query", "key", "value", "out", "gate", "up", "down"], ...] = (
         Field(("all",), min_length=1, description="Linear layers of the blocks: by name, by family, or all.")
     )
+    embeddings: bool = Field(
+        False, description="Train the token embedding and the head too, as tokens that are new to the model need it."
+    )
 
     @property
     def scale(self) -> float:
         """The factor of B·A."""
         return self.alpha / self.rank
+
+    def trains(self, parameter: str) -> bool:
+        """Whether a parameter of the model itself is trained, by its name."""
+        return self.embeddings and parameter in ("token_embedding.weight", "untied_head.weight")
 
     def adapts(self, module: str) -> bool:
         """Whether the adapter stands beside a module, by its name in the model, such as `blocks.0.mlp.up`."""

@@ -47,17 +47,23 @@ class LoRALinear(nn.Linear):
     def merged(self) -> nn.Linear:
         """One layer that computes the same. The product is made in float64 and rounded once."""
         product = self.lora_b.double() @ self.lora_a.double()
-        weight = (self.weight.double() + self.scale * product).to(self.weight.dtype)
+        return self._plain((self.weight.double() + self.scale * product).to(self.weight.dtype))
+
+    def base(self) -> nn.Linear:
+        """The layer without the adapter."""
+        return self._plain(self.weight)
+
+    def _plain(self, weight: Tensor) -> nn.Linear:
         with torch.device("meta"):
             linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
-        linear.weight, linear.bias = nn.Parameter(weight), self.bias
-        return linear
+        linear.weight, linear.bias = nn.Parameter(weight.detach()), self.bias
+        return linear.train(self.training)
 
 
 def add_lora(model: GPT, config: LoRAConfig) -> GPT:
     """Put an adapter beside each layer that `config` names, and freeze all else. Changes the model and returns it."""
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(config.trains(name))
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and config.adapts(name):
             model.set_submodule(name, LoRALinear(module, config))
@@ -69,6 +75,14 @@ def merge_lora(model: GPT) -> GPT:
     for name, module in list(model.named_modules()):
         if isinstance(module, LoRALinear):
             model.set_submodule(name, module.merged())
+    return model
+
+
+def remove_lora(model: GPT) -> GPT:
+    """Leave the adapters out: the model that they adapt. Changes the model and returns it."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoRALinear):
+            model.set_submodule(name, module.base())
     return model
 
 

@@ -45,7 +45,19 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
         added = adapter.rank * sum(map(sum, adapted))
         n_adapted = len(adapted) // model.n_layers
         inputs = sum(shape[1] for shape in adapted) // model.n_layers
-        return Trained(added, added, 0.0, False, False, adapter.rank, adapter.dropout > 0, inputs, n_adapted, n_still=0)
+        own = sum(prod(shape) for name, shape in shapes.items() if adapter.trains(name))
+        return Trained(
+            parameters=added + own,
+            added=added,
+            share=own / count.total,
+            head=adapter.embeddings,
+            embedding=adapter.embeddings,
+            rank=adapter.rank,
+            dropout=adapter.dropout > 0,
+            inputs=inputs,
+            n_adapted=n_adapted,
+            n_still=0,
+        )
     assert freeze is not None
     moving = {name: prod(shape) for name, shape in shapes.items() if not freeze.freezes(name)}
     embedding = any(name in moving for name in ("token_embedding.weight", "position_embedding.weight"))
