@@ -1,7 +1,7 @@
 """Chat templates: from messages to the text, and the tokens, that a model reads.
 
-A template is Jinja, as in `transformers`, kept as `tokenizer/chat_template.jinja` of a run. Training, `chat`, the server
-and an export use that one file. It runs in Jinja's sandbox, since it may come from anywhere.
+A template is Jinja, as in `transformers`, kept as `tokenizer/chat_template.jinja` of a run. Training, `chat`, the
+server and an export use that one file. It runs in Jinja's sandbox, since it may come from anywhere.
 """
 
 import json

@@ -229,8 +229,8 @@ class ModelConfig(Section):
 class _Tokenizer(Section):
     added_tokens: tuple[str, ...] = Field(
         (),
-        description="Special tokens added to it, such as <|im_start|> and <|im_end|>, which the chatml template writes. "
-        "A run that starts from one without them gets embeddings for them, each the mean of the others.",
+        description="Special tokens added to it, such as <|im_start|> and <|im_end|>, which chatml writes. A run that "
+        "starts from one without them gets embeddings for them, each the mean of the others.",
     )
     chat_template: str | None = Field(
         None,
@@ -542,13 +542,27 @@ class TrainConfig(Section):
 # ------------------------------------------------------------------------------------------------ objective
 
 
-class NextTokenObjective(Section):
+DataFault = Literal[
+    "nothing-learned", "little-learned", "prompts-learned", "unanswered", "empty-answers", "swapped-roles",
+    "answers-altered", "answers-cut-away", "answers-cut-short", "no-end-token", "tokens-not-special",
+    "template-changed", "no-base-run", "duplicates", "validation-overlap", "one-answer", "unknown-tokens",
+]  # fmt: skip
+"""What conversations are checked for before the first step."""
+
+
+class _Objective(Section):
+    allow: tuple[DataFault, ...] = Field(
+        (), description="Faults found in conversations that are to be trained on nevertheless."
+    )
+
+
+class NextTokenObjective(_Objective):
     """Every token of the text is predicted from those before it."""
 
     type: Literal["next_token"] = "next_token"
 
 
-class InstructionObjective(Section):
+class InstructionObjective(_Objective):
     """The answers of conversations are learned, the rest is only read. Needs sources of type conversations."""
 
     type: Literal["instruction"]

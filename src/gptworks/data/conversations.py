@@ -51,7 +51,7 @@ def iter_conversations(sources: Iterable[ConversationsSource]) -> Iterator[Conve
     for source in sources:
         for origin, records in _origins(source):
             read: Callable[[Record], list[Message]] | None = None
-            shape = source.shape
+            shape: str = source.shape
             for number, record in enumerate(records, 1):
                 try:
                     if not isinstance(record, Mapping):
@@ -90,7 +90,7 @@ def recognized(record: Record) -> str:
 
 
 def _alpaca(record: Record) -> list[Message]:
-    instruction = _text(record, "instruction" if "instruction" in record else "prompt")
+    instruction = _text(record, "prompt" if "prompt" in record and "instruction" not in record else "instruction")
     answer = next((name for name in _ANSWERS if name in record), None)
     if answer is None:
         raise ValueError(f"no answer: none of the fields {', '.join(_ANSWERS)}")
@@ -117,7 +117,7 @@ def _turns(record: Record, field: str, role_field: str, text_field: str) -> list
         raise ValueError(f"no field `{field}`; its fields are {', '.join(map(str, record)) or 'none'}")
     turns = record[field]
     if not isinstance(turns, list) or not turns:
-        raise ValueError(f"`{field}` is {_kind(turns)}, not a list of turns")
+        raise ValueError(f"`{field}` is {_kind(turns) if turns else 'empty'}, not a list of turns")
     messages: list[Message] = []
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, Mapping) or role_field not in turn or text_field not in turn:

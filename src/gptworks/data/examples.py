@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from gptworks.chat_template import ChatTemplate, Message
 from gptworks.data.conversations import Conversation
 from gptworks.data.masking import encode_conversation
-from gptworks.data.shards import ALTERED, EMPTY, NO_END, UNANSWERED, Origin, ShardWriter, Split
+from gptworks.data.shards import ALTERED, EMPTY, NO_END, SWAPPED, UNANSWERED, Origin, ShardWriter, Split
 from gptworks.errors import UserError
 from gptworks.tokenizer import special_tokens
 
@@ -25,8 +25,8 @@ def write_examples(
     """
     origins: list[Origin] = []
     unknown = special_tokens(template.tokenizer).unk
-    n_records = done_bytes = 0
-    for conversation in conversations:
+    done_bytes = 0
+    for n_before, conversation in enumerate(conversations):
         if not origins or origins[-1].name != conversation.origin or conversation.record == 1:
             origins.append(Origin(name=conversation.origin, shape=conversation.shape, records=0))
         origins[-1] = origins[-1].model_copy(update={"records": conversation.record})
@@ -37,15 +37,16 @@ def write_examples(
         answers = [message["content"] for message in conversation.messages if message["role"] == "assistant"]
         flags = NO_END * (not example.all_end) + ALTERED * (not example.as_given)
         flags += EMPTY * any(not answer.strip() for answer in answers) + UNANSWERED * (not answers)
+        roles = [message["role"] for message in conversation.messages if message["role"] != "system"]
+        flags += SWAPPED * (roles[:1] == ["assistant"] and roles[-1:] == ["user"])
         writers["validation" if is_held_out(conversation, held_out_fraction) else "train"].add(
             example.ids,
             example.text_bytes,
             starts_document=True,
             unknown_tokens=0 if unknown is None else int((example.ids == unknown).sum()),
             learned=example.learned,
-            example=(n_records, *_hashes(conversation.messages), flags),
+            example=(n_before, *_hashes(conversation.messages), flags),
         )
-        n_records += 1
         done_bytes += example.text_bytes
         report("shards", done_bytes, None)
     return tuple(origins)

@@ -70,8 +70,8 @@ def _place(template: ChatTemplate, messages: Sequence[Message], i: int, whole: s
             raise UserError(
                 f"the chat template writes the turns {what} otherwise than in the whole conversation: "
                 f"{text[max(0, at - 20) : at + 20]!r} against {whole[max(0, at - 20) : at + 20]!r} (turn {i + 1}). "
-                f"So a model would read another text than it was trained on. Use a template that writes a turn the same "
-                f"whatever follows, or conversations of one answer"
+                f"So a model would read another text than it was trained on. Use a template that writes a turn the "
+                f"same whatever follows, or conversations of one answer"
             )
     return len(before), len(until)
 

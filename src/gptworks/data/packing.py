@@ -1,7 +1,7 @@
 """Rows of examples, and batches of rows: a function of (shards, seed, step), like all batches.
 
-Examples are put into rows once, the longest first, each into the row that it fills best, so that little is padding. Every
-epoch visits every row once, in an order of its own. An example that is longer than a row loses its end.
+Examples are put into rows once, the longest first, each into the row that it fills best, so that little is padding.
+Every epoch visits every row once, in an order of its own. An example that is longer than a row loses its end.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ class Examples:
         return self._shards.read(start, length), self._shards.read_learned(start, length)
 
     def row(self, row: int) -> Rows:
-        """Inputs, targets and positions, [context_length] each; what is not learned, and padding, has target IGNORED."""
+        """Inputs, targets and positions, [context_length] each; what is not learned has target IGNORED."""
         inputs, positions = (np.zeros(self._context_length, dtype=np.int64) for _ in range(2))
         targets = np.full(self._context_length, IGNORED, dtype=np.int64)
         at = 0

@@ -148,7 +148,7 @@ def open_prepared(folder: str | Path) -> Prepared:
             f"Delete {folder} and run `gptworks prepare` again."
         )
     template = load_chat_template(folder / TOKENIZER_FOLDER, tokenizer)
-    if manifest.made_from.get("chat_template") != _sha256(template and template.source):
+    if manifest.made_from.get("chat_template") != _sha256(None if template is None else template.source):
         raise UserError(
             f"{folder / TOKENIZER_FOLDER} does not hold the chat template that made these tokens. "
             f"Delete {folder} and run `gptworks prepare` again."

@@ -16,12 +16,13 @@ import hashlib
 import json
 import os
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from gptworks.config import Section
 from gptworks.errors import UserError
@@ -34,8 +35,9 @@ EXAMPLE = ("record", "text", "question", "answer", "flags")
 """What is kept of each example: its number among all records, from 0; hashes of its whole text, of all but its last
 answer, and of that answer, less case and white space; and the flags below, added up."""
 
-NO_END, ALTERED, EMPTY, UNANSWERED = 1, 2, 4, 8
-"""Flags: an answer without an end token; one that the template writes otherwise; an empty one; none at all."""
+NO_END, ALTERED, EMPTY, UNANSWERED, SWAPPED = 1, 2, 4, 8, 16
+"""Flags: an answer without an end token; one that the template writes otherwise; an empty one; none at all; an
+assistant who begins and a user who ends."""
 
 Split = Literal["train", "validation"]
 Dtype = Literal["uint16", "uint32"]
@@ -52,7 +54,7 @@ class ShardFile(Section):
     text_bytes: int
     sha256: str
     offsets_sha256: str
-    more_sha256: dict[str, str] = {}
+    more_sha256: dict[str, str] = Field(default_factory=dict)
     """Of the files of the same name that end in these."""
 
 
@@ -304,7 +306,7 @@ class TokenShards:
         """
         return self._read(self._learned, start, length).astype(np.bool_)
 
-    def _read(self, maps: list[Ids], start: int, length: int) -> npt.NDArray[np.int64]:
+    def _read(self, maps: Sequence[Ids], start: int, length: int) -> npt.NDArray[np.int64]:
         if not 0 <= start <= start + length <= self.n_tokens:
             raise IndexError(f"tokens {start} to {start + length} of a split of {self.n_tokens}")
         values = np.empty(length, dtype=np.int64)
