@@ -1,5 +1,6 @@
 """Every setting: typed, validated, frozen. Knows nothing of torch, nor of files (see recipe.py)."""
 
+import fnmatch
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -575,6 +576,63 @@ class InstructionObjective(_Objective):
 ObjectiveConfig = Annotated[NextTokenObjective | InstructionObjective, Field(discriminator="type")]
 
 
+# ------------------------------------------------------------------------------------------- what is trained
+
+ADAPTED_MODULES = {"attention": ("query", "key", "value", "out"), "mlp": ("gate", "up", "down")}
+"""Linear layers of a block that an adapter can stand beside, by family. `mlp` is that of experts too."""
+
+
+class LoRAConfig(Section):
+    """Low-rank adaptation (Hu et al., 2021): W + alpha/rank · B·A, of which A and B alone are trained."""
+
+    type: Literal["lora"] = "lora"
+    rank: PositiveInt = Field(8, description="Rows of A and columns of B (r).")
+    alpha: float = Field(
+        default_factory=_from("rank", lambda rank: 2.0 * rank),
+        gt=0,
+        description="B·A is multiplied by alpha / rank. Default: 2 × rank.",
+    )
+    dropout: Fraction = Field(0.0, description="Of what goes into A, in training.")
+    targets: tuple[Literal["all", "attention", "mlp", "query", "key", "value", "out", "gate", "up", "down"], ...] = (
+        Field(("all",), min_length=1, description="Linear layers of the blocks: by name, by family, or all.")
+    )
+    embeddings: bool = Field(
+        False, description="Train the token embedding and the head too, as tokens that are new to the model need it."
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor of B·A."""
+        return self.alpha / self.rank
+
+    def trains(self, parameter: str) -> bool:
+        """Whether a parameter of the model itself is trained, by its name."""
+        return self.embeddings and parameter in ("token_embedding.weight", "untied_head.weight")
+
+    def adapts(self, module: str) -> bool:
+        """Whether the adapter stands beside a module, by its name in the model, such as `blocks.0.mlp.up`."""
+        part = module.rpartition(".")[2]
+        family = next((family for family, parts in ADAPTED_MODULES.items() if part in parts), None)
+        return family is not None and not {"all", family, part}.isdisjoint(self.targets)
+
+
+class FreezeConfig(Section):
+    """Parameters that training leaves as they are."""
+
+    embeddings: bool = Field(False, description="Token and position embeddings; with them a tied head.")
+    first_blocks: int = Field(0, ge=0, description="So many blocks, from the first on.")
+    patterns: tuple[str, ...] = Field((), description="Names of parameters, such as `blocks.*.mlp.*` or `norm.weight`.")
+
+    def freezes(self, parameter: str) -> bool:
+        """Whether a parameter is left as it is, by its name in the model, such as `blocks.0.mlp.up.weight`."""
+        first, _, rest = parameter.partition(".")
+        if first == "blocks" and int(rest.partition(".")[0]) < self.first_blocks:
+            return True
+        if first in ("token_embedding", "position_embedding") and self.embeddings:
+            return True
+        return any(fnmatch.fnmatchcase(parameter, pattern) for pattern in self.patterns)
+
+
 # ---------------------------------------------------------------------------------------------------- sweep
 
 
@@ -657,6 +715,8 @@ class Recipe(Section):
     data: DataConfig
     objective: ObjectiveConfig = Field(NextTokenObjective(), description="What is learned.")
     train: TrainConfig
+    adapter: LoRAConfig | None = Field(None, description="Train a small addition to the weights instead of them.")
+    freeze: FreezeConfig | None = Field(None, description="Train the rest alone.")
     sweep: SweepConfig | None = Field(None, description="What gptworks sweep tries; training ignores it.")
 
     @model_validator(mode="after")
@@ -672,7 +732,31 @@ class Recipe(Section):
                 f"model.vocab_size={self.model.vocab_size} and the tokenizer has {known} tokens: "
                 f"they must be equal; set tokenizer.vocab_size or leave model.vocab_size out"
             )
+        self._check_adapter()
+        if self.freeze is not None and self.freeze.first_blocks > self.model.n_layers:
+            raise ValueError(
+                f"freeze.first_blocks={self.freeze.first_blocks} and model.n_layers={self.model.n_layers}: "
+                f"there are not so many blocks"
+            )
         return self
+
+    def _check_adapter(self) -> None:
+        if self.adapter is None:
+            return
+        if self.freeze is not None:
+            raise ValueError("adapter and freeze are both set: an adapter trains nothing else; drop one of them")
+        if self.train.optimizer == "muon":
+            raise ValueError(
+                "train.optimizer=muon with an adapter: an orthogonal step of A or of B alone is none of their product; "
+                "set train.optimizer=adamw"
+            )
+        if self.train.parallel.tensor_parallel > 1:
+            raise ValueError(
+                f"train.parallel.tensor_parallel={self.train.parallel.tensor_parallel} with an adapter: A and B are "
+                f"not divided among devices; set tensor_parallel=1"
+            )
+        if set(self.adapter.targets) == {"gate"} and not self.model.gated:
+            raise ValueError(f"adapter.targets=gate and model.mlp={self.model.mlp} has no gate: name other targets")
 
 
 def known_vocab_size(tokenizer: TokenizerConfig) -> int | None:

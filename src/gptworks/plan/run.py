@@ -13,8 +13,9 @@ from gptworks.plan.devices import UTILIZATION, Device, this_cpu
 from gptworks.plan.fit import Alternative, Change, alternatives, changes_that_fit, largest_micro_batch
 from gptworks.plan.flops import BACKWARD_PER_FORWARD, TRAINING_PER_FORWARD, ForwardFlops, forward_flops
 from gptworks.plan.inference import InferenceMemory, inference_memory
-from gptworks.plan.memory import ONE_DEVICE, Layout, Peak, Setting, optimizer_state_bytes, training_peak
+from gptworks.plan.memory import ONE_DEVICE, Layout, Peak, Setting, trained_state_bytes, training_peak
 from gptworks.plan.params import ParameterCount, count_parameters
+from gptworks.plan.trained import trained
 
 
 @dataclass(frozen=True)
@@ -165,17 +166,23 @@ class Plan:
 
     @property
     def weights_bytes(self) -> int:
-        """Weights in fp32, a tied head once; the file adds a header of some kilobytes."""
-        return 4 * self.parameters.total
+        """Weights in fp32, a tied head once, an adapter beside them; the file adds a header of some kilobytes."""
+        return 4 * (self.parameters.total + (0 if self.setting.trained is None else self.setting.trained.added))
+
+    @property
+    def n_trained(self) -> int:
+        """Parameters that are trained: all, or an adapter's, or what is not frozen."""
+        return self.parameters.total if self.setting.trained is None else self.setting.trained.parameters
 
     @property
     def optimizer_state_bytes(self) -> int:
-        return optimizer_state_bytes(self.parameters, self.train.optimizer)
+        return trained_state_bytes(self.parameters, self.train.optimizer, self.setting.trained)
 
     @property
     def checkpoint_bytes(self) -> int:
         """Weights, optimizer state and, where it is kept, the weights' average."""
-        return self.weights_bytes * (2 if self.setting.averages else 1) + self.optimizer_state_bytes
+        average = 4 * self.n_trained if self.setting.averages else 0
+        return self.weights_bytes + average + self.optimizer_state_bytes
 
     @property
     def checkpoints_bytes(self) -> int:
@@ -242,7 +249,7 @@ def plan(
         steps=steps,
         steps_reason=reason,
         n_train_tokens=n_train_tokens,
-        setting=rank_setting(model, train, device, layout),
+        setting=rank_setting(model, train, device, layout, trained(model, recipe.adapter, recipe.freeze)),
         device=device,
         utilization=utilization,
     )

@@ -51,6 +51,7 @@ from gptworks.train.start import check_start, starting_weights
 from gptworks.train.stopwatch import Stopwatch
 from gptworks.train.task import choose_task
 from gptworks.train.throughput import Throughput
+from gptworks.train.trained import check_trained, trained_part
 from gptworks.train.writers import check_writers, open_log
 
 
@@ -126,6 +127,7 @@ def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1) -> None:
     """
     check_run_folder(recipe, resume)
     check_start(recipe, resume)
+    check_trained(recipe)
     check_writers(recipe.train.loggers)
     check_parallel(recipe, n_ranks)
 
@@ -152,7 +154,7 @@ class Run:
         self.objective = objective or self.task.loss
         torch.manual_seed(recipe.seed)
         self._memory_before_bytes = reset_peak(device)
-        self.model = self.parallel.place(GPT(recipe.model), device)
+        self.model = self.parallel.place(trained_part(GPT(recipe.model), recipe.adapter, recipe.freeze), device)
         self.model.checkpoint_blocks = recipe.train.activation_checkpointing == "block"
         self.optimizer = Optimizer(self.model, recipe.train)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.needs_scaler)
@@ -188,7 +190,7 @@ class Run:
             self.display.message(f"{folder} has no checkpoint: starting from step 0")
         if checkpoint is None and self.recipe.initialize_from is not None:
             weights = starting_weights(self.recipe, self.tokenizer, self.display.message)
-            self.model.load_state_dict(self.parallel.shares(weights))
+            self.model.load_state_dict(self.parallel.shares(weights), strict=self.recipe.adapter is None)
             self.average = WeightAverage(self.model, self.settings.ema_decay)
         if self.ranks.is_first:
             save_recipe(self.recipe, folder / "recipe.yaml")

@@ -1,5 +1,7 @@
 """Where a run's weights come from: chance, or another run."""
 
+from pathlib import Path
+
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -27,11 +29,14 @@ def check_start(recipe: Recipe, resume: bool = False) -> None:
         require_full_weights(own[0])
         return
     if source is None:
+        if recipe.adapter is not None:
+            raise UserError("adapter is set and initialize_from is not: name the run whose weights it adapts.")
         return
     if not (source / "recipe.yaml").exists():
         raise UserError(f"initialize_from={source} is not a run folder: it has no recipe.yaml.")
     for checkpoint in checkpoints(source)[:1]:
         require_full_weights(checkpoint)
+    _check_new_tokens(recipe, source)
     theirs = load_recipe(source).model
     for name in ModelConfig.model_fields:
         ours, other = getattr(recipe.model, name), getattr(theirs, name)
@@ -40,6 +45,19 @@ def check_start(recipe: Recipe, resume: bool = False) -> None:
                 f"model.{name}={ours} and initialize_from={source} has {other}: its weights belong to another model. "
                 f"Take over the `model` section of {source / 'recipe.yaml'}."
             )
+
+
+def _check_new_tokens(recipe: Recipe, source: Path) -> None:
+    """Refuse tokens that are new to the model and that nothing would teach it: all would stay alike."""
+    if recipe.adapter is None or recipe.adapter.embeddings or not recipe.tokenizer.added_tokens:
+        return
+    known = load_tokenizer(source / "tokenizer")
+    if new := [token for token in recipe.tokenizer.added_tokens if known.token_to_id(token) is None]:
+        raise UserError(
+            f"tokenizer.added_tokens has {', '.join(new)}, new to initialize_from={source}, and an adapter leaves the "
+            f"embeddings alone, so the model could not tell them apart. Set adapter.embeddings=true, or use a chat "
+            f"template without new tokens (alpaca, plain)."
+        )
 
 
 def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report) -> dict[str, Tensor]:

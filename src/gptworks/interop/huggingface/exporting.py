@@ -24,6 +24,7 @@ from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.tensors import Place, expected_tensors, tensor_places, their_shape
 from gptworks.interop.huggingface.verify import Verification, logit_bound, require_transformers, verify_folder
 from gptworks.model import GPT
+from gptworks.model.lora import remove_lora
 from gptworks.tokenizer import load_tokenizer, prompt_ids, special_tokens, tokenizer_from_json
 
 SHARD_BYTES = 5_000_000_000
@@ -57,6 +58,7 @@ def export_huggingface(
     checkpoint: str = "best",
     precision: Precision = "fp32",
     verify: bool = True,
+    merge: bool = True,
     report: Report = lambda _: None,
 ) -> Export:
     """Write a run's model as a folder that stock transformers loads.
@@ -64,6 +66,7 @@ def export_huggingface(
     Args:
         precision: of the stored weights. They are rounded; the comparison is with our model of the same rounded ones.
         verify: compare the folder with the model before it takes its name.
+        merge: add a run's adapter to its weights; False: leave it out.
         report: told of damage that was passed over, and of what is done.
 
     Raises:
@@ -75,7 +78,9 @@ def export_huggingface(
     check_free(out)
     if verify:
         require_transformers()
-    loaded = load_run(run, checkpoint, full=True, report=report)
+    loaded = load_run(run, checkpoint, full=True, merge=merge, report=report)
+    if not merge:
+        remove_lora(loaded.model)
     config, tokenizer = loaded.model.config, load_tokenizer(loaded.tokenizer_folder)
     family, adapted = choose_family(config, tokenizer)
     weights, changes = adapt_weights(family, config, adapted, loaded.model.state_dict())
