@@ -16,7 +16,6 @@ from collections import Counter
 from pathlib import Path
 
 import stdlib_instructions
-
 from gptworks.chat_template import BUILT_IN, ChatTemplate
 from gptworks.config import Recipe
 from gptworks.data.conversations import Conversation, iter_conversations
@@ -52,7 +51,7 @@ def questions(recipe: Recipe, n: int) -> list[Conversation]:
 
 
 def answers_in_form(run_dir: Path, asked: list[Conversation]) -> dict[str, float]:
-    """The shares of answers that end, that have the right form, that do both, and that are word for word the real one."""
+    """The shares of answers that end, that have the right form, that do both, and that equal the real one."""
     engine = load(run_dir)
     template = engine.chat_template or ChatTemplate(BUILT_IN["alpaca"], engine.tokenizer)
     settings = SamplingSettings(temperature=0, max_tokens=MAX_TOKENS, stop_token_ids=template.end_token_ids())
@@ -87,9 +86,7 @@ def main() -> None:
     if options.json:
         print(json.dumps({"answers": len(asked), "results": results, "seconds": seconds, "total_seconds": total}))
     else:
-        print(
-            f"\n{len(asked)} held-out instructions, likeliest answers of at most {MAX_TOKENS} tokens; {total:.0f} s in all"
-        )
+        print(f"\n{len(asked)} held-out instructions, likeliest answers of at most {MAX_TOKENS} tokens; {total:.0f} s")
         print(f"{'':8}{'ends':>8}{'form':>8}{'both':>8}{'equal':>8}{'trained':>10}")
         for name, shares in results.items():
             print(f"{name:8}" + "".join(f"{share:8.1%}" for share in shares.values()) + f"{seconds[name]:8.0f} s")

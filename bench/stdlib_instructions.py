@@ -1,6 +1,6 @@
 """Instructions with answers about the functions of Python's standard library, read from its own sources.
 
-Three kinds, each with a form that its answer must have: a docstring, a list of parameters, the first line of a function.
+Three kinds, each with a form that its answer must have: a docstring, a list of parameters, a function's first line.
 The same interpreter gives the same file.
 
     python bench/stdlib_instructions.py data/miniature/instructions.jsonl
