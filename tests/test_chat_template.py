@@ -21,7 +21,7 @@ CHATS = [
         {"role": "user", "content": '{"a": [1, "ü"]}'},
     ],
 ]
-# What published templates do: loops with loop.first, namespaces, tojson, trim, break, generation blocks, control of spaces.
+# What published templates do: namespaces, tojson, trim, break, generation blocks, control of white space.
 TEMPLATES = BUILT_IN | {
     "instruct": """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]
 {%- else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}""",
@@ -34,7 +34,8 @@ TEMPLATES = BUILT_IN | {
     {% endfor %}
 {{ bos_token }}system: {{ ns.system | tojson }}
 {% for m in messages if m.role != 'system' %}
-{{ '<' ~ m.role ~ '>' }}{% generation %}{{ m.content }}{% endgeneration %}{{ '</>' if not loop.last or not add_generation_prompt }}
+{{ '<' ~ m.role ~ '>' }}{% generation %}{{ m.content }}{% endgeneration %}
+{{ '</>' if not loop.last }}
 {% endfor %}
 {% if add_generation_prompt %}<assistant>{% endif %}
 {% if tools is not none %}{{ raise_exception('no tools') }}{% endif %}
@@ -108,5 +109,5 @@ def test_bad_templates_say_why(tokenizer: Tokenizer) -> None:
         ChatTemplate("\n{% for %}", tokenizer)
     with pytest.raises(UserError, match="roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}", tokenizer).render(CHATS[0])
-    with pytest.raises(UserError, match="unsafe|refuses"):
+    with pytest.raises(UserError, match="refuses this conversation: access to attribute"):
         ChatTemplate("{{ messages.__class__.__mro__ }}", tokenizer).render(CHATS[0])

@@ -1,12 +1,12 @@
 """Chat templates: from messages to the text, and the tokens, that a model reads.
 
-A template is Jinja, as in `transformers`, kept as `tokenizer/chat_template.jinja` of a run. Training, `chat`, the server and
-an export use that one file. It runs in Jinja's sandbox, since it may come from anywhere.
+A template is Jinja, as in `transformers`, kept as `tokenizer/chat_template.jinja` of a run. Training, `chat`, the
+server and an export use that one file. It runs in Jinja's sandbox, since it may come from anywhere.
 """
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from gptworks.errors import UserError
+from gptworks.config import FileTokenizer, GPT2Tokenizer, TokenizerConfig
+from gptworks.errors import UserError, nearest
 from gptworks.tokenizer import special_token_names, special_tokens
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -106,10 +107,8 @@ class ChatTemplate:
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> list[int]:
         """The token ids of `render`. What the template writes as a special token is one; a message's text never is."""
-        guard = _unused_character(messages)
-        return self.encode_text(
-            self.render(self._guarded(messages, guard), add_generation_prompt=add_generation_prompt), guard
-        )
+        guarded, guard = self.guarded(messages)
+        return self.encode_text(self.render(guarded, add_generation_prompt=add_generation_prompt), guard)
 
     def encode_text(self, text: str, guard: str) -> list[int]:
         """Token ids of rendered text in which `guard` stands inside special tokens' names that are only text."""
@@ -120,10 +119,14 @@ class ChatTemplate:
         ids = []
         for i, part in enumerate(parts):
             if i % 2:
-                ids.append(self.tokenizer.token_to_id(part))
+                ids += [token_id for token_id in (self.tokenizer.token_to_id(part),) if token_id is not None]
             elif part:
                 ids += self.tokenizer.encode(part.replace(guard, ""), add_special_tokens=False).ids
         return ids
+
+    def before_special(self, text: str) -> str:
+        """Rendered text up to the first special token that the template wrote in it."""
+        return self._special.split(text, maxsplit=1)[0] if self._special.pattern else text
 
     def end_token_ids(self) -> tuple[int, ...]:
         """What ends an assistant's turn: the special token that the template writes after it, and the tokenizer's eos.
@@ -153,7 +156,7 @@ class ChatTemplate:
         return frozenset(i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special)
 
     def missing_tokens(self) -> tuple[str, ...]:
-        """Names like <|this|> that the template writes and the tokenizer has not as special tokens: plain text to it."""
+        """Names like <|this|> that the template writes and that are no tokens of the tokenizer, only plain text."""
         known = {token.content for token in self.tokenizer.get_added_tokens_decoder().values()}
         written = _NAMES.findall(self.render(_PROBE, add_generation_prompt=False))
         return tuple(name for name in dict.fromkeys(written) if name not in known)
@@ -171,8 +174,9 @@ class ChatTemplate:
         longest_first = sorted(names, key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else "")
 
-    def _guarded(self, messages: Sequence[Message], guard: str) -> list[Message]:
-        """The messages with `guard` inside each name of a special token."""
+    def guarded(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
+        """The messages with a character that none of them holds inside each special token's name; and the character."""
+        guard = _unused_character(messages)
 
         def mark(value: Any) -> Any:
             if isinstance(value, str) and self._special.pattern:
@@ -181,7 +185,7 @@ class ChatTemplate:
                 return {key: mark(item) for key, item in value.items()}
             return [mark(item) for item in value] if isinstance(value, list | tuple) else value
 
-        return [mark(message) for message in messages]
+        return [mark(message) for message in messages], guard
 
 
 _NAMES = re.compile(r"<\|[^|<>\s]+\|>")
@@ -243,6 +247,28 @@ def load_chat_template(tokenizer_folder: Path, tokenizer: Tokenizer) -> ChatTemp
     """
     file = tokenizer_folder / TEMPLATE_FILE
     return ChatTemplate(file.read_bytes().decode("utf-8"), tokenizer) if file.exists() else None
+
+
+def find_chat_template(config: TokenizerConfig) -> str | None:
+    """The source of the template that a recipe's tokenizer section names; None: it has none.
+
+    Raises:
+        UserError: no built-in template and no file has that name.
+    """
+    if config.chat_template is None:
+        path = config.path if isinstance(config, FileTokenizer | GPT2Tokenizer) else None
+        file = Path() if path is None else path.expanduser() / TEMPLATE_FILE
+        return file.read_bytes().decode("utf-8") if file.is_file() else None
+    if config.chat_template in BUILT_IN:
+        return BUILT_IN[config.chat_template]
+    file = Path(config.chat_template).expanduser()
+    if not file.is_file():
+        near = nearest(config.chat_template, list(BUILT_IN))
+        hint = f" Did you mean {near}?" if near else ""
+        raise UserError(
+            f"tokenizer.chat_template={config.chat_template}: neither a file nor one of {', '.join(BUILT_IN)}.{hint}"
+        )
+    return file.read_bytes().decode("utf-8")
 
 
 def save_chat_template(template: ChatTemplate, tokenizer_folder: Path) -> None:

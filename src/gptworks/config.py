@@ -225,7 +225,26 @@ class ModelConfig(Section):
 # ------------------------------------------------------------------------------------------------ tokenizer
 
 
-class BPETokenizer(Section):
+class _Tokenizer(Section):
+    added_tokens: tuple[str, ...] = Field(
+        (),
+        description="Special tokens added to it, such as <|im_start|> and <|im_end|>, which chatml writes. A run that "
+        "starts from one without them gets embeddings for them, each the mean of the others.",
+    )
+    chat_template: str | None = Field(
+        None,
+        description="chatml, alpaca, plain, or a Jinja file. None: the one that lies beside a tokenizer read from a "
+        "folder, if any.",
+    )
+
+    @model_validator(mode="after")
+    def _check_added(self) -> Self:
+        if len(set(self.added_tokens)) != len(self.added_tokens) or not all(self.added_tokens):
+            raise ValueError(f"added_tokens={list(self.added_tokens)}: give each name once, and none empty")
+        return self
+
+
+class BPETokenizer(_Tokenizer):
     """Byte-level byte-pair encoding trained on the recipe's own training text. Every byte sequence round-trips."""
 
     type: Literal["bpe"]
@@ -237,20 +256,20 @@ class BPETokenizer(Section):
     )
 
 
-class CharTokenizer(Section):
+class CharTokenizer(_Tokenizer):
     """One token for each character of the training text."""
 
     type: Literal["char"]
 
 
-class WordTokenizer(Section):
+class WordTokenizer(_Tokenizer):
     """Lower-cased words and punctuation, the most frequent first; <pad> <unk> <bos> <eos> are 0 to 3."""
 
     type: Literal["word"]
     vocab_size: int = Field(16_000, ge=5, description="At most this many tokens, the four special ones included.")
 
 
-class GPT2Tokenizer(Section):
+class GPT2Tokenizer(_Tokenizer):
     """GPT-2's 50,257 tokens."""
 
     type: Literal["gpt2"]
@@ -259,7 +278,7 @@ class GPT2Tokenizer(Section):
     )
 
 
-class FileTokenizer(Section):
+class FileTokenizer(_Tokenizer):
     """Any `tokenizer.json`, or a folder that holds one."""
 
     type: Literal["file"]
@@ -324,8 +343,35 @@ class HuggingFaceSource(Section):
     field: str = "text"
 
 
+class ConversationsSource(Section):
+    """Conversations, or instructions with their answers. Each record is one example.
+
+    Files of .jsonl, .jsonl.gz, .json (one list) or .parquet, or a Hugging Face dataset. Of each file the shape is
+    recognized: alpaca (instruction, input, output), sharegpt (conversations of from and value) or messages (messages of
+    role and content).
+    """
+
+    type: Literal["conversations"]
+    path: str | None = Field(None, description="A file, a folder or a glob. With url: a local copy, used instead.")
+    url: str | None = Field(None, description="Downloaded once into the cache; needs sha256.")
+    sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
+    dataset: str | None = Field(None, description="Of the Hugging Face hub, or a local dataset folder.")
+    name: str | None = None
+    split: str = "train"
+    shape: Literal["auto", "alpaca", "sharegpt", "messages"] = "auto"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if bool(self.path or self.url) == bool(self.dataset):
+            raise ValueError("give either path (or url) or dataset: it says where the conversations are")
+        if self.url and not self.sha256:
+            raise ValueError(f"url={self.url} has no sha256: add it, so that the same bytes are used every time")
+        return self
+
+
 SourceConfig = Annotated[
-    PythonStdlibSource | TextSource | JSONLSource | ParquetSource | HuggingFaceSource, Field(discriminator="type")
+    PythonStdlibSource | TextSource | JSONLSource | ParquetSource | HuggingFaceSource | ConversationsSource,
+    Field(discriminator="type"),
 ]
 
 
@@ -346,6 +392,24 @@ class DataConfig(Section):
     cache_dir: Path = Field(Path("data"), description="Prepared shards go to a folder of their own below this one.")
     shard_tokens: PositiveInt = Field(100_000_000, description="A shard is closed when it holds this many tokens.")
     processes: int = Field(0, ge=0, description="Worker processes for preparing. 0: one for each core.")
+
+    @property
+    def conversations(self) -> tuple[ConversationsSource, ...]:
+        """The sources where they are conversations; empty where they are text."""
+        return tuple(source for source in self.sources if isinstance(source, ConversationsSource))
+
+    @property
+    def texts(self) -> tuple[PythonStdlibSource | TextSource | JSONLSource | ParquetSource | HuggingFaceSource, ...]:
+        """The sources where they are text; empty where they are conversations."""
+        return tuple(source for source in self.sources if not isinstance(source, ConversationsSource))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.conversations and len(self.conversations) < len(self.sources):
+            raise ValueError("sources mix conversations and text: train on the text first, then start from that run")
+        if self.conversations and self.validation.by == "tail":
+            raise ValueError("validation.by=tail and sources of conversations: whole ones are held out; leave it out")
+        return self
 
 
 # ---------------------------------------------------------------------------------------------------- train
@@ -474,6 +538,43 @@ class TrainConfig(Section):
         return max(1, min(self.micro_batch_size, self.batch_size // n_ranks))
 
 
+# ------------------------------------------------------------------------------------------------ objective
+
+
+DataFault = Literal[
+    "nothing-learned", "little-learned", "prompts-learned", "unanswered", "empty-answers", "swapped-roles",
+    "answers-altered", "answers-cut-away", "answers-cut-short", "no-end-token", "tokens-not-special",
+    "template-changed", "no-base-run", "duplicates", "validation-overlap", "one-answer", "unknown-tokens",
+]  # fmt: skip
+"""What conversations are checked for before the first step."""
+
+
+class _Objective(Section):
+    allow: tuple[DataFault, ...] = Field(
+        (), description="Faults found in conversations that are to be trained on nevertheless."
+    )
+
+
+class NextTokenObjective(_Objective):
+    """Every token of the text is predicted from those before it."""
+
+    type: Literal["next_token"] = "next_token"
+
+
+class InstructionObjective(_Objective):
+    """The answers of conversations are learned, the rest is only read. Needs sources of type conversations."""
+
+    type: Literal["instruction"]
+    packing: bool = Field(
+        True,
+        description="Several examples a row; none sees another, and positions begin anew with each. "
+        "false: one example a row, padded to the context.",
+    )
+
+
+ObjectiveConfig = Annotated[NextTokenObjective | InstructionObjective, Field(discriminator="type")]
+
+
 # ---------------------------------------------------------------------------------------------------- sweep
 
 
@@ -554,11 +655,17 @@ class Recipe(Section):
     model: ModelConfig
     tokenizer: TokenizerConfig
     data: DataConfig
+    objective: ObjectiveConfig = Field(NextTokenObjective(), description="What is learned.")
     train: TrainConfig
     sweep: SweepConfig | None = Field(None, description="What gptworks sweep tries; training ignores it.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.objective.type != "next_token" and not self.data.conversations:
+            raise ValueError(
+                f"objective.type={self.objective.type} and data.sources are text: it learns answers; "
+                f"give sources of type conversations"
+            )
         known = known_vocab_size(self.tokenizer)
         if known is not None and self.model.vocab_size not in (0, known):
             raise ValueError(
@@ -570,6 +677,7 @@ class Recipe(Section):
 
 def known_vocab_size(tokenizer: TokenizerConfig) -> int | None:
     """The vocabulary a tokenizer will have, where its settings alone fix it; None where its text decides."""
+    n_added = len(set(tokenizer.added_tokens) - {"<|endoftext|>"})  # which both of these have
     if isinstance(tokenizer, GPT2Tokenizer):
-        return 50_257
-    return tokenizer.vocab_size if isinstance(tokenizer, BPETokenizer) else None
+        return 50_257 + n_added
+    return tokenizer.vocab_size + n_added if isinstance(tokenizer, BPETokenizer) else None

@@ -259,21 +259,22 @@ def chat(
     presence_penalty: PresencePenalty = 0.0,
     seed: Seed = None,
     stop: Stop = None,
+    system: Annotated[str, typer.Option(help="What the assistant is told first; needs a chat template.")] = "",
     backend: Backend = "auto",
     checkpoint: WhichCheckpoint = "best",
     device: Device = "auto",
 ) -> None:
     """Talk with a model. A base model has no turns: it continues the growing text."""
-    from gptworks.infer.chat import ChatSession
+    from gptworks.infer.chat import chat_session
 
-    session = ChatSession(
-        load_engine(run, checkpoint, device, backend=backend, reuse="all"), temperature=temperature, top_k=top_k,
+    engine = load_engine(run, checkpoint, device, backend=backend, reuse="all")
+    session = chat_session(
+        engine, system=system, temperature=temperature, top_k=top_k,
         top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()),
     )  # fmt: skip
-    notice(
-        "This is a base model: it continues what you write. /reset forgets the text, /quit ends. Ctrl-C stops a reply."
-    )
+    kind = "an assistant: it answers" if engine.chat_template else "a base model: it continues"
+    notice(f"This is {kind} what you write. /reset forgets the text, /quit ends. Ctrl-C stops a reply.")
     forgotten_said = False
     while True:
         try:

@@ -248,12 +248,15 @@ def plan(
     )
 
 
-def planned_steps(train: TrainConfig, context_length: int, n_train_tokens: int | None) -> tuple[int | None, str]:
+def planned_steps(
+    train: TrainConfig, context_length: int, n_train_tokens: int | None, windows_per_epoch: int | None = None
+) -> tuple[int | None, str]:
     """Optimizer steps and the setting that gives them: the first reached of max_steps and epochs, as far as known.
 
-    An epoch visits each window of `gptworks.data.batches.Batches` once; a run is a whole number of steps.
+    An epoch visits each window of `gptworks.data.batches.Batches` once, or `windows_per_epoch` rows that are cut
+    otherwise; a run is a whole number of steps.
     """
-    if n_train_tokens is not None and n_train_tokens <= context_length:
+    if windows_per_epoch is None and n_train_tokens is not None and n_train_tokens <= context_length:
         raise UserError(
             f"n_train_tokens={n_train_tokens} is shorter than one window (context_length={context_length}, and one): "
             f"use more text or a shorter context_length"
@@ -262,10 +265,13 @@ def planned_steps(train: TrainConfig, context_length: int, n_train_tokens: int |
     unknown: list[str] = []
     if train.max_steps is not None:
         bounds.append((train.max_steps, f"max_steps={train.max_steps}"))
-    if train.epochs is not None and n_train_tokens is not None:
-        windows = max(1, (n_train_tokens - context_length) // context_length)
-        steps = max(1, round(train.epochs * windows / train.batch_size))
-        bounds.append((steps, f"epochs={train.epochs:g} over {n_train_tokens:,} tokens"))
+    windows, text = windows_per_epoch, f"{windows_per_epoch:,} rows" if windows_per_epoch else ""
+    if windows is None and n_train_tokens is not None:
+        windows, text = max(1, (n_train_tokens - context_length) // context_length), f"{n_train_tokens:,} tokens"
+    if train.epochs is not None and windows is not None:
+        bounds.append(
+            (max(1, round(train.epochs * windows / train.batch_size)), f"epochs={train.epochs:g} over {text}")
+        )
     elif train.epochs is not None:
         unknown.append(f"epochs={train.epochs:g} needs the number of training tokens")
     if train.max_minutes is not None:

@@ -7,7 +7,7 @@ from gptworks.checkpoint import Report, checkpoints, load_run, require_full_weig
 from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe
-from gptworks.tokenizer import fingerprint, load_tokenizer
+from gptworks.tokenizer import add_tokens, fingerprint, load_tokenizer, vocabulary_size
 
 FREE_TO_CHANGE = frozenset({
     "vocab_size", "context_length", "rope_scaling", "dropout_embedding", "dropout_attention", "dropout_residual",
@@ -51,19 +51,40 @@ def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report) -> di
     check_start(recipe)
     source = recipe.initialize_from
     assert source is not None
-    if fingerprint(load_tokenizer(source / "tokenizer")) != fingerprint(tokenizer):
+    before = load_tokenizer(source / "tokenizer")
+    n_before = vocabulary_size(before)
+    if fingerprint(add_tokens(before, recipe.tokenizer.added_tokens)) != fingerprint(tokenizer):
         raise UserError(
             f"the tokenizer is not that of initialize_from={source}, so its embeddings stand for other tokens. "
-            f"Set tokenizer.type=file and tokenizer.path={source / 'tokenizer'}."
+            f"Set tokenizer.type=file and tokenizer.path={source / 'tokenizer'}; tokenizer.added_tokens may add to it."
         )
     loaded = load_run(source, full=True, report=report)
-    weights = loaded.model.state_dict()
+    weights = with_new_tokens(loaded.model.state_dict(), n_before, vocabulary_size(tokenizer), recipe.model.vocab_size)
     for name, field in (("token_embedding", "vocab_size"), ("position_embedding", "context_length")):
         ours, theirs = getattr(recipe.model, field), getattr(loaded.recipe.model, field)
-        if ours != theirs and f"{name}.weight" in weights:
+        if f"{name}.weight" in weights and len(weights[f"{name}.weight"]) != ours:
             raise UserError(
                 f"model.{field}={ours} and initialize_from={source} has a {name.replace('_', ' ')} of {theirs}: "
                 f"set model.{field}={theirs}."
             )
     report(f"starting from {source}, step {loaded.checkpoint.step:,}")
     return weights
+
+
+def with_new_tokens(weights: dict[str, Tensor], n_before: int, n_now: int, n_rows: int) -> dict[str, Tensor]:
+    """The weights with embeddings for tokens n_before … n_now - 1: each the mean of those before (Hewitt, 2021).
+
+    Args:
+        n_rows: of the new embedding; rows beyond n_now stand for no token. Fewer than there are: left as they are.
+    """
+    if n_now == n_before:
+        return weights
+    grown = dict(weights)
+    for name in ("token_embedding.weight", "untied_head.weight"):
+        if name in weights:
+            old = weights[name]
+            new = old.new_zeros(max(n_rows, len(old)), old.size(1))
+            new[: len(old)] = old
+            new[n_before:n_now] = old[:n_before].float().mean(0)
+            grown[name] = new
+    return grown
