@@ -16,8 +16,7 @@ from serving import KEY, running, tiny_engine
 pytestmark = [pytest.mark.lm_eval, pytest.mark.timeout(900)]
 
 DOCUMENTS = [
-    {"text": f"{i} and {i} make", "choices": [f" {2 * i}", f" {i}", " nothing at all"], "label": i % 3}
-    for i in range(8)
+    {"text": f"{i} and {i} make", "choices": [f"{2 * i}", f"{i}", "nothing at all"], "label": i % 3} for i in range(8)
 ]
 TASKS: dict[str, dict[str, Any]] = {
     "choose": {
@@ -77,7 +76,7 @@ def test_local_completions(tmp_path: Path) -> None:
     print(done.stdout)
     n_chosen = 0
     for sample, document in zip(samples(tmp_path / "out", "choose"), DOCUMENTS, strict=True):
-        expected = [loglikelihood(alone, document["text"], choice) for choice in document["choices"]]
+        expected = [loglikelihood(alone, document["text"], f" {choice}") for choice in document["choices"]]
         given = [float(response[0][0]) for response in sample["resps"]]
         assert given == pytest.approx(expected, abs=1e-3)
         n_chosen += expected.index(max(expected)) == document["label"]
