@@ -1,31 +1,23 @@
 """Clients that are slow, go away, or are too many; and the end: what they may hold, and that they give it back."""
 
 import asyncio
-import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import openai
 import pytest
 
-from gptworks.checkpoint import save_checkpoint
 from gptworks.errors import RunError
 from gptworks.infer.loop import EngineLoop, SlowReader
-from gptworks.recipe import parse_recipe, save_recipe
 from gptworks.serve import embeddings
-from gptworks.tokenizer import save_tokenizer
-from serving import KEY, Running, running, tiny_engine
+from serving import KEY, Running, command, head, request, running, tiny_engine, until, write_run
 
 LONG: dict[str, Any] = {"model": "base", "prompt": "a", "max_tokens": 100_000, "logit_bias": {"256": -100}}
 """A request for as many tokens as the context holds."""
@@ -50,18 +42,6 @@ def connected(server: Running) -> Iterator[socket.socket]:
         yield one
 
 
-def head(length: int, path: str = "/v1/completions") -> bytes:
-    return (
-        f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
-        f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n"
-    ).encode()
-
-
-def request(body: dict[str, Any]) -> bytes:
-    content = json.dumps(body).encode()
-    return head(len(content)) + content
-
-
 def read_all(one: socket.socket) -> bytes:
     """Until the server closes the connection."""
     received = b""
@@ -73,13 +53,6 @@ def read_all(one: socket.socket) -> bytes:
         if not part:
             return received
         received += part
-
-
-def until(holds: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it did not come to be"
-        time.sleep(0.01)
 
 
 def is_idle(server: Running) -> bool:
@@ -271,41 +244,8 @@ def test_a_failing_engine_is_an_error_and_not_the_end(server: Running, monkeypat
 # ------------------------------------------------------------------------------------------------------ the end
 
 
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a chat template and a context that takes a while to fill."""
-    folder = tmp_path_factory.mktemp("runs") / "tiny"
-    engine = tiny_engine(chat=True, context=3000)
-    assert engine.chat_template is not None
-    tree = {"name": "tiny", "run_dir": str(folder), "model": engine.model.config.model_dump(mode="json"),
-            "tokenizer": {"type": "file", "path": str(folder / "tokenizer")},
-            "data": {"sources": [{"type": "text", "path": "none.txt"}]}, "train": {"max_steps": 1}}  # fmt: skip
-    save_checkpoint(folder, 1, dict(engine.model.state_dict()), {}, {"best_step": 1})
-    save_recipe(parse_recipe(tree), folder / "recipe.yaml")
-    save_tokenizer(engine.tokenizer, folder / "tokenizer")
-    (folder / "tokenizer" / "chat_template.jinja").write_text(engine.chat_template.source)
-    return folder
-
-
-@contextmanager
-def command(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    """`gptworks serve …` in a process of its own, and a client of it."""
-    whole = [sys.executable, "-m", "gptworks", "serve", *map(str, arguments), "--port", "0", "--backend", "torch"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GPTWORKS_API_KEY": KEY}
-    process = subprocess.Popen(whole, stderr=subprocess.PIPE, text=True, env=environment)
-    assert process.stderr is not None
-    try:
-        line = next(line for line in process.stderr if "serving" in line or "error" in line)
-        url = line.partition(" at ")[2].partition("/v1")[0]
-        with httpx.Client(base_url=url, headers={"authorization": f"Bearer {KEY}"}, timeout=60) as http:
-            yield process, http
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
-def test_sigterm_lets_requests_finish_and_refuses_others(run_folder: Path) -> None:
+def test_sigterm_lets_requests_finish_and_refuses_others(tmp_path: Path) -> None:
+    run_folder = write_run(tmp_path / "tiny")
     long = LONG | {"model": "tiny", "max_tokens": 500}
     with command(run_folder, "--model", f"second={run_folder}") as (process, http), ThreadPoolExecutor(2) as threads:
         assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["tiny", "second"]

@@ -113,15 +113,14 @@ class ChatTemplate:
     def encode_text(self, text: str, guard: str) -> list[int]:
         """Token ids of rendered text in which `guard` stands inside special tokens' names that are only text."""
         if guard not in text:
-            ids: list[int] = self._reader.encode(text, add_special_tokens=False).ids
-            return ids
+            return _ids(self._reader, text)
         parts = self._special.split(text) if self._special.pattern else [text]
-        ids = []
+        ids: list[int] = []
         for i, part in enumerate(parts):
             if i % 2:
                 ids += [token_id for token_id in (self.tokenizer.token_to_id(part),) if token_id is not None]
             elif part:
-                ids += self.tokenizer.encode(part.replace(guard, ""), add_special_tokens=False).ids
+                ids += _ids(self.tokenizer, part.replace(guard, ""))
         return ids
 
     def before_special(self, text: str) -> str:
@@ -186,6 +185,12 @@ class ChatTemplate:
             return [mark(item) for item in value] if isinstance(value, list | tuple) else value
 
         return [mark(message) for message in messages], guard
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a text. A batch of one: for that, the library lets other threads run."""
+    ids: list[int] = tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
+    return ids
 
 
 _NAMES = re.compile(r"<\|[^|<>\s]+\|>")

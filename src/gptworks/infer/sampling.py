@@ -94,7 +94,7 @@ class SamplingSettings:
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
             ("min_p", 0 <= self.min_p < 1, "0 (off) or more, and below 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0; 1 is off"),
+            ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 1e3, "0.001 to 1000; 1 is off"),
             ("frequency_penalty", math.isfinite(self.frequency_penalty), "a number; 0 is off"),
             ("presence_penalty", math.isfinite(self.presence_penalty), "a number; 0 is off"),
             ("logit_bias", all(bias < math.inf for bias in self.logit_bias.values()), "numbers, or -inf for never"),

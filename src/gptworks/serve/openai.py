@@ -185,7 +185,7 @@ class SamplingFields(Wire):
     user: Annotated[str, Field(max_length=1024)] | None = None
     top_k: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     ignore_eos: bool | None = None
 
