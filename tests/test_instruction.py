@@ -154,6 +154,13 @@ def test_the_template_goes_along(folder: Path) -> None:
     ]
     assert {file.read_text() for file in files} == {BUILT_IN["chatml"]}
     assert json.loads((folder / "exported" / "generation_config.json").read_text())["eos_token_id"] == [301, 0]
+    gguf = pytest.importorskip("gguf")
+    from gptworks.interop.gguf import export_gguf
+
+    export_gguf(run, folder / "run.gguf")
+    fields = gguf.GGUFReader(folder / "run.gguf").fields
+    assert fields["tokenizer.chat_template"].contents() == BUILT_IN["chatml"]
+    assert fields["tokenizer.ggml.eot_token_id"].contents() == 301
     kept = parse_recipe(chats.base_tree(folder) | {
         "initialize_from": str(run), "run_dir": str(folder / "on"),
         "tokenizer": {"type": "file", "path": str(run / "tokenizer")},
