@@ -153,6 +153,14 @@ def test_the_template_goes_along(folder: Path) -> None:
         where / "chat_template.jinja" for where in (run / "tokenizer", folder / "exported", folder / "again/tokenizer")
     ]
     assert {file.read_text() for file in files} == {BUILT_IN["chatml"]}
+    assert json.loads((folder / "exported" / "generation_config.json").read_text())["eos_token_id"] == [301, 0]
+    gguf = pytest.importorskip("gguf")
+    from gptworks.interop.gguf import export_gguf
+
+    export_gguf(run, folder / "run.gguf")
+    fields = gguf.GGUFReader(folder / "run.gguf").fields
+    assert fields["tokenizer.chat_template"].contents() == BUILT_IN["chatml"]
+    assert fields["tokenizer.ggml.eot_token_id"].contents() == 301
     kept = parse_recipe(chats.base_tree(folder) | {
         "initialize_from": str(run), "run_dir": str(folder / "on"),
         "tokenizer": {"type": "file", "path": str(run / "tokenizer")},
@@ -242,3 +250,13 @@ def test_the_command_line(folder: Path) -> None:
     assert f"⟦{parts[1]['text']}⟧" in plain and "chats.jsonl (alpaca, 60 records)" in plain
     done = tiny.gptworks("train", file)
     assert done.returncode == 0 and "answer ends with <|im_end|>" in done.stdout + done.stderr
+
+
+def test_evaluate_counts_answers_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from gptworks.cli.use import evaluate
+
+    run = tuned(folder, evaluate_every=4, evaluate_sequences=0)
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    [during] = [record["loss"] for record in lines if record["kind"] == "validation"]
+    evaluate(run, as_json=True)
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(during, rel=1e-6)
