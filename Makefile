@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo bands test test-gguf test-memory test-kills lint bench clean
+.PHONY: help demo bands test test-harness test-gguf test-memory test-kills lint bench clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
 	@echo "make test    run the tests"
 	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
+	@echo "make test-harness  compare lm-evaluation-harness's scores of a run and of its export (about a minute on 2 cores)"
 	@echo "make test-memory  hold the planned memory of every preset against its traced step (about 15 minutes on 2 cores)"
 	@echo "make test-kills  kill runs fifty times, in one process and in two, and resume them (about 10 minutes on 2 cores)"
 	@echo "make lint    ruff, mypy and the import contract"
@@ -32,6 +33,10 @@ test: .venv/.installed-dev
 test-gguf: .venv/.installed-dev
 	CMAKE_ARGS="-DGGML_NATIVE=OFF" $(PIP) -e ".[peers]"
 	$(BIN)/python -m pytest -m llama_cpp tests/test_gguf.py
+
+test-harness: .venv/.installed-dev
+	$(PIP) -e ".[harness]"
+	$(BIN)/python -m pytest -m harness tests/test_lm_eval.py
 
 test-memory: .venv/.installed-dev
 	$(BIN)/python -m pytest -m grid tests/test_memory.py

@@ -14,6 +14,7 @@ import yaml
 
 import hf
 import tiny
+from gptworks.checkpoint import load_run, save_checkpoint
 from gptworks.config import CharTokenizer, ModelConfig
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
@@ -180,7 +181,21 @@ def test_the_command_keeps_its_results_and_compares_runs(trained_run: Path, tmp_
     assert found["text-given"]["details"]["positions"][0]["bits_per_byte"] > 0
     card = (first / "model-card.md").read_text(encoding="utf-8")
     assert "## Results" in card and "| foxes-1-shot | 1 | 30 | accuracy |" in card
+    weights = load_run(second).model.state_dict()
+    weights["token_embedding.weight"] += 0.1 * torch.randn_like(weights["token_embedding.weight"])
+    shutil.rmtree(second / "checkpoints")
+    save_checkpoint(second, 7, weights, {}, {"best_step": 7})
     done = tiny.gptworks("evaluate", second, *given[:4], "--no-save")
     assert "bits per byte" in done.stdout and not (second / "evaluations").exists()
+    refused = tiny.gptworks("compare", first, second, "--evaluations")
+    assert refused.returncode == 2 and "no evaluation of the same questions" in refused.stderr
+    assert tiny.gptworks("evaluate", second, *given[:4]).returncode == 0
+    compared = json.loads(tiny.gptworks("compare", first, second, "--evaluations", "--json").stdout)["findings"]
+    bits = next(one for one in compared if one["metric"] == "bits per byte")
+    assert bits["difference"]["low"] > 0 and bits["certain"]  # the same passages, each dearer for the second
+    assert bits["difference"]["value"] == pytest.approx(bits["second_value"] - bits["first_value"])
+    assert {one["evaluation"] for one in compared} == {"text-given", "foxes"}
+    assert tiny.gptworks("report", first).returncode == 0
+    assert "Loss by position" in (first / "report.html").read_text(encoding="utf-8")
     wrong = tiny.gptworks("evaluate", first, "--shots", "1")
     assert (wrong.returncode, wrong.stdout) == (2, "") and "--shots is for tasks" in wrong.stderr
