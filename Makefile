@@ -3,18 +3,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-gguf test-memory test-kills test-schema test-overload test-lm-eval lint bench clean
+.PHONY: help demo pipeline bands test test-gguf test-harness test-memory test-ranks test-kills test-schema test-overload lint bench clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
 	@echo "make pipeline  from text to an assistant: a small base model, instruction tuning, held-out questions (about 12 minutes)"
 	@echo "make test    run the tests"
 	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
+	@echo "make test-harness  compare lm-evaluation-harness's scores of a run and of its export (about a minute on 2 cores)"
 	@echo "make test-memory  hold the planned memory of every preset against its traced step (about 15 minutes on 2 cores)"
 	@echo "make test-kills  kill runs fifty times, in one process and in two, and resume them (about 10 minutes on 2 cores)"
 	@echo "make test-schema  5,000 requests to the server, made from its schema (about 10 minutes on 2 cores)"
 	@echo "make test-overload  the server with too many clients, slow ones, and ones that leave (about 3 minutes on 2 cores)"
-	@echo "make test-lm-eval  lm-evaluation-harness asks the server (about a minute, and forty packages)"
 	@echo "make lint    ruff, mypy and the import contract"
 	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about an hour on 2 cores)"
 	@echo "make bench   speed beside textbook loops and torch's own passes; memory beside what was planned"
@@ -41,6 +41,10 @@ test-gguf: .venv/.installed-dev
 	CMAKE_ARGS="-DGGML_NATIVE=OFF" $(PIP) -e ".[peers]"
 	$(BIN)/python -m pytest -m llama_cpp tests/test_gguf.py
 
+test-harness: .venv/.installed-dev
+	$(PIP) -e ".[harness]"
+	$(BIN)/python -m pytest -m harness tests/test_lm_eval.py tests/test_serve_lm_eval.py
+
 test-memory: .venv/.installed-dev
 	$(BIN)/python -m pytest -m grid tests/test_memory.py
 
@@ -55,10 +59,6 @@ test-schema: .venv/.installed-dev
 
 test-overload: .venv/.installed-dev
 	$(BIN)/python -m pytest -m overload -rP tests/test_serve_overload.py
-
-test-lm-eval: .venv/.installed-dev
-	$(PIP) -e ".[lm-eval]"
-	$(BIN)/python -m pytest -m lm_eval -rP tests/test_serve_lm_eval.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

@@ -84,6 +84,7 @@ def evaluate(model: Any, files: list[Path]) -> Any:
     return simple_evaluate(model, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0)
 
 
+@pytest.mark.harness
 def test_scores_equal_those_of_the_harness_own_model_on_the_export(
     trained_run: Path, export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

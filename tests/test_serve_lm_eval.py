@@ -1,4 +1,4 @@
-"""lm-evaluation-harness asks the server: `make test-lm-eval`. What it measures is what the engine gives by itself."""
+"""lm-evaluation-harness asks the server: `make test-harness`. What it measures is what the engine gives by itself."""
 
 import json
 import math
@@ -13,7 +13,7 @@ import pytest
 from gptworks.infer import Engine, SamplingSettings
 from serving import KEY, running, tiny_engine
 
-pytestmark = [pytest.mark.lm_eval, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
 
 DOCUMENTS = [
     {"text": f"{i} and {i} make", "choices": [f"{2 * i}", f"{i}", "nothing at all"], "label": i % 3} for i in range(8)
@@ -47,7 +47,7 @@ def loglikelihood(engine: Engine, text: str, more: str) -> float:
 
 
 def test_local_completions(tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'gptworks[lm-eval]'")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'gptworks[harness]'")
     from gptworks.tokenizer import save_tokenizer
 
     alone, data = tiny_engine(), tmp_path / "data.jsonl"

@@ -31,6 +31,9 @@ def compare(
         Path | None, typer.Option("--make-band", metavar="FILE", help="Make a band of the runs, each of another seed.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write a page with the curves.")] = None,
+    evaluations: Annotated[
+        bool, typer.Option("--evaluations", help="Instead of curves, what `gptworks evaluate` has kept of each.")
+    ] = False,
     as_json: AsJSON = False,
 ) -> None:
     """Set runs side by side, and tell differences from noise; or hold a run against the band of its recipe."""
@@ -40,6 +43,12 @@ def compare(
     from gptworks.runs.history import read_history
 
     histories = [read_history(run) for run in runs]
+    if evaluations:
+        from gptworks.runs.evaluations import compare_evaluations
+
+        found = compare_evaluations(runs)
+        print_json(found.to_json()) if as_json else console_of().print(found)
+        return
     if make_band is not None:
         band = bands.make_band(histories)
         bands.write_band(band, make_band)

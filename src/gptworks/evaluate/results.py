@@ -88,12 +88,13 @@ def table(evaluations: Iterable[Evaluation]) -> Table:
         shots = "" if one.shots is None else str(one.shots)
         for name, measured in one.metrics.items():
             low, high = measured.low, measured.high
-            bounds = "" if low is None or high is None else f"{_number(low)} to {_number(high)}"
-            rows.append((one.name, shots, f"{one.n_items:,}", name, _number(measured.value), bounds, f"{one.step:,}"))
+            bounds = "" if low is None or high is None else f"{number(low)} to {number(high)}"
+            rows.append((one.name, shots, f"{one.n_items:,}", name, number(measured.value), bounds, f"{one.step:,}"))
     return Table(("evaluation", "shots", "items", "figure", "value", "95% interval", "step"), "lrrlrlr", rows)
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """Four digits after the point, two for what is 10 or more."""
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
 
 
@@ -120,8 +121,8 @@ def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
                 name: Measured(**{**one, "statistics": np.array(one["statistics"], dtype=np.float64)})
                 for name, one in tree.pop("metrics").items()
             }
-            lists = {key: tuple(tree.pop(key)) for key in ("notes", "items")}
-            one = Evaluation(**tree, **lists, metrics=metrics)
+            notes, items = tuple(tree.pop("notes")), tuple(tree.pop("items"))
+            one = Evaluation(**tree, notes=notes, items=items, metrics=metrics)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not an evaluation ({type(error).__name__}): delete it.") from None
         found[one.name] = one

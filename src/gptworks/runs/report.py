@@ -25,6 +25,7 @@ from gptworks.plan.published import readable
 from gptworks.plan.sheet import describe, summary, traits
 from gptworks.plan.svg import Point
 from gptworks.runs.chart import NARROW, WIDE, Format, Series, chart, colour, compact
+from gptworks.runs.evaluations import evaluations_section
 from gptworks.runs.history import History
 from gptworks.train.display import clock
 from gptworks.train.metrics import Record, smooth
@@ -59,6 +60,7 @@ def to_html(run: History) -> str:
         *_where_time_went(run),
         *_memory(run),
         *_evaluations(run),
+        *evaluations_section(run.folder),
         *_bad_steps(run),
         *_card(run),
         *_samples(run),

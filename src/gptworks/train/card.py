@@ -1,5 +1,6 @@
 """`model-card.md`: what a run's model is, what it was trained on, how long, and how good it is."""
 
+import contextlib
 import math
 import platform
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ import torch
 from gptworks import __version__
 from gptworks.config import Recipe
 from gptworks.device import Precision, device_name
+from gptworks.errors import UserError
+from gptworks.evaluate.results import write_card_section
 from gptworks.files import write_whole
 from gptworks.plan.fit import layout_words
 from gptworks.plan.memory import ONE_DEVICE, Layout
@@ -51,6 +54,8 @@ def write_model_card(
         parts.append(f"## {heading}\n\n| | |\n|---|---|\n{table}")
     parts.append("Use it with `gptworks generate` and this folder; `recipe.yaml` beside this file repeats the run.")
     write_whole(recipe.run_dir / "model-card.md", "\n\n".join(parts) + "\n")
+    with contextlib.suppress(UserError):  # a damaged evaluation is no reason to fail
+        write_card_section(recipe.run_dir)
 
 
 def _layout(layout: Layout) -> dict[str, str]:

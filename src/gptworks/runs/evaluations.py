@@ -1,0 +1,132 @@
+"""What runs made of the same tasks and texts, item by item: differences told from chance. And a run's own page."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+
+from gptworks.errors import UserError
+from gptworks.evaluate.bootstrap import Interval, paired_difference
+from gptworks.evaluate.metrics import figure_of
+from gptworks.evaluate.results import Evaluation, number, read_evaluations, table
+from gptworks.plan.page import section
+from gptworks.plan.page import table as html_table
+from gptworks.plan.tables import Table
+from gptworks.runs.chart import NARROW, Series, chart, colour
+
+_OF_TOKENS = ("loss", "perplexity")
+"""Figures of a text that compare only between runs of one tokenizer."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A figure of one evaluation, of two runs."""
+
+    evaluation: str
+    metric: str
+    n_items: int
+    first: str
+    second: str
+    first_value: float
+    second_value: float
+    difference: Interval
+    """Of second less first, with the 95% interval of a paired bootstrap."""
+
+    @property
+    def certain(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return self.difference.low > 0 or self.difference.high < 0
+
+
+@dataclass(frozen=True)
+class EvaluationComparison:
+    """Each further run beside the first. Print it with rich, or take it as JSON."""
+
+    findings: tuple[Finding, ...]
+    skipped: tuple[str, ...]
+    """What was not compared, and why."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows = [
+            (
+                one.evaluation, one.metric, f"{one.n_items:,}", one.first, number(one.first_value), one.second,
+                number(one.second_value), f"{one.difference.value:+.4f}",
+                f"{one.difference.low:+.4f} to {one.difference.high:+.4f}",
+                "a difference" if one.certain else "within chance",
+            )
+            for one in self.findings
+        ]  # fmt: skip
+        header = ("evaluation", "figure", "items", "run", "value", "run", "value", "difference", "95% interval", "")
+        yield Table(header, "llrlrlrrll", rows).rich()
+        yield from (f"not compared: {reason}" for reason in self.skipped)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "findings": [{**asdict(one), "certain": one.certain} for one in self.findings],
+            "skipped": list(self.skipped),
+        }
+
+
+def compare_evaluations(runs: Sequence[Path]) -> EvaluationComparison:
+    """Compare what is kept in each run's `evaluations/` with the first's, where the questions were the same.
+
+    Raises:
+        UserError: one run alone, or nothing that two of them have in common.
+    """
+    if len(runs) < 2:
+        raise UserError("--evaluations compares runs with the first: give two or more.")
+    first, *others = [(run.resolve().name, read_evaluations(run)) for run in runs]
+    findings, skipped = [], []
+    for name, evaluations in others:
+        for key in sorted(first[1].keys() & evaluations.keys()):
+            one, other = first[1][key], evaluations[key]
+            if one.fingerprint != other.fingerprint:
+                skipped.append(f"{key} of {first[0]} and {name}: the questions were others")
+                continue
+            findings += _findings(one, other, first[0], name)
+    if not findings:
+        hints = "".join(f" ({reason})" for reason in skipped[:1])
+        raise UserError(
+            f"these runs have no evaluation of the same questions in common{hints}: "
+            f"`gptworks evaluate RUN --task FILE` or `--text FILE` on each makes one."
+        )
+    return EvaluationComparison(tuple(findings), tuple(skipped))
+
+
+def _findings(one: Evaluation, other: Evaluation, first: str, second: str) -> list[Finding]:
+    same_tokens = one.settings.get("tokenizer") == other.settings.get("tokenizer")
+    findings = []
+    for metric, measured in one.metrics.items():
+        theirs = other.metrics.get(metric)
+        if theirs is None or not measured.statistics.size or measured.statistics.shape != theirs.statistics.shape:
+            continue
+        if one.kind == "text" and metric in _OF_TOKENS and not same_tokens:
+            continue
+        found = paired_difference(measured.statistics, theirs.statistics, figure_of(measured.kind))
+        findings.append(
+            Finding(one.name, metric, one.n_items, first, second, measured.value, theirs.value, found)
+        )  # fmt: skip
+    return findings
+
+
+def evaluations_section(run_dir: Path) -> list[str]:
+    """A run's tasks and texts as a section of its page, the loss by position as a figure. Empty: there are none."""
+    evaluations = list(read_evaluations(run_dir).values())
+    if not evaluations:
+        return []
+    sheet = table(evaluations)
+    rows = [[escape(cell) for cell in row] for row in sheet.rows]
+    body = html_table(sheet.header, sheet.align, rows)
+    texts = [one for one in evaluations if one.details.get("positions")]
+    if texts:
+        curves = [
+            Series([(p["last"], p["loss"]) for p in one.details["positions"]], one.name, colour(i), "both")
+            for i, one in enumerate(texts)
+        ]
+        drawn = chart("position", "Loss by position in the context", curves, x_label="tokens before, at most",
+                      y_label="nats per token", width=NARROW)  # fmt: skip
+        body += f"<figure>{drawn}</figure>"
+    return [section("Tasks and texts", body)]

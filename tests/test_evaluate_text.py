@@ -1,0 +1,201 @@
+"""Any text, calibration, memorization and the command: against float64 arithmetic and plain Python."""
+
+import json
+import math
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import hf
+import tiny
+from gptworks.checkpoint import load_run, save_checkpoint
+from gptworks.config import CharTokenizer, ModelConfig
+from gptworks.data.shards import TokenShards
+from gptworks.errors import UserError
+from gptworks.evaluate import memorization
+from gptworks.evaluate.calibration import measure_calibration
+from gptworks.evaluate.memorization import find_copied, measure_memorization
+from gptworks.evaluate.run import EvaluatedRun
+from gptworks.evaluate.text import PASSAGE_CHARACTERS, evaluate_text
+from gptworks.infer.engine import Engine
+from gptworks.model import GPT
+from gptworks.tokenizer import train_tokenizer
+
+TEXT = "The naïve café, née 1899 — “quoted”; 日本語 and more.\n\n" * 60
+BYTES = hf.byte_tokenizer("<|endoftext|>")
+
+
+def model_of(vocab_size: int, context_length: int = 32) -> GPT:
+    config = ModelConfig(vocab_size=vocab_size, context_length=context_length, n_layers=2, d_model=32, n_heads=2)
+    return hf.random_model(config)
+
+
+@torch.no_grad()
+def nats_of(model: GPT, ids: list[int], stride: int) -> list[float]:
+    """What each token but the first costs, by the definition in float64: one window at a time, each token once."""
+    exact = GPT(model.config).double().eval()
+    exact.load_state_dict(model.state_dict())
+    context, cost = model.config.context_length, []
+    while len(cost) < len(ids) - 1:
+        end = min(len(ids) - 1, len(cost) + (stride if cost else context))
+        start = len(cost) - (context - stride) if cost else 0
+        rows = exact(torch.tensor([ids[start:end]]))[0].softmax(-1)
+        cost += [-math.log(rows[i - 1 - start, ids[i]].item()) for i in range(len(cost) + 1, end + 1)]
+    return cost
+
+
+@pytest.mark.parametrize("stride", [None, 32, 7])
+def test_a_text_costs_what_float64_arithmetic_says(stride: int | None) -> None:
+    model = model_of(257)
+    ids = [0, *BYTES.encode(TEXT, add_special_tokens=False).ids]
+    cost = nats_of(model, ids, stride or 16)
+    found = evaluate_text(model, BYTES, TEXT, stride=stride)
+    n_bytes = len(TEXT.encode("utf-8"))
+    assert found.report.n_tokens == n_bytes == len(cost)
+    assert found.report.loss == pytest.approx(sum(cost) / n_bytes, rel=1e-6)
+    assert found.report.perplexity == pytest.approx(math.exp(sum(cost) / n_bytes), rel=1e-5)
+    assert found.report.bits_per_byte == pytest.approx(sum(cost) / math.log(2) / n_bytes, rel=1e-6)
+    measured = found.measured()
+    assert measured["bits per byte"].value == pytest.approx(found.report.bits_per_byte, rel=1e-9)
+    assert measured["perplexity"].value == pytest.approx(found.report.perplexity, rel=1e-9)
+    assert measured["loss"].low < found.report.loss < measured["loss"].high
+    assert [(part.first, part.last) for part in found.positions] == [(i, i + 3) for i in range(1, 33, 4)]
+
+
+def test_passages_are_the_same_whatever_the_tokenizer() -> None:
+    """Bytes, characters, and bytes without a token that begins a text: its first byte is not foretold, nor counted."""
+    sizes = [len(TEXT[i : i + PASSAGE_CHARACTERS].encode("utf-8")) for i in range(0, len(TEXT), PASSAGE_CHARACTERS)]
+    characters = train_tokenizer(CharTokenizer(type="char"), iter([TEXT]))
+    for tokenizer, n_tokens, unseen in (
+        (BYTES, sum(sizes), 0), (characters, len(TEXT), 0), (hf.byte_tokenizer(), sum(sizes) - 1, 1)
+    ):  # fmt: skip
+        passages = evaluate_text(model_of(257), tokenizer, TEXT).passages
+        assert passages[:, 2].tolist() == [sizes[0] - unseen, *sizes[1:]]
+        assert passages[:, 1].sum() == n_tokens
+
+
+def test_bits_per_byte_are_not_claimed_for_a_tokenizer_that_loses_text() -> None:
+    characters = train_tokenizer(CharTokenizer(type="char"), iter(["abc \n"]))
+    found = evaluate_text(model_of(characters.get_vocab_size()), characters, "a b c é " * 20)
+    assert found.report.text_bytes is None and "bits per byte" not in found.measured()
+    with pytest.raises(UserError, match="empty"):
+        evaluate_text(model_of(257), BYTES, "")
+
+
+@torch.no_grad()
+def test_calibration_by_its_definition() -> None:
+    model = model_of(40)
+    tokens = torch.randint(40, (6, 33), generator=torch.Generator().manual_seed(1))
+    found = measure_calibration(model, [(row[:-1], row[1:]) for row in tokens], n_bins=10)
+    probability, guess = model(tokens[:, :-1]).double().softmax(-1).max(-1)
+    confidence, hit = probability.flatten().tolist(), (guess == tokens[:, 1:]).flatten().tolist()
+    error = 0.0
+    for low, high in pairwise([i / 10 for i in range(11)]):
+        inside = [i for i, c in enumerate(confidence) if low < c <= high]
+        one = found.bins[round(low * 10)]
+        assert one.n_tokens == len(inside)
+        if inside:
+            accuracy, mean = sum(hit[i] for i in inside) / len(inside), sum(confidence[i] for i in inside) / len(inside)
+            assert (one.accuracy, one.confidence) == pytest.approx((accuracy, mean), rel=1e-6)
+            error += abs(accuracy - mean) * len(inside) / len(confidence)
+    measured = found.measured()
+    assert measured["calibration error"].value == pytest.approx(error, rel=1e-6)
+    assert measured["next-token accuracy"].value == pytest.approx(sum(hit) / len(hit))
+
+
+# ------------------------------------------------------------------------------------------------- memorization
+
+
+class Given:
+    """Tokens in the place of a split."""
+
+    split = "train"
+
+    def __init__(self, tokens: Any) -> None:
+        self.tokens = np.asarray(tokens, dtype=np.int64)
+        self.n_tokens = len(self.tokens)
+
+    def read(self, start: int, length: int) -> Any:
+        return self.tokens[start : start + length]
+
+
+def test_copied_ngrams_are_those_that_stand_in_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also across the pieces in which the text is read, and where hashes collide."""
+    monkeypatch.setattr(memorization, "_PIECE_TOKENS", 50)
+    chance = np.random.default_rng(0)
+    training = chance.integers(0, 3, 1000)
+    texts = [chance.integers(0, 3, 40), training[45:85].copy(), training[-20:].copy(), chance.integers(0, 3, 7)]
+    for multiplier in (memorization._MULTIPLIERS, (0,) * 5):
+        monkeypatch.setattr(memorization, "_MULTIPLIERS", multiplier)
+        found = find_copied(Given(training), texts, (4, 8, 16))
+        for n in (4, 8, 16):
+            grams = {tuple(training[i : i + n]) for i in range(len(training) - n + 1)}
+            for text, hits in zip(texts, found[n], strict=True):
+                assert hits.tolist() == [tuple(text[i : i + n]) in grams for i in range(len(text) - n + 1)]
+    assert 0 < found[8][0].mean() < 1 and found[16][1].all() and found[16][2].all()
+
+
+def test_a_model_that_repeats_its_training_text_is_found_out(trained_run: Path) -> None:
+    run = EvaluatedRun(trained_run)
+    folder = run.prepared.folder
+    training, held_out = TokenShards(folder, "train"), TokenShards(folder, "validation")
+    found = measure_memorization(run.engine, training, held_out, n_texts=12, prompt_tokens=8, text_tokens=40)
+    measured = found.measured()
+    assert set(found.copied) == {8, 16, 32} and found.copied[8][0][:, 1].tolist() == [33.0] * found.n_texts
+    assert measured["generated 8-grams copied"].value > 0.3
+    assert measured["generated 8-grams copied"].value > measured["generated 32-grams copied"].value
+    assert measured["training loss"].value < measured["held-out loss"].value
+    untaught = Engine(hf.random_model(run.model.config), run.tokenizer)
+    other = measure_memorization(untaught, training, held_out, n_texts=12, prompt_tokens=8, text_tokens=40)
+    assert other.measured()["generated 8-grams copied"].value == 0.0
+    real = "held-out 8-grams copied"
+    assert other.measured()[real].value == measured[real].value > 0.3
+
+
+# ------------------------------------------------------------------------------------------------------ command
+
+
+def test_the_command_keeps_its_results_and_compares_runs(trained_run: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    shutil.copytree(trained_run, first)
+    shutil.copytree(trained_run, second)
+    (tmp_path / "given.txt").write_text(tiny.TEXT[:5000], encoding="utf-8")
+    items = [
+        {"line": f"line {i}: the quick brown", "options": ["fox", "dog", "lazy"], "answer": "fox"} for i in range(30)
+    ]
+    (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, items)), encoding="utf-8")
+    settings = {"type": "multiple_choice", "data": "items.jsonl", "prompt": "line", "choices": "options"}
+    (tmp_path / "foxes.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    given = ("--text", tmp_path / "given.txt", "--task", tmp_path / "foxes.yaml", "--shots", "0", "--shots", "1")
+    done = tiny.gptworks("evaluate", first, *given, "--calibration", "--memorization", "--json")
+    assert done.returncode == 0, done.stderr
+    found = {one["name"]: one for one in json.loads(done.stdout)}
+    assert list(found) == ["text-given", "foxes", "foxes-1-shot", "calibration", "memorization"]
+    assert found["foxes"]["metrics"]["accuracy"]["value"] > 0.8
+    assert found["text-given"]["details"]["positions"][0]["bits_per_byte"] > 0
+    card = (first / "model-card.md").read_text(encoding="utf-8")
+    assert "## Results" in card and "| foxes-1-shot | 1 | 30 | accuracy |" in card
+    weights = load_run(second).model.state_dict()
+    weights["token_embedding.weight"] += 0.1 * torch.randn_like(weights["token_embedding.weight"])
+    shutil.rmtree(second / "checkpoints")
+    save_checkpoint(second, 7, weights, {}, {"best_step": 7})
+    done = tiny.gptworks("evaluate", second, *given[:4], "--no-save")
+    assert "bits per byte" in done.stdout and not (second / "evaluations").exists()
+    refused = tiny.gptworks("compare", first, second, "--evaluations")
+    assert refused.returncode == 2 and "no evaluation of the same questions" in refused.stderr
+    assert tiny.gptworks("evaluate", second, *given[:4]).returncode == 0
+    compared = json.loads(tiny.gptworks("compare", first, second, "--evaluations", "--json").stdout)["findings"]
+    bits = next(one for one in compared if one["metric"] == "bits per byte")
+    assert bits["difference"]["low"] > 0 and bits["certain"]  # the same passages, each dearer for the second
+    assert bits["difference"]["value"] == pytest.approx(bits["second_value"] - bits["first_value"])
+    assert {one["evaluation"] for one in compared} == {"text-given", "foxes"}
+    assert tiny.gptworks("report", first).returncode == 0
+    assert "Loss by position" in (first / "report.html").read_text(encoding="utf-8")
+    wrong = tiny.gptworks("evaluate", first, "--shots", "1")
+    assert (wrong.returncode, wrong.stdout) == (2, "") and "--shots is for tasks" in wrong.stderr
