@@ -92,9 +92,7 @@ class EvaluatedRun:
                 "--stride and --by-position are for text: this run's held-out conversations are rows of their own."
             )
         windows: Iterable[tuple[torch.Tensor, ...]] = (
-            held_out_rows(shards, self.recipe)
-            if answers_alone
-            else evaluation_windows(shards, context, stride=stride)
+            held_out_rows(shards, self.recipe) if answers_alone else evaluation_windows(shards, context, stride=stride)
         )
         report = evaluate_loss(self.model, windows, text_bytes=text_bytes, autocast=self.precision.autocast)
         result: dict[str, Any] = {
