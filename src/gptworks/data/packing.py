@@ -11,15 +11,13 @@ import numpy.typing as npt
 import torch
 
 from gptworks.config import IGNORED
-from gptworks.data.batches import permute
+from gptworks.data.batches import shuffled
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 
 Int64s = npt.NDArray[np.int64]
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Inputs, targets and positions, int64 [B, T] or [T]."""
-
-_ROUNDS = 8
 
 
 class Examples:
@@ -75,13 +73,7 @@ class ExampleBatches:
         return stack([self.examples.row(row) for row in self._rows(np.arange(first, first + size)).tolist()])
 
     def _rows(self, samples: Int64s) -> Int64s:
-        epochs, places = np.divmod(samples, self.rows_per_epoch)
-        rows = np.empty_like(samples)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            keys = np.random.SeedSequence([self._seed, epoch]).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
-            rows[here] = permute(places[here], self.rows_per_epoch, keys)
-        return rows
+        return shuffled(samples, self.rows_per_epoch, self._seed)
 
 
 def evaluation_rows(examples: Examples, n_rows: int = 0) -> Iterator[Rows]:

@@ -23,6 +23,7 @@ from gptworks.config import (
     HuggingFaceSource,
     JSONLSource,
     ParquetSource,
+    PreferencesSource,
     PythonStdlibSource,
     TextSource,
 )
@@ -146,7 +147,9 @@ def _files(source: PythonStdlibSource | FileSource) -> list[Path]:
     return local_files(source, _extensions(source))
 
 
-def local_files(source: FileSource | ConversationsSource, extensions: tuple[str, ...]) -> list[Path]:
+def local_files(
+    source: FileSource | ConversationsSource | PreferencesSource, extensions: tuple[str, ...]
+) -> list[Path]:
     """The files that a source's path names, those of a folder by their endings; or its download."""
     if source.path is None:
         assert source.url and source.sha256
