@@ -124,7 +124,7 @@ def _wide_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _in_chunks(part: Callable[..., Tensor], weight: Tensor, *rows: Tensor) -> Tensor:
-    """What `part` gives for some of the rows at a time, put together; nothing inside it is kept for the backward pass."""
+    """What `part` gives for some of the rows at a time, put together. Nothing inside is kept for the backward pass."""
     chunk = chunk_tokens(rows[0].device, weight.size(0))
     keep = torch.is_grad_enabled()
     given = [

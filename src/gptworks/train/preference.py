@@ -115,7 +115,7 @@ class Preference(Task):
             described = {
                 "data": self.data_fingerprint,
                 "weights": weights_fingerprint(model),
-                "sha256": hashlib.sha256(data).hexdigest(),
+                "tensors": hashlib.sha256(data).hexdigest(),
             }
             path.write_bytes(data)
             write_whole(path.with_suffix(".json"), sealed_json(described))
@@ -146,7 +146,7 @@ class Preference(Task):
         """
         try:
             described, data = unsealed_json(path.with_suffix(".json").read_bytes()), path.read_bytes()
-            whole = hashlib.sha256(data).hexdigest() == described["sha256"]
+            whole = hashlib.sha256(data).hexdigest() == described["tensors"]
             reference = load(data) if whole else {}
         except (OSError, ValueError, KeyError, SafetensorError, json.JSONDecodeError):
             reference = {}
@@ -159,9 +159,11 @@ class Preference(Task):
             raise UserError(f"{path} is of other pairs than these: restore the data, or give another run_dir=.")
         return reference
 
-    @torch.no_grad()
     def _logprobs(self, model: GPT, precision: Precision, split: str) -> Tensor:
-        """log π of both answers of every pair, float32 [n, 2] on the CPU."""
+        """log π of both answers of every pair, float32 [n, 2] on the CPU.
+
+        With gradients, though nobody wants them: so the kernels are those of training, and round alike.
+        """
         pairs, size = self._pairs[split], self.recipe.train.micro_batch_size
         given = torch.zeros(len(pairs), 2)
         with eval_mode(model):
@@ -170,7 +172,7 @@ class Preference(Task):
                 inputs, targets = (x.to(model.device) for x in self._rows(split, chosen))
                 with precision.autocast():
                     logprobs = answer_logprobs(model, inputs, targets)
-                given[chosen] = logprobs.view(2, -1).T.float().cpu()
+                given[chosen] = logprobs.detach().view(2, -1).T.float().cpu()
         return given
 
     # ------------------------------------------------------------------------------------------------- batches
@@ -216,7 +218,8 @@ class Preference(Task):
         n_pairs = len(self._pairs["validation"])
         n_chosen = min(self.recipe.train.evaluate_sequences or n_pairs, n_pairs)
         chosen = [place * n_pairs // n_chosen for place in range(n_chosen)]
-        size, total, sums = self.recipe.train.micro_batch_size, 0.0, {}
+        size, total = self.recipe.train.micro_batch_size, 0.0
+        sums: dict[str, float] = {}
         with eval_mode(model):
             for first in range(0, n_chosen, size):
                 batch = tuple(x.to(model.device) for x in self._batch("validation", chosen[first : first + size]))

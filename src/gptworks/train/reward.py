@@ -353,17 +353,17 @@ class Reward(Task):
         width = min(self.context_length, -(-longest // _ROUND_TOKENS) * _ROUND_TOKENS)
         inputs = torch.zeros(len(rows), width, dtype=torch.int64)
         targets = torch.full_like(inputs, IGNORED)
-        for row, (prompt, answer) in enumerate(rows):
-            ids = torch.tensor([*prompt, *answer])
+        for row, (start, made) in enumerate(rows):
+            ids = torch.tensor([*start, *made])
             inputs[row, : len(ids) - 1] = ids[:-1]
-            targets[row, len(prompt) - 1 : len(ids) - 1] = ids[len(prompt) :]
+            targets[row, len(start) - 1 : len(ids) - 1] = ids[len(start) :]
         return inputs, targets
 
-    @torch.no_grad()
     def _logprobs(self, model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Without dropout; with gradients, though nobody wants them: so the kernels are those of training."""
         device = model.device
         with eval_mode(model), self._precision.autocast():
-            return self._policy(model, inputs.to(device), targets.to(device)).float().cpu()
+            return self._policy(model, inputs.to(device), targets.to(device)).detach().float().cpu()
 
     def _policy(self, model: GPT, inputs: Tensor, targets: Tensor, router_logits: list[Tensor] | None = None) -> Tensor:
         """The log-probability of each target, [B, T], at the temperature that answers are sampled with."""
