@@ -3,10 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo bands test test-gguf test-memory test-kills lint bench clean
+.PHONY: help demo pipeline bands test test-gguf test-memory test-kills lint bench clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
+	@echo "make pipeline  from text to an assistant: a small base model, instruction tuning, held-out questions (about 12 minutes)"
 	@echo "make test    run the tests"
 	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
 	@echo "make test-memory  hold the planned memory of every preset against its traced step (about 15 minutes on 2 cores)"
@@ -24,6 +25,10 @@ demo: .venv/.installed
 	@echo; echo "Held-out text, and what compressors make of it:"
 	$(BIN)/gptworks evaluate runs/demo --compressors
 	@echo; echo "Go on with: $(BIN)/gptworks chat runs/demo"
+
+pipeline: .venv/.installed
+	$(BIN)/python bench/pipeline.py
+	@echo; echo "Go on with: $(BIN)/gptworks chat runs/miniature-finetune"
 
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest

@@ -26,7 +26,9 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
 def base_tree(folder: Path, **train: Any) -> dict[str, Any]:
     """A base model over plain text, as `tiny` has it, with a byte-level tokenizer."""
     tree = tiny.recipe_tree(folder, **train)
-    tree["model"] |= {"dropout_residual": 0.0, "dropout_attention": 0.0, "context_length": 64}
+    tree["model"] |= {"dropout_residual": 0.0, "dropout_attention": 0.0, "context_length": 128}
+    tree["model"] |= {"position": "rope", "mlp": "swiglu"}
+    tree["train"]["warmup_steps"] = 0
     return tree | {"name": "base", "run_dir": str(folder / "base"), "tokenizer": {"type": "bpe", "vocab_size": 300}}
 
 

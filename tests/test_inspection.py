@@ -11,7 +11,7 @@ from gptworks.chat_template import BUILT_IN
 from gptworks.data.inspection import check_conversations, inspect_conversations
 from gptworks.data.prepare import prepare
 from gptworks.errors import UserError
-from gptworks.recipe import parse_recipe
+from gptworks.recipe import parse_recipe, save_recipe
 from gptworks.train.loop import train
 
 Tree = dict[str, Any]
@@ -19,11 +19,12 @@ Tree = dict[str, Any]
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Tree:
-    """A recipe without faults, but for a base run that only its folder's template tells of."""
+    """A recipe without faults; of its base run there is what the checks look at."""
     (tmp_path / "base" / "tokenizer").mkdir(parents=True)
+    save_recipe(parse_recipe(chats.base_tree(tmp_path)), tmp_path / "base" / "recipe.yaml")
     tree = chats.tune_tree(tmp_path)
     tree["tokenizer"] = {
-        "type": "bpe", "vocab_size": 300, "added_tokens": ["<|im_start|>", "<|im_end|>"], "chat_template": "chatml",
+        "type": "bpe", "vocab_size": 280, "added_tokens": ["<|im_start|>", "<|im_end|>"], "chat_template": "chatml",
     }  # fmt: skip
     return tree
 
@@ -65,7 +66,7 @@ def prompts_trained_on(tree: Tree) -> None:
 
 def no_answers(tree: Tree) -> None:
     turns = [[{"role": "user", "content": row["instruction"]}] for row in chats.records()]
-    full = [turn + [{"role": "assistant", "content": "yes, " + turn[0]["content"]}] for turn in turns]
+    full = [[*turn, {"role": "assistant", "content": "yes, " + turn[0]["content"]}] for turn in turns]
     given(
         tree,
         [{"messages": turn if i % 9 == 0 else whole} for i, (turn, whole) in enumerate(zip(turns, full, strict=True))],
@@ -98,7 +99,7 @@ def no_base(tree: Tree) -> None:
 
 
 def repeated(tree: Tree) -> None:
-    given(tree, chats.records()[:30] * 3)
+    given(tree, chats.records() * 2)
 
 
 def held_out_ones_trained_on(tree: Tree) -> None:
@@ -194,5 +195,5 @@ def test_conversations_need_a_template(tree: Tree) -> None:
 
 
 def test_answers_need_conversations(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="objective.type=instruction and data.sources are text"):
+    with pytest.raises(UserError, match=r"objective\.type=instruction and data.sources are text"):
         parse_recipe(chats.base_tree(tmp_path) | {"objective": {"type": "instruction"}})

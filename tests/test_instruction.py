@@ -14,8 +14,8 @@ import yaml
 
 import chats
 import tiny
-from gptworks.checkpoint import checkpoints, load_run
 from gptworks.chat_template import BUILT_IN
+from gptworks.checkpoint import checkpoints, load_run
 from gptworks.config import IGNORED
 from gptworks.data.packing import Examples, evaluation_rows, stack
 from gptworks.data.prepare import open_prepared, prepare
@@ -61,15 +61,15 @@ def test_the_loss_equals_that_of_transformers(folder: Path, shared_data: Path) -
     """Fifty real instructions: our rows against transformers on the exported model, one by one, answers only."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from gptworks.interop.huggingface import export_run
+    from gptworks.interop.huggingface import export_huggingface
 
     rows = json.loads((shared_data / "instructions-1100.json").read_text())[:60]
     tree = chats.tune_tree(folder, rows, max_steps=2, precision="fp32", learning_rate=0.01)
-    tree["model"] |= {"context_length": 512, "norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "qk_norm": False}
+    tree["model"]["context_length"] = 512
     del tree["initialize_from"]
     tree["objective"]["allow"] = ["no-base-run"]
     train(parse_recipe(tree))
-    export_run(folder / "tuned", folder / "exported")
+    export_huggingface(folder / "tuned", folder / "exported")
     theirs = AutoModelForCausalLM.from_pretrained(folder / "exported").eval()
     words = AutoTokenizer.from_pretrained(folder / "exported")
 
@@ -122,7 +122,7 @@ def test_another_tokenizer_is_refused(folder: Path) -> None:
 def test_it_learns_the_answers_and_chats_in_turns(folder: Path) -> None:
     run = tuned(folder, max_steps=150, learning_rate=0.01, evaluate_every=50)
     assert losses(run)[-1] < 0.5 * losses(run)[0]
-    engine = load(run)
+    engine = load(run, backend="torch")
     assert engine.chat_template is not None and engine.chat_template.source == BUILT_IN["chatml"]
     chat = TurnSession(engine, temperature=0, max_tokens=30)
     answer = "".join(chat.send("what of lazy 1?"))
@@ -133,26 +133,34 @@ def test_it_learns_the_answers_and_chats_in_turns(folder: Path) -> None:
     for _ in range(4):
         "".join(chat.send("what of brown 5?"))
     assert chat.n_forgotten_tokens and len(chat.token_ids) <= engine.context
-    with pytest.raises(UserError, match="longer than"):
+    with pytest.raises(UserError, match="the prompt has 518 tokens"):
         chat.send("what " * 100)
     assert chat.messages[-1]["role"] == "assistant"
 
 
 def test_a_base_model_has_no_turns(folder: Path) -> None:
     with pytest.raises(UserError, match="no chat template"):
-        TurnSession(load(folder / "base"))
+        TurnSession(load(folder / "base", backend="torch"))
 
 
 def test_the_template_goes_along(folder: Path) -> None:
-    from gptworks.interop.huggingface import export_run, import_run
+    from gptworks.interop.huggingface import export_huggingface, import_huggingface
 
     run = tuned(folder)
-    export_run(run, folder / "exported")
-    import_run(folder / "exported", folder / "again")
+    export_huggingface(run, folder / "exported")
+    import_huggingface(folder / "exported", folder / "again")
     files = [
         where / "chat_template.jinja" for where in (run / "tokenizer", folder / "exported", folder / "again/tokenizer")
     ]
     assert {file.read_text() for file in files} == {BUILT_IN["chatml"]}
+    assert json.loads((folder / "exported" / "generation_config.json").read_text())["eos_token_id"] == [301, 0]
+    gguf = pytest.importorskip("gguf")
+    from gptworks.interop.gguf import export_gguf
+
+    export_gguf(run, folder / "run.gguf")
+    fields = gguf.GGUFReader(folder / "run.gguf").fields
+    assert fields["tokenizer.chat_template"].contents() == BUILT_IN["chatml"]
+    assert fields["tokenizer.ggml.eot_token_id"].contents() == 301
     kept = parse_recipe(chats.base_tree(folder) | {
         "initialize_from": str(run), "run_dir": str(folder / "on"),
         "tokenizer": {"type": "file", "path": str(run / "tokenizer")},
@@ -194,7 +202,7 @@ def test_damaged_masks_and_templates_are_noticed(folder: Path) -> None:
 def test_epochs_and_accumulation(folder: Path) -> None:
     run = tuned(folder, max_steps=None, epochs=2, micro_batch_size=8)
     recipe = load_recipe(run)
-    rows = len(Examples(TokenShards(prepare(recipe).folder, "train"), 64).rows)
+    rows = len(Examples(TokenShards(prepare(recipe).folder, "train"), 128).rows)
     whole = losses(run)
     assert len(whole) == max(1, round(2 * rows / 8))
     shutil.rmtree(run)
@@ -223,7 +231,7 @@ loop.train(load_recipe({str(file)!r}))
 """
     killed = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert checkpoints(folder / "cut")[0].step == 4
+    assert checkpoints(folder / "cut")[0].step == 6
     train(load_recipe(file), resume=True)
     a, b = (checkpoints(run)[0].folder / "model.safetensors" for run in (whole, folder / "cut"))
     assert a.read_bytes() == b.read_bytes()
@@ -242,3 +250,13 @@ def test_the_command_line(folder: Path) -> None:
     assert f"⟦{parts[1]['text']}⟧" in plain and "chats.jsonl (alpaca, 60 records)" in plain
     done = tiny.gptworks("train", file)
     assert done.returncode == 0 and "answer ends with <|im_end|>" in done.stdout + done.stderr
+
+
+def test_evaluate_counts_answers_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from gptworks.cli.use import evaluate
+
+    run = tuned(folder, evaluate_every=4, evaluate_sequences=0)
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    [during] = [record["loss"] for record in lines if record["kind"] == "validation"]
+    evaluate(run, as_json=True)
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(during, rel=1e-6)

@@ -23,7 +23,7 @@ from gptworks.model.attention import attend, attend_reference, texts_mask
 from gptworks.recipe import parse_recipe
 from gptworks.train.objectives import next_token
 
-T = 64
+T = 128
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Commands that use a run: evaluate, generate, chat."""
 
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -60,6 +61,7 @@ def evaluate(
 
     from gptworks.checkpoint import load_run
     from gptworks.data.batches import evaluation_windows
+    from gptworks.data.packing import held_out_rows
     from gptworks.data.prepare import held_out_text
     from gptworks.data.shards import TokenShards
     from gptworks.device import choose_device, choose_precision
@@ -71,7 +73,16 @@ def evaluate(
     autocast = choose_precision(precision or loaded.recipe.train.precision, place)
     prepared = prepare_with_progress(loaded.recipe)
     shards = TokenShards(prepared.folder, "validation")
-    windows = evaluation_windows(shards, loaded.recipe.model.context_length, stride=stride)
+    answers_alone = loaded.recipe.objective.type != "next_token"
+    if answers_alone and (stride is not None or by_position):
+        raise UserError(
+            "--stride and --by-position are for text: this run's held-out conversations are rows of their own."
+        )
+    windows: Iterable[tuple[torch.Tensor, ...]] = (
+        held_out_rows(shards, loaded.recipe)
+        if answers_alone
+        else evaluation_windows(shards, loaded.recipe.model.context_length, stride=stride)
+    )
     text_bytes = shards.text_bytes if prepared.manifest.round_trips else None
     report = evaluate_loss(loaded.model, windows, text_bytes=text_bytes, autocast=autocast.autocast)
     result: dict[str, Any] = {

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gptworks.config import IGNORED
+from gptworks.config import IGNORED, Recipe
 from gptworks.data.batches import shuffled
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
@@ -82,6 +82,12 @@ def evaluation_rows(examples: Examples, n_rows: int = 0) -> Iterator[Rows]:
     chosen = min(n_rows or total, total)
     for place in range(chosen):
         yield examples.row(place * total // chosen)
+
+
+def held_out_rows(shards: TokenShards, recipe: Recipe) -> Iterator[Rows]:
+    """What a run that learns answers is evaluated on."""
+    packing = getattr(recipe.objective, "packing", True)
+    return evaluation_rows(Examples(shards, recipe.model.context_length, packing))
 
 
 def stack(rows: list[Rows]) -> Rows:

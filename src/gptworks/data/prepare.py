@@ -331,7 +331,7 @@ def _fill(folder: Path, recipe: Recipe, made_from: dict[str, Any], report: Repor
         raise
     for split, files in written.items():
         if not files.tokens:
-            raise UserError(_empty(split, validation))
+            raise UserError(_empty(split, validation, bool(data.conversations)))
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         created_by=f"gptworks {_version()}",
@@ -373,7 +373,7 @@ def _tokenizer(recipe: Recipe, texts: Iterator[str], total: int | None, report: 
     if first_text is None:
         data = recipe.data
         if next(chain(iter_documents(data.texts), *map(origins_of, data.records)), None) is not None:
-            raise UserError(_empty("train", _split_by(data)))
+            raise UserError(_empty("train", _split_by(data), bool(data.records)))
         raise UserError("data.sources hold no text: every document is empty. Give sources with text.")
     limit = _BPE_TRAINING_BYTES if isinstance(recipe.tokenizer, BPETokenizer) else None
     tokenizer = train_tokenizer(recipe.tokenizer, _counted(chain([first_text], texts), limit, total, report))
@@ -416,9 +416,9 @@ def _counted(texts: Iterable[str], limit_bytes: int | None, total: int | None, r
             return
 
 
-def _empty(split: Split, validation: ValidationSplit) -> str:
+def _empty(split: Split, validation: ValidationSplit, conversations: bool = False) -> str:
     name, change = ("training", "Lower") if split == "train" else ("validation", "Raise")
-    other = "" if validation.by == "tail" else ", set data.validation.by=tail"
+    other = "" if validation.by == "tail" or conversations else ", set data.validation.by=tail"
     return (
         f"data.validation.fraction={validation.fraction} by {validation.by} leaves the {name} split without text. "
         f"{change} the fraction{other}, or give more text."

@@ -138,13 +138,20 @@ def file_signature(file: Path) -> list[Any]:
 
 def _files(source: PythonStdlibSource | FileSource) -> list[Path]:
     """The files of a source, at least one, sorted; a download is fetched first."""
-    if isinstance(source, PythonStdlibSource):
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = [file for file in _walk(root, _NOT_LIBRARY) if file.suffix == ".py"]
-        if not files:
-            raise UserError(f"source python-stdlib: {root} holds no .py files (a zipped Python?). Use type=text.")
-        return sorted(files)
-    return local_files(source, _extensions(source))
+    return stdlib_files() if isinstance(source, PythonStdlibSource) else local_files(source, _extensions(source))
+
+
+def stdlib_files() -> list[Path]:
+    """The standard library's own sources, tests left out, sorted.
+
+    Raises:
+        UserError: there are none.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [file for file in _walk(root, _NOT_LIBRARY) if file.suffix == ".py"]
+    if not files:
+        raise UserError(f"source python-stdlib: {root} holds no .py files (a zipped Python?). Use type=text.")
+    return sorted(files)
 
 
 def local_files(

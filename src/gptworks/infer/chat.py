@@ -100,14 +100,11 @@ class TurnSession(ChatSession):
         Raises:
             UserError: the template refuses the turns, or this one alone is longer than the context.
         """
-        self.messages.append({"role": "user", "content": text})
+        messages, ids, n_forgotten = self._fitting([*self.messages, {"role": "user", "content": text}])
         seed = None if self.settings.seed is None else self.settings.seed + self.n_turns
-        try:
-            self.token_ids = self._prompt()
-            pieces = self.engine.pieces(self.token_ids, self.settings, seed=seed)
-        except UserError:
-            self.messages.pop()
-            raise
+        pieces = self.engine.pieces(ids, self.settings, seed=seed)
+        self.messages, self.token_ids = messages, ids
+        self.n_forgotten_tokens += n_forgotten
         self.n_turns += 1
         return self._answer(pieces)
 
@@ -119,17 +116,15 @@ class TurnSession(ChatSession):
                 answer["content"] += piece.text
                 yield piece.text
 
-    def _prompt(self) -> list[int]:
-        """The tokens of all turns, of which the oldest are dropped until there is room for an answer."""
+    def _fitting(self, messages: list[Message]) -> tuple[list[Message], list[int], int]:
+        """The turns less the oldest, until there is room for an answer; their tokens; how many tokens that cost."""
         room = self.engine.context - min(self.settings.max_tokens, self.engine.context // 2)
-        ids = self._template.encode(self.messages, add_generation_prompt=True)
-        first = 1 if self._system else 0
-        while len(ids) > room and len(self.messages) > first + 2:
-            n_before = len(ids)
-            del self.messages[first : first + 2]  # a question and its answer
-            ids = self._template.encode(self.messages, add_generation_prompt=True)
-            self.n_forgotten_tokens += n_before - len(ids)
-        return ids
+        ids = self._template.encode(messages, add_generation_prompt=True)
+        n_before, first = len(ids), 1 if self._system else 0
+        while len(ids) > room and len(messages) > first + 2:
+            messages = messages[:first] + messages[first + 2 :]  # without a question and its answer
+            ids = self._template.encode(messages, add_generation_prompt=True)
+        return messages, ids, n_before - len(ids)
 
 
 def chat_session(

@@ -272,10 +272,13 @@ def planned_steps(
     unknown: list[str] = []
     if train.max_steps is not None:
         bounds.append((train.max_steps, f"max_steps={train.max_steps}"))
-    if train.epochs is not None and n_train_tokens is not None:
-        windows = windows_per_epoch or max(1, (n_train_tokens - context_length) // context_length)
-        steps = max(1, round(train.epochs * windows / train.batch_size))
-        bounds.append((steps, f"epochs={train.epochs:g} over {n_train_tokens:,} tokens"))
+    windows, text = windows_per_epoch, f"{windows_per_epoch:,} rows" if windows_per_epoch else ""
+    if windows is None and n_train_tokens is not None:
+        windows, text = max(1, (n_train_tokens - context_length) // context_length), f"{n_train_tokens:,} tokens"
+    if train.epochs is not None and windows is not None:
+        bounds.append(
+            (max(1, round(train.epochs * windows / train.batch_size)), f"epochs={train.epochs:g} over {text}")
+        )
     elif train.epochs is not None:
         unknown.append(f"epochs={train.epochs:g} needs the number of training tokens")
     if train.max_minutes is not None:

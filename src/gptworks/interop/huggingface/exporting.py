@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, processors
 from torch import Tensor
 
+from gptworks.chat_template import load_chat_template
 from gptworks.checkpoint import Report, load_run
 from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError
@@ -171,7 +172,9 @@ def _write_settings(folder: Path, family: Family, config: ModelConfig, tokenizer
 
 
 def _write_tokenizer(folder: Path, source: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
-    """The run's tokenizer, which puts the special tokens before a text that gptworks puts there; its chat template."""
+    """The run's tokenizer, which puts the special tokens before a text that gptworks puts there; its chat template, and
+    what ends a turn by it.
+    """
     exported = tokenizer_from_json(tokenizer.to_str())
     prefix, sample = prompt_ids(tokenizer, ""), "a"
     if exported.encode(sample, add_special_tokens=True).ids != prompt_ids(tokenizer, sample):
@@ -179,6 +182,9 @@ def _write_tokenizer(folder: Path, source: Path, tokenizer: Tokenizer, config: M
         exported.post_processor = processors.TemplateProcessing(
             single=[*starts, "$A"], pair=[*starts, "$A", "$B"], special_tokens=[*zip(starts, prefix, strict=False)]
         )
+    if (template := load_chat_template(source, tokenizer)) is not None and len(template.end_token_ids()) > 1:
+        generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+        _write_json(folder / "generation_config.json", generation | {"eos_token_id": list(template.end_token_ids())})
     (folder / "tokenizer.json").write_text(exported.to_str(pretty=True), encoding="utf-8")
     settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     _write_json(folder / "tokenizer_config.json", settings | {"model_max_length": config.context_length})
