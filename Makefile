@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-gguf test-memory test-kills lint bench clean
+.PHONY: help demo pipeline bands test test-gguf test-trl test-memory test-kills lint bench clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
 	@echo "make pipeline  from text to an assistant: a small base model, instruction tuning, held-out questions (about 12 minutes)"
 	@echo "make test    run the tests"
 	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
+	@echo "make test-trl  compare preference tuning with trl, which it installs (about a minute)"
 	@echo "make test-memory  hold the planned memory of every preset against its traced step (about 15 minutes on 2 cores)"
 	@echo "make test-kills  kill runs fifty times, in one process and in two, and resume them (about 10 minutes on 2 cores)"
 	@echo "make lint    ruff, mypy and the import contract"
@@ -37,6 +38,10 @@ test: .venv/.installed-dev
 test-gguf: .venv/.installed-dev
 	CMAKE_ARGS="-DGGML_NATIVE=OFF" $(PIP) -e ".[peers]"
 	$(BIN)/python -m pytest -m llama_cpp tests/test_gguf.py
+
+test-trl: .venv/.installed-dev
+	$(PIP) -e ".[data,peers-trl]"
+	$(BIN)/python -m pytest -m trl tests/test_preference.py
 
 test-memory: .venv/.installed-dev
 	$(BIN)/python -m pytest -m grid tests/test_memory.py

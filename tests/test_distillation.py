@@ -86,5 +86,5 @@ def test_a_teacher_of_other_tokens_is_refused(folder: Path) -> None:
     (folder / "other.txt").write_text("abcdefgh ijkl\n" * 400)
     other = student(folder, "other")
     other["data"] = other["data"] | {"sources": [{"type": "text", "path": str(folder / "other.txt")}]}
-    with pytest.raises(UserError, match="tokenizer is not that of objective.teacher|has a vocabulary"):
+    with pytest.raises(UserError, match=r"tokenizer is not that of objective\.teacher|has a vocabulary"):
         train(parse_recipe(other))

@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 import tiny
 from gptworks.checkpoint import checkpoints, load_run
 from gptworks.config import IGNORED, ModelConfig, PreferenceObjective, PreferencesSource
-from gptworks.data.preferences import iter_pairs
+from gptworks.data.preferences import Pairs, iter_pairs
+from gptworks.data.prepare import find_prepared
+from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.model.loss import target_logprobs
@@ -47,11 +49,11 @@ def by_the_papers(objective: PreferenceObjective, logratios: np.ndarray, lengths
     """The sum of the losses in float64, written as the papers have them."""
     n = len(logratios) // 2
     total = 0.0
-    for w, l, n_w, n_l in zip(logratios[:n], logratios[n:], lengths[:n], lengths[n:], strict=True):
+    for w, r, n_w, n_r in zip(logratios[:n], logratios[n:], lengths[:n], lengths[n:], strict=True):
         if objective.loss == "ipo":
-            total += (w / n_w - l / n_l - 1 / (2 * objective.beta)) ** 2
+            total += (w / n_w - r / n_r - 1 / (2 * objective.beta)) ** 2
         else:
-            sigmoid, eps = 1 / (1 + math.exp(-objective.beta * (w - l))), objective.label_smoothing
+            sigmoid, eps = 1 / (1 + math.exp(-objective.beta * (w - r))), objective.label_smoothing
             total -= (1 - eps) * math.log(sigmoid) + eps * math.log(1 - sigmoid)
     return total
 
@@ -200,10 +202,6 @@ def test_the_reference_is_what_the_start_gives(base: Path) -> None:
     described = json.loads((base / "reference/reference.json").read_text())
     assert set(described) >= {"data", "weights", "tensors", "sha256"}
     start = load_run(base / "base").model
-    from gptworks.data.prepare import find_prepared
-    from gptworks.data.preferences import Pairs
-    from gptworks.data.shards import TokenShards
-
     prepared = find_prepared(parse_recipe(tree_of(base, "reference")))
     assert prepared is not None
     pairs = Pairs(TokenShards(prepared.folder, "validation"), 64)
@@ -216,6 +214,14 @@ def test_the_reference_is_what_the_start_gives(base: Path) -> None:
             assert kept["validation"][pair, side].item() == pytest.approx(expected, abs=1e-4)
             answer = prepared.tokenizer.decode(ids[learned].tolist())
             assert answer.strip() == ("the quick fox", "over the lazy dog")[side]
+
+
+def test_evaluate_judges_the_preferred_answers(base: Path) -> None:
+    result = tiny.gptworks("evaluate", base / "reference", "--json", "--precision", "fp32")
+    assert result.returncode == 0, result.stderr
+    report, kept = json.loads(result.stdout), load_file(base / "reference/reference.safetensors")
+    nats = -kept["validation"][:, 0].sum().item()  # the start's: a step of training later it is near
+    assert report["loss"] * report["tokens"] == pytest.approx(nats, rel=0.1)
 
 
 @pytest.mark.parametrize("settings", [{"adapter": {"rank": 2, "dropout": 0.2}}])

@@ -73,7 +73,7 @@ def evaluate(
     autocast = choose_precision(precision or loaded.recipe.train.precision, place)
     prepared = prepare_with_progress(loaded.recipe)
     shards = TokenShards(prepared.folder, "validation")
-    answers_alone = loaded.recipe.objective.type != "next_token"
+    answers_alone = prepared.manifest.holds_examples and loaded.recipe.objective.type != "next_token"
     if answers_alone and (stride is not None or by_position):
         raise UserError(
             "--stride and --by-position are for text: this run's held-out conversations are rows of their own."
