@@ -1,6 +1,6 @@
 """Reward margins on held-out pairs before and after DPO, on real pairs, from one run.
 
-    python bench/preference.py pairs.json [--base-steps 200] [--steps 60]
+    python bench/preference.py pairs.json [--base-steps 150] [--steps 60]
 
 A small model learns the chosen answers first, then to prefer them. The pairs that are held out are so from both.
 """
@@ -21,13 +21,13 @@ HELD_OUT = 0.1
 
 
 def recipe(folder: Path, name: str, steps: int, **changes: Any) -> dict[str, Any]:
-    """A model of about 3 million parameters."""
+    """A model of about 1 million parameters."""
     return {
         "name": name,
         "run_dir": str(folder / name),
-        "model": {"context_length": 384, "n_layers": 4, "d_model": 256, "n_heads": 4, "norm": "rmsnorm"},
+        "model": {"context_length": 256, "n_layers": 4, "d_model": 128, "n_heads": 4, "norm": "rmsnorm"},
         "train": {
-            "max_steps": steps, "batch_size": 16, "micro_batch_size": 8, "learning_rate": 1e-3, "warmup_steps": 10,
+            "max_steps": steps, "batch_size": 16, "micro_batch_size": 8, "learning_rate": 3e-3, "warmup_steps": 10,
             "evaluate_every": steps, "checkpoint_every": steps, "log_every": max(1, steps // 5), "device": "cpu",
         },
     } | changes  # fmt: skip
@@ -36,7 +36,7 @@ def recipe(folder: Path, name: str, steps: int, **changes: Any) -> dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", type=Path, help="a JSON list of instruction, input, chosen, rejected")
-    parser.add_argument("--base-steps", type=int, default=200)
+    parser.add_argument("--base-steps", type=int, default=150)
     parser.add_argument("--steps", type=int, default=60)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -59,7 +59,7 @@ def main() -> None:
             "objective": {"type": "preference"},
         }
         tree = recipe(folder, "preferred", arguments.steps, **preference)
-        tree["train"] |= {"learning_rate": 1e-4, "evaluate_every": max(1, arguments.steps // 3)}
+        tree["train"] |= {"learning_rate": 3e-4, "evaluate_every": max(1, arguments.steps // 3)}
         train(parse_recipe(tree))
         held_out = [r for r in read_metrics(folder / "preferred/metrics.jsonl") if r["kind"] == "validation"]
     print("| step | loss, nats per pair | reward margin | chosen above rejected |\n|---|---|---|---|")
