@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-gguf test-harness test-memory test-ranks test-kills test-schema test-overload lint bench clean
+.PHONY: help demo pipeline bands test test-gguf test-harness test-trl test-memory test-ranks test-kills test-schema test-overload lint bench clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
@@ -11,6 +11,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
 	@echo "make test-harness  compare lm-evaluation-harness's scores of a run and of its export (about a minute on 2 cores)"
+	@echo "make test-trl  compare preference tuning with trl, which it installs (about a minute)"
 	@echo "make test-memory  hold the planned memory of every preset against its traced step (about 15 minutes on 2 cores)"
 	@echo "make test-kills  kill runs fifty times, in one process and in two, and resume them (about 10 minutes on 2 cores)"
 	@echo "make test-schema  5,000 requests to the server, made from its schema (about 10 minutes on 2 cores)"
@@ -44,6 +45,10 @@ test-gguf: .venv/.installed-dev
 test-harness: .venv/.installed-dev
 	$(PIP) -e ".[harness]"
 	$(BIN)/python -m pytest -m harness tests/test_lm_eval.py tests/test_serve_lm_eval.py
+
+test-trl: .venv/.installed-dev
+	$(PIP) -e ".[data,peers-trl]"
+	$(BIN)/python -m pytest -m trl tests/test_preference.py
 
 test-memory: .venv/.installed-dev
 	$(BIN)/python -m pytest -m grid tests/test_memory.py

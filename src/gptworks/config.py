@@ -344,7 +344,26 @@ class HuggingFaceSource(Section):
     field: str = "text"
 
 
-class ConversationsSource(Section):
+class _RecordsSource(Section):
+    """Records from files or a dataset."""
+
+    path: str | None = Field(None, description="A file, a folder or a glob. With url: a local copy, used instead.")
+    url: str | None = Field(None, description="Downloaded once into the cache; needs sha256.")
+    sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
+    dataset: str | None = Field(None, description="Of the Hugging Face hub, or a local dataset folder.")
+    name: str | None = None
+    split: str = "train"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if bool(self.path or self.url) == bool(self.dataset):
+            raise ValueError("give either path (or url) or dataset: it says where the records are")
+        if self.url and not self.sha256:
+            raise ValueError(f"url={self.url} has no sha256: add it, so that the same bytes are used every time")
+        return self
+
+
+class ConversationsSource(_RecordsSource):
     """Conversations, or instructions with their answers. Each record is one example.
 
     Files of .jsonl, .jsonl.gz, .json (one list) or .parquet, or a Hugging Face dataset. Of each file the shape is
@@ -353,25 +372,27 @@ class ConversationsSource(Section):
     """
 
     type: Literal["conversations"]
-    path: str | None = Field(None, description="A file, a folder or a glob. With url: a local copy, used instead.")
-    url: str | None = Field(None, description="Downloaded once into the cache; needs sha256.")
-    sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
-    dataset: str | None = Field(None, description="Of the Hugging Face hub, or a local dataset folder.")
-    name: str | None = None
-    split: str = "train"
     shape: Literal["auto", "alpaca", "sharegpt", "messages"] = "auto"
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if bool(self.path or self.url) == bool(self.dataset):
-            raise ValueError("give either path (or url) or dataset: it says where the conversations are")
-        if self.url and not self.sha256:
-            raise ValueError(f"url={self.url} has no sha256: add it, so that the same bytes are used every time")
-        return self
+
+class PreferencesSource(_RecordsSource):
+    """Prompts with two answers, of which one is preferred. Each record is one pair.
+
+    Files as for conversations. A record has `chosen` and `rejected`, each an answer or a list of messages, and the
+    prompt as `prompt` (text or messages), as `instruction` and `input`, or as the beginning of both lists.
+    """
+
+    type: Literal["preferences"]
 
 
 SourceConfig = Annotated[
-    PythonStdlibSource | TextSource | JSONLSource | ParquetSource | HuggingFaceSource | ConversationsSource,
+    PythonStdlibSource
+    | TextSource
+    | JSONLSource
+    | ParquetSource
+    | HuggingFaceSource
+    | ConversationsSource
+    | PreferencesSource,
     Field(discriminator="type"),
 ]
 
@@ -402,13 +423,25 @@ class DataConfig(Section):
     @property
     def texts(self) -> tuple[PythonStdlibSource | TextSource | JSONLSource | ParquetSource | HuggingFaceSource, ...]:
         """The sources where they are text; empty where they are conversations."""
-        return tuple(source for source in self.sources if not isinstance(source, ConversationsSource))
+        return tuple(source for source in self.sources if not isinstance(source, _RecordsSource))
+
+    @property
+    def preferences(self) -> tuple[PreferencesSource, ...]:
+        """The sources where they are pairs of answers; else empty."""
+        return tuple(source for source in self.sources if isinstance(source, PreferencesSource))
+
+    @property
+    def records(self) -> tuple[ConversationsSource | PreferencesSource, ...]:
+        """The sources that hold turns, which a chat template writes."""
+        return (*self.conversations, *self.preferences)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.conversations and len(self.conversations) < len(self.sources):
-            raise ValueError("sources mix conversations and text: train on the text first, then start from that run")
-        if self.conversations and self.validation.by == "tail":
+        if sum(map(bool, (self.conversations, self.preferences, self.texts))) > 1:
+            raise ValueError(
+                "sources mix text, conversations or preferences: train on the one first, then start from that run"
+            )
+        if self.records and self.validation.by == "tail":
             raise ValueError("validation.by=tail and sources of conversations: whole ones are held out; leave it out")
         return self
 
@@ -573,7 +606,74 @@ class InstructionObjective(_Objective):
     )
 
 
-ObjectiveConfig = Annotated[NextTokenObjective | InstructionObjective, Field(discriminator="type")]
+class PreferenceObjective(_Objective):
+    """Make preferred answers likelier than the others, by no more than the distance from the start allows. The step's
+    batch_size counts pairs. Needs sources of type preferences."""
+
+    type: Literal["preference"]
+    loss: Literal["dpo", "ipo"] = Field(
+        "dpo",
+        description="dpo: Rafailov et al., 2023; with label_smoothing, cDPO. ipo: Azar et al., 2023, with the "
+        "answers' log-probabilities a token.",
+    )
+    beta: float = Field(0.1, gt=0, description="How much going away from the start costs (ipo: τ).")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="dpo: the share of pairs that are taken to be labelled the wrong way round."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.loss == "ipo" and self.label_smoothing:
+            raise ValueError(f"label_smoothing={self.label_smoothing:g} with loss=ipo: only dpo has it; leave it out")
+        return self
+
+
+class DistillationObjective(_Objective):
+    """Learn a teacher's whole distribution beside the text itself (Hinton et al., 2015):
+    ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ student), both softened by the temperature."""
+
+    type: Literal["distillation"]
+    teacher: Path = Field(description="A run folder, trained or imported, with the same tokenizer.")
+    temperature: float = Field(2.0, gt=0)
+    kl_weight: float = Field(0.5, gt=0)
+    ce_weight: float = Field(0.5, ge=0)
+
+
+class RewardObjective(_Objective):
+    """Make answers likelier that a function rewards: GRPO (Shao et al., 2024). For each prompt a group of answers is
+    sampled, and each is judged by how far it is above the group's mean. The step's batch_size counts answers. The
+    prompts are those of conversations, up to the last answer."""
+
+    type: Literal["reward"]
+    reward: str = Field(
+        pattern=r"^.+\.py:[A-Za-z_][A-Za-z0-9_]*$",
+        description="`path/to/file.py:function`, which is called as function(completion, prompt=..., answer=...), "
+        "all text, and returns a number. It is run as it is.",
+    )
+    group_size: int = Field(8, ge=2, description="Answers to each prompt.")
+    max_tokens: PositiveInt = Field(128, description="Of an answer.")
+    temperature: float = Field(1.0, gt=0)
+    clip: float = Field(0.2, gt=0, lt=1, description="How far an answer's tokens may become likelier at once (ε).")
+    beta: float = Field(0.0, ge=0, description="Weight of the KL divergence from the start. 0: none, and no reference.")
+    steps_per_rollout: PositiveInt = Field(1, description="Optimizer steps that use the same answers (μ).")
+    scale_by_deviation: bool = Field(
+        True, description="Divide by the group's standard deviation. false: subtract the mean alone (Liu et al., 2025)."
+    )
+
+
+ObjectiveConfig = Annotated[
+    NextTokenObjective | InstructionObjective | PreferenceObjective | DistillationObjective | RewardObjective,
+    Field(discriminator="type"),
+]
+
+_SOURCES_OF = {
+    "next_token": ("text", "conversations"),
+    "instruction": ("conversations",),
+    "preference": ("preferences",),
+    "distillation": ("text", "conversations"),
+    "reward": ("conversations",),
+}
+"""What each objective can learn from."""
 
 
 # ------------------------------------------------------------------------------------------- what is trained
@@ -721,10 +821,11 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.objective.type != "next_token" and not self.data.conversations:
+        kind = "conversations" if self.data.conversations else "preferences" if self.data.preferences else "text"
+        if kind not in _SOURCES_OF[self.objective.type]:
             raise ValueError(
-                f"objective.type={self.objective.type} and data.sources are text: it learns answers; "
-                f"give sources of type conversations"
+                f"objective.type={self.objective.type} and data.sources are {kind}: "
+                f"give sources of type {' or '.join(_SOURCES_OF[self.objective.type])}"
             )
         known = known_vocab_size(self.tokenizer)
         if known is not None and self.model.vocab_size not in (0, known):
@@ -732,6 +833,8 @@ class Recipe(Section):
                 f"model.vocab_size={self.model.vocab_size} and the tokenizer has {known} tokens: "
                 f"they must be equal; set tokenizer.vocab_size or leave model.vocab_size out"
             )
+        if isinstance(self.objective, RewardObjective):
+            self._check_groups(self.objective.group_size)
         self._check_adapter()
         if self.freeze is not None and self.freeze.first_blocks > self.model.n_layers:
             raise ValueError(
@@ -739,6 +842,14 @@ class Recipe(Section):
                 f"there are not so many blocks"
             )
         return self
+
+    def _check_groups(self, group_size: int) -> None:
+        for name in ("batch_size", "micro_batch_size"):
+            if getattr(self.train, name) % group_size:
+                raise ValueError(
+                    f"train.{name}={getattr(self.train, name)} is not a multiple of objective.group_size={group_size}: "
+                    f"all answers to a prompt are judged together"
+                )
 
     def _check_adapter(self) -> None:
         if self.adapter is None:

@@ -77,6 +77,17 @@ class Batches:
         return starts
 
 
+def shuffled(samples: Int64s, n: int, seed: int) -> Int64s:
+    """The item [k], of 0 … n-1, of each sample [k]: every epoch visits each item once, in an order of its own."""
+    epochs, places = np.divmod(samples, n)
+    items = np.empty_like(samples)
+    for epoch in np.unique(epochs).tolist():
+        here = epochs == epoch
+        keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
+        items[here] = permute(places[here], n, keys)
+    return items
+
+
 def permute(places: Int64s, n: int, keys: Uint64s) -> Int64s:
     """The image [k] of each place [k] under a pseudo-random permutation of 0 … n-1, held in no memory.
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.chat_template import Message
-from gptworks.config import ConversationsSource
+from gptworks.config import ConversationsSource, PreferencesSource
 from gptworks.data.sources import file_signature, local_files, read_jsonl, read_parquet, require_datasets
 from gptworks.errors import UserError
 
 EXTENSIONS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
 Record = Mapping[str, Any]
+RecordsSource = ConversationsSource | PreferencesSource
 
 _ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 _ANSWERS = ("output", "response", "completion", "answer")
@@ -49,7 +50,7 @@ def iter_conversations(sources: Iterable[ConversationsSource]) -> Iterator[Conve
         UserError: a missing or broken file, a record of another shape; the message names the file and the record.
     """
     for source in sources:
-        for origin, records in _origins(source):
+        for origin, records in origins(source):
             read: Callable[[Record], list[Message]] | None = None
             shape: str = source.shape
             for number, record in enumerate(records, 1):
@@ -90,18 +91,18 @@ def recognized(record: Record) -> str:
 
 
 def _alpaca(record: Record) -> list[Message]:
-    instruction = _text(record, "prompt" if "prompt" in record and "instruction" not in record else "instruction")
+    instruction = read_text(record, "prompt" if "prompt" in record and "instruction" not in record else "instruction")
     answer = next((name for name in _ANSWERS if name in record), None)
     if answer is None:
         raise ValueError(f"no answer: none of the fields {', '.join(_ANSWERS)}")
-    given = _text(record, "input") if record.get("input") else ""
-    system = [{"role": "system", "content": _text(record, "system")}] if record.get("system") else []
+    given = read_text(record, "input") if record.get("input") else ""
+    system = [{"role": "system", "content": read_text(record, "system")}] if record.get("system") else []
     question = f"{instruction}\n\n{given}" if given else instruction
-    return [*system, {"role": "user", "content": question}, {"role": "assistant", "content": _text(record, answer)}]
+    return [*system, {"role": "user", "content": question}, {"role": "assistant", "content": read_text(record, answer)}]
 
 
 def _sharegpt(record: Record) -> list[Message]:
-    system = [{"role": "system", "content": _text(record, "system")}] if record.get("system") else []
+    system = [{"role": "system", "content": read_text(record, "system")}] if record.get("system") else []
     return [*system, *_turns(record, "conversations", "from", "value")]
 
 
@@ -110,6 +111,15 @@ def _messages(record: Record) -> list[Message]:
 
 
 _SHAPES = {"alpaca": _alpaca, "sharegpt": _sharegpt, "messages": _messages}
+
+
+def read_messages(record: Record, field: str) -> list[Message]:
+    """The messages of a field, in OpenAI's shape.
+
+    Raises:
+        ValueError: it has another.
+    """
+    return _turns(record, field, "role", "content")
 
 
 def _turns(record: Record, field: str, role_field: str, text_field: str) -> list[Message]:
@@ -141,7 +151,7 @@ def _content(turn: Record, field: str, number: int) -> str:
     return whole_text(content)
 
 
-def _text(record: Record, field: str) -> str:
+def read_text(record: Record, field: str) -> str:
     if field not in record:
         raise ValueError(f"no field `{field}`; its fields are {', '.join(map(str, record))}")
     if not isinstance(record[field], str):
@@ -161,7 +171,7 @@ def _kind(value: object) -> str:
 # ----------------------------------------------------------------------------------------------------- files
 
 
-def conversations_signature(source: ConversationsSource) -> list[list[Any]]:
+def conversations_signature(source: RecordsSource) -> list[list[Any]]:
     """What tells, without reading them, whether the conversations have changed; as `sources.source_signature`."""
     if source.dataset:
         folder = Path(source.dataset)
@@ -172,7 +182,7 @@ def conversations_signature(source: ConversationsSource) -> list[list[Any]]:
     return [file_signature(file) for file in local_files(source, EXTENSIONS)]
 
 
-def _origins(source: ConversationsSource) -> Iterator[tuple[str, Iterator[Any]]]:
+def origins(source: RecordsSource) -> Iterator[tuple[str, Iterator[Any]]]:
     if source.dataset:
         yield f"dataset {source.dataset}", _dataset(source)
         return
@@ -199,7 +209,7 @@ def _json_list(file: Path) -> Iterator[Any]:
     return iter(records)
 
 
-def _dataset(source: ConversationsSource) -> Iterator[Any]:
+def _dataset(source: RecordsSource) -> Iterator[Any]:
     assert source.dataset is not None
     where = f"dataset {source.dataset}"
     datasets = require_datasets(where)

@@ -11,15 +11,13 @@ import numpy.typing as npt
 import torch
 
 from gptworks.config import IGNORED, Recipe
-from gptworks.data.batches import permute
+from gptworks.data.batches import shuffled
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 
 Int64s = npt.NDArray[np.int64]
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Inputs, targets and positions, int64 [B, T] or [T]."""
-
-_ROUNDS = 8
 
 
 class Examples:
@@ -75,13 +73,7 @@ class ExampleBatches:
         return stack([self.examples.row(row) for row in self._rows(np.arange(first, first + size)).tolist()])
 
     def _rows(self, samples: Int64s) -> Int64s:
-        epochs, places = np.divmod(samples, self.rows_per_epoch)
-        rows = np.empty_like(samples)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            keys = np.random.SeedSequence([self._seed, epoch]).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
-            rows[here] = permute(places[here], self.rows_per_epoch, keys)
-        return rows
+        return shuffled(samples, self.rows_per_epoch, self._seed)
 
 
 def evaluation_rows(examples: Examples, n_rows: int = 0) -> Iterator[Rows]:
@@ -93,9 +85,13 @@ def evaluation_rows(examples: Examples, n_rows: int = 0) -> Iterator[Rows]:
 
 
 def held_out_rows(shards: TokenShards, recipe: Recipe) -> Iterator[Rows]:
-    """What a run that learns answers is evaluated on."""
-    packing = getattr(recipe.objective, "packing", True)
-    return evaluation_rows(Examples(shards, recipe.model.context_length, packing))
+    """What a run that learns answers is evaluated on; of pairs of answers, the preferred ones."""
+    pairs = bool(recipe.data.preferences)
+    packing = getattr(recipe.objective, "packing", True) and not pairs
+    examples = Examples(shards, recipe.model.context_length, packing)
+    if pairs:  # each is two documents, the chosen answer first
+        examples.rows = examples.rows[::2]
+    return evaluation_rows(examples)
 
 
 def stack(rows: list[Rows]) -> Rows:

@@ -31,8 +31,10 @@ from gptworks.config import (
     ValidationSplit,
 )
 from gptworks.data.conversations import conversations_signature, iter_conversations
+from gptworks.data.conversations import origins as origins_of
 from gptworks.data.encode import encode_all
 from gptworks.data.examples import is_held_out, write_examples
+from gptworks.data.preferences import iter_pairs, write_pairs
 from gptworks.data.shards import (
     FORMAT_VERSION,
     Manifest,
@@ -182,7 +184,7 @@ def held_out_text(prepared: Prepared) -> Iterator[bytes]:
 def _made_from(recipe: Recipe) -> dict[str, Any]:
     """Everything that decides what the shards hold, as JSON."""
     data = recipe.data
-    conversations = [entry for source in data.conversations for entry in conversations_signature(source)]
+    conversations = [entry for source in data.records for entry in conversations_signature(source)]
     signature = json.dumps([*source_signature(data.texts), *conversations])
     return {
         "format_version": FORMAT_VERSION,
@@ -202,9 +204,9 @@ def _sha256(text: str | None) -> str | None:
 
 def _check_template(recipe: Recipe) -> None:
     """Refuse conversations without a template."""
-    if recipe.data.conversations and find_chat_template(recipe.tokenizer) is None:
+    if recipe.data.records and find_chat_template(recipe.tokenizer) is None:
         raise UserError(
-            "data.sources are conversations and no chat template says how they become text: set "
+            "data.sources are conversations or preferences and no chat template says how they become text: set "
             "tokenizer.chat_template to chatml, alpaca, plain, or a Jinja file."
         )
 
@@ -318,6 +320,8 @@ def _fill(folder: Path, recipe: Recipe, made_from: dict[str, Any], report: Repor
             origins = write_examples(
                 writers, template, iter_conversations(data.conversations), validation.fraction, report
             )
+        elif template is not None and data.preferences:
+            origins = write_pairs(writers, template, iter_pairs(data.preferences), validation.fraction, report)
         else:
             round_trips = _write_documents(writers, tokenizer, data, validation, total, report)
         written = {split: writer.finish() for split, writer in writers.items()}
@@ -347,7 +351,7 @@ def _split_by(data: DataConfig) -> ValidationSplit:
     """How the text is split, decided where that is left to us."""
     if data.validation.by != "auto":
         return data.validation
-    enough = data.conversations or count_documents(data.texts, _DOCUMENTS_WORTH_A_SPLIT) == _DOCUMENTS_WORTH_A_SPLIT
+    enough = data.records or count_documents(data.texts, _DOCUMENTS_WORTH_A_SPLIT) == _DOCUMENTS_WORTH_A_SPLIT
     return data.validation.model_copy(update={"by": "document" if enough else "tail"})
 
 
@@ -356,6 +360,9 @@ def _training_texts(data: DataConfig, validation: ValidationSplit) -> Iterator[s
     for conversation in iter_conversations(data.conversations):
         if not is_held_out(conversation, validation.fraction):
             yield from (message["content"] for message in conversation.messages)
+    for pair in iter_pairs(data.preferences):
+        if not pair.is_held_out(validation.fraction):
+            yield from (message["content"] for message in [*pair.prompt, pair.chosen, pair.rejected])
     for split, piece in split_documents(iter_documents(data.texts), validation):
         if split == "train":
             yield piece.text
@@ -365,8 +372,8 @@ def _tokenizer(recipe: Recipe, texts: Iterator[str], total: int | None, report: 
     first_text = next(texts, None)
     if first_text is None:
         data = recipe.data
-        if next(chain(iter_documents(data.texts), iter_conversations(data.conversations)), None) is not None:
-            raise UserError(_empty("train", _split_by(data), bool(data.conversations)))
+        if next(chain(iter_documents(data.texts), *map(origins_of, data.records)), None) is not None:
+            raise UserError(_empty("train", _split_by(data), bool(data.records)))
         raise UserError("data.sources hold no text: every document is empty. Give sources with text.")
     limit = _BPE_TRAINING_BYTES if isinstance(recipe.tokenizer, BPETokenizer) else None
     tokenizer = train_tokenizer(recipe.tokenizer, _counted(chain([first_text], texts), limit, total, report))

@@ -23,6 +23,7 @@ from gptworks.config import (
     HuggingFaceSource,
     JSONLSource,
     ParquetSource,
+    PreferencesSource,
     PythonStdlibSource,
     TextSource,
 )
@@ -153,7 +154,9 @@ def stdlib_files() -> list[Path]:
     return sorted(files)
 
 
-def local_files(source: FileSource | ConversationsSource, extensions: tuple[str, ...]) -> list[Path]:
+def local_files(
+    source: FileSource | ConversationsSource | PreferencesSource, extensions: tuple[str, ...]
+) -> list[Path]:
     """The files that a source's path names, those of a folder by their endings; or its download."""
     if source.path is None:
         assert source.url and source.sha256

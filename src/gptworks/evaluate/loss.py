@@ -32,6 +32,8 @@ class LossReport:
     """Targets counted."""
     text_bytes: int | None = None
     """Bytes of the original text that the targets stand for, where they are all of it."""
+    unit: str = "nats per token"
+    """What `loss` is in. Of anything but this, there is no perplexity."""
 
     @property
     def loss(self) -> float:

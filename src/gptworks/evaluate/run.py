@@ -86,7 +86,7 @@ class EvaluatedRun:
         context, round_trips = self.model.config.context_length, self.prepared.manifest.round_trips
         shards = TokenShards(self.prepared.folder, "validation")
         text_bytes = shards.text_bytes if round_trips else None
-        answers_alone = self.recipe.objective.type != "next_token"
+        answers_alone = self.prepared.manifest.holds_examples and self.recipe.objective.type != "next_token"
         if answers_alone and (stride is not None or by_position):
             raise UserError(
                 "--stride and --by-position are for text: this run's held-out conversations are rows of their own."

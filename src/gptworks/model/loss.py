@@ -5,11 +5,13 @@ the softmax and both gradients are done for some of the tokens at a time. On a C
 at a time, while they are in the processor's cache.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from gptworks.config import IGNORED
 from gptworks.model.layers import without_autocast
@@ -67,6 +69,69 @@ def token_nats(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         for x, target in zip(torch.split(flat, chunk), torch.split(targets.reshape(-1), chunk), strict=True)
     ]
     return torch.cat(nats).view(targets.shape)
+
+
+def target_logprobs(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """log softmax(features · weightᵀ)[target] of each target, 0 where it is −100; float32, in targets' shape [...].
+
+    Its gradient reaches features and weight. Logits are made for some of the targets at a time, and made again in the
+    backward pass.
+    """
+    counted = targets.reshape(-1) != IGNORED
+    x, wanted = features.reshape(-1, features.size(-1))[counted], targets.reshape(-1)[counted]
+
+    def part(x: Tensor, wanted: Tensor) -> Tensor:
+        return -F.cross_entropy(_wide_logits(x, weight), wanted, reduction="none")
+
+    logprobs = _in_chunks(part, weight, x, wanted)
+    empty = logprobs.new_zeros(counted.shape)
+    return empty.masked_scatter(counted, logprobs).view(targets.shape)
+
+
+def distillation_nats(
+    features: Tensor,
+    weight: Tensor,
+    teacher_features: Tensor,
+    teacher_weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+) -> Tensor:
+    """Two sums over the targets that are not −100, float32 [2], in nats: −log softmax(logits)[target], and
+    KL(softmax(teacher's logits / temperature) ‖ softmax(logits / temperature)).
+
+    Neither model's logits ever stand whole in memory. The gradient reaches features and weight, not the teacher's.
+
+    Args:
+        features: [..., C]. weight: [V, C]. teacher_features: [..., D]. teacher_weight: [V, D]. targets: [...], int64.
+    """
+    counted = targets.reshape(-1) != IGNORED
+    x = features.reshape(-1, features.size(-1))[counted]
+    y = teacher_features.detach().reshape(-1, teacher_features.size(-1))[counted]
+
+    def part(x: Tensor, y: Tensor, wanted: Tensor) -> Tensor:
+        ours, theirs = _wide_logits(x, weight), _wide_logits(y, teacher_weight.detach())
+        soft, taught = (F.log_softmax(logits / temperature, dim=-1) for logits in (ours, theirs))
+        hard = F.cross_entropy(ours, wanted, reduction="none")
+        return torch.stack((hard, F.kl_div(soft, taught, reduction="none", log_target=True).sum(-1)), dim=-1)
+
+    return _in_chunks(part, weight, x, y, targets.reshape(-1)[counted]).reshape(-1, 2).sum(0)
+
+
+def _wide_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Logits [N, V], in float32 at least."""
+    logits = x @ weight.to(x.dtype).T
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _in_chunks(part: Callable[..., Tensor], weight: Tensor, *rows: Tensor) -> Tensor:
+    """What `part` gives for some of the rows at a time, put together. Nothing inside is kept for the backward pass."""
+    chunk = chunk_tokens(rows[0].device, weight.size(0))
+    keep = torch.is_grad_enabled()
+    given = [
+        checkpoint(part, *some, use_reentrant=False, preserve_rng_state=False) if keep else part(*some)
+        for some in zip(*(torch.split(each, chunk) for each in rows), strict=True)
+    ]
+    return torch.cat(given) if len(given) > 1 else given[0]
 
 
 def linear_cross_entropy_reference(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from gptworks.plan.stages import (
 )
 from gptworks.plan.trained import Trained
 
-WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, LOSS, TEMPORARY, COMMUNICATION, TOKENS, CHECKPOINT, ADAPTER = (
+WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, LOSS, TEMPORARY, COMMUNICATION, TOKENS, CHECKPOINT, ADAPTER, OTHER_MODELS = (
     "weights",
     "weights' average",
     "gradients",
@@ -37,6 +37,7 @@ WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, LOSS, TEMPORARY, COMMUNICATION, TOKENS, 
     "tokens",
     "checkpoint being written",
     "adapter's inputs",
+    "weights of a teacher or of the start",
 )
 """Parts beside the kinds of saved tensors in `gptworks.plan.stages`."""
 
@@ -96,6 +97,8 @@ class Setting:
     layout: Layout = ONE_DEVICE
     trained: Trained | None = None
     """The part of the model that is trained; None: all."""
+    other_models_bytes: int = 0
+    """Weights of other models that the objective reads: a teacher, or the start."""
 
     @staticmethod
     def of(
@@ -198,6 +201,7 @@ class _Step:
         state = trained_state_bytes(self.parameters, self.setting.optimizer, trained) // self.layout.shards(OPTIMIZER)
         average = 4 * n_trained // self.layout.shards(WEIGHTS) if self.setting.averages else 0
         hold(WEIGHTS, weights)
+        hold(OTHER_MODELS, self.setting.other_models_bytes)
         hold(OPTIMIZER, state)
         hold(AVERAGE, average)
         if self.setting.saves and self.setting.on_cpu:

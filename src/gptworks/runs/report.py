@@ -85,8 +85,9 @@ def _where_it_stands(run: History) -> str:
 def _key_figures(run: History) -> str:
     best, figures = run.best, []
     if best is not None:
+        perplexity = "" if best["perplexity"] is None else f"perplexity {best['perplexity']:.3f}, "
         figures.append(
-            ("best validation loss", _exact(best["loss"], "nats"), f"perplexity {best['perplexity']:.3f}, {_at(best)}")
+            ("best validation loss", _exact(best["loss"], best.get("unit", "nats")), f"{perplexity}{_at(best)}")
         )
         if best.get("bits_per_byte") is not None:
             figures.append(("bits per byte", _exact(best["bits_per_byte"], "bits"), _at(best)))
@@ -232,7 +233,7 @@ def _evaluations(run: History) -> list[str]:
             number(r["tokens"]),
             clock(run.seconds_at(r["step"])),
             number(r["loss"], f"{r['loss']:.4f}"),
-            number(r["perplexity"], f"{r['perplexity']:.3f}"),
+            "" if r["perplexity"] is None else number(r["perplexity"], f"{r['perplexity']:.3f}"),
             "" if r.get("bits_per_byte") is None else number(r["bits_per_byte"], f"{r['bits_per_byte']:.4f}"),
             "best" if r is best else "",
         )

@@ -68,7 +68,8 @@ def _results(recipe: Recipe, validation: list[Record]) -> dict[str, str]:
         return rows
     part = f" over {recipe.train.evaluate_sequences:,} windows" if recipe.train.evaluate_sequences else ""
     for name, record in (("best", min(validation, key=_loss)), ("last", validation[-1])):
-        figures = f"{record['loss']:.4f} nats per token, perplexity {record['perplexity']:.3f}"
+        figures = f"{record['loss']:.4f} {record.get('unit', 'nats per token')}"
+        figures += "" if record["perplexity"] is None else f", perplexity {record['perplexity']:.3f}"
         if record["bits_per_byte"] is not None:
             figures += f", {record['bits_per_byte']:.4f} bits per byte"
         rows[f"{name} validation loss"] = f"{figures}, at step {record['step']:,}{part}"

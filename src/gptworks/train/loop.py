@@ -35,6 +35,7 @@ from gptworks.train.anomalies import anomaly
 from gptworks.train.average import WeightAverage
 from gptworks.train.card import MemoryPeaks, write_model_card
 from gptworks.train.display import Display, clock
+from gptworks.train.distillation import check_teacher
 from gptworks.train.feed import Feed
 from gptworks.train.layer_norms import LayerNorms
 from gptworks.train.metrics import MetricsLog, NoLog, Record, draw_curves, write_samples
@@ -44,6 +45,7 @@ from gptworks.train.parallel import Parallel, check_parallel, choose_parallel, r
 from gptworks.train.preflight import check_memory, choose_allocation, run_setting
 from gptworks.train.progress import Progress
 from gptworks.train.ranks import ALONE, Ranks
+from gptworks.train.reward import check_reward
 from gptworks.train.run_folder import check_run_folder, open_run_folder
 from gptworks.train.schedule import rate_factor
 from gptworks.train.signals import stop_signals
@@ -128,6 +130,8 @@ def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1) -> None:
     check_run_folder(recipe, resume)
     check_start(recipe, resume)
     check_trained(recipe)
+    check_teacher(recipe)
+    check_reward(recipe)
     check_writers(recipe.train.loggers)
     check_parallel(recipe, n_ranks)
 
@@ -161,6 +165,7 @@ class Run:
         self.average = WeightAverage(self.model, recipe.train.ema_decay)
         self.feed = Feed(self.task, self.parallel.micro_batch_size, self.parallel.micro_steps, device)
         self.stopwatch = Stopwatch(device)
+        self._figures: dict[str, Any] = {}  # of the last step
         self.throughput = Throughput(recipe.model, device, precision, ranks.size)
         self.layer_norms = LayerNorms(self.model, self.parallel, recipe.train.log_every)
         self.writer = CheckpointWriter(recipe.run_dir, recipe.train.keep_checkpoints, recipe.train.keep_every)
@@ -192,6 +197,9 @@ class Run:
             weights = starting_weights(self.recipe, self.tokenizer, self.display.message)
             self.model.load_state_dict(self.parallel.shares(weights), strict=self.recipe.adapter is None)
             self.average = WeightAverage(self.model, self.settings.ema_decay)
+        fresh, writes = checkpoint is None, self.ranks.is_first
+        with self.parallel.resting():
+            self.task.begin(self.model, self.engine, self.precision, fresh, writes, self.display.message)
         if self.ranks.is_first:
             save_recipe(self.recipe, folder / "recipe.yaml")
             save_tokenizer(self.tokenizer, folder / "tokenizer")
@@ -285,9 +293,14 @@ class Run:
         step = self.progress.step
         with self.stopwatch.part("data"):
             micro_batches, *own = self.feed.step(step + self.progress.batches_passed)
+        if self.task.rolls_out:
+            with self.stopwatch.part("rollouts"), self.parallel.resting(), _eager():
+                number = step + self.progress.batches_passed
+                micro_batches, *own = self.task.roll_out(number, self.parallel.micro_steps, micro_batches)
+        with self.stopwatch.part("data"):
             n_targets, n_tokens = map(round, self.parallel.add_up([float(number) for number in own]))
         total = torch.zeros((), device=self.device)
-        self._expert_tokens = None
+        self._expert_tokens, self._figures = None, {}
         self.model.train()
         for i, batch in zip(self.parallel.micro_steps, micro_batches, strict=True):
             self.ranks.mark()
@@ -298,12 +311,16 @@ class Run:
             with self.stopwatch.part("backward"):
                 self.scaler.scale(losses.objective / max(1, n_targets)).backward()  # type: ignore[no-untyped-call]
             total += losses.loss
+            for name, value in losses.figures.items():
+                self._figures[name] = self._figures.get(name, 0) + value
             if (routed := losses.expert_tokens) is not None:
                 self._expert_tokens = routed if self._expert_tokens is None else self._expert_tokens + routed
         with self.stopwatch.part("gradients of all ranks" if self.ranks.size > 1 else "backward"):
             self.parallel.finish_gradients()
         if self._expert_tokens is not None:
             self._expert_tokens = self.parallel.summed(self._expert_tokens)
+        means = {name: self.parallel.summed(value) / max(1, n_targets) for name, value in self._figures.items()}
+        self._figures = {name: float(f"{value.item():.5g}") for name, value in means.items()}
         return (self.parallel.summed(total) / max(1, n_targets)).item(), n_tokens
 
     def _report_step(self, loss: float, norm: float, factor: float, by_layer: Record) -> None:
@@ -321,6 +338,7 @@ class Run:
                 "grad_norm": norm,
                 "learning_rate": factor * settings.learning_rate,
                 "seconds": round(progress.seconds, 3),
+                **self._figures,
                 **pace.record,
                 "seconds_by_part": self.stopwatch.take(),
                 **by_layer,
@@ -373,6 +391,7 @@ class Run:
         progress = self.progress
         with self.stopwatch.part("evaluation"), self.average.applied(), self.parallel.resting():
             report, figures = self.task.evaluate(self.model, self.parallel, self.precision)
+        likelihood = report.unit == "nats per token"
         better = report.loss < progress.best_loss
         if better:
             progress.best_loss, progress.best_step, progress.evaluations_since_best = report.loss, progress.step, 0
@@ -384,12 +403,14 @@ class Run:
                 "step": progress.step,
                 "tokens": progress.tokens,
                 "loss": report.loss,
-                "perplexity": report.perplexity,
+                "perplexity": report.perplexity if likelihood else None,
+                **({} if likelihood else {"unit": report.unit}),
                 "bits_per_byte": report.bits_per_byte,
                 **figures,
             }
         )
-        bits = f"  perplexity {report.perplexity:.2f}"
+        bits = f"  perplexity {report.perplexity:.2f}" if likelihood else ""
+        bits += "".join(f"  {name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
         bits += f"  {report.bits_per_byte:.4f} bits per byte" if report.bits_per_byte is not None else ""
         self.display.validation(progress.step, report.loss, bits + ("  (best)" if better else ""))
 

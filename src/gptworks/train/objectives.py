@@ -1,7 +1,7 @@
 """What is optimized. An objective takes (model, batch) and gives the sums of the batch's losses; task.py chooses it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ class Losses:
     """What is reported, without auxiliary terms."""
     expert_tokens: Tensor | None = None
     """Tokens that each expert of each layer got, int64 [L, E]."""
+    figures: dict[str, Tensor] = field(default_factory=dict)
+    """Other sums, whose means are reported by their names."""
 
 
 Objective = Callable[[GPT, Batch], Losses]
@@ -37,16 +39,33 @@ def next_token(model: GPT, batch: Batch, *, balance_weight: float = 0.0, z_weigh
     router_logits: list[Tensor] = []
     features = model.features(inputs, None, router_logits, *positions)
     loss = linear_cross_entropy(features, model.head_weight, targets)
+    return with_routing(loss, loss, router_logits, model, count_targets(batch), balance_weight, z_weight)
+
+
+def with_routing(
+    objective: Tensor,
+    loss: Tensor,
+    router_logits: list[Tensor],
+    model: GPT,
+    count: int,
+    balance_weight: float,
+    z_weight: float,
+    figures: dict[str, Tensor] | None = None,
+) -> Losses:
+    """The losses of a batch of `count` targets (or pairs, or answers); with experts, the two of each layer's router
+    beside them."""
+    told = {name: value.detach() for name, value in (figures or {}).items()}
     if not router_logits:
-        return Losses(loss, loss.detach())
+        return Losses(objective, loss.detach(), figures=told)
     n_per_token = model.config.n_experts_per_token
     routing = [
         balance_weight * balance_loss(logits, n_per_token) + z_weight * z_loss(logits) for logits in router_logits
     ]
     return Losses(
-        objective=loss + count_targets(batch) * torch.stack(routing).sum(),
+        objective=objective + count * torch.stack(routing).sum(),
         loss=loss.detach(),
         expert_tokens=torch.stack([expert_tokens(logits.detach(), n_per_token) for logits in router_logits]),
+        figures=told,
     )
 
 

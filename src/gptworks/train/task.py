@@ -1,5 +1,6 @@
 """What a run learns, and from what: the one place where objectives differ. The loop knows only `Task`."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from gptworks.data.packing import ExampleBatches, Examples, evaluation_rows
 from gptworks.data.shards import TokenShards
 from gptworks.device import Precision
 from gptworks.evaluate.loss import LossReport, Shares, evaluate_loss
+from gptworks.infer.engine import Engine
 from gptworks.model import GPT
 from gptworks.plan.run import planned_steps
 from gptworks.train.objectives import Batch, Losses, count_targets, next_token
@@ -41,6 +43,33 @@ class Task:
         """Make what batches are read from."""
         recipe = self.recipe
         self._windows = Batches(self.train_shards, self.context_length, recipe.train.batch_size, recipe.seed)
+
+    rolls_out = False
+    """Whether a step's batches are made with the model as it is then (`roll_out`)."""
+
+    def begin(
+        self,
+        model: GPT,
+        engine: Engine,
+        precision: Precision,
+        fresh: bool,
+        writes: bool,
+        report: Callable[[str], None],
+    ) -> None:
+        """What is done once, before the first step of a sitting.
+
+        Args:
+            model: has the weights that training starts from, or goes on from.
+            fresh: whether the run begins, so that these are the weights of its start.
+            writes: whether this process writes the run folder.
+
+        Raises:
+            UserError: something that the objective needs is missing or cannot be used.
+        """
+
+    def roll_out(self, step: int, micro_steps: Sequence[int], batches: list[Batch]) -> tuple[list[Batch], int, int]:
+        """The step's micro-batches from what `batch` made, their count and their tokens; where `rolls_out`."""
+        raise NotImplementedError
 
     @property
     def data_fingerprint(self) -> str:
@@ -110,9 +139,17 @@ class Instruction(Task):
         return evaluate_loss(model, rows, shares=shares, autocast=precision.autocast), {}
 
 
-TASKS: dict[str, type[Task]] = {"next_token": Task, "instruction": Instruction}
-
-
 def choose_task(recipe: Recipe, data_folder: Path, verify: bool = False) -> Task:
     """The task that `recipe.objective` names; arguments as for `Task`."""
-    return TASKS[recipe.objective.type](recipe, data_folder, verify)
+    from gptworks.train.distillation import Distillation  # these are made of Task
+    from gptworks.train.preference import Preference
+    from gptworks.train.reward import Reward
+
+    tasks: dict[str, type[Task]] = {
+        "next_token": Task,
+        "instruction": Instruction,
+        "preference": Preference,
+        "distillation": Distillation,
+        "reward": Reward,
+    }
+    return tasks[recipe.objective.type](recipe, data_folder, verify)

@@ -1,0 +1,118 @@
+"""Distillation (Hinton et al., 2015): a student learns a teacher's distribution over the next token, and the text."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gptworks.checkpoint import load_run
+from gptworks.config import DistillationObjective, Recipe
+from gptworks.data.batches import Batches
+from gptworks.data.packing import ExampleBatches, Examples, evaluation_rows
+from gptworks.device import Precision
+from gptworks.errors import UserError
+from gptworks.evaluate.loss import LossReport, Shares, evaluate_loss
+from gptworks.infer.engine import Engine
+from gptworks.model import GPT
+from gptworks.model.loss import distillation_nats
+from gptworks.plan.run import planned_steps
+from gptworks.recipe import load_recipe
+from gptworks.tokenizer import fingerprint, load_tokenizer
+from gptworks.train.objectives import Batch, Losses, count_targets, with_routing
+from gptworks.train.task import Task
+
+
+def check_teacher(recipe: Recipe) -> None:
+    """Refuse a teacher that is no run, before any work is done.
+
+    Raises:
+        UserError: it has no recipe, or a shorter context than the student.
+    """
+    if not isinstance(recipe.objective, DistillationObjective):
+        return
+    folder = recipe.objective.teacher
+    if not (folder / "recipe.yaml").exists():
+        raise UserError(f"objective.teacher={folder} is not a run folder: it has no recipe.yaml.")
+    theirs = load_recipe(folder).model
+    if theirs.context_length < recipe.model.context_length:
+        raise UserError(
+            f"model.context_length={recipe.model.context_length} and objective.teacher={folder} reads "
+            f"{theirs.context_length}: set model.context_length to that or less."
+        )
+    if recipe.model.vocab_size not in (0, theirs.vocab_size):
+        raise UserError(
+            f"model.vocab_size={recipe.model.vocab_size} and objective.teacher={folder} has {theirs.vocab_size}: both "
+            f"give the same tokens their probabilities. Take over its tokenizer and vocab_size."
+        )
+
+
+class Distillation(Task):
+    """Text or conversations, read by teacher and student alike."""
+
+    objective: DistillationObjective
+
+    def _open(self) -> None:
+        recipe = self.recipe
+        assert isinstance(recipe.objective, DistillationObjective)
+        self.objective = recipe.objective
+        self._examples: ExampleBatches | None = None
+        if recipe.data.conversations:
+            examples = Examples(self.train_shards, self.context_length)
+            self._examples = ExampleBatches(examples, recipe.train.batch_size, recipe.seed)
+            self._held_out = Examples(self.validation_shards, self.context_length)
+        else:
+            self._windows = Batches(self.train_shards, self.context_length, recipe.train.batch_size, recipe.seed)
+
+    @property
+    def total_steps(self) -> int | None:
+        if self._examples is None:
+            return super().total_steps
+        rows = self._examples.rows_per_epoch
+        return planned_steps(self.recipe.train, self.context_length, None, windows_per_epoch=rows)[0]
+
+    def begin(
+        self,
+        model: GPT,
+        engine: Engine,
+        precision: Precision,
+        fresh: bool,
+        writes: bool,
+        report: Callable[[str], None],
+    ) -> None:
+        folder = self.objective.teacher
+        if fingerprint(load_tokenizer(folder / "tokenizer")) != fingerprint(engine.tokenizer):
+            raise UserError(
+                f"the tokenizer is not that of objective.teacher={folder}, so its probabilities are of other tokens. "
+                f"Set tokenizer.type=file and tokenizer.path={folder / 'tokenizer'}."
+            )
+        loaded = load_run(folder, device=model.device, report=report)
+        if loaded.model.config.vocab_size != model.config.vocab_size:
+            raise UserError(
+                f"objective.teacher={folder} has a vocabulary of {loaded.model.config.vocab_size} and this model "
+                f"{model.config.vocab_size}: set model.vocab_size={loaded.model.config.vocab_size}."
+            )
+        self._teacher = loaded.model.requires_grad_(False)
+        report(f"the teacher is {folder}, step {loaded.checkpoint.step:,}")
+
+    def batch(self, step: int, micro_step: int, size: int) -> Batch:
+        return (self._examples or self._windows).batch(step, micro_step, size)
+
+    def loss(self, model: GPT, batch: Batch) -> Losses:
+        inputs, targets, *positions = batch
+        router_logits: list[Tensor] = []
+        with torch.no_grad():
+            taught = self._teacher.features(inputs, None, None, *positions)
+        features = model.features(inputs, None, router_logits, *positions)
+        temperature, teacher = self.objective.temperature, self._teacher
+        nats, kl = distillation_nats(
+            features, model.head_weight, taught, teacher.head_weight, targets, temperature
+        ).unbind()
+        objective = self.objective.ce_weight * nats + self.objective.kl_weight * temperature**2 * kl
+        weights = (self.recipe.train.router_balance_weight, self.recipe.train.router_z_weight)
+        return with_routing(objective, nats, router_logits, model, count_targets(batch), *weights, {"teacher_kl": kl})
+
+    def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
+        if self._examples is None:
+            return super().evaluate(model, shares, precision)
+        rows = evaluation_rows(self._held_out, self.recipe.train.evaluate_sequences)
+        return evaluate_loss(model, rows, shares=shares, autocast=precision.autocast), {}

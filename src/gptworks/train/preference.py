@@ -1,0 +1,242 @@
+"""Preference tuning without a reward model: DPO (Rafailov et al., 2023), cDPO and IPO.
+
+What the model gives an answer is compared with what the model at the start of the run gave it, its reference. That is
+computed once, before the first step, and kept in the run folder.
+
+Shapes: P pairs, T tokens of the longest conversation among them.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from gptworks.config import IGNORED, PreferenceObjective
+from gptworks.data.batches import shuffled
+from gptworks.data.preferences import Pairs
+from gptworks.device import Precision
+from gptworks.errors import UserError
+from gptworks.evaluate.loss import LossReport, Shares
+from gptworks.files import sealed_json, unsealed_json, write_whole
+from gptworks.infer.backend import eval_mode
+from gptworks.infer.engine import Engine
+from gptworks.model import GPT
+from gptworks.model.loss import target_logprobs
+from gptworks.plan.run import planned_steps
+from gptworks.train.objectives import Batch, Losses, with_routing
+from gptworks.train.task import Task
+
+REFERENCE = "reference.safetensors"
+
+_ROUND_TOKENS = 32
+"""Batches are as long as their longest conversation, rounded up to this: fewer shapes for kernels to meet."""
+
+_MOST_SILENT = 0.5
+"""Share of pairs that may say nothing within the context before the run is refused."""
+
+
+def preference_loss(
+    objective: PreferenceObjective, logratios: Tensor, n_tokens: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum of the pairs' losses, and sums that are reported.
+
+    Args:
+        logratios: log π(answer) − log π_ref(answer), [2P]: of the chosen answers, then of the rejected ones.
+        n_tokens: learned tokens of each answer, [2P].
+    """
+    chosen, rejected = logratios.chunk(2)
+    if objective.loss == "ipo":  # Azar et al., 2023, eq. 17, a token each: as its authors computed their results
+        chosen_tokens, rejected_tokens = n_tokens.chunk(2)
+        gap = chosen / chosen_tokens - rejected / rejected_tokens
+        losses = (gap - 1 / (2 * objective.beta)).square()
+    else:  # Rafailov et al., 2023, eq. 7; with smoothing, Mitchell, 2023, eq. 3
+        margin, smoothing = objective.beta * (chosen - rejected), objective.label_smoothing
+        losses = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+    figures = {
+        "reward_margin": objective.beta * (chosen - rejected).sum(),
+        "reward_chosen": objective.beta * chosen.sum(),
+        "accuracy": (chosen > rejected).float().sum(),
+    }
+    return losses.sum(), figures
+
+
+def answer_logprobs(model: GPT, inputs: Tensor, targets: Tensor, router_logits: list[Tensor] | None = None) -> Tensor:
+    """log π(answer | prompt) of each row, [B]: the sum over its targets."""
+    features = model.features(inputs, router_logits=router_logits)
+    return target_logprobs(features, model.head_weight, targets).sum(-1)
+
+
+class Preference(Task):
+    """Pairs of answers; a step's batch_size counts pairs."""
+
+    objective: PreferenceObjective
+
+    def _open(self) -> None:
+        assert isinstance(self.recipe.objective, PreferenceObjective)
+        self.objective = self.recipe.objective
+        self._pairs = {"train": Pairs(self.train_shards, self.context_length),
+                       "validation": Pairs(self.validation_shards, self.context_length)}  # fmt: skip
+        self._reference: dict[str, Tensor] = {}  # [n pairs, 2] by split
+
+    @property
+    def total_steps(self) -> int | None:
+        return planned_steps(self.recipe.train, self.context_length, None, windows_per_epoch=len(self._pairs["train"]))[
+            0
+        ]
+
+    # ----------------------------------------------------------------------------------------------- reference
+
+    def begin(
+        self,
+        model: GPT,
+        engine: Engine,
+        precision: Precision,
+        fresh: bool,
+        writes: bool,
+        report: Callable[[str], None],
+    ) -> None:
+        path = self.recipe.run_dir / REFERENCE
+        if not fresh:
+            self._reference = self._read_reference(path)
+            return
+        self._check_pairs(report)
+        n_pairs = sum(map(len, self._pairs.values()))
+        report(f"computing what the model gives {n_pairs:,} pairs of answers at the start")
+        self._reference = {split: self._logprobs(model, precision, split) for split in self._pairs}
+        if writes:
+            data = save(self._reference)
+            described = {
+                "data": self.data_fingerprint,
+                "weights": weights_fingerprint(model),
+                "tensors": hashlib.sha256(data).hexdigest(),
+            }
+            path.write_bytes(data)
+            write_whole(path.with_suffix(".json"), sealed_json(described))
+
+    def _check_pairs(self, report: Callable[[str], None]) -> None:
+        """Refuse data most of which teaches nothing, and tell of the rest.
+
+        Raises:
+            UserError: both answers of most pairs are the same as far as the context reaches.
+        """
+        pairs = self._pairs["train"]
+        silent = [i for i in range(len(pairs)) if pairs.says_nothing(i)]
+        if not silent:
+            return
+        text = (
+            f"{len(silent):,} of {len(pairs):,} pairs teach nothing: their answers are equal, or begin beyond the "
+            f"context of {self.context_length:,} tokens ({pairs.place(silent[0])})"
+        )
+        if len(silent) > _MOST_SILENT * len(pairs):
+            raise UserError(f"{text}. Give pairs that differ, or a longer model.context_length.")
+        report(text)
+
+    def _read_reference(self, path: Path) -> dict[str, Tensor]:
+        """What the model gave at the start, from the run folder.
+
+        Raises:
+            UserError: it is missing, damaged or of other data.
+        """
+        try:
+            described, data = unsealed_json(path.with_suffix(".json").read_bytes()), path.read_bytes()
+            whole = hashlib.sha256(data).hexdigest() == described["tensors"]
+            reference = load(data) if whole else {}
+        except (OSError, ValueError, KeyError, SafetensorError, json.JSONDecodeError):
+            reference = {}
+        if not reference:
+            raise UserError(
+                f"{path} is missing or damaged: it holds what the model gave the answers before the run began, which "
+                f"cannot be told now. Restore it from a copy, or start anew with another run_dir=."
+            )
+        if described["data"] != self.data_fingerprint:
+            raise UserError(f"{path} is of other pairs than these: restore the data, or give another run_dir=.")
+        return reference
+
+    def _logprobs(self, model: GPT, precision: Precision, split: str) -> Tensor:
+        """log π of both answers of every pair, float32 [n, 2] on the CPU.
+
+        With gradients, though nobody wants them: so the kernels are those of training, and round alike.
+        """
+        pairs, size = self._pairs[split], self.recipe.train.micro_batch_size
+        given = torch.zeros(len(pairs), 2)
+        with eval_mode(model):
+            for first in range(0, len(pairs), size):
+                chosen = list(range(first, min(first + size, len(pairs))))
+                inputs, targets = (x.to(model.device) for x in self._rows(split, chosen))
+                with precision.autocast():
+                    logprobs = answer_logprobs(model, inputs, targets)
+                given[chosen] = logprobs.detach().view(2, -1).T.float().cpu()
+        return given
+
+    # ------------------------------------------------------------------------------------------------- batches
+
+    def batch(self, step: int, micro_step: int, size: int) -> Batch:
+        """Inputs and targets, int64 [2P, T]: the chosen conversations, then the rejected; and their reference [2P]."""
+        first = step * self.recipe.train.batch_size + micro_step * size
+        pairs = self._pairs["train"]
+        return self._batch("train", shuffled(np.arange(first, first + size), len(pairs), self.recipe.seed).tolist())
+
+    def _batch(self, split: str, pairs: list[int]) -> Batch:
+        return (*self._rows(split, pairs), self._reference[split][pairs].T.flatten())
+
+    def _rows(self, split: str, pairs: list[int]) -> tuple[Tensor, Tensor]:
+        answers = [self._pairs[split].answer(pair, side) for side in (0, 1) for pair in pairs]
+        longest = max(len(ids) for ids, _ in answers) - 1
+        width = min(self.context_length, -(-longest // _ROUND_TOKENS) * _ROUND_TOKENS)
+        inputs = torch.zeros(len(answers), width, dtype=torch.int64)
+        targets = torch.full_like(inputs, IGNORED)
+        for row, (ids, learned) in enumerate(answers):
+            inputs[row, : len(ids) - 1] = torch.from_numpy(ids[:-1])
+            targets[row, : len(ids) - 1] = torch.from_numpy(np.where(learned[1:], ids[1:], IGNORED))
+        return inputs, targets
+
+    def count(self, batch: Batch) -> int:
+        return batch[0].size(0) // 2
+
+    def loss(self, model: GPT, batch: Batch) -> Losses:
+        inputs, targets, reference = batch
+        router_logits: list[Tensor] = []
+        logprobs = answer_logprobs(model, inputs, targets, router_logits)
+        n_tokens = (targets != IGNORED).sum(-1).clamp(min=1)
+        loss, figures = preference_loss(self.objective, logprobs - reference, n_tokens)
+        weights = (self.recipe.train.router_balance_weight, self.recipe.train.router_z_weight)
+        return with_routing(loss, loss, router_logits, model, self.count(batch), *weights, figures)
+
+    @torch.no_grad()
+    def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
+        """The held-out pairs' mean loss, reward margin, and how often the chosen answer gained more than the other.
+
+        Every process evaluates them all.
+        """
+        n_pairs = len(self._pairs["validation"])
+        n_chosen = min(self.recipe.train.evaluate_sequences or n_pairs, n_pairs)
+        chosen = [place * n_pairs // n_chosen for place in range(n_chosen)]
+        size, total = self.recipe.train.micro_batch_size, 0.0
+        sums: dict[str, float] = {}
+        with eval_mode(model):
+            for first in range(0, n_chosen, size):
+                batch = tuple(x.to(model.device) for x in self._batch("validation", chosen[first : first + size]))
+                with precision.autocast():
+                    losses = self.loss(model, batch)
+                total += losses.loss.item()
+                for name, value in losses.figures.items():
+                    sums[name] = sums.get(name, 0.0) + value.item()
+        means = {name: value / n_chosen for name, value in sums.items()}
+        return LossReport(total, n_chosen, unit="nats per pair"), means
+
+
+def weights_fingerprint(model: GPT) -> str:
+    """sha256 of a model's parameters, in the order of their names. Of sharded ones, this process's share."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        digest.update(name.encode("utf-8"))
+        digest.update(local.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,90 @@
+"""Distillation: the loss against its definition in float64, a student that nears its teacher, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from gptworks.config import IGNORED
+from gptworks.errors import UserError
+from gptworks.model.loss import distillation_nats
+from gptworks.recipe import parse_recipe
+from gptworks.train.loop import check_train, train
+from gptworks.train.metrics import read_metrics
+from halves import assert_resumes_exactly
+
+pytestmark = pytest.mark.usefixtures("without_curves")
+
+
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_loss_and_gradients_are_the_definition(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptworks.model.loss.chunk_tokens", lambda device, vocab_size: chunk)
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 7, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    y, v, temperature = torch.randn(2, 7, 12), torch.randn(30, 12), 3.0
+    targets = torch.randint(30, (2, 7))
+    targets[0, :4] = IGNORED
+    sums = distillation_nats(x, w, y, v, targets, temperature)
+    got = torch.autograd.grad(0.3 * sums[0] + 0.7 * sums[1], [x, w])
+
+    x64, w64 = (t.detach().double().requires_grad_() for t in (x, w))
+    nats = kl = torch.zeros((), dtype=torch.float64)
+    for row, place in (targets != IGNORED).nonzero().tolist():
+        ours, theirs = w64 @ x64[row, place], v.double() @ y[row, place].double()
+        nats = nats - torch.log(ours.exp()[targets[row, place]] / ours.exp().sum())
+        p = (theirs / temperature).exp() / (theirs / temperature).exp().sum()
+        q = (ours / temperature).exp() / (ours / temperature).exp().sum()
+        kl = kl + (p * (p / q).log()).sum()
+    assert sums[0].item() == pytest.approx(nats.item(), abs=1e-5)
+    assert sums[1].item() == pytest.approx(kl.item(), abs=1e-5)
+    expected = torch.autograd.grad(0.3 * nats + 0.7 * kl, [x64, w64])
+    for one, other in zip(got, expected, strict=True):
+        assert (one - other).abs().max() <= 1e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a teacher."""
+    folder = tmp_path_factory.mktemp("distillation")
+    tree = tiny.recipe_tree(folder, max_steps=30, learning_rate=0.01, checkpoint_every=30, evaluate_every=30)
+    train(parse_recipe(tree | {"run_dir": str(folder / "teacher")}))
+    return folder
+
+
+def student(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
+    tree = tiny.recipe_tree(folder, max_steps=20, evaluate_every=20, checkpoint_every=5, learning_rate=0.01)
+    tree["model"] |= {"d_model": 16, "n_layers": 1, "context_length": 16}
+    objective = {"type": "distillation", "teacher": str(folder / "teacher")} | settings.pop("objective", {})
+    return tree | {"run_dir": str(folder / name), "objective": objective, **settings}
+
+
+def test_a_student_nears_its_teacher_and_resumes_exactly(folder: Path) -> None:
+    run = assert_resumes_exactly(student(folder, "student"), at_step=12)
+    records = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
+    assert records[-1]["teacher_kl"] < 0.7 * records[0]["teacher_kl"]
+    assert records[-1]["loss"] < records[0]["loss"]
+    validation = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "validation"]
+    assert validation[-1]["perplexity"] > 1, "held-out text is judged as for any run"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"objective": {"teacher": "nowhere"}}, "objective.teacher=nowhere is not a run folder"),
+        ({"objective": {"temperature": 0}}, "temperature"),
+        ({"model": {"context_length": 64, "n_layers": 1, "d_model": 16, "n_heads": 2}}, "reads 32"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_work(folder: Path, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_train(parse_recipe(student(folder, "refused", **change)))
+
+
+def test_a_teacher_of_other_tokens_is_refused(folder: Path) -> None:
+    (folder / "other.txt").write_text("abcdefgh ijkl\n" * 400)
+    other = student(folder, "other")
+    other["data"] = other["data"] | {"sources": [{"type": "text", "path": str(folder / "other.txt")}]}
+    with pytest.raises(UserError, match=r"tokenizer is not that of objective\.teacher|has a vocabulary"):
+        train(parse_recipe(other))

@@ -1,0 +1,317 @@
+"""Preference tuning: the losses against independent ones, the data, the reference, and that margins rise."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny
+from gptworks.checkpoint import checkpoints, load_run
+from gptworks.config import IGNORED, ModelConfig, PreferenceObjective, PreferencesSource
+from gptworks.data.preferences import Pairs, iter_pairs
+from gptworks.data.prepare import find_prepared
+from gptworks.data.shards import TokenShards
+from gptworks.errors import UserError
+from gptworks.model import GPT
+from gptworks.model.loss import target_logprobs
+from gptworks.recipe import parse_recipe
+from gptworks.train.loop import train
+from gptworks.train.metrics import read_metrics
+from gptworks.train.preference import answer_logprobs, preference_loss
+from halves import assert_resumes_exactly
+
+pytestmark = pytest.mark.usefixtures("without_curves")
+
+SMALL: dict[str, Any] = {"vocab_size": 50, "context_length": 24, "n_layers": 2, "d_model": 32, "n_heads": 4}
+
+
+def rows(n_pairs: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets [2P, T]: a prompt in common, then answers of unequal lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(50, (2 * n_pairs, 21), generator=generator)
+    ids[n_pairs:, :8] = ids[:n_pairs, :8]
+    targets = ids[:, 1:].clone()
+    targets[:, :7] = IGNORED
+    for row in range(2 * n_pairs):
+        targets[row, 12 + row :] = IGNORED
+    return ids[:, :-1], targets
+
+
+# ------------------------------------------------------------------------------------------------------- the loss
+
+
+def by_the_papers(objective: PreferenceObjective, logratios: np.ndarray, lengths: np.ndarray) -> float:
+    """The sum of the losses in float64, written as the papers have them."""
+    n = len(logratios) // 2
+    total = 0.0
+    for w, r, n_w, n_r in zip(logratios[:n], logratios[n:], lengths[:n], lengths[n:], strict=True):
+        if objective.loss == "ipo":
+            total += (w / n_w - r / n_r - 1 / (2 * objective.beta)) ** 2
+        else:
+            sigmoid, eps = 1 / (1 + math.exp(-objective.beta * (w - r))), objective.label_smoothing
+            total -= (1 - eps) * math.log(sigmoid) + eps * math.log(1 - sigmoid)
+    return total
+
+
+@pytest.mark.parametrize("settings", [{}, {"beta": 0.5, "label_smoothing": 0.2}, {"loss": "ipo", "beta": 0.05}])
+def test_loss_and_gradients_are_those_of_the_papers(settings: dict[str, Any]) -> None:
+    objective = PreferenceObjective.model_validate({"type": "preference", **settings})
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(**SMALL)).double()
+    inputs, targets = rows()
+    reference = torch.linspace(-40, -20, 6, dtype=torch.float64)
+    n_tokens = (targets != IGNORED).sum(-1)
+
+    def loss() -> torch.Tensor:
+        return preference_loss(objective, answer_logprobs(model, inputs, targets) - reference, n_tokens)[0]
+
+    plain = model(inputs).log_softmax(-1)
+    picked = plain.gather(-1, targets.where(targets != IGNORED, 0).unsqueeze(-1)).squeeze(-1)
+    sums = picked.where(targets != IGNORED, 0).sum(-1)
+    assert (answer_logprobs(model, inputs, targets) - sums).abs().max() < 1e-9
+    expected = by_the_papers(objective, (sums - reference).detach().numpy(), n_tokens.numpy())
+    assert loss().item() == pytest.approx(expected, abs=1e-5)
+
+    loss().backward()
+    parameter = model.blocks[0].mlp.up.weight
+    assert parameter.grad is not None
+    with torch.no_grad():
+        step, index = 1e-5, (3, 4)
+        parameter[index] += step
+        above = loss()
+        parameter[index] -= 2 * step
+        below = loss()
+        parameter[index] += step
+    assert parameter.grad[index].item() == pytest.approx(((above - below) / (2 * step)).item(), rel=1e-5, abs=1e-8)
+
+
+def test_logprobs_are_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    features, weight = torch.randn(4, 9, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
+    targets = torch.randint(50, (4, 9))
+    targets[1, :5] = IGNORED
+
+    def made() -> list[torch.Tensor]:
+        logprobs = target_logprobs(features, weight, targets)
+        return [logprobs, *torch.autograd.grad((logprobs * torch.arange(9.0)).sum(), [features, weight])]
+
+    whole = made()
+    monkeypatch.setattr("gptworks.model.loss.chunk_tokens", lambda device, vocab_size: 7)
+    for one, other in zip(whole, made(), strict=True):
+        assert (one - other).abs().max() < 1e-5
+    assert (target_logprobs(features, weight, torch.full_like(targets, IGNORED)) == 0).all()
+
+
+# ------------------------------------------------------------------------------------------------------- the data
+
+
+def pairs_of(folder: Path, records: list[Any]) -> list[Any]:
+    (folder / "pairs.json").write_text(json.dumps(records))
+    return list(iter_pairs([PreferencesSource(type="preferences", path=str(folder / "pairs.json"))]))
+
+
+def test_three_shapes_of_record_are_read(tmp_path: Path) -> None:
+    user = {"role": "user", "content": "Add.\n\n1 2"}
+    good, bad = ({"role": "assistant", "content": text} for text in ("3", "4"))
+    shapes = [
+        {"instruction": "Add.", "input": "1 2", "output": "3", "chosen": "3", "rejected": "4"},
+        {"prompt": "Add.\n\n1 2", "chosen": "3", "rejected": "4"},
+        {"prompt": [user], "chosen": [good], "rejected": [bad]},
+        {"chosen": [user, good], "rejected": [user, bad]},
+        {"prompt": "Add.\n\n1 2", "chosen": [user, good], "rejected": [user, bad]},
+    ]
+    for pair in pairs_of(tmp_path, shapes):
+        assert (pair.prompt, pair.chosen, pair.rejected) == ([user], good, bad), pair.where
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "record 1: no field `rejected`"),
+        ({"chosen": "b", "rejected": "c"}, "no prompt"),
+        ({"prompt": "a", "chosen": 3, "rejected": "c"}, "`chosen`"),
+        ({"chosen": [{"role": "user", "content": "x"}], "rejected": "c"}, "does not end with an answer"),
+        ([], "not an object"),
+    ],
+)
+def test_a_record_of_another_shape_is_named(record: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        pairs_of(tmp_path, [record])
+
+
+# ------------------------------------------------------------------------------------------------------- runs
+
+
+def tree_of(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
+    train_settings = {
+        "max_steps": 12, "batch_size": 8, "micro_batch_size": 4, "optimizer": "adamw", "learning_rate": 0.003,
+        "evaluate_every": 6, "evaluate_sequences": 0, "warmup_steps": 0, "schedule": "constant",
+    } | settings.pop("train", {})  # fmt: skip
+    tree = tiny.recipe_tree(folder, **train_settings)
+    tree["model"] |= {"context_length": 64, "dropout_residual": 0.0, "dropout_attention": 0.0}
+    tokenizer = {"type": "file", "path": str(folder / "base/tokenizer"), "chat_template": "plain"}
+    data = tree["data"] | {"sources": [{"type": "preferences", "path": str(folder / "pairs.json")}]}
+    data["validation"] = {"fraction": 0.2}
+    objective = {"type": "preference"} | settings.pop("objective", {})
+    return tree | {
+        "run_dir": str(folder / name), "initialize_from": str(folder / "base"), "tokenizer": tokenizer, "data": data,
+        "objective": objective, **settings,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a base run and pairs whose preferred answers are in words that the others do not have."""
+    folder = tmp_path_factory.mktemp("preference")
+    records = [
+        {"instruction": f"line {i}:", "input": "", "chosen": "the quick fox", "rejected": "over the lazy dog"}
+        for i in range(80)
+    ]
+    (folder / "pairs.json").write_text(json.dumps(records))
+    tree = tiny.recipe_tree(folder, max_steps=8, optimizer="adamw", checkpoint_every=8)
+    tree["model"] |= {"context_length": 64}
+    tree["tokenizer"] = {"type": "bpe", "vocab_size": 300}
+    train(parse_recipe(tree | {"run_dir": str(folder / "base")}))
+    return folder
+
+
+@pytest.mark.parametrize("settings", [{}, {"adapter": {"rank": 4}}, {"objective": {"loss": "ipo"}}])
+def test_the_margin_on_held_out_pairs_rises_from_a_loss_that_is_known(base: Path, settings: dict[str, Any]) -> None:
+    name = "-".join(["plain", *settings])
+    train(parse_recipe(tree_of(base, name, **settings)))
+    records = list(read_metrics(base / name / "metrics.jsonl"))
+    first = next(record for record in records if record["kind"] == "train")
+    at_start = (1 / (2 * 0.1)) ** 2 if "objective" in settings else math.log(2)  # all log-ratios are 0
+    assert first["loss"] == pytest.approx(at_start, abs=1e-4)
+    assert first["reward_margin"] == pytest.approx(0, abs=1e-4)
+    held_out = [record for record in records if record["kind"] == "validation"]
+    assert held_out[-1]["reward_margin"] > held_out[0]["reward_margin"] > 0
+    assert held_out[-1]["accuracy"] > 0.9
+    assert held_out[-1]["perplexity"] is None and held_out[-1]["unit"] == "nats per pair"
+    assert "perplexity" not in (base / name / "model-card.md").read_text()
+
+
+def test_the_reference_is_what_the_start_gives(base: Path) -> None:
+    train(parse_recipe(tree_of(base, "reference", train={"max_steps": 1, "precision": "fp32"})))
+    kept = load_file(base / "reference/reference.safetensors")
+    described = json.loads((base / "reference/reference.json").read_text())
+    assert set(described) >= {"data", "weights", "tensors", "sha256"}
+    start = load_run(base / "base").model
+    prepared = find_prepared(parse_recipe(tree_of(base, "reference")))
+    assert prepared is not None
+    pairs = Pairs(TokenShards(prepared.folder, "validation"), 64)
+    for pair in range(3):
+        for side in (0, 1):
+            ids, learned = pairs.answer(pair, side)
+            with torch.no_grad():
+                logprobs = start(torch.from_numpy(ids)[None, :-1]).double().log_softmax(-1)[0]
+            expected = sum(logprobs[i, ids[i + 1]].item() for i in np.flatnonzero(learned[1:]))
+            assert kept["validation"][pair, side].item() == pytest.approx(expected, abs=1e-4)
+            answer = prepared.tokenizer.decode(ids[learned].tolist())
+            assert answer.strip() == ("the quick fox", "over the lazy dog")[side]
+
+
+def test_evaluate_judges_the_preferred_answers(base: Path) -> None:
+    result = tiny.gptworks("evaluate", base / "reference", "--json", "--precision", "fp32")
+    assert result.returncode == 0, result.stderr
+    report, kept = json.loads(result.stdout), load_file(base / "reference/reference.safetensors")
+    nats = -kept["validation"][:, 0].sum().item()  # the start's: a step of training later it is near
+    assert report["loss"] * report["tokens"] == pytest.approx(nats, rel=0.1)
+
+
+@pytest.mark.parametrize("settings", [{"adapter": {"rank": 2, "dropout": 0.2}}])
+def test_a_resumed_run_is_the_same_and_needs_its_reference(base: Path, settings: dict[str, Any]) -> None:
+    whole = assert_resumes_exactly(tree_of(base, "resumed", **settings), at_step=7)
+    recipe = parse_recipe(tree_of(base, "resumed-whole", **settings, train={"max_steps": 14}))
+    (whole / "reference.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"reference\.safetensors is missing or damaged"):
+        train(recipe, resume=True)
+    assert checkpoints(whole)[0].step == 12
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"objective": {"loss": "ipo", "label_smoothing": 0.1}}, "only dpo has it"),
+        ({"data": {"sources": [{"type": "python-stdlib"}]}}, "data.sources are text: give sources of type preferences"),
+        ({"objective": {"beta": 0}}, "beta"),
+    ],
+)
+def test_what_cannot_be_is_refused(base: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        parse_recipe(tree_of(base, "refused", **settings))
+
+
+def test_pairs_that_teach_nothing_are_refused(base: Path, tmp_path: Path) -> None:
+    records = [{"prompt": f"line {i}", "chosen": "the fox", "rejected": "the fox"} for i in range(40)]
+    (tmp_path / "same.json").write_text(json.dumps(records))
+    tree = tree_of(base, "same")
+    tree["data"]["sources"][0]["path"] = str(tmp_path / "same.json")
+    with pytest.raises(UserError, match=r"pairs teach nothing.*same.json, record"):
+        train(parse_recipe(tree))
+
+
+# -------------------------------------------------------------------------------------------------------- beside trl
+
+
+@pytest.mark.trl
+@pytest.mark.parametrize("settings", [{}, {"beta": 0.3}, {"loss": "ipo", "beta": 0.2}])
+def test_loss_and_gradients_are_those_of_trl(settings: dict[str, Any], tmp_path: Path) -> None:
+    import datasets
+    import transformers
+    import trl
+
+    from gptworks.interop.huggingface import export_huggingface
+    from gptworks.interop.huggingface.architectures import FAMILIES
+    from gptworks.interop.huggingface.tensors import tensor_places
+    from hf import make_run, random_model
+
+    objective = PreferenceObjective.model_validate({"type": "preference", **settings})
+    config = ModelConfig(**(SMALL | {"vocab_size": 260, "norm": "rmsnorm", "mlp": "swiglu"}))
+    models = {}
+    for seed, name in ((0, "policy"), (1, "reference")):
+        models[name] = random_model(config, seed)
+        export_huggingface(make_run(tmp_path / f"{name}-run", models[name]), tmp_path / name, verify=False)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    policy, reference = (load(tmp_path / name, dtype=torch.float32) for name in models)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "policy")
+    tokenizer.pad_token = tokenizer.eos_token = tokenizer.decode([0])
+    loss_type = "ipo" if objective.loss == "ipo" else "sigmoid"  # of cDPO, trl has no more
+    trainer = trl.DPOTrainer(
+        model=policy,
+        ref_model=reference,
+        args=trl.DPOConfig(
+            output_dir=str(tmp_path / "trl"), beta=objective.beta, loss_type=[loss_type], use_cpu=True, bf16=False,
+            report_to=[], disable_dropout=True, gradient_checkpointing=False,
+        ),
+        train_dataset=datasets.Dataset.from_list([{"prompt": "ab", "chosen": "cd", "rejected": "ef"}]),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    inputs, targets = rows()
+    ids = torch.cat([inputs, targets[:, -1:].where(targets[:, -1:] != IGNORED, 0)], dim=1)
+    mask = torch.cat([torch.zeros(6, 1, dtype=torch.int64), (targets != IGNORED).long()], dim=1)
+    ids = torch.where(mask.bool(), torch.cat([ids[:, :1], targets], dim=1), ids)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": mask}
+    theirs = trainer.compute_loss(trainer.model, batch)
+    theirs.backward()
+
+    ours = models["policy"].train()
+    with torch.no_grad():
+        start = answer_logprobs(models["reference"], inputs, targets)
+    n_tokens = (targets != IGNORED).sum(-1)
+    loss, _ = preference_loss(objective, answer_logprobs(ours, inputs, targets) - start, n_tokens)
+    (loss / 3).backward()
+    assert loss.item() / 3 == pytest.approx(theirs.item(), abs=1e-5)
+    gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+    n_compared = 0
+    for place in tensor_places(FAMILIES["llama"].places, config, ours.state_dict()):
+        mine = place.layout.join([dict(ours.named_parameters())[name].grad for name in place.ours], config)
+        other = gradients[place.theirs]
+        assert (mine - other).abs().max() <= 1e-5 * max(1.0, other.abs().max().item()), place.theirs
+        n_compared += 1
+    assert n_compared > 10
