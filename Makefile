@@ -3,15 +3,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo bands test test-harness test-gguf test-memory test-kills lint bench clean
+.PHONY: help demo pipeline bands test test-gguf test-harness test-memory test-ranks test-kills test-schema test-overload lint bench clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
+	@echo "make pipeline  from text to an assistant: a small base model, instruction tuning, held-out questions (about 12 minutes)"
 	@echo "make test    run the tests"
 	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
 	@echo "make test-harness  compare lm-evaluation-harness's scores of a run and of its export (about a minute on 2 cores)"
 	@echo "make test-memory  hold the planned memory of every preset against its traced step (about 15 minutes on 2 cores)"
 	@echo "make test-kills  kill runs fifty times, in one process and in two, and resume them (about 10 minutes on 2 cores)"
+	@echo "make test-schema  5,000 requests to the server, made from its schema (about 10 minutes on 2 cores)"
+	@echo "make test-overload  the server with too many clients, slow ones, and ones that leave (about 3 minutes on 2 cores)"
 	@echo "make lint    ruff, mypy and the import contract"
 	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about an hour on 2 cores)"
 	@echo "make bench   speed beside textbook loops and torch's own passes; memory beside what was planned"
@@ -26,6 +29,10 @@ demo: .venv/.installed
 	$(BIN)/gptworks evaluate runs/demo --compressors
 	@echo; echo "Go on with: $(BIN)/gptworks chat runs/demo"
 
+pipeline: .venv/.installed
+	$(BIN)/python bench/pipeline.py
+	@echo; echo "Go on with: $(BIN)/gptworks chat runs/miniature-finetune"
+
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest
 
@@ -36,7 +43,7 @@ test-gguf: .venv/.installed-dev
 
 test-harness: .venv/.installed-dev
 	$(PIP) -e ".[harness]"
-	$(BIN)/python -m pytest -m harness tests/test_lm_eval.py
+	$(BIN)/python -m pytest -m harness tests/test_lm_eval.py tests/test_serve_lm_eval.py
 
 test-memory: .venv/.installed-dev
 	$(BIN)/python -m pytest -m grid tests/test_memory.py
@@ -46,6 +53,12 @@ test-ranks: .venv/.installed-dev
 
 test-kills: .venv/.installed-dev
 	$(BIN)/python -m pytest -m kills -rP tests/test_kills.py
+
+test-schema: .venv/.installed-dev
+	$(BIN)/python -m pytest -m schemathesis -rP tests/test_serve_schema.py
+
+test-overload: .venv/.installed-dev
+	$(BIN)/python -m pytest -m overload -rP tests/test_serve_overload.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

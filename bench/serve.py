@@ -34,6 +34,8 @@ from gptworks.device import device_name
 from gptworks.interop.gguf import export_gguf
 from gptworks.interop.huggingface import export_huggingface
 from gptworks.model import GPT
+from gptworks.quantize.convert import quantize_model
+from gptworks.quantize.formats import Weights
 from gptworks.recipe import parse_recipe, save_recipe
 from gptworks.tokenizer import save_tokenizer, train_tokenizer
 from gptworks.train.progress import Progress
@@ -41,7 +43,7 @@ from gptworks.train.progress import Progress
 PRESET, PROMPT_CHARACTERS, NEW_TOKENS = "gpt2", 220, 64
 CONCURRENCY = (1, 8, 32)
 REQUESTS_A_CLIENT = 3
-OURS = "gptworks bf16"
+KINDS: tuple[Weights, ...] = ("bf16", "int8")
 PATIENCE_SECONDS = 600
 
 
@@ -67,21 +69,15 @@ def make_model(folder: Path) -> list[str]:
     recipe = parse_recipe(tree)
     texts = [piece.text for piece in iter_documents(recipe.data.sources)]
     tokenizer = train_tokenizer(recipe.tokenizer, texts)
-    (folder / "run").mkdir()
-    save_recipe(recipe, folder / "run" / "recipe.yaml")
-    save_tokenizer(tokenizer, folder / "run" / "tokenizer")
-    save_checkpoint(folder / "run", 1, GPT(recipe.model).state_dict(), {}, asdict(Progress(step=1, best_step=1)))
+    model = GPT(recipe.model)
+    for name, weights in (("run", model), *((kind, quantize_model(model, kind)) for kind in KINDS)):
+        (folder / name).mkdir()
+        save_recipe(recipe, folder / name / "recipe.yaml")
+        save_tokenizer(tokenizer, folder / name / "tokenizer")
+        save_checkpoint(folder / name, 1, weights.state_dict(), {}, asdict(Progress(step=1, best_step=1)))
     export_huggingface(folder / "run", folder / "hf", precision="bf16", verify=False)
     for kind in ("bf16", "q8_0"):
         export_gguf(folder / "run", folder / f"{kind}.gguf", quantization=kind)  # type: ignore[arg-type]
-    subprocess.run(
-        [sys.executable, "-m", "gptworks", "quantize", str(folder / "run"), str(folder / "int8"), "--weights", "int8"],
-        check=True,
-    )
-    subprocess.run(
-        [sys.executable, "-m", "gptworks", "quantize", str(folder / "run"), str(folder / "bf16"), "--weights", "bf16"],
-        check=True,
-    )
     long = [text for text in texts if len(text) > 4 * PROMPT_CHARACTERS]
     return [text[PROMPT_CHARACTERS : 2 * PROMPT_CHARACTERS] for text in long]
 
@@ -91,8 +87,8 @@ def servers(folder: Path, port: int, llama_server: str | None) -> dict[str, Serv
     python = [sys.executable, "-m", "gptworks", "serve"]
     slots, context = max(CONCURRENCY), max(CONCURRENCY) * 256
     found = {
-        OURS: Server([*python, str(folder / "bf16"), "--port", str(port)], "bench"),
-        "gptworks int8": Server([*python, str(folder / "int8"), "--port", str(port)], "bench"),
+        f"gptworks {kind}": Server([*python, f"--model=bench={folder / kind}", "--port", str(port)], "bench")
+        for kind in KINDS
     }
     if find_spec("transformers") and shutil.which("transformers"):
         serve = ["transformers", "serve", str(folder / "hf"), "--dtype", "bfloat16", "--device", "cpu"]

@@ -118,7 +118,7 @@ def test_one_product_over_all_slots_is_the_loop_over_them(monkeypatch: pytest.Mo
         model, results = tiny(**settings), []
         for at_once in (False, True):
             backend = TorchBackend(model, 4, CONTEXT)
-            for tensor in (*backend.cache.keys, *backend.cache.values):
+            for tensor in (vectors.data for vectors in (*backend.cache.keys, *backend.cache.values)):
                 tensor.zero_()
             for slot in range(4):
                 feed(backend, slot, text(slot, 17 + 3 * slot), 0)

@@ -105,6 +105,11 @@ def test_generate_is_seeded_and_can_give_several_samples(folder: Path) -> None:
     assert all(completion["prompt_tokens"] == 5 for completion in several)
 
 
+def test_generate_keeps_a_cache_of_whole_numbers(folder: Path) -> None:
+    text = run("generate", folder / "run", "line ", "--max-tokens", "20", "--temperature", "0", "--cache", "int8")
+    assert text.startswith("line ") and len(text) > 10
+
+
 def test_generate_stops_where_told(folder: Path) -> None:
     greedy = run("generate", folder / "run", "line ", "--max-tokens", "24", "--temperature", "0")
     stop = greedy[len("line ") + 3 : len("line ") + 5]
@@ -160,7 +165,8 @@ def test_generate_tells_log_probabilities_and_follows_a_regular_expression(folde
     ("arguments", "message"),
     [
         (("--input", "x.jsonl"), "--input and --output belong together"), (("--draft", "run"), "--draft without"),
-        (("--backend", "gpu"), "--backend gpu"), (("--beams", "2", "--slide"), "num_beams=2"),
+        (("--backend", "gpu"), "--backend=gpu"), (("--cache", "int4"), "--cache=int4"),
+        (("--beams", "2", "--slide"), "num_beams=2"),
     ],
 )  # fmt: skip
 def test_generate_refuses_what_does_not_go_together(folder: Path, arguments: Any, message: str) -> None:

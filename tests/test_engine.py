@@ -181,6 +181,15 @@ def test_a_stop_string_ends_a_text_before_it_even_when_it_spans_tokens(stop: Any
     assert (completion.text, completion.finish_reason) == (text, reason)
 
 
+def test_a_text_ends_before_a_stop_token() -> None:
+    one = writing("abcde")
+    ends = [one.tokenizer.token_to_id("d")]
+    (completion,) = one.complete("a", temperature=0, max_tokens=7, stop_token_ids=ends)
+    assert (completion.text, completion.finish_reason) == ("bc", "stop")
+    (longer,) = one.complete("a", temperature=0, max_tokens=7, min_tokens=4, stop_token_ids=ends)
+    assert len(longer.token_ids) >= 4 and ends[0] not in longer.token_ids
+
+
 def test_a_stop_string_may_be_part_of_a_token() -> None:
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "x": 1, "one\nUser: two": 2}, unk_token="<unk>"))
     one = Engine(chain_model(tokenizer, [1, 2]), tokenizer)

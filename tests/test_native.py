@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gptworks.config import ModelConfig
 from gptworks.infer import native
-from gptworks.infer.backend import Chunk, Unavailable
+from gptworks.infer.backend import Chunk, TorchBackend, Unavailable
 from gptworks.model import GPT
 from gptworks.plan.devices import cpu_flags
 from gptworks.quantize.convert import quantize_model
@@ -100,6 +100,25 @@ def copy_of(model: GPT) -> GPT:
 def test_every_variant_in_float32(name: str) -> None:
     model = variant(name)
     check(model, native.try_backend(model, 3, CONTEXT), near=3e-6)
+
+
+@pytest.mark.parametrize("name", ["gpt3, windowed", "llama", "qwen3", "one key head"])
+def test_a_cache_in_int8_is_torchs(name: str) -> None:
+    """Both round each vector to 255 levels; a few differ by one, where their last bits do."""
+    model, ids = variant(name), text(40)
+    native_logits, torch_logits = (
+        torch.cat(
+            [backend.compute([Chunk(2, start, ids[start:end], end - start)])[0] for start, end in ((0, 33), (33, 40))]
+        )
+        for backend in (
+            native.try_backend(model, 3, CONTEXT, dtype=torch.int8),
+            TorchBackend(model, 3, CONTEXT, dtype=torch.int8),
+        )
+    )
+    exact = expected(copy_of(model), ids, 40)
+    error = float((torch_logits - exact).abs().mean())
+    assert 0 < error < 0.01 * float(exact.abs().max())
+    assert float((native_logits - torch_logits).abs().mean()) < 0.2 * error
 
 
 class Packed(nn.Module):

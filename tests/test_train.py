@@ -82,19 +82,19 @@ def test_accumulation_weighs_micro_batches_by_their_tokens(tmp_path: Path) -> No
         kept = 1 + targets.sum(1, keepdim=True) % (targets.size(1) - 1)
         return targets.where(torch.arange(targets.size(1)) < kept, -100)
 
-    from gptworks.train import feed
+    from gptworks.train import task
 
-    count = feed.count_targets
+    count = task.count_targets
     losses = {}
     for name, size in (("whole", 8), ("cut", 2)):
         (tmp_path / name).mkdir()
         tree = tiny.recipe_tree(tmp_path / name, max_steps=4, micro_batch_size=size, **PLAIN)
         tree["model"] |= NO_DROPOUT
-        feed.count_targets = lambda batch: count((batch[0], hide(batch[1])))
+        task.count_targets = lambda batch: count((batch[0], hide(batch[1])))
         try:
             train(parse_recipe(tree), objective=masked)
         finally:
-            feed.count_targets = count
+            task.count_targets = count
         losses[name] = [record["loss"] for record in records(tmp_path / name, "train")]
     assert losses["cut"] == pytest.approx(losses["whole"], rel=1e-5)
 

@@ -24,10 +24,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gptworks.config import ModelConfig, Recipe
+from gptworks.config import LoRAConfig, ModelConfig, Recipe
 from gptworks.errors import RunError, UserError
 from gptworks.files import sealed_json, sha256_file, sync, unsealed_json
 from gptworks.model import GPT
+from gptworks.model.lora import add_lora, has_adapter, merge_lora
 from gptworks.quantize.linear import QuantizedGPT, packed_kinds
 from gptworks.recipe import load_recipe
 
@@ -317,6 +318,7 @@ def load_run(
     overrides: Sequence[str] = (),
     device: torch.device | str = "cpu",
     full: bool = False,
+    merge: bool = True,
     report: Report = lambda _: None,
 ) -> LoadedRun:
     """Load a run's model for use, in eval mode.
@@ -325,6 +327,7 @@ def load_run(
         overrides: settings that win over the recipe's and leave the weights as they are, such as
             `model.context_length=1024` and `model.rope_scaling.type=yarn`.
         full: refuse a quantized run, for what needs the weights as they were trained.
+        merge: add an adapter to the weights; False: leave it beside them.
 
     Raises:
         UserError: as `choose_checkpoint`; or the weights do not belong to the recipe's model, or are quantized.
@@ -336,7 +339,8 @@ def load_run(
     if full:
         require_full_weights(checkpoint)
     recipe = load_recipe(run_dir, overrides)
-    return LoadedRun(load_model(checkpoint, recipe.model, device), recipe, run_dir / "tokenizer", checkpoint)
+    model = load_model(checkpoint, recipe.model, device, adapter=recipe.adapter, merge=merge)
+    return LoadedRun(model, recipe, run_dir / "tokenizer", checkpoint)
 
 
 def require_full_weights(checkpoint: Checkpoint) -> None:
@@ -352,8 +356,19 @@ def require_full_weights(checkpoint: Checkpoint) -> None:
         )
 
 
-def load_model(checkpoint: Checkpoint, config: ModelConfig, device: torch.device | str = "cpu") -> GPT:
+def load_model(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    device: torch.device | str = "cpu",
+    *,
+    adapter: LoRAConfig | None = None,
+    merge: bool = True,
+) -> GPT:
     """The model with a checkpoint's weights, in eval mode; a QuantizedGPT where matrices are packed.
+
+    Args:
+        adapter: what the checkpoint's adapter is, where it holds one.
+        merge: add the adapter to the weights.
 
     Raises:
         UserError: names or shapes of the weights are not those of `config`.
@@ -362,6 +377,8 @@ def load_model(checkpoint: Checkpoint, config: ModelConfig, device: torch.device
     kinds = packed_kinds(tensors)
     with torch.device("meta"):
         model = QuantizedGPT(config, kinds) if kinds else GPT(config)
+        if adapter is not None and has_adapter(tensors):
+            add_lora(model, adapter)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if expected != given:
@@ -373,6 +390,8 @@ def load_model(checkpoint: Checkpoint, config: ModelConfig, device: torch.device
     model.load_state_dict(tensors, assign=True)
     if model.rotary is not None:
         model.rotary.reset()
+    if merge:
+        merge_lora(model)
     for parameter in model.parameters():
         parameter.requires_grad_()
     return model.to(device).eval()

@@ -1,5 +1,6 @@
 """Every setting: typed, validated, frozen. Knows nothing of torch, nor of files (see recipe.py)."""
 
+import fnmatch
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -225,7 +226,26 @@ class ModelConfig(Section):
 # ------------------------------------------------------------------------------------------------ tokenizer
 
 
-class BPETokenizer(Section):
+class _Tokenizer(Section):
+    added_tokens: tuple[str, ...] = Field(
+        (),
+        description="Special tokens added to it, such as <|im_start|> and <|im_end|>, which chatml writes. A run that "
+        "starts from one without them gets embeddings for them, each the mean of the others.",
+    )
+    chat_template: str | None = Field(
+        None,
+        description="chatml, alpaca, plain, or a Jinja file. None: the one that lies beside a tokenizer read from a "
+        "folder, if any.",
+    )
+
+    @model_validator(mode="after")
+    def _check_added(self) -> Self:
+        if len(set(self.added_tokens)) != len(self.added_tokens) or not all(self.added_tokens):
+            raise ValueError(f"added_tokens={list(self.added_tokens)}: give each name once, and none empty")
+        return self
+
+
+class BPETokenizer(_Tokenizer):
     """Byte-level byte-pair encoding trained on the recipe's own training text. Every byte sequence round-trips."""
 
     type: Literal["bpe"]
@@ -237,20 +257,20 @@ class BPETokenizer(Section):
     )
 
 
-class CharTokenizer(Section):
+class CharTokenizer(_Tokenizer):
     """One token for each character of the training text."""
 
     type: Literal["char"]
 
 
-class WordTokenizer(Section):
+class WordTokenizer(_Tokenizer):
     """Lower-cased words and punctuation, the most frequent first; <pad> <unk> <bos> <eos> are 0 to 3."""
 
     type: Literal["word"]
     vocab_size: int = Field(16_000, ge=5, description="At most this many tokens, the four special ones included.")
 
 
-class GPT2Tokenizer(Section):
+class GPT2Tokenizer(_Tokenizer):
     """GPT-2's 50,257 tokens."""
 
     type: Literal["gpt2"]
@@ -259,7 +279,7 @@ class GPT2Tokenizer(Section):
     )
 
 
-class FileTokenizer(Section):
+class FileTokenizer(_Tokenizer):
     """Any `tokenizer.json`, or a folder that holds one."""
 
     type: Literal["file"]
@@ -324,8 +344,35 @@ class HuggingFaceSource(Section):
     field: str = "text"
 
 
+class ConversationsSource(Section):
+    """Conversations, or instructions with their answers. Each record is one example.
+
+    Files of .jsonl, .jsonl.gz, .json (one list) or .parquet, or a Hugging Face dataset. Of each file the shape is
+    recognized: alpaca (instruction, input, output), sharegpt (conversations of from and value) or messages (messages of
+    role and content).
+    """
+
+    type: Literal["conversations"]
+    path: str | None = Field(None, description="A file, a folder or a glob. With url: a local copy, used instead.")
+    url: str | None = Field(None, description="Downloaded once into the cache; needs sha256.")
+    sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
+    dataset: str | None = Field(None, description="Of the Hugging Face hub, or a local dataset folder.")
+    name: str | None = None
+    split: str = "train"
+    shape: Literal["auto", "alpaca", "sharegpt", "messages"] = "auto"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if bool(self.path or self.url) == bool(self.dataset):
+            raise ValueError("give either path (or url) or dataset: it says where the conversations are")
+        if self.url and not self.sha256:
+            raise ValueError(f"url={self.url} has no sha256: add it, so that the same bytes are used every time")
+        return self
+
+
 SourceConfig = Annotated[
-    PythonStdlibSource | TextSource | JSONLSource | ParquetSource | HuggingFaceSource, Field(discriminator="type")
+    PythonStdlibSource | TextSource | JSONLSource | ParquetSource | HuggingFaceSource | ConversationsSource,
+    Field(discriminator="type"),
 ]
 
 
@@ -346,6 +393,24 @@ class DataConfig(Section):
     cache_dir: Path = Field(Path("data"), description="Prepared shards go to a folder of their own below this one.")
     shard_tokens: PositiveInt = Field(100_000_000, description="A shard is closed when it holds this many tokens.")
     processes: int = Field(0, ge=0, description="Worker processes for preparing. 0: one for each core.")
+
+    @property
+    def conversations(self) -> tuple[ConversationsSource, ...]:
+        """The sources where they are conversations; empty where they are text."""
+        return tuple(source for source in self.sources if isinstance(source, ConversationsSource))
+
+    @property
+    def texts(self) -> tuple[PythonStdlibSource | TextSource | JSONLSource | ParquetSource | HuggingFaceSource, ...]:
+        """The sources where they are text; empty where they are conversations."""
+        return tuple(source for source in self.sources if not isinstance(source, ConversationsSource))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.conversations and len(self.conversations) < len(self.sources):
+            raise ValueError("sources mix conversations and text: train on the text first, then start from that run")
+        if self.conversations and self.validation.by == "tail":
+            raise ValueError("validation.by=tail and sources of conversations: whole ones are held out; leave it out")
+        return self
 
 
 # ---------------------------------------------------------------------------------------------------- train
@@ -474,6 +539,100 @@ class TrainConfig(Section):
         return max(1, min(self.micro_batch_size, self.batch_size // n_ranks))
 
 
+# ------------------------------------------------------------------------------------------------ objective
+
+
+DataFault = Literal[
+    "nothing-learned", "little-learned", "prompts-learned", "unanswered", "empty-answers", "swapped-roles",
+    "answers-altered", "answers-cut-away", "answers-cut-short", "no-end-token", "tokens-not-special",
+    "template-changed", "no-base-run", "duplicates", "validation-overlap", "one-answer", "unknown-tokens",
+]  # fmt: skip
+"""What conversations are checked for before the first step."""
+
+
+class _Objective(Section):
+    allow: tuple[DataFault, ...] = Field(
+        (), description="Faults found in conversations that are to be trained on nevertheless."
+    )
+
+
+class NextTokenObjective(_Objective):
+    """Every token of the text is predicted from those before it."""
+
+    type: Literal["next_token"] = "next_token"
+
+
+class InstructionObjective(_Objective):
+    """The answers of conversations are learned, the rest is only read. Needs sources of type conversations."""
+
+    type: Literal["instruction"]
+    packing: bool = Field(
+        True,
+        description="Several examples a row; none sees another, and positions begin anew with each. "
+        "false: one example a row, padded to the context.",
+    )
+
+
+ObjectiveConfig = Annotated[NextTokenObjective | InstructionObjective, Field(discriminator="type")]
+
+
+# ------------------------------------------------------------------------------------------- what is trained
+
+ADAPTED_MODULES = {"attention": ("query", "key", "value", "out"), "mlp": ("gate", "up", "down")}
+"""Linear layers of a block that an adapter can stand beside, by family. `mlp` is that of experts too."""
+
+
+class LoRAConfig(Section):
+    """Low-rank adaptation (Hu et al., 2021): W + alpha/rank · B·A, of which A and B alone are trained."""
+
+    type: Literal["lora"] = "lora"
+    rank: PositiveInt = Field(8, description="Rows of A and columns of B (r).")
+    alpha: float = Field(
+        default_factory=_from("rank", lambda rank: 2.0 * rank),
+        gt=0,
+        description="B·A is multiplied by alpha / rank. Default: 2 × rank.",
+    )
+    dropout: Fraction = Field(0.0, description="Of what goes into A, in training.")
+    targets: tuple[Literal["all", "attention", "mlp", "query", "key", "value", "out", "gate", "up", "down"], ...] = (
+        Field(("all",), min_length=1, description="Linear layers of the blocks: by name, by family, or all.")
+    )
+    embeddings: bool = Field(
+        False, description="Train the token embedding and the head too, as tokens that are new to the model need it."
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor of B·A."""
+        return self.alpha / self.rank
+
+    def trains(self, parameter: str) -> bool:
+        """Whether a parameter of the model itself is trained, by its name."""
+        return self.embeddings and parameter in ("token_embedding.weight", "untied_head.weight")
+
+    def adapts(self, module: str) -> bool:
+        """Whether the adapter stands beside a module, by its name in the model, such as `blocks.0.mlp.up`."""
+        part = module.rpartition(".")[2]
+        family = next((family for family, parts in ADAPTED_MODULES.items() if part in parts), None)
+        return family is not None and not {"all", family, part}.isdisjoint(self.targets)
+
+
+class FreezeConfig(Section):
+    """Parameters that training leaves as they are."""
+
+    embeddings: bool = Field(False, description="Token and position embeddings; with them a tied head.")
+    first_blocks: int = Field(0, ge=0, description="So many blocks, from the first on.")
+    patterns: tuple[str, ...] = Field((), description="Names of parameters, such as `blocks.*.mlp.*` or `norm.weight`.")
+
+    def freezes(self, parameter: str) -> bool:
+        """Whether a parameter is left as it is, by its name in the model, such as `blocks.0.mlp.up.weight`."""
+        first, _, rest = parameter.partition(".")
+        if first == "blocks" and int(rest.partition(".")[0]) < self.first_blocks:
+            return True
+        if first in ("token_embedding", "position_embedding") and self.embeddings:
+            return True
+        return any(fnmatch.fnmatchcase(parameter, pattern) for pattern in self.patterns)
+
+
 # ---------------------------------------------------------------------------------------------------- sweep
 
 
@@ -554,22 +713,55 @@ class Recipe(Section):
     model: ModelConfig
     tokenizer: TokenizerConfig
     data: DataConfig
+    objective: ObjectiveConfig = Field(NextTokenObjective(), description="What is learned.")
     train: TrainConfig
+    adapter: LoRAConfig | None = Field(None, description="Train a small addition to the weights instead of them.")
+    freeze: FreezeConfig | None = Field(None, description="Train the rest alone.")
     sweep: SweepConfig | None = Field(None, description="What gptworks sweep tries; training ignores it.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.objective.type != "next_token" and not self.data.conversations:
+            raise ValueError(
+                f"objective.type={self.objective.type} and data.sources are text: it learns answers; "
+                f"give sources of type conversations"
+            )
         known = known_vocab_size(self.tokenizer)
         if known is not None and self.model.vocab_size not in (0, known):
             raise ValueError(
                 f"model.vocab_size={self.model.vocab_size} and the tokenizer has {known} tokens: "
                 f"they must be equal; set tokenizer.vocab_size or leave model.vocab_size out"
             )
+        self._check_adapter()
+        if self.freeze is not None and self.freeze.first_blocks > self.model.n_layers:
+            raise ValueError(
+                f"freeze.first_blocks={self.freeze.first_blocks} and model.n_layers={self.model.n_layers}: "
+                f"there are not so many blocks"
+            )
         return self
+
+    def _check_adapter(self) -> None:
+        if self.adapter is None:
+            return
+        if self.freeze is not None:
+            raise ValueError("adapter and freeze are both set: an adapter trains nothing else; drop one of them")
+        if self.train.optimizer == "muon":
+            raise ValueError(
+                "train.optimizer=muon with an adapter: an orthogonal step of A or of B alone is none of their product; "
+                "set train.optimizer=adamw"
+            )
+        if self.train.parallel.tensor_parallel > 1:
+            raise ValueError(
+                f"train.parallel.tensor_parallel={self.train.parallel.tensor_parallel} with an adapter: A and B are "
+                f"not divided among devices; set tensor_parallel=1"
+            )
+        if set(self.adapter.targets) == {"gate"} and not self.model.gated:
+            raise ValueError(f"adapter.targets=gate and model.mlp={self.model.mlp} has no gate: name other targets")
 
 
 def known_vocab_size(tokenizer: TokenizerConfig) -> int | None:
     """The vocabulary a tokenizer will have, where its settings alone fix it; None where its text decides."""
+    n_added = len(set(tokenizer.added_tokens) - {"<|endoftext|>"})  # which both of these have
     if isinstance(tokenizer, GPT2Tokenizer):
-        return 50_257
-    return tokenizer.vocab_size if isinstance(tokenizer, BPETokenizer) else None
+        return 50_257 + n_added
+    return tokenizer.vocab_size + n_added if isinstance(tokenizer, BPETokenizer) else None

@@ -74,9 +74,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def _with_tokenizer_at_hand(recipe: Recipe, run_dir: Path) -> Recipe:
     """The recipe of a run folder, whose tokenizer file may have been left behind: the folder has a copy."""
     tokenizer, copy = recipe.tokenizer, run_dir / "tokenizer"
-    if not isinstance(tokenizer, FileTokenizer) or tokenizer.path.expanduser().exists() or not copy.exists():
-        return recipe
-    return recipe.model_copy(update={"tokenizer": tokenizer.model_copy(update={"path": copy})})
+    changes: dict[str, Any] = {}
+    if isinstance(tokenizer, FileTokenizer) and not tokenizer.path.expanduser().exists() and copy.exists():
+        changes["path"] = copy
+    template, kept = tokenizer.chat_template, copy / "chat_template.jinja"
+    if template is not None and ("." in template or "/" in template) and not Path(template).exists() and kept.exists():
+        changes["chat_template"] = str(kept)
+    return recipe.model_copy(update={"tokenizer": tokenizer.model_copy(update=changes)}) if changes else recipe
 
 
 def parse_recipe(tree: dict[str, Any], origin: str = "recipe") -> Recipe:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from gptworks.config import BPETokenizer, CharTokenizer, FileTokenizer, TokenizerConfig, WordTokenizer
 from gptworks.errors import UserError
@@ -50,13 +50,23 @@ def train_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
     Raises:
         UserError: too little text for the vocabulary, or a tokenizer file that is missing or broken.
     """
+    return add_tokens(_plain_text(_make(config, texts)), config.added_tokens)
+
+
+def _make(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
     if isinstance(config, BPETokenizer):
-        return _plain_text(_train_bpe(config, texts))
+        return _train_bpe(config, texts)
     if isinstance(config, CharTokenizer):
-        return _plain_text(_train_char(texts))
+        return _train_char(texts)
     if isinstance(config, WordTokenizer):
-        return _plain_text(_train_word(config, texts))
-    return load_tokenizer(config.path) if isinstance(config, FileTokenizer) else _plain_text(_load_gpt2(config.path))
+        return _train_word(config, texts)
+    return load_tokenizer(config.path) if isinstance(config, FileTokenizer) else _load_gpt2(config.path)
+
+
+def add_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer:
+    """The tokenizer, changed to have these special tokens; those that are new get the next free ids, in this order."""
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in names])
+    return tokenizer
 
 
 def _train_bpe(config: BPETokenizer, texts: Iterable[str]) -> Tokenizer:
@@ -231,13 +241,10 @@ def _plain_text(tokenizer: Tokenizer) -> Tokenizer:
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write tokenizer.json, and tokenizer_config.json so that `transformers.AutoTokenizer` reads the folder."""
-    special = special_tokens(tokenizer)
-    bos = special.eos if special.separator else special.bos
-    names = {"bos_token": bos, "eos_token": special.eos, "unk_token": special.unk, "pad_token": special.pad}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        **{name: tokenizer.id_to_token(token_id) for name, token_id in names.items() if token_id is not None},
+        **special_token_names(tokenizer),
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
@@ -302,6 +309,14 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     bos, eos = first(_BOS), first(_EOS)
     separator = bos is None and eos is not None and tokenizer.id_to_token(eos) == SEPARATOR
     return SpecialTokens(bos, eos, first(_UNK), first(_PAD), separator)
+
+
+def special_token_names(tokenizer: Tokenizer) -> dict[str, str]:
+    """The special tokens under the names that `transformers` and its chat templates have for them: bos_token, …"""
+    special = special_tokens(tokenizer)
+    bos = special.eos if special.separator else special.bos
+    ids = {"bos_token": bos, "eos_token": special.eos, "unk_token": special.unk, "pad_token": special.pad}
+    return {name: tokenizer.id_to_token(token_id) or "" for name, token_id in ids.items() if token_id is not None}
 
 
 def document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from gptworks import __version__
-from gptworks.cli import compare, convert, evaluate, look, make, use
+from gptworks.cli import compare, convert, evaluate, inspect, look, make, serve, use
 from gptworks.cli.common import notice
 from gptworks.errors import RunError, UserError
 
@@ -22,8 +22,9 @@ app = typer.Typer(
 
 for command in (
     look.presets, look.describe, look.plan, look.schema,
-    make.prepare, make.train, make.launch,
+    make.prepare, inspect.inspect, make.train, make.launch,
     evaluate.evaluate, use.generate, use.chat,
+    serve.serve,
     compare.report, compare.compare, compare.sweep,
     convert.export, convert.quantize, convert.import_,
 ):  # fmt: skip

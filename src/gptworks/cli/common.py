@@ -31,6 +31,8 @@ Seed = Annotated[int | None, typer.Option(help="The same seed gives the same tex
 Stop = Annotated[list[str] | None, typer.Option(help="End before this string; may be given several times.")]
 FrequencyPenalty = Annotated[float, typer.Option(help="Taken from a token's logit each time it was generated.")]
 PresencePenalty = Annotated[float, typer.Option(help="Taken from a token's logit once it was generated.")]
+BACKENDS, CACHES = ("auto", "torch", "native"), ("auto", "fp32", "bf16", "int8")
+Cache = Annotated[str, typer.Option("--cache", help="How keys and values are kept: auto, fp32, bf16 or int8.")]
 Backend = Annotated[str, typer.Option(help="auto, torch or native (C++, on a CPU).")]
 
 

@@ -31,10 +31,17 @@ def export(
     tokenizer: Annotated[
         bool, typer.Option(help="gguf: write the tokenizer too. Without, the file knows token ids alone.")
     ] = True,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="hf: write a run's LoRA adapter for PEFT, and beside it the base model.")
+    ] = False,
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="With --adapter: the Hugging Face folder that it adapts is there already."),
+    ] = None,
     checkpoint: WhichCheckpoint = "best",
     as_json: AsJSON = False,
 ) -> None:
-    """Write the model for other programs: a Hugging Face folder, or a GGUF file."""
+    """Write the model for other programs: a Hugging Face folder, or a GGUF file. An adapter is merged, or kept."""
     if form not in EXPORT_FORMATS:
         raise UserError(f"--format={form}: it must be one of {', '.join(EXPORT_FORMATS)}.")
     option, known = EXPORT_FORMATS[form]
@@ -47,6 +54,13 @@ def export(
             raise UserError(f"{other}={value} with --format={form}: that format has {option}.")
     if form == "hf" and not tokenizer:
         raise UserError("--no-tokenizer with --format=hf: such a folder always has its tokenizer; drop the option.")
+    if adapter and (form != "hf" or dtype is not None):
+        raise UserError("--adapter is for --format=hf, in fp32: leave the other option out.")
+    if base is not None and not adapter:
+        raise UserError(f"--base {base} without --adapter: it says what an adapter belongs to.")
+    if adapter:
+        _export_adapter(run, out, base, checkpoint, verify, as_json)
+        return
     if form == "gguf":
         from gptworks.interop.gguf import export_gguf
 
@@ -81,6 +95,18 @@ def export(
         typer.echo(f"note: {note}")
 
 
+def _export_adapter(run: Path, out: Path, base: str | None, checkpoint: str, verify: bool, as_json: bool) -> None:
+    from gptworks.interop.peft import export_adapter
+
+    made = export_adapter(run, out, base=base, checkpoint=checkpoint, verify=verify, report=notice)
+    if as_json:
+        print_json(asdict(made))
+        return
+    typer.echo(f"wrote {out}: LoRA beside {made.modules} modules, {made.parameters:,} parameters, for {made.base}")
+    if made.logit_difference is not None:
+        typer.echo(f"equal in peft: logits within {made.logit_difference:.2e}")
+
+
 def quantize(
     run: RunFolder,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The run folder to make.")],
@@ -113,11 +139,32 @@ def quantize(
 
 
 def import_(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A Hugging Face folder with safetensors.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER", help="A Hugging Face folder with safetensors, or a LoRA adapter of PEFT."),
+    ],
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder to make, such as runs/gpt2.")],
+    base: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Of an adapter: the run or Hugging Face folder that it adapts."),
+    ] = None,
     as_json: AsJSON = False,
 ) -> None:
-    """Make a run folder of a Hugging Face folder."""
+    """Make a run folder of a Hugging Face folder, or of an adapter and its base."""
+    is_adapter = (folder / "adapter_config.json").exists()
+    if is_adapter != (base is not None):
+        raise UserError(
+            f"{folder} is {'an adapter: say with --base what it adapts' if is_adapter else 'no adapter: drop --base'}."
+        )
+    if base is not None:
+        from gptworks.interop.peft import import_adapter
+
+        made = import_adapter(folder, run, base, report=notice)
+        if as_json:
+            print_json({**asdict(made), "adapter": made.adapter.model_dump(mode="json")})
+        else:
+            typer.echo(f"made {run}: LoRA of rank {made.adapter.rank}, {made.parameters:,} parameters, beside {base}")
+        return
     from gptworks.interop.huggingface import import_huggingface
 
     imported = import_huggingface(folder, run, report=notice)

@@ -100,17 +100,20 @@ def plan(
     sheet = plan_recipe(recipe, n_train_tokens, device=place, layout=layout, utilization=utilization)
     if (trace or measure) and layout.world_size > 1:
         raise UserError("--trace and --measure follow one device's step: leave --world-size out.")
+    part = (recipe.adapter, recipe.freeze)
     if trace:
         from gptworks.train.trace import trace_step
 
-        traced = trace_step(recipe.model, sheet.one_step, place.kind, sheet.setting.precision)
+        traced = trace_step(recipe.model, sheet.one_step, place.kind, sheet.setting.precision, *part)
         sheet = replace(sheet, traced_bytes=traced.peak_bytes)
     if measure:
         from gptworks.device import choose_device
         from gptworks.train.measure import measure_step
 
         here = choose_device(place.kind)
-        sheet = replace(sheet, measured=measure_step(recipe.model, sheet.one_step, here.type, sheet.setting.precision))
+        sheet = replace(
+            sheet, measured=measure_step(recipe.model, sheet.one_step, here.type, sheet.setting.precision, *part)
+        )
     if as_json:
         print_json(sheet.to_json())
     else:

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gptworks.cli.common import (
+    BACKENDS,
+    CACHES,
     AsJSON,
     Backend,
+    Cache,
     Device,
     FrequencyPenalty,
     MaxTokens,
@@ -78,6 +81,7 @@ def generate(
         typer.Option(metavar="RUN", help="With --guess: a smaller model that guesses. Default: repetition."),
     ] = None,
     backend: Backend = "auto",
+    cache: Cache = "auto",
     checkpoint: WhichCheckpoint = "best",
     device: Device = "auto",
     as_json: AsJSON = False,
@@ -97,7 +101,9 @@ def generate(
     if (input_file is None) != (output_file is None) or (input_file is not None and prompt):
         raise UserError("--input and --output belong together, without a prompt beside them.")
     drafter = _drafter(guess, draft, device, backend)
-    engine = load_engine(run, checkpoint, device, overrides, n_slots=slots, drafter=drafter, backend=backend)
+    engine = load_engine(
+        run, checkpoint, device, overrides, n_slots=slots, drafter=drafter, backend=backend, cache=cache
+    )
     overflow: Any = "slide" if slide else "error"
     if input_file is not None and output_file is not None:
         _generate_file(engine, input_file, output_file, settings, n_samples=samples, overflow=overflow)
@@ -180,21 +186,23 @@ def chat(
     presence_penalty: PresencePenalty = 0.0,
     seed: Seed = None,
     stop: Stop = None,
+    system: Annotated[str, typer.Option(help="What the assistant is told first; needs a chat template.")] = "",
     backend: Backend = "auto",
+    cache: Cache = "auto",
     checkpoint: WhichCheckpoint = "best",
     device: Device = "auto",
 ) -> None:
     """Talk with a model. A base model has no turns: it continues the growing text."""
-    from gptworks.infer.chat import ChatSession
+    from gptworks.infer.chat import chat_session
 
-    session = ChatSession(
-        load_engine(run, checkpoint, device, backend=backend, reuse="all"), temperature=temperature, top_k=top_k,
-        top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
+    engine = load_engine(run, checkpoint, device, backend=backend, cache=cache, reuse="all")
+    session = chat_session(
+        engine, system=system, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()),
     )  # fmt: skip
-    notice(
-        "This is a base model: it continues what you write. /reset forgets the text, /quit ends. Ctrl-C stops a reply."
-    )
+    kind = "an assistant: it answers" if engine.chat_template else "a base model: it continues"
+    notice(f"This is {kind} what you write. /reset forgets the text, /quit ends. Ctrl-C stops a reply.")
     forgotten_said = False
     while True:
         try:
@@ -223,10 +231,25 @@ def chat(
 
 
 def load_engine(
-    run: Path, checkpoint: str, device: str, overrides: list[str] | None = None, **options: Any
-) -> "Engine":
+    run: Path, checkpoint: str, device: str, overrides: list[str] | None = None, *, backend: str = "auto",
+    cache: str = "auto", **options: Any,
+) -> "Engine":  # fmt: skip
+    """The engine of a run; options as for `Engine`."""
+    for option, value, known in (("backend", backend, BACKENDS), ("cache", cache, CACHES)):
+        if value not in known:
+            raise UserError(f"--{option}={value}: it must be one of {', '.join(known)}.")
+    import torch
+
     from gptworks.infer.engine import load
 
-    if options.get("backend", "auto") not in ("auto", "torch", "native"):
-        raise UserError(f"--backend {options['backend']}: it must be auto, torch or native.")
-    return load(run, checkpoint, overrides=overrides or [], device=device, report=notice, **options)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}.get(cache)
+    return load(
+        run,
+        checkpoint,
+        overrides=overrides or [],
+        device=device,
+        report=notice,
+        backend=backend,
+        cache_dtype=dtype,
+        **options,
+    )

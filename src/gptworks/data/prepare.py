@@ -20,11 +20,23 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
-from gptworks.config import BPETokenizer, FileTokenizer, GPT2Tokenizer, Recipe, TokenizerConfig, ValidationSplit
+from gptworks.chat_template import ChatTemplate, find_chat_template, load_chat_template, save_chat_template
+from gptworks.config import (
+    BPETokenizer,
+    DataConfig,
+    FileTokenizer,
+    GPT2Tokenizer,
+    Recipe,
+    TokenizerConfig,
+    ValidationSplit,
+)
+from gptworks.data.conversations import conversations_signature, iter_conversations
 from gptworks.data.encode import encode_all
+from gptworks.data.examples import is_held_out, write_examples
 from gptworks.data.shards import (
     FORMAT_VERSION,
     Manifest,
+    Origin,
     ShardWriter,
     Split,
     TokenShards,
@@ -64,6 +76,7 @@ class Prepared:
     manifest: Manifest
     tokenizer: Tokenizer
     reused: bool
+    chat_template: ChatTemplate | None = None
 
 
 def prepare(recipe: Recipe, *, report: Report = lambda stage, done_bytes, total_bytes: None) -> Prepared:
@@ -79,7 +92,8 @@ def prepare(recipe: Recipe, *, report: Report = lambda stage, done_bytes, total_
     folder = _folder(recipe, made_from)
     if folder.exists():
         return open_prepared(folder)
-    check_sources(data.sources)
+    check_sources(data.texts)
+    _check_template(recipe)
     data.cache_dir.mkdir(parents=True, exist_ok=True)
     with _alone(folder, report):
         if folder.exists():  # made by another process while this one waited
@@ -133,7 +147,13 @@ def open_prepared(folder: str | Path) -> Prepared:
             f"{folder / TOKENIZER_FOLDER} is not the tokenizer that made these tokens. "
             f"Delete {folder} and run `gptworks prepare` again."
         )
-    return Prepared(folder, manifest, tokenizer, reused=True)
+    template = load_chat_template(folder / TOKENIZER_FOLDER, tokenizer)
+    if manifest.made_from.get("chat_template") != _sha256(None if template is None else template.source):
+        raise UserError(
+            f"{folder / TOKENIZER_FOLDER} does not hold the chat template that made these tokens. "
+            f"Delete {folder} and run `gptworks prepare` again."
+        )
+    return Prepared(folder, manifest, tokenizer, reused=True, chat_template=template)
 
 
 def held_out_text(prepared: Prepared) -> Iterator[bytes]:
@@ -161,16 +181,32 @@ def held_out_text(prepared: Prepared) -> Iterator[bytes]:
 
 def _made_from(recipe: Recipe) -> dict[str, Any]:
     """Everything that decides what the shards hold, as JSON."""
-    signature = json.dumps(source_signature(recipe.data.sources))
+    data = recipe.data
+    conversations = [entry for source in data.conversations for entry in conversations_signature(source)]
+    signature = json.dumps([*source_signature(data.texts), *conversations])
     return {
         "format_version": FORMAT_VERSION,
         "sources": [source.model_dump(mode="json") for source in recipe.data.sources],
         "sources_signature": hashlib.sha256(signature.encode("utf-8")).hexdigest(),
         "tokenizer": recipe.tokenizer.model_dump(mode="json"),
         "tokenizer_files": _tokenizer_files(recipe.tokenizer),
+        "chat_template": _sha256(find_chat_template(recipe.tokenizer)),
         "validation": recipe.data.validation.model_dump(mode="json"),
         "shard_tokens": recipe.data.shard_tokens,
     }
+
+
+def _sha256(text: str | None) -> str | None:
+    return None if text is None else hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _check_template(recipe: Recipe) -> None:
+    """Refuse conversations without a template."""
+    if recipe.data.conversations and find_chat_template(recipe.tokenizer) is None:
+        raise UserError(
+            "data.sources are conversations and no chat template says how they become text: set "
+            "tokenizer.chat_template to chatml, alpaca, plain, or a Jinja file."
+        )
 
 
 def _folder(recipe: Recipe, made_from: dict[str, Any]) -> Path:
@@ -261,43 +297,29 @@ def _split_tails(pieces: Iterable[Piece], fraction: float) -> Iterator[tuple[Spl
 
 def _fill(folder: Path, recipe: Recipe, made_from: dict[str, Any], report: Report) -> None:
     """Write the tokenizer, the shards of both splits, and the manifest."""
-    data, validation = recipe.data, recipe.data.validation
-    if validation.by == "auto":
-        enough = count_documents(data.sources, _DOCUMENTS_WORTH_A_SPLIT) == _DOCUMENTS_WORTH_A_SPLIT
-        validation = validation.model_copy(update={"by": "document" if enough else "tail"})
-
-    def parts() -> Iterator[tuple[Split, Piece]]:
-        return split_documents(iter_documents(data.sources), validation)
-
-    texts = (piece.text for split, piece in parts() if split == "train")
-    total = total_bytes(data.sources)
-    first_text = next(texts, None)
-    if first_text is None:
-        if next(parts(), None) is not None:
-            raise UserError(_empty("train", validation))
-        raise UserError("data.sources hold no text: every document is empty. Give sources with text.")
-    limit = _BPE_TRAINING_BYTES if isinstance(recipe.tokenizer, BPETokenizer) else None
-    tokenizer = train_tokenizer(recipe.tokenizer, _counted(chain([first_text], texts), limit, total, report))
-    with_vocab_size(recipe, vocabulary_size(tokenizer))  # another vocabulary is refused before the long work
+    data, validation = recipe.data, _split_by(recipe.data)
+    total = total_bytes(data.texts) if data.texts else None
+    tokenizer = _tokenizer(recipe, _training_texts(data, validation), total, report)
     save_tokenizer(tokenizer, folder / TOKENIZER_FOLDER)
+    source = find_chat_template(recipe.tokenizer)
+    template = None if source is None else ChatTemplate(source, tokenizer)
+    if template is not None:
+        save_chat_template(template, folder / TOKENIZER_FOLDER)
     for path in (*(folder / TOKENIZER_FOLDER).iterdir(), folder / TOKENIZER_FOLDER):
         sync(path)
 
     dtype = dtype_for(vocabulary_size(tokenizer))
     splits: tuple[Split, ...] = ("train", "validation")
     writers = {split: ShardWriter(folder, split, dtype, data.shard_tokens) for split in splits}
-    prefix, suffix = (np.array(ids, dtype=np.uint32) for ids in document_frame(tokenizer))
-    round_trips, done_bytes, at_first_tail = True, 0, validation.by == "tail"
+    origins: tuple[Origin, ...] = ()
+    round_trips = False
     try:
-        for (split, piece), encoded in encode_all(tokenizer, parts(), data.processes):
-            opens = piece.starts_document
-            if split == "validation" and at_first_tail:
-                opens = at_first_tail = False  # it goes on where a training text stopped: nothing separates them
-            ids = [prefix[: len(prefix) * opens], encoded.ids, suffix[: len(suffix) * piece.ends_document]]
-            writers[split].add(np.concatenate(ids), encoded.text_bytes, piece.starts_document, encoded.unknown_tokens)
-            round_trips &= encoded.round_trips
-            done_bytes += encoded.text_bytes
-            report("shards", done_bytes, total)
+        if template is not None and data.conversations:
+            origins = write_examples(
+                writers, template, iter_conversations(data.conversations), validation.fraction, report
+            )
+        else:
+            round_trips = _write_documents(writers, tokenizer, data, validation, total, report)
         written = {split: writer.finish() for split, writer in writers.items()}
     except BaseException:
         for writer in writers.values():
@@ -305,7 +327,7 @@ def _fill(folder: Path, recipe: Recipe, made_from: dict[str, Any], report: Repor
         raise
     for split, files in written.items():
         if not files.tokens:
-            raise UserError(_empty(split, validation))
+            raise UserError(_empty(split, validation, bool(data.conversations)))
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         created_by=f"gptworks {_version()}",
@@ -315,9 +337,65 @@ def _fill(folder: Path, recipe: Recipe, made_from: dict[str, Any], report: Repor
         made_from=made_from,
         round_trips=round_trips,
         splits=written,
+        origins=origins,
     )
     write_manifest(manifest, folder)
     sync(folder)
+
+
+def _split_by(data: DataConfig) -> ValidationSplit:
+    """How the text is split, decided where that is left to us."""
+    if data.validation.by != "auto":
+        return data.validation
+    enough = data.conversations or count_documents(data.texts, _DOCUMENTS_WORTH_A_SPLIT) == _DOCUMENTS_WORTH_A_SPLIT
+    return data.validation.model_copy(update={"by": "document" if enough else "tail"})
+
+
+def _training_texts(data: DataConfig, validation: ValidationSplit) -> Iterator[str]:
+    """What a tokenizer may learn from."""
+    for conversation in iter_conversations(data.conversations):
+        if not is_held_out(conversation, validation.fraction):
+            yield from (message["content"] for message in conversation.messages)
+    for split, piece in split_documents(iter_documents(data.texts), validation):
+        if split == "train":
+            yield piece.text
+
+
+def _tokenizer(recipe: Recipe, texts: Iterator[str], total: int | None, report: Report) -> Tokenizer:
+    first_text = next(texts, None)
+    if first_text is None:
+        data = recipe.data
+        if next(chain(iter_documents(data.texts), iter_conversations(data.conversations)), None) is not None:
+            raise UserError(_empty("train", _split_by(data), bool(data.conversations)))
+        raise UserError("data.sources hold no text: every document is empty. Give sources with text.")
+    limit = _BPE_TRAINING_BYTES if isinstance(recipe.tokenizer, BPETokenizer) else None
+    tokenizer = train_tokenizer(recipe.tokenizer, _counted(chain([first_text], texts), limit, total, report))
+    with_vocab_size(recipe, vocabulary_size(tokenizer))  # another vocabulary is refused before the long work
+    return tokenizer
+
+
+def _write_documents(
+    writers: dict[Split, ShardWriter],
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    validation: ValidationSplit,
+    total: int | None,
+    report: Report,
+) -> bool:
+    """Encode and write the text of both splits; returns whether its tokens give it back."""
+    prefix, suffix = (np.array(ids, dtype=np.uint32) for ids in document_frame(tokenizer))
+    round_trips, done_bytes, at_first_tail = True, 0, validation.by == "tail"
+    parts = split_documents(iter_documents(data.texts), validation)
+    for (split, piece), encoded in encode_all(tokenizer, parts, data.processes):
+        opens = piece.starts_document
+        if split == "validation" and at_first_tail:
+            opens = at_first_tail = False  # it goes on where a training text stopped: nothing separates them
+        ids = [prefix[: len(prefix) * opens], encoded.ids, suffix[: len(suffix) * piece.ends_document]]
+        writers[split].add(np.concatenate(ids), encoded.text_bytes, piece.starts_document, encoded.unknown_tokens)
+        round_trips &= encoded.round_trips
+        done_bytes += encoded.text_bytes
+        report("shards", done_bytes, total)
+    return round_trips
 
 
 def _counted(texts: Iterable[str], limit_bytes: int | None, total: int | None, report: Report) -> Iterator[str]:
@@ -331,9 +409,9 @@ def _counted(texts: Iterable[str], limit_bytes: int | None, total: int | None, r
             return
 
 
-def _empty(split: Split, validation: ValidationSplit) -> str:
+def _empty(split: Split, validation: ValidationSplit, conversations: bool = False) -> str:
     name, change = ("training", "Lower") if split == "train" else ("validation", "Raise")
-    other = "" if validation.by == "tail" else ", set data.validation.by=tail"
+    other = "" if validation.by == "tail" or conversations else ", set data.validation.by=tail"
     return (
         f"data.validation.fraction={validation.fraction} by {validation.by} leaves the {name} split without text. "
         f"{change} the fraction{other}, or give more text."

@@ -4,6 +4,8 @@
     tokenizer/                     the tokenizer that made the tokens
     train-00000.tokens             token ids, flat, little-endian uint16 or uint32
     train-00000.offsets            where documents start in that file, in tokens, little-endian uint64
+    train-00000.learned            of conversations: for each token a byte, 1 where it is learned
+    train-00000.examples           of conversations: for each document the columns of `EXAMPLE`, little-endian uint64
     validation-00000.tokens ...
 
 A shard is closed when it holds enough tokens; documents may go on in the next one.
@@ -14,12 +16,13 @@ import hashlib
 import json
 import os
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from gptworks.config import Section
 from gptworks.errors import UserError
@@ -27,6 +30,14 @@ from gptworks.files import sealed_json, sha256_file, unsealed_json
 
 FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
+
+EXAMPLE = ("record", "text", "question", "answer", "flags")
+"""What is kept of each example: its number among all records, from 0; hashes of its whole text, of all but its last
+answer, and of that answer, less case and white space; and the flags below, added up."""
+
+NO_END, ALTERED, EMPTY, UNANSWERED, SWAPPED = 1, 2, 4, 8, 16
+"""Flags: an answer without an end token; one that the template writes otherwise; an empty one; none at all; an
+assistant who begins and a user who ends."""
 
 Split = Literal["train", "validation"]
 Dtype = Literal["uint16", "uint32"]
@@ -43,6 +54,16 @@ class ShardFile(Section):
     text_bytes: int
     sha256: str
     offsets_sha256: str
+    more_sha256: dict[str, str] = Field(default_factory=dict)
+    """Of the files of the same name that end in these."""
+
+
+class Origin(Section):
+    """A file or dataset of conversations."""
+
+    name: str
+    shape: str
+    records: int
 
 
 class SplitFiles(Section):
@@ -67,11 +88,26 @@ class Manifest(Section):
     round_trips: bool
     """Whether decoding gave back the text of every validation document: bits per byte is defined only then."""
     splits: dict[Split, SplitFiles]
+    origins: tuple[Origin, ...] = ()
+
+    @property
+    def holds_examples(self) -> bool:
+        """Whether it was made of conversations."""
+        return bool(self.origins)
+
+    def where(self, record: int) -> str:
+        """The place of a record, by its number among all."""
+        for origin in self.origins:
+            if record < origin.records:
+                return f"{origin.name}, record {record + 1}"
+            record -= origin.records
+        raise IndexError(record)
 
     @property
     def fingerprint(self) -> str:
         """One sha256 over those of all token files: equal for equal tokens."""
-        sums = [shard.sha256 for split in sorted(self.splits) for shard in self.splits[split].shards]
+        shards = [shard for split in sorted(self.splits) for shard in self.splits[split].shards]
+        sums = [sha256 for shard in shards for sha256 in (shard.sha256, *shard.more_sha256.values())]
         return hashlib.sha256(" ".join(sums).encode("ascii")).hexdigest()
 
 
@@ -93,17 +129,33 @@ class ShardWriter:
         self._unknown_tokens = 0
         self._open: BinaryIO | None = None
 
-    def add(self, ids: Ids, text_bytes: int, starts_document: bool, unknown_tokens: int = 0) -> None:
-        """Append tokens [n] that stand for `text_bytes` bytes of text."""
+    def add(
+        self,
+        ids: Ids,
+        text_bytes: int,
+        starts_document: bool,
+        unknown_tokens: int = 0,
+        learned: npt.NDArray[np.bool_] | None = None,
+        example: tuple[int, ...] = (),
+    ) -> None:
+        """Append tokens [n] that stand for `text_bytes` bytes of text.
+
+        Of a conversation, all at once: also which of its tokens are learned [n], and the columns of `EXAMPLE`.
+        """
         if self._open is None:
             self._name = f"{self._split}-{len(self._shards):05d}"
             self._open = (self._folder / f"{self._name}.tokens").open("wb")
             self._digest, self._starts, self._tokens, self._text_bytes = hashlib.sha256(), array("Q"), 0, 0
+            self._learned: list[bytes] = []
+            self._examples = array("Q")
         if starts_document:
             self._starts.append(self._tokens)
         data = ids.astype(self._dtype).tobytes()
         self._open.write(data)
         self._digest.update(data)
+        if learned is not None:
+            self._learned.append(learned.astype(np.uint8).tobytes())
+            self._examples.extend(example)
         self._tokens += len(ids)
         self._text_bytes += text_bytes
         self._unknown_tokens += unknown_tokens
@@ -136,6 +188,12 @@ class ShardWriter:
         offsets_file = (self._folder / f"{self._name}.offsets").open("wb")
         offsets_file.write(offsets)
         sync_and_close(offsets_file)
+        more = {"learned": b"".join(self._learned), "examples": np.asarray(self._examples, dtype="<u8").tobytes()}
+        more = more if self._learned else {}
+        for ending, content in more.items():
+            file = (self._folder / f"{self._name}.{ending}").open("wb")
+            file.write(content)
+            sync_and_close(file)
         self._shards.append(
             ShardFile(
                 file=f"{self._name}.tokens",
@@ -145,6 +203,7 @@ class ShardWriter:
                 text_bytes=self._text_bytes,
                 sha256=self._digest.hexdigest(),
                 offsets_sha256=hashlib.sha256(offsets).hexdigest(),
+                more_sha256={ending: hashlib.sha256(content).hexdigest() for ending, content in more.items()},
             )
         )
 
@@ -205,9 +264,17 @@ class TokenShards:
         for shard in self._files.shards:
             self._check_size(shard.file, shard.tokens * dtype.itemsize)
             self._check_size(shard.offsets_file, shard.documents * 8)
+            sizes = {"learned": shard.tokens, "examples": shard.documents * 8 * len(EXAMPLE)}
+            for ending in shard.more_sha256:
+                self._check_size(_beside(shard, ending), sizes[ending])
         if verify:
             self.verify()
         self._maps = [np.memmap(self.folder / shard.file, dtype, mode="r") for shard in self._files.shards]
+        self._learned = [
+            np.memmap(self.folder / _beside(shard, "learned"), np.uint8, mode="r")
+            for shard in self._files.shards
+            if "learned" in shard.more_sha256
+        ]
         self._bounds = np.cumsum([0, *(shard.tokens for shard in self._files.shards)])
 
     @property
@@ -229,17 +296,33 @@ class TokenShards:
         Raises:
             IndexError: the range is not within the split.
         """
+        return self._read(self._maps, start, length)
+
+    def read_learned(self, start: int, length: int) -> npt.NDArray[np.bool_]:
+        """Whether each of these tokens [length] is learned.
+
+        Raises:
+            IndexError: the range is not within the split.
+        """
+        return self._read(self._learned, start, length).astype(np.bool_)
+
+    def _read(self, maps: Sequence[Ids], start: int, length: int) -> npt.NDArray[np.int64]:
         if not 0 <= start <= start + length <= self.n_tokens:
             raise IndexError(f"tokens {start} to {start + length} of a split of {self.n_tokens}")
-        tokens = np.empty(length, dtype=np.int64)
+        values = np.empty(length, dtype=np.int64)
         shard = int(np.searchsorted(self._bounds, start, side="right")) - 1
         done = 0
         while done < length:
             local = start + done - int(self._bounds[shard])
-            part = self._maps[shard][local : local + length - done]
-            tokens[done : done + len(part)] = part
+            part = maps[shard][local : local + length - done]
+            values[done : done + len(part)] = part
             done, shard = done + len(part), shard + 1
-        return tokens
+        return values
+
+    def examples(self) -> npt.NDArray[np.uint64]:
+        """What is kept of each example, [n_documents, columns of `EXAMPLE`]."""
+        parts = [np.fromfile(self.folder / _beside(shard, "examples"), dtype="<u8") for shard in self._files.shards]
+        return np.concatenate([*parts, np.empty(0, dtype="<u8")]).reshape(-1, len(EXAMPLE)).astype(np.uint64)
 
     def document_starts(self) -> npt.NDArray[np.int64]:
         """Positions [n_documents] of the first token of each document, ascending."""
@@ -256,7 +339,8 @@ class TokenShards:
             UserError: a file is not what was written.
         """
         for shard in self._files.shards:
-            for name, expected in ((shard.file, shard.sha256), (shard.offsets_file, shard.offsets_sha256)):
+            more = ((_beside(shard, ending), sha256) for ending, sha256 in shard.more_sha256.items())
+            for name, expected in ((shard.file, shard.sha256), (shard.offsets_file, shard.offsets_sha256), *more):
                 actual = sha256_file(self.folder / name)
                 if actual != expected:
                     raise UserError(
@@ -270,6 +354,10 @@ class TokenShards:
             raise UserError(f"{file} is missing. {_fix(self.folder)}")
         if (actual := file.stat().st_size) != expected_bytes:
             raise UserError(f"{file} has {actual} bytes and the manifest states {expected_bytes}. {_fix(self.folder)}")
+
+
+def _beside(shard: ShardFile, ending: str) -> str:
+    return Path(shard.file).with_suffix(f".{ending}").name
 
 
 def _fix(folder: Path) -> str:

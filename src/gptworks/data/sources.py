@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-from gptworks.config import HuggingFaceSource, JSONLSource, ParquetSource, PythonStdlibSource, SourceConfig, TextSource
+from gptworks.config import (
+    ConversationsSource,
+    HuggingFaceSource,
+    JSONLSource,
+    ParquetSource,
+    PythonStdlibSource,
+    TextSource,
+)
 from gptworks.errors import RunError, UserError
 from gptworks.files import sha256_file
 
@@ -28,6 +35,7 @@ _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", 
 _BOM = b"\xef\xbb\xbf"
 
 FileSource = TextSource | JSONLSource | ParquetSource
+TextualSource = PythonStdlibSource | FileSource | HuggingFaceSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +49,7 @@ class Piece:
     """UTF-8 size of the whole document."""
 
 
-def iter_documents(sources: Iterable[SourceConfig]) -> Iterator[Piece]:
+def iter_documents(sources: Iterable[TextualSource]) -> Iterator[Piece]:
     """All the text of the sources, in the order given and files sorted by path. Empty documents are left out.
 
     Raises:
@@ -56,7 +64,7 @@ def iter_documents(sources: Iterable[SourceConfig]) -> Iterator[Piece]:
                 yield from _read_file(source, file)
 
 
-def check_sources(sources: Iterable[SourceConfig]) -> None:
+def check_sources(sources: Iterable[TextualSource]) -> None:
     """Find mistakes before long work: what is missing, and what is wrong near the beginning of each file.
 
     Raises:
@@ -75,7 +83,7 @@ def check_sources(sources: Iterable[SourceConfig]) -> None:
                 pass
 
 
-def count_documents(sources: Iterable[SourceConfig], limit: int) -> int:
+def count_documents(sources: Iterable[TextualSource], limit: int) -> int:
     """The number of documents, counted no further than `limit`."""
     count = 0
     for source in sources:
@@ -88,7 +96,7 @@ def count_documents(sources: Iterable[SourceConfig], limit: int) -> int:
     return count
 
 
-def total_bytes(sources: Iterable[SourceConfig]) -> int | None:
+def total_bytes(sources: Iterable[TextualSource]) -> int | None:
     """Bytes of text that `iter_documents` will read, for a progress bar. None where only reading would tell."""
     total = 0
     for source in sources:
@@ -98,7 +106,7 @@ def total_bytes(sources: Iterable[SourceConfig]) -> int | None:
     return total
 
 
-def source_signature(sources: Iterable[SourceConfig]) -> list[list[Any]]:
+def source_signature(sources: Iterable[TextualSource]) -> list[list[Any]]:
     """What tells, without reading the text, whether it has changed: as JSON, (path, size, mtime_ns) of each file.
 
     A file with a stated sha256 is known by that; a dataset of the hub by its name.
@@ -114,10 +122,14 @@ def source_signature(sources: Iterable[SourceConfig]) -> list[list[Any]]:
             signature.append(["sha256", source.sha256])
         else:
             files = _files(source)
-        for file in files:
-            stat = file.stat()
-            signature.append([file.as_posix(), stat.st_size, stat.st_mtime_ns])
+        signature.extend(map(file_signature, files))
     return signature
+
+
+def file_signature(file: Path) -> list[Any]:
+    """What tells whether a file has changed."""
+    stat = file.stat()
+    return [file.as_posix(), stat.st_size, stat.st_mtime_ns]
 
 
 # ---------------------------------------------------------------------------------------------------- files
@@ -125,12 +137,24 @@ def source_signature(sources: Iterable[SourceConfig]) -> list[list[Any]]:
 
 def _files(source: PythonStdlibSource | FileSource) -> list[Path]:
     """The files of a source, at least one, sorted; a download is fetched first."""
-    if isinstance(source, PythonStdlibSource):
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = [file for file in _walk(root, _NOT_LIBRARY) if file.suffix == ".py"]
-        if not files:
-            raise UserError(f"source python-stdlib: {root} holds no .py files (a zipped Python?). Use type=text.")
-        return sorted(files)
+    return stdlib_files() if isinstance(source, PythonStdlibSource) else local_files(source, _extensions(source))
+
+
+def stdlib_files() -> list[Path]:
+    """The standard library's own sources, tests left out, sorted.
+
+    Raises:
+        UserError: there are none.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [file for file in _walk(root, _NOT_LIBRARY) if file.suffix == ".py"]
+    if not files:
+        raise UserError(f"source python-stdlib: {root} holds no .py files (a zipped Python?). Use type=text.")
+    return sorted(files)
+
+
+def local_files(source: FileSource | ConversationsSource, extensions: tuple[str, ...]) -> list[Path]:
+    """The files that a source's path names, those of a folder by their endings; or its download."""
     if source.path is None:
         assert source.url and source.sha256
         return [_download(source.url, source.sha256)]
@@ -140,7 +164,7 @@ def _files(source: PythonStdlibSource | FileSource) -> list[Path]:
     if source.sha256:
         raise UserError(f"source {source.path}: sha256 is that of one file, and there is no file here. Check the path.")
     if path.is_dir():
-        return _files_of_folder(path, _extensions(source))
+        return _files_of_folder(path, extensions)
     matches = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
     files = [file for file in matches if file.is_file()]
     if not files:
@@ -235,7 +259,7 @@ def _read_file(source: PythonStdlibSource | FileSource, file: Path) -> Iterator[
         with file.open("rb") as stream:
             yield from _document(stream, file)
     else:
-        records = _jsonl_records(file) if isinstance(source, JSONLSource) else _parquet_records(file, source.field)
+        records = read_jsonl(file) if isinstance(source, JSONLSource) else read_parquet(file, source.field)
         for where, record in records:
             yield from _record_document(where, record, source.field)
 
@@ -289,7 +313,8 @@ def _record_document(where: str, record: Mapping[str, Any], field: str) -> Itera
     yield from _document(io.BytesIO(whole.encode("utf-8")))
 
 
-def _jsonl_records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def read_jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each line's object, and its place."""
     with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as lines:
         number, rule = 0, "Each line must be one JSON object."
         try:
@@ -307,7 +332,8 @@ def _jsonl_records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             raise UserError(f"{file}: broken gzip data after line {number} ({error}). Get the file again.") from None
 
 
-def _parquet_records(file: Path, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def read_parquet(file: Path, field: str | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each row's fields, or one of them, and its place."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -320,20 +346,17 @@ def _parquet_records(file: Path, field: str) -> Iterator[tuple[str, Mapping[str,
     columns = table.schema_arrow.names
     row = 0
     with table:
-        if field not in columns:
+        if field is not None and field not in columns:
             raise UserError(f"{file}: no column `{field}`; it has {', '.join(columns)}. Set the source's `field`.")
-        for batch in table.iter_batches(batch_size=64, columns=[field]):
-            for value in batch.column(0).to_pylist():
-                yield f"{file}, row {row}", {field: value}
+        for batch in table.iter_batches(batch_size=64, columns=None if field is None else [field]):
+            for record in batch.to_pylist():
+                yield f"{file}, row {row}", record
                 row += 1
 
 
 def _read_hub(source: HuggingFaceSource) -> Iterator[Piece]:
     where = f"dataset {source.dataset}"
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(f"{where}: reading it needs datasets. Install it with: pip install 'gptworks[data]'") from None
+    datasets = require_datasets(where)
     try:
         rows = datasets.load_dataset(source.dataset, name=source.name, split=source.split, streaming=True)
     except Exception as error:  # the library raises many types
@@ -341,3 +364,16 @@ def _read_hub(source: HuggingFaceSource) -> Iterator[Piece]:
         raise UserError(f"{where} could not be opened: {reason}. Check its name and split, and the network.") from None
     for number, record in enumerate(rows):
         yield from _record_document(f"{where}, row {number}", record, source.field)
+
+
+def require_datasets(where: str) -> Any:
+    """The library `datasets`.
+
+    Raises:
+        UserError: it is not installed; `where` says what needs it.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"{where}: reading it needs datasets. Install it with: pip install 'gptworks[data]'") from None
+    return datasets

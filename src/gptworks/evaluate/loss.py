@@ -52,7 +52,7 @@ class LossReport:
 class Shares(Protocol):
     """How several processes divide an evaluation; each sees all windows and gets the sum."""
 
-    def share(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def share(self, batches: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
         """The batches that are this process's."""
 
     def add_up(self, numbers: list[float]) -> list[float]:
@@ -61,7 +61,7 @@ class Shares(Protocol):
 
 def evaluate_loss(
     model: GPT,
-    windows: Iterable[tuple[Tensor, Tensor]],
+    windows: Iterable[tuple[Tensor, ...]],
     *,
     text_bytes: int | None = None,
     shares: Shares | None = None,
@@ -71,7 +71,8 @@ def evaluate_loss(
 
     Args:
         windows: pairs (inputs, targets), each int64 [T] or [B, T] with T ≤ context_length, as `evaluation_windows`
-            makes them; targets of −100 are not counted.
+            makes them; targets of −100 are not counted. A third tensor, positions, as `examples_of_rows` makes it,
+            stands for rows of several texts.
         text_bytes: bytes of the original text. Give it only where the windows count each token of it once: of a
             sample of the windows, bits per byte would come out too low.
         shares: how several processes divide the work; None: this one does it all.
@@ -83,9 +84,10 @@ def evaluate_loss(
     total_nats, n_tokens = 0.0, 0
     batches = batches_of(windows)
     with eval_mode(model), torch.inference_mode():
-        for inputs, targets in batches if shares is None else shares.share(batches):
+        for inputs, targets, *positions in batches if shares is None else shares.share(batches):
             with autocast():
-                features = model.features(inputs.to(model.device))
+                places = positions[0].to(model.device) if positions else None
+                features = model.features(inputs.to(model.device), text_positions=places)
                 nats = linear_cross_entropy(features, model.head_weight, targets.to(model.device))
             total_nats += nats.item()
             n_tokens += int((targets != IGNORED).sum())
@@ -163,23 +165,23 @@ def evaluate_by_position(
     ]
 
 
-def batches_of(windows: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+def batches_of(windows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
     """Neighbouring windows of equal length, stacked up to BATCH_TOKENS."""
-    held: list[tuple[Tensor, Tensor]] = []
-    for inputs, targets in windows:
-        n_held = sum(rows.numel() for rows, _ in held)
+    held: list[tuple[Tensor, ...]] = []
+    for window in windows:
+        inputs = window[0]
+        n_held = sum(rows.numel() for rows, *_ in held)
         if held and (held[0][0].size(-1) != inputs.size(-1) or n_held + inputs.numel() > BATCH_TOKENS):
             yield _stack(held)
             held = []
-        held.append((inputs, targets))
+        held.append(window)
     if held:
         yield _stack(held)
 
 
-def _stack(windows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    inputs, targets = zip(*windows, strict=True)
-    length = inputs[0].size(-1)
-    return torch.cat(inputs).view(-1, length), torch.cat(targets).view(-1, length)
+def _stack(windows: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    length = windows[0][0].size(-1)
+    return tuple(torch.cat(part).view(-1, length) for part in zip(*windows, strict=True))
 
 
 def compressor_bits_per_byte(text: bytes) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """A run that is being evaluated: loaded once, for one measurement or several."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,11 @@ import torch
 from gptworks.checkpoint import Report, choose_checkpoint
 from gptworks.config import Recipe
 from gptworks.data.batches import evaluation_windows
+from gptworks.data.packing import held_out_rows
 from gptworks.data.prepare import Prepared, held_out_text, prepare
 from gptworks.data.shards import TokenShards
 from gptworks.device import choose_device, choose_precision
+from gptworks.errors import UserError
 from gptworks.evaluate.calibration import measure_calibration
 from gptworks.evaluate.loss import compressor_bits_per_byte, evaluate_by_position, evaluate_loss
 from gptworks.evaluate.memorization import measure_memorization
@@ -84,7 +86,14 @@ class EvaluatedRun:
         context, round_trips = self.model.config.context_length, self.prepared.manifest.round_trips
         shards = TokenShards(self.prepared.folder, "validation")
         text_bytes = shards.text_bytes if round_trips else None
-        windows = evaluation_windows(shards, context, stride=stride)
+        answers_alone = self.recipe.objective.type != "next_token"
+        if answers_alone and (stride is not None or by_position):
+            raise UserError(
+                "--stride and --by-position are for text: this run's held-out conversations are rows of their own."
+            )
+        windows: Iterable[tuple[torch.Tensor, ...]] = (
+            held_out_rows(shards, self.recipe) if answers_alone else evaluation_windows(shards, context, stride=stride)
+        )
         report = evaluate_loss(self.model, windows, text_bytes=text_bytes, autocast=self.precision.autocast)
         result: dict[str, Any] = {
             "loss": report.loss, "perplexity": report.perplexity, "bits_per_byte": report.bits_per_byte,

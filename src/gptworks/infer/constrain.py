@@ -26,9 +26,17 @@ class Constraint:
         self._matcher, self._n_tokens, self._end_of_text = matcher, n_tokens, end_of_text
 
     def allowed(self) -> Tensor:
-        """Which tokens may come next, bool [V]; the end-of-text token where the text may end here."""
+        """Which tokens may come next, bool [V]; the end-of-text token where the text may end here.
+
+        Raises:
+            UserError: none may, or telling takes more work than llguidance grants.
+        """
         bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
-        return (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()[: self._n_tokens].bool()
+        mask = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()[: self._n_tokens].bool()
+        if self._matcher.is_error() or not mask.any():
+            reason = " ".join(self._matcher.get_error().split()) or "no token of this tokenizer may come next."
+            raise UserError(f"the constraint cannot go on: {reason}")
+        return mask
 
     def push(self, token: int) -> bool:
         """Take a token; whether the text is complete, so that nothing can follow."""
@@ -62,7 +70,7 @@ class Constraints:
         self._tokenizer = self._read(tokenizer)
 
     def _read(self, tokenizer: Tokenizer) -> Any:
-        spellings = _spellings(tokenizer)
+        spellings = token_spellings(tokenizer)
         if spellings is not None:
             wrapper = self._library.TokenizerWrapper(_Vocabulary(tokenizer, spellings))
             return self._library.LLTokenizer(wrapper)
@@ -119,7 +127,7 @@ class _Vocabulary:
         return ids
 
 
-def _spellings(tokenizer: Tokenizer) -> list[bytes] | None:
+def token_spellings(tokenizer: Tokenizer) -> list[bytes] | None:
     """The bytes of each token; None where they depend on the token's neighbours."""
     names = {index: name for name, index in tokenizer.get_vocab(with_added_tokens=True).items()}
     in_order = [names.get(index, "") for index in range(vocabulary_size(tokenizer))]

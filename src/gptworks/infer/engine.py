@@ -24,6 +24,7 @@ A request's tokens do not depend on the requests beside it, as far as the backen
 import dataclasses
 import itertools
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,6 +36,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from gptworks.chat_template import ChatTemplate, load_chat_template
 from gptworks.checkpoint import Report, load_run
 from gptworks.device import choose_device
 from gptworks.errors import RunError, UserError
@@ -87,6 +89,7 @@ class Engine:
         drafter: Drafter | None = None,
         backend: BackendName = "auto",
         cache_dtype: torch.dtype | None = None,
+        chat_template: ChatTemplate | None = None,
     ) -> None:
         """
         Args:
@@ -98,6 +101,7 @@ class Engine:
             prefill_tokens: prompt tokens computed at once; exact reuse shares whole such parts.
             drafter: guesses tokens ahead (speculate.py); texts stay the same.
             backend, cache_dtype: see `choose_backend`.
+            chat_template: how conversations become text; None: a model without turns.
 
         Raises:
             UserError: the tokenizer makes ids that the model does not have, or a number is below 1.
@@ -111,7 +115,7 @@ class Engine:
         for name, number in (("n_slots", n_slots), ("slot_tokens", slot_tokens), ("prefill_tokens", prefill_tokens)):
             if number is not None and number < 1:
                 raise UserError(f"{name}={number}: it must be 1 or more.")
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.chat_template = model, tokenizer, chat_template
         self.n_ids = n_ids  # a padded vocabulary's last rows stand for no token
         self.end_of_text = special_tokens(tokenizer).eos
         self.context = min(slot_tokens or model.config.context_length, model.config.context_length)
@@ -326,6 +330,12 @@ class Engine:
             slots_used=scheduler.n_slots_used,
         )
 
+    def warm_up(self) -> None:
+        """Have room for all slots, and compute a token: what the first request would otherwise wait for."""
+        for _ in self.pieces([0], max_tokens=1):
+            pass
+        self._statistics = Statistics()
+
     # --------------------------------------------------------------------------------------- requests come and go
 
     def _request(
@@ -371,11 +381,12 @@ class Engine:
         return request
 
     def _check_settings(self, settings: SamplingSettings, n_samples: int, overflow: Overflow) -> None:
-        if wrong := [token for token in settings.logit_bias if not 0 <= token < self.n_ids]:
-            raise UserError(
-                f"logit_bias has token id {wrong[0]}, which is not in the vocabulary: "
-                f"ids go from 0 to {self.n_ids - 1}."
-            )
+        for name in ("logit_bias", "stop_token_ids"):
+            if wrong := [token for token in getattr(settings, name) if not 0 <= token < self.n_ids]:
+                raise UserError(
+                    f"{name} has token id {wrong[0]}, which is not in the vocabulary: "
+                    f"ids go from 0 to {self.n_ids - 1}."
+                )
         beams = settings.num_beams
         if beams == 1:
             return
@@ -546,8 +557,10 @@ class Engine:
         admitted, copies = self._scheduler.admit()
         self._copy(copies)
         for job in admitted:
+            request = self._request_of[job]
+            request.admitted_at = request.admitted_at or time.monotonic()
             if job.n_reused and not job.knows_logits:
-                self._request_of[job].n_reused_tokens += job.n_reused
+                request.n_reused_tokens += job.n_reused
                 self._statistics.prefix_hits += 1
                 self._statistics.reused_tokens += job.n_reused
         return admitted
@@ -633,7 +646,8 @@ class Engine:
             live = [
                 draw
                 for draw, token in zip(live, tokens, strict=True)
-                if draw.n_drawn <= len(draw.guessed)
+                if not draw.request.done
+                and draw.n_drawn <= len(draw.guessed)
                 and draw.guessed[draw.n_drawn - 1] == token
                 and draw.sample.finish_reason is None
             ]
@@ -642,11 +656,15 @@ class Engine:
 
     def _sample(self, draws: list[_Draw]) -> list[int]:
         """A token for each draw, but for those of requests that fail because a score is not a number."""
-        rows = [draw.logits[draw.n_drawn : draw.n_drawn + 1] for draw in draws]
-        logits = rows[0] if len(rows) == 1 else torch.cat(rows)
         allowed = None
         if any(draw.sample.constraint is not None for draw in draws):
-            allowed = [c.allowed() if (c := draw.sample.constraint) is not None else None for draw in draws]
+            masks = [self._allowed(draw) for draw in draws]
+            allowed = [mask for mask, draw in zip(masks, draws, strict=True) if not draw.request.done]
+            draws = [draw for draw in draws if not draw.request.done]
+            if not draws:
+                return []
+        rows = [draw.logits[draw.n_drawn : draw.n_drawn + 1] for draw in draws]
+        logits = rows[0] if len(rows) == 1 else torch.cat(rows)
         try:
             return sample(logits, [draw.sample.sampler for draw in draws], allowed)
         except RunError as error:
@@ -656,13 +674,29 @@ class Engine:
             left = [draw for draw in draws if not draw.request.done]
             return self._sample(left) if left else []
 
+    def _allowed(self, draw: _Draw) -> Tensor | None:
+        """The tokens that a draw's constraint allows; its request fails where that cannot be told."""
+        if draw.sample.constraint is None or draw.request.done:
+            return None
+        try:
+            return draw.sample.constraint.allowed()
+        except UserError as error:
+            self._fail(draw.request, error)
+            return None
+
     def _push(self, draw: _Draw, token: int) -> None:
         one, logprob = draw.sample, None
+        if draw.request.done:  # another of its samples has failed
+            return
         if one.settings.logprobs is not None:
             row = draw.logits[draw.n_drawn : draw.n_drawn + 1]
             (logprob,) = token_logprobs(row, [token], one.settings.logprobs)
         draw.n_drawn += 1
-        piece = one.push(token, logprob)
+        try:
+            piece = one.push(token, logprob)
+        except UserError as error:  # its constraint cannot go on
+            self._fail(draw.request, error)
+            return
         if piece.token_id is not None:
             draw.job.tokens.append(token)
             self._statistics.generated_tokens += 1
@@ -804,4 +838,6 @@ def load(
         UserError: no such run, checkpoint or device, or damaged files.
     """
     run = load_run(run_dir, str(checkpoint), overrides=overrides, device=choose_device(device), report=report)
-    return Engine(run.model, load_tokenizer(run.tokenizer_folder), **options)
+    tokenizer = load_tokenizer(run.tokenizer_folder)
+    options.setdefault("chat_template", load_chat_template(run.tokenizer_folder, tokenizer))
+    return Engine(run.model, tokenizer, **options)

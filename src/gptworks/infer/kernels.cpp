@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <cstring>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -54,13 +55,16 @@ struct Norm {
 struct Layer {
     Norm norm1, norm2, query_norm, key_norm;
     Matrix query, key, value, out, gate, up, down;  // gate.weight null: the MLP has none
-    void *keys, *values;                            // [slots, groups, capacity, d_head]
+    void *keys;                                     // [slots, groups, capacity, d_head]
+    float *key_scales;                              // int8: [slots, groups, capacity rounded up to 16]
+    void *values;
+    float *value_scales;
     int64_t window;                                 // keys a query sees, its own included
 };
 
 struct Model {
     int64_t d_model, n_heads, n_groups, d_head, d_ff, d_rotary, capacity, n_layers;
-    int64_t activation, layer_norm, parallel, cache_is_bf16;
+    int64_t activation, layer_norm, parallel, cache_kind;
     float eps, scale;
     Matrix embedding, head;
     const float *position;    // [capacity, d_model], or null
@@ -82,7 +86,8 @@ constexpr int64_t LANES = 16;
 constexpr int64_t TILE = 4;            // weight rows multiplied at once: enough chains to hide an FMA's latency
 constexpr int64_t UNIT = 16;           // weight rows that one thread takes at once: a cache line of results
 constexpr int64_t CHUNK = 128;         // activations are padded with zeros to a multiple of this
-constexpr int64_t PREFETCH = 12288;    // bytes ahead
+constexpr int64_t FAR = 20480;         // bytes ahead that memory is asked for the second cache,
+constexpr int64_t NEAR = 2048;         // and this one for the first
 constexpr int64_t CACHED = 512 << 10;  // bytes of activations that a core's second cache keeps while weights pass
 
 typedef float Lanes __attribute__((vector_size(64)));
@@ -343,10 +348,11 @@ struct Rows {
 };
 
 // A tile is contiguous, and memory is fastest when asked for in order: so it is prefetched in order, though its four rows
-// are read side by side. Without, this ran at a third of the memory's speed.
-// The nearest cache is for one row; many rows' activations need it themselves.
+// are read side by side. Without, this ran at a third of the memory's speed; with the far one alone, 10% slower.
+// The first cache is for one row's weights; many rows' activations need it themselves.
 template <int N> INLINE void prefetch(const void *at, int64_t line) {
-    __builtin_prefetch((const char *)at + 64 * line + PREFETCH, 0, N == 1 ? 3 : 2);
+    __builtin_prefetch((const char *)at + 64 * line + FAR, 0, 2);
+    if (N == 1) __builtin_prefetch((const char *)at + 64 * line + NEAR, 0, 3);
 }
 
 // Each kind of weights has a Tile: sums<N>(first, step, row, out) multiplies four weight rows, first, first + step …,
@@ -636,17 +642,47 @@ void weigh(const Query *queries, const Lanes *factor, const float *scores, int64
     });
 }
 
+template <class Cache> struct HeadCache {
+    static constexpr bool SCALED = std::is_same_v<Cache, int8_t>;  // a value is = integer · scale of its vector
+    int64_t width;
+    Cache *keys, *values;                                  // [capacity, d_head]
+    float *key_scales = nullptr, *value_scales = nullptr;  // [capacity]
+
+    HeadCache(const Model &m, const Layer &layer, int64_t slot, int64_t group) : width(m.d_head) {
+        const int64_t head = slot * m.n_groups + group, at = head * m.capacity * width;
+        keys = (Cache *)layer.keys + at, values = (Cache *)layer.values + at;
+        const int64_t scales_at = head * ((m.capacity + LANES - 1) / LANES * LANES);
+        if constexpr (SCALED) key_scales = layer.key_scales + scales_at, value_scales = layer.value_scales + scales_at;
+    }
+
+    void keep(int64_t position, const float *key, const float *value) const {
+        keep(key, keys + position * width, key_scales + (SCALED ? position : 0));
+        keep(value, values + position * width, value_scales + (SCALED ? position : 0));
+    }
+
+    void keep(const float *from, Cache *to, float *scale) const {
+        if constexpr (SCALED) {
+            float largest = 0;
+            for (int64_t i = 0; i < width; i++) largest = std::max(largest, std::abs(from[i]));
+            *scale = largest / 127;
+            for (int64_t i = 0; i < width; i++) to[i] = largest ? (Cache)std::lrint(from[i] / *scale) : 0;
+        } else {
+            for (int64_t i = 0; i < width; i += LANES) store(to + i, load(from + i));
+        }
+    }
+};
+
 // N queries of one text, in the order of their positions, over its keys and values [capacity, d_head]. They read the
 // keys together, those that one of them does not see with weight 0. scores: [N, room], room for `to` and 32 more.
 template <int N, class Cache>
-void attend(const Model &m, const Query *queries, const Cache *keys, const Cache *values, float *scores, int64_t room) {
+void attend(const Model &m, const Query *queries, const HeadCache<Cache> &cache, float *scores, int64_t room) {
     const int64_t width = m.d_head, to = queries[N - 1].to;
     const int64_t from = queries[0].from / LANES * LANES;  // so that a key's lane follows from its position alone
     const int64_t end = from + (to - from + LANES - 1) / LANES * LANES;
     for (int64_t s = from; s < end; s += TILE) {
         Lanes total[N][TILE] = {};
         const Cache *key[TILE];
-        repeat<TILE>([&](auto j) EACH { key[j] = keys + std::min(s + j, to - 1) * width; });
+        repeat<TILE>([&](auto j) EACH { key[j] = cache.keys + std::min(s + j, to - 1) * width; });
         for (int64_t i = 0; i < width; i += LANES) {
             Lanes q[N];
             repeat<N>([&](auto r) EACH { q[r] = load(queries[r].q + i); });
@@ -656,7 +692,11 @@ void attend(const Model &m, const Query *queries, const Cache *keys, const Cache
             });
         }
         repeat<N>([&](auto r) EACH {
-            const Quad four = sums(total[r]) * m.scale;
+            Quad four = sums(total[r]) * m.scale, scale;
+            if constexpr (HeadCache<Cache>::SCALED) {
+                std::memcpy(&scale, cache.key_scales + s, sizeof scale);
+                four *= scale;
+            }
             std::memcpy(scores + r * room + s - from, &four, sizeof four);
         });
     }
@@ -672,35 +712,26 @@ void attend(const Model &m, const Query *queries, const Cache *keys, const Cache
         for (int64_t s = 0; s < end - from; s += LANES) {
             const Lanes score = load(own + s), e = score == -INFINITY ? Lanes{} : exponential(score - largest);
             total += e;
-            store(own + s, e);
+            if constexpr (HeadCache<Cache>::SCALED)
+                store(own + s, e * load(cache.value_scales + from + s));
+            else
+                store(own + s, e);
         }
         factor[r] = all(1 / sum(total));
     }
     int64_t i = 0;
-    for (; i + 4 * LANES <= width; i += 4 * LANES) weigh<N, 4>(queries, factor, scores, room, values, from, to, width, i);
-    for (; i < width; i += LANES) weigh<N, 1>(queries, factor, scores, room, values, from, to, width, i);
+    for (; i + 4 * LANES <= width; i += 4 * LANES) weigh<N, 4>(queries, factor, scores, room, cache.values, from, to, width, i);
+    for (; i < width; i += LANES) weigh<N, 1>(queries, factor, scores, room, cache.values, from, to, width, i);
 }
 
-template <class Cache> struct HeadCache {
-    Cache *keys, *values;  // [capacity, d_head]
-
-    HeadCache(const Model &m, const Layer &layer, int64_t slot, int64_t group) {
-        const int64_t at = (slot * m.n_groups + group) * m.capacity * m.d_head;
-        keys = (Cache *)layer.keys + at, values = (Cache *)layer.values + at;
-    }
-};
 
 // A row's new key and value of one head, into the cache. qkv: queries, keys, values of all heads.
 template <class Cache>
 void remember(const Model &m, const Layer &layer, const Batch &b, int64_t row, int64_t group, float *qkv) {
     const int64_t width = m.d_head, position = b.positions[row];
-    const HeadCache<Cache> cache(m, layer, b.slots[row], group);
     float *k = qkv + (m.n_heads + group) * width, *v = k + m.n_groups * width;
     prepare_head(m, layer.key_norm, position, k);
-    for (int64_t i = 0; i < width; i += LANES) {
-        store(cache.keys + position * width + i, load(k + i));
-        store(cache.values + position * width + i, load(v + i));
-    }
+    HeadCache<Cache>(m, layer, b.slots[row], group).keep(position, k, v);
 }
 
 // A thread takes whole (rows of a text, key/value head) pairs: their queries, some at a time, over the keys they see.
@@ -734,10 +765,10 @@ void attend(const Model &m, const Layer &layer, const Batch &b, float *qkv, int6
                     if (n < QUERIES && !(r + 1 == end && head + 1 == (group + 1) * heads)) continue;
                     float *own = (float *)scores.data();
                     switch (std::exchange(n, 0)) {
-                    case 1: attend<1>(m, queries, cache.keys, cache.values, own, room); break;
-                    case 2: attend<2>(m, queries, cache.keys, cache.values, own, room); break;
-                    case 3: attend<3>(m, queries, cache.keys, cache.values, own, room); break;
-                    default: attend<4>(m, queries, cache.keys, cache.values, own, room);
+                    case 1: attend<1>(m, queries, cache, own, room); break;
+                    case 2: attend<2>(m, queries, cache, own, room); break;
+                    case 3: attend<3>(m, queries, cache, own, room); break;
+                    default: attend<4>(m, queries, cache, own, room);
                     }
                 }
             }
@@ -803,7 +834,7 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
         product(layer->key, in, qkv + d_query, s.d_qkv, false, team);
         product(layer->value, in, qkv + d_query + d_key, s.d_qkv, false, team);
         team.wait();
-        const auto attend_in = m.cache_is_bf16 ? attend<BFloat> : attend<float>;
+        const auto attend_in = m.cache_kind == INT8 ? attend<int8_t> : m.cache_kind == BF16 ? attend<BFloat> : attend<float>;
         attend_in(m, *layer, b, qkv, s.d_qkv, data(s.attended), s.d_heads, scores, team);
         team.wait();
         attended.prepared = inner.prepared = FP32;
@@ -850,7 +881,7 @@ extern "C" float gptworks_read(const float *data, int64_t n, int n_threads) {
         Lanes total[4] = {};
         for (int64_t i = from * 4 * LANES; i < to * 4 * LANES; i += 4 * LANES)
             for (int j = 0; j < 4; j++) {
-                __builtin_prefetch((const char *)(data + i + j * LANES) + PREFETCH);
+                prefetch<1>(data + i, j);
                 total[j] += load(data + i + j * LANES);
             }
         result = sum(total[0] + total[1] + total[2] + total[3]);

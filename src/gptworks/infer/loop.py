@@ -5,11 +5,18 @@ with EngineLoop(engine) as loop:
     async for piece in stream: ...              # leaving the loop cancels the request
 
 completions = await loop.complete(prompt, settings, n_samples=2)
+
+stream = loop.open(max_unread=1000)             # for a server: several requests, read together
+stream.submit(prompt, settings)                 # from any thread, since reading a prompt may take long
+async for batch in stream.batches(): ...        # lists of (number of the request, piece)
 """
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,6 +27,14 @@ from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import Piece
 
 
+class EngineStopped(RunError):
+    """The engine takes no more requests, or has ended those it had."""
+
+
+class SlowReader(RunError):
+    """A reader left more pieces unread than it may; its requests were cancelled."""
+
+
 class EngineLoop:
     """Runs an engine's steps while there are requests, and sleeps while there are none."""
 
@@ -27,6 +42,7 @@ class EngineLoop:
         self.engine = engine
         self._wake, self._ending = threading.Event(), False
         self._streams: set[Stream] = set()
+        self._to_wake: deque[Stream] = deque()
         self._thread = threading.Thread(target=self._run, name="gptworks engine", daemon=True)
 
     def start(self) -> Self:
@@ -39,7 +55,8 @@ class EngineLoop:
         if not drain:
             for stream in list(self._streams):
                 stream.cancel()
-                stream.hand(RunError("the engine was stopped."))
+                stream.hand(0, EngineStopped("the engine was stopped."))
+            self._wake_readers()
         self._ending = True
         self._wake.set()
         if self._thread.is_alive():
@@ -53,6 +70,24 @@ class EngineLoop:
     ) -> None:
         self.close(drain=kind is None)
 
+    @property
+    def alive(self) -> bool:
+        """Whether requests are worked on."""
+        return self._thread.is_alive() and not self._ending
+
+    def open(self, *, max_unread: int | None = None) -> "Stream":
+        """A stream without requests yet. To be called where an asyncio loop runs.
+
+        Args:
+            max_unread: pieces that may wait for the reader; with more, the stream is cancelled (SlowReader).
+
+        Raises:
+            EngineStopped: the loop is closed.
+        """
+        if self._ending:
+            raise EngineStopped("the engine is stopping: no more requests are taken.")
+        return Stream(self, max_unread)
+
     def stream(
         self, prompt: str | Sequence[int], settings: SamplingSettings | None = None, **arguments: Any
     ) -> "Stream":
@@ -62,12 +97,14 @@ class EngineLoop:
 
         Raises:
             UserError, QueueFull: as `Engine.submit`.
-            RunError: the loop is closed.
+            EngineStopped: the loop is closed.
         """
-        if self._ending:
-            raise RunError("the engine is stopping: no more requests are taken.")
-        stream = Stream(self, prompt, settings, arguments)
-        self._wake.set()
+        stream = self.open()
+        try:
+            stream.submit(prompt, settings, **arguments)
+        except BaseException:
+            stream.cancel()
+            raise
         return stream
 
     async def complete(
@@ -88,6 +125,7 @@ class EngineLoop:
                 busy = self.engine.step()
             except Exception:  # every request was told, and later ones may fare better
                 busy = True
+            self._wake_readers()
             if busy:
                 continue
             if self._ending:
@@ -95,50 +133,110 @@ class EngineLoop:
             self._wake.wait()
             self._wake.clear()
 
+    def _wake_readers(self) -> None:
+        """Tell all who got something, once a step: each call to another thread's loop costs as much as a small step."""
+        together: dict[asyncio.AbstractEventLoop, list[Stream]] = {}
+        while self._to_wake:
+            stream = self._to_wake.popleft()
+            together.setdefault(stream._asyncio, []).append(stream)
+        for loop, streams in together.items():
+            try:
+                loop.call_soon_threadsafe(_wake_all, streams)
+            except RuntimeError:  # the readers' loop is closed
+                for stream in streams:
+                    stream.cancel()
+
+
+def _wake_all(streams: list["Stream"]) -> None:
+    for stream in streams:
+        stream._told = False
+        stream._event.set()
+
 
 class Stream:
-    """The pieces of one request, for one reader. Going away cancels it; a reader that never begins calls `cancel`."""
+    """The pieces of some requests, for one reader. Going away cancels them; who never begins to read calls `cancel`."""
 
-    def __init__(
-        self,
-        loop: EngineLoop,
-        prompt: str | Sequence[int],
-        settings: SamplingSettings | None,
-        arguments: dict[str, Any],
-    ) -> None:
-        self._loop = loop
+    def __init__(self, loop: EngineLoop, max_unread: int | None = None) -> None:
+        self._loop, self._max_unread = loop, max_unread
         self._asyncio = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
-        self._n_unfinished = arguments.get("n_samples", 1)
+        self._event, self._told = asyncio.Event(), False
+        self._unread: deque[tuple[int, Piece | Exception]] = deque()
+        self._n_unfinished = 0
+        self._cancelled = False
+        self.requests: list[Request] = []
         loop._streams.add(self)
-        try:
-            self.request: Request = loop.engine.submit(prompt, settings, listener=self.hand, **arguments)
-        except BaseException:
-            loop._streams.discard(self)
-            raise
 
-    def hand(self, piece: Piece | Exception) -> None:
-        """For the engine: hand a piece over to the reader. From any thread."""
-        try:
-            self._asyncio.call_soon_threadsafe(self._queue.put_nowait, piece)
-        except RuntimeError:  # the reader's loop is closed
+    @property
+    def request(self) -> Request:
+        """The first request."""
+        return self.requests[0]
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def submit(
+        self, prompt: str | Sequence[int], settings: SamplingSettings | None = None, **arguments: Any
+    ) -> Request:
+        """Add a request, with the arguments of `Engine.submit`. From any thread, one at a time.
+
+        Raises:
+            UserError, QueueFull: as `Engine.submit`.
+        """
+        listener = partial(self.hand, len(self.requests))
+        request = self._loop.engine.submit(prompt, settings, listener=listener, **arguments)
+        self.requests.append(request)
+        self._n_unfinished += arguments.get("n_samples", 1)
+        if self._cancelled:  # while the prompt was read
+            self._loop.engine.cancel(request)
+        self._loop._wake.set()
+        return request
+
+    def hand(self, number: int, piece: Piece | Exception) -> None:
+        """For the engine: a piece of a request, for the reader, who is told after the step. From any thread."""
+        full = self._max_unread is not None and len(self._unread) >= self._max_unread
+        if full and isinstance(piece, Piece):
+            if self._cancelled:
+                return
             self.cancel()
+            piece = SlowReader(f"the reader left {self._max_unread} pieces unread: the request was cancelled.")
+        self._unread.append((number, piece))
+        if not self._told:
+            self._told = True
+            self._loop._to_wake.append(self)
 
     def cancel(self) -> None:
-        """End the request where it is. From any thread, any number of times."""
+        """End the requests where they are. From any thread, any number of times."""
+        self._cancelled = True
         self._loop._streams.discard(self)
-        self._loop.engine.cancel(self.request)
+        for request in list(self.requests):
+            if not request.done:
+                self._loop.engine.cancel(request)
         self._loop._wake.set()
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def batches(self) -> AsyncGenerator[list[tuple[int, Piece]]]:
+        """What has come since the last time, and the number of the request each piece is of."""
         try:
             while self._n_unfinished:
-                piece = await self._queue.get()
-                if isinstance(piece, Exception):
-                    raise piece
-                self._n_unfinished -= piece.finish_reason is not None
-                yield piece
+                self._event.clear()
+                if not self._unread:
+                    await self._event.wait()
+                batch: list[tuple[int, Piece]] = []
+                while self._unread:
+                    number, piece = self._unread.popleft()
+                    if isinstance(piece, Exception):
+                        raise piece
+                    self._n_unfinished -= piece.finish_reason is not None
+                    batch.append((number, piece))
+                if batch:
+                    yield batch
         finally:
             if self._n_unfinished:
                 self.cancel()
             self._loop._streams.discard(self)
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        async with aclosing(self.batches()) as batches:
+            async for batch in batches:
+                for _, piece in batch:
+                    yield piece

@@ -123,7 +123,7 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _Norm) for name in ("norm1", "norm2", "query_norm", "key_norm")),
         *((name, _Matrix) for name in ("query", "key", "value", "out", "gate", "up", "down")),
-        ("keys", _POINTER), ("values", _POINTER), ("window", _INTEGER),
+        *((name, _POINTER) for name in ("keys", "key_scales", "values", "value_scales")), ("window", _INTEGER),
     )  # fmt: skip
 
 
@@ -131,7 +131,7 @@ class _Model(ctypes.Structure):
     _fields_ = (
         *((name, _INTEGER) for name in (
             "d_model", "n_heads", "n_groups", "d_head", "d_ff", "d_rotary", "capacity", "n_layers",
-            "activation", "layer_norm", "parallel", "cache_is_bf16",
+            "activation", "layer_norm", "parallel", "cache_kind",
         )),
         ("eps", _FLOAT), ("scale", _FLOAT), ("embedding", _Matrix), ("head", _Matrix),
         ("position", _POINTER), ("cos", _POINTER), ("sin", _POINTER), ("norm", _Norm), ("layers", _POINTER),
@@ -189,7 +189,7 @@ class NativeBackend:
 
         Args:
             model: fp32, or with its matrices in bf16, fp16, int8 or int4 (gptworks.quantize).
-            dtype: of the cache, fp32 or bf16; None: fp32 for a model in fp32, else bf16.
+            dtype: of the cache, fp32, bf16 or int8; None: fp32 for a model in fp32, else bf16.
 
         Raises:
             Unavailable: see `refusal` and `library`.
@@ -256,7 +256,7 @@ class NativeBackend:
             config.d_model, config.n_heads, config.n_kv_heads, config.d_head, config.d_ff,
             config.d_rotary, self.capacity, config.n_layers,
             _ACTIVATIONS.index(config.mlp), config.norm == "layernorm", config.parallel_residual,
-            self.cache.keys[0].dtype == torch.bfloat16,
+            _KINDS[self.cache.dtype],
             config.norm_eps, config.d_head**-0.5 if config.attention_scale is None else config.attention_scale,
             self._matrix(model.token_embedding), self._matrix(head),
             self._vector(position), self._vector(cos), self._vector(sin), self._norm(model.norm),
@@ -269,12 +269,12 @@ class NativeBackend:
         block: Any = model.blocks[i]
         attention, mlp = block.attention, block.mlp
         norms = (block.norm1, block.norm2, attention.query_norm, attention.key_norm)
+        cached = (self.cache.keys[i], self.cache.values[i])
         matrices = (attention.query, attention.key, attention.value, attention.out, mlp.gate, mlp.up, mlp.down)
         return _Layer(
             *map(self._norm, norms),
             *map(self._matrix, matrices),
-            self.cache.keys[i].data_ptr(),
-            self.cache.values[i].data_ptr(),
+            *(self._address(part) for vectors in cached for part in (vectors.data, vectors.scale)),
             attention.window or self.capacity,
         )
 

@@ -79,6 +79,8 @@ class Request:
         """What the model gave the prompt's tokens (None before `score_from`), with the first piece; if asked for."""
         self.n_reused_tokens = 0
         """Tokens of the prompt that needed no computing (prefix reuse)."""
+        self.admitted_at: float | None = None
+        """When it first got a slot, by `time.monotonic`."""
         self._pieces: deque[Piece] = deque()
         self._listener = listener
         # for the engine

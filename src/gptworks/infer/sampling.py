@@ -66,11 +66,13 @@ class SamplingSettings:
     max_tokens: int = 200
     """Tokens generated at most."""
     min_tokens: int = 0
-    """The end-of-text token is not chosen before so many tokens are generated. Stop strings end a text all the same."""
+    """No token that ends the text is chosen before so many are generated. Stop strings end a text all the same."""
     ignore_eos: bool = False
     """The end-of-text token does not end the text; it counts as a token like another."""
     stop: tuple[str, ...] = ()
     """The text ends before the first of these strings to be completed."""
+    stop_token_ids: tuple[int, ...] = ()
+    """The text ends before one of these tokens, as before the end-of-text token; for the ends of turns in a chat."""
     logprobs: int | None = None
     """Tell each token's log-probability, and those of so many of the likeliest tokens. They are the model's own: before
     penalties, temperature and filters. None: tell nothing."""
@@ -85,13 +87,14 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", {int(token): float(bias) for token, bias in self.logit_bias.items()})
         for name, holds, rule in (
             ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
             ("min_p", 0 <= self.min_p < 1, "0 (off) or more, and below 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0; 1 is off"),
+            ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 1e3, "0.001 to 1000; 1 is off"),
             ("frequency_penalty", math.isfinite(self.frequency_penalty), "a number; 0 is off"),
             ("presence_penalty", math.isfinite(self.presence_penalty), "a number; 0 is off"),
             ("logit_bias", all(bias < math.inf for bias in self.logit_bias.values()), "numbers, or -inf for never"),
@@ -112,7 +115,7 @@ class SamplingSettings:
         plain = SamplingSettings()
         for name in (
             "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "json_schema",
-            "regex", "ignore_eos", "min_tokens",
+            "regex", "ignore_eos", "min_tokens", "stop_token_ids",
         ):  # fmt: skip
             if getattr(self, name) != getattr(plain, name):
                 raise UserError(f"{name}={getattr(self, name)}: beam search (num_beams={self.num_beams}) has no such "
@@ -208,8 +211,10 @@ class Sampler:
     @property
     def banned(self) -> tuple[int, ...]:
         """Tokens that may not come next."""
-        held_back = self.n_generated < self.settings.min_tokens and not self.settings.ignore_eos
-        return (self.end_of_text,) if held_back and self.end_of_text is not None else ()
+        if self.n_generated >= self.settings.min_tokens:
+            return ()
+        ends = () if self.end_of_text is None or self.settings.ignore_eos else (self.end_of_text,)
+        return ends + self.settings.stop_token_ids
 
     @property
     def adjusts(self) -> bool:

@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "context"]
 """stop: the end-of-text token, a stop string, or a constraint that is complete. length: max_tokens. context: the
 context is full."""
 
-_DECODER_CONTEXT_TOKENS = 16
+DECODER_CONTEXT_TOKENS = 16
 """Prompt tokens the decoder sees: what a token reads as may depend on the one before it (a joining space)."""
 
 
@@ -53,12 +53,13 @@ class Sample:
         self.finish_reason: FinishReason | None = None
         self._stops = StopStrings(settings.stop)
         self._decoder = StreamDecoder(tokenizer)
-        for token_id in prompt[-_DECODER_CONTEXT_TOKENS:]:
+        for token_id in prompt[-DECODER_CONTEXT_TOKENS:]:
             self._decoder.push(token_id)  # not shown
 
     def push(self, token_id: int, logprob: TokenLogprob | None = None) -> Piece:
         """Take the next token."""
-        if token_id == self.end_of_text and not self.settings.ignore_eos:
+        settings = self.settings
+        if (token_id == self.end_of_text and not settings.ignore_eos) or token_id in settings.stop_token_ids:
             return self.finish("stop")
         self.ids.append(token_id)
         self.n_generated += 1

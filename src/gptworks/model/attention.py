@@ -16,7 +16,14 @@ from gptworks.model.layers import RMSNorm
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, dropout: float = 0.0, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    visible: Tensor | None = None,
 ) -> Tensor:
     """Scaled dot-product attention in which the T queries are the last T of the S key positions.
 
@@ -25,15 +32,21 @@ def attend(
         window: a query sees this many keys, its own included; None: all up to its own.
         dropout: probability of dropping an attention weight.
         scale: factor of q·k; None: 1/√D.
+        visible: where each query may look, boolean [B, T, S], for rows of several texts (`texts_mask`). It holds the
+            window too; None: one text a row.
 
     Returns:
         [B, H, T, D], in q's dtype.
     """
     n_queries, n_keys = q.size(2), k.size(2)
     if cpu.trains(q) and n_keys <= cpu.LONGEST:
-        bias = torch.zeros(n_queries, n_keys, dtype=q.dtype)
-        bias.masked_fill_(~causal_mask(n_queries, n_keys, window, q.device), -math.inf)
+        may_look = causal_mask(n_queries, n_keys, window, q.device) if visible is None else visible
+        bias = torch.zeros(may_look.shape, dtype=q.dtype).masked_fill_(~may_look, -math.inf)
         return cpu.attention(q, k, v, bias, window, dropout, scale)
+    if visible is not None:
+        return F.scaled_dot_product_attention(
+            q, k, v, visible[:, None], dropout_p=dropout, scale=scale, enable_gqa=q.size(1) != k.size(1)
+        )
     banded = window is not None and window < n_keys
     if window is not None and n_queries == n_keys >= 2 * window:
         return attend_banded(q, k, v, window=window, dropout=dropout, scale=scale)
@@ -125,6 +138,16 @@ def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.d
     key = torch.arange(n_keys, device=device)[None, :]
     visible = key <= query
     return visible if window is None else visible & (key > query - window)
+
+
+def texts_mask(positions: Tensor, window: int | None) -> Tensor:
+    """Boolean [B, T, T], true where a query may look, in rows of several texts: to its own text, up to itself.
+
+    positions: int64 [B, T], each token's place in its own text; a text begins at each 0.
+    """
+    length = positions.size(1)
+    text = (positions == 0).cumsum(1)
+    return (text[:, :, None] == text[:, None, :]) & causal_mask(length, length, window, positions.device)
 
 
 def attend_reference(
@@ -235,8 +258,14 @@ class Attention(nn.Module):
         self.query_norm = RMSNorm(config.d_head, config.norm_eps) if config.qk_norm else nn.Identity()
         self.key_norm = RMSNorm(config.d_head, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache | SlotLayer | None) -> Tensor:
-        """x [B, T, C] → [B, T, C]. `rotary` holds the tables of these T positions."""
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        cache: LayerCache | SlotLayer | None,
+        visible: Tensor | None = None,
+    ) -> Tensor:
+        """x [B, T, C] → [B, T, C]. `rotary` holds the tables of these T positions; `visible` as for `attend`."""
         q, k, v = (  # B H T D, B G T D, B G T D
             project(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
@@ -250,6 +279,6 @@ class Attention(nn.Module):
             if cache is not None:
                 k, v = cache.extend(k, v)  # B G S D
             dropout = self.dropout if self.training else 0.0
-            y = attend(q, k, v, window=self.window, dropout=dropout, scale=self.scale)  # B H T D
+            y = attend(q, k, v, window=self.window, dropout=dropout, scale=self.scale, visible=visible)  # B H T D
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # B T C
         return out

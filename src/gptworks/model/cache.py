@@ -7,6 +7,7 @@ Keys are stored after the rotary embedding, so their order in a ring does not ma
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,6 +101,48 @@ class KVCache:
         return copy
 
 
+class Vectors:
+    """Keys or values of one layer and many texts, [n_slots, G, capacity, D]; in int8, each vector has a scale.
+
+    Written and read by slot, head and position, as a tensor is. What is read in int8 has the dtype that was written.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        # On a CPU, memory that no text has reached is never touched. Elsewhere products go over all of it, under a
+        # mask, and what lay there before may be no numbers.
+        make = torch.empty if device.type == "cpu" else torch.zeros
+        self.data = make(shape, dtype=dtype, device=device)
+        self.dtype = torch.float32 if dtype == torch.int8 else dtype
+        padded = -(-shape[2] // 16) * 16  # the native backend takes 16 scales at once
+        self.scale = make((*shape[:2], padded), device=device) if dtype == torch.int8 else None
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the vectors and their scales."""
+        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+    def __setitem__(self, place: Any, x: Tensor) -> None:
+        if self.scale is None:
+            self.data[place] = x
+            return
+        self.dtype = x.dtype
+        scale = x.float().abs().amax(-1) / 127
+        self.data[place] = (x / scale.clamp(min=1e-30)[..., None]).round().to(torch.int8)
+        self.scale[place] = scale
+
+    def __getitem__(self, place: Any) -> Tensor:
+        if self.scale is None:
+            return self.data[place]
+        data = self.data[place]
+        return (data * self.scale[place][..., : data.size(-2), None]).to(self.dtype)
+
+    def copy(self, source: int, target: int, n_tokens: int) -> None:
+        """Copy the first `n_tokens` of a slot into another."""
+        for tensor in (self.data, self.scale):
+            if tensor is not None:
+                tensor[target, :, :n_tokens] = tensor[source, :, :n_tokens]
+
+
 class SlotCache:
     """Keys and values of many texts at once: each has a slot, [G, capacity, D] a layer, and a length of its own.
 
@@ -115,24 +158,23 @@ class SlotCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Room for `n_slots` texts of `capacity` tokens (at most the context)."""
+        """Room for `n_slots` texts of `capacity` tokens (at most the context). dtype: floating point, or int8."""
         self.n_slots, self.capacity = n_slots, min(capacity, config.context_length)
+        self.dtype, self.device = dtype, torch.device(device)
         shape = (n_slots, config.n_kv_heads, self.capacity, config.d_head)
-        # On a CPU, memory that no text has reached is never touched. Elsewhere products go over all of it, under a
-        # mask, and what lay there before may be no numbers.
-        make = torch.empty if torch.device(device).type == "cpu" else torch.zeros
-        self.keys = [make(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
-        self.values = [make(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
+        self.keys, self.values = (
+            [Vectors(shape, dtype, self.device) for _ in range(config.n_layers)] for _ in range(2)
+        )
 
     @property
     def n_bytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
+        return sum(vectors.n_bytes for vectors in (*self.keys, *self.values))
 
     def copy(self, source: int, target: int, n_tokens: int) -> None:
         """Copy the first `n_tokens` of a slot into another."""
-        for tensor in (*self.keys, *self.values):
-            tensor[target, :, :n_tokens] = tensor[source, :, :n_tokens]
+        for vectors in (*self.keys, *self.values):
+            vectors.copy(source, target, n_tokens)
 
     def rows(self, parts: Sequence[tuple[int, int, int]], room: int | None = None) -> "SlotRows":
         """The places of new tokens of several texts, which the model computes as one flat batch [1, N].
@@ -150,7 +192,7 @@ class SlotRows:
     def __init__(self, cache: SlotCache, parts: Sequence[tuple[int, int, int]], room: int) -> None:
         assert all(start + n_new <= cache.capacity for _, start, n_new in parts), f"{parts} in {cache.capacity} tokens"
         self.parts, self.capacity = parts, room
-        device = cache.keys[0].device
+        device = cache.device
         self.positions = torch.tensor([start + i for _, start, n_new in parts for i in range(n_new)], device=device)
         self.slots = torch.tensor([slot for slot, _, _ in parts], device=device)
         self.layers = [SlotLayer(self, keys, values) for keys, values in zip(cache.keys, cache.values, strict=True)]
@@ -159,5 +201,5 @@ class SlotRows:
 class SlotLayer:
     """One layer's keys and values, [n_slots, G, capacity, D] each, and the places of a flat batch in them."""
 
-    def __init__(self, rows: SlotRows, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, rows: SlotRows, keys: Vectors, values: Vectors) -> None:
         self.rows, self.keys, self.values = rows, keys, values

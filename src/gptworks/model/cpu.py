@@ -30,7 +30,7 @@ def attention(
     (bench/passes.py). The weights stay in memory for the backward pass.
 
     Args:
-        bias: [T, S], 0 where the query may look and -inf elsewhere, in q's dtype.
+        bias: [T, S], or [B, T, S], 0 where the query may look and -inf elsewhere, in q's dtype.
         scale: factor of q·k; None: 1/√D.
     """
     scale = q.size(-1) ** -0.5 if scale is None else scale
@@ -49,7 +49,9 @@ class _Attention(torch.autograd.Function):
         q, k, v = (x.reshape(batch * heads, -1, width) for x in (q, k, v))
         out, saved = torch.empty_like(q), []
         for rows, keys in _blocks(n_queries, n_keys, window):
-            block_bias = bias[rows, keys].expand(batch * heads, -1, -1)
+            block_bias = bias[..., rows, keys]
+            if bias.dim() == 3:
+                block_bias = block_bias.repeat_interleave(heads, dim=0)
             scores = torch.baddbmm(block_bias, q[:, rows], k[:, keys].transpose(1, 2), alpha=scale)
             weights = scores.softmax(-1)  # B·H t s
             kept = _keep(weights.shape, dropout) if dropout else None

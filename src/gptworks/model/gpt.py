@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gptworks.config import ModelConfig
-from gptworks.model.attention import Attention, Rotary
+from gptworks.model.attention import Attention, Rotary, texts_mask
 from gptworks.model.cache import KVCache, LayerCache, SlotLayer, SlotRows
 from gptworks.model.layers import MLP, Dropout, build_norm, product_dtype
 from gptworks.model.moe import MoE
@@ -38,10 +38,14 @@ class Block(nn.Module):
         self.dropout = Dropout(config.dropout_residual)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache | SlotLayer | None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        cache: LayerCache | SlotLayer | None,
+        visible: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, C] → [B, T, C], and the router's logits [B, T, E] where there are experts."""
-        attended = x + self.dropout(self.attention(self.norm1(x), rotary, cache))
+        attended = x + self.dropout(self.attention(self.norm1(x), rotary, cache, visible))
         inner = self.norm2(x if self.parallel else attended)
         y, router_logits = self.mlp(inner) if self.routed else (self.mlp(inner), None)
         return attended + self.dropout(y), router_logits
@@ -83,18 +87,30 @@ class GPT(nn.Module):
         return self.token_embedding.weight if self.untied_head is None else self.untied_head.weight
 
     def features(
-        self, tokens: Tensor, cache: KVCache | SlotRows | None = None, router_logits: list[Tensor] | None = None
+        self,
+        tokens: Tensor,
+        cache: KVCache | SlotRows | None = None,
+        router_logits: list[Tensor] | None = None,
+        text_positions: Tensor | None = None,
     ) -> Tensor:
         """Token ids [B, T] → the last norm's output [B, T, C], from which the head makes logits.
 
         With a cache, `tokens` continue the tokens that the cache has seen, and the cache is extended by them. Places
         in a slot cache (SlotRows) take a flat batch [1, N] of several texts' tokens.
         A list given as `router_logits` collects those of each layer that has experts, [B, T, E].
+        Where rows hold several texts one after the other, `text_positions`, int64 [B, T], gives each token's place in
+        its own, from 0: no text sees another, and the features are those of each text alone. Then there is no cache.
 
         Raises:
             ValueError: more tokens than the context (or the cache) holds.
         """
+        positions: slice | Tensor
         positions = cache.positions if isinstance(cache, SlotRows) else self._positions(tokens.size(1), cache)
+        visible: dict[int | None, Tensor] = {}
+        if text_positions is not None:
+            assert cache is None
+            positions = text_positions
+            visible = {window: texts_mask(positions, window) for window in set(self.config.layer_windows)}
         x: Tensor = self.token_embedding(tokens)  # B T C
         if self.position_embedding is not None:
             x = x + self.position_embedding.weight[positions]
@@ -103,9 +119,12 @@ class GPT(nn.Module):
         if self.rotary is not None:
             text_length = cache.capacity if cache is not None else tokens.size(1)
             rotary = self.rotary.at(positions, text_length, product_dtype(x))
+            if text_positions is not None:
+                rotary = (rotary[0].unsqueeze(1), rotary[1].unsqueeze(1))  # B 1 T R/2: the same for all heads
         again = self.checkpoint_blocks and self.training and torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):
-            inputs = (x, rotary, cache.layers[i] if cache is not None else None)
+            window = self.config.layer_windows[i]
+            inputs = (x, rotary, cache.layers[i] if cache is not None else None, visible.get(window))
             x, routed = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
             if self.watched is not None:
                 self.watched.append(torch.linalg.vector_norm(x.detach(), dtype=torch.float32) / math.sqrt(x.numel()))

@@ -24,8 +24,9 @@ from gptworks.plan.stages import (
     norm_stage,
     rotary_tables_bytes,
 )
+from gptworks.plan.trained import Trained
 
-WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, LOSS, TEMPORARY, COMMUNICATION, TOKENS, CHECKPOINT = (
+WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, LOSS, TEMPORARY, COMMUNICATION, TOKENS, CHECKPOINT, ADAPTER = (
     "weights",
     "weights' average",
     "gradients",
@@ -35,6 +36,7 @@ WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, LOSS, TEMPORARY, COMMUNICATION, TOKENS, 
     "communication",
     "tokens",
     "checkpoint being written",
+    "adapter's inputs",
 )
 """Parts beside the kinds of saved tensors in `gptworks.plan.stages`."""
 
@@ -92,9 +94,18 @@ class Setting:
     saves: bool = False
     """Whether checkpoints are written while training goes on, from a copy in the host's memory."""
     layout: Layout = ONE_DEVICE
+    trained: Trained | None = None
+    """The part of the model that is trained; None: all."""
 
     @staticmethod
-    def of(model: ModelConfig, train: TrainConfig, precision: str, on_cpu: bool, saves: bool = False) -> "Setting":
+    def of(
+        model: ModelConfig,
+        train: TrainConfig,
+        precision: str,
+        on_cpu: bool,
+        saves: bool = False,
+        trained: Trained | None = None,
+    ) -> "Setting":
         """The step that a recipe's training section asks for, on one device."""
         return Setting(
             model=model,
@@ -106,6 +117,7 @@ class Setting:
             optimizer=train.optimizer,
             averages=train.ema_decay > 0,
             saves=saves,
+            trained=trained,
         )
 
 
@@ -162,6 +174,7 @@ class _Step:
             product_bytes=4 if setting.precision == "fp32" else 2,
             on_cpu=setting.on_cpu,
         )
+        self.n_still = 0 if setting.trained is None else setting.trained.n_still
         self.gathers = self.layout.sharding == "fsdp"  # then the gathered weights are the copies
         self.blocks = {
             window: [self._without_copies(stage) for stage in block_stages(self.shapes, window)]
@@ -178,10 +191,12 @@ class _Step:
         return self.timeline.peak
 
     def _start(self) -> None:
-        total, hold = self.parameters.total, self.timeline.hold
-        weights = 4 * total // self.layout.shards(WEIGHTS)
-        state = optimizer_state_bytes(self.parameters, self.setting.optimizer) // self.layout.shards(OPTIMIZER)
-        average = weights if self.setting.averages else 0
+        hold, trained = self.timeline.hold, self.setting.trained
+        n_trained = self.parameters.total if trained is None else trained.parameters
+        n_all = self.parameters.total + (0 if trained is None else trained.added)
+        weights = 4 * n_all // self.layout.shards(WEIGHTS)
+        state = trained_state_bytes(self.parameters, self.setting.optimizer, trained) // self.layout.shards(OPTIMIZER)
+        average = 4 * n_trained // self.layout.shards(WEIGHTS) if self.setting.averages else 0
         hold(WEIGHTS, weights)
         hold(OPTIMIZER, state)
         hold(AVERAGE, average)
@@ -191,12 +206,14 @@ class _Step:
         hold(ATTENTION, rotary_tables_bytes(self.shapes))
         hold(COMMUNICATION, communication_bytes(self.parameters, self.model, self.layout, self.shapes.product_bytes))
         if self.setting.accumulates:
-            hold(GRADIENTS, 4 * total // self.layout.shards(GRADIENTS))
+            hold(GRADIENTS, 4 * n_trained // self.layout.shards(GRADIENTS))
 
     def _forward(self) -> None:
         for part, n_bytes in embedding_stage(self.shapes).saved.items():
             self.timeline.hold(part, n_bytes)
-        for window in self.model.layer_windows:
+        for window in self.model.layer_windows[self.n_still :]:
+            if self.setting.checkpointing == "none":
+                self.timeline.hold(ADAPTER, self._adapter_bytes)
             for stage in self.blocks[window]:
                 for part, n_bytes in stage.saved.items():
                     if self.setting.checkpointing == "none" or part == COPIES:  # autocast keeps copies until it ends
@@ -210,8 +227,10 @@ class _Step:
         """`gptworks.model.loss`: logits of a chunk of tokens at a time; gradients of features and head come with it."""
         shapes, vocabulary, width = self.shapes, self.model.vocab_size, self.model.d_model
         features, head = shapes.products(width), vocabulary * width
+        if self.setting.trained is not None and not self.setting.trained.head:
+            head = 0  # its matrix gets no gradient
         self.timeline.hold(LOSS, features)  # their gradient
-        copy = shapes.product_bytes * head if shapes.autocast else 0
+        copy = shapes.product_bytes * vocabulary * width if shapes.autocast else 0
         self.timeline.mark("loss", loss_chunk_bytes(shapes, vocabulary, width) + copy, LOSS)
         self.timeline.hold(LOSS, 4 * head)
         if self.setting.checkpointing == "block":
@@ -225,15 +244,19 @@ class _Step:
 
     def _backward(self) -> None:
         self._go_back(replace(self._final_norm(), merges=False), "final norm, backward")
-        for layer in reversed(range(self.model.n_layers)):
+        for layer in reversed(range(self.n_still, self.model.n_layers)):
             stages = self.blocks[self.model.layer_windows[layer]]
             if self.setting.checkpointing == "block":  # computed again; the block's input is the first norm's now
                 self.timeline.hold(RESIDUAL, -self.shapes.floats(self.model.d_model))
                 for stage in stages:
                     for part, n_bytes in stage.saved.items():
                         self.timeline.hold(part, n_bytes)
+                self.timeline.hold(ADAPTER, self._adapter_bytes)
             for stage in reversed(stages):
                 self._go_back(stage, f"{stage.name} of layer {layer + 1}, backward")
+            self.timeline.hold(ADAPTER, -self._adapter_bytes)
+        if self.setting.trained is not None and not self.setting.trained.embedding:
+            return
         self._go_back(embedding_stage(self.shapes), "embedding, backward")
         table = self.model.vocab_size * self.model.d_model
         if self.model.position == "learned":
@@ -263,8 +286,22 @@ class _Step:
             self.timeline.mark(moment, (product + 4) * stage.matrices)
         self._gain(stage.matrices + stage.vectors)
 
+    @property
+    def _adapter_bytes(self) -> int:
+        """What the adapters of a block keep for the backward pass: r numbers for each of their tokens, and with dropout
+        their inputs and masks too."""
+        trained, config = self.setting.trained, self.model
+        if trained is None:
+            return 0
+        share = min(1.0, config.n_experts_per_token / config.n_experts) if config.n_experts else 1.0
+        kept = self.shapes.products(trained.inputs) + self.shapes.mask(trained.inputs) if trained.dropout else 0
+        return round(share * (self.shapes.products(trained.rank * trained.n_adapted) + kept))
+
     def _gain(self, parameters: int) -> None:
         """Gradients come to stand, or are added to those that do."""
+        if (trained := self.setting.trained) is not None:
+            in_blocks = self.parameters.total - self.parameters.embedding
+            parameters = round(parameters * trained.share) + trained.added * parameters // in_blocks
         self.timeline.mark("gradients added up", 4 * parameters if self.setting.accumulates else 0)
         if not self.setting.accumulates:
             self.timeline.hold(GRADIENTS, 4 * parameters // self.layout.shards(GRADIENTS))
@@ -306,6 +343,12 @@ def optimizer_state_bytes(parameters: ParameterCount, optimizer: str) -> int:
     """AdamW keeps two float32 moments, Muon one."""
     muon = parameters.block_matrices if optimizer == "muon" else 0
     return 4 * (2 * (parameters.total - muon) + muon)
+
+
+def trained_state_bytes(parameters: ParameterCount, optimizer: str, trained: Trained | None) -> int:
+    """The state of what is trained: of an adapter, of the share that is not frozen, or of all."""
+    whole = optimizer_state_bytes(parameters, optimizer)
+    return whole if trained is None else 8 * trained.added + round(trained.share * whole)
 
 
 def optimizer_scratch_bytes(parameters: ParameterCount, optimizer: str) -> int:

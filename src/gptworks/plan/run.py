@@ -13,8 +13,9 @@ from gptworks.plan.devices import UTILIZATION, Device, this_cpu
 from gptworks.plan.fit import Alternative, Change, alternatives, changes_that_fit, largest_micro_batch
 from gptworks.plan.flops import BACKWARD_PER_FORWARD, TRAINING_PER_FORWARD, ForwardFlops, forward_flops
 from gptworks.plan.inference import InferenceMemory, inference_memory
-from gptworks.plan.memory import ONE_DEVICE, Layout, Peak, Setting, optimizer_state_bytes, training_peak
+from gptworks.plan.memory import ONE_DEVICE, Layout, Peak, Setting, trained_state_bytes, training_peak
 from gptworks.plan.params import ParameterCount, count_parameters
+from gptworks.plan.trained import trained
 
 
 @dataclass(frozen=True)
@@ -165,17 +166,23 @@ class Plan:
 
     @property
     def weights_bytes(self) -> int:
-        """Weights in fp32, a tied head once; the file adds a header of some kilobytes."""
-        return 4 * self.parameters.total
+        """Weights in fp32, a tied head once, an adapter beside them; the file adds a header of some kilobytes."""
+        return 4 * (self.parameters.total + (0 if self.setting.trained is None else self.setting.trained.added))
+
+    @property
+    def n_trained(self) -> int:
+        """Parameters that are trained: all, or an adapter's, or what is not frozen."""
+        return self.parameters.total if self.setting.trained is None else self.setting.trained.parameters
 
     @property
     def optimizer_state_bytes(self) -> int:
-        return optimizer_state_bytes(self.parameters, self.train.optimizer)
+        return trained_state_bytes(self.parameters, self.train.optimizer, self.setting.trained)
 
     @property
     def checkpoint_bytes(self) -> int:
         """Weights, optimizer state and, where it is kept, the weights' average."""
-        return self.weights_bytes * (2 if self.setting.averages else 1) + self.optimizer_state_bytes
+        average = 4 * self.n_trained if self.setting.averages else 0
+        return self.weights_bytes + average + self.optimizer_state_bytes
 
     @property
     def checkpoints_bytes(self) -> int:
@@ -242,18 +249,21 @@ def plan(
         steps=steps,
         steps_reason=reason,
         n_train_tokens=n_train_tokens,
-        setting=rank_setting(model, train, device, layout),
+        setting=rank_setting(model, train, device, layout, trained(model, recipe.adapter, recipe.freeze)),
         device=device,
         utilization=utilization,
     )
 
 
-def planned_steps(train: TrainConfig, context_length: int, n_train_tokens: int | None) -> tuple[int | None, str]:
+def planned_steps(
+    train: TrainConfig, context_length: int, n_train_tokens: int | None, windows_per_epoch: int | None = None
+) -> tuple[int | None, str]:
     """Optimizer steps and the setting that gives them: the first reached of max_steps and epochs, as far as known.
 
-    An epoch visits each window of `gptworks.data.batches.Batches` once; a run is a whole number of steps.
+    An epoch visits each window of `gptworks.data.batches.Batches` once, or `windows_per_epoch` rows that are cut
+    otherwise; a run is a whole number of steps.
     """
-    if n_train_tokens is not None and n_train_tokens <= context_length:
+    if windows_per_epoch is None and n_train_tokens is not None and n_train_tokens <= context_length:
         raise UserError(
             f"n_train_tokens={n_train_tokens} is shorter than one window (context_length={context_length}, and one): "
             f"use more text or a shorter context_length"
@@ -262,10 +272,13 @@ def planned_steps(train: TrainConfig, context_length: int, n_train_tokens: int |
     unknown: list[str] = []
     if train.max_steps is not None:
         bounds.append((train.max_steps, f"max_steps={train.max_steps}"))
-    if train.epochs is not None and n_train_tokens is not None:
-        windows = max(1, (n_train_tokens - context_length) // context_length)
-        steps = max(1, round(train.epochs * windows / train.batch_size))
-        bounds.append((steps, f"epochs={train.epochs:g} over {n_train_tokens:,} tokens"))
+    windows, text = windows_per_epoch, f"{windows_per_epoch:,} rows" if windows_per_epoch else ""
+    if windows is None and n_train_tokens is not None:
+        windows, text = max(1, (n_train_tokens - context_length) // context_length), f"{n_train_tokens:,} tokens"
+    if train.epochs is not None and windows is not None:
+        bounds.append(
+            (max(1, round(train.epochs * windows / train.batch_size)), f"epochs={train.epochs:g} over {text}")
+        )
     elif train.epochs is not None:
         unknown.append(f"epochs={train.epochs:g} needs the number of training tokens")
     if train.max_minutes is not None:

@@ -40,6 +40,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("parameters", f"{count.total:,}"),
         *([("active for a token", f"{count.active:,}")] if count.active != count.total else []),
+        *([("trained of them", f"{plan.n_trained:,}")] if plan.setting.trained is not None else []),
         ("outside the embeddings", f"{count.non_embedding:,}"),
         ("tokens a step", f"{plan.tokens_per_step:,} ({_batch(plan)})"),
         ("steps", f"{or_unknown(plan.steps)} ({plan.steps_reason})"),

@@ -18,7 +18,8 @@ class WeightAverage:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
         self.parameters = dict(model.named_parameters())
-        self.tensors = {name: p.detach().float().clone() for name, p in self.parameters.items()} if decay else {}
+        trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        self.tensors = {name: p.detach().float().clone() for name, p in trained.items()} if decay else {}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -29,8 +30,8 @@ class WeightAverage:
 
     @property
     def model_tensors(self) -> dict[str, Tensor]:
-        """What is published: the average, or without one the weights."""
-        return self.tensors or {name: p.detach() for name, p in self.parameters.items()}
+        """What is published: the average, or without one (and where they are frozen) the weights."""
+        return {name: p.detach() for name, p in self.parameters.items()} | self.tensors
 
     @property
     def own_tensors(self) -> dict[str, Tensor]:
@@ -40,7 +41,7 @@ class WeightAverage:
     def restore(self, model_tensors: dict[str, Tensor], optimizer_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Take back what was saved, into the model too; the optimizer's tensors without the weights among them."""
         own = {key.removesuffix(f"/{_OWN}"): t for key, t in optimizer_tensors.items() if key.endswith(f"/{_OWN}")}
-        self._set(own or model_tensors)
+        self._set(model_tensors | own)
         self.tensors = {name: model_tensors[name].to(tensor.device).clone() for name, tensor in self.tensors.items()}
         return {key: tensor for key, tensor in optimizer_tensors.items() if not key.endswith(f"/{_OWN}")}
 

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from gptworks.chat_template import load_chat_template, save_chat_template
 from gptworks.checkpoint import Checkpoint, CheckpointWriter, checkpoints, newest_verified
 from gptworks.config import Recipe
-from gptworks.data.batches import Batches, evaluation_windows
+from gptworks.data.inspection import check_conversations
 from gptworks.data.prepare import prepare
-from gptworks.data.shards import TokenShards
 from gptworks.device import Precision, choose_device, choose_precision, peak_growth_bytes, reset_peak
 from gptworks.errors import RunError, UserError
-from gptworks.evaluate.loss import evaluate_loss
 from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.model import GPT
@@ -31,7 +29,6 @@ from gptworks.model.moe import busiest_load
 from gptworks.plan.fit import layout_words
 from gptworks.plan.memory import Layout, training_peak
 from gptworks.plan.published import readable
-from gptworks.plan.run import planned_steps
 from gptworks.recipe import save_recipe, with_vocab_size
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
 from gptworks.train.anomalies import anomaly
@@ -41,7 +38,7 @@ from gptworks.train.display import Display, clock
 from gptworks.train.feed import Feed
 from gptworks.train.layer_norms import LayerNorms
 from gptworks.train.metrics import MetricsLog, NoLog, Record, draw_curves, write_samples
-from gptworks.train.objectives import Objective, next_token
+from gptworks.train.objectives import Objective
 from gptworks.train.optim import Optimizer
 from gptworks.train.parallel import Parallel, check_parallel, choose_parallel, run_layout
 from gptworks.train.preflight import check_memory, choose_allocation, run_setting
@@ -52,7 +49,9 @@ from gptworks.train.schedule import rate_factor
 from gptworks.train.signals import stop_signals
 from gptworks.train.start import check_start, starting_weights
 from gptworks.train.stopwatch import Stopwatch
+from gptworks.train.task import choose_task
 from gptworks.train.throughput import Throughput
+from gptworks.train.trained import check_trained, trained_part
 from gptworks.train.writers import check_writers, open_log
 
 
@@ -84,7 +83,7 @@ def train(
         resume: go on from the newest whole checkpoint of `recipe.run_dir`, bit for bit as if never stopped; a folder
             without one is begun anew.
         force: try also where the run should not fit in memory.
-        objective: what is optimized; None: the next token.
+        objective: a loss of your own instead of the recipe's.
         ranks: the processes that train together, from `gptworks.train.ranks.join`; each calls this.
 
     Raises:
@@ -96,6 +95,7 @@ def train(
     device = choose_device(recipe.train.device)
     precision = choose_precision(recipe.train.precision, device)
     prepared = ranks.in_turn(lambda: prepare(recipe))
+    ranks.first(lambda: check_conversations(recipe, prepared, display.message))
     recipe = with_vocab_size(recipe, vocabulary_size(prepared.tokenizer))
     layout = Layout(**ranks.first(lambda: asdict(run_layout(recipe, ranks, device, precision))))
     peak = check_memory(recipe, device, precision, force or not ranks.is_first, layout, ranks.local_size)
@@ -127,6 +127,7 @@ def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1) -> None:
     """
     check_run_folder(recipe, resume)
     check_start(recipe, resume)
+    check_trained(recipe)
     check_writers(recipe.train.loggers)
     check_parallel(recipe, n_ranks)
 
@@ -149,31 +150,26 @@ class Run:
         self.recipe, self.settings, self.display = recipe, recipe.train, display
         self.ranks, self.parallel = ranks, parallel or Parallel(recipe.train)
         self.device, self.precision, self.tokenizer = device, precision, tokenizer
-        self.objective = objective or partial(
-            next_token,
-            balance_weight=recipe.train.router_balance_weight,
-            z_weight=recipe.train.router_z_weight,
-        )
-        self.train_shards = TokenShards(data_folder, "train", verify=ranks.is_first)
-        self.validation_shards = TokenShards(data_folder, "validation", verify=ranks.is_first)
-        self.batches = Batches(self.train_shards, recipe.model.context_length, recipe.train.batch_size, recipe.seed)
+        self.task = choose_task(recipe, data_folder, verify=ranks.is_first)
+        self.objective = objective or self.task.loss
         torch.manual_seed(recipe.seed)
         self._memory_before_bytes = reset_peak(device)
-        self.model = self.parallel.place(GPT(recipe.model), device)
+        self.model = self.parallel.place(trained_part(GPT(recipe.model), recipe.adapter, recipe.freeze), device)
         self.model.checkpoint_blocks = recipe.train.activation_checkpointing == "block"
         self.optimizer = Optimizer(self.model, recipe.train)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.needs_scaler)
         self.average = WeightAverage(self.model, recipe.train.ema_decay)
-        self.feed = Feed(self.batches, self.parallel.micro_batch_size, self.parallel.micro_steps, device)
+        self.feed = Feed(self.task, self.parallel.micro_batch_size, self.parallel.micro_steps, device)
         self.stopwatch = Stopwatch(device)
         self.throughput = Throughput(recipe.model, device, precision, ranks.size)
         self.layer_norms = LayerNorms(self.model, self.parallel, recipe.train.log_every)
         self.writer = CheckpointWriter(recipe.run_dir, recipe.train.keep_checkpoints, recipe.train.keep_every)
-        self.progress = Progress(data_fingerprint=self.train_shards.manifest.fingerprint)
-        self.engine = Engine(self.model, tokenizer)
+        self.progress = Progress(data_fingerprint=self.task.data_fingerprint)
+        template = load_chat_template(data_folder / "tokenizer", tokenizer)
+        self.engine = Engine(self.model, tokenizer, chat_template=template)
         for prompt in recipe.train.sample_prompts if recipe.train.sample_every else ():
             self.engine.encode_prompt(prompt)  # a prompt that cannot be used is refused now, not at the first sample
-        self.total_steps, _ = planned_steps(recipe.train, recipe.model.context_length, self.train_shards.n_tokens)
+        self.total_steps = self.task.total_steps
         self._saved_step = -1
         self._expert_tokens: Tensor | None = None  # [L, E], of the last step
 
@@ -194,11 +190,13 @@ class Run:
             self.display.message(f"{folder} has no checkpoint: starting from step 0")
         if checkpoint is None and self.recipe.initialize_from is not None:
             weights = starting_weights(self.recipe, self.tokenizer, self.display.message)
-            self.model.load_state_dict(self.parallel.shares(weights))
+            self.model.load_state_dict(self.parallel.shares(weights), strict=self.recipe.adapter is None)
             self.average = WeightAverage(self.model, self.settings.ema_decay)
         if self.ranks.is_first:
             save_recipe(self.recipe, folder / "recipe.yaml")
             save_tokenizer(self.tokenizer, folder / "tokenizer")
+            if self.engine.chat_template is not None:
+                save_chat_template(self.engine.chat_template, folder / "tokenizer")
         self.log = self._open_log()
 
     def _open_log(self) -> MetricsLog | NoLog:
@@ -248,7 +246,7 @@ class Run:
         self.writer.check()
         factor = rate_factor(settings, progress.step, self.share_done)
         self.layer_norms.begin(progress.step)
-        loss, n_targets = self._accumulate_gradients()
+        loss, n_tokens = self._accumulate_gradients()
         with self.stopwatch.part("optimizer"):
             self.optimizer.unscale(self.scaler)
             norm = self.parallel.gradient_norm()
@@ -262,7 +260,7 @@ class Run:
                 progress.skipped_in_a_row += 1
             self.optimizer.zero_grad()
         progress.step += 1
-        progress.tokens += n_targets
+        progress.tokens += n_tokens
         progress.seconds = self.ranks.latest(progress.seconds + time.perf_counter() - started)
         if skipped is None:
             self._report_step(loss, norm, factor, by_layer)
@@ -282,12 +280,12 @@ class Run:
     def _accumulate_gradients(self) -> tuple[float, int]:
         """Gradients of the mean loss over every target of the step, however it is cut into micro-batches.
 
-        Returns the mean loss in nats per token, and the number of targets.
+        Returns the mean loss per target, and the number of tokens that the model read.
         """
         step = self.progress.step
         with self.stopwatch.part("data"):
-            micro_batches, own_targets = self.feed.step(step + self.progress.batches_passed)
-            n_targets = round(self.parallel.add_up([own_targets])[0])
+            micro_batches, *own = self.feed.step(step + self.progress.batches_passed)
+            n_targets, n_tokens = map(round, self.parallel.add_up([float(number) for number in own]))
         total = torch.zeros((), device=self.device)
         self._expert_tokens = None
         self.model.train()
@@ -298,7 +296,7 @@ class Run:
             with self.stopwatch.part("forward"), self.precision.autocast():
                 losses = self.objective(self.model, batch)
             with self.stopwatch.part("backward"):
-                self.scaler.scale(losses.objective / n_targets).backward()  # type: ignore[no-untyped-call]
+                self.scaler.scale(losses.objective / max(1, n_targets)).backward()  # type: ignore[no-untyped-call]
             total += losses.loss
             if (routed := losses.expert_tokens) is not None:
                 self._expert_tokens = routed if self._expert_tokens is None else self._expert_tokens + routed
@@ -306,7 +304,7 @@ class Run:
             self.parallel.finish_gradients()
         if self._expert_tokens is not None:
             self._expert_tokens = self.parallel.summed(self._expert_tokens)
-        return (self.parallel.summed(total) / n_targets).item(), n_targets
+        return (self.parallel.summed(total) / max(1, n_targets)).item(), n_tokens
 
     def _report_step(self, loss: float, norm: float, factor: float, by_layer: Record) -> None:
         progress, settings = self.progress, self.settings
@@ -373,19 +371,8 @@ class Run:
     def evaluate(self) -> None:
         """Loss over the validation split, or over the part of it that the recipe asks for."""
         progress = self.progress
-        whole = self.settings.evaluate_sequences == 0
-        windows = evaluation_windows(
-            self.validation_shards, self.recipe.model.context_length, self.settings.evaluate_sequences
-        )
-        round_trips = self.validation_shards.manifest.round_trips
         with self.stopwatch.part("evaluation"), self.average.applied(), self.parallel.resting():
-            report = evaluate_loss(
-                self.model,
-                windows,
-                text_bytes=self.validation_shards.text_bytes if whole and round_trips else None,
-                shares=self.parallel,
-                autocast=self.precision.autocast,
-            )
+            report, figures = self.task.evaluate(self.model, self.parallel, self.precision)
         better = report.loss < progress.best_loss
         if better:
             progress.best_loss, progress.best_step, progress.evaluations_since_best = report.loss, progress.step, 0
@@ -399,6 +386,7 @@ class Run:
                 "loss": report.loss,
                 "perplexity": report.perplexity,
                 "bits_per_byte": report.bits_per_byte,
+                **figures,
             }
         )
         bits = f"  perplexity {report.perplexity:.2f}"
@@ -486,7 +474,7 @@ class Run:
             measured_bytes=peak_growth_bytes(self.device, self._memory_before_bytes),
         )
         write_model_card(
-            self.recipe, progress, reason, self.train_shards.n_tokens, self.precision, memory, self.parallel.layout
+            self.recipe, progress, reason, self.task.tokens_per_epoch, self.precision, memory, self.parallel.layout
         )
         left = " Go on with --resume." if self.share_done < 1 else ""
         self.display.message(

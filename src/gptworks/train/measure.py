@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from gptworks.config import ModelConfig, TrainConfig
+from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, TrainConfig
 from gptworks.device import (
     choose_precision,
     keep_freed_memory,
@@ -27,7 +27,14 @@ N_STEPS = 2
 """The first makes the optimizer's state, the second is what all others are like."""
 
 
-def measure_step(model: ModelConfig, train: TrainConfig, device: str = "cpu", precision: str = "fp32") -> Measured:
+def measure_step(
+    model: ModelConfig,
+    train: TrainConfig,
+    device: str = "cpu",
+    precision: str = "fp32",
+    adapter: LoRAConfig | None = None,
+    freeze: FreezeConfig | None = None,
+) -> Measured:
     """Measure in new processes, so that nothing else's memory is counted.
 
     On a CPU there are two: one gives freed memory back at once, so that what it has resident is what is in use; the
@@ -41,6 +48,8 @@ def measure_step(model: ModelConfig, train: TrainConfig, device: str = "cpu", pr
         "train": train.model_dump(mode="json"),
         "device": device,
         "precision": precision,
+        "adapter": None if adapter is None else adapter.model_dump(mode="json"),
+        "freeze": None if freeze is None else freeze.model_dump(mode="json"),
     }
     as_trained = _in_new_process(order | {"keep": True})
     if device != "cpu":
@@ -57,9 +66,14 @@ def _in_new_process(order: dict[str, object]) -> Measured:
     return Measured(**json.loads(result.stdout))
 
 
-def _steps(model: ModelConfig, train: TrainConfig, device: torch.device, precision: str) -> float:
+Part = tuple[LoRAConfig | None, FreezeConfig | None]
+
+
+def _steps(
+    model: ModelConfig, train: TrainConfig, device: torch.device, precision: str, part: Part = (None, None)
+) -> float:
     """Take the steps; seconds of the last."""
-    step = Step(model, train, device, choose_precision(precision, device))
+    step = Step(model, train, device, choose_precision(precision, device), *part)
     tokens = torch.randint(model.vocab_size, (train.batch_size, model.context_length), device=device)
     seconds = 0.0
     for _ in range(N_STEPS):
@@ -71,7 +85,9 @@ def _steps(model: ModelConfig, train: TrainConfig, device: torch.device, precisi
     return seconds
 
 
-def _measure(model: ModelConfig, train: TrainConfig, device: torch.device, precision: str, keep: bool) -> Measured:
+def _measure(
+    model: ModelConfig, train: TrainConfig, device: torch.device, precision: str, keep: bool, part: Part
+) -> Measured:
     if keep:
         keep_freed_memory()
     else:
@@ -81,7 +97,7 @@ def _measure(model: ModelConfig, train: TrainConfig, device: torch.device, preci
     warm = model.model_copy(update=small | {"window": None, "window_pattern": ("full",), "rope_scaling": None})
     _steps(warm, train, device, precision)  # what torch loads at its first step belongs to no step
     before = reset_peak(device)
-    seconds = _steps(model, train, device, precision)
+    seconds = _steps(model, train, device, precision, part)
     peak = peak_growth_bytes(device, before) or 0
     kept = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak
     return Measured(peak, kept, train.batch_size * model.context_length / seconds)
@@ -95,5 +111,9 @@ if __name__ == "__main__":
         torch.device(given["device"]),
         given["precision"],
         given["keep"],
+        (
+            given["adapter"] and LoRAConfig.model_validate(given["adapter"]),
+            given["freeze"] and FreezeConfig.model_validate(given["freeze"]),
+        ),
     )
     json.dump(asdict(measured), sys.stdout)

@@ -1,4 +1,4 @@
-"""What is optimized. An objective takes (model, batch) and gives the sums of the batch's losses."""
+"""What is optimized. An objective takes (model, batch) and gives the sums of the batch's losses; task.py chooses it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +11,9 @@ from gptworks.model import GPT
 from gptworks.model.loss import linear_cross_entropy
 from gptworks.model.moe import balance_loss, expert_tokens, z_loss
 
-Batch = tuple[Tensor, Tensor]
-"""Inputs and targets, int64 [B, T] each; the target of a position is the token that follows it, or −100."""
+Batch = tuple[Tensor, ...]
+"""Inputs and targets, int64 [B, T] each; the target of a position is the token that follows it, or −100. A third,
+positions [B, T], stands where a row holds several texts: each token's place in its own (see `GPT.features`)."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,10 @@ Objective = Callable[[GPT, Batch], Losses]
 
 
 def next_token(model: GPT, batch: Batch, *, balance_weight: float = 0.0, z_weight: float = 0.0) -> Losses:
-    """Cross-entropy of each next token, in nats; with experts, the two losses of each layer's router beside it."""
-    inputs, targets = batch
+    """Cross-entropy of each target, in nats; with experts, the two losses of each layer's router beside it."""
+    inputs, targets, *positions = batch
     router_logits: list[Tensor] = []
-    features = model.features(inputs, router_logits=router_logits)
+    features = model.features(inputs, None, router_logits, *positions)
     loss = linear_cross_entropy(features, model.head_weight, targets)
     if not router_logits:
         return Losses(loss, loss.detach())

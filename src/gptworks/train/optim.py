@@ -23,9 +23,11 @@ class ParameterGroup:
 
 
 def parameter_groups(model: GPT, train: TrainConfig) -> list[ParameterGroup]:
-    """How the parameters are divided: blocks' matrices, embeddings and head, vectors (norms and biases)."""
+    """How the trained parameters are divided: blocks' matrices, embeddings and head, vectors (norms and biases)."""
     members: dict[tuple[str, object], list[str]] = {(kind, None): [] for kind in ("matrices", "embeddings", "vectors")}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         kind = "vectors" if parameter.ndim < 2 else "matrices" if name.startswith("blocks.") else "embeddings"
         mesh = getattr(parameter, "device_mesh", None)  # fused updates take tensors that are divided alike
         members.setdefault((kind, mesh), []).append(name)
@@ -48,7 +50,7 @@ class Optimizer:
 
     def __init__(self, model: GPT, train: TrainConfig) -> None:
         self.groups = parameter_groups(model, train)
-        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._optimizers: list[tuple[torch.optim.Optimizer, list[ParameterGroup]]] = []
         for kind in ("adamw", "muon"):
             groups = [group for group in self.groups if group.optimizer == kind]

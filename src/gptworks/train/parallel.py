@@ -40,7 +40,7 @@ from gptworks.plan.memory import ONE_DEVICE, Layout, training_peak
 from gptworks.train.preflight import rank_memory_bytes, run_setting
 from gptworks.train.ranks import Ranks
 
-Pair = tuple[Tensor, Tensor]
+Rows = tuple[Tensor, ...]
 
 BUCKET_BYTES = 32 * 2**20
 """Gradients are added up in pieces of about this size: fewer messages, and little memory besides."""
@@ -98,7 +98,7 @@ class Parallel:
         """Inside, the model is used without training it."""
         yield
 
-    def share(self, batches: Iterator[Pair]) -> Iterator[Pair]:
+    def share(self, batches: Iterator[Rows]) -> Iterator[Rows]:
         """This rank's part of the batches of an evaluation."""
         return batches
 
@@ -318,14 +318,14 @@ class ManyDevices(Parallel):
 
     # --------------------------------------------------------------------------------------- evaluation
 
-    def share(self, batches: Iterator[Pair]) -> Iterator[Pair]:
+    def share(self, batches: Iterator[Rows]) -> Iterator[Rows]:
         """Every n-th; a rank that has none in the last round computes that round's first and counts nothing, because
         blocks that are gathered need all ranks."""
         n, index = self._data.size(), self._data.get_local_rank()
         while turn := list(islice(batches, n)):
             self._ranks.mark()
-            inputs, targets = turn[min(index, len(turn) - 1)]
-            yield inputs, targets if index < len(turn) else torch.full_like(targets, IGNORED)
+            inputs, targets, *positions = turn[min(index, len(turn) - 1)]
+            yield inputs, targets if index < len(turn) else torch.full_like(targets, IGNORED), *positions
 
 
 def compile_blocks(model: GPT, setting: str, device: torch.device) -> None:
@@ -343,7 +343,9 @@ def tensor_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
     gate: dict[str, ParallelStyle] = {"mlp.gate": ColwiseParallel()} if model.gated else {}
     whole = Replicate()
     return gate | {
-        "attention": PrepareModuleInput(input_layouts=(whole, None, None), desired_input_layouts=(whole, None, None)),
+        "attention": PrepareModuleInput(
+            input_layouts=(whole, None, None, None), desired_input_layouts=(whole, None, None, None)
+        ),
         "attention.query": ColwiseParallel(),
         "attention.key": ColwiseParallel(),
         "attention.value": ColwiseParallel(),

@@ -11,6 +11,7 @@ from gptworks.plan.devices import Device
 from gptworks.plan.fit import changes_that_fit
 from gptworks.plan.memory import ONE_DEVICE, Layout, Peak, Setting, training_peak
 from gptworks.plan.published import readable
+from gptworks.plan.trained import trained
 
 KEPT_SHARE = 1.5
 """What a process has resident where the allocator keeps freed memory, over what is in use: 1.2 to 1.45 as measured
@@ -20,7 +21,14 @@ KEPT_SHARE = 1.5
 def run_setting(recipe: Recipe, device: torch.device, precision: Precision, layout: Layout = ONE_DEVICE) -> Setting:
     """The step of one device with checkpoints; the least that it may be where the vocabulary is not known yet."""
     model = recipe.model.model_copy(update={"vocab_size": recipe.model.vocab_size or 1})
-    whole = Setting.of(model, recipe.train, precision.name, device.type == "cpu", saves=True)
+    whole = Setting.of(
+        model,
+        recipe.train,
+        precision.name,
+        device.type == "cpu",
+        saves=True,
+        trained=trained(model, recipe.adapter, recipe.freeze),
+    )
     micro = recipe.train.rank_micro_batch_size(layout.data_parallel)
     accumulates = micro < recipe.train.batch_size // layout.data_parallel
     return replace(whole, micro_batch_size=micro, accumulates=accumulates, layout=layout)

@@ -10,7 +10,7 @@ from gptworks.config import DataConfig, Recipe
 from gptworks.errors import RunError, UserError
 from gptworks.recipe import load_recipe
 
-FIXED_FOR_A_RUN = ("seed", "model", "tokenizer", "data")
+FIXED_FOR_A_RUN = ("seed", "model", "tokenizer", "data", "objective", "adapter", "freeze")
 """Recipe sections a resumed run may not change: its weights or the order of its samples depend on them."""
 
 

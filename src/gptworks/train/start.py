@@ -1,5 +1,7 @@
 """Where a run's weights come from: chance, or another run."""
 
+from pathlib import Path
+
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -7,7 +9,7 @@ from gptworks.checkpoint import Report, checkpoints, load_run, require_full_weig
 from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe
-from gptworks.tokenizer import fingerprint, load_tokenizer
+from gptworks.tokenizer import add_tokens, fingerprint, load_tokenizer, vocabulary_size
 
 FREE_TO_CHANGE = frozenset({
     "vocab_size", "context_length", "rope_scaling", "dropout_embedding", "dropout_attention", "dropout_residual",
@@ -27,11 +29,14 @@ def check_start(recipe: Recipe, resume: bool = False) -> None:
         require_full_weights(own[0])
         return
     if source is None:
+        if recipe.adapter is not None:
+            raise UserError("adapter is set and initialize_from is not: name the run whose weights it adapts.")
         return
     if not (source / "recipe.yaml").exists():
         raise UserError(f"initialize_from={source} is not a run folder: it has no recipe.yaml.")
     for checkpoint in checkpoints(source)[:1]:
         require_full_weights(checkpoint)
+    _check_new_tokens(recipe, source)
     theirs = load_recipe(source).model
     for name in ModelConfig.model_fields:
         ours, other = getattr(recipe.model, name), getattr(theirs, name)
@@ -40,6 +45,19 @@ def check_start(recipe: Recipe, resume: bool = False) -> None:
                 f"model.{name}={ours} and initialize_from={source} has {other}: its weights belong to another model. "
                 f"Take over the `model` section of {source / 'recipe.yaml'}."
             )
+
+
+def _check_new_tokens(recipe: Recipe, source: Path) -> None:
+    """Refuse tokens that are new to the model and that nothing would teach it: all would stay alike."""
+    if recipe.adapter is None or recipe.adapter.embeddings or not recipe.tokenizer.added_tokens:
+        return
+    known = load_tokenizer(source / "tokenizer")
+    if new := [token for token in recipe.tokenizer.added_tokens if known.token_to_id(token) is None]:
+        raise UserError(
+            f"tokenizer.added_tokens has {', '.join(new)}, new to initialize_from={source}, and an adapter leaves the "
+            f"embeddings alone, so the model could not tell them apart. Set adapter.embeddings=true, or use a chat "
+            f"template without new tokens (alpaca, plain)."
+        )
 
 
 def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report) -> dict[str, Tensor]:
@@ -51,19 +69,40 @@ def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report) -> di
     check_start(recipe)
     source = recipe.initialize_from
     assert source is not None
-    if fingerprint(load_tokenizer(source / "tokenizer")) != fingerprint(tokenizer):
+    before = load_tokenizer(source / "tokenizer")
+    n_before = vocabulary_size(before)
+    if fingerprint(add_tokens(before, recipe.tokenizer.added_tokens)) != fingerprint(tokenizer):
         raise UserError(
             f"the tokenizer is not that of initialize_from={source}, so its embeddings stand for other tokens. "
-            f"Set tokenizer.type=file and tokenizer.path={source / 'tokenizer'}."
+            f"Set tokenizer.type=file and tokenizer.path={source / 'tokenizer'}; tokenizer.added_tokens may add to it."
         )
     loaded = load_run(source, full=True, report=report)
-    weights = loaded.model.state_dict()
+    weights = with_new_tokens(loaded.model.state_dict(), n_before, vocabulary_size(tokenizer), recipe.model.vocab_size)
     for name, field in (("token_embedding", "vocab_size"), ("position_embedding", "context_length")):
         ours, theirs = getattr(recipe.model, field), getattr(loaded.recipe.model, field)
-        if ours != theirs and f"{name}.weight" in weights:
+        if f"{name}.weight" in weights and len(weights[f"{name}.weight"]) != ours:
             raise UserError(
                 f"model.{field}={ours} and initialize_from={source} has a {name.replace('_', ' ')} of {theirs}: "
                 f"set model.{field}={theirs}."
             )
     report(f"starting from {source}, step {loaded.checkpoint.step:,}")
     return weights
+
+
+def with_new_tokens(weights: dict[str, Tensor], n_before: int, n_now: int, n_rows: int) -> dict[str, Tensor]:
+    """The weights with embeddings for tokens n_before … n_now - 1: each the mean of those before (Hewitt, 2021).
+
+    Args:
+        n_rows: of the new embedding; rows beyond n_now stand for no token. Fewer than there are: left as they are.
+    """
+    if n_now == n_before:
+        return weights
+    grown = dict(weights)
+    for name in ("token_embedding.weight", "untied_head.weight"):
+        if name in weights:
+            old = weights[name]
+            new = old.new_zeros(max(n_rows, len(old)), old.size(1))
+            new[: len(old)] = old
+            new[n_before:n_now] = old[:n_before].float().mean(0)
+            grown[name] = new
+    return grown

@@ -17,12 +17,13 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gptworks.config import ModelConfig, TrainConfig
+from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, TrainConfig
 from gptworks.device import Precision, choose_precision
 from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.train.objectives import Batch, Objective, count_targets, next_token
 from gptworks.train.optim import Optimizer
+from gptworks.train.trained import trained_part
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,14 @@ class Trace:
         return max(self.forward_backward_bytes, self.optimizer_bytes)
 
 
-def trace_step(model_config: ModelConfig, train: TrainConfig, device: str = "cpu", precision: str = "fp32") -> Trace:
+def trace_step(
+    model_config: ModelConfig,
+    train: TrainConfig,
+    device: str = "cpu",
+    precision: str = "fp32",
+    adapter: LoRAConfig | None = None,
+    freeze: FreezeConfig | None = None,
+) -> Trace:
     """The peak of a step after the first, in which the optimizer has its state. Experts are taken as evenly used.
 
     Args:
@@ -54,9 +62,9 @@ def trace_step(model_config: ModelConfig, train: TrainConfig, device: str = "cpu
         raise UserError("--trace for cuda needs a machine with a CUDA GPU: leave --trace out, or trace for the CPU.")
     live = LiveBytes()
     with FakeTensorMode(), live:
-        step = Step(model_config, train, place, choose_precision(precision, place))
+        step = Step(model_config, train, place, choose_precision(precision, place), adapter, freeze)
         tokens = torch.zeros(train.batch_size, model_config.context_length, dtype=torch.int64, device=place)
-        for parameter in step.model.parameters():  # as good as a first step for making the optimizer's state
+        for parameter in step.optimizer.parameters.values():  # as good as a first step for making the optimizer's state
             parameter.grad = torch.zeros_like(parameter)
         step.update()
         live.peak_bytes = 0
@@ -70,11 +78,17 @@ class Step:
     """A training step of a new model as `gptworks.train.loop` takes it, without data, log or schedule."""
 
     def __init__(
-        self, model_config: ModelConfig, train: TrainConfig, device: torch.device, precision: Precision
+        self,
+        model_config: ModelConfig,
+        train: TrainConfig,
+        device: torch.device,
+        precision: Precision,
+        adapter: LoRAConfig | None = None,
+        freeze: FreezeConfig | None = None,
     ) -> None:
         self.train, self.precision = train, precision
         with device:
-            self.model = GPT(model_config).train()
+            self.model = trained_part(GPT(model_config), adapter, freeze).train()
         self.model.checkpoint_blocks = train.activation_checkpointing == "block"
         self.optimizer = Optimizer(self.model, train)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.needs_scaler)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from gptworks.chat_template import load_chat_template
 from gptworks.checkpoint import Report, load_run
 from gptworks.errors import RunError, UserError
 from gptworks.files import sync
@@ -68,7 +69,9 @@ def export_gguf(
     loaded = load_run(run, checkpoint, full=True, report=report)
     config, weights = loaded.model.config, loaded.model.state_dict()
     architecture = choose_architecture(config)
-    vocabulary = read_vocabulary(load_tokenizer(loaded.tokenizer_folder), config.vocab_size) if tokenizer else None
+    words = load_tokenizer(loaded.tokenizer_folder)
+    vocabulary = read_vocabulary(words, config.vocab_size) if tokenizer else None
+    template = load_chat_template(loaded.tokenizer_folder, words) if tokenizer else None
     notes = [APPROXIMATE_GELU] if config.mlp == "gelu" else []
     if vocabulary is not None and vocabulary.note:
         notes.append(vocabulary.note)
@@ -81,6 +84,10 @@ def export_gguf(
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_settings(writer, architecture, config)
     add_vocabulary(writer, vocabulary)
+    if template is not None:
+        writer.add_chat_template(template.source)
+        if (end := template.written_end()) is not None:
+            writer.add_eot_token_id(end)
     kinds = {}
     for name, tensor in their_tensors(architecture, config, {name: x.to("meta") for name, x in weights.items()}):
         kinds[name] = kind = stored_as(name, tuple(tensor.shape), quantization)

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, processors
 from torch import Tensor
 
+from gptworks.chat_template import load_chat_template
 from gptworks.checkpoint import Report, load_run
 from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError
@@ -24,6 +25,7 @@ from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.tensors import Place, expected_tensors, tensor_places, their_shape
 from gptworks.interop.huggingface.verify import Verification, logit_bound, require_transformers, verify_folder
 from gptworks.model import GPT
+from gptworks.model.lora import remove_lora
 from gptworks.tokenizer import load_tokenizer, prompt_ids, special_tokens, tokenizer_from_json
 
 SHARD_BYTES = 5_000_000_000
@@ -57,6 +59,7 @@ def export_huggingface(
     checkpoint: str = "best",
     precision: Precision = "fp32",
     verify: bool = True,
+    merge: bool = True,
     report: Report = lambda _: None,
 ) -> Export:
     """Write a run's model as a folder that stock transformers loads.
@@ -64,6 +67,7 @@ def export_huggingface(
     Args:
         precision: of the stored weights. They are rounded; the comparison is with our model of the same rounded ones.
         verify: compare the folder with the model before it takes its name.
+        merge: add a run's adapter to its weights; False: leave it out.
         report: told of damage that was passed over, and of what is done.
 
     Raises:
@@ -75,7 +79,9 @@ def export_huggingface(
     check_free(out)
     if verify:
         require_transformers()
-    loaded = load_run(run, checkpoint, full=True, report=report)
+    loaded = load_run(run, checkpoint, full=True, merge=merge, report=report)
+    if not merge:
+        remove_lora(loaded.model)
     config, tokenizer = loaded.model.config, load_tokenizer(loaded.tokenizer_folder)
     family, adapted = choose_family(config, tokenizer)
     weights, changes = adapt_weights(family, config, adapted, loaded.model.state_dict())
@@ -166,7 +172,9 @@ def _write_settings(folder: Path, family: Family, config: ModelConfig, tokenizer
 
 
 def _write_tokenizer(folder: Path, source: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
-    """The run's tokenizer, which puts the special tokens before a text that gptworks puts there; its chat template."""
+    """The run's tokenizer, which puts the special tokens before a text that gptworks puts there; its chat template, and
+    what ends a turn by it.
+    """
     exported = tokenizer_from_json(tokenizer.to_str())
     prefix, sample = prompt_ids(tokenizer, ""), "a"
     if exported.encode(sample, add_special_tokens=True).ids != prompt_ids(tokenizer, sample):
@@ -174,6 +182,9 @@ def _write_tokenizer(folder: Path, source: Path, tokenizer: Tokenizer, config: M
         exported.post_processor = processors.TemplateProcessing(
             single=[*starts, "$A"], pair=[*starts, "$A", "$B"], special_tokens=[*zip(starts, prefix, strict=False)]
         )
+    if (template := load_chat_template(source, tokenizer)) is not None and len(template.end_token_ids()) > 1:
+        generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+        _write_json(folder / "generation_config.json", generation | {"eos_token_id": list(template.end_token_ids())})
     (folder / "tokenizer.json").write_text(exported.to_str(pretty=True), encoding="utf-8")
     settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     _write_json(folder / "tokenizer_config.json", settings | {"model_max_length": config.context_length})

@@ -116,6 +116,18 @@ def verify_folder(folder: Path, model: GPT, tokenizer: Tokenizer, texts: Sequenc
     return Verification(transformers.__version__, difference, largest, n_tokens, n_greedy, n_ties, len(texts))
 
 
+@torch.no_grad()
+def verify_logits(model: GPT, theirs: Any, tokenizer: Tokenizer, texts: Sequence[str] = ()) -> tuple[float, int]:
+    """The largest difference between the logits of our model and of one of transformers, and the tokens compared.
+
+    Raises:
+        RunError: it is above the bound.
+    """
+    sequences = _sequences(model, tokenizer, [*TEXTS, *texts])
+    difference, _ = _compare_logits(model, theirs, sequences)
+    return difference, sum(map(len, sequences))
+
+
 def logit_bound(largest_logit: float) -> float:
     """How far apart two logits may be."""
     return TOLERANCE * max(1.0, largest_logit)

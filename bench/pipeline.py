@@ -1,0 +1,98 @@
+"""From text to assistant: train the miniature's phases, then ask each for answers to held-out instructions.
+
+An answer counts where the model ended it with the end token, and it has the form that the instruction's answers have.
+Every phase reads the same tokens: the template needs no token that the base lacks. Fails where the tuned model answers
+in form less than 95 times in 100, or the base 20 times or more.
+
+    python bench/pipeline.py [--share 0.1] [--answers 200] [--json]
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import stdlib_instructions
+from gptworks.chat_template import BUILT_IN, ChatTemplate
+from gptworks.config import Recipe
+from gptworks.data.conversations import Conversation, iter_conversations
+from gptworks.data.examples import is_held_out
+from gptworks.infer import SamplingSettings, load
+from gptworks.recipe import load_recipe
+
+ROOT = Path(__file__).parents[1]
+PHASES = {
+    "base": ROOT / "recipes/miniature/pretrain.yaml",
+    "tuned": ROOT / "recipes/miniature/finetune.yaml",
+}
+"""In the order of training; each starts from the one before."""
+
+LEAST_TUNED, MOST_BASE = 0.95, 0.20
+MAX_TOKENS = 80
+
+
+def train(recipe: Path, share: float) -> float:
+    """Train a phase, or this share of it, in a process of its own; its seconds."""
+    started = time.perf_counter()
+    steps = max(20, round(share * (load_recipe(recipe).train.max_steps or 0)))
+    command = [sys.executable, "-m", "gptworks", "train", str(recipe), f"train.max_steps={steps}", "--resume"]
+    subprocess.run(command, check=True)
+    return time.perf_counter() - started
+
+
+def questions(recipe: Recipe, n: int) -> list[Conversation]:
+    """Held-out instructions, evenly over all of them."""
+    fraction = recipe.data.validation.fraction
+    held_out = [one for one in iter_conversations(recipe.data.conversations) if is_held_out(one, fraction)]
+    return [held_out[i * len(held_out) // n] for i in range(min(n, len(held_out)))]
+
+
+def answers_in_form(run_dir: Path, asked: list[Conversation]) -> dict[str, float]:
+    """The shares of answers that end, that have the right form, that do both, and that equal the real one."""
+    engine = load(run_dir)
+    template = engine.chat_template or ChatTemplate(BUILT_IN["alpaca"], engine.tokenizer)
+    settings = SamplingSettings(temperature=0, max_tokens=MAX_TOKENS, stop_token_ids=template.end_token_ids())
+    count: Counter[str] = Counter()
+    for one in asked:
+        *before, answer = one.messages
+        [completion] = engine.complete(template.encode(before, add_generation_prompt=True), settings)
+        ended = completion.finish_reason == "stop"
+        in_form = stdlib_instructions.has_form(before[-1]["content"], completion.text)
+        count.update({"ends": ended, "form": in_form, "follows": ended and in_form})
+        count.update({"equal": ended and completion.text.strip() == answer["content"]})
+    return {name: count[name] / len(asked) for name in ("ends", "form", "follows", "equal")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--share", type=float, default=1.0, help="of each phase's steps")
+    parser.add_argument("--answers", type=int, default=200)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+
+    started = time.perf_counter()
+    tuning = load_recipe(PHASES["tuned"])
+    path = tuning.data.conversations[0].path
+    assert path is not None
+    n_records = stdlib_instructions.write(Path(path))
+    print(f"{n_records:,} instructions with answers in {path}", file=sys.stderr)
+    seconds = {name: train(recipe, options.share) for name, recipe in PHASES.items()}
+    asked = questions(tuning, options.answers)
+    results = {name: answers_in_form(load_recipe(recipe).run_dir, asked) for name, recipe in PHASES.items()}
+    total = time.perf_counter() - started
+    if options.json:
+        print(json.dumps({"answers": len(asked), "results": results, "seconds": seconds, "total_seconds": total}))
+    else:
+        print(f"\n{len(asked)} held-out instructions, likeliest answers of at most {MAX_TOKENS} tokens; {total:.0f} s")
+        print(f"{'':8}{'ends':>8}{'form':>8}{'both':>8}{'equal':>8}{'trained':>10}")
+        for name, shares in results.items():
+            print(f"{name:8}" + "".join(f"{share:8.1%}" for share in shares.values()) + f"{seconds[name]:8.0f} s")
+    if results["tuned"]["follows"] < LEAST_TUNED or results["base"]["follows"] >= MOST_BASE:
+        sys.exit(f"tuned below {LEAST_TUNED:.0%}, or base not below {MOST_BASE:.0%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Guessing ahead on code: tokens per second with and without, from one run.
+
+    python bench/speculate.py runs/demo
+
+Prompts are 128 tokens of held-out documents of the run, evenly spaced; each is continued greedily by 100 tokens, one
+text at a time, without guesses and with prompt lookup. Texts are compared: they must be the same. The ways take turns.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from gptworks.data.prepare import find_prepared
+from gptworks.data.shards import TokenShards
+from gptworks.device import device_name
+from gptworks.infer.engine import Engine, load
+from gptworks.infer.speculate import PromptLookup
+from gptworks.recipe import load_recipe
+
+PROMPT, NEW, N_PROMPTS = 128, 100, 12
+GUESSES = (0, 4, 8, 16)
+
+
+def prompts_of(run: Path) -> list[list[int]]:
+    """Token ids from the run's validation split."""
+    prepared = find_prepared(load_recipe(run))
+    if prepared is None:
+        raise SystemExit(f"the data of {run} is not prepared here: gptworks prepare {run}")
+    shards = TokenShards(prepared.folder, "validation")
+    step = (shards.n_tokens - PROMPT) // N_PROMPTS
+    return [shards.read(i * step, PROMPT).tolist() for i in range(N_PROMPTS)]
+
+
+def seconds(engine: Engine, prompt: list[int]) -> tuple[float, list[int]]:
+    """The time of one continuation, and its tokens."""
+    started = time.perf_counter()
+    pieces = list(engine.pieces(prompt, max_tokens=NEW, temperature=0, ignore_eos=True))
+    return time.perf_counter() - started, [piece.token_id for piece in pieces if piece.token_id is not None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    prompts = prompts_of(arguments.run)
+    engines = {n: load(arguments.run, drafter=PromptLookup(n) if n else None) for n in GUESSES}
+    times: dict[int, list[float]] = {n: [] for n in GUESSES}
+    for turn in range(arguments.rounds + 1):
+        for prompt in prompts:
+            texts = []
+            for n, engine in engines.items():
+                taken, text = seconds(engine, prompt)
+                texts.append(text)
+                if turn:  # the first one warms up
+                    times[n].append(taken)
+            if any(text != texts[0] for text in texts):
+                raise SystemExit("a guess has changed a text")
+    print(f"{device_name(torch.device('cpu'))}, torch {torch.__version__}; {arguments.run}, {N_PROMPTS} prompts")
+    plain = statistics.mean(times[0])
+    for n, taken in times.items():
+        rate = engines[n].statistics().acceptance_rate
+        told = f", {rate:.0%} of the guesses right" if rate is not None else ""
+        mean = statistics.mean(taken)
+        print(f"{f'guessing {n}' if n else 'without':<12} {NEW / mean:>7,.0f} tokens/s, {plain / mean:.2f} ×{told}")
+
+
+if __name__ == "__main__":
+    main()

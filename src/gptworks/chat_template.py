@@ -1,0 +1,280 @@
+"""Chat templates: from messages to the text, and the tokens, that a model reads.
+
+A template is Jinja, as in `transformers`, kept as `tokenizer/chat_template.jinja` of a run. Training, `chat`, the
+server and an export use that one file. It runs in Jinja's sandbox, since it may come from anywhere.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from gptworks.config import FileTokenizer, GPT2Tokenizer, TokenizerConfig
+from gptworks.errors import UserError, nearest
+from gptworks.tokenizer import special_token_names, special_tokens
+
+TEMPLATE_FILE = "chat_template.jinja"
+
+Message = dict[str, Any]
+"""{"role": "system" | "user" | "assistant", "content": str}."""
+
+BUILT_IN = {
+    "chatml": """\
+{% for message in messages %}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+""",
+    "alpaca": """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message['role'] == 'user' %}
+{{- '### Instruction:\\n' + message['content'] + '\\n\\n' }}
+{%- elif message['role'] == 'assistant' %}
+{{- '### Response:\\n' + message['content'] + eos_token + '\\n\\n' }}
+{%- else %}
+{{- message['content'] + '\\n\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '### Response:\\n' }}
+{%- endif %}
+""",
+    "plain": """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message['role'] == 'assistant' %}
+{{- 'Assistant: ' + message['content'] + eos_token + '\\n' }}
+{%- elif message['role'] == 'user' %}
+{{- 'User: ' + message['content'] + '\\n' }}
+{%- else %}
+{{- message['content'] + '\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- 'Assistant:' }}
+{%- endif %}
+""",
+}
+"""Templates by name. `chatml` needs the special tokens <|im_start|> and <|im_end|>; the others what a tokenizer has."""
+
+_PROBE = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
+
+
+class ChatTemplate:
+    """A Jinja template with the tokenizer whose special tokens it writes."""
+
+    def __init__(self, source: str, tokenizer: Tokenizer) -> None:
+        """
+        Raises:
+            UserError: the template does not compile.
+        """
+        self.source, self.tokenizer = source, tokenizer
+        self._names = special_token_names(tokenizer)
+        try:
+            self._template = _environment().from_string(source)
+        except TemplateSyntaxError as error:
+            raise UserError(f"the chat template does not compile: line {error.lineno}: {error.message}.") from None
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        """The conversation as text: the same bytes as `apply_chat_template(tokenize=False)` of `transformers`.
+
+        Args:
+            messages: the turns, oldest first.
+            add_generation_prompt: end with what stands before an assistant's answer.
+
+        Raises:
+            UserError: the template refuses these messages, or fails on them; the text says how.
+        """
+        plain = json.loads(json.dumps(list(messages)))  # the template gets data alone, nothing with methods of ours
+        try:
+            return self._template.render(
+                messages=plain, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._names
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise UserError(f"the chat template refuses this conversation: {error}") from None
+
+    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> list[int]:
+        """The token ids of `render`. What the template writes as a special token is one; a message's text never is."""
+        guarded, guard = self.guarded(messages)
+        return self.encode_text(self.render(guarded, add_generation_prompt=add_generation_prompt), guard)
+
+    def encode_text(self, text: str, guard: str) -> list[int]:
+        """Token ids of rendered text in which `guard` stands inside special tokens' names that are only text."""
+        if guard not in text:
+            return _ids(self._reader, text)
+        parts = self._special.split(text) if self._special.pattern else [text]
+        ids: list[int] = []
+        for i, part in enumerate(parts):
+            if i % 2:
+                ids += [token_id for token_id in (self.tokenizer.token_to_id(part),) if token_id is not None]
+            elif part:
+                ids += _ids(self.tokenizer, part.replace(guard, ""))
+        return ids
+
+    def before_special(self, text: str) -> str:
+        """Rendered text up to the first special token that the template wrote in it."""
+        return self._special.split(text, maxsplit=1)[0] if self._special.pattern else text
+
+    def end_token_ids(self) -> tuple[int, ...]:
+        """What ends an assistant's turn: the special token that the template writes after it, and the tokenizer's eos.
+
+        Empty where there is neither.
+        """
+        return self._end_token_ids
+
+    @cached_property
+    def _end_token_ids(self) -> tuple[int, ...]:
+        eos = special_tokens(self.tokenizer).eos
+        ends = [] if (written := self.written_end()) is None else [written]
+        return tuple(dict.fromkeys(ends if eos is None else [*ends, eos]))
+
+    def written_end(self) -> int | None:
+        """The special token that the template writes after an assistant's answer; None: it writes none."""
+        special = self.special_ids
+        try:
+            answered = self.render(_PROBE)
+        except UserError:  # a template that wants other turns: then eos alone ends an answer
+            return None
+        after = answered[answered.rindex(_PROBE[1]["content"]) :] if _PROBE[1]["content"] in answered else ""
+        return next((i for i in self._reader.encode(after, add_special_tokens=False).ids if i in special), None)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special)
+
+    def missing_tokens(self) -> tuple[str, ...]:
+        """Names like <|this|> that the template writes and that are no tokens of the tokenizer, only plain text."""
+        known = {token.content for token in self.tokenizer.get_added_tokens_decoder().values()}
+        written = _NAMES.findall(self.render(_PROBE, add_generation_prompt=False))
+        return tuple(name for name in dict.fromkeys(written) if name not in known)
+
+    @cached_property
+    def _reader(self) -> Tokenizer:
+        """The tokenizer, but a special token's name is that token."""
+        reader = Tokenizer.from_str(self.tokenizer.to_str())
+        reader.encode_special_tokens = False
+        return reader
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        names = (token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special)
+        longest_first = sorted(names, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else "")
+
+    def guarded(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
+        """The messages with a character that none of them holds inside each special token's name; and the character."""
+        guard = _unused_character(messages)
+
+        def mark(value: Any) -> Any:
+            if isinstance(value, str) and self._special.pattern:
+                return self._special.sub(lambda found: found[0][0] + guard + found[0][1:], value)
+            if isinstance(value, dict):
+                return {key: mark(item) for key, item in value.items()}
+            return [mark(item) for item in value] if isinstance(value, list | tuple) else value
+
+        return [mark(message) for message in messages], guard
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a text. A batch of one: for that, the library lets other threads run."""
+    ids: list[int] = tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
+    return ids
+
+
+_NAMES = re.compile(r"<\|[^|<>\s]+\|>")
+
+
+def _unused_character(messages: Sequence[Message]) -> str:
+    """A private-use character that no message holds."""
+    written = json.dumps(list(messages), ensure_ascii=False)
+    return next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in written)
+
+
+# ------------------------------------------------------------------------------------------------ environment
+
+
+class _Generation(Extension):
+    """`{% generation %}`, with which some templates mark an assistant's part: its content as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own type)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What the field's templates expect: `transformers` documents these settings, filters and functions."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is; Jinja's own filter escapes what HTML would."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+# ----------------------------------------------------------------------------------------------- load and save
+
+
+def load_chat_template(tokenizer_folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template of a run's tokenizer folder; None: it has none.
+
+    Raises:
+        UserError: it does not compile.
+    """
+    file = tokenizer_folder / TEMPLATE_FILE
+    return ChatTemplate(file.read_bytes().decode("utf-8"), tokenizer) if file.exists() else None
+
+
+def find_chat_template(config: TokenizerConfig) -> str | None:
+    """The source of the template that a recipe's tokenizer section names; None: it has none.
+
+    Raises:
+        UserError: no built-in template and no file has that name.
+    """
+    if config.chat_template is None:
+        path = config.path if isinstance(config, FileTokenizer | GPT2Tokenizer) else None
+        file = Path() if path is None else path.expanduser() / TEMPLATE_FILE
+        return file.read_bytes().decode("utf-8") if file.is_file() else None
+    if config.chat_template in BUILT_IN:
+        return BUILT_IN[config.chat_template]
+    file = Path(config.chat_template).expanduser()
+    if not file.is_file():
+        near = nearest(config.chat_template, list(BUILT_IN))
+        hint = f" Did you mean {near}?" if near else ""
+        raise UserError(
+            f"tokenizer.chat_template={config.chat_template}: neither a file nor one of {', '.join(BUILT_IN)}.{hint}"
+        )
+    return file.read_bytes().decode("utf-8")
+
+
+def save_chat_template(template: ChatTemplate, tokenizer_folder: Path) -> None:
+    (tokenizer_folder / TEMPLATE_FILE).write_text(template.source, encoding="utf-8", newline="")

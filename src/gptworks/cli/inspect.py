@@ -1,0 +1,94 @@
+"""What a recipe's conversations teach: inspect."""
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gptworks.cli.common import AsJSON, Overrides, RecipeFile, console_of, print_json
+from gptworks.cli.make import prepare_with_progress
+from gptworks.errors import UserError
+
+if TYPE_CHECKING:
+    from gptworks.data.packing import Examples
+    from gptworks.data.prepare import Prepared
+
+Part = dict[str, Any]
+
+
+def inspect(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    examples: Annotated[int, typer.Option(min=0, help="How many examples to show.")] = 3,
+    first: Annotated[int, typer.Option(min=1, help="The number of the first one, from 1.")] = 1,
+    validation: Annotated[bool, typer.Option("--validation", help="Show held-out examples.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Show what a recipe's conversations teach: figures, faults, and examples coloured by what is learned."""
+    from gptworks.data.inspection import inspect_conversations
+    from gptworks.data.packing import Examples
+    from gptworks.data.shards import TokenShards
+    from gptworks.recipe import load_recipe
+
+    settings = load_recipe(recipe, overrides or [])
+    if not settings.data.conversations:
+        raise UserError(f"{recipe}: its sources are text, all of which is learned. `gptworks prepare` tells its size.")
+    prepared = prepare_with_progress(settings)
+    inspection = inspect_conversations(settings, prepared)
+    context = settings.model.context_length
+    shards = TokenShards(prepared.folder, "validation" if validation else "train")
+    rows = Examples(shards, context, packing=False)
+    chosen = range(first - 1, min(first - 1 + examples, shards.n_documents))
+    records = shards.examples()[:, 0]
+    shown = [
+        {"where": prepared.manifest.where(int(records[i])), "parts": parts_of(rows, i, prepared, context)}
+        for i in chosen
+    ]
+    allowed = settings.objective.allow
+    if as_json:
+        figures = {name: value for name, value in vars(inspection).items() if name != "findings"}
+        findings = [{"name": f.name, "text": f.text, "allowed": f.name in allowed} for f in inspection.findings]
+        print_json({**figures, "learned_share": inspection.learned_share, "findings": findings, "examples": shown})
+        return
+    for line in inspection.lines():
+        typer.echo(line)
+    for finding in inspection.findings:
+        typer.echo(f"{'allowed' if finding.name in allowed else 'stops training'}: {finding.name}: {finding.text}")
+    _show(shown)
+
+
+def parts_of(examples: "Examples", example: int, prepared: "Prepared", context: int) -> list[Part]:
+    """An example's text in parts: whether they are learned, and whether they lie beyond the context."""
+    ids, learned = examples.tokens(example)
+    kinds = [(bool(learned[i]), i > context) for i in range(len(ids))]
+    return [
+        {
+            "text": prepared.tokenizer.decode(ids[run].tolist(), skip_special_tokens=False),
+            "tokens": len(run),
+            "learned": kind[0],
+            "cut": kind[1],
+        }
+        for kind, run in ((kind, list(group)) for kind, group in groupby(range(len(ids)), key=kinds.__getitem__))
+    ]
+
+
+def _show(examples: list[dict[str, Any]]) -> None:
+    """Learned text in green, read text as it is, what the context cuts off in red; without colours, in brackets."""
+    from rich.text import Text
+
+    console = console_of()
+    coloured = console.color_system is not None
+    console.print(
+        Text("learned ", "bold green") + Text("read ") + Text("cut off", "red") if coloured else "⟦learned⟧ ✂cut off✂"
+    )
+    for example in examples:
+        tokens = sum(part["tokens"] for part in example["parts"])
+        console.print(Text(f"\n{example['where']}: {tokens:,} tokens", "dim"))
+        text = Text()
+        for part in example["parts"]:
+            if coloured:
+                text.append(part["text"], "red" if part["cut"] else "bold green" if part["learned"] else "")
+            else:
+                shown = f"⟦{part['text']}⟧" if part["learned"] else part["text"]
+                text.append(f"✂{shown}✂" if part["cut"] else shown)
+        console.print(text)

@@ -1,0 +1,102 @@
+"""gptworks serve."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gptworks.cli.common import Backend, Device, WhichCheckpoint, notice
+from gptworks.cli.use import load_engine
+from gptworks.errors import UserError
+
+if TYPE_CHECKING:
+    from gptworks.infer.engine import Engine
+
+
+def serve(
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A run folder; its name is the model's.")] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", metavar="NAME=RUN", help="A further model; may be given several times."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 is all of them.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key", envvar="GPTWORKS_API_KEY", help="A key that requests must carry; may be given several times."
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cors-origin", help="Let web pages of this origin call the server, such as http://localhost:3000."
+        ),
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, max=1024, help="Texts generated at once, for each model.")] = 32,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Prompts that may wait for a slot; more get 429.")] = 128,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 1 << 20,
+    max_prompt_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a prompt's text.")] = 1 << 18,
+    request_seconds: Annotated[float, typer.Option(help="Time in which a request must be answered whole.")] = 600,
+    drain_seconds: Annotated[float, typer.Option(help="Time to finish what is begun, after SIGTERM.")] = 30,
+    backend: Backend = "auto",
+    checkpoint: WhichCheckpoint = "best",
+    device: Device = "auto",
+) -> None:
+    """Serve models over HTTP, as OpenAI's interface has it: completions, chat, embeddings."""
+    runs = _runs(run, model or [])
+    try:
+        from gptworks.serve.app import create_app
+        from gptworks.serve.models import check_name
+        from gptworks.serve.server import make_server
+        from gptworks.serve.settings import ServerSettings
+    except ModuleNotFoundError as error:
+        raise UserError(f"serving needs {error.name}: pip install 'gptworks[serve]'.") from None
+    keys, local = tuple(api_key or ()), _is_loopback(host)
+    settings = ServerSettings(
+        api_keys=keys, cors_origins=tuple(cors_origin or ()), local_names_only=local and not keys,
+        max_waiting=max_waiting, max_body_bytes=max_body_bytes, max_prompt_bytes=max_prompt_bytes,
+        request_seconds=request_seconds, drain_seconds=drain_seconds,
+    )  # fmt: skip
+    for name in runs:
+        check_name(name)
+    engines: dict[str, Engine] = {}
+    for name, folder in runs.items():
+        notice(f"loading {name} from {folder}")
+        engines[name] = load_engine(folder, checkpoint, device, n_slots=slots, backend=backend)
+        engines[name].warm_up()
+    if not local and not keys:
+        notice(f"warning: anyone who reaches {host} can use this server; --api-key asks for a key.")
+    shown = f"[{host}]" if ":" in host else host
+
+    def started(actual_port: int) -> None:
+        notice(f"serving {', '.join(engines)} at http://{shown}:{actual_port}/v1 (Ctrl-C ends)")
+
+    make_server(create_app(engines, settings), host, port, started).run()
+
+
+def _runs(run: Path | None, named: list[str]) -> dict[str, Path]:
+    """The run folders by their models' names."""
+    runs: dict[str, Path] = {}
+    pairs = [] if run is None else [(run.resolve().name, run)]
+    for pair in named:
+        name, equals, folder = pair.partition("=")
+        if not equals or not folder:
+            raise UserError(f"--model {pair}: it must be NAME=RUN, such as small=runs/demo.")
+        pairs.append((name, Path(folder)))
+    for name, path in pairs:
+        if name in runs:
+            raise UserError(f"two models are named {name}: give one another name with --model NAME=RUN.")
+        runs[name] = path
+    if not runs:
+        raise UserError("no run is given: gptworks serve RUN, or --model NAME=RUN.")
+    return runs
+
+
+def _is_loopback(host: str) -> bool:
+    import ipaddress
+
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,284 @@
+"""What conversations hold, before anything is learned from them: figures, and faults that would ruin a run silently.
+
+A fault stops a run, unless the recipe allows it by its name: `objective.allow`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gptworks.chat_template import TEMPLATE_FILE, ChatTemplate
+from gptworks.config import DataFault, Recipe
+from gptworks.data.packing import Examples
+from gptworks.data.prepare import Prepared
+from gptworks.data.shards import ALTERED, EMPTY, EXAMPLE, NO_END, SWAPPED, UNANSWERED, Manifest, TokenShards
+from gptworks.errors import UserError
+
+Int64s = npt.NDArray[np.int64]
+
+_CHUNK_TOKENS = 1 << 22
+_N_LONGEST = 3
+_N_PLACES = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault, in words that a person can act on."""
+
+    name: DataFault
+    text: str
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is known of a recipe's conversations."""
+
+    files: list[dict[str, object]]
+    """Each with its shape and its records."""
+    n_examples: int
+    n_validation: int
+    n_tokens: int
+    """Of the training examples, as far as the context reaches."""
+    n_learned: int
+    """Of those."""
+    n_cut: int
+    """Training examples longer than the context."""
+    n_rows: int
+    fill: float
+    """Share of the rows that is not padding."""
+    median_tokens: int
+    longest: list[tuple[int, str]]
+    """Tokens and places."""
+    end_tokens: list[str]
+    findings: list[Finding]
+
+    @property
+    def learned_share(self) -> float:
+        return self.n_learned / max(1, self.n_tokens)
+
+    def lines(self) -> list[str]:
+        """The figures, for people."""
+        files = ", ".join(f"{file['name']} ({file['shape']}, {file['records']:,} records)" for file in self.files)
+        longest = ", ".join(f"{n:,} ({where})" for n, where in self.longest)
+        ends = " or ".join(self.end_tokens) or "nothing"
+        return [
+            f"conversations: {files}",
+            f"{self.n_examples:,} examples to learn from, {self.n_validation:,} held out; an answer ends with {ends}",
+            f"{self.n_tokens:,} tokens in {self.n_rows:,} rows, {self.fill:.0%} full; {self.learned_share:.1%} learned",
+            f"tokens an example: median {self.median_tokens:,}, longest {longest}",
+            f"{self.n_cut:,} examples are longer than the context and lose their end",
+        ]
+
+
+def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
+    """Count, and look for faults. Nothing is refused here."""
+    manifest, template = prepared.manifest, prepared.chat_template
+    assert template is not None
+    context = recipe.model.context_length
+    shards, held_out = TokenShards(prepared.folder, "train"), TokenShards(prepared.folder, "validation")
+    columns, validation = _columns(shards), _columns(held_out)
+    examples = Examples(shards, context, getattr(recipe.objective, "packing", True))
+    learned, kept = _learned(shards, context)
+    n_inputs = np.minimum(examples.n_tokens - 1, context)
+    order = np.argsort(-examples.n_tokens, kind="stable")[:_N_LONGEST]
+    look = _Look(manifest, columns["record"].astype(np.int64))
+    findings = [
+        *_about_answers(columns["flags"], look),
+        *_about_length(learned, kept, int(n_inputs.sum()), context, look),
+        *_about_repetition(columns, validation, look),
+        *_about_tokens(recipe, manifest, template),
+    ]
+    return Inspection(
+        files=[origin.model_dump() for origin in manifest.origins],
+        n_examples=shards.n_documents,
+        n_validation=held_out.n_documents,
+        n_tokens=int(n_inputs.sum()),
+        n_learned=int(kept.sum()),
+        n_cut=int((examples.n_tokens - 1 > context).sum()),
+        n_rows=len(examples.rows),
+        fill=float(n_inputs.sum()) / (len(examples.rows) * context),
+        median_tokens=int(np.median(examples.n_tokens)),
+        longest=[(int(examples.n_tokens[i]), look.place(i)) for i in order.tolist()],
+        end_tokens=[template.tokenizer.id_to_token(i) or "" for i in template.end_token_ids()],
+        findings=findings,
+    )
+
+
+def check_conversations(recipe: Recipe, prepared: Prepared, report: Callable[[str], None]) -> None:
+    """Tell what a recipe's conversations hold, and refuse faults that it does not allow. Of text nothing is said.
+
+    Raises:
+        UserError: see `refuse_faults`.
+    """
+    if not recipe.data.conversations:
+        return
+    inspection = inspect_conversations(recipe, prepared)
+    for line in inspection.lines():
+        report(line)
+    refuse_faults(inspection, recipe.objective.allow)
+    for finding in inspection.findings:
+        report(f"allowed: {finding.name}: {finding.text}")
+
+
+def refuse_faults(inspection: Inspection, allowed: Sequence[str]) -> None:
+    """Stop for a fault that the recipe does not allow.
+
+    Raises:
+        UserError: each fault by its name, with what to do.
+    """
+    stops = [finding for finding in inspection.findings if finding.name not in allowed]
+    if stops:
+        names = ", ".join(finding.name for finding in stops)
+        listed = "\n".join(f"  {finding.name}: {finding.text}" for finding in stops)
+        raise UserError(
+            f"the conversations would not teach what you want:\n{listed}\n"
+            f"`gptworks inspect` shows examples. To train nevertheless, set objective.allow=[{names}]."
+        )
+
+
+# ----------------------------------------------------------------------------------------------------- faults
+
+
+@dataclass(frozen=True)
+class _Look:
+    """Where the training examples came from."""
+
+    manifest: Manifest
+    records: Int64s
+
+    def place(self, example: int) -> str:
+        return self.manifest.where(int(self.records[example]))
+
+    def fault(self, name: DataFault, found: npt.NDArray[np.bool_], above: float, what: str, fix: str) -> list[Finding]:
+        """A finding where more than this share of the examples has it."""
+        count, total = int(found.sum()), len(found)
+        if count <= above * total:
+            return []
+        first = np.flatnonzero(found)[:_N_PLACES].tolist()
+        more = ", …" if count > len(first) else ""
+        where = "; ".join(self.place(i) for i in first)
+        return [Finding(name, f"{count:,} of {total:,} examples ({count / total:.1%}) {what}: {where}{more}. {fix}")]
+
+
+def _about_answers(flags: npt.NDArray[np.uint64], look: _Look) -> list[Finding]:
+    def fault(name: DataFault, flag: int, what: str, fix: str) -> list[Finding]:
+        return look.fault(name, (flags & flag) > 0, 0.01, what, fix)
+
+    return [
+        *fault("unanswered", UNANSWERED, "have no assistant's turn", "Nothing of them is learned: take them out."),
+        *fault("empty-answers", EMPTY, "have an empty answer", "It teaches silence: take them out."),
+        *fault(
+            "swapped-roles", SWAPPED, "begin with the assistant and end with the user",
+            "The questions would be learned: exchange the roles.",
+        ),
+        *fault(
+            "no-end-token", NO_END, "have an answer without an end token",
+            "A model that never sees one does not stop: let the template write eos_token or a special token after "
+            "each answer.",
+        ),
+        *fault(
+            "answers-altered", ALTERED, "have an answer that the template writes otherwise than it is given, or more",
+            "What is learned is not the answer: look at the template.",
+        ),
+    ]  # fmt: skip
+
+
+def _about_length(learned: Int64s, kept: Int64s, n_tokens: int, context: int, look: _Look) -> list[Finding]:
+    share = kept.sum() / max(1, n_tokens)
+    if not kept.any():
+        return [Finding("nothing-learned", f"no token within the context of {context:,} belongs to an answer.")]
+    longer = "Raise model.context_length, or shorten or leave out these examples."
+    little = f"only {share:.2%} of the tokens are learned. Shorten what stands before the answers."
+    return [
+        *([Finding("little-learned", little)] if share < 0.01 else []),
+        *look.fault(
+            "answers-cut-away", (learned > 0) & (kept == 0), 0.01,
+            f"have no answer within the context of {context:,} tokens", longer,
+        ),
+        *look.fault(
+            "answers-cut-short", (kept > 0) & (kept < learned), 0.1,
+            f"lose the end of an answer, and its end token, beyond {context:,} tokens", longer,
+        ),
+    ]  # fmt: skip
+
+
+def _about_repetition(
+    train: dict[str, npt.NDArray[np.uint64]], validation: dict[str, npt.NDArray[np.uint64]], look: _Look
+) -> list[Finding]:
+    _, first_seen = np.unique(train["text"], return_index=True)
+    repeated = np.ones(len(train["text"]), dtype=np.bool_)
+    repeated[first_seen] = False
+    findings = look.fault("duplicates", repeated, 0.2, "repeat an earlier one", "Leave repetitions out.")
+    in_both = np.isin(validation["text"], train["text"])
+    if in_both.sum() > 0.01 * len(in_both):
+        also = _Look(look.manifest, validation["record"].astype(np.int64))
+        findings += also.fault(
+            "validation-overlap", in_both, 0.01, "held out are also trained on",
+            "The validation loss would tell nothing: leave repetitions out.",
+        )  # fmt: skip
+    _, first, counts = np.unique(train["answer"], return_index=True, return_counts=True)
+    most = int(counts.argmax())
+    if len(train["answer"]) >= 20 and counts[most] > 0.5 * len(train["answer"]):
+        findings += look.fault(
+            "one-answer", train["answer"] == train["answer"][first[most]], 0.5, "have the same answer",
+            "A model learns to say it to anything. Is it the right field?",
+        )  # fmt: skip
+    return findings
+
+
+def _about_tokens(recipe: Recipe, manifest: Manifest, template: ChatTemplate) -> list[Finding]:
+    findings = []
+    if missing := template.missing_tokens():
+        names = ", ".join(f'"{name}"' for name in missing)
+        findings.append(
+            Finding(
+                "tokens-not-special",
+                f"the chat template writes {' and '.join(missing)}, which to this tokenizer is plain text that anyone "
+                f"can type. Set tokenizer.added_tokens=[{names}].",
+            )
+        )
+    base = recipe.initialize_from
+    if base is None:
+        if recipe.objective.type == "instruction":
+            text = "the model starts from random weights, and answers alone teach it no language. Set initialize_from."
+            findings.append(Finding("no-base-run", text))
+    elif (there := base / "tokenizer" / TEMPLATE_FILE).exists() and there.read_bytes().decode() != template.source:
+        text = (
+            f"{base} was trained with another chat template. Leave tokenizer.chat_template out, "
+            f"or set it to {there}, to go on with that one."
+        )
+        findings.append(Finding("template-changed", text))
+    if recipe.objective.type == "next_token":
+        text = "every token is learned, the users' questions too. Set objective.type=instruction."
+        findings.append(Finding("prompts-learned", text))
+    train = manifest.splits["train"]
+    if train.unknown_tokens > 0.05 * train.tokens:
+        text = (
+            f"{train.unknown_tokens / train.tokens:.1%} of the tokens are unknown ones: the tokenizer was made for "
+            f"other text. Use one of type bpe or gpt2."
+        )
+        findings.append(Finding("unknown-tokens", text))
+    return findings
+
+
+# ---------------------------------------------------------------------------------------------------- figures
+
+
+def _columns(shards: TokenShards) -> dict[str, npt.NDArray[np.uint64]]:
+    return dict(zip(EXAMPLE, shards.examples().T, strict=True))
+
+
+def _learned(shards: TokenShards, context: int) -> tuple[Int64s, Int64s]:
+    """Of each example, the tokens that are learned, and those of them that the context reaches: [n] each."""
+    starts = shards.document_starts()
+    n = len(starts)
+    learned, kept = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+    for at in range(0, shards.n_tokens, _CHUNK_TOKENS):
+        part = shards.read_learned(at, min(_CHUNK_TOKENS, shards.n_tokens - at))
+        places = at + np.flatnonzero(part)
+        example = np.searchsorted(starts, places, side="right") - 1
+        learned += np.bincount(example, minlength=n)
+        kept += np.bincount(example[places - starts[example] <= context], minlength=n)
+    return learned, kept

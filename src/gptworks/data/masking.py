@@ -1,0 +1,95 @@
+"""From a conversation to tokens, and which of them are learned: the assistant's answers, each with its end token.
+
+An answer's place is found by rendering alone, whatever the template: what the template writes for the turns before it,
+with the generation prompt, is exactly what a model will have read when it answers. The answer is what follows in the
+whole conversation, up to and with the end token. Tokens are those that the model will read and write, too: where a
+template's text and an answer would merge into one token across that border, each side is encoded by itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from gptworks.chat_template import ChatTemplate, Message
+from gptworks.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Tokens of a conversation."""
+
+    ids: npt.NDArray[np.uint32]
+    """[n]."""
+    learned: npt.NDArray[np.bool_]
+    """[n], true where the token is learned."""
+    text_bytes: int
+    all_end: bool
+    """Whether every answer is followed by an end token."""
+    as_given: bool
+    """Whether what is learned is the answers' own text, and nothing else but white space."""
+
+
+def encode_conversation(template: ChatTemplate, messages: Sequence[Message]) -> Example:
+    """Tokens, and which are learned.
+
+    Raises:
+        UserError: the template refuses these turns, or writes a turn otherwise once others follow, so that what a model
+            reads when it answers cannot be found.
+    """
+    guarded, guard = template.guarded(messages)
+    whole = template.render(guarded)
+    places = [_place(template, guarded, i, whole) for i in range(len(messages)) if messages[i]["role"] == "assistant"]
+    cuts = [0, *(cut for place in places for cut in place), len(whole)]
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    written = [template.before_special(whole[a:b]).replace(guard, "") for a, b in places]
+    as_given = all(a.split() == b.split() for a, b in zip(answers, written, strict=True))
+    parts = _encode_parts(template, whole, cuts, guard)
+    ids = [token_id for part in parts for token_id in part]
+    learned = np.zeros(len(ids), dtype=np.bool_)
+    at, all_end = 0, True
+    for i, part in enumerate(parts):
+        if i % 2:  # parts alternate: what is read, what is answered
+            length, ends = _answer_length(part, template)
+            learned[at : at + length] = True
+            all_end &= ends
+        at += len(part)
+    text_bytes = len(whole.replace(guard, "").encode("utf-8"))
+    return Example(np.array(ids, dtype=np.uint32), learned, text_bytes, all_end, as_given)
+
+
+def _place(template: ChatTemplate, messages: Sequence[Message], i: int, whole: str) -> tuple[int, int]:
+    """Where answer i begins and ends in the rendered conversation, in characters."""
+    before = template.render(messages[:i], add_generation_prompt=True)
+    until = template.render(messages[: i + 1])
+    for text, what in ((before, "before it, with the generation prompt,"), (until, "up to it")):
+        if not whole.startswith(text):
+            at = next(k for k, (a, b) in enumerate(zip([*text, ""], [*whole, ""], strict=False)) if a != b)
+            raise UserError(
+                f"the chat template writes the turns {what} otherwise than in the whole conversation: "
+                f"{text[max(0, at - 20) : at + 20]!r} against {whole[max(0, at - 20) : at + 20]!r} (turn {i + 1}). "
+                f"So a model would read another text than it was trained on. Use a template that writes a turn the "
+                f"same whatever follows, or conversations of one answer"
+            )
+    return len(before), len(until)
+
+
+def _encode_parts(template: ChatTemplate, whole: str, cuts: Sequence[int], guard: str) -> list[list[int]]:
+    """Tokens of each part between the cuts: of the whole text where no token crosses a cut, else of each part."""
+    ids = template.encode_text(whole, guard)
+    ends = [0]
+    for cut in cuts[1:-1]:
+        before = template.encode_text(whole[:cut], guard)
+        if ids[: len(before)] != before:
+            return [template.encode_text(whole[a:b], guard) for a, b in pairwise(cuts)]
+        ends.append(len(before))
+    return [ids[a:b] for a, b in pairwise([*ends, len(ids)])]
+
+
+def _answer_length(ids: Sequence[int], template: ChatTemplate) -> tuple[int, bool]:
+    """Tokens of an answer with its end token, and whether there is one."""
+    ends = template.end_token_ids()
+    first = next((i for i, token_id in enumerate(ids) if token_id in ends), None)
+    return (len(ids), False) if first is None else (first + 1, True)

@@ -1,0 +1,129 @@
+"""Rows of examples, and batches of rows: a function of (shards, seed, step), like all batches.
+
+Examples are put into rows once, the longest first, each into the row that it fills best, so that little is padding.
+Every epoch visits every row once, in an order of its own. An example that is longer than a row loses its end.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gptworks.config import IGNORED, Recipe
+from gptworks.data.batches import permute
+from gptworks.data.shards import TokenShards
+from gptworks.errors import UserError
+
+Int64s = npt.NDArray[np.int64]
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Inputs, targets and positions, int64 [B, T] or [T]."""
+
+_ROUNDS = 8
+
+
+class Examples:
+    """The examples of a split, arranged in rows of at most `context_length` inputs.
+
+    Raises:
+        UserError: the split was not made of conversations.
+    """
+
+    def __init__(self, shards: TokenShards, context_length: int, packing: bool = True) -> None:
+        if not shards.manifest.holds_examples:
+            raise UserError(f"{shards.folder} holds text, not conversations: give sources of type conversations.")
+        self._shards, self._context_length = shards, context_length
+        bounds = np.append(shards.document_starts(), shards.n_tokens)
+        self._starts, self.n_tokens = bounds[:-1], np.diff(bounds)
+        """Tokens of each example, [n]."""
+        n_inputs = np.minimum(self.n_tokens - 1, context_length)
+        self.rows = pack(n_inputs, context_length) if packing else [[i] for i in range(len(n_inputs))]
+        """Examples of each row."""
+
+    def tokens(self, example: int) -> tuple[Int64s, npt.NDArray[np.bool_]]:
+        """All tokens of an example [n], and which are learned [n]."""
+        start, length = int(self._starts[example]), int(self.n_tokens[example])
+        return self._shards.read(start, length), self._shards.read_learned(start, length)
+
+    def row(self, row: int) -> Rows:
+        """Inputs, targets and positions, [context_length] each; what is not learned has target IGNORED."""
+        inputs, positions = (np.zeros(self._context_length, dtype=np.int64) for _ in range(2))
+        targets = np.full(self._context_length, IGNORED, dtype=np.int64)
+        at = 0
+        for example in self.rows[row]:
+            ids, learned = (values[: self._context_length + 1] for values in self.tokens(example))
+            here = slice(at, at + len(ids) - 1)
+            inputs[here], targets[here] = ids[:-1], np.where(learned[1:], ids[1:], IGNORED)
+            positions[here] = np.arange(len(ids) - 1)
+            at += len(ids) - 1
+        positions[at:] = np.arange(self._context_length - at)  # padding is a text of its own
+        return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(positions)
+
+
+class ExampleBatches:
+    """Rows of examples, in an order that is shuffled anew each epoch."""
+
+    def __init__(self, examples: Examples, batch_size: int, seed: int) -> None:
+        self.examples, self._batch_size, self._seed = examples, batch_size, seed
+        self.rows_per_epoch = len(examples.rows)
+
+    def batch(self, step: int, micro_step: int = 0, micro_batch_size: int | None = None) -> Rows:
+        """Inputs, targets and positions, int64 [B, T] each: a micro-batch of a step, or the whole step."""
+        size = micro_batch_size or self._batch_size
+        assert 0 <= micro_step * size <= self._batch_size - size
+        first = step * self._batch_size + micro_step * size
+        return stack([self.examples.row(row) for row in self._rows(np.arange(first, first + size)).tolist()])
+
+    def _rows(self, samples: Int64s) -> Int64s:
+        epochs, places = np.divmod(samples, self.rows_per_epoch)
+        rows = np.empty_like(samples)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            keys = np.random.SeedSequence([self._seed, epoch]).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
+            rows[here] = permute(places[here], self.rows_per_epoch, keys)
+        return rows
+
+
+def evaluation_rows(examples: Examples, n_rows: int = 0) -> Iterator[Rows]:
+    """The rows in order, [T] each; or this many of them, evenly spaced."""
+    total = len(examples.rows)
+    chosen = min(n_rows or total, total)
+    for place in range(chosen):
+        yield examples.row(place * total // chosen)
+
+
+def held_out_rows(shards: TokenShards, recipe: Recipe) -> Iterator[Rows]:
+    """What a run that learns answers is evaluated on."""
+    packing = getattr(recipe.objective, "packing", True)
+    return evaluation_rows(Examples(shards, recipe.model.context_length, packing))
+
+
+def stack(rows: list[Rows]) -> Rows:
+    """Rows [T] as a batch [B, T]."""
+    inputs, targets, positions = zip(*rows, strict=True)
+    return torch.stack(inputs), torch.stack(targets), torch.stack(positions)
+
+
+def pack(lengths: Int64s, capacity: int) -> list[list[int]]:
+    """Items of these lengths, each at most `capacity`, in few rows of that capacity: best fit, the longest first.
+
+    A row's room is looked up in a bit set of the rooms that there are, so that a million items take seconds.
+    """
+    rows: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # rows by the room they have left
+    rooms = 0  # bit r is set where a row has room r
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[item])
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1  # the least room that suffices
+            row = with_room[room].pop()
+            if not with_room[room]:
+                rooms ^= 1 << room
+            rows[row].append(item)
+        else:
+            room, row = capacity, len(rows)
+            rows.append([item])
+        with_room.setdefault(room - length, []).append(row)
+        rooms |= 1 << (room - length)
+    return rows

@@ -1,0 +1,415 @@
+"""Adapters in PEFT's file format: `export_adapter` writes a run's, `import_adapter` makes a run of one.
+
+    adapter_config.json           rank, alpha and the modules of transformers that are adapted
+    adapter_model.safetensors     base_model.model.<module>.lora_A.weight [r, I], lora_B.weight [O, r]
+
+Where transformers keeps several of our matrices as one (query, key and value of a GPT-2), their adapters become one of
+the sum of their ranks: the As below one another, the Bs as blocks of a diagonal. That is exact.
+"""
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gptworks.checkpoint import LoadedRun, Report, load_run, save_checkpoint
+from gptworks.config import ADAPTED_MODULES, LoRAConfig, ModelConfig
+from gptworks.errors import RunError, UserError
+from gptworks.files import check_free, sync, write_whole
+from gptworks.interop.huggingface.choice import choose_family
+from gptworks.interop.huggingface.exporting import export_huggingface
+from gptworks.interop.huggingface.family import Family
+from gptworks.interop.huggingface.importing import import_huggingface, read_config
+from gptworks.interop.huggingface.settings import attention_scale, biases
+from gptworks.interop.huggingface.tensors import (
+    STACKED,
+    STACKED_HALVES,
+    TRANSPOSED,
+    TRANSPOSED_THIRDS,
+    Place,
+    tensor_places,
+)
+from gptworks.interop.huggingface.verify import quiet, require_transformers, verify_logits
+from gptworks.model.lora import merge_lora
+from gptworks.recipe import save_recipe
+from gptworks.tokenizer import load_tokenizer
+from gptworks.train.progress import Progress
+
+CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+Pair = tuple[Tensor, Tensor]
+"""A [r, I] and B [O, r], multiplied by nothing but the adapter's own scale."""
+
+
+@dataclass(frozen=True)
+class AdapterExport:
+    """What was written."""
+
+    folder: Path
+    base: str
+    """The Hugging Face folder that the adapter belongs to."""
+    modules: int
+    parameters: int
+    logit_difference: float | None
+    """Largest, beside our model, of base and adapter in PEFT; None: not compared."""
+
+
+@dataclass(frozen=True)
+class AdapterImport:
+    """What was read."""
+
+    run_dir: Path
+    adapter: LoRAConfig
+    parameters: int
+
+
+def require_peft() -> Any:
+    """The library `peft`.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    require_transformers()
+    try:
+        with quiet():
+            import peft
+    except ImportError:
+        raise UserError(
+            "the adapter is compared with the run in peft, which is not installed: pip install 'gptworks[interop]', or "
+            "give --no-verify."
+        ) from None
+    return peft
+
+
+def export_adapter(
+    run: str | Path,
+    out: str | Path,
+    *,
+    base: str | Path | None = None,
+    checkpoint: str = "best",
+    verify: bool = True,
+    report: Report = lambda _: None,
+) -> AdapterExport:
+    """Write a run's adapter as a folder that PEFT loads beside a Hugging Face model.
+
+    Args:
+        base: the Hugging Face folder of the model that it adapts, or its name on the hub. None: the model is written to
+            `out/base` too.
+        verify: compare base and adapter in PEFT with our model; not possible with a name on the hub.
+
+    Raises:
+        UserError: the run has no adapter, or one that PEFT's format does not hold; `out` holds something.
+        RunError: they differ, or the disk is full. Nothing is kept.
+    """
+    out = Path(out).absolute()
+    check_free(out)
+    loaded = load_run(run, checkpoint, full=True, merge=False, report=report)
+    adapter = loaded.recipe.adapter
+    if adapter is None:
+        raise UserError(f"{run} has no adapter: all its weights were trained. Leave --adapter out.")
+    if adapter.embeddings:
+        raise UserError(f"{run} has trained embeddings beside its adapter: export it merged, without --adapter.")
+    config, tokenizer = loaded.model.config, load_tokenizer(loaded.tokenizer_folder)
+    if base is not None and (Path(base) / "config.json").exists():
+        family, _ = read_config(json.loads((Path(base) / "config.json").read_text(encoding="utf-8")))
+    else:
+        family, _ = choose_family(config, tokenizer)
+    if verify:
+        require_peft()
+    theirs = to_peft(family, config, adapter, loaded.model.state_dict())
+    aside = out.with_name(f".{out.name}.writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        if base is None:
+            report("writing the model that it adapts")
+            export_huggingface(run, aside / "base", checkpoint=checkpoint, verify=verify, merge=False, report=report)
+        _write(aside, theirs, adapter, str(out / "base" if base is None else base), family)
+        difference = None
+        if verify:
+            here = aside / "base" if base is None else Path(base)
+            if not here.is_dir():
+                raise UserError(f"--base {base} is no folder here, so nothing can be compared: give --no-verify.")
+            report("comparing it with the run in peft")
+            difference = _verify(aside, here, loaded, tokenizer)
+        for path in (*(path for path in aside.iterdir() if path.is_file()), aside):
+            sync(path)
+        if out.exists():
+            out.rmdir()
+        aside.rename(out)
+        sync(out.parent)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{out} could not be written: {error}. Nothing is kept.") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    n_parameters = sum(a.numel() + b.numel() for a, b in theirs.values())
+    return AdapterExport(out, str(out / "base" if base is None else base), len(theirs), n_parameters, difference)
+
+
+def to_peft(family: Family, config: ModelConfig, adapter: LoRAConfig, tensors: Mapping[str, Tensor]) -> dict[str, Pair]:
+    """A model's adapters by the modules that they stand beside in transformers.
+
+    Raises:
+        UserError: PEFT has no module for one of them.
+    """
+    ours = {
+        name.removesuffix(".lora_a"): (tensor, tensors[f"{name.removesuffix('.lora_a')}.lora_b"])
+        for name, tensor in tensors.items()
+        if name.endswith(".lora_a")
+    }
+    adapted = family.adapted(config)
+    if "qkv" in biases(config) - biases(adapted) and adapter.adapts("attention.out"):
+        raise UserError(
+            f"a `{family.model_type}` keeps the value's biases in the output projection's, whose adapter then changes "
+            f"them: export the run merged, without --adapter."
+        )
+    if not adapted.qk_norm and (factor := attention_scale(config) / attention_scale(adapted)) != 1.0:
+        ours |= {name: (a, factor * b) for name, (a, b) in ours.items() if name.endswith(".query")}
+    return {
+        place.theirs.removesuffix(".weight"): _joined([ours.get(module) for module in modules], place, config, tensors)
+        for place, modules in _places(family, config, tensors)
+        if any(module in ours for module in modules)
+    }
+
+
+def _places(family: Family, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Place, list[str]]]:
+    """Where each weight that may have an adapter is in transformers, and our modules there.
+
+    Raises:
+        UserError: an adapter belongs to experts that transformers keeps as one tensor, not as modules.
+    """
+    names = [name for name in tensors if name.endswith(".weight")]
+    for place in tensor_places(family.places, config, names):
+        modules = [name.removesuffix(".weight") for name in place.ours]
+        if place.layout in (STACKED, STACKED_HALVES) and any(f"{module}.lora_a" in tensors for module in modules):
+            raise UserError(
+                f"a `{family.model_type}` keeps all experts in one tensor, for which PEFT has no module: export the "
+                f"run merged, without --adapter, or train with adapter.targets=attention."
+            )
+        yield place, modules
+
+
+def _joined(parts: list[Pair | None], place: Place, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Pair:
+    """The adapter of one of their matrices from those of ours that lie in it."""
+    there = [pair for pair in parts if pair is not None]
+    rank, at = sum(len(a) for a, _ in there), 0
+    columns = []
+    for name, pair in zip(place.ours, parts, strict=True):
+        whole = there[0][1].new_zeros(tensors[name].size(0), rank)  # O R
+        if pair is not None:
+            whole[:, at : at + len(pair[0])] = pair[1]
+            at += len(pair[0])
+        columns.append(whole)
+    b = place.layout.join(columns, config)
+    return torch.cat([a for a, _ in there]), _upright(b, place)
+
+
+def _upright(x: Tensor, place: Place) -> Tensor:
+    """PEFT keeps B as [O, r] also where the model keeps its matrix as [I, O]."""
+    return x.T if place.layout in (TRANSPOSED, TRANSPOSED_THIRDS) else x
+
+
+def _write(folder: Path, pairs: dict[str, Pair], adapter: LoRAConfig, base: str, family: Family) -> None:
+    tensors = {}
+    for module, (a, b) in pairs.items():
+        tensors[f"{PREFIX}{module}.lora_A.weight"] = a.contiguous()
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous()
+    save_file(tensors, folder / TENSORS_FILE, {"format": "pt"})
+    ranks = {module: len(a) for module, (a, _) in pairs.items() if len(a) != adapter.rank}
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": adapter.dropout,
+        "bias": "none",
+        "fan_in_fan_out": family.model_type == "gpt2",
+        "target_modules": list(pairs),
+        "rank_pattern": {_escaped(module): rank for module, rank in ranks.items()},
+        "alpha_pattern": {_escaped(module): adapter.scale * rank for module, rank in ranks.items()},
+        "inference_mode": True,
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _escaped(module: str) -> str:
+    """Patterns are regular expressions."""
+    return re.escape(module)
+
+
+@torch.no_grad()
+def _verify(folder: Path, base: Path, loaded: LoadedRun, tokenizer: Any) -> float:
+    """The largest difference of a logit between our model and base and adapter in PEFT."""
+    peft, transformers = require_peft(), require_transformers()
+    with quiet():
+        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True)
+        theirs = peft.PeftModel.from_pretrained(model, folder, local_files_only=True).eval()
+        difference, _ = verify_logits(merge_lora(loaded.model), theirs, tokenizer, loaded.recipe.train.sample_prompts)
+    return difference
+
+
+# ------------------------------------------------------------------------------------------------------- import
+
+_KNOWN = frozenset({
+    "peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "r", "lora_alpha",
+    "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "init_lora_weights", "layers_to_transform",
+    "layers_pattern", "rank_pattern", "alpha_pattern", "use_rslora", "peft_version", "auto_mapping", "megatron_config",
+    "megatron_core", "qalora_group_size", "runtime_config", "loftq_config", "eva_config", "corda_config",
+    "lora_ga_config", "layer_replication", "ensure_weight_tying", "bias",
+})  # fmt: skip
+"""Settings that the tensors speak of too, or that have done their work when training began. Others are refused, unless
+they are empty: they may make another kind of adapter."""
+
+
+def import_adapter(
+    folder: str | Path, run_dir: str | Path, base: str | Path, *, report: Report = lambda _: None
+) -> AdapterImport:
+    """Make a run of an adapter of PEFT's and the model that it adapts.
+
+    Args:
+        base: a run folder, or a Hugging Face folder.
+
+    Raises:
+        UserError: the folder holds no LoRA adapter, or one that does more than LoRA, or a tensor that has no place in
+            the model; or `run_dir` holds something.
+    """
+    folder, run_dir, base = Path(folder), Path(run_dir), Path(base)
+    check_free(run_dir)
+    settings, tensors = _read_settings(folder), _read_tensors(folder)
+    aside = run_dir.with_name(f".{run_dir.name}.writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        loaded, family = _load_base(base, aside / "base", report)
+        weights = loaded.model.state_dict()
+        adapter, pairs = from_peft(family, loaded.model.config, settings, tensors, weights)
+        for module, (a, b) in pairs.items():
+            weights |= {f"{module}.lora_a": a, f"{module}.lora_b": b}
+        recipe = loaded.recipe.model_copy(update={"adapter": adapter, "freeze": None, "run_dir": run_dir})
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.absolute().name).strip("-._") or "imported"
+        save_recipe(recipe.model_copy(update={"name": name}), aside / "recipe.yaml")
+        shutil.copytree(loaded.tokenizer_folder, aside / "tokenizer")
+        save_checkpoint(aside, 0, weights, {}, asdict(Progress()))
+        text = f"# {name}\n\nA LoRA adapter that was imported, beside the model in `{base.name}`.\n"
+        write_whole(aside / "model-card.md", text)
+        shutil.rmtree(aside / "base", ignore_errors=True)
+        if run_dir.exists():
+            run_dir.rmdir()
+        aside.rename(run_dir)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return AdapterImport(run_dir, adapter, sum(a.numel() + b.numel() for a, b in pairs.values()))
+
+
+def _load_base(base: Path, aside: Path, report: Report) -> tuple[LoadedRun, Family]:
+    """The model that is adapted, and the architecture of transformers by which the adapter calls its modules."""
+    if (base / "recipe.yaml").exists():
+        loaded = load_run(base, full=True, report=report)
+        return loaded, choose_family(loaded.model.config, load_tokenizer(loaded.tokenizer_folder))[0]
+    import_huggingface(base, aside, report=report)
+    family, _ = read_config(json.loads((base / "config.json").read_text(encoding="utf-8")))
+    return load_run(aside), family
+
+
+def from_peft(
+    family: Family,
+    config: ModelConfig,
+    settings: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+) -> tuple[LoRAConfig, dict[str, Pair]]:
+    """An adapter of ours, A and B by module, from PEFT's settings and tensors (names without their prefix).
+
+    All get the largest rank that occurs, filled up with zeros, and one scale, the rest of which B takes.
+
+    Raises:
+        UserError: a tensor has no place in the model, or has another shape.
+    """
+    left = dict(tensors)
+    found: dict[str, tuple[Tensor, Tensor, float]] = {}
+    for place, modules in _places(family, config, weights):
+        theirs = place.theirs.removesuffix(".weight")
+        a, b = left.pop(f"{theirs}.lora_A.weight", None), left.pop(f"{theirs}.lora_B.weight", None)
+        if a is None or b is None:
+            continue
+        parts = place.layout.split(_upright(b.float(), place), config)
+        shapes = [weights[name].shape for name in place.ours]
+        if [len(part) for part in parts] != [shape[0] for shape in shapes] or a.size(1) != shapes[0][1]:
+            raise UserError(f"the adapter of `{theirs}` has shapes {tuple(a.shape)} and {tuple(b.shape)}: they are not "
+                            f"those of this model.")  # fmt: skip
+        scale = _scale(settings, theirs, len(a))
+        found |= {module: (a.float(), part, scale) for module, part in zip(modules, parts, strict=True)}
+    targets = {module.rpartition(".")[2] for module in found}
+    strange = sorted(left) + sorted(targets.difference(*ADAPTED_MODULES.values()))
+    if strange or not found:
+        raise UserError(
+            f"the adapter has `{strange[0] if strange else 'nothing'}`, for which gptworks has no adapter in a "
+            f"`{family.model_type}`: it reads those of the blocks' linear layers."
+        )
+    rank, scale = max(len(a) for a, _, _ in found.values()), next(iter(found.values()))[2]
+    dropout = float(settings.get("lora_dropout") or 0)
+    adapter = LoRAConfig.model_validate(
+        {"rank": rank, "alpha": scale * rank, "dropout": dropout, "targets": sorted(targets)}
+    )
+    factor = attention_scale(config) / attention_scale(family.adapted(config)) if not config.qk_norm else 1.0
+    pairs = {}
+    for name, weight in weights.items():
+        module = name.removesuffix(".weight")
+        if weight.dim() == 2 and adapter.adapts(module):
+            a, b = weight.new_zeros(rank, weight.size(1)), weight.new_zeros(weight.size(0), rank)
+            if module in found:
+                their_a, their_b, their_scale = found[module]
+                a[: len(their_a)], b[:, : len(their_a)] = their_a, their_b * (their_scale / adapter.scale)
+                if module.endswith(".query"):
+                    b /= factor
+            pairs[module] = (a, b)
+    return adapter, pairs
+
+
+def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
+    """The factor of B·A, by the setting for all or by the first pattern that names the module."""
+    patterns: Mapping[str, float] = settings.get("alpha_pattern") or {}
+    alpha = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), None)
+    alpha = float(settings["lora_alpha"] if alpha is None else alpha)
+    return float(alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG_FILE
+    try:
+        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file. Give a folder that PEFT's `save_pretrained` wrote.") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not readable JSON: {error}.") from None
+    if settings.get("peft_type") != "LORA":
+        raise UserError(f"{path} has peft_type `{settings.get('peft_type')}`: gptworks reads LORA alone.")
+    if settings.get("bias", "none") != "none":
+        raise UserError(f"{path} has bias `{settings['bias']}`: gptworks reads adapters that leave biases alone.")
+    for name, value in settings.items():
+        if name not in _KNOWN and value:
+            raise UserError(f"{path} has `{name}`={value!r}, which gptworks does not know: it may be more than LoRA.")
+    return settings
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors, by their names without PEFT's prefix."""
+    path = folder / TENSORS_FILE
+    if not path.exists():
+        raise UserError(f"{folder} has no {TENSORS_FILE}: gptworks reads safetensors alone.")
+    try:
+        with safe_open(path, "pt") as file:
+            return {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged: {error}.") from None

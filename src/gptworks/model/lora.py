@@ -1,0 +1,96 @@
+"""LoRA (Hu et al., 2021): beside a linear layer's frozen matrix W stands a product B·A of low rank, which is trained.
+
+    y = W·x + alpha/rank · B·A·dropout(x)
+
+B starts at zero, so that training begins with the model as it was. Merged, W + alpha/rank · B·A is an ordinary matrix.
+
+Shapes: r rank, I inputs, O outputs of a layer.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptworks.config import LoRAConfig
+from gptworks.model.gpt import GPT
+from gptworks.model.layers import Dropout
+
+LORA_PARTS = ("lora_a", "lora_b")
+
+
+class LoRALinear(nn.Linear):
+    """A linear layer with an adapter; `weight` and `bias` keep their names and are frozen."""
+
+    def __init__(self, base: nn.Linear, config: LoRAConfig) -> None:
+        """Takes over the base's parameters. A is drawn from torch's global random state."""
+        with torch.device("meta"):
+            super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
+        self.weight, self.bias = base.weight, base.bias
+        for frozen in base.parameters():
+            frozen.requires_grad_(False)
+        device, dtype = base.weight.device, base.weight.dtype
+        self.lora_a = nn.Parameter(torch.empty(config.rank, base.in_features, device=device, dtype=dtype))  # r I
+        self.lora_b = nn.Parameter(torch.zeros(base.out_features, config.rank, device=device, dtype=dtype))  # O r
+        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))  # as the authors' own code does
+        self.scale, self.dropout = config.scale, Dropout(config.dropout)
+        self.train(base.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., I] → [..., O]."""
+        small = F.linear(self.dropout(x), self.lora_a)  # ... r
+        return F.linear(x, self.weight, self.bias) + self.scale * F.linear(small, self.lora_b)
+
+    @torch.no_grad()
+    def merged(self) -> nn.Linear:
+        """One layer that computes the same. The product is made in float64 and rounded once."""
+        product = self.lora_b.double() @ self.lora_a.double()
+        return self._plain((self.weight.double() + self.scale * product).to(self.weight.dtype))
+
+    def base(self) -> nn.Linear:
+        """The layer without the adapter."""
+        return self._plain(self.weight)
+
+    def _plain(self, weight: Tensor) -> nn.Linear:
+        with torch.device("meta"):
+            linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
+        linear.weight, linear.bias = nn.Parameter(weight.detach()), self.bias
+        return linear.train(self.training)
+
+
+def add_lora(model: GPT, config: LoRAConfig) -> GPT:
+    """Put an adapter beside each layer that `config` names, and freeze all else. Changes the model and returns it."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(config.trains(name))
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and config.adapts(name):
+            model.set_submodule(name, LoRALinear(module, config))
+    return model
+
+
+def merge_lora(model: GPT) -> GPT:
+    """Add each adapter to its matrix: an ordinary model again. Changes the model and returns it."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoRALinear):
+            model.set_submodule(name, module.merged())
+    return model
+
+
+def remove_lora(model: GPT) -> GPT:
+    """Leave the adapters out: the model that they adapt. Changes the model and returns it."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoRALinear):
+            model.set_submodule(name, module.base())
+    return model
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor is part of an adapter, by its name."""
+    return name.rpartition(".")[2] in LORA_PARTS
+
+
+def has_adapter(names: Iterable[str]) -> bool:
+    """Whether a checkpoint with these tensors holds an adapter beside the weights."""
+    return any(map(is_adapter, names))

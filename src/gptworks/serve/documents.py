@@ -1,0 +1,75 @@
+"""/openapi.json: what FastAPI knows of the routes, and the requests' schemas, which the routes read by themselves."""
+
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from gptworks.serve import openai
+from gptworks.serve.errors import ErrorResponse
+
+_STATUSES = {
+    400: "The request is wrong; the message says where.",
+    401: "No valid API key.",
+    403: "Another host's name.",
+    404: "No such model or path.",
+    405: "Another method is meant.",
+    408: "The body came, or the answer was read, too slowly.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "Too much to do; `retry-after` says when to try again.",
+    500: "The server failed.",
+    503: "The server is about to stop.",
+    504: "The request took too long.",
+}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": text} for status, text in _STATUSES.items()
+}
+
+_REQUESTS: tuple[type[openai.Wire], ...] = (
+    openai.CompletionRequest,
+    openai.ChatRequest,
+    openai.EmbeddingRequest,
+    openai.TokenizeRequest,
+    openai.DetokenizeRequest,
+)
+
+
+class Health(BaseModel):
+    status: Literal["ok", "draining", "failed"]
+
+
+def takes(kind: type[BaseModel]) -> dict[str, Any]:
+    """A route's `openapi_extra`: it takes this as JSON."""
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def install(app: FastAPI) -> None:
+    """Let the app describe itself, its requests included."""
+
+    def describe() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _describe(app)
+        return app.openapi_schema
+
+    app.openapi = describe  # type: ignore[method-assign]
+
+
+def _describe(app: FastAPI) -> dict[str, Any]:
+    tree = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    _, requests = models_json_schema(
+        [(kind, "validation") for kind in _REQUESTS], ref_template="#/components/schemas/{model}"
+    )
+    components = tree["components"]
+    components["schemas"] |= requests["$defs"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        components["schemas"].pop(name, None)
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    tree["security"] = [{}, {"key": []}]
+    for operations in tree["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+    return tree

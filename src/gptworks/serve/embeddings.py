@@ -1,0 +1,63 @@
+"""/v1/embeddings: a text's embedding is the mean of the last hidden states of its tokens, not normalized."""
+
+import asyncio
+import base64
+import threading
+
+import torch
+
+from gptworks.errors import RunError
+from gptworks.infer.backend import eval_mode
+from gptworks.model import GPT
+from gptworks.serve import openai
+from gptworks.serve.service import Service
+
+
+def embed(model: GPT, ids: list[int]) -> list[float]:
+    """The mean over a text's tokens of the last norm's output, C numbers.
+
+    Raises:
+        RunError: they are not numbers.
+    """
+    with eval_mode(model), torch.inference_mode():
+        features = model.features(torch.tensor([ids], device=model.device))  # 1 T C
+        mean = features[0].float().mean(0)
+    if not mean.isfinite().all():
+        raise RunError("the model's hidden states are not numbers (NaN).")
+    numbers: list[float] = mean.tolist()
+    return numbers
+
+
+async def embeddings(service: Service, body: openai.EmbeddingRequest) -> openai.EmbeddingResponse:
+    """Embed one text after another in a thread of its own, which ends early where the client goes away."""
+    model, gone = service.models.get(body.model), threading.Event()
+
+    def work() -> list[tuple[int, list[float]]]:
+        found = []
+        for text in body.input:
+            if gone.is_set():
+                break
+            ids = model.tokens.read(text, "input")
+            found.append((len(ids), embed(model.engine.model, ids)))
+        return found
+
+    try:
+        found = await asyncio.get_running_loop().run_in_executor(service.embedding_thread, work)
+    finally:
+        gone.set()
+    n_tokens = sum(n for n, _ in found)
+    as_text = body.encoding_format == "base64"
+    return openai.EmbeddingResponse(
+        object="list",
+        data=[
+            openai.Embedding(object="embedding", index=i, embedding=_base64(numbers) if as_text else numbers)
+            for i, (_, numbers) in enumerate(found)
+        ],
+        model=model.name,
+        usage=openai.EmbeddingUsage(prompt_tokens=n_tokens, total_tokens=n_tokens),
+    )
+
+
+def _base64(numbers: list[float]) -> str:
+    """float32, little-endian."""
+    return base64.b64encode(torch.tensor(numbers).numpy().astype("<f4").tobytes()).decode()

@@ -1,0 +1,122 @@
+"""What goes wrong, as OpenAI's clients expect it: {"error": {"message", "type", "param", "code"}}."""
+
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+
+from gptworks.errors import RunError, UserError
+from gptworks.infer.loop import EngineStopped, SlowReader
+from gptworks.infer.scheduler import QueueFull
+
+RETRY_AFTER_SECONDS = 1
+
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+          429: "rate_limit_error"}  # fmt: skip
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorBody
+
+
+class APIError(Exception):
+    """An answer other than 200."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+        if status in (429, 503):
+            self.headers.setdefault("retry-after", str(RETRY_AFTER_SECONDS))
+
+    def tree(self) -> dict[str, Any]:
+        """The answer's JSON."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return ErrorResponse(
+            error=ErrorBody(message=self.message, type=kind, param=self.param, code=self.code)
+        ).model_dump()
+
+    def event(self) -> bytes:
+        """As an event of a stream that has begun."""
+        return b"data: " + json.dumps(self.tree()).encode() + b"\n\n"
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.tree(), self.status, self.headers)
+
+
+def as_api_error(error: Exception) -> APIError:
+    """What a client is told of an error. Of one that nobody foresaw, nothing."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, UserError):
+        return APIError(400, str(error))
+    if isinstance(error, QueueFull):
+        return APIError(429, str(error), code="queue_full")
+    if isinstance(error, SlowReader):
+        return APIError(408, str(error), code="slow_reader")
+    if isinstance(error, EngineStopped):
+        return APIError(503, str(error), code="stopped")
+    if isinstance(error, RunError):
+        return APIError(500, str(error))
+    return APIError(500, "the server failed; its log says how.")
+
+
+def from_validation(error: ValidationError) -> APIError:
+    """A thing wrong with a request's body, by the field's name. Of a union's members, the one that fits best."""
+    first = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
+    place = ".".join(str(part) for part in first["loc"] if not _is_type_name(part)) or None
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        return APIError(400, f"the body is not JSON: {message}", code="invalid_json")
+    if first["type"] == "unknown_field":
+        name = str(first["ctx"]["name"])
+        place = name if place is None else f"{place}.{name}"
+        return APIError(400, message, param=place, code="unknown_parameter")
+    return APIError(400, f"{place}: {message}" if place else message, param=place, code="invalid_value")
+
+
+def _is_type_name(part: int | str) -> bool:
+    """pydantic puts the members of a union into the place, such as `list[str]`."""
+    return isinstance(part, str) and ("[" in part or part in ("str", "int", "function-plain"))
+
+
+def install(app: FastAPI) -> None:
+    """Let every error of the app be answered in OpenAI's shape."""
+
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response()
+
+    async def answer_http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        status = error.status_code
+        if status == 404:
+            message = f"there is nothing at {request.url.path}; /openapi.json lists what there is."
+        elif status == 405:
+            message = f"{request.method} is not for {request.url.path}."
+        else:
+            message = str(error.detail or HTTPStatus(status).phrase)
+        return APIError(status, message, headers=error.headers).response()
+
+    for kind in (APIError, UserError, RunError, QueueFull, Exception):
+        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(HTTPException, answer_http)

@@ -1,0 +1,232 @@
+"""The texts of one request in the making: prompts are read and submitted in a thread, pieces become choices' deltas."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from gptworks.infer.loop import Stream
+from gptworks.infer.request import Request
+from gptworks.infer.sampling import SamplingSettings, TokenLogprob
+from gptworks.infer.text import DECODER_CONTEXT_TOKENS, Piece
+from gptworks.serve import openai
+from gptworks.serve.metrics import ModelMetrics, RequestClock
+from gptworks.serve.models import ServedModel
+from gptworks.serve.service import Service
+from gptworks.serve.tokens import Tokens
+from gptworks.tokenizer import StreamDecoder
+
+LEAST_LOGPROB = -9999.0
+"""Stands for −inf, which JSON has not."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is continued."""
+
+    ids: list[int]
+    text: str = ""
+    """As it is echoed."""
+
+
+Reader = Callable[[], Prompt]
+"""Tokenizes a prompt. Called in a thread."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a request wants of its prompts."""
+
+    settings: SamplingSettings
+    n: int = 1
+    """Texts made of each prompt."""
+    generates: bool = True
+    echo: bool = False
+    prompt_logprobs: int | None = None
+
+
+class Entry(NamedTuple):
+    """What the model gave a token, as it is told."""
+
+    text: str
+    bytes: list[int] | None
+    logprob: float | None
+    top: list[tuple[str, list[int] | None, float]] | None
+    offset: int
+    """Of the token's text in the choice's."""
+
+
+class Delta(NamedTuple):
+    """What a choice has more than before."""
+
+    choice: int
+    text: str
+    entries: list[Entry]
+    finish_reason: Literal["stop", "length"] | None
+    first: bool
+
+
+class Speller:
+    """Entries of tokens one after another, each with the place where its text begins."""
+
+    def __init__(self, tokens: Tokens, before: Sequence[int] = (), offset: int = 0) -> None:
+        self._tokens, self._decoder, self._offset = tokens, StreamDecoder(tokens.tokenizer), offset
+        for token in before[-DECODER_CONTEXT_TOKENS:]:
+            self._decoder.push(token)
+
+    def entry(self, token: int, given: TokenLogprob | None) -> Entry:
+        text, spelled = self._tokens.spell(token)
+        offset = self._offset
+        self._offset += len(self._decoder.push(token))
+        if given is None:
+            return Entry(text, spelled, None, None, offset)
+        top = [(*self._tokens.spell(other), _finite(logprob)) for other, logprob in given.top]
+        return Entry(text, spelled, _finite(given.logprob), top, offset)
+
+
+class Choice:
+    """One text."""
+
+    def __init__(self, index: int, prompt: Prompt, order: Order, tokens: Tokens) -> None:
+        self.index, self.order = index, order
+        self.text = ""
+        self.n_tokens, self.logprob = 0, 0.0
+        self.finish_reason: Literal["stop", "length"] | None = None
+        self._prompt, self._tokens = prompt, tokens
+        self._speller: Speller | None = None
+        self._held: list[Entry] = []
+        self._begun = False
+
+    def push(self, piece: Piece, request: Request) -> Delta:
+        """Take a piece of the text."""
+        first, self._begun = not self._begun, True
+        text = piece.text
+        if first and self.order.echo:
+            text = self._prompt.text + text
+            if self.order.prompt_logprobs is not None:
+                self._held += self._of_prompt(request)
+        if piece.token_id is not None:
+            self.n_tokens += 1
+            if piece.logprob is not None:
+                self.logprob += piece.logprob.logprob
+                self._held.append(self._entry(piece.token_id, piece.logprob))
+        self.text += text
+        if piece.finish_reason is not None:
+            self.finish_reason = "stop" if piece.finish_reason == "stop" else "length"
+        return Delta(self.index, text, self._settled(piece), self.finish_reason, first)
+
+    @property
+    def mean_logprob(self) -> float:
+        return self.logprob / max(1, self.n_tokens)
+
+    def _entry(self, token: int, given: TokenLogprob) -> Entry:
+        if self._speller is None:
+            n_echoed = len(self._prompt.text) if self.order.echo else 0
+            self._speller = Speller(self._tokens, self._prompt.ids, n_echoed)
+        return self._speller.entry(token, given)
+
+    def _of_prompt(self, request: Request) -> list[Entry]:
+        speller, given = Speller(self._tokens), request.prompt_logprobs
+        assert given is not None
+        return [speller.entry(token, one) for token, one in zip(request.prompt_ids, given, strict=True)]
+
+    def _settled(self, piece: Piece) -> list[Entry]:
+        """Entries of tokens whose text is told. Those of a stop string never are."""
+        if not self._held:
+            return []
+        ended_by_text = piece.finish_reason == "stop" and piece.token_id is not None
+        if piece.finish_reason is not None and not ended_by_text:
+            settled, self._held = self._held, []
+            return settled
+        n = len(self._held)
+        while n and self._held[n - 1].offset >= len(self.text):
+            n -= 1
+        settled, self._held = self._held[:n], self._held[n:]
+        return settled
+
+
+@dataclass
+class Generation:
+    """A request's choices, `order.n` for each prompt, in the order of the prompts."""
+
+    model: ServedModel
+    order: Order
+    stream: Stream
+    metrics: ModelMetrics
+    choices: list[Choice] = field(default_factory=list)
+    prompts: list[Prompt] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+
+    def submit(self, readers: Sequence[Reader]) -> None:
+        """Read the prompts and let the engine have them. Takes long; to be called in a thread."""
+        order = self.order
+        for read in readers:
+            if self.stream.cancelled:  # the client has gone
+                return
+            prompt = read()
+            self.choices += [
+                Choice(len(self.prompts) * order.n + i, prompt, order, self.model.tokens) for i in range(order.n)
+            ]
+            self.prompts.append(prompt)
+            self.stream.submit(
+                prompt.ids, order.settings, n_samples=order.n if order.generates else 1, generates=order.generates,
+                prompt_logprobs=order.prompt_logprobs,
+            )  # fmt: skip
+
+    async def deltas(self) -> AsyncGenerator[list[Delta]]:
+        """What comes of all choices, as it comes. Leaving cancels the rest."""
+        clock = RequestClock(self.metrics, self.began)
+        async with aclosing(self.stream.batches()) as batches:
+            async for batch in batches:
+                found = []
+                for number, piece in batch:
+                    request = self.stream.requests[number]
+                    n = self.order.n
+                    if self.order.generates:
+                        choices = [self.choices[number * n + piece.sample]]
+                    else:
+                        choices = self.choices[number * n : (number + 1) * n]
+                    for choice in choices:
+                        found.append(choice.push(piece, request))
+                        clock.tick(choice.index, request, choice.n_tokens, choice.finish_reason)
+                yield found
+
+    def cancel(self) -> None:
+        self.stream.cancel()
+
+    def usage(self) -> openai.Usage:
+        n_prompt = sum(len(prompt.ids) for prompt in self.prompts)
+        n_made = sum(choice.n_tokens for choice in self.choices)
+        n_cached = sum(request.n_reused_tokens for request in self.stream.requests)
+        return openai.Usage(
+            prompt_tokens=n_prompt,
+            completion_tokens=n_made,
+            total_tokens=n_prompt + n_made,
+            prompt_tokens_details=openai.PromptTokensDetails(cached_tokens=n_cached),
+        )
+
+
+async def begin(service: Service, model: ServedModel, order: Order, readers: Sequence[Reader]) -> Generation:
+    """Read the prompts in a thread, and submit each as soon as it is read.
+
+    Args:
+        readers: one for each prompt; they may raise what they like.
+
+    Raises:
+        APIError, UserError, QueueFull: the request cannot be taken; nothing of it goes on.
+    """
+    stream = model.loop.open(max_unread=service.settings.max_unread_pieces * len(readers) * order.n)
+    generation = Generation(model, order, stream, service.metrics.of(model.name))
+    loop = asyncio.get_running_loop()
+    try:
+        await loop.run_in_executor(service.threads, generation.submit, readers)
+    except BaseException:
+        stream.cancel()
+        raise
+    return generation
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

@@ -1,0 +1,245 @@
+"""What stands before the routes: the key, the body's size and time, how much goes on at once, and who has gone.
+
+Each request is read whole before a route sees it. While it is worked on, its connection is watched: where the client
+goes away or the time is over, the work is cancelled, and with it the texts that the engine was making.
+"""
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Callable
+from hashlib import sha256
+from ipaddress import ip_address
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gptworks.serve.errors import APIError
+from gptworks.serve.service import Service
+
+OPEN_PATHS = ("/health", "/openapi.json")
+"""These need no key."""
+
+
+class _Gone(Exception):
+    """The client has closed its connection."""
+
+
+class Guard:
+    """ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+        self._keys = [sha256(key.encode()).digest() for key in service.settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        answer = _Answer(send, self._service.metrics.answered)
+        if scope["path"] == "/health":
+            await self._app(scope, receive, answer)
+            return
+        service = self._service
+        service.in_flight += 1
+        service.metrics.in_flight.inc()
+        try:
+            await self._serve(scope, receive, answer)
+        except APIError as error:
+            await answer.error(error, scope, receive)
+        except _Gone:
+            pass
+        except Exception:
+            if not answer.started:
+                service.metrics.answered(500)
+            raise  # to be answered and logged outside
+        finally:
+            service.in_flight -= 1
+            service.metrics.in_flight.dec()
+
+    async def _serve(self, scope: Scope, receive: Receive, answer: "_Answer") -> None:
+        headers, incoming = dict(scope["headers"]), _Body(receive)
+        try:
+            self._admit(scope, headers)
+            body = await self._read(incoming)
+            if self._service.n_working >= self._service.max_in_flight:
+                raise APIError(
+                    429, "the server has as much to do as it may: try again later.", code="too_many_requests"
+                )
+        except APIError as error:
+            await self._discard(headers, incoming, answer)
+            raise error
+        self._service.n_working += 1
+        try:
+            await self._work(scope, receive, answer, body)
+        finally:
+            self._service.n_working -= 1
+
+    def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Whether the request may be read at all.
+
+        Raises:
+            APIError: it may not.
+        """
+        settings = self._service.settings
+        if settings.local_names_only and not _is_local(headers.get(b"host", b"").decode("latin-1")):
+            raise APIError(403, "this server answers to this machine's own names; --api-key opens it to others.",
+                           code="host_not_allowed")  # fmt: skip
+        if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(headers):
+            raise APIError(401, "no valid API key: send `Authorization: Bearer KEY`.", code="invalid_api_key",
+                           headers={"www-authenticate": "Bearer"})  # fmt: skip
+        if self._service.draining:
+            raise APIError(503, "the server is about to stop: try another, or again later.", code="draining")
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length[:20]) > settings.max_body_bytes:
+            raise self._too_large()
+
+    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
+        """Takes as long whatever the key is, and whichever fits."""
+        kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+        digest = sha256(key.strip()).digest()
+        fits = [hmac.compare_digest(digest, known) for known in self._keys]
+        return any(fits) and kind.lower() == b"bearer"
+
+    def _too_large(self) -> APIError:
+        return APIError(413, f"the body has more than {self._service.settings.max_body_bytes} bytes.",
+                        code="body_too_large")  # fmt: skip
+
+    async def _read(self, incoming: "_Body") -> bytes:
+        """The whole body.
+
+        Raises:
+            APIError: it is too large, or comes too slowly.
+        """
+        service, settings = self._service, self._service.settings
+        body = bytearray()
+        try:
+            async with asyncio.timeout(settings.body_seconds):
+                async for part in incoming.parts():
+                    body += part
+                    service.bodies_bytes += len(part)
+                    if len(body) > settings.max_body_bytes:
+                        raise self._too_large()
+                    if service.bodies_bytes > settings.max_bodies_bytes:
+                        raise APIError(429, "too many large requests at once: try again later.", code="too_many_bytes")
+        except TimeoutError:
+            raise APIError(
+                408, f"the body did not come within {settings.body_seconds:g} seconds.", code="body_timeout"
+            ) from None
+        finally:
+            service.bodies_bytes -= len(body)
+        return bytes(body)
+
+    async def _discard(self, headers: dict[bytes, bytes], incoming: "_Body", answer: "_Answer") -> None:
+        """Read what is left of a refused body, so that its sender comes to read the answer; or close after it."""
+        settings = self._service.settings
+        left = settings.max_discarded_bytes
+        answer.closes = True
+        if b"expect" in headers and not incoming.begun:  # it waits to be told to send
+            return
+        try:
+            async with asyncio.timeout(min(settings.body_seconds, 5.0)):
+                async for part in incoming.parts():
+                    left -= len(part)
+                    if left < 0:
+                        return
+        except TimeoutError:
+            return
+        answer.closes = False
+
+    async def _work(self, scope: Scope, receive: Receive, answer: "_Answer", body: bytes) -> None:
+        """Let the app answer, as long as there is somebody to read it, and time."""
+        seconds = self._service.settings.request_seconds
+        work: asyncio.Task[None] = asyncio.create_task(self._app(scope, _replay(body), answer))  # type: ignore[arg-type]
+        watch = asyncio.create_task(_until_gone(receive))
+        try:
+            await asyncio.wait({work, watch}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            in_time = work.done() or watch.done()
+            if not work.done():
+                work.cancel()
+                await asyncio.wait({work})
+        finally:
+            for task in (work, watch):
+                task.cancel()
+        if not in_time:
+            await answer.end(APIError(504, f"the request took more than {seconds:g} seconds.", code="timeout"))
+        elif not work.cancelled():
+            work.result()  # what went wrong
+
+
+class _Answer:
+    """`send` that knows how far the answer is."""
+
+    def __init__(self, send: Send, answered: Callable[[int], None]) -> None:
+        self._send, self._answered = send, answered
+        self.started = self.is_stream = self.closes = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started = True
+            self._answered(message["status"])
+            headers = message.setdefault("headers", [])
+            self.is_stream = any(value.startswith(b"text/event-stream") for _, value in headers)
+            if self.closes:
+                message["headers"] = [*headers, (b"connection", b"close")]
+        await self._send(message)
+
+    async def error(self, error: APIError, scope: Scope, receive: Receive) -> None:
+        await error.response()(scope, receive, self)
+
+    async def end(self, error: APIError) -> None:
+        """Answer with an error, also where the answer has begun."""
+        if not self.started:
+            raise error
+        if self.is_stream:
+            await self._send({"type": "http.response.body", "body": error.event(), "more_body": False})
+
+
+class _Body:
+    """A request's body, as it comes."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.begun = self.complete = False
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """What is still to come of it.
+
+        Raises:
+            _Gone: the client closes the connection before all of it has come.
+        """
+        while not self.complete:
+            self.begun = True
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise _Gone
+            self.complete = not message.get("more_body", False)
+            yield message.get("body", b"")
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _replay(body: bytes) -> Receive:
+    """A `receive` that gives a body that was read, and then nothing more."""
+    given = False
+
+    async def receive() -> Message:
+        nonlocal given
+        if given:
+            await asyncio.Event().wait()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive
+
+
+def _is_local(host: str) -> bool:
+    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+    name = name.strip("[]").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return False

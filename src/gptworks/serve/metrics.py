@@ -1,0 +1,144 @@
+"""/metrics: Prometheus text. Names and meanings are vLLM's (`vllm:…`), so that its dashboards need only another prefix.
+
+What an engine counts is read from it when Prometheus asks; the times of requests are observed as they go.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gptworks.infer.request import Request, Statistics
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000)
+
+_GAUGES: dict[str, tuple[str, Callable[[Statistics], float]]] = {
+    "num_requests_running": ("Texts in a slot.", lambda s: s.running),
+    "num_requests_waiting": ("Texts that wait for a slot.", lambda s: s.waiting),
+    "kv_cache_usage_perc": ("Share of the slots in use; 1 is all.", lambda s: s.slots_used / s.slots if s.slots else 0),
+}
+_COUNTERS: dict[str, tuple[str, Callable[[Statistics], float]]] = {
+    "prompt_tokens": ("Tokens of prompts.", lambda s: s.prompt_tokens),
+    "generation_tokens": ("Tokens generated.", lambda s: s.generated_tokens),
+    "prefix_cache_queries": ("Tokens of prompts that were looked for in slots.", lambda s: s.prompt_tokens),
+    "prefix_cache_hits": ("Tokens of prompts that a slot held already.", lambda s: s.reused_tokens),
+    "spec_decode_num_draft_tokens": ("Tokens guessed.", lambda s: s.guessed_tokens),
+    "spec_decode_num_accepted_tokens": ("Tokens guessed rightly.", lambda s: s.accepted_tokens),
+    "requests_cancelled": ("Requests whose client went away, or that took too long.", lambda s: s.cancelled),
+    "requests_failed": ("Requests that ended with an error.", lambda s: s.failed),
+}
+
+
+class Metrics:
+    """The metrics of all models of a server."""
+
+    def __init__(self, statistics: Mapping[str, Callable[[], Statistics]]) -> None:
+        """
+        Args:
+            statistics: for each model, what its engine counts.
+        """
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(statistics))
+        self.in_flight = Gauge("gptworks:http_requests_in_flight", "HTTP requests not yet answered.",
+                               registry=self._registry)  # fmt: skip
+        self._responses = Counter("gptworks:http_responses", "HTTP answers.", ["status"], registry=self._registry)
+        self._finished = Counter("gptworks:request_success", "Texts that ended, by reason.",
+                                 ["model_name", "finished_reason"], registry=self._registry)  # fmt: skip
+        histograms: dict[str, Histogram] = {}
+        for name, help_text, buckets in (
+            ("time_to_first_token_seconds", "From a request's arrival to its first token.", _SECONDS),
+            ("inter_token_latency_seconds", "Between two tokens of a text.", _STEP_SECONDS),
+            ("e2e_request_latency_seconds", "From a request's arrival to a text's end.", _SECONDS),
+            ("request_queue_time_seconds", "From a request's arrival to its slot.", _SECONDS),
+            ("request_prefill_time_seconds", "From the slot to the first token.", _SECONDS),
+            ("request_decode_time_seconds", "From the first token to the last.", _SECONDS),
+            ("request_prompt_tokens", "Tokens of a prompt.", _TOKENS),
+            ("request_generation_tokens", "Tokens of a text.", _TOKENS),
+        ):
+            histograms[name] = Histogram(
+                f"gptworks:{name}", help_text, ["model_name"], buckets=buckets, registry=self._registry
+            )
+        self._models = {name: ModelMetrics(name, histograms, self._finished) for name in statistics}
+
+    def of(self, model: str) -> "ModelMetrics":
+        return self._models[model]
+
+    def answered(self, status: int) -> None:
+        self._responses.labels(str(status)).inc()
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class ModelMetrics:
+    """The metrics that are observed for one model."""
+
+    def __init__(self, name: str, histograms: Mapping[str, Histogram], finished: Counter) -> None:
+        self._observe = {kind: histogram.labels(name).observe for kind, histogram in histograms.items()}
+        self._finished = {reason: finished.labels(name, reason) for reason in ("stop", "length")}
+
+    def observe(self, kind: str, value: float) -> None:
+        self._observe[kind](value)
+
+    def finished(self, reason: str) -> None:
+        self._finished[reason].inc()
+
+
+class RequestClock:
+    """Observes the times of one request's texts, as their tokens come."""
+
+    def __init__(self, metrics: ModelMetrics, began: float) -> None:
+        """
+        Args:
+            began: when the request came, by `time.monotonic`.
+        """
+        self._metrics, self._began = metrics, began
+        self._last: dict[int, float] = {}
+        self._first: dict[int, float] = {}
+
+    def tick(self, text: int, request: Request, n_tokens: int, finish_reason: str | None) -> None:
+        """A piece of a text has come; n_tokens are there now."""
+        now, metrics = time.monotonic(), self._metrics
+        if text not in self._first:
+            admitted = request.admitted_at or now
+            metrics.observe("time_to_first_token_seconds", now - self._began)
+            metrics.observe("request_queue_time_seconds", max(0.0, admitted - self._began))
+            metrics.observe("request_prefill_time_seconds", max(0.0, now - admitted))
+            metrics.observe("request_prompt_tokens", len(request.prompt_ids))
+            self._first[text] = now
+        else:
+            metrics.observe("inter_token_latency_seconds", now - self._last[text])
+        self._last[text] = now
+        if finish_reason is not None:
+            metrics.observe("e2e_request_latency_seconds", now - self._began)
+            metrics.observe("request_decode_time_seconds", now - self._first[text])
+            metrics.observe("request_generation_tokens", n_tokens)
+            metrics.finished(finish_reason)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, statistics: Mapping[str, Callable[[], Statistics]]) -> None:
+        self._statistics = statistics
+
+    def collect(self) -> Iterator[Metric]:
+        now = {name: read() for name, read in self._statistics.items()}
+        for name, (help_text, value) in _GAUGES.items():
+            yield _family(GaugeMetricFamily, name, help_text, {model: value(s) for model, s in now.items()})
+        for name, (help_text, value) in _COUNTERS.items():
+            yield _family(CounterMetricFamily, name, help_text, {model: value(s) for model, s in now.items()})
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+
+def _family(kind: Any, name: str, help_text: str, values: Mapping[str, float]) -> Metric:
+    family: Metric = kind(f"gptworks:{name}", help_text, labels=["model_name"])
+    for model, value in values.items():
+        family.add_metric([model], value)  # type: ignore[attr-defined]
+    return family

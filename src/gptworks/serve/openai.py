@@ -1,0 +1,453 @@
+"""The wire: requests and responses of OpenAI's interface, and of vLLM's where OpenAI has none.
+
+A field that is not listed is refused, not ignored. Every number and list has a bound. Responses are dumped with what
+was set alone, so that a null stands where one was set, and what is constant in them is set like the rest.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from gptworks.errors import nearest
+from gptworks.serve.settings import (
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_N,
+    MAX_PROMPTS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+)
+
+MAX_TOKENS = 1 << 20
+"""The largest number of tokens a request may name; a model's context ends a text much earlier."""
+
+REFUSED = {
+    "suffix": "text is only continued, not filled in",
+    "tools": "models here call no tools",
+    "tool_choice": "models here call no tools",
+    "parallel_tool_calls": "models here call no tools",
+    "functions": "models here call no functions",
+    "function_call": "models here call no functions",
+    "audio": "models here read and write text alone",
+    "modalities": "models here read and write text alone",
+    "dimensions": "an embedding has the model's width",
+    "use_beam_search": "the server samples",
+    "store": "the server stores nothing",
+    "metadata": "the server stores nothing",
+}
+"""Fields of others, and why they are not here."""
+
+
+class Wire(BaseModel):
+    """What a client sends. Of the fields that are wrong, one is named: an answer is short, however long the body."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, regex_engine="rust-regex")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, tree: Any) -> Any:
+        if isinstance(tree, dict):
+            for name in tree:
+                if name not in cls.known():
+                    raise PydanticCustomError(
+                        "unknown_field", "{reason}", {"name": name[:64], "reason": cls._why(name)}
+                    )
+        return tree
+
+    @classmethod
+    def known(cls) -> list[str]:
+        """The fields' names on the wire."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
+    @classmethod
+    def _why(cls, name: str) -> str:
+        if name in REFUSED:
+            return f"`{name}` is not supported: {REFUSED[name]}."
+        near = nearest(name[:64], cls.known())
+        return f"`{name[:64]}` is not supported" + (f"; did you mean `{near}`?" if near else ".")
+
+
+# ------------------------------------------------------------------------------------------------------- parts
+
+
+def _prompts(value: Any) -> list[str] | list[list[int]]:
+    """One text, several, a text's token ids, or several texts' ids: as a list of texts, or of ids."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("it must be a text, a list of texts, a list of token ids, or a list of such lists, not empty")
+    if all(type(item) is int for item in value):
+        return [_ids(value)]
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"{len(value)} prompts; at most {MAX_PROMPTS} go into one request")
+    if all(isinstance(item, str) for item in value):
+        return value
+    if all(isinstance(item, list) and item and all(type(i) is int for i in item) for item in value):
+        return [_ids(item) for item in value]
+    raise ValueError("its parts must all be texts, all token ids, or all lists of token ids that are not empty")
+
+
+def _ids(ids: list[int]) -> list[int]:
+    if len(ids) > MAX_TOKENS or any(not 0 <= i < MAX_TOKENS for i in ids):
+        raise ValueError("a token id is out of range")
+    return ids
+
+
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
+        _TOKEN_IDS,
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+    ]
+}
+Prompts = Annotated[list[str] | list[list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else value
+    if stops is None:
+        return ()
+    if not isinstance(stops, tuple | list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("it must be a text, or a list of texts")
+    if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
+        raise ValueError(f"at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARACTERS} characters")
+    return tuple(stops)
+
+
+_STOP_TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
+_STOP_SCHEMA = {"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOPS}, {"type": "null"}]}
+Stops = Annotated[tuple[str, ...], PlainValidator(_stops), WithJsonSchema(_STOP_SCHEMA)]
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise ValueError(f"it must be an object of at most {MAX_BIASES} token ids")
+    biases = {}
+    for token, bias in value.items():
+        if not token.isdecimal() or not token.isascii() or len(token) > 7:
+            raise ValueError("its keys must be token ids")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise ValueError("its values must be numbers from -100 to 100")
+        biases[int(token)] = float(bias)
+    return biases
+
+
+_BIAS_SCHEMA = {
+    "anyOf": [
+        {
+            "type": "object",
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "propertyNames": {"pattern": "^[0-9]{1,7}$"},
+            "maxProperties": MAX_BIASES,
+        },
+        {"type": "null"},
+    ]
+}
+Biases = Annotated[dict[int, float], PlainValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)]
+
+Count = Annotated[int, Field(ge=1, le=MAX_N)]
+Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+ModelName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class StreamOptions(Wire):
+    include_usage: bool = False
+
+
+class SamplingFields(Wire):
+    """What completions and chat have in common. Those after `user` are vLLM's."""
+
+    model: ModelName
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Count | None = None
+    stop: Stops = ()
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    logit_bias: Biases = {}
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Annotated[str, Field(max_length=1024)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    ignore_eos: bool | None = None
+
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream: true")
+        return self
+
+
+# -------------------------------------------------------------------------------------------------- completions
+
+
+class CompletionRequest(SamplingFields):
+    prompt: Prompts
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    echo: bool | None = None
+    best_of: Count | None = None
+    logprobs: Alternatives | None = None
+
+    @model_validator(mode="after")
+    def _samples(self) -> Self:
+        if self.best_of is not None:
+            if self.best_of < (self.n or 1):
+                raise ValueError(f"best_of: {self.best_of} is below n={self.n or 1}")
+            if self.stream and self.best_of > (self.n or 1):
+                raise ValueError("best_of: not with stream: which are best is known at the end")
+        return self
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Completion(BaseModel):
+    """Also a chunk of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+# --------------------------------------------------------------------------------------------------------- chat
+
+
+class TextPart(Wire):
+    type: Literal["text"]
+    text: str
+
+
+def _nothing(value: Any) -> None:
+    if value:
+        raise ValueError("it is not supported: models here call nothing, and write text alone")
+
+
+Nothing = Annotated[Any, AfterValidator(_nothing), WithJsonSchema({"type": "null"})]
+
+
+class ChatMessage(Wire):
+    """One turn. The fields after `content` are what clients send back of an answer, empty."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    refusal: Nothing = None
+    annotations: Nothing = None
+    audio: Nothing = None
+    function_call: Nothing = None
+    tool_calls: Nothing = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+
+
+class JSONSchema(Wire):
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: Annotated[str, Field(max_length=4096)] | None = None
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Wire):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema: with the type json_schema, and only there")
+        return self
+
+
+class ChatRequest(SamplingFields):
+    messages: Messages
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs: true")
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise ValueError("max_tokens: it is the old name of max_completion_tokens; give one of them")
+        return self
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class AnswerMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class ChatChunk(BaseModel):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+# ------------------------------------------------------------------------------------------- embeddings, tokens
+
+
+class EmbeddingRequest(Wire):
+    model: ModelName
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    user: Annotated[str, Field(max_length=1024)] | None = None
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingResponse(BaseModel):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class TokenizeRequest(Wire):
+    """A text, or a conversation, as the model would read it."""
+
+    model: ModelName | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: give either prompt or messages")
+        return self
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Wire):
+    model: ModelName | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=MAX_TOKENS)]], Field(fail_fast=True, max_length=MAX_TOKENS)]
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[Model]

@@ -1,0 +1,121 @@
+"""uvicorn's HTTP protocol with bounds on what comes before a request is whole, and on readers that do not read.
+
+A connection is ended where its headers are too many or take too long, where it sends much more than a body may have,
+or where it leaves what was written to it unread for too long. Where there are too many connections, the one that has
+waited longest without a request makes room.
+"""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from gptworks.serve.errors import APIError
+from gptworks.serve.settings import ServerSettings
+
+SWEEP_SECONDS = 0.5
+"""How often connections are looked at."""
+
+
+KERNEL_BYTES = 1 << 17
+"""What the system keeps for a reader who is slow. By itself it would take megabytes for each."""
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection. `bounded_by` makes the class for a server's settings."""
+
+    settings: ServerSettings
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._waiting_since: float | None = time.monotonic()  # for headers
+        self._stuck_since: float | None = None
+        self._n_header_bytes = self._n_bytes = 0
+        super().connection_made(transport)
+        with contextlib.suppress(OSError):
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
+        if len(self.connections) > self.settings.max_connections:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        idle = [(c._waiting_since, c) for c in _guarded(self.connections) if c._waiting_since is not None and c != self]
+        if idle:
+            min(idle, key=lambda pair: pair[0])[1].transport.abort()
+        else:
+            self._refuse(APIError(503, "the server has as many connections as it may.", code="too_many_connections"))
+
+    def data_received(self, data: bytes) -> None:
+        if self._idle and self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+        self._n_bytes += len(data)
+        self._n_header_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._waiting_since is not None and self._n_header_bytes > self.settings.max_header_bytes:
+            self._refuse(APIError(431, "the headers are too long.", code="headers_too_long"))
+        elif self._n_bytes > 2 * self.settings.max_discarded_bytes:
+            self.transport.abort()
+
+    @property
+    def _idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._n_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self._waiting_since = None
+        if len(self.pipeline) >= self.settings.max_pipelined:
+            raise ValueError("too many requests ahead of their answers")  # answered with 400
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._n_header_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._waiting_since is not None:  # after the headers come trailers, which nobody reads
+            super().on_header(name, value)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(APIError(400, f"this is not HTTP as it should be: {msg}", code="invalid_http"))
+
+    def _refuse(self, error: APIError) -> None:
+        """Answer before there is a request, and close."""
+        if self.transport.is_closing():
+            return
+        body = bytes(error.response().body)
+        head = [STATUS_LINE[error.status], b"content-type: application/json\r\n", b"connection: close\r\n"]
+        self.transport.write(b"".join([*head, b"content-length: %d\r\n\r\n" % len(body), body]))
+        self.transport.close()
+
+    def sweep(self, now: float) -> None:
+        """End the connection where it is too slow."""
+        settings = self.settings
+        stuck = self.flow.write_paused or self.transport.is_closing()
+        self._stuck_since = (self._stuck_since or now) if stuck else None
+        late = self._waiting_since is not None and now - self._waiting_since > settings.header_seconds
+        if late or (self._stuck_since is not None and now - self._stuck_since > settings.stall_seconds):
+            self.transport.abort()
+
+
+def bounded_by(settings: ServerSettings) -> type[GuardedProtocol]:
+    """The protocol for a server with these settings."""
+    return type("BoundedProtocol", (GuardedProtocol,), {"settings": settings})
+
+
+def sweep(connections: Iterable[Any]) -> None:
+    """End those of the connections that are too slow."""
+    now = time.monotonic()
+    for connection in _guarded(connections):
+        connection.sweep(now)
+
+
+def _guarded(connections: Iterable[Any]) -> list[GuardedProtocol]:
+    return [connection for connection in connections if isinstance(connection, GuardedProtocol)]

@@ -1,0 +1,67 @@
+"""Every bound of the server. What a client may send, and for how long, is decided here and nowhere else."""
+
+from dataclasses import dataclass
+
+from gptworks.errors import UserError
+
+MAX_N = 32
+"""Continuations of one prompt (`n`, `best_of`)."""
+MAX_PROMPTS = 64
+"""Prompts of one request."""
+MAX_MESSAGES = 1024
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_BIASES = 1024
+MAX_SCHEMA_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """
+    Raises:
+        UserError: a number below 1, or an API key that no header can carry.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    """One of these is needed for everything but /health and /openapi.json. None: no key is."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages from these origins may call the server. None: none may."""
+    local_names_only: bool = True
+    """Answer only requests that name this machine as their host: a page whose name was made to lead here, after it was
+    loaded (DNS rebinding), names another. For a loopback address without API keys."""
+    max_waiting: int = 128
+    """Prompts that may wait for a slot, for each model; the next is answered with 429."""
+    max_body_bytes: int = 1 << 20
+    max_prompt_bytes: int = 1 << 18
+    """Bytes of one prompt's text. It is checked before the text is tokenized."""
+    max_bodies_bytes: int = 1 << 26
+    """Bytes of all bodies that are being read."""
+    max_header_bytes: int = 1 << 15
+    max_discarded_bytes: int = 1 << 24
+    """Bytes of a refused body that are read and forgotten, so that the client gets to read the answer."""
+    max_connections: int = 1024
+    max_pipelined: int = 8
+    """Requests that a connection may send ahead of their answers."""
+    max_unread_pieces: int = 1024
+    """Tokens that may wait for a reader who is slow; with more, the request is cancelled."""
+    header_seconds: float = 10.0
+    """Time in which a request's headers must come."""
+    body_seconds: float = 20.0
+    request_seconds: float = 600.0
+    """Time from a request's last byte to the end of its answer."""
+    stall_seconds: float = 20.0
+    """Time for which a reader may leave the connection full."""
+    keep_alive_seconds: int = 15
+    drain_seconds: float = 30.0
+    """After SIGTERM, time in which requests may finish."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+                raise UserError(f"{name}={value}: it must be above 0.")
+        for key in self.api_keys:
+            if not key or not key.isascii() or not key.isprintable() or " " in key:
+                raise UserError(
+                    "an API key is empty or has characters that a header cannot carry: use letters, digits, - _"
+                )

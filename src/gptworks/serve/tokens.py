@@ -1,0 +1,106 @@
+"""Text to token ids and back, in a thread: reading a long prompt must not hold up those who are being answered."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from tokenizers import Tokenizer, decoders
+
+from gptworks.infer.constrain import token_spellings
+from gptworks.serve.errors import APIError
+from gptworks.serve.settings import ServerSettings
+from gptworks.tokenizer import StreamDecoder, document_frame, special_tokens, token_bytes, vocabulary_size
+
+
+class Tokens:
+    """A model's tokenizer, for requests: what they send is bounded first."""
+
+    def __init__(self, tokenizer: Tokenizer, context: int, settings: ServerSettings) -> None:
+        """
+        Args:
+            context: tokens that the model can read.
+        """
+        self.tokenizer, self.context = tokenizer, context
+        self.n_ids = vocabulary_size(tokenizer)
+        sizes = token_bytes(tokenizer)
+        fitting = settings.max_prompt_bytes if sizes is None else context * max(1, *sizes)
+        self.max_bytes = min(settings.max_prompt_bytes, fitting)
+        """Bytes of text; more cannot be few enough tokens, or is more than the server reads."""
+
+    def read(self, prompt: str | list[int], param: str) -> list[int]:
+        """The ids of a prompt that is text or ids; see `encode` and `check`."""
+        return self.encode(prompt, param) if isinstance(prompt, str) else self.check(prompt, param)
+
+    def encode(self, text: str, param: str) -> list[int]:
+        """The ids of a prompt, as `Engine.encode_prompt` has them, but for its warnings. Call it in a thread.
+
+        Raises:
+            APIError: the text is too long, or no tokens come of it.
+        """
+        n_bytes = len(text.encode())
+        if n_bytes > self.max_bytes:
+            raise APIError(
+                400,
+                f"{param}: {n_bytes} bytes of text; this model's context of {self.context} tokens and the server's "
+                f"limit allow {self.max_bytes}.",
+                param=param,
+                code="context_length_exceeded",
+            )
+        before, _ = document_frame(self.tokenizer)
+        ids = self.encode_text(text) if text else []
+        if text and not ids:
+            raise APIError(400, f"{param}: it has no token that this model's tokenizer knows.", param=param)
+        if not text or not special_tokens(self.tokenizer).separator:
+            ids = before + ids
+        if not ids:
+            raise APIError(400, f"{param}: it is empty, and this model has no token to begin a text.", param=param)
+        return self.check(ids, param)
+
+    def encode_text(self, text: str) -> list[int]:
+        """The ids of the text alone. A batch of one: for that, the library lets other threads run."""
+        ids: list[int] = self.tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def check(self, ids: list[int], param: str) -> list[int]:
+        """The ids, if the model can read them.
+
+        Raises:
+            APIError: there are too many, or one is not in the vocabulary.
+        """
+        if len(ids) > self.context:
+            raise APIError(
+                400,
+                f"{param}: {len(ids)} tokens; this model's context is {self.context}.",
+                param=param,
+                code="context_length_exceeded",
+            )
+        if wrong := [token for token in ids if not 0 <= token < self.n_ids]:
+            raise APIError(
+                400,
+                f"{param}: token id {wrong[0]} is not in the vocabulary; ids go from 0 to {self.n_ids - 1}.",
+                param=param,
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens, as it is streamed."""
+        decoder = StreamDecoder(self.tokenizer)
+        return "".join([*map(decoder.push, ids), decoder.flush()])
+
+    def spell(self, token: int) -> tuple[str, list[int] | None]:
+        """A token by itself: a text that no other token has, and its bytes where it has bytes of its own."""
+        if self._spellings is None:
+            return self._name(token), None
+        spelled = self._spellings[token]
+        try:
+            return spelled.decode(), list(spelled)
+        except UnicodeDecodeError:  # part of a character
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled), list(spelled)
+
+    @cached_property
+    def _spellings(self) -> list[bytes] | None:
+        return token_spellings(self.tokenizer)
+
+    def _name(self, token: int) -> str:
+        """Word pieces have names: SentencePiece writes a space as ▁."""
+        name = self.tokenizer.id_to_token(token) or ""
+        return name.replace("▁", " ") if isinstance(self.tokenizer.decoder, decoders.Sequence) else name

@@ -1,0 +1,118 @@
+"""What a run learns, and from what: the one place where objectives differ. The loop knows only `Task`."""
+
+from functools import partial
+from pathlib import Path
+
+from gptworks.config import InstructionObjective, Recipe
+from gptworks.data.batches import Batches, evaluation_windows
+from gptworks.data.packing import ExampleBatches, Examples, evaluation_rows
+from gptworks.data.shards import TokenShards
+from gptworks.device import Precision
+from gptworks.evaluate.loss import LossReport, Shares, evaluate_loss
+from gptworks.model import GPT
+from gptworks.plan.run import planned_steps
+from gptworks.train.objectives import Batch, Losses, count_targets, next_token
+
+
+class Task:
+    """Predicting every next token of the text. Other objectives override what differs.
+
+    Batches are a function of (shards, seed, step, micro-step) alone: that is what exact resume rests on.
+    """
+
+    def __init__(self, recipe: Recipe, data_folder: Path, verify: bool = False) -> None:
+        """
+        Args:
+            data_folder: what `prepare` made.
+            verify: compare every byte of it with its sha256.
+
+        Raises:
+            UserError: files are missing or changed, or there is too little text.
+        """
+        self.recipe, self.context_length = recipe, recipe.model.context_length
+        self.train_shards = TokenShards(data_folder, "train", verify=verify)
+        self.validation_shards = TokenShards(data_folder, "validation", verify=verify)
+        self._next_token = partial(
+            next_token, balance_weight=recipe.train.router_balance_weight, z_weight=recipe.train.router_z_weight
+        )
+        self._open()
+
+    def _open(self) -> None:
+        """Make what batches are read from."""
+        recipe = self.recipe
+        self._windows = Batches(self.train_shards, self.context_length, recipe.train.batch_size, recipe.seed)
+
+    @property
+    def data_fingerprint(self) -> str:
+        """What must be equal when a run goes on."""
+        return self.train_shards.manifest.fingerprint
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the run, where that is known beforehand."""
+        return planned_steps(self.recipe.train, self.context_length, self.train_shards.n_tokens)[0]
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        return self.train_shards.n_tokens
+
+    def batch(self, step: int, micro_step: int, size: int) -> Batch:
+        """Micro-batch number `micro_step` of a step, of `size` rows, on the CPU."""
+        return self._windows.batch(step, micro_step, size)
+
+    def count(self, batch: Batch) -> int:
+        """What the sum of a batch's losses is divided by: its targets."""
+        return count_targets(batch)
+
+    def loss(self, model: GPT, batch: Batch) -> Losses:
+        """The objective: sums over the batch."""
+        return self._next_token(model, batch)
+
+    def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
+        """The loss on held-out text, and other figures for the metrics, by name."""
+        shards, n_sequences = self.validation_shards, self.recipe.train.evaluate_sequences
+        report = evaluate_loss(
+            model,
+            evaluation_windows(shards, self.context_length, n_sequences),
+            text_bytes=shards.text_bytes if n_sequences == 0 and shards.manifest.round_trips else None,
+            shares=shares,
+            autocast=precision.autocast,
+        )
+        return report, {}
+
+
+class Instruction(Task):
+    """Learning the answers of conversations. The rest of them is read, and carries no loss."""
+
+    def _open(self) -> None:
+        recipe = self.recipe
+        assert isinstance(recipe.objective, InstructionObjective)
+        packing = recipe.objective.packing
+        self._rows = ExampleBatches(
+            Examples(self.train_shards, self.context_length, packing), recipe.train.batch_size, recipe.seed
+        )
+        self._held_out = Examples(self.validation_shards, self.context_length, packing)
+
+    @property
+    def total_steps(self) -> int | None:
+        rows = self._rows.rows_per_epoch
+        return planned_steps(self.recipe.train, self.context_length, None, windows_per_epoch=rows)[0]
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        return self._rows.rows_per_epoch * self.context_length
+
+    def batch(self, step: int, micro_step: int, size: int) -> Batch:
+        return self._rows.batch(step, micro_step, size)
+
+    def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
+        rows = evaluation_rows(self._held_out, self.recipe.train.evaluate_sequences)
+        return evaluate_loss(model, rows, shares=shares, autocast=precision.autocast), {}
+
+
+TASKS: dict[str, type[Task]] = {"next_token": Task, "instruction": Instruction}
+
+
+def choose_task(recipe: Recipe, data_folder: Path, verify: bool = False) -> Task:
+    """The task that `recipe.objective` names; arguments as for `Task`."""
+    return TASKS[recipe.objective.type](recipe, data_folder, verify)

@@ -1,0 +1,47 @@
+"""A run that is broken off and resumed, beside one that is not: nothing may differ."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from gptworks.checkpoint import checkpoints
+from gptworks.recipe import parse_recipe
+from gptworks.train.loop import Run, train
+from gptworks.train.metrics import TIMINGS, read_metrics
+
+
+class BrokenOff(Exception):
+    """What ends the run in the middle of a step."""
+
+
+def assert_resumes_exactly(tree: dict[str, Any], at_step: int) -> Path:
+    """Train the recipe whole, and broken off at a step and resumed; compare all that they leave. The whole run."""
+    whole, parts = (Path(f"{tree['run_dir']}-{name}") for name in ("whole", "parts"))
+    train(parse_recipe(tree | {"run_dir": str(whole)}))
+    recipe = parse_recipe(tree | {"run_dir": str(parts)})
+    step = Run.training_step
+
+    def until(run: Run) -> None:
+        if run.progress.step == at_step:
+            raise BrokenOff
+        step(run)
+
+    with patch.object(Run, "training_step", until), pytest.raises(BrokenOff):
+        train(recipe)
+    assert 0 < checkpoints(parts)[0].step <= at_step, "there is something to resume from"
+    train(recipe, resume=True)
+    one, other = (checkpoints(run)[0] for run in (whole, parts))
+    assert one.step == other.step
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (one.folder / file).read_bytes() == (other.folder / file).read_bytes(), file
+    states = [{key: value for key, value in c.state().items() if key != "seconds"} for c in (one, other)]
+    assert states[0] == states[1]
+    assert _without_timings(whole) == _without_timings(parts)
+    return whole
+
+
+def _without_timings(run: Path) -> list[dict[str, Any]]:
+    records = read_metrics(run / "metrics.jsonl")
+    return [{key: value for key, value in record.items() if key not in TIMINGS} for record in records]

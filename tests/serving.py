@@ -1,0 +1,146 @@
+"""A server in a thread, with models so small that a test can afford them."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from gptworks.chat_template import ChatTemplate
+from gptworks.checkpoint import save_checkpoint
+from gptworks.config import ModelConfig
+from gptworks.infer import Engine
+from gptworks.model import GPT
+from gptworks.recipe import parse_recipe, save_recipe
+from gptworks.serve.app import create_app
+from gptworks.serve.server import Server, make_server
+from gptworks.serve.service import Service
+from gptworks.serve.settings import ServerSettings
+from gptworks.tokenizer import save_tokenizer, vocabulary_size
+
+CONTEXT = 128
+KEY = "sk-test"
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Every byte is a token; the special ones are those of chatml."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_engine(*, chat: bool = False, context: int = CONTEXT, seed: int = 0, **options: Any) -> Engine:
+    """A random model over bytes. Its greedy texts are ASCII letters mostly, and do not end by themselves."""
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(seed)
+    config = ModelConfig(
+        vocab_size=vocabulary_size(tokenizer), context_length=context, n_layers=2, d_model=32, n_heads=2, init_std=0.25
+    )
+    model = GPT(config).eval()
+    template = ChatTemplate(TEMPLATE, tokenizer) if chat else None
+    return Engine(model, tokenizer, **{"backend": "torch", "chat_template": template} | options)
+
+
+class Running:
+    """A server that runs: where it is, and what is in it."""
+
+    def __init__(self, service: Service, server: Server, url: str) -> None:
+        self.service, self.server, self.url = service, server, url
+
+    def engine(self, name: str) -> Engine:
+        return self.service.models.get(name).engine
+
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, **{"headers": {"authorization": f"Bearer {KEY}"}} | options)
+
+
+@contextmanager
+def running(engines: Mapping[str, Engine], **settings: Any) -> Iterator[Running]:
+    """Serve engines while the `with` lasts."""
+    app = create_app(engines, ServerSettings(**{"api_keys": (KEY,)} | settings))
+    listens, found = threading.Event(), []
+
+    def started(port: int) -> None:
+        found.append(port)
+        listens.set()
+
+    server = make_server(app, "127.0.0.1", 0, started)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    assert listens.wait(30)
+    try:
+        yield Running(app.state.service, server, f"http://127.0.0.1:{found[0]}")
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def write_run(folder: Path) -> Path:
+    """A run with a chat template and a context that takes a while to fill."""
+    engine = tiny_engine(chat=True, context=3000)
+    assert engine.chat_template is not None
+    tree = {"name": "tiny", "run_dir": str(folder), "model": engine.model.config.model_dump(mode="json"),
+            "tokenizer": {"type": "file", "path": str(folder / "tokenizer")},
+            "data": {"sources": [{"type": "text", "path": "none.txt"}]}, "train": {"max_steps": 1}}  # fmt: skip
+    save_checkpoint(folder, 1, dict(engine.model.state_dict()), {}, {"best_step": 1})
+    save_recipe(parse_recipe(tree), folder / "recipe.yaml")
+    save_tokenizer(engine.tokenizer, folder / "tokenizer")
+    (folder / "tokenizer" / "chat_template.jinja").write_text(engine.chat_template.source)
+    return folder
+
+
+@contextmanager
+def command(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """`gptworks serve …` in a process of its own, and a client of it."""
+    whole = [sys.executable, "-m", "gptworks", "serve", *map(str, arguments), "--port", "0", "--backend", "torch"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GPTWORKS_API_KEY": KEY}
+    process = subprocess.Popen(whole, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    try:
+        line = next(line for line in process.stderr if "serving" in line or "error" in line)
+        url = line.partition(" at ")[2].partition("/v1")[0]
+        with httpx.Client(base_url=url, headers={"authorization": f"Bearer {KEY}"}, timeout=60) as http:
+            yield process, http
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def head(length: int, path: str = "/v1/completions") -> bytes:
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
+        f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+    ).encode()
+
+
+def request(body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    return head(len(content)) + content
+
+
+def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to be"
+        time.sleep(0.01)

@@ -1,0 +1,122 @@
+"""Records of three shapes from files of four kinds, and what is said of broken ones."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chats import write_jsonl
+from gptworks.config import ConversationsSource
+from gptworks.data.conversations import Conversation, iter_conversations
+from gptworks.errors import UserError
+
+ALPACA = {"instruction": "Translate.", "input": "Guten Tag", "output": "Good day"}
+SHAREGPT = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}], "id": 7}
+MESSAGES = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Ho"}, {"type": "text", "text": "w?"}]},
+        {"role": "assistant", "content": "So."},
+    ]
+}
+TURNS = {
+    "alpaca": [("user", "Translate.\n\nGuten Tag"), ("assistant", "Good day")],
+    "sharegpt": [("user", "Hi"), ("assistant", "Hello")],
+    "messages": [("system", "Be brief."), ("user", "How?"), ("assistant", "So.")],
+}
+
+
+def read(path: Path | str, **settings: Any) -> list[Conversation]:
+    return list(iter_conversations([ConversationsSource(type="conversations", path=str(path), **settings)]))
+
+
+def turns(conversation: Conversation) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in conversation.messages]
+
+
+@pytest.mark.parametrize(("shape", "record"), [("alpaca", ALPACA), ("sharegpt", SHAREGPT), ("messages", MESSAGES)])
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "parquet", "dataset", "saved"])
+def test_shapes_are_recognized_in_every_kind_of_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, record: dict[str, Any], kind: str
+) -> None:
+    file = tmp_path / f"data.{kind}"
+    if shape == "messages":  # a table's column has one type
+        record = {"messages": [message | {"content": text} for message, (_, text) in zip(
+            record["messages"], TURNS[shape], strict=True)]}  # fmt: skip
+    if kind == "jsonl":
+        write_jsonl(file, [record, record])
+    elif kind == "jsonl.gz":
+        file.write_bytes(gzip.compress((json.dumps(record) + "\n").encode() * 2))
+    elif kind == "json":
+        file.write_text(json.dumps([record, record]))
+    elif kind == "parquet":
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        pq.write_table(pa.Table.from_pylist([record, record]), file)
+    else:
+        datasets = pytest.importorskip("datasets")
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        file = tmp_path / "folder"
+        if kind == "dataset":
+            file.mkdir()
+            write_jsonl(file / "train.jsonl", [record, record])
+        else:
+            datasets.Dataset.from_list([record, record]).save_to_disk(file)
+    if kind in ("dataset", "saved"):
+        source = ConversationsSource(type="conversations", dataset=str(file))
+        found = list(iter_conversations([source]))
+    else:
+        found = read(file)
+    assert [(turns(one), one.shape, one.record) for one in found] == [
+        (TURNS[shape], shape, 1),
+        (TURNS[shape], shape, 2),
+    ]
+
+
+def test_messages_in_parts_and_files_of_a_folder(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "b.jsonl", [MESSAGES])
+    (tmp_path / "a.json").write_text(json.dumps([ALPACA, {"prompt": "p", "completion": "c", "input": ""}]))
+    found = read(tmp_path)
+    assert [(Path(one.origin).name, one.shape) for one in found] == [
+        ("a.json", "alpaca"), ("a.json", "alpaca"), ("b.jsonl", "messages"),
+    ]  # fmt: skip
+    assert [turns(one) for one in found] == [TURNS["alpaca"], [("user", "p"), ("assistant", "c")], TURNS["messages"]]
+
+
+BROKEN: list[tuple[Any, str]] = [
+    ({"question": "?"}, r"record 2: no field `instruction`; its fields are question .*`instruction` and `output`"),
+    ({"instruction": "x"}, r"record 2: no answer: none of the fields output, .*read as alpaca"),
+    ({"instruction": "x", "output": 3}, r"record 2: `output` is a int, not text"),
+    ({"instruction": None, "output": "y"}, r"record 2: `instruction` is nothing, not text"),
+    (SHAREGPT, r"record 2: no field `instruction`; its fields are conversations, id \(its file is read as alpaca\)"),
+    (["x"], r"2: a list, not an object|record 2: it is a list"),
+]
+
+
+@pytest.mark.parametrize(("record", "said"), BROKEN)
+def test_a_broken_record_is_named(tmp_path: Path, record: Any, said: str) -> None:
+    (tmp_path / "data.json").write_text(json.dumps([ALPACA, record]))
+    with pytest.raises(UserError, match=said):
+        read(tmp_path / "data.json")
+
+
+def test_broken_turns_are_named(tmp_path: Path) -> None:
+    for turn, said in (
+        ({"role": "robot", "content": "x"}, "turn 1 is of 'robot'; known are system, user, human"),
+        ({"role": "user"}, "turn 1 of `messages` is not an object with `role` and `content`"),
+        ({"role": "user", "content": 1}, "`content` of turn 1 is a int, not text"),
+    ):
+        with pytest.raises(UserError, match=said):
+            read(write_jsonl(tmp_path / "x.jsonl", [{"messages": [turn]}]))
+    with pytest.raises(UserError, match="`messages` is empty, not a list of turns"):
+        read(write_jsonl(tmp_path / "x.jsonl", [{"messages": []}]))
+
+
+def test_a_list_in_a_wrongly_named_file(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "x.json", [ALPACA, ALPACA])
+    with pytest.raises(UserError, match=r"name the file \.jsonl"):
+        read(tmp_path / "x.json")
+    (tmp_path / "y.json").write_text(json.dumps(ALPACA))
+    with pytest.raises(UserError, match="holds a dict, not a list of records"):
+        read(tmp_path / "y.json")

@@ -1,0 +1,199 @@
+"""Faults planted in conversations, in templates and in recipes: each stops a run by its name, and can be allowed."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import chats
+from gptworks.chat_template import BUILT_IN
+from gptworks.data.inspection import check_conversations, inspect_conversations
+from gptworks.data.prepare import prepare
+from gptworks.errors import UserError
+from gptworks.recipe import parse_recipe, save_recipe
+from gptworks.train.loop import train
+
+Tree = dict[str, Any]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    """A recipe without faults; of its base run there is what the checks look at."""
+    (tmp_path / "base" / "tokenizer").mkdir(parents=True)
+    save_recipe(parse_recipe(chats.base_tree(tmp_path)), tmp_path / "base" / "recipe.yaml")
+    tree = chats.tune_tree(tmp_path)
+    tree["tokenizer"] = {
+        "type": "bpe", "vocab_size": 280, "added_tokens": ["<|im_start|>", "<|im_end|>"], "chat_template": "chatml",
+    }  # fmt: skip
+    return tree
+
+
+def given(tree: Tree, rows: list[Any]) -> None:
+    chats.write_jsonl(Path(tree["data"]["sources"][0]["path"]), rows)
+
+
+def template(tree: Tree, source: str) -> None:
+    file = Path(tree["run_dir"]).parent / "template.jinja"
+    file.write_text(source)
+    tree["tokenizer"]["chat_template"] = str(file)
+
+
+def some(change: Callable[[dict[str, str]], Any], every: int = 3) -> list[Any]:
+    return [change(row) if i % every == 0 else row for i, row in enumerate(chats.records())]
+
+
+def all_labels_masked(tree: Tree) -> None:
+    tree["model"]["context_length"] = 8  # the answers begin later
+
+
+def long_questions(tree: Tree) -> None:
+    given(tree, some(lambda row: row | {"instruction": row["instruction"] * 40}))
+
+
+def long_answers(tree: Tree) -> None:
+    given(tree, some(lambda row: row | {"output": row["output"] * 40}))
+
+
+def hardly_an_answer(tree: Tree) -> None:
+    tree["model"]["context_length"] = 2048
+    given(tree, [row | {"instruction": row["instruction"] * 200, "output": "y"} for row in chats.records()])
+
+
+def prompts_trained_on(tree: Tree) -> None:
+    tree["objective"] = {"type": "next_token"}
+
+
+def no_answers(tree: Tree) -> None:
+    turns = [[{"role": "user", "content": row["instruction"]}] for row in chats.records()]
+    full = [[*turn, {"role": "assistant", "content": "yes, " + turn[0]["content"]}] for turn in turns]
+    given(
+        tree,
+        [{"messages": turn if i % 9 == 0 else whole} for i, (turn, whole) in enumerate(zip(turns, full, strict=True))],
+    )
+
+
+def roles_exchanged(tree: Tree) -> None:
+    rows = [(row["output"], row["instruction"]) for row in chats.records()]
+    given(tree, [{"conversations": [{"from": "gpt", "value": a}, {"from": "human", "value": q}]} for a, q in rows])
+
+
+def template_without_an_end(tree: Tree) -> None:
+    template(tree, BUILT_IN["chatml"].replace(" + '<|im_end|>' + '\\n'", " + '\\n\\n'"))
+
+
+def template_that_adds(tree: Tree) -> None:
+    template(tree, BUILT_IN["chatml"].replace(" + '<|im_end|>'", " + ' -- END' + '<|im_end|>'"))
+
+
+def tokens_left_out(tree: Tree) -> None:
+    tree["tokenizer"]["added_tokens"] = []
+
+
+def template_changed(tree: Tree) -> None:
+    (Path(tree["initialize_from"]) / "tokenizer" / "chat_template.jinja").write_text(BUILT_IN["alpaca"])
+
+
+def no_base(tree: Tree) -> None:
+    del tree["initialize_from"]
+
+
+def repeated(tree: Tree) -> None:
+    given(tree, chats.records() * 2)
+
+
+def held_out_ones_trained_on(tree: Tree) -> None:
+    shouted = [row | {"instruction": f" {row['instruction'].upper()} "} for row in chats.records()]
+    given(tree, [*chats.records(), *shouted])
+
+
+def one_answer(tree: Tree) -> None:
+    given(tree, [row | {"output": "I cannot help."} for row in chats.records()])
+
+
+def unknown_words(tree: Tree) -> None:
+    tree["tokenizer"] |= {"type": "word", "vocab_size": 12}
+
+
+FAULTS = {
+    "nothing-learned": all_labels_masked,
+    "little-learned": hardly_an_answer,
+    "prompts-learned": prompts_trained_on,
+    "unanswered": no_answers,
+    "empty-answers": lambda tree: given(tree, some(lambda row: row | {"output": " "})),
+    "swapped-roles": roles_exchanged,
+    "answers-altered": template_that_adds,
+    "answers-cut-away": long_questions,
+    "answers-cut-short": long_answers,
+    "no-end-token": template_without_an_end,
+    "tokens-not-special": tokens_left_out,
+    "template-changed": template_changed,
+    "no-base-run": no_base,
+    "duplicates": repeated,
+    "validation-overlap": held_out_ones_trained_on,
+    "one-answer": one_answer,
+    "unknown-tokens": unknown_words,
+}
+
+
+def names(tree: Tree) -> list[str]:
+    recipe = parse_recipe(tree)
+    return [finding.name for finding in inspect_conversations(recipe, prepare(recipe)).findings]
+
+
+def test_nothing_is_found_where_there_is_no_fault(tree: Tree) -> None:
+    assert names(tree) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_stops_the_run_by_its_name(tree: Tree, fault: str) -> None:
+    FAULTS[fault](tree)
+    found = names(tree)
+    assert fault in found
+    with pytest.raises(UserError, match=rf"  {fault}: .*\n(.*\n)*.*objective\.allow=\[.*{fault}"):
+        train(parse_recipe(tree))
+    assert not Path(tree["run_dir"]).exists()
+    tree["objective"] = tree["objective"] | {"allow": found}
+    recipe, told = parse_recipe(tree), []
+    check_conversations(recipe, prepare(recipe), told.append)
+    assert any(line.startswith(f"allowed: {fault}: ") for line in told)
+
+
+def test_a_fault_says_where(tree: Tree) -> None:
+    given(tree, some(lambda row: row | {"output": ""}, every=30))
+    recipe = parse_recipe(tree)
+    [finding] = inspect_conversations(recipe, prepare(recipe)).findings
+    assert finding.name == "empty-answers" and "chats.jsonl, record 31" in finding.text
+
+
+def test_figures_are_counted(tree: Tree) -> None:
+    recipe = parse_recipe(tree)
+    prepared = prepare(recipe)
+    inspection = inspect_conversations(recipe, prepared)
+    assert inspection.n_examples + inspection.n_validation == 60
+    train_split = prepared.manifest.splits["train"]
+    assert inspection.n_tokens == train_split.tokens - train_split.documents
+    assert prepared.chat_template is not None
+    answers = [row["output"] for row in chats.records()]
+    lengths = [len(prepared.tokenizer.encode(answer, add_special_tokens=False).ids) + 1 for answer in answers]
+    assert min(lengths) * inspection.n_examples <= inspection.n_learned <= max(lengths) * inspection.n_examples
+
+
+def test_unknown_faults_are_refused(tree: Tree) -> None:
+    tree["objective"]["allow"] = ["no-end-tokn"]
+    with pytest.raises(UserError, match="no-end-token"):
+        parse_recipe(tree)
+
+
+def test_conversations_need_a_template(tree: Tree) -> None:
+    tree["tokenizer"]["chat_template"] = None
+    with pytest.raises(UserError, match=r"no chat template .* tokenizer\.chat_template"):
+        prepare(parse_recipe(tree))
+    tree["tokenizer"]["chat_template"] = "chatlm"
+    with pytest.raises(UserError, match="Did you mean chatml"):
+        prepare(parse_recipe(tree))
+
+
+def test_answers_need_conversations(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"objective\.type=instruction and data.sources are text"):
+        parse_recipe(chats.base_tree(tmp_path) | {"objective": {"type": "instruction"}})

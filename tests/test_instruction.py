@@ -1,0 +1,262 @@
+"""Instruction tuning end to end: its loss by other means, its data, its tokens, its template, and exact resume."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import chats
+import tiny
+from gptworks.chat_template import BUILT_IN
+from gptworks.checkpoint import checkpoints, load_run
+from gptworks.config import IGNORED
+from gptworks.data.packing import Examples, evaluation_rows, stack
+from gptworks.data.prepare import open_prepared, prepare
+from gptworks.data.shards import TokenShards
+from gptworks.errors import UserError
+from gptworks.infer import TurnSession, load
+from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.tokenizer import load_tokenizer
+from gptworks.train.loop import train
+from gptworks.train.objectives import next_token
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a base run, and the same with a head of its own."""
+    folder = tmp_path_factory.mktemp("bases")
+    for name, tied in (("base", True), ("untied", False)):
+        tree = chats.base_tree(folder, max_steps=4, precision="fp32", optimizer="adamw")
+        tree["model"]["tie_embeddings"] = tied
+        train(parse_recipe(tree | {"run_dir": str(folder / name)}))
+    return folder
+
+
+@pytest.fixture
+def folder(bases: Path, tmp_path: Path) -> Path:
+    for name in ("base", "untied"):
+        shutil.copytree(bases / name, tmp_path / name)
+    return tmp_path
+
+
+def tuned(folder: Path, rows: list[Any] | None = None, **train_settings: Any) -> Path:
+    tree = chats.tune_tree(folder, rows, **{"max_steps": 4, "precision": "fp32", "optimizer": "adamw"} | train_settings)
+    train(parse_recipe(tree))
+    return folder / "tuned"
+
+
+def losses(run: Path) -> list[float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in lines if record["kind"] == "train"]
+
+
+def test_the_loss_equals_that_of_transformers(folder: Path, shared_data: Path) -> None:
+    """Fifty real instructions: our rows against transformers on the exported model, one by one, answers only."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from gptworks.interop.huggingface import export_huggingface
+
+    rows = json.loads((shared_data / "instructions-1100.json").read_text())[:60]
+    tree = chats.tune_tree(folder, rows, max_steps=2, precision="fp32", learning_rate=0.01)
+    tree["model"]["context_length"] = 512
+    del tree["initialize_from"]
+    tree["objective"]["allow"] = ["no-base-run"]
+    train(parse_recipe(tree))
+    export_huggingface(folder / "tuned", folder / "exported")
+    theirs = AutoModelForCausalLM.from_pretrained(folder / "exported").eval()
+    words = AutoTokenizer.from_pretrained(folder / "exported")
+
+    recipe = load_recipe(folder / "tuned")
+    shards = TokenShards(prepare(recipe).folder, "train")
+    assert shards.n_documents >= 50
+    records = shards.examples()[:50, 0].tolist()
+    examples = Examples(shards, 512)
+    examples.rows = [[i for i in row if i < 50] for row in examples.rows]
+    batch = stack([row for row, members in zip(evaluation_rows(examples), examples.rows, strict=True) if members])
+    with torch.no_grad():
+        ours = next_token(load_run(folder / "tuned", "last").model, batch).loss / (batch[1] != IGNORED).sum()
+
+    total, count = 0.0, 0
+    for record in (rows[i] for i in records):
+        question = record["instruction"] + (f"\n\n{record['input']}" if record["input"] else "")
+        chat = [{"role": "user", "content": question}]
+        before = words.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        answer = words(record["output"] + "<|im_end|>", add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            logits = theirs(torch.tensor([before + answer])).logits[0, len(before) - 1 : -1]
+        total += torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum").item()
+        count += len(answer)
+    assert ours.item() == pytest.approx(total / count, abs=1e-5)
+
+
+@pytest.mark.parametrize("base", ["base", "untied"])
+def test_new_tokens_get_the_mean_embedding(folder: Path, base: str) -> None:
+    tree = chats.tune_tree(folder, max_steps=1, learning_rate=1e-12, optimizer="adamw", weight_decay=0)
+    tree["model"]["tie_embeddings"] = base == "base"
+    tree["initialize_from"] = str(folder / base)
+    train(parse_recipe(tree))
+    before, after = load_run(folder / base).model, load_run(folder / "tuned").model
+    assert (before.config.vocab_size, after.config.vocab_size) == (300, 302)
+    names = ["token_embedding.weight"] + ["untied_head.weight"] * (base == "untied")
+    for name in names:
+        old, new = before.state_dict()[name], after.state_dict()[name]
+        torch.testing.assert_close(new[:300], old)
+        torch.testing.assert_close(new[300:], old.mean(0).expand(2, -1))
+    assert load_tokenizer(folder / "tuned" / "tokenizer").token_to_id("<|im_end|>") == 301
+
+
+def test_another_tokenizer_is_refused(folder: Path) -> None:
+    tree = chats.tune_tree(folder)
+    tree["tokenizer"] = {"type": "bpe", "vocab_size": 280, "chat_template": "plain"}
+    with pytest.raises(UserError, match=r"tokenizer is not that of initialize_from.*added_tokens may add to it"):
+        train(parse_recipe(tree))
+
+
+def test_it_learns_the_answers_and_chats_in_turns(folder: Path) -> None:
+    run = tuned(folder, max_steps=150, learning_rate=0.01, evaluate_every=50)
+    assert losses(run)[-1] < 0.5 * losses(run)[0]
+    engine = load(run, backend="torch")
+    assert engine.chat_template is not None and engine.chat_template.source == BUILT_IN["chatml"]
+    chat = TurnSession(engine, temperature=0, max_tokens=30)
+    answer = "".join(chat.send("what of lazy 1?"))
+    assert answer.startswith("the ") and answer.endswith(".") and "<|" not in answer
+    "".join(chat.send("what of line 3?"))
+    assert [message["role"] for message in chat.messages][-2:] == ["user", "assistant"]
+    assert engine.chat_template.encode(chat.messages[:-1], add_generation_prompt=True) == chat.token_ids
+    for _ in range(4):
+        "".join(chat.send("what of brown 5?"))
+    assert chat.n_forgotten_tokens and len(chat.token_ids) <= engine.context
+    with pytest.raises(UserError, match="the prompt has 518 tokens"):
+        chat.send("what " * 100)
+    assert chat.messages[-1]["role"] == "assistant"
+
+
+def test_a_base_model_has_no_turns(folder: Path) -> None:
+    with pytest.raises(UserError, match="no chat template"):
+        TurnSession(load(folder / "base", backend="torch"))
+
+
+def test_the_template_goes_along(folder: Path) -> None:
+    from gptworks.interop.huggingface import export_huggingface, import_huggingface
+
+    run = tuned(folder)
+    export_huggingface(run, folder / "exported")
+    import_huggingface(folder / "exported", folder / "again")
+    files = [
+        where / "chat_template.jinja" for where in (run / "tokenizer", folder / "exported", folder / "again/tokenizer")
+    ]
+    assert {file.read_text() for file in files} == {BUILT_IN["chatml"]}
+    assert json.loads((folder / "exported" / "generation_config.json").read_text())["eos_token_id"] == [301, 0]
+    gguf = pytest.importorskip("gguf")
+    from gptworks.interop.gguf import export_gguf
+
+    export_gguf(run, folder / "run.gguf")
+    fields = gguf.GGUFReader(folder / "run.gguf").fields
+    assert fields["tokenizer.chat_template"].contents() == BUILT_IN["chatml"]
+    assert fields["tokenizer.ggml.eot_token_id"].contents() == 301
+    kept = parse_recipe(chats.base_tree(folder) | {
+        "initialize_from": str(run), "run_dir": str(folder / "on"),
+        "tokenizer": {"type": "file", "path": str(run / "tokenizer")},
+    })  # fmt: skip
+    train(kept.model_copy(update={"train": kept.train.model_copy(update={"max_steps": 2})}))
+    assert (folder / "on" / "tokenizer" / "chat_template.jinja").read_text() == BUILT_IN["chatml"]
+
+
+def test_edited_conversations_are_noticed(folder: Path) -> None:
+    tree = chats.tune_tree(folder)
+    first = prepare(parse_recipe(tree))
+    assert prepare(parse_recipe(tree)).reused
+    rows = chats.records()
+    rows[3]["output"] = "something else"
+    chats.write_jsonl(folder / "chats.jsonl", rows)
+    second = prepare(parse_recipe(tree))
+    assert second.folder != first.folder and second.manifest.fingerprint != first.manifest.fingerprint
+    tree["tokenizer"]["chat_template"] = "alpaca"
+    assert prepare(parse_recipe(tree)).folder not in (first.folder, second.folder)
+
+
+def test_damaged_masks_and_templates_are_noticed(folder: Path) -> None:
+    made = prepare(parse_recipe(chats.tune_tree(folder))).folder
+    learned = made / "train-00000.learned"
+    damaged = bytearray(learned.read_bytes())
+    damaged[5] ^= 1
+    learned.write_bytes(damaged)
+    with pytest.raises(UserError, match=r"train-00000\.learned is corrupt"):
+        TokenShards(made, "train", verify=True)
+    learned.write_bytes(damaged[:-1])
+    with pytest.raises(UserError, match=r"train-00000\.learned has \d+ bytes"):
+        open_prepared(made)
+    learned.write_bytes(damaged)
+    (made / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(UserError, match="does not hold the chat template"):
+        open_prepared(made)
+
+
+def test_epochs_and_accumulation(folder: Path) -> None:
+    run = tuned(folder, max_steps=None, epochs=2, micro_batch_size=8)
+    recipe = load_recipe(run)
+    rows = len(Examples(TokenShards(prepare(recipe).folder, "train"), 128).rows)
+    whole = losses(run)
+    assert len(whole) == max(1, round(2 * rows / 8))
+    shutil.rmtree(run)
+    assert losses(tuned(folder, max_steps=None, epochs=2, micro_batch_size=2)) == pytest.approx(whole, rel=1e-5)
+
+
+def test_killed_and_resumed_it_is_the_same_bit_for_bit(folder: Path) -> None:
+    settings: dict[str, Any] = {"max_steps": 12, "checkpoint_every": 4, "evaluate_every": 6, "optimizer": "muon"}
+    whole = tuned(folder, **settings)
+    file = folder / "again.yaml"
+    file.write_text(
+        yaml.safe_dump(chats.tune_tree(folder, **settings, precision="fp32") | {"run_dir": str(folder / "cut")})
+    )
+    code = f"""
+import os, signal, sys
+from gptworks.recipe import load_recipe
+from gptworks.train import loop
+step = loop.Run.training_step
+def dying(run):
+    step(run)
+    if run.progress.step == 7:
+        run.writer.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+loop.Run.training_step = dying
+loop.train(load_recipe({str(file)!r}))
+"""
+    killed = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert checkpoints(folder / "cut")[0].step == 6
+    train(load_recipe(file), resume=True)
+    a, b = (checkpoints(run)[0].folder / "model.safetensors" for run in (whole, folder / "cut"))
+    assert a.read_bytes() == b.read_bytes()
+
+
+def test_the_command_line(folder: Path) -> None:
+    file = folder / "tune.yaml"
+    file.write_text(yaml.safe_dump(chats.tune_tree(folder, max_steps=3)))
+    shown = tiny.gptworks("inspect", file, "--json", "--examples", "2")
+    tree = json.loads(shown.stdout)
+    assert tree["findings"] == [] and tree["files"][0]["shape"] == "alpaca" and tree["n_cut"] == 0
+    parts = tree["examples"][0]["parts"]
+    assert [part["learned"] for part in parts] == [False, True, False]
+    assert parts[1]["text"].endswith("<|im_end|>") and not parts[0]["cut"]
+    plain = tiny.gptworks("inspect", file).stdout
+    assert f"⟦{parts[1]['text']}⟧" in plain and "chats.jsonl (alpaca, 60 records)" in plain
+    done = tiny.gptworks("train", file)
+    assert done.returncode == 0 and "answer ends with <|im_end|>" in done.stdout + done.stderr
+
+
+def test_evaluate_counts_answers_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from gptworks.cli.use import evaluate
+
+    run = tuned(folder, evaluate_every=4, evaluate_sequences=0)
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    [during] = [record["loss"] for record in lines if record["kind"] == "validation"]
+    evaluate(run, as_json=True)
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(during, rel=1e-6)

@@ -1,0 +1,248 @@
+"""LoRA and frozen layers: what is trained, what is saved, and that the run is used like any other."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+import tiny
+from gptworks.checkpoint import checkpoints, load_run
+from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, TrainConfig
+from gptworks.errors import UserError
+from gptworks.infer.engine import load
+from gptworks.model import GPT
+from gptworks.model.lora import LoRALinear, add_lora, is_adapter, merge_lora
+from gptworks.plan.memory import Setting, training_peak
+from gptworks.plan.run import plan
+from gptworks.plan.trained import trained
+from gptworks.presets import preset
+from gptworks.recipe import load_recipe, parse_recipe, with_vocab_size
+from gptworks.train.loop import check_train, train
+from gptworks.train.trace import trace_step
+from halves import assert_resumes_exactly
+
+pytestmark = pytest.mark.usefixtures("without_curves")
+
+SMALL: dict[str, Any] = {"vocab_size": 40, "context_length": 24, "n_layers": 2, "d_model": 32, "n_heads": 4}
+
+
+def shaken(model: GPT, seed: int = 0) -> GPT:
+    """B is moved away from zero, so that the adapter does something."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def tokens(n_rows: int = 3) -> torch.Tensor:
+    return torch.randint(40, (n_rows, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "adapter"),
+    [
+        ({}, {}),
+        ({"mlp": "swiglu", "attention_bias": True, "mlp_bias": True}, {"rank": 3, "alpha": 5, "dropout": 0.3}),
+        ({"n_kv_heads": 2, "qk_norm": True, "tie_embeddings": False}, {"targets": ["query", "value"], "rank": 40}),
+        ({"n_experts": 4, "d_ff_shared": 16}, {"targets": ["mlp"]}),
+    ],
+)
+def test_merged_logits_equal_unmerged_and_the_definition(settings: dict[str, Any], adapter: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    config, lora = ModelConfig(**SMALL, **settings), LoRAConfig.model_validate(adapter)
+    model = GPT(config).eval()
+    plain = {name: weight.clone() for name, weight in model.state_dict().items()}
+    before = model(tokens())
+    shaken(add_lora(model, lora))
+    after = model(tokens())
+    assert (after - before).abs().max() > 0.01, "the adapter does nothing"
+
+    by_hand = dict(plain)
+    for name, tensor in model.state_dict().items():
+        if name.endswith(".lora_a"):
+            module = name.removesuffix(".lora_a")
+            b = model.state_dict()[f"{module}.lora_b"]
+            by_hand[f"{module}.weight"] = plain[f"{module}.weight"] + lora.alpha / lora.rank * b @ tensor
+    defined = GPT(config).eval()
+    defined.load_state_dict(by_hand)
+    merged = merge_lora(model)
+    assert not any(isinstance(module, LoRALinear) for module in merged.modules())
+    assert (merged(tokens()) - after).abs().max() <= 1e-5
+    assert (defined(tokens()) - after).abs().max() <= 1e-5
+
+
+def test_targets_are_names_or_families() -> None:
+    def adapted(*targets: str) -> set[str]:
+        model = add_lora(GPT(ModelConfig(**SMALL, mlp="swiglu")), LoRAConfig.model_validate({"targets": list(targets)}))
+        return {name.removeprefix("blocks.0.") for name, m in model.named_modules() if isinstance(m, LoRALinear)} - {
+            name for name, _ in model.named_modules() if name.startswith("blocks.1.")
+        }
+
+    attention = {f"attention.{part}" for part in ("query", "key", "value", "out")}
+    mlp = {f"mlp.{part}" for part in ("gate", "up", "down")}
+    assert adapted("attention") == attention
+    assert adapted("mlp") == mlp
+    assert adapted("all") == attention | mlp
+    assert adapted("query", "mlp") == {"attention.query"} | mlp
+
+
+def test_only_a_and_b_have_gradients_and_they_are_right() -> None:
+    torch.manual_seed(0)
+    model = shaken(add_lora(GPT(ModelConfig(**SMALL)).double(), LoRAConfig(rank=2)))
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == is_adapter(name), name
+
+    def loss() -> torch.Tensor:
+        return F.cross_entropy(model(tokens()[:, :-1]).flatten(0, 1), tokens()[:, 1:].flatten())
+
+    loss().backward()
+    for name in ("blocks.0.attention.query.lora_a", "blocks.1.mlp.down.lora_b"):
+        parameter = dict(model.named_parameters())[name]
+        assert parameter.grad is not None
+        step, index = 1e-5, (1, 1)
+        with torch.no_grad():
+            parameter[index] += step
+            above = loss()
+            parameter[index] -= 2 * step
+            below = loss()
+            parameter[index] += step
+        assert parameter.grad[index].item() == pytest.approx(((above - below) / (2 * step)).item(), rel=1e-5), name
+
+
+# ---------------------------------------------------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the text and a base run."""
+    folder = tmp_path_factory.mktemp("lora")
+    tree = tiny.recipe_tree(folder, max_steps=8, optimizer="adamw", checkpoint_every=8)
+    train(parse_recipe(tree | {"run_dir": str(folder / "base")}))
+    return folder
+
+
+def tuned_tree(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
+    train_settings = {"max_steps": 8, "optimizer": "adamw", "learning_rate": 0.01} | settings.pop("train", {})
+    tree = tiny.recipe_tree(folder, **train_settings)
+    return tree | {"run_dir": str(folder / name), "initialize_from": str(folder / "base")} | settings
+
+
+def test_a_run_trains_the_adapter_alone_and_is_used_like_any_other(base: Path) -> None:
+    run = base / "lora"
+    outcome = train(parse_recipe(tuned_tree(base, "lora", adapter={"rank": 4, "dropout": 0.1})))
+    assert outcome.reason == "finished"
+    before = load_file(checkpoints(base / "base")[0].folder / "model.safetensors")
+    after = load_file(checkpoints(run)[0].folder / "model.safetensors")
+    assert {name for name in after if not is_adapter(name)} == set(before)
+    for name, weight in before.items():
+        assert torch.equal(weight, after[name]), name
+    assert all(after[name].abs().max() > 0 for name in after if name.endswith(".lora_b"))
+    optimizer = load_file(checkpoints(run)[0].folder / "optimizer.safetensors")
+    assert optimizer and all(is_adapter(key.rpartition("/")[0]) for key in optimizer), "state of frozen weights is kept"
+
+    (base / "base").rename(base / "elsewhere")  # the run is all that it needs
+    try:
+        merged = load_run(run).model
+        beside = load_run(run, merge=False).model
+        assert not any(isinstance(module, LoRALinear) for module in merged.modules())
+        ids = tokens() % merged.config.vocab_size
+        assert (merged(ids) - beside(ids)).abs().max() <= 1e-5
+        assert load(run).generate("line 1", max_tokens=5, temperature=0)
+    finally:
+        (base / "elsewhere").rename(base / "base")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"adapter": {"rank": 4, "dropout": 0.2}, "train": {"ema_decay": 0.9}},
+        {"freeze": {"embeddings": True, "first_blocks": 1}, "train": {"optimizer": "muon"}},
+    ],
+)
+def test_a_resumed_run_ends_bit_for_bit_the_same(base: Path, settings: dict[str, Any]) -> None:
+    kind = next(iter(settings))
+    tree = tuned_tree(base, kind, **settings)
+    run = assert_resumes_exactly(tree, at_step=6)
+    if kind == "freeze":
+        before = load_file(checkpoints(base / "base")[0].folder / "model.safetensors")
+        after = load_file(checkpoints(run)[0].folder / "model.safetensors")
+        same = {name for name in before if torch.equal(before[name], after[name])}
+        assert same == {name for name in before if name.startswith(("token_embedding", "blocks.0."))}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"adapter": {}, "initialize_from": None}, "adapter is set and initialize_from is not"),
+        ({"adapter": {}, "freeze": {"first_blocks": 1}}, "adapter and freeze are both set"),
+        ({"adapter": {}, "train": {"optimizer": "muon"}}, "set train.optimizer=adamw"),
+        ({"adapter": {"targets": ["gate"]}}, "has no gate"),
+        ({"adapter": {"targets": ["qurey"]}}, "adapter.targets"),
+        ({"adapter": {"ranks": 4}}, "did you mean `adapter.rank`|did you mean `rank`"),
+        ({"freeze": {"first_blocks": 3}}, "freeze.first_blocks=3 and model.n_layers=2"),
+        ({"freeze": {"patterns": ["block.*"]}}, "names no parameter"),
+        ({"freeze": {"patterns": ["*"]}}, "freeze leaves nothing to train"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_work(base: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_train(parse_recipe(tuned_tree(base, "refused", **settings)))
+    assert not (base / "refused").exists()
+
+
+def test_a_run_goes_on_with_its_own_adapter_alone(base: Path) -> None:
+    train(parse_recipe(tuned_tree(base, "fixed", adapter={"rank": 2}, train={"max_steps": 3})))
+    with pytest.raises(UserError, match="started with another `adapter`: `rank` was 2 and is now 3"):
+        check_train(load_recipe(base / "fixed", ["adapter.rank=3"]), resume=True)
+
+
+def test_a_run_that_starts_from_an_adapted_one_has_its_adapter_merged(base: Path) -> None:
+    train(parse_recipe(tuned_tree(base, "first", adapter={"rank": 2}, train={"max_steps": 3})))
+    second = tuned_tree(base, "second", adapter={"rank": 2}, train={"max_steps": 3, "learning_rate": 1e-9})
+    train(parse_recipe(second | {"initialize_from": str(base / "first")}))
+    start, merged = load_run(base / "second", merge=False).model, load_run(base / "first").model
+    name = "blocks.0.attention.query.weight"
+    assert torch.equal(start.state_dict()[name], merged.state_dict()[name])
+
+
+# ---------------------------------------------------------------------------------------------------------- plan
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("adapter", "freeze"),
+    [
+        (LoRAConfig(), None),
+        (LoRAConfig(rank=16, dropout=0.1, targets=("attention",)), None),
+        (None, FreezeConfig(embeddings=True, first_blocks=1)),
+        (None, FreezeConfig(patterns=("*.mlp.*",))),
+    ],
+)
+def test_the_planned_memory_is_enough_and_not_far_from_the_traced(
+    adapter: LoRAConfig | None, freeze: FreezeConfig | None, precision: str
+) -> None:
+    """What is not saved because its matrix is frozen is planned for all the same: too much, never too little."""
+    model = preset("gpt2-mini").model_copy(update={"n_layers": 2})
+    config = TrainConfig(max_steps=1, batch_size=2, micro_batch_size=1)
+    part = trained(model, adapter, freeze)
+    planned = training_peak(Setting.of(model, config, precision, True, trained=part)).total_bytes
+    traced = trace_step(model, config, "cpu", precision, adapter, freeze).peak_bytes
+    assert 0.98 < planned / traced < 1.25
+    assert planned < 0.9 * training_peak(Setting.of(model, config, precision, True)).total_bytes
+
+
+def test_the_plan_counts_what_is_trained(base: Path) -> None:
+    recipe = parse_recipe(tuned_tree(base, "planned", adapter={"rank": 4}))
+    recipe = with_vocab_size(recipe, 40)
+    model = add_lora(GPT(recipe.model), LoRAConfig(rank=4))
+    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    sheet = plan(recipe)
+    assert sheet.n_trained == n_trained
+    assert sheet.optimizer_state_bytes == 8 * n_trained
+    assert sheet.weights_bytes == 4 * sum(p.numel() for p in model.parameters())
+    assert f"| trained of them | {n_trained:,} |" in sheet.to_markdown()

@@ -1,0 +1,97 @@
+"""Which tokens of a conversation are learned, by rules that know the templates."""
+
+import pytest
+from tokenizers import Tokenizer
+
+from gptworks.chat_template import BUILT_IN, ChatTemplate, Message
+from gptworks.config import BPETokenizer, CharTokenizer
+from gptworks.data.masking import encode_conversation
+from gptworks.errors import UserError
+from gptworks.tokenizer import add_tokens, train_tokenizer
+
+CHAT: list[Message] = [
+    {"role": "system", "content": "Answer in one word."},
+    {"role": "user", "content": "Where is\nthe <|im_end|> école?"},
+    {"role": "assistant", "content": "Là-bas, near the <|im_end|>."},
+    {"role": "user", "content": "assistant\nSure?"},
+    {"role": "assistant", "content": "Yes"},
+]
+ANSWERS = [CHAT[2]["content"], CHAT[4]["content"]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    text = "".join(message["content"] for message in CHAT) + "### Response:\nAssistant: User:\n\n" * 4
+    return add_tokens(
+        train_tokenizer(BPETokenizer(type="bpe", vocab_size=300), [text * 3]), ["<|im_start|>", "<|im_end|>"]
+    )
+
+
+def learned_texts(template: ChatTemplate, messages: list[Message]) -> list[str]:
+    example = encode_conversation(template, messages)
+    runs: list[list[int]] = [[]]
+    for token_id, learned in zip(example.ids.tolist(), example.learned.tolist(), strict=True):
+        if learned:
+            runs[-1].append(token_id)
+        elif runs[-1]:
+            runs.append([])
+    plain = template.tokenizer
+    return [plain.decode(run, skip_special_tokens=False) for run in runs if run]
+
+
+@pytest.mark.parametrize(("name", "end", "space"), [
+    ("chatml", "<|im_end|>", ""), ("alpaca", "<|endoftext|>", ""), ("plain", "<|endoftext|>", " "),
+])  # fmt: skip
+def test_answers_with_their_end_tokens_alone(tokenizer: Tokenizer, name: str, end: str, space: str) -> None:
+    template = ChatTemplate(BUILT_IN[name], tokenizer)
+    assert learned_texts(template, CHAT) == [space + answer + end for answer in ANSWERS]
+    example = encode_conversation(template, CHAT)
+    assert example.ids.tolist() == template.encode(CHAT)
+    assert example.all_end and example.as_given
+    assert example.text_bytes == len(template.render(CHAT).encode())
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_stands_before_an_answer_is_what_generation_reads(tokenizer: Tokenizer, name: str) -> None:
+    template = ChatTemplate(BUILT_IN[name], tokenizer)
+    example = encode_conversation(template, CHAT[:3])
+    first = example.learned.tolist().index(True)
+    assert example.ids[:first].tolist() == template.encode(CHAT[:2], add_generation_prompt=True)
+
+
+def test_an_answer_that_would_merge_with_what_stands_before_it(tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(BUILT_IN["alpaca"], tokenizer)
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\n\n\nLate"}]
+    example = encode_conversation(template, chat)
+    first = example.learned.tolist().index(True)
+    assert example.ids[:first].tolist() == template.encode(chat[:1], add_generation_prompt=True)
+    assert example.ids.tolist() != template.encode(
+        chat
+    )  # there, a token holds the end of one and the start of the other
+    assert tokenizer.decode(example.ids[first:].tolist()) == "\n\n\nLate\n\n"
+
+
+def test_a_template_without_an_end_token() -> None:
+    plain = train_tokenizer(CharTokenizer(type="char"), ["UA: qYesno\n"])
+    template = ChatTemplate(
+        "{% for m in messages %}{{ 'U: ' if m.role == 'user' else 'A: ' }}{{ m.content }}\n"
+        "{% endfor %}{% if add_generation_prompt %}A: {% endif %}",
+        plain,
+    )
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "Yes"}]
+    example = encode_conversation(template, chat)
+    assert not example.all_end and example.as_given
+    assert learned_texts(template, chat) == ["Yes\n"]
+
+
+def test_a_template_that_changes_an_answer(tokenizer: Tokenizer) -> None:
+    shouted = BUILT_IN["chatml"].replace("message['content']", "message['content'] | upper")
+    assert not encode_conversation(ChatTemplate(shouted, tokenizer), CHAT[:3]).as_given
+    trimmed = BUILT_IN["chatml"].replace("message['content']", "message['content'] | trim")
+    assert encode_conversation(ChatTemplate(trimmed, tokenizer), CHAT[:3]).as_given
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: Tokenizer) -> None:
+    forgetful = "{% for m in messages[-3:] %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(UserError, match=r"writes the turns before it, .* otherwise than in the whole .*turn 3"):
+        encode_conversation(ChatTemplate(forgetful, tokenizer), CHAT)

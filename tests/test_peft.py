@@ -1,0 +1,186 @@
+"""PEFT's file format: an adapter of ours loads in peft with equal logits, and one of peft's loads here."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from gptworks.checkpoint import load_run, save_checkpoint
+from gptworks.config import LoRAConfig, ModelConfig
+from gptworks.errors import RunError, UserError
+from gptworks.interop.huggingface import export_huggingface
+from gptworks.interop.peft import export_adapter, import_adapter
+from gptworks.model import GPT
+from gptworks.model.lora import add_lora, is_adapter
+from gptworks.recipe import load_recipe, save_recipe
+from hf import VOCABULARY, make_run, random_model, tokens
+
+peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'gptworks[interop]'")
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "context_length": 64, "n_layers": 2, "d_model": 32, "n_heads": 4, "d_ff": 48,
+}  # fmt: skip
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"position": "learned", "attention_bias": True, "mlp_bias": True},
+    "gpt_neox": {"parallel_residual": True, "rope_fraction": 0.5, "attention_bias": True, "mlp_bias": True},
+    "llama": {"norm": "rmsnorm", "mlp": "swiglu", "n_kv_heads": 2},
+    "mixtral": {"norm": "rmsnorm", "mlp": "swiglu", "n_experts": 4},
+    "qwen3": {"norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "tie_embeddings": False},
+}
+
+
+def adapted_run(folder: Path, settings: dict[str, Any], adapter: dict[str, Any], seed: int = 0) -> Path:
+    """A run folder with random weights and a random adapter, as training leaves one."""
+    model = random_model(ModelConfig(**SMALL, **settings), seed)
+    make_run(folder, model)
+    lora = LoRAConfig.model_validate(adapter)
+    add_lora(model, lora)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    save_recipe(load_recipe(folder).model_copy(update={"adapter": lora}), folder / "recipe.yaml")
+    shutil.rmtree(folder / "checkpoints")
+    save_checkpoint(folder, 7, model.state_dict(), {}, {"best_step": 7})
+    return folder
+
+
+def in_peft(base: Path, adapter: Path) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.no_grad():
+        logits: torch.Tensor = peft.PeftModel.from_pretrained(model, adapter).eval()(tokens()).logits
+    return logits
+
+
+def ours(run: Path) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = load_run(run).model(tokens())
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("family", "adapter"),
+    [
+        ("gpt2", {"rank": 3, "alpha": 5}),
+        ("gpt2", {"rank": 2, "targets": ["query", "value", "down"]}),
+        ("gpt_neox", {"rank": 4}),
+        ("gpt_neox", {"rank": 4, "targets": ["key"]}),
+        ("llama", {"rank": 8}),
+        ("mixtral", {"rank": 2}),
+        ("qwen3", {"rank": 3, "alpha": 7, "targets": ["attention"], "dropout": 0.1}),
+    ],
+)
+def test_an_adapter_of_ours_is_equal_in_peft(family: str, adapter: dict[str, Any], tmp_path: Path) -> None:
+    run = adapted_run(tmp_path / "run", FAMILIES[family], adapter)
+    made = export_adapter(run, tmp_path / "out")
+    assert json.loads((tmp_path / "out/base/config.json").read_text())["model_type"] == family
+    theirs, merged = in_peft(tmp_path / "out/base", tmp_path / "out"), ours(run)
+    assert (theirs - merged).abs().max() <= 1e-5 * max(1.0, merged.abs().max().item())
+    with torch.no_grad():
+        plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out/base")(tokens()).logits
+    assert (plain - merged).abs().max() > 0.01, "the adapter does nothing"
+    assert made.logit_difference is not None and made.logit_difference <= 1e-4
+
+    again = import_adapter(tmp_path / "out", tmp_path / "back", tmp_path / "out/base")
+    assert (ours(again.run_dir) - merged).abs().max() <= 1e-5 * max(1.0, merged.abs().max().item())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
+@pytest.mark.parametrize("kind", ["plain", "patterns"])
+def test_an_adapter_of_pefts_loads_here(family: str, kind: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "base-run", random_model(ModelConfig(**SMALL, **FAMILIES[family])))
+    base = tmp_path / "base"
+    export_huggingface(run, base, verify=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    settings: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    if kind == "patterns":
+        first = {"gpt2": "h.0.mlp.c_fc", "gpt_neox": "layers.0.mlp.dense_h_to_4h", "llama": "layers.0.mlp.up_proj"}
+        settings |= {"rank_pattern": {first[family]: 2}, "alpha_pattern": {first[family]: 9}, "use_rslora": True}
+    torch.manual_seed(3)
+    theirs = peft.get_peft_model(model, peft.LoraConfig(**settings, init_lora_weights=False)).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    imported = import_adapter(tmp_path / "adapter", tmp_path / "run", base)
+    with torch.no_grad():
+        expected = theirs(tokens()).logits
+    got = ours(tmp_path / "run")
+    assert (got - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
+    beside_run = import_adapter(tmp_path / "adapter", tmp_path / "again", run)
+    assert (ours(beside_run.run_dir) - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
+    assert imported.adapter.rank == 4
+
+
+def test_a_base_that_is_there_already_is_not_written_again(tmp_path: Path) -> None:
+    run = adapted_run(tmp_path / "run", FAMILIES["llama"], {"rank": 2})
+    export_adapter(run, tmp_path / "first")
+    (tmp_path / "first/base").rename(tmp_path / "base")
+    export_adapter(run, tmp_path / "second", base=tmp_path / "base")
+    assert not (tmp_path / "second/base").exists()
+    settings = json.loads((tmp_path / "second/adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(tmp_path / "base")
+
+    other = adapted_run(tmp_path / "other", FAMILIES["llama"], {"rank": 2}, seed=1)
+    with pytest.raises(RunError, match="does not compute what the model does"):
+        export_adapter(other, tmp_path / "third", base=tmp_path / "base")
+    assert not (tmp_path / "third").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "adapter", "words"),
+    [
+        (FAMILIES["llama"], {"embeddings": True}, "export it merged"),
+        (FAMILIES["mixtral"] | {"d_ff_shared": 16}, {}, "keeps all experts in one tensor"),
+    ],
+)
+def test_what_pefts_format_does_not_hold_is_refused(
+    settings: dict[str, Any], adapter: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    run = adapted_run(tmp_path / "run", settings, adapter)
+    with pytest.raises(UserError, match=words):
+        export_adapter(run, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_a_run_without_an_adapter_has_none_to_write(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", GPT(ModelConfig(**SMALL)))
+    with pytest.raises(UserError, match="has no adapter"):
+        export_adapter(run, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"peft_type": "IA3"}, "peft_type `IA3`"),
+        ({"bias": "all"}, "bias `all`"),
+        ({"use_dora": True}, "`use_dora`=True"),
+        ({"modules_to_save": ["lm_head"]}, "`modules_to_save`"),
+    ],
+)
+def test_what_is_more_than_lora_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    run = adapted_run(tmp_path / "run", FAMILIES["llama"], {"rank": 2})
+    export_adapter(run, tmp_path / "out", verify=False)
+    path = tmp_path / "out/adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=words):
+        import_adapter(tmp_path / "out", tmp_path / "back", tmp_path / "out/base")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_tensor_without_a_place_is_named(tmp_path: Path) -> None:
+    run = adapted_run(tmp_path / "run", FAMILIES["llama"], {"rank": 2})
+    export_adapter(run, tmp_path / "out", verify=False)
+    path = tmp_path / "out/adapter_model.safetensors"
+    tensors = load_file(path)
+    name = next(iter(tensors))
+    save_file(tensors | {name.replace("layers.", "layers.9"): tensors[name].clone()}, path)
+    with pytest.raises(UserError, match=r"layers\.9"):
+        import_adapter(tmp_path / "out", tmp_path / "back", tmp_path / "out/base")
+    (tmp_path / "out/adapter_model.safetensors").unlink()
+    with pytest.raises(UserError, match="safetensors alone"):
+        import_adapter(tmp_path / "out", tmp_path / "back", tmp_path / "out/base")

@@ -1,0 +1,297 @@
+"""Clients that are slow, go away, or are too many; and the end: what they may hold, and that they give it back."""
+
+import asyncio
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from gptworks.errors import RunError
+from gptworks.infer.loop import EngineLoop, SlowReader
+from gptworks.serve import embeddings
+from serving import KEY, Running, command, head, request, running, tiny_engine, until, write_run
+
+LONG: dict[str, Any] = {"model": "base", "prompt": "a", "max_tokens": 100_000, "logit_bias": {"256": -100}}
+"""A request for as many tokens as the context holds."""
+CONTEXT = 20_000
+"""So many that no such request ends before a test has done what it wants."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    limits = {
+        "max_waiting": 2, "header_seconds": 0.6, "body_seconds": 0.6, "stall_seconds": 0.6, "max_pipelined": 2,
+        "keep_alive_seconds": 1,
+    }  # fmt: skip
+    with running({"base": tiny_engine(n_slots=2, slot_tokens=CONTEXT, context=CONTEXT)}, **limits) as one:
+        yield one
+
+
+@contextmanager
+def connected(server: Running) -> Iterator[socket.socket]:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as one:
+        yield one
+
+
+def read_all(one: socket.socket) -> bytes:
+    """Until the server closes the connection."""
+    received = b""
+    while True:
+        try:
+            part = one.recv(65536)
+        except ConnectionResetError:
+            return received
+        if not part:
+            return received
+        received += part
+
+
+def is_idle(server: Running) -> bool:
+    statistics = server.engine("base").statistics()
+    return (statistics.running, statistics.waiting, statistics.slots_used, server.service.in_flight) == (0, 0, 0, 0)
+
+
+def works(server: Running) -> bool:
+    with server.http() as http:
+        return http.post("/v1/completions", json={"model": "base", "prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+# ------------------------------------------------------------------------------------------------ slow senders
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HT", b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-a: "])
+def test_headers_that_do_not_come_end_the_connection(server: Running, sent: bytes) -> None:
+    with connected(server) as one:
+        one.sendall(sent)
+        assert read_all(one) == b""
+
+
+def test_headers_that_drip_end_the_connection(server: Running) -> None:
+    with connected(server) as one, pytest.raises(OSError):
+        one.sendall(b"GET /health HTTP/1.1\r\n")
+        for _ in range(200):
+            time.sleep(0.05)
+            one.sendall(b"x-a: b\r\n")
+    with connected(server) as one, pytest.raises(OSError):  # also after a request that was answered
+        one.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        for _ in range(200):
+            time.sleep(0.05)
+            one.sendall(b"\r\n")
+
+
+def test_a_body_that_does_not_come_is_answered(server: Running) -> None:
+    with connected(server) as one:
+        one.sendall(head(100) + b'{"model"')
+        assert read_all(one).startswith(b"HTTP/1.1 408")
+    assert is_idle(server)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\n" + b"x-a: " + b"b" * 400_000, 431),
+        (b"nonsense\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500, 400),
+    ],
+    ids=["long", "nonsense", "pipelined"],
+)
+def test_what_is_not_a_request(server: Running, sent: bytes, status: int) -> None:
+    with connected(server) as one:
+        try:
+            one.sendall(sent)
+            received = read_all(one)
+        except ConnectionError:  # closed before all was sent
+            return
+    assert received.startswith(b"HTTP/1.1 %d" % status) or not received
+
+
+def test_a_client_that_asks_first_is_told_before_it_sends(server: Running) -> None:
+    with connected(server) as one:
+        one.sendall(head(10_000_000).replace(b"\r\n\r\n", b"\r\nexpect: 100-continue\r\n\r\n"))
+        assert read_all(one).startswith(b"HTTP/1.1 413")
+
+
+# ------------------------------------------------------------------------------------------- readers that leave
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_slots(server: Running, stream: bool) -> None:
+    before = server.engine("base").statistics().cancelled
+    with connected(server) as one:
+        one.sendall(request(LONG | {"stream": stream, "n": 2}))
+        until(lambda: server.engine("base").statistics().running == 2)
+    until(lambda: is_idle(server))
+    assert server.engine("base").statistics().cancelled == before + 1
+
+
+def test_a_client_that_leaves_the_queue_is_not_waited_for(server: Running) -> None:
+    with connected(server) as busy:
+        busy.sendall(request(LONG | {"n": 2}))
+        until(lambda: server.engine("base").statistics().running == 2)
+        with connected(server) as one:
+            one.sendall(request(LONG))
+            until(lambda: server.engine("base").statistics().waiting == 1)
+        until(lambda: server.engine("base").statistics().waiting == 0)
+    until(lambda: is_idle(server))
+
+
+def test_a_reader_who_does_not_read_is_let_go(server: Running) -> None:
+    """It is told of the tokens until its connection is full, and the connection stays so: its slot is freed."""
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    one.connect((host, int(port)))
+    with one:
+        one.sendall(request(LONG | {"stream": True, "logprobs": 20}))
+        until(lambda: server.engine("base").statistics().running == 1)
+        until(lambda: is_idle(server), 120)
+    assert works(server)
+
+
+def test_unread_pieces_are_bounded() -> None:
+    engine = tiny_engine(context=2000)
+
+    async def go() -> None:
+        with EngineLoop(engine) as loop:
+            stream = loop.open(max_unread=10)
+            stream.submit("a", max_tokens=1900, ignore_eos=True)
+            await asyncio.sleep(0)
+            while not stream.cancelled:
+                await asyncio.sleep(0.01)
+            with pytest.raises(SlowReader, match="10 pieces"):
+                async for _ in stream.batches():
+                    pass
+
+    asyncio.run(go())
+    assert engine.statistics().slots_used == 0 and engine.statistics().cancelled == 1
+
+
+def test_time_is_up() -> None:
+    """Without an answer, 504; in a stream, an event says so. Both free their slots."""
+    engine = tiny_engine(n_slots=2, context=CONTEXT, slot_tokens=CONTEXT)
+    with running({"base": engine}, request_seconds=0.5) as server, server.http() as http:
+        response = http.post("/v1/completions", json=LONG)
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
+        text = http.post("/v1/completions", json=LONG | {"stream": True}).text
+        assert "timeout" in text.split("\n\n")[-2] and "[DONE]" not in text and text.count("data: ") > 5
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+        with client, pytest.raises(openai.APIError, match=r"more than 0\.5 seconds"):
+            list(client.completions.create(stream=True, **LONG))
+        until(lambda: is_idle(server))
+
+
+# ---------------------------------------------------------------------------------------------------- too many
+
+
+def test_more_than_may_wait_is_told_to_come_again(server: Running) -> None:
+    with connected(server) as busy, server.http() as http:
+        busy.sendall(request(LONG | {"n": 2}))
+        until(lambda: server.engine("base").statistics().running == 2)
+        waiting = [socket.create_connection(busy.getpeername()) for _ in range(2)]
+        for one in waiting:
+            one.sendall(request(LONG))
+        until(lambda: server.engine("base").statistics().waiting == 2)
+        response = http.post("/v1/completions", json=LONG)
+        assert (response.status_code, response.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert int(response.headers["retry-after"]) >= 1
+        assert http.post("/v1/completions", json=LONG | {"prompt": ["a"] * 3}).status_code == 400, "never fits"
+        assert http.get("/health").status_code == 200
+        for one in waiting:
+            one.close()
+    until(lambda: is_idle(server))
+    assert works(server)
+
+
+def test_connections_that_wait_make_room_for_others() -> None:
+    with running({"base": tiny_engine()}, max_connections=8) as server:
+        idle = [socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) for _ in range(20)]
+        for _ in range(3):
+            assert works(server)
+        for one in idle:
+            one.close()
+
+
+def test_a_failing_engine_is_an_error_and_not_the_end(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> list[float]:
+        raise RuntimeError("/a/path/nobody/should/see")
+
+    monkeypatch.setattr(embeddings, "embed", fail)
+    with server.http() as http:
+        response = http.post("/v1/embeddings", json={"model": "base", "input": "a"})
+    assert (
+        response.status_code == 500
+        and "path" not in response.text
+        and response.json()["error"]["type"] == "server_error"
+    )
+    backend = server.engine("base")._backend
+    assert backend is not None or works(server)
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine("base"), "_step", lambda: (_ for _ in ()).throw(RunError("out of memory")))
+        with server.http() as http:
+            assert http.post("/v1/completions", json=LONG).status_code == 500
+    assert works(server)
+
+
+# ------------------------------------------------------------------------------------------------------ the end
+
+
+def test_sigterm_lets_requests_finish_and_refuses_others(tmp_path: Path) -> None:
+    run_folder = write_run(tmp_path / "tiny")
+    long = LONG | {"model": "tiny", "max_tokens": 500}
+    with command(run_folder, "--model", f"second={run_folder}") as (process, http), ThreadPoolExecutor(2) as threads:
+        assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["tiny", "second"]
+        chat = {"model": "second", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+        assert http.post("/v1/chat/completions", json=chat).status_code == 200
+        begun = threads.submit(http.post, "/v1/completions", json=long)
+        streamed = threads.submit(http.post, "/v1/completions", json=long | {"stream": True})
+        until(lambda: "http_requests_in_flight 3.0" in http.get("/metrics").text)
+        process.send_signal(signal.SIGTERM)
+        until(lambda: http.get("/health").status_code == 503)
+        refused = http.post("/v1/completions", json=long)
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        answered = begun.result()
+        assert answered.status_code == 200 and answered.json()["usage"]["completion_tokens"] == 500
+        assert streamed.result().text.endswith("data: [DONE]\n\n")
+        assert process.wait(20) == 0
+
+
+def test_a_drain_has_an_end() -> None:
+    """What still runs then is answered with 503, and a stream with an event."""
+    engine = tiny_engine(n_slots=2, context=CONTEXT, slot_tokens=CONTEXT)
+    with (
+        running({"base": engine}, drain_seconds=0.5) as server,
+        ThreadPoolExecutor(2) as threads,
+        server.http() as http,
+    ):
+        whole = threads.submit(http.post, "/v1/completions", json=LONG)
+        streamed = threads.submit(http.post, "/v1/completions", json=LONG | {"stream": True})
+        until(lambda: engine.statistics().running == 2)
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert whole.result().status_code == 503
+        assert "stopped" in streamed.result().text.split("\n\n")[-2]
+
+
+def test_many_clients_come_and_go(server: Running) -> None:
+    """Two hundred leave at random moments of their streams; nothing is left of them."""
+
+    def come_and_go(i: int) -> None:
+        with connected(server) as one:
+            one.sendall(request(LONG | {"stream": bool(i % 2), "prompt": "ab" * (i % 9 + 1)}))
+            one.settimeout(0.001 * (i % 40))
+            with suppress(TimeoutError, BlockingIOError):
+                one.recv(100)
+
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(come_and_go, range(200)))
+    until(lambda: is_idle(server))
+    assert works(server)
+    assert threading.active_count() < 40

@@ -1,0 +1,64 @@
+"""Requests made from the server's own OpenAPI document, right and wrong ones: no 5xx, and answers as documented."""
+
+import collections
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from serving import KEY, Running, running, tiny_engine
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+N_CASES = 460
+"""Right requests to each operation, and wrong ones; those without fields have few."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    engines = {"base": tiny_engine(n_slots=8), "talk": tiny_engine(chat=True, n_slots=8)}
+    with running(engines) as one:
+        yield one
+
+
+@pytest.mark.schemathesis
+@pytest.mark.timeout(3600)
+def test_five_thousand_requests_made_from_the_schema(server: Running) -> None:
+    with server.http() as http:
+        schema = schemathesis.openapi.from_dict(http.get("/openapi.json").json())
+    counts: collections.Counter[int] = collections.Counter()
+    for operation in schema.get_all_operations():
+        for mode in GenerationMode.POSITIVE, GenerationMode.NEGATIVE:
+            try_operation(operation.ok(), mode, server, counts)
+    print(f"{counts.total()} requests: {dict(sorted(counts.items()))}")
+    assert counts.total() >= 5000 and counts[200] > 500 and counts[400] > 500
+    assert server.service.in_flight == 0
+    assert all(model.engine.statistics().slots_used == 0 for model in server.service.models)
+
+
+def try_operation(operation: Any, mode: GenerationMode, server: Running, counts: Any) -> None:
+    """Call one operation many times. A request's model is mostly one that there is, so that more of it is looked at."""
+
+    @settings(max_examples=N_CASES, deadline=None, database=None, derandomize=True,
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(operation.as_strategy(generation_mode=mode), st.sampled_from(["base", "talk", "talk", None]))
+    def one(case: Any, model: str | None) -> None:
+        if model is not None and isinstance(case.body, dict):
+            case.body["model"] = model
+        response = case.call(base_url=server.url, headers={"authorization": f"Bearer {KEY}"})
+        counts[response.status_code] += 1
+        case.validate_response(response, checks=CHECKS)
+
+    with suppress(Unsatisfiable):  # a request without fields has no wrong ones
+        one()
