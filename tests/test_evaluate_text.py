@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import yaml
 import hf
 import tiny
 from gptworks.checkpoint import load_run, save_checkpoint
+from gptworks.cli import main
 from gptworks.config import CharTokenizer, ModelConfig
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
@@ -161,7 +163,16 @@ def test_a_model_that_repeats_its_training_text_is_found_out(trained_run: Path) 
 # ------------------------------------------------------------------------------------------------------ command
 
 
-def test_the_command_keeps_its_results_and_compares_runs(trained_run: Path, tmp_path: Path) -> None:
+def test_the_command_keeps_its_results_and_compares_runs(
+    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(*arguments: str | Path) -> tuple[int, str, str]:
+        """Exit code, standard output and standard error of the command line in this process."""
+        monkeypatch.setattr(sys, "argv", ["gptworks", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
     first, second = tmp_path / "first", tmp_path / "second"
     shutil.copytree(trained_run, first)
     shutil.copytree(trained_run, second)
@@ -173,9 +184,9 @@ def test_the_command_keeps_its_results_and_compares_runs(trained_run: Path, tmp_
     settings = {"type": "multiple_choice", "data": "items.jsonl", "prompt": "line", "choices": "options"}
     (tmp_path / "foxes.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
     given = ("--text", tmp_path / "given.txt", "--task", tmp_path / "foxes.yaml", "--shots", "0", "--shots", "1")
-    done = tiny.gptworks("evaluate", first, *given, "--calibration", "--memorization", "--json")
-    assert done.returncode == 0, done.stderr
-    found = {one["name"]: one for one in json.loads(done.stdout)}
+    code, out, err = command("evaluate", first, *given, "--calibration", "--memorization", "--json")
+    assert code == 0, err
+    found = {one["name"]: one for one in json.loads(out)}
     assert list(found) == ["text-given", "foxes", "foxes-1-shot", "calibration", "memorization"]
     assert found["foxes"]["metrics"]["accuracy"]["value"] > 0.8
     assert found["text-given"]["details"]["positions"][0]["bits_per_byte"] > 0
@@ -185,17 +196,17 @@ def test_the_command_keeps_its_results_and_compares_runs(trained_run: Path, tmp_
     weights["token_embedding.weight"] += 0.1 * torch.randn_like(weights["token_embedding.weight"])
     shutil.rmtree(second / "checkpoints")
     save_checkpoint(second, 7, weights, {}, {"best_step": 7})
-    done = tiny.gptworks("evaluate", second, *given[:4], "--no-save")
-    assert "bits per byte" in done.stdout and not (second / "evaluations").exists()
-    refused = tiny.gptworks("compare", first, second, "--evaluations")
-    assert refused.returncode == 2 and "no evaluation of the same questions" in refused.stderr
-    assert tiny.gptworks("evaluate", second, *given[:4]).returncode == 0
-    compared = json.loads(tiny.gptworks("compare", first, second, "--evaluations", "--json").stdout)["findings"]
+    _, out, _ = command("evaluate", second, *given[:4], "--no-save")
+    assert "bits per byte" in out and not (second / "evaluations").exists()
+    code, _, err = command("compare", first, second, "--evaluations")
+    assert code == 2 and "no evaluation of the same questions" in err
+    assert command("evaluate", second, *given[:4])[0] == 0
+    compared = json.loads(command("compare", first, second, "--evaluations", "--json")[1])["findings"]
     bits = next(one for one in compared if one["metric"] == "bits per byte")
     assert bits["difference"]["low"] > 0 and bits["certain"]  # the same passages, each dearer for the second
     assert bits["difference"]["value"] == pytest.approx(bits["second_value"] - bits["first_value"])
     assert {one["evaluation"] for one in compared} == {"text-given", "foxes"}
-    assert tiny.gptworks("report", first).returncode == 0
+    assert command("report", first)[0] == 0
     assert "Loss by position" in (first / "report.html").read_text(encoding="utf-8")
-    wrong = tiny.gptworks("evaluate", first, "--shots", "1")
-    assert (wrong.returncode, wrong.stdout) == (2, "") and "--shots is for tasks" in wrong.stderr
+    code, out, err = command("evaluate", first, "--shots", "1")
+    assert (code, out) == (2, "") and "--shots is for tasks" in err

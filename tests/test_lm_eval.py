@@ -90,7 +90,7 @@ def test_scores_equal_those_of_the_harness_own_model_on_the_export(
 ) -> None:
     from lm_eval.models.huggingface import HFLM
 
-    from gptworks.interop.lm_eval import GptworksLM
+    from gptworks.interop.lm_eval import GptworksLM, run_harness
 
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     ours = GptworksLM(run=str(trained_run))
@@ -114,6 +114,11 @@ def test_scores_equal_those_of_the_harness_own_model_on_the_export(
             else:
                 assert numbers(ours_one["resps"]) == pytest.approx(numbers(theirs_one["resps"]), rel=2e-6, abs=2e-5)
     assert found["results"]["continue"]["exact_match,none"] == 16 / 24
+    kept = {one.name: one for one in run_harness(ours.engine, [str(file) for file in files], run="run", step=200)}
+    choices = kept["harness-choices"]
+    assert choices.metrics["acc"].value == found["results"]["choices"]["acc,none"] and choices.shots == 2
+    assert choices.metrics["acc"].statistics.shape == (24, 2)
+    assert kept["harness-last_word"].metrics["perplexity"].value == found["results"]["last_word"]["perplexity,none"]
     for task in ("last_word", "choices"):
         assert 0 < found["results"][task]["acc,none"] < 1
 

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 import hf
+from gptworks.chat_template import BUILT_IN, ChatTemplate
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.evaluate.bootstrap import interval, paired_difference
@@ -20,7 +21,7 @@ from gptworks.evaluate.results import HEADING, Evaluation, Measured, read_evalua
 from gptworks.evaluate.sandbox import Sandbox
 from gptworks.evaluate.scoring import encode_pair, score_pairs
 from gptworks.evaluate.task import load_task
-from gptworks.evaluate.tasks import run_task
+from gptworks.evaluate.tasks import Asked, run_task
 from gptworks.infer.engine import Engine
 
 ITEMS = [
@@ -205,6 +206,29 @@ def test_mistakes_in_task_files_are_named(tmp_path: Path, changes: dict[str, Any
 def test_templates_cannot_reach_python(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"unsafe|undefined"):
         load_task(write(tmp_path, {**CHOICE, "prompt": "{{ ''.__class__.__mro__[1].__subclasses__() }}"}))
+
+
+def test_a_chat_model_is_asked_by_its_template(tmp_path: Path) -> None:
+    """Description and shots become turns, and an answer ends with the turn's end token."""
+    tokenizer = hf.byte_tokenizer("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    config = ModelConfig(vocab_size=259, context_length=256, n_layers=2, d_model=32, n_heads=2)
+    model = hf.random_model(config)
+    template = ChatTemplate(BUILT_IN["chatml"], tokenizer)
+    chat = Engine(model, tokenizer, chat_template=template)
+    settings = {
+        "type": "exact_match", "data": "items.jsonl", "prompt": "{{question}}", "answer": "sum", "shots": 1,
+        "description": "Add.", "generation": {"max_tokens": 5, "stop": []},
+    }  # fmt: skip
+    task = load_task(write(tmp_path, settings))
+    (shot,) = task.shots_for(ITEMS[0])
+    turns = [("system", "Add."), ("user", shot["question"]), ("assistant", shot["sum"]), ("user", ITEMS[0]["question"])]
+    ids = template.encode([{"role": role, "content": text} for role, text in turns], add_generation_prompt=True)
+    written = chat.generate(ids, temperature=0, max_tokens=5, stop_token_ids=template.end_token_ids())
+    assert run_task(chat, task, chat=True).items[0]["written"] == written
+    pairs = Asked(chat, load_task(write(tmp_path, {**CHOICE, "shots": 0})), chat=True).pairs(ITEMS[0], ["4", "many"])
+    assert [tokenizer.decode(answer) for _, answer in pairs] == ["4", "many"]
+    with pytest.raises(UserError, match="no chat template"):
+        run_task(Engine(model, tokenizer), task, chat=True)
 
 
 # --------------------------------------------------------------------------------------------------------- code

@@ -70,9 +70,8 @@ class Asked:
 
     def __init__(self, engine: Engine, task: Task, chat: bool) -> None:
         self.engine, self.task, self.items = engine, task, task.items_asked
-        self.chat = chat
-        self._template: Any = getattr(engine, "chat_template", None)
-        if chat and self._template is None:
+        self.template = engine.chat_template if chat else None
+        if chat and self.template is None:
             raise UserError("--chat: this run has no chat template; a base model is asked without.")
         self._n_short = 0
 
@@ -94,21 +93,20 @@ class Asked:
         )
 
     def _encode(self, item: Item, n_shots: int) -> tuple[str, list[int]]:
-        if not self.chat:
+        if self.template is None:
             text = self.task.prompt(item, n_shots)
             return text, self.engine.encode_prompt(text)
         messages = [{"role": "system", "content": self.task.settings.description}]
         for prompt, answer in self.task.turns(item, n_shots):
             messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
         messages = messages[not self.task.settings.description : -1]
-        ids: list[int] = self._template.encode(messages, add_generation_prompt=True)
-        return "", ids
+        return "", self.template.encode(messages, add_generation_prompt=True)
 
     def pairs(self, item: Item, choices: Sequence[str]) -> list[tuple[list[int], list[int]]]:
         """Context and continuation of each choice; all have the same shots."""
         longest = max(len(self._tokens(choice)) for choice in choices)
         text, ids = self.context(item, longest + 1)  # a token more, should the border be encoded otherwise
-        if self.chat:
+        if self.template is not None:
             return [(ids, self._tokens(choice)) for choice in choices]
         delimiter = self.task.settings.delimiter
         return [encode_pair(self.engine.encode_prompt, text, delimiter + choice) for choice in choices]
@@ -120,11 +118,11 @@ class Asked:
     def write(self, settings: Sampled, n_samples: int, progress: Progress) -> list[list[str]]:
         """What the model writes after each item, n texts each."""
         prompts = [self.context(item, settings.max_tokens)[1] for item in self.items]
-        ends = {"stop_token_ids": self._template.end_token_ids()} if self.chat else {}
+        ends = () if self.template is None else self.template.end_token_ids()
         sampling = [
-            SamplingSettings.of(
+            SamplingSettings(
                 temperature=settings.temperature, top_p=settings.top_p, max_tokens=settings.max_tokens,
-                stop=settings.stop, seed=self.task.settings.seed * 1_000_003 + i, **ends,
+                stop=settings.stop, seed=self.task.settings.seed * 1_000_003 + i, stop_token_ids=ends,
             )
             for i in range(len(prompts))
         ]  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from gptworks.chat_template import ChatTemplate
 from gptworks.errors import UserError
 from gptworks.evaluate.metrics import means
 from gptworks.evaluate.results import Evaluation, Measured
@@ -151,15 +152,13 @@ class GptworksLM(TemplateLM):  # type: ignore[misc]
             raise UserError(
                 "a task with `gen_prefix` begins the answer itself, which runs of gptworks cannot be asked."
             )
-        text: str = self._template.render(chat_history, add_generation_prompt=True)
-        return text
+        return self._template.render(chat_history, add_generation_prompt=True)
 
     @property
-    def _template(self) -> Any:
-        template = getattr(self.engine, "chat_template", None)
-        if template is None:
+    def _template(self) -> ChatTemplate:
+        if self.engine.chat_template is None:
             raise UserError("this run has no chat template: leave --apply_chat_template out.")
-        return template
+        return self.engine.chat_template
 
 
 def _sampling(options: dict[str, Any], max_tokens: int, until: list[str], seed: int) -> SamplingSettings:
