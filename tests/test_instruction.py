@@ -1,6 +1,7 @@
 """Instruction tuning end to end: its loss by other means, its data, its tokens, its template, and exact resume."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -229,7 +230,8 @@ def dying(run):
 loop.Run.training_step = dying
 loop.train(load_recipe({str(file)!r}))
 """
-    killed = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    threads = {**os.environ, "OMP_NUM_THREADS": "1"}  # as many as this process has: sums depend on it
+    killed = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, env=threads)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     assert checkpoints(folder / "cut")[0].step == 6
     train(load_recipe(file), resume=True)
@@ -253,7 +255,7 @@ def test_the_command_line(folder: Path) -> None:
 
 
 def test_evaluate_counts_answers_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from gptworks.cli.use import evaluate
+    from gptworks.cli.evaluate import evaluate
 
     run = tuned(folder, evaluate_every=4, evaluate_sequences=0)
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import tiny
 from gptworks.checkpoint import load_run
 from gptworks.cli import app
+from gptworks.config import FileTokenizer
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.tokenizer import load_tokenizer, prompt_ids
@@ -139,6 +140,6 @@ def test_an_imported_recipe_is_whole(folder: Path) -> None:
     recipe = load_recipe(folder / "back")
     assert recipe.name == "back"
     assert recipe.initialize_from is None
-    assert recipe.tokenizer.model_dump() == {"type": "file", "path": folder / "back" / "tokenizer"}
+    assert recipe.tokenizer == FileTokenizer(path=folder / "back" / "tokenizer")
     card = (folder / "back" / "model-card.md").read_text()
     assert "imported, not trained" in card and "initialize_from=" in card
