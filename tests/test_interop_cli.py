@@ -140,6 +140,6 @@ def test_an_imported_recipe_is_whole(folder: Path) -> None:
     recipe = load_recipe(folder / "back")
     assert recipe.name == "back"
     assert recipe.initialize_from is None
-    assert recipe.tokenizer == FileTokenizer(path=folder / "back" / "tokenizer")
+    assert recipe.tokenizer == FileTokenizer(type="file", path=folder / "back" / "tokenizer")
     card = (folder / "back" / "model-card.md").read_text()
     assert "imported, not trained" in card and "initialize_from=" in card
