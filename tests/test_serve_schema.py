@@ -56,7 +56,7 @@ def try_operation(operation: Any, mode: GenerationMode, server: Running, counts:
     def one(case: Any, model: str | None) -> None:
         if model is not None and isinstance(case.body, dict):
             case.body["model"] = model
-        response = case.call(base_url=server.url, headers={"authorization": f"Bearer {KEY}"})
+        response = case.call(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}, timeout=300)
         counts[response.status_code] += 1
         case.validate_response(response, checks=CHECKS)
 

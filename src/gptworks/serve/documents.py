@@ -27,6 +27,8 @@ _STATUSES = {
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": text} for status, text in _STATUSES.items()
 }
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+"""What a route answers where `stream` is true: events, each a chunk."""
 
 _REQUESTS: tuple[type[openai.Wire], ...] = (
     openai.CompletionRequest,
