@@ -27,7 +27,7 @@ N_CASES = 460
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    engines = {"base": tiny_engine(n_slots=8), "talk": tiny_engine(chat=True, n_slots=8)}
+    engines = {"base": tiny_engine(n_slots=32, context=48), "talk": tiny_engine(chat=True, n_slots=32, context=48)}
     with running(engines) as one:
         yield one
 

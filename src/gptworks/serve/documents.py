@@ -27,7 +27,8 @@ _STATUSES = {
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": text} for status, text in _STATUSES.items()
 }
-STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
 """What a route answers where `stream` is true: events, each a chunk."""
 
 _REQUESTS: tuple[type[openai.Wire], ...] = (
