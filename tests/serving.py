@@ -70,7 +70,8 @@ class Running:
         return self.service.models.get(name).engine
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, **{"headers": {"authorization": f"Bearer {KEY}"}} | options)
+        defaults = {"headers": {"authorization": f"Bearer {KEY}"}, "timeout": 120}
+        return httpx.Client(base_url=self.url, **defaults | options)
 
 
 @contextmanager

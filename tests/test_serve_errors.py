@@ -21,7 +21,7 @@ CHAT = {"model": "talk", "messages": MESSAGES, "max_tokens": 1}
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     engines = {"base": tiny_engine(n_slots=2), "talk": tiny_engine(chat=True, n_slots=2)}
-    with running(engines, max_body_bytes=20_000, max_prompt_bytes=2_000) as one:
+    with running(engines, max_body_bytes=25_000, max_prompt_bytes=20_000) as one:
         yield one
 
 
@@ -50,7 +50,7 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
         ("logit_bias", {"a": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {str(i): 1 for i in range(1025)}),
         ("logit_bias", [1]), ("stop", [""]), ("stop", ["a"] * 17), ("stop", "a" * 300), ("stop", 1), ("stream", "yes"),
         ("stream_options", {"include_usage": 1}), ("prompt", []), ("prompt", ["a", 1]), ("prompt", [[]]),
-        ("prompt", [1.5]), ("prompt", [-1]), ("prompt", None), ("prompt", ["a"] * 65), ("prompt", "a" * 2_001),
+        ("prompt", [1.5]), ("prompt", [-1]), ("prompt", None), ("prompt", ["a"] * 65), ("prompt", "a" * 19_000),
         ("prompt", [1] * (CONTEXT + 1)), ("prompt", [100_000]), ("prompt", "a" * (CONTEXT + 1)), ("min_tokens", -1),
     ],
 )  # fmt: skip
@@ -89,6 +89,7 @@ def test_a_field_that_is_not_supported_is_refused_by_name(
         ("/v1/completions", COMPLETION | {"best_of": 2, "stream": True}, "best_of"),
         ("/v1/completions", COMPLETION | {"stream_options": {"include_usage": True}}, "stream_options"),
         ("/v1/completions", COMPLETION | {"min_tokens": 5}, "min_tokens"),
+        ("/v1/completions", COMPLETION | {"prompt": ["a"] * 5, "n": 30}, "n: 5 prompts"),
         ("/v1/completions", {"model": "base"}, "prompt"),
         ("/v1/completions", {"prompt": "a"}, "model"),
         ("/v1/completions", [], "object"),
@@ -96,11 +97,13 @@ def test_a_field_that_is_not_supported_is_refused_by_name(
         ("/v1/chat/completions", CHAT | {"messages": []}, "messages"),
         ("/v1/chat/completions", CHAT | {"messages": [{"role": "tool", "content": "a"}]}, "role"),
         ("/v1/chat/completions", CHAT | {"messages": [{"role": "user"}]}, "content"),
-        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "a" * 3000}]}, "messages"),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "a" * 19_000}]}, "messages"),
         ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "a" * 200}]}, "messages"),
         ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type"),
         ("/v1/chat/completions", CHAT | {"messages": [MESSAGES[0] | {"tool_calls": [1]}]}, "tool_calls"),
         ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, "logprobs"),
+        ("/v1/chat/completions",
+         CHAT | {"messages": [{"role": "user", "content": "".join(map(chr, range(0xE000, 0xF900)))}]}, "messages"),
         ("/v1/chat/completions", CHAT | {"max_completion_tokens": 1}, "max_tokens"),
         ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_schema"}}, "json_schema"),
         ("/v1/chat/completions", CHAT | {"response_format": {"type": "xml"}}, "response_format"),
@@ -157,7 +160,7 @@ def test_other_methods_and_media(http: httpx.Client) -> None:
 
 def test_the_size_of_bodies(http: httpx.Client) -> None:
     """By what they say, by what they are, and so that the sender gets to read why."""
-    assert error(http.post("/v1/completions", content=b"x" * 20_001), 413)["code"] == "body_too_large"
+    assert error(http.post("/v1/completions", content=b"x" * 25_001), 413)["code"] == "body_too_large"
     error(http.post("/v1/completions", content=b"x" * 8_000_000), 413)
     error(http.post("/v1/completions", content=(b"x" * 1000 for _ in range(50))), 413)
     assert http.post("/v1/completions", json=COMPLETION).status_code == 200

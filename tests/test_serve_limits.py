@@ -200,6 +200,8 @@ def test_more_than_may_wait_is_told_to_come_again(server: Running) -> None:
         for one in waiting:
             one.sendall(request(LONG))
         until(lambda: server.engine("base").statistics().waiting == 2)
+        told = http.post("/v1/completions", json=LONG | {"n": 3, "logprobs": 20}).json()["error"]
+        assert told["param"] == "logprobs" and "1260000 numbers" in told["message"], "an answer's memory is bounded"
         response = http.post("/v1/completions", json=LONG)
         assert (response.status_code, response.json()["error"]["type"]) == (429, "rate_limit_error")
         assert int(response.headers["retry-after"]) >= 1

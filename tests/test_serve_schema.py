@@ -27,7 +27,7 @@ N_CASES = 460
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    engines = {"base": tiny_engine(n_slots=8), "talk": tiny_engine(chat=True, n_slots=8)}
+    engines = {"base": tiny_engine(n_slots=32, context=48), "talk": tiny_engine(chat=True, n_slots=32, context=48)}
     with running(engines) as one:
         yield one
 
@@ -56,7 +56,7 @@ def try_operation(operation: Any, mode: GenerationMode, server: Running, counts:
     def one(case: Any, model: str | None) -> None:
         if model is not None and isinstance(case.body, dict):
             case.body["model"] = model
-        response = case.call(base_url=server.url, headers={"authorization": f"Bearer {KEY}"})
+        response = case.call(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}, timeout=300)
         counts[response.status_code] += 1
         case.validate_response(response, checks=CHECKS)
 

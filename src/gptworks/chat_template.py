@@ -197,9 +197,16 @@ _NAMES = re.compile(r"<\|[^|<>\s]+\|>")
 
 
 def _unused_character(messages: Sequence[Message]) -> str:
-    """A private-use character that no message holds."""
-    written = json.dumps(list(messages), ensure_ascii=False)
-    return next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in written)
+    """A private-use character that no message holds.
+
+    Raises:
+        UserError: they hold all 6,400 of them.
+    """
+    held = set(json.dumps(list(messages), ensure_ascii=False))
+    free = next((chr(code) for code in range(0xE000, 0xF900) if chr(code) not in held), None)
+    if free is None:
+        raise UserError("the conversation holds every private-use character from U+E000 on: take one of them out.")
+    return free
 
 
 # ------------------------------------------------------------------------------------------------ environment

@@ -18,6 +18,9 @@ from gptworks.tokenizer import BYTE_CHARACTERS, special_tokens, vocabulary_size
 _SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As `json.dumps` writes it. Where any white space may stand, a small model may write nothing else."""
 
+_MAX_LEXER_STATES = 50_000
+"""Of one text, 1 to 2 kB each; other bounds are llguidance's own, some 20 ms for a token at most."""
+
 
 class Constraint:
     """What one text may go on with. Tokens are those of the tokenizer, V of them."""
@@ -87,7 +90,8 @@ class Constraints:
         Raises:
             UserError: no such schema or expression.
         """
-        matcher = self._library.LLMatcher(self._tokenizer, self._grammar(settings))
+        limits = self._library.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        matcher = self._library.LLMatcher(self._tokenizer, self._grammar(settings), log_level=0, limits=limits)
         name = "regex" if settings.regex is not None else "json_schema"
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())

@@ -82,7 +82,12 @@ def _json(answer: BaseModel) -> Response:
     return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
 
 
-@router.post("/v1/completions", response_model=openai.Completion, openapi_extra=takes(openai.CompletionRequest))
+@router.post(
+    "/v1/completions",
+    response_model=openai.Completion,
+    responses=documents.STREAMED,
+    openapi_extra=takes(openai.CompletionRequest),
+)
 async def create_completion(request: Request) -> Response:
     """Continue texts."""
     body = await _body(request, openai.CompletionRequest)
@@ -92,7 +97,12 @@ async def create_completion(request: Request) -> Response:
     return _json(await completions.complete(generation, body))
 
 
-@router.post("/v1/chat/completions", response_model=openai.ChatCompletion, openapi_extra=takes(openai.ChatRequest))
+@router.post(
+    "/v1/chat/completions",
+    response_model=openai.ChatCompletion,
+    responses=documents.STREAMED,
+    openapi_extra=takes(openai.ChatRequest),
+)
 async def create_chat_completion(request: Request) -> Response:
     """Answer in a conversation."""
     body = await _body(request, openai.ChatRequest)

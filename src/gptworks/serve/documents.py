@@ -27,6 +27,9 @@ _STATUSES = {
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": text} for status, text in _STATUSES.items()
 }
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
+"""What a route answers where `stream` is true: events, each a chunk."""
 
 _REQUESTS: tuple[type[openai.Wire], ...] = (
     openai.CompletionRequest,

@@ -69,7 +69,7 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, UserError):
-        return APIError(400, str(error))
+        return APIError(400, _shortened(str(error)))
     if isinstance(error, QueueFull):
         return APIError(429, str(error), code="queue_full")
     if isinstance(error, SlowReader):
@@ -79,6 +79,11 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, RunError):
         return APIError(500, str(error))
     return APIError(500, "the server failed; its log says how.")
+
+
+def _shortened(message: str) -> str:
+    """Without the middle, where a message repeats what was sent."""
+    return message if len(message) <= 600 else f"{message[:250]} … {message[-250:]}"
 
 
 def from_validation(error: ValidationError) -> APIError:

@@ -12,9 +12,11 @@ from gptworks.infer.request import Request
 from gptworks.infer.sampling import SamplingSettings, TokenLogprob
 from gptworks.infer.text import DECODER_CONTEXT_TOKENS, Piece
 from gptworks.serve import openai
+from gptworks.serve.errors import APIError
 from gptworks.serve.metrics import ModelMetrics, RequestClock
 from gptworks.serve.models import ServedModel
 from gptworks.serve.service import Service
+from gptworks.serve.settings import MAX_TEXTS, MAX_TOLD_TOKENS
 from gptworks.serve.tokens import Tokens
 from gptworks.tokenizer import StreamDecoder
 
@@ -208,6 +210,23 @@ class Generation:
         )
 
 
+def check_size(model: ServedModel, order: Order, n_prompts: int) -> None:
+    """
+    Raises:
+        APIError: the request asks for more texts, or more log-probabilities, than one answer may hold.
+    """
+    n_texts, settings = n_prompts * order.n, order.settings
+    if n_texts > MAX_TEXTS:
+        raise APIError(400, f"n: {n_prompts} prompts and {order.n} texts of each; one request may ask for {MAX_TEXTS}.",
+                       param="n")  # fmt: skip
+    if settings.logprobs is None:
+        return
+    n_tokens = min(settings.max_tokens, model.engine.context) + order.echo * model.engine.context
+    if (n := n_texts * n_tokens * (1 + settings.logprobs)) > MAX_TOLD_TOKENS:
+        raise APIError(400, f"logprobs: {n_texts} texts of up to {n_tokens} tokens with alternatives: {n} numbers; "
+                            f"one answer may hold {MAX_TOLD_TOKENS}.", param="logprobs")  # fmt: skip
+
+
 async def begin(service: Service, model: ServedModel, order: Order, readers: Sequence[Reader]) -> Generation:
     """Read the prompts in a thread, and submit each as soon as it is read.
 
@@ -217,6 +236,7 @@ async def begin(service: Service, model: ServedModel, order: Order, readers: Seq
     Raises:
         APIError, UserError, QueueFull: the request cannot be taken; nothing of it goes on.
     """
+    check_size(model, order, len(readers))
     stream = model.loop.open(max_unread=service.settings.max_unread_pieces * len(readers) * order.n)
     generation = Generation(model, order, stream, service.metrics.of(model.name))
     loop = asyncio.get_running_loop()

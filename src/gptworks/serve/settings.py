@@ -8,6 +8,10 @@ MAX_N = 32
 """Continuations of one prompt (`n`, `best_of`)."""
 MAX_PROMPTS = 64
 """Prompts of one request."""
+MAX_TEXTS = 128
+"""Of one request: prompts times continuations. Each has its own copy of its prompt from the beginning."""
+MAX_TOLD_TOKENS = 1 << 20
+"""Of one request that asks for log-probabilities: tokens times what is told of each. The answer is held in memory."""
 MAX_MESSAGES = 1024
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
