@@ -42,7 +42,7 @@ from gptworks.train.progress import Progress
 
 PRESET, PROMPT_CHARACTERS, NEW_TOKENS = "gpt2", 220, 64
 CONCURRENCY = (1, 8, 32)
-REQUESTS_A_CLIENT = 3
+REQUESTS_A_CLIENT = 2
 KINDS: tuple[Weights, ...] = ("bf16", "int8")
 PATIENCE_SECONDS = 600
 

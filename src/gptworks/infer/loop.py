@@ -8,11 +8,12 @@ completions = await loop.complete(prompt, settings, n_samples=2)
 
 stream = loop.open(max_unread=1000)             # for a server: several requests, read together
 stream.submit(prompt, settings)                 # from any thread, since reading a prompt may take long
-async for batch in stream.batches(): ...        # lists of (number of the request, piece)
+async for batch in stream.batches(): ...        # lists of (number of the request, piece, time)
 """
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -75,18 +76,20 @@ class EngineLoop:
         """Whether requests are worked on."""
         return self._thread.is_alive() and not self._ending
 
-    def open(self, *, max_unread: int | None = None) -> "Stream":
+    def open(self, *, max_unread: int | None = None, patience: int = 1) -> "Stream":
         """A stream without requests yet. To be called where an asyncio loop runs.
 
         Args:
             max_unread: pieces that may wait for the reader; with more, the stream is cancelled (SlowReader).
+            patience: pieces after which the reader is told, if no text has ended before. Telling takes the processor
+                from the next step, so who wants whole texts does well to wait for some.
 
         Raises:
             EngineStopped: the loop is closed.
         """
         if self._ending:
             raise EngineStopped("the engine is stopping: no more requests are taken.")
-        return Stream(self, max_unread)
+        return Stream(self, max_unread, patience)
 
     def stream(
         self, prompt: str | Sequence[int], settings: SamplingSettings | None = None, **arguments: Any
@@ -156,11 +159,11 @@ def _wake_all(streams: list["Stream"]) -> None:
 class Stream:
     """The pieces of some requests, for one reader. Going away cancels them; who never begins to read calls `cancel`."""
 
-    def __init__(self, loop: EngineLoop, max_unread: int | None = None) -> None:
-        self._loop, self._max_unread = loop, max_unread
+    def __init__(self, loop: EngineLoop, max_unread: int | None = None, patience: int = 1) -> None:
+        self._loop, self._max_unread, self._patience = loop, max_unread, patience
         self._asyncio = asyncio.get_running_loop()
         self._event, self._told = asyncio.Event(), False
-        self._unread: deque[tuple[int, Piece | Exception]] = deque()
+        self._unread: deque[tuple[int, Piece | Exception, float]] = deque()
         self._n_unfinished = 0
         self._cancelled = False
         self.requests: list[Request] = []
@@ -200,8 +203,9 @@ class Stream:
                 return
             self.cancel()
             piece = SlowReader(f"the reader left {self._max_unread} pieces unread: the request was cancelled.")
-        self._unread.append((number, piece))
-        if not self._told:
+        self._unread.append((number, piece, time.monotonic()))
+        ended = isinstance(piece, Exception) or piece.finish_reason is not None
+        if not self._told and (ended or len(self._unread) >= self._patience):
             self._told = True
             self._loop._to_wake.append(self)
 
@@ -214,20 +218,20 @@ class Stream:
                 self._loop.engine.cancel(request)
         self._loop._wake.set()
 
-    async def batches(self) -> AsyncGenerator[list[tuple[int, Piece]]]:
-        """What has come since the last time, and the number of the request each piece is of."""
+    async def batches(self) -> AsyncGenerator[list[tuple[int, Piece, float]]]:
+        """What has come since the last time: the number of the request that a piece is of, it, and when it came."""
         try:
             while self._n_unfinished:
                 self._event.clear()
                 if not self._unread:
                     await self._event.wait()
-                batch: list[tuple[int, Piece]] = []
+                batch: list[tuple[int, Piece, float]] = []
                 while self._unread:
-                    number, piece = self._unread.popleft()
+                    number, piece, came_at = self._unread.popleft()
                     if isinstance(piece, Exception):
                         raise piece
                     self._n_unfinished -= piece.finish_reason is not None
-                    batch.append((number, piece))
+                    batch.append((number, piece, came_at))
                 if batch:
                     yield batch
         finally:
@@ -238,5 +242,5 @@ class Stream:
     async def __aiter__(self) -> AsyncIterator[Piece]:
         async with aclosing(self.batches()) as batches:
             async for batch in batches:
-                for _, piece in batch:
+                for _, piece, _ in batch:
                     yield piece

@@ -31,7 +31,7 @@ async def begin_chat(service: Service, body: openai.ChatRequest) -> Generation:
         json_schema=_schema(body.response_format),
         stop_token_ids=() if body.ignore_eos else template.end_token_ids(),
     )
-    order = Order(settings, n=body.n or 1)
+    order = Order(settings, n=body.n or 1, streams=bool(body.stream))
     return await begin(service, model, order, [lambda: Prompt(conversation_ids(model, body.messages))])
 
 

@@ -50,6 +50,7 @@ async def begin_completions(service: Service, body: openai.CompletionRequest) ->
         generates=max_tokens > 0,
         echo=bool(body.echo),
         prompt_logprobs=body.logprobs if body.echo else None,
+        streams=bool(body.stream),
     )
     return await begin(service, model, order, [_reader(model, prompt, order) for prompt in body.prompt])
 

@@ -20,6 +20,9 @@ from gptworks.serve.settings import MAX_TEXTS, MAX_TOLD_TOKENS
 from gptworks.serve.tokens import Tokens
 from gptworks.tokenizer import StreamDecoder
 
+PIECES_AT_ONCE = 32
+"""Of whole texts: the reader is told this rarely, and of an end at once."""
+
 LEAST_LOGPROB = -9999.0
 """Stands for −inf, which JSON has not."""
 
@@ -47,6 +50,8 @@ class Order:
     generates: bool = True
     echo: bool = False
     prompt_logprobs: int | None = None
+    streams: bool = False
+    """Pieces are told as they come, not whole texts at their end."""
 
 
 class Entry(NamedTuple):
@@ -183,7 +188,7 @@ class Generation:
         async with aclosing(self.stream.batches()) as batches:
             async for batch in batches:
                 found = []
-                for number, piece in batch:
+                for number, piece, came_at in batch:
                     request = self.stream.requests[number]
                     n = self.order.n
                     if self.order.generates:
@@ -192,7 +197,7 @@ class Generation:
                         choices = self.choices[number * n : (number + 1) * n]
                     for choice in choices:
                         found.append(choice.push(piece, request))
-                        clock.tick(choice.index, request, choice.n_tokens, choice.finish_reason)
+                        clock.tick(came_at, choice.index, request, choice.n_tokens, choice.finish_reason)
                 yield found
 
     def cancel(self) -> None:
@@ -237,7 +242,10 @@ async def begin(service: Service, model: ServedModel, order: Order, readers: Seq
         APIError, UserError, QueueFull: the request cannot be taken; nothing of it goes on.
     """
     check_size(model, order, len(readers))
-    stream = model.loop.open(max_unread=service.settings.max_unread_pieces * len(readers) * order.n)
+    stream = model.loop.open(
+        max_unread=service.settings.max_unread_pieces * len(readers) * order.n,
+        patience=1 if order.streams else PIECES_AT_ONCE,
+    )
     generation = Generation(model, order, stream, service.metrics.of(model.name))
     loop = asyncio.get_running_loop()
     try:

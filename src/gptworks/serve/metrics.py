@@ -3,7 +3,6 @@
 What an engine counts is read from it when Prometheus asks; the times of requests are observed as they go.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -102,9 +101,9 @@ class RequestClock:
         self._last: dict[int, float] = {}
         self._first: dict[int, float] = {}
 
-    def tick(self, text: int, request: Request, n_tokens: int, finish_reason: str | None) -> None:
-        """A piece of a text has come; n_tokens are there now."""
-        now, metrics = time.monotonic(), self._metrics
+    def tick(self, now: float, text: int, request: Request, n_tokens: int, finish_reason: str | None) -> None:
+        """A piece of a text has come, by `time.monotonic`; n_tokens are there now."""
+        metrics = self._metrics
         if text not in self._first:
             admitted = request.admitted_at or now
             metrics.observe("time_to_first_token_seconds", now - self._began)
