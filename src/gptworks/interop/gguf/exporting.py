@@ -69,9 +69,11 @@ def export_gguf(
     loaded = load_run(run, checkpoint, full=True, report=report)
     config, weights = loaded.model.config, loaded.model.state_dict()
     architecture = choose_architecture(config)
-    words = load_tokenizer(loaded.tokenizer_folder)
-    vocabulary = read_vocabulary(words, config.vocab_size) if tokenizer else None
-    template = load_chat_template(loaded.tokenizer_folder, words) if tokenizer else None
+    vocabulary = template = None
+    if tokenizer:
+        words = load_tokenizer(loaded.tokenizer_folder)
+        vocabulary = read_vocabulary(words, config.vocab_size)
+        template = load_chat_template(loaded.tokenizer_folder, words)
     notes = [APPROXIMATE_GELU] if config.mlp == "gelu" else []
     if vocabulary is not None and vocabulary.note:
         notes.append(vocabulary.note)
