@@ -238,5 +238,6 @@ def weights_fingerprint(model: GPT) -> str:
     for name, parameter in sorted(model.named_parameters()):
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         digest.update(name.encode("utf-8"))
-        digest.update(local.detach().float().cpu().numpy().tobytes())
+        copied = local.detach().float().cpu().clone()  # a storage that numpy has seen cannot be freed by FSDP any more
+        digest.update(copied.numpy().tobytes())
     return digest.hexdigest()
