@@ -18,7 +18,7 @@ help:
 	@echo "make test-overload  the server with too many clients, slow ones, and ones that leave (about 3 minutes on 2 cores)"
 	@echo "make lint    ruff, mypy and the import contract"
 	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about an hour on 2 cores)"
-	@echo "make bench   speed beside textbook loops and torch's own passes; memory beside what was planned"
+	@echo "make bench   speed beside textbook loops, torch's own passes and other engines and servers; memory beside what was planned"
 
 demo: .venv/.installed
 	$(BIN)/gptworks train recipes/demo.yaml --resume
@@ -72,11 +72,13 @@ lint: .venv/.installed-dev
 	$(BIN)/lint-imports
 
 bench: .venv/.installed-dev
-	$(PIP) -e ".[bench]"
+	$(PIP) -e ".[bench,serve,data]"
 	$(BIN)/python bench/train.py
 	$(BIN)/python bench/passes.py
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/saving.py
+	$(BIN)/python bench/infer.py
+	$(BIN)/python bench/serve.py
 
 # Without a network: BAND_SETTINGS="data.sources.0.path=tinyshakespeare.txt" BANDS=shakespeare-char
 BANDS ?= demo shakespeare-char
