@@ -469,7 +469,7 @@ def test_the_manifest_says_what_made_it(make: Make, tmp_path: Path) -> None:
     write(tmp_path, *essays(30))
     prepared = prepare(make(validation={"fraction": 0.3}))
     manifest = json.loads((prepared.folder / "manifest.json").read_text())
-    assert manifest["made_from"]["tokenizer"] == {"type": "char"}
+    assert manifest["made_from"]["tokenizer"]["type"] == "char"
     assert manifest["vocab_size"] == prepared.tokenizer.get_vocab_size()
     assert manifest["tokenizer_sha256"] == fingerprint(prepared.tokenizer)
     assert len(list(iter_documents(make().data.sources))) == sum(s["documents"] for s in manifest["splits"].values())
