@@ -14,7 +14,6 @@ import torch
 import yaml
 
 import chats
-import tiny
 from gptworks.chat_template import BUILT_IN
 from gptworks.checkpoint import checkpoints, load_run
 from gptworks.config import IGNORED
@@ -121,7 +120,7 @@ def test_another_tokenizer_is_refused(folder: Path) -> None:
 
 
 def test_it_learns_the_answers_and_chats_in_turns(folder: Path) -> None:
-    run = tuned(folder, max_steps=150, learning_rate=0.01, evaluate_every=50)
+    run = tuned(folder, max_steps=80, learning_rate=0.02, evaluate_every=80)
     assert losses(run)[-1] < 0.5 * losses(run)[0]
     engine = load(run, backend="torch")
     assert engine.chat_template is not None and engine.chat_template.source == BUILT_IN["chatml"]
@@ -211,7 +210,7 @@ def test_epochs_and_accumulation(folder: Path) -> None:
 
 
 def test_killed_and_resumed_it_is_the_same_bit_for_bit(folder: Path) -> None:
-    settings: dict[str, Any] = {"max_steps": 12, "checkpoint_every": 4, "evaluate_every": 6, "optimizer": "muon"}
+    settings: dict[str, Any] = {"max_steps": 6, "checkpoint_every": 2, "evaluate_every": 6, "optimizer": "muon"}
     whole = tuned(folder, **settings)
     file = folder / "again.yaml"
     file.write_text(
@@ -224,7 +223,7 @@ from gptworks.train import loop
 step = loop.Run.training_step
 def dying(run):
     step(run)
-    if run.progress.step == 7:
+    if run.progress.step == 3:
         run.writer.wait()
         os.kill(os.getpid(), signal.SIGKILL)
 loop.Run.training_step = dying
@@ -233,25 +232,32 @@ loop.train(load_recipe({str(file)!r}))
     threads = {**os.environ, "OMP_NUM_THREADS": "1"}  # as many as this process has: sums depend on it
     killed = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, env=threads)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert checkpoints(folder / "cut")[0].step == 6
+    assert checkpoints(folder / "cut")[0].step == 2
     train(load_recipe(file), resume=True)
     a, b = (checkpoints(run)[0].folder / "model.safetensors" for run in (whole, folder / "cut"))
     assert a.read_bytes() == b.read_bytes()
 
 
-def test_the_command_line(folder: Path) -> None:
+def test_inspect_shows_what_is_learned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from gptworks.cli.inspect import inspect
+
     file = folder / "tune.yaml"
-    file.write_text(yaml.safe_dump(chats.tune_tree(folder, max_steps=3)))
-    shown = tiny.gptworks("inspect", file, "--json", "--examples", "2")
-    tree = json.loads(shown.stdout)
+    file.write_text(yaml.safe_dump(chats.tune_tree(folder)))
+    inspect(file, as_json=True, examples=2)
+    tree = json.loads(capsys.readouterr().out)
     assert tree["findings"] == [] and tree["files"][0]["shape"] == "alpaca" and tree["n_cut"] == 0
     parts = tree["examples"][0]["parts"]
     assert [part["learned"] for part in parts] == [False, True, False]
     assert parts[1]["text"].endswith("<|im_end|>") and not parts[0]["cut"]
-    plain = tiny.gptworks("inspect", file).stdout
+    inspect(file)
+    plain = capsys.readouterr().out
     assert f"⟦{parts[1]['text']}⟧" in plain and "chats.jsonl (alpaca, 60 records)" in plain
-    done = tiny.gptworks("train", file)
-    assert done.returncode == 0 and "answer ends with <|im_end|>" in done.stdout + done.stderr
+    inspect(file, ["model.context_length=40"], examples=1)
+    cut = capsys.readouterr().out
+    assert "✂" in cut.replace("✂cut off✂", "") and "stops training: answers-cut-short: " in cut
+    file.write_text(yaml.safe_dump(chats.base_tree(folder)))
+    with pytest.raises(UserError, match="its sources are text"):
+        inspect(file)
 
 
 def test_evaluate_counts_answers_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
