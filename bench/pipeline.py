@@ -1,8 +1,9 @@
 """From text to assistant: train the miniature's phases, then ask each for answers to held-out instructions.
 
-An answer counts where the model ended it with the end token, and it has the form that the instruction's answers have.
-Every phase reads the same tokens: the template needs no token that the base lacks. Fails where the tuned model answers
-in form less than 95 times in 100, or the base 20 times or more.
+The phases are the base model, instruction tuning, and DPO, on pairs whose rejected answer is about another function.
+An answer follows where the model ended it with the end token and it has the form that the instruction's answers have.
+Every phase reads the same tokens: the template needs no token that the base lacks. Fails where a tuned model follows
+less than 95 times in 100, the base 20 times or more, or DPO does not widen the margin of rewards on held-out pairs.
 
     python bench/pipeline.py [--share 0.1] [--answers 200] [--json]
 """
@@ -18,15 +19,16 @@ from pathlib import Path
 import stdlib_instructions
 from gptworks.chat_template import BUILT_IN, ChatTemplate
 from gptworks.config import Recipe
-from gptworks.data.conversations import Conversation, iter_conversations
-from gptworks.data.examples import is_held_out
+from gptworks.data.conversations import Conversation, is_held_out, iter_conversations
 from gptworks.infer import SamplingSettings, load
 from gptworks.recipe import load_recipe
+from gptworks.train.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 PHASES = {
     "base": ROOT / "recipes/miniature/pretrain.yaml",
     "tuned": ROOT / "recipes/miniature/finetune.yaml",
+    "preferred": ROOT / "recipes/miniature/preference.yaml",
 }
 """In the order of training; each starts from the one before."""
 
@@ -46,7 +48,7 @@ def train(recipe: Path, share: float) -> float:
 def questions(recipe: Recipe, n: int) -> list[Conversation]:
     """Held-out instructions, evenly over all of them."""
     fraction = recipe.data.validation.fraction
-    held_out = [one for one in iter_conversations(recipe.data.conversations) if is_held_out(one, fraction)]
+    held_out = [one for one in iter_conversations(recipe.data.conversations) if is_held_out(one.prompt, fraction)]
     return [held_out[i * len(held_out) // n] for i in range(min(n, len(held_out)))]
 
 
@@ -66,6 +68,12 @@ def answers_in_form(run_dir: Path, asked: list[Conversation]) -> dict[str, float
     return {name: count[name] / len(asked) for name in ("ends", "form", "follows", "equal")}
 
 
+def reward_margins(run_dir: Path) -> list[float]:
+    """On the held-out pairs, from the first evaluation to the last."""
+    records = read_metrics(run_dir / "metrics.jsonl")
+    return [record["reward_margin"] for record in records if record["kind"] == "validation"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--share", type=float, default=1.0, help="of each phase's steps")
@@ -74,24 +82,31 @@ def main() -> None:
     options = parser.parse_args()
 
     started = time.perf_counter()
-    tuning = load_recipe(PHASES["tuned"])
-    path = tuning.data.conversations[0].path
-    assert path is not None
-    n_records = stdlib_instructions.write(Path(path))
-    print(f"{n_records:,} instructions with answers in {path}", file=sys.stderr)
+    recipes = {name: load_recipe(path) for name, path in PHASES.items()}
+    [instructions], [preferences] = recipes["tuned"].data.conversations, recipes["preferred"].data.preferences
+    rows = list(stdlib_instructions.records())
+    for source, some in ((instructions, rows), (preferences, stdlib_instructions.pairs(rows))):
+        assert source.path is not None
+        print(f"{stdlib_instructions.write(Path(source.path), some):,} records in {source.path}", file=sys.stderr)
     seconds = {name: train(recipe, options.share) for name, recipe in PHASES.items()}
-    asked = questions(tuning, options.answers)
-    results = {name: answers_in_form(load_recipe(recipe).run_dir, asked) for name, recipe in PHASES.items()}
+    asked = questions(recipes["tuned"], options.answers)
+    results = {name: answers_in_form(recipe.run_dir, asked) for name, recipe in recipes.items()}
+    margins = reward_margins(recipes["preferred"].run_dir)
     total = time.perf_counter() - started
     if options.json:
-        print(json.dumps({"answers": len(asked), "results": results, "seconds": seconds, "total_seconds": total}))
+        figures = {"answers": len(asked), "results": results, "margins": margins}
+        print(json.dumps(figures | {"seconds": seconds, "total_seconds": total}))
     else:
         print(f"\n{len(asked)} held-out instructions, likeliest answers of at most {MAX_TOKENS} tokens; {total:.0f} s")
-        print(f"{'':8}{'ends':>8}{'form':>8}{'both':>8}{'equal':>8}{'trained':>10}")
+        print(f"{'':10}{'ends':>8}{'form':>8}{'both':>8}{'equal':>8}{'trained':>10}")
         for name, shares in results.items():
-            print(f"{name:8}" + "".join(f"{share:8.1%}" for share in shares.values()) + f"{seconds[name]:8.0f} s")
-    if results["tuned"]["follows"] < LEAST_TUNED or results["base"]["follows"] >= MOST_BASE:
+            print(f"{name:10}" + "".join(f"{share:8.1%}" for share in shares.values()) + f"{seconds[name]:8.0f} s")
+        print(f"reward margins on held-out pairs: 0 at first, {', '.join(f'{margin:.2f}' for margin in margins)}")
+    follows = {name: shares["follows"] for name, shares in results.items()}
+    if min(follows["tuned"], follows["preferred"]) < LEAST_TUNED or follows["base"] >= MOST_BASE:
         sys.exit(f"tuned below {LEAST_TUNED:.0%}, or base not below {MOST_BASE:.0%}")
+    if margins[-1] <= 0:
+        sys.exit("the margin of rewards did not rise")
 
 
 if __name__ == "__main__":

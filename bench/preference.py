@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.config import PreferencesSource
+from gptworks.data.conversations import is_held_out
 from gptworks.data.preferences import iter_pairs
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import train
@@ -42,7 +43,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         pairs = iter_pairs([PreferencesSource(type="preferences", path=str(arguments.pairs))])
-        answers = [{"messages": [*pair.prompt, pair.chosen]} for pair in pairs if not pair.is_held_out(HELD_OUT)]
+        answers = [
+            {"messages": [*pair.prompt, pair.chosen]} for pair in pairs if not is_held_out(pair.prompt, HELD_OUT)
+        ]
         (folder / "answers.json").write_text(json.dumps(answers), encoding="utf-8")
         data = {"cache_dir": str(folder / "data"), "validation": {"fraction": HELD_OUT}}
         instruction = {

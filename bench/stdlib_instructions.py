@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from gptworks.data.sources import stdlib_files
@@ -79,9 +79,22 @@ def _parameters(arguments: ast.arguments) -> list[str]:
     return [*plain, *some, *named, *rest]
 
 
-def write(path: Path) -> int:
+def pairs(rows: Iterable[Record]) -> Iterator[Record]:
+    """Each instruction with its answer as the chosen one, and as the rejected one the answer to the instruction of its
+    kind before it: right in form, and about another function."""
+    before: dict[str, str] = {}
+    for row in rows:
+        rejected = before.get(row["instruction"], row["output"])
+        before[row["instruction"]] = row["output"]
+        if rejected != row["output"]:
+            yield {"instruction": row["instruction"], "input": row["input"]} | {
+                "chosen": row["output"], "rejected": rejected
+            }  # fmt: skip
+
+
+def write(path: Path, rows: Iterable[Record]) -> int:
     """Write the file; returns its records."""
-    rows = list(records())
+    rows = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     if not path.exists() or path.read_text(encoding="utf-8") != text:  # the same file keeps what was prepared from it
@@ -90,4 +103,4 @@ def write(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    print(f"{write(Path(sys.argv[1])):,} instructions with answers")
+    print(f"{write(Path(sys.argv[1]), records()):,} instructions with answers")

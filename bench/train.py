@@ -8,7 +8,7 @@ GPT-2 124M in batches of 4 × 512; no dropout. The other loops are a textbook's 
 autocast, and compiled; and transformers' Trainer as it comes, with bf16=True, and compiled. gptworks takes its own
 training step, its own batches, in the precision it chooses. Each loop runs in a process of its own, one after the
 other, in several rounds; the ratios are of medians. The tokens are those of the text's characters, whatever the model's
-vocabulary.
+vocabulary, which grows where the text has more characters than TinyShakespeare.
 
 How far a ratio to fp32 can go is set by the processor: beside the loops stand the rates of large matrix products,
 measured before each of them. FLOPs are those of the model's products, with attention in full.
@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -144,14 +145,17 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def measure(shape: Shape, text: Path | None, rounds: int, n_steps: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Tokens/s of each loop, and FLOP/s of large products, medians over everything measured."""
+def measure(
+    shape: Shape, text: Path | None, rounds: int, n_steps: int
+) -> tuple[dict[str, float], dict[str, float], int]:
+    """Tokens/s of each loop and FLOP/s of large products, medians of all measured; FLOPs a token of the model."""
     times: dict[str, list[float]] = {name: [] for name in available()}
     rates: dict[str, list[float]] = {"fp32": [], "bf16": []}
     spawn = get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         recipe = bench_recipe(shape, text, folder)
         prepared = prepare(recipe)
+        shape = replace(shape, vocab_size=max(shape.vocab_size, prepared.manifest.vocab_size))
         recipe = with_vocabulary(recipe, shape.vocab_size)
         for name in list(times) * rounds:
             rates["fp32"].append(product_rate(torch.float32))
@@ -168,6 +172,7 @@ def measure(shape: Shape, text: Path | None, rounds: int, n_steps: int) -> tuple
     return (
         {name: tokens / statistics.median(taken) for name, taken in times.items()},
         {name: statistics.median(values) for name, values in rates.items()},
+        forward_flops(recipe.model).training_per_token_dense,
     )
 
 
@@ -181,9 +186,7 @@ def main() -> None:
     print(f"{device_name(torch.device('cpu'))}, torch {torch.__version__}")
     for workload in arguments.workload or WORKLOADS:
         shape = WORKLOADS[workload]
-        speed, rate = measure(shape, arguments.text, arguments.rounds, arguments.steps)
-        model = with_vocabulary(bench_recipe(shape, None, ""), shape.vocab_size).model
-        flops_per_token = forward_flops(model).training_per_token_dense
+        speed, rate, flops_per_token = measure(shape, arguments.text, arguments.rounds, arguments.steps)
         print(
             f"\n{workload}: products {rate['fp32'] / 1e9:,.0f} GFLOP/s in fp32, {rate['bf16'] / 1e9:,.0f} in bf16, "
             f"{rate['bf16'] / rate['fp32']:.2f} times as many"

@@ -9,7 +9,7 @@ import torch
 import tiny
 from gptworks.config import IGNORED
 from gptworks.errors import UserError
-from gptworks.model.loss import distillation_nats
+from gptworks.model.loss import distillation_loss
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import check_train, train
 from gptworks.train.metrics import read_metrics
@@ -26,8 +26,8 @@ def test_loss_and_gradients_are_the_definition(chunk: int, monkeypatch: pytest.M
     y, v, temperature = torch.randn(2, 7, 12), torch.randn(30, 12), 3.0
     targets = torch.randint(30, (2, 7))
     targets[0, :4] = IGNORED
-    sums = distillation_nats(x, w, y, v, targets, temperature)
-    got = torch.autograd.grad(0.3 * sums[0] + 0.7 * sums[1], [x, w])
+    loss, *sums = distillation_loss(x, w, y, v, targets, temperature, 0.3, 0.7)
+    got = torch.autograd.grad(loss, [x, w])
 
     x64, w64 = (t.detach().double().requires_grad_() for t in (x, w))
     nats = kl = torch.zeros((), dtype=torch.float64)
@@ -39,7 +39,9 @@ def test_loss_and_gradients_are_the_definition(chunk: int, monkeypatch: pytest.M
         kl = kl + (p * (p / q).log()).sum()
     assert sums[0].item() == pytest.approx(nats.item(), abs=1e-5)
     assert sums[1].item() == pytest.approx(kl.item(), abs=1e-5)
-    expected = torch.autograd.grad(0.3 * nats + 0.7 * kl, [x64, w64])
+    total = 0.3 * nats + 0.7 * temperature**2 * kl
+    assert loss.item() == pytest.approx(total.item(), abs=1e-4)
+    expected = torch.autograd.grad(total, [x64, w64])
     for one, other in zip(got, expected, strict=True):
         assert (one - other).abs().max() <= 1e-5
 

@@ -1,6 +1,8 @@
 """The formula for a step's memory against the step itself, traced on fake tensors; and what holds of any such sum."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,11 @@ from gptworks.model import loss as model_loss
 from gptworks.plan import memory, stages
 from gptworks.plan.inference import inference_memory
 from gptworks.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS, Layout, Setting, training_peak
+from gptworks.plan.objectives import recipe_setting
 from gptworks.plan.params import count_parameters
 from gptworks.presets import PRESETS, preset
 from gptworks.quantize.convert import quantize_model
+from gptworks.recipe import parse_recipe
 from gptworks.train import muon
 from gptworks.train.trace import trace_step
 
@@ -217,3 +221,41 @@ def test_weights_in_each_precision_are_those_that_are_written(changes: dict[str,
     for row in inference_memory(model):
         kept = weights if row.weights == "fp32" else quantize_model(weights, row.weights)  # type: ignore[arg-type]
         assert row.weights_bytes == sum(t.numel() * t.element_size() for t in kept.state_dict().values()), row.weights
+
+
+# other objectives -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("name", ["gpt2-mini", "modern-9m"])
+def test_rows_of_several_texts(name: str, checkpointing: str, precision: str) -> None:
+    train = TrainConfig(max_steps=1, batch_size=3, activation_checkpointing=checkpointing)
+    setting = replace(Setting.of(shallow(name), train, precision, True), several_texts=True)
+    traced = trace_step(shallow(name), train, "cpu", precision, several_texts=True)
+    assert abs(training_peak(setting).total_bytes / traced.peak_bytes - 1) < 0.02
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("name", ["gpt2-mini", "gpt2"])
+@pytest.mark.parametrize("kind", ["preference", "distillation"])
+def test_other_objectives(kind: str, name: str, checkpointing: str, precision: str, tmp_path: Path) -> None:
+    model, pairs = shallow(name), kind == "preference"
+    tree: dict[str, Any] = {
+        "name": "memory",
+        "model": model.model_dump(mode="json"),
+        "tokenizer": {"type": "char"},
+        "data": {"sources": [{"type": "python-stdlib"}]},
+        "train": {"max_steps": 1, "batch_size": 2, "activation_checkpointing": checkpointing},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(tree))  # the teacher's
+    if pairs:
+        tree["data"] = {"sources": [{"type": "preferences", "path": "pairs.json"}]}
+        tree["tokenizer"]["chat_template"] = "plain"
+    recipe = parse_recipe(tree | {"objective": {"type": kind} | ({} if pairs else {"teacher": str(tmp_path)})})
+    planned = replace(recipe_setting(recipe, precision, True), saves=False)
+    rows = recipe.train.model_copy(update={"batch_size": 4, "micro_batch_size": 4}) if pairs else recipe.train
+    traced = trace_step(model, rows, "cpu", precision, objective=recipe.objective)
+    assert planned.rows_per_sample == (2 if pairs else 1)
+    assert abs(training_peak(planned).total_bytes / traced.peak_bytes - 1) < 0.02

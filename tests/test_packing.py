@@ -19,7 +19,7 @@ from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.model import GPT
-from gptworks.model.attention import attend, attend_reference, texts_mask
+from gptworks.model.attention import attend, attend_reference, texts_bias
 from gptworks.recipe import parse_recipe
 from gptworks.train.objectives import next_token
 
@@ -127,7 +127,7 @@ def test_a_row_of_texts_by_the_definition() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 4], [*range(7), 0, 1, 2]])
     for window in (None, 2):
         q, k, v = (torch.randn(2, heads, 10, 4, requires_grad=True) for heads in (4, 2, 2))
-        y = attend(q, k, v, window=window, visible=texts_mask(positions, window))
+        y = attend(q, k, v, window=window, bias=texts_bias(positions, window, q.dtype))
         for row, bounds in enumerate([[0, 3, 5, 10], [0, 7, 10]]):
             for a, b in pairwise(bounds):
                 part = [x[row : row + 1, :, a:b] for x in (q, k, v)]

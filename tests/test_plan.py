@@ -189,9 +189,9 @@ def test_a_layout_is_as_little_as_fits() -> None:
 
 def test_ranks_share_the_batch() -> None:
     recipe, _ = plan_preset("gpt2", ["train.batch_size=96", "train.micro_batch_size=32"], H100, 8, 1, "none")
-    setting = rank_setting(recipe.model, recipe.train, H100, Layout("none", 8))
+    setting = rank_setting(recipe, H100, Layout("none", 8))
     assert (setting.micro_batch_size, setting.accumulates) == (12, False)
-    setting = rank_setting(recipe.model, recipe.train, H100, Layout("none", 2))
+    setting = rank_setting(recipe, H100, Layout("none", 2))
     assert (setting.micro_batch_size, setting.accumulates) == (24, True)
     assert largest_divisor(12, 5) == 4
 

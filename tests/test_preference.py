@@ -100,10 +100,14 @@ def test_logprobs_are_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -> Non
         logprobs = target_logprobs(features, weight, targets)
         return [logprobs, *torch.autograd.grad((logprobs * torch.arange(9.0)).sum(), [features, weight])]
 
-    whole = made()
-    monkeypatch.setattr("gptworks.model.loss.chunk_tokens", lambda device, vocab_size: 7)
-    for one, other in zip(whole, made(), strict=True):
-        assert (one - other).abs().max() < 1e-5
+    exact = [x.detach().double().requires_grad_() for x in (features, weight)]
+    logits = exact[0] @ exact[1].T
+    chosen = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0] * (targets != IGNORED)
+    expected = [chosen, *torch.autograd.grad((chosen * torch.arange(9.0)).sum(), exact)]
+    for n_tokens in (1024, 7):
+        monkeypatch.setattr("gptworks.model.loss.chunk_tokens", lambda device, vocab_size, n=n_tokens: n)
+        for one, other in zip(made(), expected, strict=True):
+            assert (one - other).abs().max() < 2e-5
     assert (target_logprobs(features, weight, torch.full_like(targets, IGNORED)) == 0).all()
 
 

@@ -122,7 +122,7 @@ def tree_of(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("settings", [{}, {"adapter": {"rank": 8}, "objective": {"beta": 0.01}}])
 def test_the_mean_reward_rises_clearly(folder: Path, settings: dict[str, Any]) -> None:
     name = "-".join(["rises", *settings])
-    rate = {"train": {"learning_rate": 0.01}} if settings else {}
+    rate = {"train": {"learning_rate": 0.02}} if settings else {}
     train(parse_recipe(tree_of(folder, name, **settings, **rate)))
     records = list(read_metrics(folder / name / "metrics.jsonl"))
     rewards = [record["reward"] for record in records if record["kind"] == "train"]

@@ -102,6 +102,6 @@ def test_a_missing_broken_or_newer_manifest_is_refused(tmp_path: Path) -> None:
         file.write_text(broken)
         with pytest.raises(UserError, match=r"manifest\.json is broken"):
             TokenShards(tmp_path, "train")
-    file.write_text(whole.replace('"format_version": 2', '"format_version": 99'))
+    file.write_text(whole.replace(f'"format_version": {FORMAT_VERSION}', '"format_version": 99'))
     with pytest.raises(UserError, match="has format 99 and this gptworks reads 2"):
         TokenShards(tmp_path, "train")

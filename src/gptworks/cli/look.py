@@ -87,20 +87,23 @@ def plan(
     from gptworks.recipe import load_recipe
 
     check_figures(memory_gib=memory_gib, flops=flops, bandwidth=bandwidth, utilization=utilization)
-    recipe, n_train_tokens = None, None
+    recipe, n_train_tokens, samples = None, None, None
     if target not in PRESETS:
         if not (Path(target).exists() or target.endswith((".yaml", ".yml"))):
             preset(target)  # says which preset is nearest
         recipe, n_train_tokens = with_what_is_prepared(load_recipe(target, overrides or []))
+        samples = _samples_per_epoch(recipe)
     place = _planned_device(device, memory_gib, flops, bandwidth, recipe)
     if recipe is None:
         recipe, layout = plan_preset(target, overrides or [], place, world_size, tensor_parallel, sharding)
     else:
         layout = choose_layout(recipe, place, world_size, tensor_parallel, sharding)
-    sheet = plan_recipe(recipe, n_train_tokens, device=place, layout=layout, utilization=utilization)
+    sheet = plan_recipe(
+        recipe, n_train_tokens, samples_per_epoch=samples, device=place, layout=layout, utilization=utilization
+    )
     if (trace or measure) and layout.world_size > 1:
         raise UserError("--trace and --measure follow one device's step: leave --world-size out.")
-    part = (recipe.adapter, recipe.freeze)
+    part = (recipe.adapter, recipe.freeze, recipe.objective, sheet.setting.several_texts)
     if trace:
         from gptworks.train.trace import trace_step
 
@@ -160,6 +163,18 @@ def _architecture(target: str, overrides: list[str]) -> tuple["ModelConfig", str
         recipe, _ = with_what_is_prepared(load_recipe(target, overrides))
         return recipe.model, recipe.name
     return parse_model({"preset": target}), target  # says which preset is nearest
+
+
+def _samples_per_epoch(recipe: "Recipe") -> int | None:
+    """Rows of examples or pairs of answers in the prepared data; None: there is none, or it is text."""
+    from gptworks.data.prepare import find_prepared
+
+    prepared = find_prepared(recipe) if recipe.data.records else None
+    if prepared is None:
+        return None
+    from gptworks.train.task import choose_task
+
+    return choose_task(recipe, prepared.folder).samples_per_epoch
 
 
 def with_what_is_prepared(recipe: "Recipe") -> tuple["Recipe", int | None]:

@@ -38,9 +38,17 @@ class Conversation:
         return f"{self.origin}, record {self.record}"
 
     @property
-    def digest(self) -> bytes:
-        """Of its turns: the same for the same conversation, wherever it comes from."""
-        return hashlib.blake2b(json.dumps(self.messages).encode("utf-8"), digest_size=8).digest()
+    def prompt(self) -> list[Message]:
+        """The turns before the last answer; all turns, where there are none before it."""
+        answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return self.messages[: answers[-1] if answers else None] or self.messages
+
+
+def is_held_out(prompt: list[Message], fraction: float) -> bool:
+    """Whether examples of this prompt are for validation: a function of the prompt alone, so that it is on one side in
+    instruction tuning and in preference tuning, whatever its answers."""
+    digest = hashlib.blake2b(json.dumps(prompt).encode("utf-8"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 def iter_conversations(sources: Iterable[ConversationsSource]) -> Iterator[Conversation]:

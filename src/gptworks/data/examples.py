@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 
 from gptworks.chat_template import ChatTemplate, Message
-from gptworks.data.conversations import Conversation
+from gptworks.data.conversations import Conversation, is_held_out
 from gptworks.data.masking import encode_conversation
 from gptworks.data.shards import ALTERED, EMPTY, NO_END, SWAPPED, UNANSWERED, Origin, ShardWriter, Split
 from gptworks.errors import UserError
@@ -39,7 +39,7 @@ def write_examples(
         flags += EMPTY * any(not answer.strip() for answer in answers) + UNANSWERED * (not answers)
         roles = [message["role"] for message in conversation.messages if message["role"] != "system"]
         flags += SWAPPED * (roles[:1] == ["assistant"] and roles[-1:] == ["user"])
-        writers["validation" if is_held_out(conversation, held_out_fraction) else "train"].add(
+        writers["validation" if is_held_out(conversation.prompt, held_out_fraction) else "train"].add(
             example.ids,
             example.text_bytes,
             starts_document=True,
@@ -50,11 +50,6 @@ def write_examples(
         done_bytes += example.text_bytes
         report("shards", done_bytes, None)
     return tuple(origins)
-
-
-def is_held_out(conversation: Conversation, fraction: float) -> bool:
-    """Whether it is for validation: a function of its turns alone, so that equal ones stay together."""
-    return int.from_bytes(conversation.digest, "big") < fraction * 2**64
 
 
 def _hashes(messages: list[Message]) -> tuple[int, int, int]:

@@ -4,8 +4,6 @@ In the shards, each pair is two documents: the conversation that ends with the c
 with the rejected one. The last answer alone is marked as learned.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -14,7 +12,7 @@ import numpy.typing as npt
 
 from gptworks.chat_template import ChatTemplate, Message
 from gptworks.config import PreferencesSource
-from gptworks.data.conversations import Record, origins, read_messages, read_text
+from gptworks.data.conversations import Record, is_held_out, origins, read_messages, read_text
 from gptworks.data.masking import encode_conversation
 from gptworks.data.shards import NO_END, Origin, ShardWriter, Split, TokenShards
 from gptworks.errors import UserError
@@ -39,11 +37,6 @@ class Pair:
     @property
     def where(self) -> str:
         return f"{self.origin}, record {self.record}"
-
-    def is_held_out(self, fraction: float) -> bool:
-        """Whether it is for validation: a function of its prompt alone, so that equal ones stay together."""
-        digest = hashlib.blake2b(json.dumps(self.prompt).encode("utf-8"), digest_size=8).digest()
-        return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 def iter_pairs(sources: Iterable[PreferencesSource]) -> Iterator[Pair]:
@@ -121,7 +114,7 @@ def write_pairs(
         if not files or files[-1].name != pair.origin or pair.record == 1:
             files.append(Origin(name=pair.origin, shape=SHAPE, records=0))
         files[-1] = files[-1].model_copy(update={"records": pair.record})
-        writer = writers["validation" if pair.is_held_out(held_out_fraction) else "train"]
+        writer = writers["validation" if is_held_out(pair.prompt, held_out_fraction) else "train"]
         for answer in (pair.chosen, pair.rejected):
             try:
                 example = encode_conversation(template, [*pair.prompt, answer])

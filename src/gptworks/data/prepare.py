@@ -30,10 +30,10 @@ from gptworks.config import (
     TokenizerConfig,
     ValidationSplit,
 )
-from gptworks.data.conversations import conversations_signature, iter_conversations
+from gptworks.data.conversations import conversations_signature, is_held_out, iter_conversations
 from gptworks.data.conversations import origins as origins_of
 from gptworks.data.encode import encode_all
-from gptworks.data.examples import is_held_out, write_examples
+from gptworks.data.examples import write_examples
 from gptworks.data.preferences import iter_pairs, write_pairs
 from gptworks.data.shards import (
     FORMAT_VERSION,
@@ -358,10 +358,10 @@ def _split_by(data: DataConfig) -> ValidationSplit:
 def _training_texts(data: DataConfig, validation: ValidationSplit) -> Iterator[str]:
     """What a tokenizer may learn from."""
     for conversation in iter_conversations(data.conversations):
-        if not is_held_out(conversation, validation.fraction):
+        if not is_held_out(conversation.prompt, validation.fraction):
             yield from (message["content"] for message in conversation.messages)
     for pair in iter_pairs(data.preferences):
-        if not pair.is_held_out(validation.fraction):
+        if not is_held_out(pair.prompt, validation.fraction):
             yield from (message["content"] for message in [*pair.prompt, pair.chosen, pair.rejected])
     for split, piece in split_documents(iter_documents(data.texts), validation):
         if split == "train":

@@ -28,7 +28,7 @@ from gptworks.config import Section
 from gptworks.errors import UserError
 from gptworks.files import sealed_json, sha256_file, unsealed_json
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST_FILE = "manifest.json"
 
 EXAMPLE = ("record", "text", "question", "answer", "flags")

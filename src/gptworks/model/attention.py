@@ -23,7 +23,7 @@ def attend(
     window: int | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
-    visible: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Scaled dot-product attention in which the T queries are the last T of the S key positions.
 
@@ -32,20 +32,20 @@ def attend(
         window: a query sees this many keys, its own included; None: all up to its own.
         dropout: probability of dropping an attention weight.
         scale: factor of q·k; None: 1/√D.
-        visible: where each query may look, boolean [B, T, S], for rows of several texts (`texts_mask`). It holds the
-            window too; None: one text a row.
+        bias: what is added to the scores, [B, T, S] in q's dtype, for rows of several texts (`texts_bias`). It holds
+            the window too; None: one text a row.
 
     Returns:
         [B, H, T, D], in q's dtype.
     """
     n_queries, n_keys = q.size(2), k.size(2)
     if cpu.trains(q) and n_keys <= cpu.LONGEST:
-        may_look = causal_mask(n_queries, n_keys, window, q.device) if visible is None else visible
-        bias = torch.zeros(may_look.shape, dtype=q.dtype).masked_fill_(~may_look, -math.inf)
+        if bias is None:
+            bias = as_bias(causal_mask(n_queries, n_keys, window, q.device), q.dtype)
         return cpu.attention(q, k, v, bias, window, dropout, scale)
-    if visible is not None:
+    if bias is not None:
         return F.scaled_dot_product_attention(
-            q, k, v, visible[:, None], dropout_p=dropout, scale=scale, enable_gqa=q.size(1) != k.size(1)
+            q, k, v, bias[:, None], dropout_p=dropout, scale=scale, enable_gqa=q.size(1) != k.size(1)
         )
     banded = window is not None and window < n_keys
     if window is not None and n_queries == n_keys >= 2 * window:
@@ -140,14 +140,20 @@ def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.d
     return visible if window is None else visible & (key > query - window)
 
 
-def texts_mask(positions: Tensor, window: int | None) -> Tensor:
-    """Boolean [B, T, T], true where a query may look, in rows of several texts: to its own text, up to itself.
+def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where the mask is true and −∞ elsewhere: added to scores, it leaves the true ones."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+
+
+def texts_bias(positions: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """The bias [B, T, T] by which queries look, in rows of several texts, to their own text, up to themselves.
 
     positions: int64 [B, T], each token's place in its own text; a text begins at each 0.
     """
     length = positions.size(1)
     text = (positions == 0).cumsum(1)
-    return (text[:, :, None] == text[:, None, :]) & causal_mask(length, length, window, positions.device)
+    mask = (text[:, :, None] == text[:, None, :]) & causal_mask(length, length, window, positions.device)
+    return as_bias(mask, dtype)
 
 
 def attend_reference(
@@ -263,9 +269,9 @@ class Attention(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
         cache: LayerCache | SlotLayer | None,
-        visible: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """x [B, T, C] → [B, T, C]. `rotary` holds the tables of these T positions; `visible` as for `attend`."""
+        """x [B, T, C] → [B, T, C]. `rotary` holds the tables of these T positions; `bias` as for `attend`."""
         q, k, v = (  # B H T D, B G T D, B G T D
             project(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
@@ -279,6 +285,6 @@ class Attention(nn.Module):
             if cache is not None:
                 k, v = cache.extend(k, v)  # B G S D
             dropout = self.dropout if self.training else 0.0
-            y = attend(q, k, v, window=self.window, dropout=dropout, scale=self.scale, visible=visible)  # B H T D
+            y = attend(q, k, v, window=self.window, dropout=dropout, scale=self.scale, bias=bias)  # B H T D
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # B T C
         return out

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gptworks.config import ModelConfig
-from gptworks.model.attention import Attention, Rotary, texts_mask
+from gptworks.model.attention import Attention, Rotary, texts_bias
 from gptworks.model.cache import KVCache, LayerCache, SlotLayer, SlotRows
 from gptworks.model.layers import MLP, Dropout, build_norm, product_dtype
 from gptworks.model.moe import MoE
@@ -42,10 +42,10 @@ class Block(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
         cache: LayerCache | SlotLayer | None,
-        visible: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, C] → [B, T, C], and the router's logits [B, T, E] where there are experts."""
-        attended = x + self.dropout(self.attention(self.norm1(x), rotary, cache, visible))
+        attended = x + self.dropout(self.attention(self.norm1(x), rotary, cache, bias))
         inner = self.norm2(x if self.parallel else attended)
         y, router_logits = self.mlp(inner) if self.routed else (self.mlp(inner), None)
         return attended + self.dropout(y), router_logits
@@ -106,11 +106,9 @@ class GPT(nn.Module):
         """
         positions: slice | Tensor
         positions = cache.positions if isinstance(cache, SlotRows) else self._positions(tokens.size(1), cache)
-        visible: dict[int | None, Tensor] = {}
         if text_positions is not None:
             assert cache is None
             positions = text_positions
-            visible = {window: texts_mask(positions, window) for window in set(self.config.layer_windows)}
         x: Tensor = self.token_embedding(tokens)  # B T C
         if self.position_embedding is not None:
             x = x + self.position_embedding.weight[positions]
@@ -121,10 +119,14 @@ class GPT(nn.Module):
             rotary = self.rotary.at(positions, text_length, product_dtype(x))
             if text_positions is not None:
                 rotary = (rotary[0].unsqueeze(1), rotary[1].unsqueeze(1))  # B 1 T R/2: the same for all heads
+        biases: dict[int | None, Tensor] = {}
+        if text_positions is not None:  # made once for all layers
+            windows = set(self.config.layer_windows)
+            biases = {window: texts_bias(text_positions, window, product_dtype(x)) for window in windows}
         again = self.checkpoint_blocks and self.training and torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):
             window = self.config.layer_windows[i]
-            inputs = (x, rotary, cache.layers[i] if cache is not None else None, visible.get(window))
+            inputs = (x, rotary, cache.layers[i] if cache is not None else None, biases.get(window))
             x, routed = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
             if self.watched is not None:
                 self.watched.append(torch.linalg.vector_norm(x.detach(), dtype=torch.float32) / math.sqrt(x.numel()))

@@ -5,13 +5,12 @@ the softmax and both gradients are done for some of the tokens at a time. On a C
 at a time, while they are in the processor's cache.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from gptworks.config import IGNORED
 from gptworks.model.layers import without_autocast
@@ -44,6 +43,11 @@ def softmax_tokens(device: torch.device, vocab_size: int) -> int:
     return max(1, CPU_CACHE_BYTES // (4 * vocab_size))
 
 
+IntoGradient = Callable[[Tensor, slice], Tensor]
+"""Turns the logits [n, V] of some rows into a loss's gradient for them, in place, and gives sums over those rows, in
+float32 at least: the loss first, then what is only reported."""
+
+
 def linear_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Sum of −log softmax(features · weightᵀ)[target] over the targets that are not −100, in nats.
 
@@ -56,82 +60,81 @@ def linear_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor) -> T
     features, targets = features.reshape(-1, features.size(-1)), targets.reshape(-1)
     if not torch.is_grad_enabled():
         return token_nats(features, weight, targets).sum()
-    total: Tensor = _LinearCrossEntropy.apply(features, weight, targets)  # type: ignore[no-untyped-call]
-    return total
+
+    def into_gradient(logits: Tensor, rows: slice) -> Tensor:
+        return sum(_rows_to_gradient(part, targets[of]) for part, of in _in_cache(logits, rows))  # type: ignore[return-value]
+
+    return _LinearLoss.apply(features, weight, into_gradient)[0]  # type: ignore[no-untyped-call, no-any-return]
 
 
 @torch.no_grad()
 def token_nats(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """−log softmax(features · weightᵀ)[target] of each target, 0 where it is −100; float32, in targets' shape [...]."""
-    flat, chunk = features.reshape(-1, features.size(-1)), chunk_tokens(features.device, weight.size(0))
-    nats = [
-        F.cross_entropy((x @ weight.to(x.dtype).T).float(), target, ignore_index=IGNORED, reduction="none")
-        for x, target in zip(torch.split(flat, chunk), torch.split(targets.reshape(-1), chunk), strict=True)
-    ]
-    return torch.cat(nats).view(targets.shape)
+    flat, wanted = features.reshape(-1, features.size(-1)), targets.reshape(-1)
+    head, chunk = weight.to(features.dtype), chunk_tokens(features.device, weight.size(0))
+
+    def nats(rows: slice) -> list[Tensor]:  # whose logits are gone before the next chunk's are made
+        return [
+            F.cross_entropy(_wide(part), wanted[of], ignore_index=IGNORED, reduction="none")
+            for part, of in _in_cache(flat[rows] @ head.T, rows)
+        ]
+
+    parts = [part for start in range(0, len(flat), chunk) for part in nats(slice(start, start + chunk))]
+    return torch.cat(parts).view(targets.shape) if parts else _wide(features.new_zeros(targets.shape))
 
 
 def target_logprobs(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """log softmax(features · weightᵀ)[target] of each target, 0 where it is −100; float32, in targets' shape [...].
 
-    Its gradient reaches features and weight. Logits are made for some of the targets at a time, and made again in the
-    backward pass.
+    Its gradient reaches features and weight. The logits are made again in the backward pass.
     """
     counted = targets.reshape(-1) != IGNORED
     x, wanted = features.reshape(-1, features.size(-1))[counted], targets.reshape(-1)[counted]
-
-    def part(x: Tensor, wanted: Tensor) -> Tensor:
-        return -F.cross_entropy(_wide_logits(x, weight), wanted, reduction="none")
-
-    logprobs = _in_chunks(part, weight, x, wanted)
-    empty = logprobs.new_zeros(counted.shape)
-    return empty.masked_scatter(counted, logprobs).view(targets.shape)
+    logprobs: Tensor = _TargetLogprobs.apply(x, weight, wanted)  # type: ignore[no-untyped-call]
+    return logprobs.new_zeros(counted.shape).masked_scatter(counted, logprobs).view(targets.shape)
 
 
-def distillation_nats(
+def distillation_loss(
     features: Tensor,
     weight: Tensor,
     teacher_features: Tensor,
     teacher_weight: Tensor,
     targets: Tensor,
     temperature: float,
-) -> Tensor:
-    """Two sums over the targets that are not −100, float32 [2], in nats: −log softmax(logits)[target], and
-    KL(softmax(teacher's logits / temperature) ‖ softmax(logits / temperature)).
+    ce_weight: float,
+    kl_weight: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ce_weight · nats + kl_weight · temperature² · kl, and nats and kl themselves: float32 sums over the targets that
+    are not −100 of −log softmax(logits)[target] and KL(softmax(teacher's logits / temperature) ‖ softmax(logits /
+    temperature)).
 
-    Neither model's logits ever stand whole in memory. The gradient reaches features and weight, not the teacher's.
+    Neither model's logits ever stand whole in memory. The gradient of the first reaches features and weight.
 
     Args:
         features: [..., C]. weight: [V, C]. teacher_features: [..., D]. teacher_weight: [V, D]. targets: [...], int64.
     """
     counted = targets.reshape(-1) != IGNORED
-    x = features.reshape(-1, features.size(-1))[counted]
+    x, wanted = features.reshape(-1, features.size(-1))[counted], targets.reshape(-1)[counted]
     y = teacher_features.detach().reshape(-1, teacher_features.size(-1))[counted]
+    teacher_head = teacher_weight.detach().to(y.dtype)
 
-    def part(x: Tensor, y: Tensor, wanted: Tensor) -> Tensor:
-        ours, theirs = _wide_logits(x, weight), _wide_logits(y, teacher_weight.detach())
-        soft, taught = (F.log_softmax(logits / temperature, dim=-1) for logits in (ours, theirs))
-        hard = F.cross_entropy(ours, wanted, reduction="none")
-        return torch.stack((hard, F.kl_div(soft, taught, reduction="none", log_target=True).sum(-1)), dim=-1)
+    def into_gradient(logits: Tensor, rows: slice) -> Tensor:
+        taught = y[rows] @ teacher_head.T
+        return sum(  # type: ignore[return-value]
+            distilled(part, taught[of.start - rows.start : of.stop - rows.start], wanted[of])
+            for part, of in _in_cache(logits, rows)
+        )
 
-    return _in_chunks(part, weight, x, y, targets.reshape(-1)[counted]).reshape(-1, 2).sum(0)
+    def distilled(logits: Tensor, taught: Tensor, wanted: Tensor) -> Tensor:
+        ours, theirs, index = _wide(logits), _wide(taught), wanted[:, None]
+        hard, soft, goal = (z.log_softmax(-1) for z in (ours, ours / temperature, theirs / temperature))
+        nats, kl = -hard.gather(1, index).sum(), (goal.exp() * (goal - soft)).sum()
+        gradient = hard.exp_().scatter_add_(1, index, -torch.ones_like(index, dtype=hard.dtype)).mul_(ce_weight)
+        logits.copy_(gradient.add_(soft.exp_().sub_(goal.exp_()), alpha=kl_weight * temperature))
+        return torch.stack((ce_weight * nats + kl_weight * temperature**2 * kl, nats, kl))
 
-
-def _wide_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Logits [N, V], in float32 at least."""
-    logits = x @ weight.to(x.dtype).T
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _in_chunks(part: Callable[..., Tensor], weight: Tensor, *rows: Tensor) -> Tensor:
-    """What `part` gives for some of the rows at a time, put together. Nothing inside is kept for the backward pass."""
-    chunk = chunk_tokens(rows[0].device, weight.size(0))
-    keep = torch.is_grad_enabled()
-    given = [
-        checkpoint(part, *some, use_reentrant=False, preserve_rng_state=False) if keep else part(*some)
-        for some in zip(*(torch.split(each, chunk) for each in rows), strict=True)
-    ]
-    return torch.cat(given) if len(given) > 1 else given[0]
+    loss, sums = _LinearLoss.apply(x, weight, into_gradient, 3)  # type: ignore[no-untyped-call]
+    return loss, sums[1], sums[2]
 
 
 def linear_cross_entropy_reference(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -140,64 +143,104 @@ def linear_cross_entropy_reference(features: Tensor, weight: Tensor, targets: Te
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """The gradients are computed with the loss, chunk by chunk; backward only scales them."""
+class _LinearLoss(torch.autograd.Function):
+    """A loss of the logits, and sums beside it. The gradients are computed with it, chunk by chunk; backward scales
+    them."""
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, features: Tensor, weight: Tensor, into_gradient: IntoGradient, n_sums: int = 1
+    ) -> tuple[Tensor, Tensor]:
         with without_autocast(features.device):
-            wants_features, wants_weight, _ = ctx.needs_input_grad
-            head = weight.to(features.dtype)
-            chunk = chunk_tokens(features.device, weight.size(0))
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            total = torch.zeros((), dtype=torch.float32, device=features.device)
-            d_features = torch.empty_like(features) if wants_features else None
-            d_weight: Tensor | None = None
-            for start in range(0, features.size(0), chunk):
-                x, target = features[start : start + chunk], targets[start : start + chunk]  # N C, N
-                nats, d_logits = _nats_and_gradient(x, head, target)
-                total += nats
-                if d_features is not None:
-                    torch.mm(d_logits, head, out=d_features[start : start + chunk])
-                if wants_weight:
-                    product = d_logits.T @ x  # V C
-                    d_weight = product.to(wide) if d_weight is None else d_weight.add_(product)
-                    del product
-                del d_logits  # before the next chunk's are made
-            ctx.save_for_backward(d_features, d_weight)
-            return total
+            wants = ctx.needs_input_grad[:2]
+            sums, *gradients = _sums_and_gradients(features, weight, into_gradient, wants, n_sums)
+            ctx.save_for_backward(*gradients)
+            ctx.mark_non_differentiable(sums)
+            return sums[0].clone(), sums
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (scale,) = gradients
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        scale = gradients[0]
         d_features, d_weight = ctx.saved_tensors
         return (
             None if d_features is None else d_features * scale.to(d_features.dtype),
             None if d_weight is None else d_weight * scale,
             None,
+            None,
         )
 
 
-def _nats_and_gradient(features: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of −log softmax(logits)[target], and its gradient for the logits [N, V]."""
-    logits = features @ head.T
-    total = torch.zeros((), dtype=torch.float32, device=logits.device)
+class _TargetLogprobs(torch.autograd.Function):
+    """What each gradient is multiplied by is known in the backward pass alone: the logits are made again there."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        with without_autocast(features.device):
+            ctx.save_for_backward(features, weight, targets)
+            return -token_nats(features, weight, targets)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        features, weight, targets = ctx.saved_tensors
+        factors = -gradients[0]
+
+        def into_gradient(logits: Tensor, rows: slice) -> Tensor:
+            return sum(_rows_to_gradient(part, targets[of], factors[of]) for part, of in _in_cache(logits, rows))  # type: ignore[return-value]
+
+        with without_autocast(features.device):
+            _, d_features, d_weight = _sums_and_gradients(features, weight, into_gradient, ctx.needs_input_grad[:2])
+        return d_features, d_weight, None
+
+
+def _sums_and_gradients(
+    features: Tensor, weight: Tensor, into_gradient: IntoGradient, wants: tuple[bool, bool], n_sums: int = 1
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """A loss's sums [n_sums], and its gradients for features [N, C] and weight [V, C] where they are wanted; a chunk of
+    logits stands at a time."""
+    head, chunk = weight.to(features.dtype), chunk_tokens(features.device, weight.size(0))
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    total = torch.zeros(n_sums, dtype=wide, device=features.device)
+    d_features = torch.empty_like(features) if wants[0] else None
+    d_weight = torch.zeros_like(weight, dtype=wide) if wants[1] and not len(features) else None
+    for start in range(0, len(features), chunk):
+        rows = slice(start, min(start + chunk, len(features)))
+        x = features[rows]  # N C
+        d_logits = x @ head.T
+        total += into_gradient(d_logits, rows)
+        if d_features is not None:
+            torch.mm(d_logits, head, out=d_features[rows])
+        if wants[1]:
+            product = d_logits.T @ x  # V C
+            d_weight = product.to(wide) if d_weight is None else d_weight.add_(product)
+            del product
+        del d_logits  # before the next chunk's are made
+    return total, d_features, d_weight
+
+
+def _in_cache(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
+    """The logits [n, V] of these rows, a few rows at a time: what the processor's cache holds."""
     n_rows = softmax_tokens(logits.device, logits.size(1))
-    for rows, wanted in zip(torch.split(logits, n_rows), torch.split(targets, n_rows), strict=True):
-        total += _rows_to_gradient(rows, wanted)
-    return total, logits
+    for first in range(0, len(logits), n_rows):
+        part = logits[first : first + n_rows]
+        yield part, slice(rows.start + first, rows.start + first + len(part))
 
 
-def _rows_to_gradient(logits: Tensor, targets: Tensor) -> Tensor:
-    """Write softmax − one-hot over some rows' logits; returns the sum of their −log softmax(logits)[target].
+def _rows_to_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = None) -> Tensor:
+    """Write softmax − one-hot over some rows' logits, times a factor [n] for each; returns the sum of their
+    −log softmax(logits)[target].
 
     A target's probability may underflow: its logarithm comes by way of the largest one, which is at least 1/V.
     """
     counted = (targets != IGNORED)[:, None]
     index = targets[:, None].where(counted, 0)
-    gap = logits.amax(-1, keepdim=True).float() - logits.gather(1, index)
-    probabilities = logits.softmax(-1, dtype=torch.float32)
+    gap = _wide(logits.amax(-1, keepdim=True)) - logits.gather(1, index)
+    probabilities = logits.softmax(-1, dtype=gap.dtype)
     nats = gap - probabilities.amax(-1, keepdim=True).log()
     probabilities.scatter_add_(1, index, -torch.ones_like(gap))
-    logits.copy_(probabilities.mul_(counted))
+    logits.copy_(probabilities.mul_(counted if factors is None else counted * factors[:, None]))
     return nats.where(counted, 0.0).sum()
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

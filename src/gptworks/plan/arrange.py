@@ -5,13 +5,13 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from gptworks.config import ModelConfig, Recipe, TrainConfig
+from gptworks.config import Recipe
 from gptworks.errors import UserError
 from gptworks.plan.devices import Device
 from gptworks.plan.fit import can_split, largest_micro_batch
 from gptworks.plan.memory import SHARDINGS, Layout, Setting, training_peak
+from gptworks.plan.objectives import recipe_setting
 from gptworks.plan.params import count_parameters
-from gptworks.plan.trained import Trained, trained
 from gptworks.recipe import apply_overrides, parse_model, parse_recipe
 
 COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER = 20
@@ -59,9 +59,7 @@ def plan_preset(
     layout = choose_layout(recipe, device, world_size, tensor_parallel, sharding)
     if "micro_batch_size" in recipe.train.model_fields_set:
         return recipe, layout
-    setting = rank_setting(
-        recipe.model, recipe.train, device, layout, trained(recipe.model, recipe.adapter, recipe.freeze)
-    )
+    setting = rank_setting(recipe, device, layout)
     largest = largest_micro_batch(replace(setting, accumulates=True), device.memory_bytes)
     micro = largest_divisor(recipe.train.batch_size // layout.data_parallel, max(1, largest))
     return _with(recipe, micro_batch_size=micro), layout
@@ -92,12 +90,7 @@ def choose_layout(
     useful = SHARDINGS if data_parallel > 1 else ("none",)
     layouts = [Layout(each, data_parallel, tensor_parallel) for each in useful]
     for layout in layouts:
-        setting = replace(
-            rank_setting(
-                recipe.model, recipe.train, device, layout, trained(recipe.model, recipe.adapter, recipe.freeze)
-            ),
-            micro_batch_size=1,
-        )
+        setting = replace(rank_setting(recipe, device, layout), micro_batch_size=1)
         if training_peak(setting).total_bytes <= device.memory_bytes:
             return layout
     return layouts[-1]
@@ -112,15 +105,14 @@ def planned_precision(name: str, device: Device) -> str:
     return "bf16" if device.has_bf16 else "fp16" if device.kind == "cuda" else "fp32"
 
 
-def rank_setting(
-    model: ModelConfig, train: TrainConfig, device: Device, layout: Layout, part: Trained | None = None
-) -> Setting:
+def rank_setting(recipe: Recipe, device: Device, layout: Layout) -> Setting:
     """The step of one of the layout's devices, checkpoints included.
 
     Raises:
         UserError: the batch or the model cannot be divided.
     """
-    whole = Setting.of(model, train, planned_precision(train.precision, device), device.on_cpu, True, part)
+    model, train = recipe.model, recipe.train
+    whole = recipe_setting(recipe, planned_precision(train.precision, device), device.on_cpu)
     sequences, rest = divmod(train.batch_size, layout.data_parallel)
     if rest or not sequences:
         raise UserError(

@@ -19,8 +19,10 @@ from gptworks.plan.stages import (
     RESIDUAL,
     Shapes,
     Stage,
+    bias_bytes,
     block_stages,
     embedding_stage,
+    is_blocked,
     norm_stage,
     rotary_tables_bytes,
 )
@@ -97,6 +99,12 @@ class Setting:
     layout: Layout = ONE_DEVICE
     trained: Trained | None = None
     """The part of the model that is trained; None: all."""
+    objective: str = "next_token"
+    """The type of the recipe's objective."""
+    rows_per_sample: int = 1
+    """Rows of the context that a sequence of the batch takes: 2 for a pair of answers."""
+    several_texts: bool = False
+    """Whether rows hold texts one after the other, which a bias on the scores keeps apart."""
     other_models_bytes: int = 0
     """Weights of other models that the objective reads: a teacher, or the start."""
 
@@ -172,10 +180,11 @@ class _Step:
         self.parameters = count_parameters(self.model)
         self.shapes = Shapes(
             config=self.model,
-            batch_size=setting.micro_batch_size,
+            batch_size=setting.micro_batch_size * setting.rows_per_sample,
             length=self.model.context_length,
             product_bytes=4 if setting.precision == "fp32" else 2,
             on_cpu=setting.on_cpu,
+            several_texts=setting.several_texts,
         )
         self.n_still = 0 if setting.trained is None else setting.trained.n_still
         self.gathers = self.layout.sharding == "fsdp"  # then the gathered weights are the copies
@@ -206,13 +215,14 @@ class _Step:
         hold(AVERAGE, average)
         if self.setting.saves and self.setting.on_cpu:
             hold(CHECKPOINT, weights + state + average)
-        hold(TOKENS, 2 * 8 * self.shapes.n_tokens)
+        hold(TOKENS, (3 if self.setting.several_texts else 2) * 8 * self.shapes.n_tokens)
         hold(ATTENTION, rotary_tables_bytes(self.shapes))
         hold(COMMUNICATION, communication_bytes(self.parameters, self.model, self.layout, self.shapes.product_bytes))
         if self.setting.accumulates:
             hold(GRADIENTS, 4 * n_trained // self.layout.shards(GRADIENTS))
 
     def _forward(self) -> None:
+        self.timeline.hold(ATTENTION, bias_bytes(self.shapes))
         for part, n_bytes in embedding_stage(self.shapes).saved.items():
             self.timeline.hold(part, n_bytes)
         for window in self.model.layer_windows[self.n_still :]:
@@ -224,6 +234,8 @@ class _Step:
                         self.timeline.hold(part, n_bytes)
             if self.setting.checkpointing == "block":
                 self.timeline.hold(RESIDUAL, self.shapes.floats(self.model.d_model))
+        if not self._keeps_bias:
+            self.timeline.hold(ATTENTION, -bias_bytes(self.shapes))
         for part, n_bytes in self._final_norm().saved.items():
             self.timeline.hold(part, n_bytes)
 
@@ -235,7 +247,10 @@ class _Step:
             head = 0  # its matrix gets no gradient
         self.timeline.hold(LOSS, features)  # their gradient
         copy = shapes.product_bytes * vocabulary * width if shapes.autocast else 0
-        self.timeline.mark("loss", loss_chunk_bytes(shapes, vocabulary, width) + copy, LOSS)
+        chunk = loss_chunk_bytes(shapes, vocabulary, width, self.setting.objective)
+        # the features that count stand as copies; a teacher, taken to be as wide, has features and a head too
+        also = {"preference": features, "reward": features, "distillation": 4 * features + copy}
+        self.timeline.mark("loss", chunk + copy + also.get(self.setting.objective, 0), LOSS)
         self.timeline.hold(LOSS, 4 * head)
         if self.setting.checkpointing == "block":
             self.timeline.hold(COPIES, -self.timeline.held[COPIES])
@@ -259,6 +274,8 @@ class _Step:
             for stage in reversed(stages):
                 self._go_back(stage, f"{stage.name} of layer {layer + 1}, backward")
             self.timeline.hold(ADAPTER, -self._adapter_bytes)
+        if self._keeps_bias:
+            self.timeline.hold(ATTENTION, -bias_bytes(self.shapes))
         if self.setting.trained is not None and not self.setting.trained.embedding:
             return
         self._go_back(embedding_stage(self.shapes), "embedding, backward")
@@ -289,6 +306,11 @@ class _Step:
         if self.shapes.autocast:
             self.timeline.mark(moment, (product + 4) * stage.matrices)
         self._gain(stage.matrices + stage.vectors)
+
+    @property
+    def _keeps_bias(self) -> bool:
+        """Whether the backward pass needs the bias of rows of several texts."""
+        return self.setting.checkpointing == "block" or not is_blocked(self.shapes)
 
     @property
     def _adapter_bytes(self) -> int:
@@ -329,13 +351,20 @@ def softmax_tokens(shapes: Shapes, vocab_size: int) -> int:
     return max(1, CPU_CACHE_BYTES // (4 * vocab_size)) if shapes.on_cpu else CHUNK_TOKENS
 
 
-def loss_chunk_bytes(shapes: Shapes, vocab_size: int, width: int) -> int:
-    """What the loss holds at its worst beside the gradient of the features: a chunk's logits, some rows' probabilities
-    (and those logits in float32), and the gradient of the head's matrix, as the product gives it and in float32."""
+def loss_chunk_bytes(shapes: Shapes, vocab_size: int, width: int, objective: str = "next_token") -> int:
+    """What the loss holds at its worst beside features and their gradient: a chunk's logits, some rows' probabilities
+    (and those logits in float32), and the gradient of the head's matrix, as the product gives it and in float32.
+
+    Distillation has the teacher's logits besides, and its rows' logits and probabilities, softened or not.
+    """
     chunk, product, head = chunk_tokens(shapes, vocab_size), shapes.product_bytes, vocab_size * width
     first, second = (max(0, min(chunk, n)) * vocab_size for n in (shapes.n_tokens, shapes.n_tokens - chunk))
-    copied = shapes.autocast and shapes.on_cpu
-    softmax = min(softmax_tokens(shapes, vocab_size) * vocab_size, first) * (8 if copied else 4)
+    taught = objective == "distillation"
+    if taught:
+        row_bytes = 32 if shapes.autocast else 24
+    else:
+        row_bytes = 8 if shapes.autocast and shapes.on_cpu else 4
+    softmax = row_bytes * min(softmax_tokens(shapes, vocab_size) * vocab_size, first) + taught * product * first
     rounded = product * head if shapes.autocast else 0
     return max(
         product * first + max(softmax, 4 * head + rounded),

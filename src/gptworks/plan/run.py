@@ -11,11 +11,11 @@ from gptworks.errors import UserError
 from gptworks.plan.arrange import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER, rank_setting
 from gptworks.plan.devices import UTILIZATION, Device, this_cpu
 from gptworks.plan.fit import Alternative, Change, alternatives, changes_that_fit, largest_micro_batch
-from gptworks.plan.flops import BACKWARD_PER_FORWARD, TRAINING_PER_FORWARD, ForwardFlops, forward_flops
+from gptworks.plan.flops import BACKWARD_PER_FORWARD, ForwardFlops, forward_flops
 from gptworks.plan.inference import InferenceMemory, inference_memory
 from gptworks.plan.memory import ONE_DEVICE, Layout, Peak, Setting, trained_state_bytes, training_peak
+from gptworks.plan.objectives import teacher_flops_per_token
 from gptworks.plan.params import ParameterCount, count_parameters
-from gptworks.plan.trained import trained
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Plan:
     device: Device
     utilization: float
     """Share of the device's rate that the step is taken to reach, recomputation included."""
+    teacher_flops_per_token: float = 0.0
+    """Of the forward pass of a model that is learned from."""
     traced_bytes: int | None = None
     """Peak of the step run on fake tensors."""
     measured: Measured | None = None
@@ -57,12 +59,14 @@ class Plan:
 
     @property
     def flops_per_token(self) -> float:
-        """Forward and backward, at the training length, attention dense."""
-        return self.forward.training_per_token_dense
+        """Forward and backward, at the training length, attention dense; a teacher's forward pass too. What is frozen
+        counts as the rest."""
+        return self.forward.training_per_token_dense + self.teacher_flops_per_token
 
     @property
     def tokens_per_step(self) -> int:
-        return self.train.batch_size * self.setting.model.context_length
+        """Every row at the full context, both answers of a pair counted."""
+        return self.train.batch_size * self.setting.rows_per_sample * self.setting.model.context_length
 
     @property
     def tokens(self) -> int | None:
@@ -114,7 +118,7 @@ class Plan:
     @property
     def one_step(self) -> TrainConfig:
         """The training section cut down to one micro-batch, or to two where a step has several."""
-        micro = self.setting.micro_batch_size
+        micro = self.setting.micro_batch_size * self.setting.rows_per_sample
         batch = micro * (2 if self.setting.accumulates else 1)
         return self.train.model_copy(update={"batch_size": batch, "micro_batch_size": micro})
 
@@ -152,7 +156,7 @@ class Plan:
         if rate is None:
             return None
         again = self.forward.total_dense - self.forward.head if self.setting.checkpointing == "block" else 0
-        flops_per_token = (TRAINING_PER_FORWARD * self.forward.total_dense + again) / self.forward.length
+        flops_per_token = self.flops_per_token + again / self.forward.length
         return rate * self.utilization * self.setting.layout.world_size / flops_per_token
 
     @property
@@ -223,6 +227,7 @@ def plan(
     recipe: Recipe,
     n_train_tokens: int | None = None,
     *,
+    samples_per_epoch: int | None = None,
     device: Device | None = None,
     layout: Layout = ONE_DEVICE,
     utilization: float = UTILIZATION,
@@ -231,6 +236,7 @@ def plan(
 
     Args:
         n_train_tokens: the size of its prepared training split, if known.
+        samples_per_epoch: rows or pairs of it, if known; None: windows of the text.
         device: what it runs on; None: this machine's CPU.
         layout: how many devices, and how model and batches lie on them.
         utilization: share of the device's rate that the step reaches.
@@ -240,7 +246,10 @@ def plan(
             model cannot be divided among the devices.
     """
     device, model, train = device or this_cpu(), recipe.model, recipe.train
-    steps, reason = planned_steps(train, model.context_length, n_train_tokens)
+    windows = samples_per_epoch is None and not recipe.data.records
+    steps, reason = planned_steps(
+        train, model.context_length, n_train_tokens if windows else None, windows_per_epoch=samples_per_epoch
+    )
     return Plan(
         name=recipe.name,
         train=train,
@@ -249,7 +258,8 @@ def plan(
         steps=steps,
         steps_reason=reason,
         n_train_tokens=n_train_tokens,
-        setting=rank_setting(model, train, device, layout, trained(model, recipe.adapter, recipe.freeze)),
+        setting=rank_setting(recipe, device, layout),
+        teacher_flops_per_token=teacher_flops_per_token(recipe),
         device=device,
         utilization=utilization,
     )

@@ -42,6 +42,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         *([("active for a token", f"{count.active:,}")] if count.active != count.total else []),
         *([("trained of them", f"{plan.n_trained:,}")] if plan.setting.trained is not None else []),
         ("outside the embeddings", f"{count.non_embedding:,}"),
+        *([("objective", objective)] if (objective := _objective(plan)) else []),
         ("tokens a step", f"{plan.tokens_per_step:,} ({_batch(plan)})"),
         ("steps", f"{or_unknown(plan.steps)} ({plan.steps_reason})"),
         ("tokens in all", or_unknown(plan.tokens)),
@@ -61,10 +62,23 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
+def _objective(plan: Plan) -> str:
+    """What the figures count where the objective is not the next token."""
+    counted = {
+        "instruction": "rows at the full context",
+        "preference": "both answers of a pair, each at the full context",
+        "distillation": "the teacher's forward pass and weights",
+        "reward": "training on the answers; sampling them is not in the time",
+    }
+    words = counted.get(plan.setting.objective)
+    return f"{plan.setting.objective}: counted are {words}" if words else ""
+
+
 def _batch(plan: Plan) -> str:
     s = plan.setting
     ranks = f" on each of {s.layout.data_parallel:,} ranks" if s.layout.data_parallel > 1 else ""
-    return f"{plan.train.batch_size:,} × {s.model.context_length:,}; {s.micro_batch_size:,} at a time{ranks}"
+    rows = " × 2" if s.rows_per_sample == 2 else ""
+    return f"{plan.train.batch_size:,}{rows} × {s.model.context_length:,}; {s.micro_batch_size:,} at a time{ranks}"
 
 
 def _device(plan: Plan) -> str:
@@ -155,6 +169,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return {
         "name": plan.name,
         "parameters": parameters_json(plan.parameters),
+        "objective": plan.setting.objective,
         "tokens_per_step": plan.tokens_per_step,
         "steps": plan.steps,
         "steps_reason": plan.steps_reason,

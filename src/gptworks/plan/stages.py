@@ -61,6 +61,8 @@ class Shapes:
     product_bytes: int
     """Of an element in matrix products: 4, or 2 under autocast."""
     on_cpu: bool
+    several_texts: bool = False
+    """Whether a row holds several texts: then a bias stands in for masks."""
 
     @property
     def n_tokens(self) -> int:
@@ -107,9 +109,10 @@ def embedding_stage(s: Shapes) -> Stage:
 
 
 def rotary_tables_bytes(s: Shapes) -> int:
-    """Cosines and sines of every position, and what autocast makes of those in use."""
+    """Cosines and sines of every position, and what autocast makes of those in use, or rows of several texts."""
     elements = s.config.d_rotary if s.config.position == "rope" else 0  # half for each of the two
-    return elements * (4 * s.config.context_length + (s.product_bytes * s.length if s.autocast else 0))
+    looked_up = s.n_tokens if s.several_texts else s.length if s.autocast else 0
+    return elements * (4 * s.config.context_length + s.product_bytes * looked_up)
 
 
 def norm_stage(s: Shapes, name: str, saves_input: bool = True) -> Stage:
@@ -190,6 +193,11 @@ def attention_stages(s: Shapes, window: int | None) -> Iterator[Stage]:
     )
 
 
+def bias_bytes(s: Shapes) -> int:
+    """What keeps several texts of a row apart: a bias on the scores for each kind of window, shared by the layers."""
+    return len(set(s.config.layer_windows)) * s.products(s.length) if s.several_texts else 0
+
+
 def is_blocked(s: Shapes) -> bool:
     """Whether a layer trains on `gptworks.model.cpu.attention`, which keeps the weights of blocks of queries."""
     return s.on_cpu and s.length <= LONGEST_BLOCKED
@@ -234,6 +242,8 @@ def attention_core(s: Shapes, window: int | None) -> Stage:
             leaves=leaves,
             scratch=q + 2 * (q - k) + loop,
         )
+    if s.several_texts:
+        window = None  # the bias holds it
     padded, keys_seen, scratch = 1.0, s.length, 0
     if window is not None and s.length >= 2 * window:  # banded: each block of keys and values stands twice
         padded, keys_seen = -(-s.length // window) * window / s.length, 2 * window

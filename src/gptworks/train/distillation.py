@@ -14,8 +14,7 @@ from gptworks.errors import UserError
 from gptworks.evaluate.loss import LossReport, Shares, evaluate_loss
 from gptworks.infer.engine import Engine
 from gptworks.model import GPT
-from gptworks.model.loss import distillation_nats
-from gptworks.plan.run import planned_steps
+from gptworks.model.loss import distillation_loss
 from gptworks.recipe import load_recipe
 from gptworks.tokenizer import fingerprint, load_tokenizer
 from gptworks.train.objectives import Batch, Losses, count_targets, with_routing
@@ -46,6 +45,23 @@ def check_teacher(recipe: Recipe) -> None:
         )
 
 
+def distillation(
+    objective: DistillationObjective, teacher: GPT, model: GPT, batch: Batch, *, balance_weight: float, z_weight: float
+) -> Losses:
+    """ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ model), sums over the batch's targets."""
+    inputs, targets, *positions = batch
+    router_logits: list[Tensor] = []
+    with torch.no_grad():
+        taught = teacher.features(inputs, None, None, *positions)
+    features = model.features(inputs, None, router_logits, *positions)
+    total, nats, kl = distillation_loss(
+        features, model.head_weight, taught, teacher.head_weight, targets,
+        objective.temperature, objective.ce_weight, objective.kl_weight,
+    )  # fmt: skip
+    n_targets, figures = count_targets(batch), {"teacher_kl": kl}
+    return with_routing(total, nats, router_logits, model, n_targets, balance_weight, z_weight, figures)
+
+
 class Distillation(Task):
     """Text or conversations, read by teacher and student alike."""
 
@@ -64,11 +80,8 @@ class Distillation(Task):
             self._windows = Batches(self.train_shards, self.context_length, recipe.train.batch_size, recipe.seed)
 
     @property
-    def total_steps(self) -> int | None:
-        if self._examples is None:
-            return super().total_steps
-        rows = self._examples.rows_per_epoch
-        return planned_steps(self.recipe.train, self.context_length, None, windows_per_epoch=rows)[0]
+    def samples_per_epoch(self) -> int:
+        return super().samples_per_epoch if self._examples is None else self._examples.rows_per_epoch
 
     def begin(
         self,
@@ -98,18 +111,9 @@ class Distillation(Task):
         return (self._examples or self._windows).batch(step, micro_step, size)
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        inputs, targets, *positions = batch
-        router_logits: list[Tensor] = []
-        with torch.no_grad():
-            taught = self._teacher.features(inputs, None, None, *positions)
-        features = model.features(inputs, None, router_logits, *positions)
-        temperature, teacher = self.objective.temperature, self._teacher
-        nats, kl = distillation_nats(
-            features, model.head_weight, taught, teacher.head_weight, targets, temperature
-        ).unbind()
-        objective = self.objective.ce_weight * nats + self.objective.kl_weight * temperature**2 * kl
-        weights = (self.recipe.train.router_balance_weight, self.recipe.train.router_z_weight)
-        return with_routing(objective, nats, router_logits, model, count_targets(batch), *weights, {"teacher_kl": kl})
+        train = self.recipe.train
+        weights = {"balance_weight": train.router_balance_weight, "z_weight": train.router_z_weight}
+        return distillation(self.objective, self._teacher, model, batch, **weights)
 
     def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
         if self._examples is None:

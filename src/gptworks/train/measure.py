@@ -10,8 +10,9 @@ import time
 from dataclasses import asdict, replace
 
 import torch
+from pydantic import TypeAdapter
 
-from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, TrainConfig
+from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, ObjectiveConfig, TrainConfig
 from gptworks.device import (
     choose_precision,
     keep_freed_memory,
@@ -21,7 +22,7 @@ from gptworks.device import (
 )
 from gptworks.errors import RunError
 from gptworks.plan.run import Measured
-from gptworks.train.trace import Step
+from gptworks.train.trace import NEXT_TOKEN, Step
 
 N_STEPS = 2
 """The first makes the optimizer's state, the second is what all others are like."""
@@ -34,6 +35,8 @@ def measure_step(
     precision: str = "fp32",
     adapter: LoRAConfig | None = None,
     freeze: FreezeConfig | None = None,
+    objective: ObjectiveConfig = NEXT_TOKEN,
+    several_texts: bool = False,
 ) -> Measured:
     """Measure in new processes, so that nothing else's memory is counted.
 
@@ -50,6 +53,8 @@ def measure_step(
         "precision": precision,
         "adapter": None if adapter is None else adapter.model_dump(mode="json"),
         "freeze": None if freeze is None else freeze.model_dump(mode="json"),
+        "objective": objective.model_dump(mode="json"),
+        "several_texts": several_texts,
     }
     as_trained = _in_new_process(order | {"keep": True})
     if device != "cpu":
@@ -66,19 +71,27 @@ def _in_new_process(order: dict[str, object]) -> Measured:
     return Measured(**json.loads(result.stdout))
 
 
-Part = tuple[LoRAConfig | None, FreezeConfig | None]
+Part = tuple[LoRAConfig | None, FreezeConfig | None, ObjectiveConfig]
 
 
 def _steps(
-    model: ModelConfig, train: TrainConfig, device: torch.device, precision: str, part: Part = (None, None)
+    model: ModelConfig,
+    train: TrainConfig,
+    device: torch.device,
+    precision: str,
+    part: Part = (None, None, NEXT_TOKEN),
+    several_texts: bool = False,
 ) -> float:
     """Take the steps; seconds of the last."""
     step = Step(model, train, device, choose_precision(precision, device), *part)
     tokens = torch.randint(model.vocab_size, (train.batch_size, model.context_length), device=device)
+    batch = (tokens, tokens)
+    if several_texts:
+        batch = (*batch, torch.arange(model.context_length, device=device).expand_as(tokens))
     seconds = 0.0
     for _ in range(N_STEPS):
         started = time.perf_counter()
-        step((tokens, tokens))
+        step(batch)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - started
@@ -86,7 +99,13 @@ def _steps(
 
 
 def _measure(
-    model: ModelConfig, train: TrainConfig, device: torch.device, precision: str, keep: bool, part: Part
+    model: ModelConfig,
+    train: TrainConfig,
+    device: torch.device,
+    precision: str,
+    keep: bool,
+    part: Part,
+    several_texts: bool,
 ) -> Measured:
     if keep:
         keep_freed_memory()
@@ -97,7 +116,7 @@ def _measure(
     warm = model.model_copy(update=small | {"window": None, "window_pattern": ("full",), "rope_scaling": None})
     _steps(warm, train, device, precision)  # what torch loads at its first step belongs to no step
     before = reset_peak(device)
-    seconds = _steps(model, train, device, precision, part)
+    seconds = _steps(model, train, device, precision, part, several_texts)
     peak = peak_growth_bytes(device, before) or 0
     kept = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak
     return Measured(peak, kept, train.batch_size * model.context_length / seconds)
@@ -114,6 +133,8 @@ if __name__ == "__main__":
         (
             given["adapter"] and LoRAConfig.model_validate(given["adapter"]),
             given["freeze"] and FreezeConfig.model_validate(given["freeze"]),
+            TypeAdapter(ObjectiveConfig).validate_python(given["objective"]),
         ),
+        given["several_texts"],
     )
     json.dump(asdict(measured), sys.stdout)

@@ -29,7 +29,6 @@ from gptworks.infer.backend import eval_mode
 from gptworks.infer.engine import Engine
 from gptworks.model import GPT
 from gptworks.model.loss import target_logprobs
-from gptworks.plan.run import planned_steps
 from gptworks.train.objectives import Batch, Losses, with_routing
 from gptworks.train.task import Task
 
@@ -73,6 +72,19 @@ def answer_logprobs(model: GPT, inputs: Tensor, targets: Tensor, router_logits: 
     return target_logprobs(features, model.head_weight, targets).sum(-1)
 
 
+def preference(
+    objective: PreferenceObjective, model: GPT, batch: Batch, *, balance_weight: float, z_weight: float
+) -> Losses:
+    """`preference_loss` of inputs and targets [2P, T] with their reference [2P]; see `Preference.batch`."""
+    inputs, targets, reference = batch
+    router_logits: list[Tensor] = []
+    logprobs = answer_logprobs(model, inputs, targets, router_logits)
+    n_tokens = (targets != IGNORED).sum(-1).clamp(min=1)
+    loss, figures = preference_loss(objective, logprobs - reference, n_tokens)
+    n_pairs = len(inputs) // 2
+    return with_routing(loss, loss, router_logits, model, n_pairs, balance_weight, z_weight, figures)
+
+
 class Preference(Task):
     """Pairs of answers; a step's batch_size counts pairs."""
 
@@ -86,10 +98,8 @@ class Preference(Task):
         self._reference: dict[str, Tensor] = {}  # [n pairs, 2] by split
 
     @property
-    def total_steps(self) -> int | None:
-        return planned_steps(self.recipe.train, self.context_length, None, windows_per_epoch=len(self._pairs["train"]))[
-            0
-        ]
+    def samples_per_epoch(self) -> int:
+        return len(self._pairs["train"])
 
     # ----------------------------------------------------------------------------------------------- reference
 
@@ -201,13 +211,9 @@ class Preference(Task):
         return batch[0].size(0) // 2
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        inputs, targets, reference = batch
-        router_logits: list[Tensor] = []
-        logprobs = answer_logprobs(model, inputs, targets, router_logits)
-        n_tokens = (targets != IGNORED).sum(-1).clamp(min=1)
-        loss, figures = preference_loss(self.objective, logprobs - reference, n_tokens)
-        weights = (self.recipe.train.router_balance_weight, self.recipe.train.router_z_weight)
-        return with_routing(loss, loss, router_logits, model, self.count(batch), *weights, figures)
+        train = self.recipe.train
+        weights = {"balance_weight": train.router_balance_weight, "z_weight": train.router_z_weight}
+        return preference(self.objective, model, batch, **weights)
 
     @torch.no_grad()
     def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:

@@ -4,16 +4,14 @@ from dataclasses import replace
 
 import torch
 
-from gptworks.config import DistillationObjective, ModelConfig, Recipe, RewardObjective
+from gptworks.config import Recipe
 from gptworks.device import Precision, device_name, keep_freed_memory, memory_bytes, return_freed_memory
 from gptworks.errors import UserError
 from gptworks.plan.devices import Device
 from gptworks.plan.fit import changes_that_fit
 from gptworks.plan.memory import ONE_DEVICE, Layout, Peak, Setting, training_peak
-from gptworks.plan.params import count_parameters
+from gptworks.plan.objectives import recipe_setting
 from gptworks.plan.published import readable
-from gptworks.plan.trained import trained
-from gptworks.recipe import load_recipe
 
 KEPT_SHARE = 1.5
 """What a process has resident where the allocator keeps freed memory, over what is in use: 1.2 to 1.45 as measured
@@ -23,34 +21,13 @@ KEPT_SHARE = 1.5
 def run_setting(recipe: Recipe, device: torch.device, precision: Precision, layout: Layout = ONE_DEVICE) -> Setting:
     """The step of one device with checkpoints; the least that it may be where the vocabulary is not known yet."""
     model = recipe.model.model_copy(update={"vocab_size": recipe.model.vocab_size or 1})
-    whole = Setting.of(
-        model,
-        recipe.train,
-        precision.name,
-        device.type == "cpu",
-        saves=True,
-        trained=trained(model, recipe.adapter, recipe.freeze),
-    )
     micro = recipe.train.rank_micro_batch_size(layout.data_parallel)
-    accumulates = micro < recipe.train.batch_size // layout.data_parallel
-    rows = micro * (2 if recipe.objective.type == "preference" else 1)  # both answers of a pair
     return replace(
-        whole,
-        micro_batch_size=rows,
-        accumulates=accumulates,
+        recipe_setting(recipe.model_copy(update={"model": model}), precision.name, device.type == "cpu"),
+        micro_batch_size=micro,
+        accumulates=micro < recipe.train.batch_size // layout.data_parallel,
         layout=layout,
-        other_models_bytes=other_models_bytes(recipe, model),
     )
-
-
-def other_models_bytes(recipe: Recipe, model: ModelConfig) -> int:
-    """Of the weights that stand beside those in training: a teacher's, or those of the start."""
-    objective = recipe.objective
-    if isinstance(objective, DistillationObjective):
-        return 4 * count_parameters(load_recipe(objective.teacher).model).total
-    adapted = recipe.adapter is not None and not recipe.adapter.embeddings
-    keeps = isinstance(objective, RewardObjective) and objective.beta > 0 and not adapted
-    return 4 * count_parameters(model).total if keeps else 0
 
 
 def check_memory(

@@ -36,7 +36,6 @@ from gptworks.infer.sampling import SamplingSettings
 from gptworks.model import GPT
 from gptworks.model.lora import LoRALinear
 from gptworks.model.loss import target_logprobs
-from gptworks.plan.run import planned_steps
 from gptworks.train.objectives import Batch, Losses, with_routing
 from gptworks.train.task import Task
 
@@ -174,10 +173,10 @@ class Reward(Task):
         self._reference: GPT | None = None
 
     @property
-    def total_steps(self) -> int | None:
-        n_prompts, group = len(self._examples["train"].n_tokens), self.objective.group_size
-        rounds = n_prompts * group * self.objective.steps_per_rollout
-        return planned_steps(self.recipe.train, self.context_length, None, windows_per_epoch=rounds)[0]
+    def samples_per_epoch(self) -> int:
+        """Answers to all prompts, each taken in as many steps as a rollout has."""
+        n_prompts = len(self._examples["train"].n_tokens)
+        return n_prompts * self.objective.group_size * self.objective.steps_per_rollout
 
     # --------------------------------------------------------------------------------------------------- begin
 

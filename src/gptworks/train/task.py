@@ -77,9 +77,15 @@ class Task:
         return self.train_shards.manifest.fingerprint
 
     @property
+    def samples_per_epoch(self) -> int:
+        """What a step's batch_size counts, in the whole training split."""
+        return self._windows.windows_per_epoch
+
+    @property
     def total_steps(self) -> int | None:
         """Optimizer steps of the run, where that is known beforehand."""
-        return planned_steps(self.recipe.train, self.context_length, self.train_shards.n_tokens)[0]
+        train, samples = self.recipe.train, self.samples_per_epoch
+        return planned_steps(train, self.context_length, None, windows_per_epoch=samples)[0]
 
     @property
     def tokens_per_epoch(self) -> int:
@@ -123,9 +129,8 @@ class Instruction(Task):
         self._held_out = Examples(self.validation_shards, self.context_length, packing)
 
     @property
-    def total_steps(self) -> int | None:
-        rows = self._rows.rows_per_epoch
-        return planned_steps(self.recipe.train, self.context_length, None, windows_per_epoch=rows)[0]
+    def samples_per_epoch(self) -> int:
+        return self._rows.rows_per_epoch
 
     @property
     def tokens_per_epoch(self) -> int:

@@ -17,13 +17,27 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, TrainConfig
+from gptworks.config import (
+    DistillationObjective,
+    FreezeConfig,
+    LoRAConfig,
+    ModelConfig,
+    NextTokenObjective,
+    ObjectiveConfig,
+    PreferenceObjective,
+    TrainConfig,
+)
 from gptworks.device import Precision, choose_precision
 from gptworks.errors import UserError
 from gptworks.model import GPT
-from gptworks.train.objectives import Batch, Objective, count_targets, next_token
+from gptworks.recipe import load_recipe
+from gptworks.train.distillation import distillation
+from gptworks.train.objectives import Batch, Losses, Objective, count_targets, next_token
 from gptworks.train.optim import Optimizer
+from gptworks.train.preference import preference
 from gptworks.train.trained import trained_part
+
+NEXT_TOKEN = NextTokenObjective()
 
 
 @dataclass(frozen=True)
@@ -45,12 +59,16 @@ def trace_step(
     precision: str = "fp32",
     adapter: LoRAConfig | None = None,
     freeze: FreezeConfig | None = None,
+    objective: ObjectiveConfig = NEXT_TOKEN,
+    several_texts: bool = False,
 ) -> Trace:
     """The peak of a step after the first, in which the optimizer has its state. Experts are taken as evenly used.
 
     Args:
         device: cpu, or cuda; the latter needs a torch built for it and a GPU, though nothing runs there.
         precision: fp32, bf16 or fp16.
+        objective: what is learned from batches of `train.batch_size` rows; of pairs, both answers are rows.
+        several_texts: whether rows hold texts one after the other.
 
     Raises:
         UserError: this torch cannot follow the step on that device.
@@ -62,13 +80,13 @@ def trace_step(
         raise UserError("--trace for cuda needs a machine with a CUDA GPU: leave --trace out, or trace for the CPU.")
     live = LiveBytes()
     with FakeTensorMode(), live:
-        step = Step(model_config, train, place, choose_precision(precision, place), adapter, freeze)
+        step = Step(model_config, train, place, choose_precision(precision, place), adapter, freeze, objective)
         tokens = torch.zeros(train.batch_size, model_config.context_length, dtype=torch.int64, device=place)
         for parameter in step.optimizer.parameters.values():  # as good as a first step for making the optimizer's state
             parameter.grad = torch.zeros_like(parameter)
         step.update()
         live.peak_bytes = 0
-        step.accumulate_gradients((tokens, tokens))
+        step.accumulate_gradients((tokens, tokens, tokens) if several_texts else (tokens, tokens))
         forward_backward_bytes, live.peak_bytes = live.peak_bytes, 0
         step.update()
         return Trace(forward_backward_bytes, live.peak_bytes)
@@ -85,16 +103,15 @@ class Step:
         precision: Precision,
         adapter: LoRAConfig | None = None,
         freeze: FreezeConfig | None = None,
+        objective: ObjectiveConfig = NEXT_TOKEN,
     ) -> None:
         self.train, self.precision = train, precision
         with device:
             self.model = trained_part(GPT(model_config), adapter, freeze).train()
+            self.objective = _objective(objective, train)
         self.model.checkpoint_blocks = train.activation_checkpointing == "block"
         self.optimizer = Optimizer(self.model, train)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.needs_scaler)
-        self.objective: Objective = partial(
-            next_token, balance_weight=train.router_balance_weight, z_weight=train.router_z_weight
-        )
 
     def __call__(self, batch: Batch) -> None:
         """A whole step over inputs and targets [batch_size, T]."""
@@ -102,12 +119,12 @@ class Step:
         self.update()
 
     def accumulate_gradients(self, batch: Batch) -> None:
-        """Forward and backward over each micro-batch."""
+        """Forward and backward over each micro-batch of inputs, targets and, with several texts a row, positions."""
         n_targets = count_targets(batch)
         sizes = self.train.micro_batch_size
-        for inputs, targets in zip(*(torch.split(tensor, sizes) for tensor in batch), strict=True):
+        for micro_batch in zip(*(torch.split(tensor, sizes) for tensor in batch), strict=True):
             with self.precision.autocast():
-                losses = self.objective(self.model, (inputs, targets))
+                losses = self.objective(self.model, micro_batch)
             self.scaler.scale(losses.objective / n_targets).backward()  # type: ignore[no-untyped-call]
 
     def update(self) -> None:
@@ -117,6 +134,21 @@ class Step:
         nn.utils.clip_grads_with_norm_(self.model.parameters(), self.train.grad_clip or 1.0, norm)
         self.optimizer.step(self.scaler)
         self.optimizer.zero_grad()
+
+
+def _objective(config: ObjectiveConfig, train: TrainConfig) -> Objective:
+    """An objective's loss, without the data that its task reads; a teacher is as new as the model."""
+    weights = {"balance_weight": train.router_balance_weight, "z_weight": train.router_z_weight}
+    if isinstance(config, PreferenceObjective):
+        return partial(_preference, config, **weights)
+    if isinstance(config, DistillationObjective):
+        teacher = GPT(load_recipe(config.teacher).model).requires_grad_(False).eval()
+        return partial(distillation, config, teacher, **weights)
+    return partial(next_token, **weights)
+
+
+def _preference(config: PreferenceObjective, model: GPT, batch: Batch, **weights: float) -> Losses:
+    return preference(config, model, (*batch, torch.zeros(len(batch[0]), device=batch[0].device)), **weights)
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -135,7 +167,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if function in _ANSWERS and any(isinstance(argument, torch._subclasses.FakeTensor) for argument in args):
             return _ANSWERS[function](*args, **(kwargs or {}))
-        out = function(*args, **(kwargs or {}))
+        out = _run(function, args, kwargs or {})
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
@@ -151,6 +183,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _release(self, n_bytes: int) -> None:
         self.now_bytes -= n_bytes
+
+
+def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation; where it takes what a fake mask is true for, it takes all."""
+    if function in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default):
+        x, indices, *rest = args
+        if [index.dtype for index in indices] == [torch.bool]:
+            args = (x, [torch.arange(len(x), device=x.device)], *rest)
+    return function(*args, **kwargs)
 
 
 _ANSWERS: dict[Any, Any] = {
