@@ -34,6 +34,8 @@ PHASES = {
 
 LEAST_TUNED, MOST_BASE = 0.95, 0.20
 MAX_TOKENS = 80
+N_PAIRS = 2000
+"""About so many, evenly over all: the steps see half of them."""
 
 
 def train(recipe: Path, share: float) -> float:
@@ -85,7 +87,8 @@ def main() -> None:
     recipes = {name: load_recipe(path) for name, path in PHASES.items()}
     [instructions], [preferences] = recipes["tuned"].data.conversations, recipes["preferred"].data.preferences
     rows = list(stdlib_instructions.records())
-    for source, some in ((instructions, rows), (preferences, stdlib_instructions.pairs(rows))):
+    pairs = list(stdlib_instructions.pairs(rows))
+    for source, some in ((instructions, rows), (preferences, pairs[:: max(1, len(pairs) // N_PAIRS)])):
         assert source.path is not None
         print(f"{stdlib_instructions.write(Path(source.path), some):,} records in {source.path}", file=sys.stderr)
     seconds = {name: train(recipe, options.share) for name, recipe in PHASES.items()}
