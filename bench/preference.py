@@ -2,7 +2,8 @@
 
     python bench/preference.py pairs.json [--base-steps 150] [--steps 60]
 
-A small model learns the chosen answers first, then to prefer them. The pairs that are held out are so from both.
+A small model learns the chosen answers first, then to prefer them. What is held out goes by the prompt, so that it is
+the same in both.
 """
 
 import argparse
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.config import PreferencesSource
-from gptworks.data.conversations import is_held_out
 from gptworks.data.preferences import iter_pairs
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import train
@@ -43,9 +43,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         pairs = iter_pairs([PreferencesSource(type="preferences", path=str(arguments.pairs))])
-        answers = [
-            {"messages": [*pair.prompt, pair.chosen]} for pair in pairs if not is_held_out(pair.prompt, HELD_OUT)
-        ]
+        answers = [{"messages": [*pair.prompt, pair.chosen]} for pair in pairs]
         (folder / "answers.json").write_text(json.dumps(answers), encoding="utf-8")
         data = {"cache_dir": str(folder / "data"), "validation": {"fraction": HELD_OUT}}
         instruction = {

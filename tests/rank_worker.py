@@ -32,7 +32,7 @@ def batch(config: ModelConfig, n_sequences: int) -> Batch:
 def model_of(config: ModelConfig, checkpoint_blocks: bool) -> GPT:
     torch.manual_seed(1)
     model = GPT(config)
-    model.checkpoint_blocks = checkpoint_blocks
+    model.activation_checkpointing = "block" if checkpoint_blocks else "none"
     return model.train()
 
 

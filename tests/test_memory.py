@@ -26,7 +26,7 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 """Tracing for a GPU runs nothing on it, and yet torch wants to see one."""
 
 PRECISIONS = ("fp32", "bf16")
-CHECKPOINTING = ("none", "block")
+CHECKPOINTING = ("none", "selective", "block")
 
 
 def error(model: ModelConfig, device: str, precision: str, micro_batch_size: int = 1, **train: Any) -> float:
@@ -49,7 +49,7 @@ def shallow(name: str, n_layers: int = 2) -> ModelConfig:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("precision", "checkpointing", "micro_batch_size"),
-    [("fp32", "none", 1), ("fp32", "block", 3), ("bf16", "none", 3), ("bf16", "block", 1)],
+    [("fp32", "none", 1), ("fp32", "block", 3), ("bf16", "none", 3), ("bf16", "block", 1), ("bf16", "selective", 3)],
 )
 @pytest.mark.parametrize("name", ["gpt2-mini", "modern-9m", "vaani-427m", "moe-115m", "smollm2-135m"])
 def test_the_formula_is_the_trace(

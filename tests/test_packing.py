@@ -107,7 +107,7 @@ def test_packed_equals_unpacked(shards: TokenShards, shape: str, path: str, monk
     config = ModelConfig(context_length=T, n_layers=2, d_model=32, n_heads=4, vocab_size=302, **SHAPES[shape])
     torch.manual_seed(0)
     model = GPT(config).train()
-    model.checkpoint_blocks = shape == "checkpointed"
+    model.activation_checkpointing = "block" if shape == "checkpointed" else "none"
     batch = stack(list(evaluation_rows(packed)))
     rows = list(evaluation_rows(alone))
     ours, theirs = next_token(model, batch).loss, next_token(model, stack(rows)).loss

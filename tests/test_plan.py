@@ -158,7 +158,9 @@ def test_changes_are_ordered_by_cost_and_devices_come_last() -> None:
     changes = changes_that_fit(setting, H100, 7 * 10**9)
     kinds = [[word.partition("=")[0] for word in change.words.split()] for change in changes]
     micro, half, block = "train.micro_batch_size", "train.precision", "train.activation_checkpointing"
-    assert kinds == [[micro], [micro, half], [micro, block], [micro, half, block]]
+    assert kinds == [[micro], [micro, half], *2 * [[micro, block], [micro, half, block]]]
+    assert [kind in changes[2].words for kind in ("=selective", "=block")] == [True, False]
+    assert [kind in changes[4].words for kind in ("=selective", "=block")] == [False, True]
     sharded = changes_that_fit(replace(setting, model=preset("gpt3-13b"), micro_batch_size=1), H100, 80 * 10**9)
     assert "--sharding fsdp" in sharded[0].words
 

@@ -47,11 +47,11 @@ def test_measuring_the_device_draws_nothing_from_the_global_generator() -> None:
     assert torch.equal(torch.rand(4), expected)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_norms_by_layer_are_those_of_outputs_and_gradients(checkpointing: bool) -> None:
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+def test_norms_by_layer_are_those_of_outputs_and_gradients(checkpointing: str) -> None:
     torch.manual_seed(0)
     model = GPT(preset("gpt2-mini").model_copy(update={"n_layers": 3, "vocab_size": 50, "context_length": 16})).train()
-    model.checkpoint_blocks = checkpointing
+    model.activation_checkpointing = checkpointing
     parallel = Parallel(TrainConfig(max_steps=1))
     parallel.place(model, CPU)
     outputs: list[list[Tensor]] = []

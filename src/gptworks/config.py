@@ -10,6 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 IGNORED = -100
 """A target that carries no loss, as `torch.nn.functional.cross_entropy` has it."""
 
+
+def computes_again(activation_checkpointing: str, layer: int) -> bool:
+    """Whether training keeps of a block its input alone: of each, or with `selective` of every second one."""
+    return activation_checkpointing == "block" or (activation_checkpointing == "selective" and layer % 2 == 0)
+
+
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -482,8 +488,10 @@ class TrainConfig(Section):
         "several devices train, each takes so many, or its whole part of the batch where that is less.",
     )
     parallel: ParallelConfig = ParallelConfig()
-    activation_checkpointing: Literal["none", "block"] = Field(
-        "none", description="block: keep each block's input alone and compute the block again in the backward pass."
+    activation_checkpointing: Literal["none", "selective", "block"] = Field(
+        "none",
+        description="block: keep each block's input alone and compute the block again in the backward pass. "
+        "selective: so with every second block.",
     )
     compile: Literal["auto", "none", "block"] = Field(
         "auto", description="block: compile each block with torch.compile; auto: on CUDA, where it pays."

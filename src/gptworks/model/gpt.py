@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gptworks.config import ModelConfig
+from gptworks.config import ModelConfig, computes_again
 from gptworks.model.attention import Attention, Rotary, texts_bias
 from gptworks.model.cache import KVCache, LayerCache, SlotLayer, SlotRows
 from gptworks.model.layers import MLP, Dropout, build_norm, product_dtype
@@ -75,8 +75,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, window) for window in config.layer_windows)
         self.norm = build_norm(config)
         self.untied_head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
-        self.checkpoint_blocks = False
-        """In training, keep each block's input alone and compute the block again in the backward pass."""
+        self.activation_checkpointing = "none"
+        """In training, of which blocks only the input is kept, and the block computed again in the backward pass: none,
+        selective or block."""
         self.watched: list[Tensor] | None = None
         """A list is given the root mean square of each block's output, a scalar each."""
         initialize(self)
@@ -123,9 +124,10 @@ class GPT(nn.Module):
         if text_positions is not None:  # made once for all layers
             windows = set(self.config.layer_windows)
             biases = {window: texts_bias(text_positions, window, product_dtype(x)) for window in windows}
-        again = self.checkpoint_blocks and self.training and torch.is_grad_enabled()
+        differentiates = self.training and torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):
             window = self.config.layer_windows[i]
+            again = differentiates and computes_again(self.activation_checkpointing, i)
             inputs = (x, rotary, cache.layers[i] if cache is not None else None, biases.get(window))
             x, routed = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
             if self.watched is not None:

@@ -115,11 +115,12 @@ def _candidates(setting: Setting, device: Device) -> Iterator[list[tuple[Setting
     if setting.precision == "fp32" and (device.has_bf16 or device.kind == "cuda"):
         half = "bf16" if device.has_bf16 else "fp16"
         ways.append((replace(setting, precision=half), [f"train.precision={half}"]))
-    if setting.checkpointing == "none":
-        ways += [
-            (replace(way, checkpointing="block"), [*words, "train.activation_checkpointing=block"])
-            for way, words in ways
-        ]
+    further = {"none": ("selective", "block"), "selective": ("block",), "block": ()}[setting.checkpointing]
+    ways += [
+        (replace(way, checkpointing=kind), [*words, f"train.activation_checkpointing={kind}"])
+        for kind in further
+        for way, words in list(ways)
+    ]
     for way in ways:
         yield [way]
     furthest, words = ways[-1]

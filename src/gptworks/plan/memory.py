@@ -11,7 +11,7 @@ kernels take inside themselves, and what an allocator keeps between blocks of di
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from gptworks.config import ModelConfig, TrainConfig
+from gptworks.config import ModelConfig, TrainConfig, computes_again
 from gptworks.plan.params import ParameterCount, count_parameters
 from gptworks.plan.stages import (
     ATTENTION,
@@ -225,15 +225,16 @@ class _Step:
         self.timeline.hold(ATTENTION, bias_bytes(self.shapes))
         for part, n_bytes in embedding_stage(self.shapes).saved.items():
             self.timeline.hold(part, n_bytes)
-        for window in self.model.layer_windows[self.n_still :]:
-            if self.setting.checkpointing == "none":
-                self.timeline.hold(ADAPTER, self._adapter_bytes)
-            for stage in self.blocks[window]:
+        for layer in range(self.n_still, self.model.n_layers):
+            again = computes_again(self.setting.checkpointing, layer)
+            for stage in self.blocks[self.model.layer_windows[layer]]:
                 for part, n_bytes in stage.saved.items():
-                    if self.setting.checkpointing == "none" or part == COPIES:  # autocast keeps copies until it ends
+                    if not again or part == COPIES:  # autocast keeps copies until it ends
                         self.timeline.hold(part, n_bytes)
-            if self.setting.checkpointing == "block":
+            if again:
                 self.timeline.hold(RESIDUAL, self.shapes.floats(self.model.d_model))
+            else:
+                self.timeline.hold(ADAPTER, self._adapter_bytes)
         if not self._keeps_bias:
             self.timeline.hold(ATTENTION, -bias_bytes(self.shapes))
         for part, n_bytes in self._final_norm().saved.items():
@@ -252,8 +253,10 @@ class _Step:
         also = {"preference": features, "reward": features, "distillation": 4 * features + copy}
         self.timeline.mark("loss", chunk + copy + also.get(self.setting.objective, 0), LOSS)
         self.timeline.hold(LOSS, 4 * head)
-        if self.setting.checkpointing == "block":
-            self.timeline.hold(COPIES, -self.timeline.held[COPIES])
+        for layer in range(self.n_still, self.model.n_layers):  # autocast has ended, and nothing else keeps these
+            if computes_again(self.setting.checkpointing, layer):
+                for stage in self.blocks[self.model.layer_windows[layer]]:
+                    self.timeline.hold(COPIES, -stage.saved.get(COPIES, 0))
         self.timeline.mark("loss, backward", features + 4 * head)  # each gradient scaled into a new tensor
         self.timeline.hold(LOSS, -features)
         self.timeline.hold(TEMPORARY, features)
@@ -265,7 +268,7 @@ class _Step:
         self._go_back(replace(self._final_norm(), merges=False), "final norm, backward")
         for layer in reversed(range(self.n_still, self.model.n_layers)):
             stages = self.blocks[self.model.layer_windows[layer]]
-            if self.setting.checkpointing == "block":  # computed again; the block's input is the first norm's now
+            if computes_again(self.setting.checkpointing, layer):  # the block's input is the first norm's now
                 self.timeline.hold(RESIDUAL, -self.shapes.floats(self.model.d_model))
                 for stage in stages:
                     for part, n_bytes in stage.saved.items():
@@ -310,7 +313,7 @@ class _Step:
     @property
     def _keeps_bias(self) -> bool:
         """Whether the backward pass needs the bias of rows of several texts."""
-        return self.setting.checkpointing == "block" or not is_blocked(self.shapes)
+        return self.setting.checkpointing != "none" or not is_blocked(self.shapes)
 
     @property
     def _adapter_bytes(self) -> int:
@@ -359,11 +362,8 @@ def loss_chunk_bytes(shapes: Shapes, vocab_size: int, width: int, objective: str
     """
     chunk, product, head = chunk_tokens(shapes, vocab_size), shapes.product_bytes, vocab_size * width
     first, second = (max(0, min(chunk, n)) * vocab_size for n in (shapes.n_tokens, shapes.n_tokens - chunk))
-    taught = objective == "distillation"
-    if taught:
-        row_bytes = 32 if shapes.autocast else 24
-    else:
-        row_bytes = 8 if shapes.autocast and shapes.on_cpu else 4
+    taught, copied = objective == "distillation", shapes.autocast and shapes.on_cpu
+    row_bytes = 4 * (6 + 2 * shapes.autocast if taught else 1 + copied)
     softmax = row_bytes * min(softmax_tokens(shapes, vocab_size) * vocab_size, first) + taught * product * first
     rounded = product * head if shapes.autocast else 0
     return max(

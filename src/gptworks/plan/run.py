@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from gptworks.config import Recipe, TrainConfig
+from gptworks.config import Recipe, TrainConfig, computes_again
 from gptworks.errors import UserError
 from gptworks.plan.arrange import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER, rank_setting
 from gptworks.plan.devices import UTILIZATION, Device, this_cpu
@@ -155,7 +155,9 @@ class Plan:
         rate = self.device.flops(self.setting.precision)
         if rate is None:
             return None
-        again = self.forward.total_dense - self.forward.head if self.setting.checkpointing == "block" else 0
+        blocks, n_layers = self.forward.total_dense - self.forward.head, self.setting.model.n_layers
+        n_again = sum(computes_again(self.setting.checkpointing, layer) for layer in range(n_layers))
+        again = blocks * n_again / n_layers
         flops_per_token = self.flops_per_token + again / self.forward.length
         return rate * self.utilization * self.setting.layout.world_size / flops_per_token
 

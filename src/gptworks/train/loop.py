@@ -159,7 +159,7 @@ class Run:
         torch.manual_seed(recipe.seed)
         self._memory_before_bytes = reset_peak(device)
         self.model = self.parallel.place(trained_part(GPT(recipe.model), recipe.adapter, recipe.freeze), device)
-        self.model.checkpoint_blocks = recipe.train.activation_checkpointing == "block"
+        self.model.activation_checkpointing = recipe.train.activation_checkpointing
         self.optimizer = Optimizer(self.model, recipe.train)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.needs_scaler)
         self.average = WeightAverage(self.model, recipe.train.ema_decay)

@@ -22,6 +22,7 @@ from gptworks.device import (
 )
 from gptworks.errors import RunError
 from gptworks.plan.run import Measured
+from gptworks.train.objectives import Batch
 from gptworks.train.trace import NEXT_TOKEN, Step
 
 N_STEPS = 2
@@ -46,7 +47,7 @@ def measure_step(
     Raises:
         RunError: a process failed; where memory did not suffice, the system may have ended it.
     """
-    order = {
+    order: dict[str, object] = {
         "model": model.model_dump(mode="json"),
         "train": train.model_dump(mode="json"),
         "device": device,
@@ -85,7 +86,7 @@ def _steps(
     """Take the steps; seconds of the last."""
     step = Step(model, train, device, choose_precision(precision, device), *part)
     tokens = torch.randint(model.vocab_size, (train.batch_size, model.context_length), device=device)
-    batch = (tokens, tokens)
+    batch: Batch = (tokens, tokens)
     if several_texts:
         batch = (*batch, torch.arange(model.context_length, device=device).expand_as(tokens))
     seconds = 0.0

@@ -109,7 +109,7 @@ class Step:
         with device:
             self.model = trained_part(GPT(model_config), adapter, freeze).train()
             self.objective = _objective(objective, train)
-        self.model.checkpoint_blocks = train.activation_checkpointing == "block"
+        self.model.activation_checkpointing = train.activation_checkpointing
         self.optimizer = Optimizer(self.model, train)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.needs_scaler)
 
@@ -138,17 +138,18 @@ class Step:
 
 def _objective(config: ObjectiveConfig, train: TrainConfig) -> Objective:
     """An objective's loss, without the data that its task reads; a teacher is as new as the model."""
-    weights = {"balance_weight": train.router_balance_weight, "z_weight": train.router_z_weight}
+    balance, z = train.router_balance_weight, train.router_z_weight
     if isinstance(config, PreferenceObjective):
-        return partial(_preference, config, **weights)
+
+        def pairs(model: GPT, batch: Batch) -> Losses:
+            reference = torch.zeros(len(batch[0]), device=model.device)
+            return preference(config, model, (*batch, reference), balance_weight=balance, z_weight=z)
+
+        return pairs
     if isinstance(config, DistillationObjective):
         teacher = GPT(load_recipe(config.teacher).model).requires_grad_(False).eval()
-        return partial(distillation, config, teacher, **weights)
-    return partial(next_token, **weights)
-
-
-def _preference(config: PreferenceObjective, model: GPT, batch: Batch, **weights: float) -> Losses:
-    return preference(config, model, (*batch, torch.zeros(len(batch[0]), device=batch[0].device)), **weights)
+        return partial(distillation, config, teacher, balance_weight=balance, z_weight=z)
+    return partial(next_token, balance_weight=balance, z_weight=z)
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -185,7 +186,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now_bytes -= n_bytes
 
 
-def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An operation; where it takes what a fake mask is true for, it takes all."""
     if function in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default):
         x, indices, *rest = args
