@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
-	@echo "make pipeline  from text to an assistant: a small base model, instruction tuning, held-out questions (about 12 minutes)"
+	@echo "make pipeline  from text to an assistant: a small base model, instruction tuning, DPO, held-out questions (about 12 minutes)"
 	@echo "make test    run the tests"
 	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
 	@echo "make test-harness  compare lm-evaluation-harness's scores of a run and of its export (about a minute on 2 cores)"
@@ -32,7 +32,7 @@ demo: .venv/.installed
 
 pipeline: .venv/.installed
 	$(BIN)/python bench/pipeline.py
-	@echo; echo "Go on with: $(BIN)/gptworks chat runs/miniature-finetune"
+	@echo; echo "Go on with: $(BIN)/gptworks chat runs/miniature-preference"
 
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile

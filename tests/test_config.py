@@ -298,3 +298,17 @@ def test_the_schema_knows_the_sections_and_their_keys() -> None:
     for section, definition in {"model": "ModelConfig", "data": "DataConfig", "train": "TrainConfig"}.items():
         assert set(SAMPLE[section]) <= set(definitions[definition]["properties"])
         assert definitions[definition]["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(("objective", "packs"), [({"packing": True}, True), ({"packing": False}, False)])
+def test_dynamic_rotation_is_refused_where_conversations_share_a_row(objective: dict[str, Any], packs: bool) -> None:
+    tree = SAMPLE | {
+        "model": SAMPLE["model"] | {"position": "rope", "rope_scaling": {"type": "dynamic", "factor": 2}},
+        "tokenizer": SAMPLE["tokenizer"] | {"chat_template": "plain"},
+        "data": {"sources": [{"type": "conversations", "path": "talk.jsonl"}]},
+        "objective": {"type": "instruction"} | objective,
+    }
+    if packs:
+        assert "objective.packing=false" in refused(tree)
+    else:
+        parse_recipe(tree)

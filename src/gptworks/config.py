@@ -844,6 +844,7 @@ class Recipe(Section):
         if isinstance(self.objective, RewardObjective):
             self._check_groups(self.objective.group_size)
         self._check_adapter()
+        self._check_packing()
         if self.freeze is not None and self.freeze.first_blocks > self.model.n_layers:
             raise ValueError(
                 f"freeze.first_blocks={self.freeze.first_blocks} and model.n_layers={self.model.n_layers}: "
@@ -858,6 +859,15 @@ class Recipe(Section):
                     f"train.{name}={getattr(self.train, name)} is not a multiple of objective.group_size={group_size}: "
                     f"all answers to a prompt are judged together"
                 )
+
+    def _check_packing(self) -> None:
+        scaling, objective = self.model.rope_scaling, self.objective
+        packs = objective.type == "distillation" or (isinstance(objective, InstructionObjective) and objective.packing)
+        if scaling is not None and scaling.type == "dynamic" and packs and self.data.conversations:
+            raise ValueError(
+                "model.rope_scaling.type=dynamic and conversations packed into rows: each would be read as if it were as "
+                "long as its row; set rope_scaling.type=yarn, or objective.packing=false where the objective has it"
+            )
 
     def _check_adapter(self) -> None:
         if self.adapter is None:
