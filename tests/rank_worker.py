@@ -88,7 +88,7 @@ def runs(recipes: list[dict], ranks: Ranks) -> None:
         train(
             load_recipe(case["path"], case["overrides"]),
             resume=case.get("resume", False),
-            objective=objective,
+            objective=objective if case.keys() & {"seen", "sleeps"} else None,
             ranks=ranks,
         )
 

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import chats
 import rank_worker
 import tiny
 from gptworks.checkpoint import checkpoints
 from gptworks.errors import UserError
-from gptworks.recipe import load_recipe
+from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.train.loop import train
 from gptworks.train.metrics import read_metrics
 from gptworks.train.parallel import check_parallel
@@ -163,6 +165,43 @@ def test_the_loss_is_that_of_one_process(n_ranks: int, tmp_path: Path) -> None:
                 assert other["loss"] == pytest.approx(one["loss"], abs=1e-4), f"{name}, step {one['step']}"
                 assert other["tokens"] == one["tokens"]
         assert f"{n_ranks}: " in (tmp_path / name / "model-card.md").read_text(encoding="utf-8")
+
+
+TUNED: dict[str, dict[str, Any]] = {
+    "packed, frozen, fsdp": {"freeze": {"first_blocks": 1}},
+    "adapter, ddp": {"adapter": {"rank": 4}},
+    "preference, fsdp": {"objective": {"type": "preference"}},
+    "distillation, fsdp": {"objective": {"type": "distillation"}},
+}
+
+
+def test_other_objectives_lose_as_in_one_process(tmp_path: Path) -> None:
+    base = chats.base_tree(tmp_path, max_steps=20, optimizer="adamw", precision="fp32", checkpoint_every=20)
+    train(parse_recipe(base))
+    pairs = [row | {"chosen": row["output"], "rejected": row["output"][::-1]} for row in chats.records()]
+    chats.write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    cases = []
+    for name, changes in TUNED.items():
+        tree = chats.tune_tree(tmp_path, max_steps=10, optimizer="adamw", precision="fp32", evaluate_every=10) | changes
+        tree["tokenizer"] |= {"added_tokens": [], "chat_template": "plain"}
+        if "preference" in name:
+            tree["data"] |= {"sources": [{"type": "preferences", "path": str(tmp_path / "pairs.jsonl")}]}
+        if "distillation" in name:
+            tree["objective"] |= {"teacher": str(tmp_path / "base")}
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+        train(load_recipe(path, [f"run_dir={tmp_path / f'{name} alone'}"]))
+        strategy = f"train.parallel.strategy={name.split(', ')[-1]}"
+        cases.append({"path": str(path), "overrides": [f"run_dir={tmp_path / name}", strategy]})
+    (tmp_path / "cases").write_text(json.dumps(cases), encoding="utf-8")
+    torchrun(2, "train", tmp_path / "cases")
+    for name in TUNED:
+        alone, shared = (list(read_metrics(tmp_path / run / "metrics.jsonl")) for run in (f"{name} alone", name))
+        assert len(alone) == 11
+        for one, other in zip(alone, shared, strict=True):
+            assert (other["kind"], other["step"]) == (one["kind"], one["step"])
+            assert other["loss"] == pytest.approx(one["loss"], abs=1e-4), f"{name}, step {one['step']}"
+        assert alone[-2]["loss"] != alone[0]["loss"], name
 
 
 def test_one_two_and_one_ranks_see_the_same_samples_and_go_on_with_the_same_loss(tmp_path: Path) -> None:

@@ -865,8 +865,8 @@ class Recipe(Section):
         packs = objective.type == "distillation" or (isinstance(objective, InstructionObjective) and objective.packing)
         if scaling is not None and scaling.type == "dynamic" and packs and self.data.conversations:
             raise ValueError(
-                "model.rope_scaling.type=dynamic and conversations packed into rows: each would be read as if it were as "
-                "long as its row; set rope_scaling.type=yarn, or objective.packing=false where the objective has it"
+                "model.rope_scaling.type=dynamic and conversations packed into rows: each would be read as if it were "
+                "as long as its row; set rope_scaling.type=yarn, or objective.packing=false where there is one"
             )
 
     def _check_adapter(self) -> None:
