@@ -37,6 +37,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     if plan.shards_bytes is not None:
         shards = f"{readable(plan.shards_bytes, 'B')} ({shards})"
     count, train = plan.parameters, plan.train
+    samples = "pairs" if plan.setting.objective == "preference" else "sequences"
     return [
         ("parameters", f"{count.total:,}"),
         *([("active for a token", f"{count.active:,}")] if count.active != count.total else []),
@@ -53,7 +54,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ("device", _device(plan)),
         ("step", f"{plan.setting.precision}, checkpointing {plan.setting.checkpointing}, {train.optimizer}"),
         ("memory of a device", _fit(plan)),
-        ("largest micro-batch that fits", f"{plan.largest_micro_batch_size:,} sequences"),
+        ("largest micro-batch that fits", f"{plan.largest_micro_batch_size:,} {samples}"),
         ("time", _time(plan)),
         ("weights on disk, fp32", readable(plan.weights_bytes, "B")),
         ("one checkpoint on disk", readable(plan.checkpoint_bytes, "B")),
