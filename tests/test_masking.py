@@ -1,11 +1,15 @@
 """Which tokens of a conversation are learned, by rules that know the templates."""
 
+import multiprocessing
+from dataclasses import dataclass
+
 import pytest
 from tokenizers import Tokenizer
 
 from gptworks.chat_template import BUILT_IN, ChatTemplate, Message
 from gptworks.config import BPETokenizer, CharTokenizer
-from gptworks.data.masking import encode_conversation
+from gptworks.data import encode, masking
+from gptworks.data.masking import encode_conversation, encode_records
 from gptworks.errors import UserError
 from gptworks.tokenizer import add_tokens, train_tokenizer
 
@@ -95,3 +99,34 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: Tokenizer)
     forgetful = "{% for m in messages[-3:] %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
     with pytest.raises(UserError, match=r"writes the turns before it, .* otherwise than in the whole .*turn 3"):
         encode_conversation(ChatTemplate(forgetful, tokenizer), CHAT)
+
+
+@dataclass(frozen=True)
+class Record:
+    where: str
+    conversations: list[list[Message]]
+
+
+def test_processes_change_nothing_and_name_the_record_that_is_refused(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = ChatTemplate(BUILT_IN["chatml"], tokenizer)
+    records = [
+        Record(f"record {i}", [[*CHAT[:4], {"role": "assistant", "content": f"No. {i}"}], CHAT[: 3 + i % 3]])
+        for i in range(50)
+    ]
+    alone = list(encode_records(template, records, 1))
+    monkeypatch.setattr(masking, "_BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(encode, "_BATCHES_WORTH_A_POOL", 2)
+    shared = list(encode_records(template, records, 2))
+    assert [record for record, _ in shared] == records
+    for (_, ones), (_, others) in zip(alone, shared, strict=True):
+        assert len(ones) == 2
+        for one, other in zip(ones, others, strict=True):
+            assert one.ids.tolist() == other.ids.tolist()
+            assert one.learned.tolist() == other.learned.tolist()
+            assert (one.text_bytes, one.all_end, one.as_given) == (other.text_bytes, other.all_end, other.as_given)
+    changing = ChatTemplate("{{ messages | length }}" + template.source, tokenizer)
+    with pytest.raises(UserError, match="record 0: the chat template writes the turns"):
+        list(encode_records(changing, records, 2))
+    assert not multiprocessing.active_children()

@@ -38,6 +38,10 @@ class Conversation:
         return f"{self.origin}, record {self.record}"
 
     @property
+    def conversations(self) -> list[list[Message]]:
+        return [self.messages]
+
+    @property
     def prompt(self) -> list[Message]:
         """The turns before the last answer; all turns, where there are none before it."""
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]

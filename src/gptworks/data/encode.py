@@ -5,12 +5,13 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from itertools import chain, islice
 from multiprocessing.connection import wait
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -34,6 +35,12 @@ class Encoded(NamedTuple):
 
 
 Part = tuple[Split, Piece]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def _text_encoder(tokenizer_json: str) -> Callable[[list[Part]], list[Encoded]]:
+    return partial(_encode, tokenizer_from_json(tokenizer_json))
 
 
 def _encode(tokenizer: Tokenizer, batch: list[Part]) -> list[Encoded]:
@@ -58,16 +65,35 @@ def _round_trips(tokenizer: Tokenizer, piece: Piece, ids: list[int]) -> bool:
 
 
 def encode_all(tokenizer: Tokenizer, parts: Iterator[Part], processes: int) -> Iterator[tuple[Part, Encoded]]:
-    """Each part with its tokens, in order. A small text is not worth starting processes for."""
-    batches = _batches(parts)
+    """Each part with its tokens, in order."""
+    batches = batches_of(parts, lambda part: len(part[1].text), _BATCH_BYTES)
+    return encode_in_order(batches, _text_encoder, (tokenizer.to_str(),), processes)
+
+
+def encode_in_order(
+    batches: Iterator[list[Item]],
+    make: Callable[..., Callable[[list[Item]], list[Result]]],
+    arguments: tuple[str, ...],
+    processes: int,
+) -> Iterator[tuple[Item, Result]]:
+    """Each item with what it is encoded as, in order. A small text is not worth starting processes for.
+
+    Args:
+        make: a module's function; called once in each process, it gives what encodes a batch.
+        processes: how many; 0: one for each core.
+
+    Raises:
+        RunError: a process died.
+    """
     first = list(islice(batches, _BATCHES_WORTH_A_POOL))
     processes = processes or _cores()
     if processes == 1 or len(first) < _BATCHES_WORTH_A_POOL:
+        encode = make(*arguments)
         for batch in chain(first, batches):
-            yield from zip(batch, _encode(tokenizer, batch), strict=True)
+            yield from zip(batch, encode(batch), strict=True)
         return
     pool = ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(tokenizer.to_str(),)
+        processes, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(make, arguments)
     )
     try:
         waiting = deque((batch, pool.submit(_encode_in_worker, batch)) for batch in first)
@@ -86,16 +112,16 @@ def encode_all(tokenizer: Tokenizer, parts: Iterator[Part], processes: int) -> I
         pool.shutdown(cancel_futures=True)
 
 
-def _batches(parts: Iterator[Part]) -> Iterator[list[Part]]:
-    """Parts in lists of about a mebibyte of text."""
-    batch: list[Part] = []
-    size = 0
-    for part in parts:
-        batch.append(part)
-        size += len(part[1].text)
-        if size >= _BATCH_BYTES:
+def batches_of(items: Iterator[Item], size: Callable[[Item], int], least: int) -> Iterator[list[Item]]:
+    """Items in lists of at least so much text."""
+    batch: list[Item] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= least:
             yield batch
-            batch, size = [], 0
+            batch, total = [], 0
     if batch:
         yield batch
 
@@ -105,19 +131,19 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_worker_tokenizer: Tokenizer
+_worker_encode: Callable[[list[Any]], list[Any]]
 
 
-def _start_worker(tokenizer_json: str) -> None:
-    global _worker_tokenizer  # noqa: PLW0603 (a process of its own, started for this)
+def _start_worker(make: Callable[..., Callable[[list[Any]], list[Any]]], arguments: tuple[str, ...]) -> None:
+    global _worker_encode  # noqa: PLW0603 (a process of its own, started for this)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends the pool
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker_tokenizer = tokenizer_from_json(tokenizer_json)
+    _worker_encode = make(*arguments)
 
 
-def _encode_in_worker(batch: list[Part]) -> list[Encoded]:
-    return _encode(_worker_tokenizer, batch)
+def _encode_in_worker(batch: list[Any]) -> list[Any]:
+    return _worker_encode(batch)
 
 
 def _end_with_parent() -> None:

@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from gptworks.chat_template import ChatTemplate, Message
 from gptworks.data.conversations import Conversation, is_held_out
-from gptworks.data.masking import encode_conversation
+from gptworks.data.masking import encode_records
 from gptworks.data.shards import ALTERED, EMPTY, NO_END, SWAPPED, UNANSWERED, Origin, ShardWriter, Split
-from gptworks.errors import UserError
 from gptworks.tokenizer import special_tokens
 
 
@@ -16,6 +15,7 @@ def write_examples(
     template: ChatTemplate,
     conversations: Iterable[Conversation],
     held_out_fraction: float,
+    processes: int,
     report: Callable[[str, int, int | None], None],
 ) -> tuple[Origin, ...]:
     """Encode each conversation into its split; returns the files they came from.
@@ -26,14 +26,11 @@ def write_examples(
     origins: list[Origin] = []
     unknown = special_tokens(template.tokenizer).unk
     done_bytes = 0
-    for n_before, conversation in enumerate(conversations):
+    encoded = encode_records(template, conversations, processes)
+    for n_before, (conversation, [example]) in enumerate(encoded):
         if not origins or origins[-1].name != conversation.origin or conversation.record == 1:
             origins.append(Origin(name=conversation.origin, shape=conversation.shape, records=0))
         origins[-1] = origins[-1].model_copy(update={"records": conversation.record})
-        try:
-            example = encode_conversation(template, conversation.messages)
-        except UserError as error:
-            raise UserError(f"{conversation.where}: {error}") from None
         answers = [message["content"] for message in conversation.messages if message["role"] == "assistant"]
         flags = NO_END * (not example.all_end) + ALTERED * (not example.as_given)
         flags += EMPTY * any(not answer.strip() for answer in answers) + UNANSWERED * (not answers)

@@ -6,15 +6,20 @@ whole conversation, up to and with the end token. Tokens are those that the mode
 template's text and an answer would merge into one token across that border, each side is encoded by itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gptworks.chat_template import ChatTemplate, Message
+from gptworks.data.encode import batches_of, encode_in_order
 from gptworks.errors import UserError
+from gptworks.tokenizer import tokenizer_from_json
+
+_BATCH_CHARACTERS = 1 << 17  # rendering takes ten times as long as encoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,54 @@ class Example:
     """Whether every answer is followed by an end token."""
     as_given: bool
     """Whether what is learned is the answers' own text, and nothing else but white space."""
+
+
+class Record(Protocol):
+    """What examples are made of: a conversation, or a pair of them."""
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def conversations(self) -> list[list[Message]]: ...
+
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+
+def encode_records(
+    template: ChatTemplate, records: Iterable[AnyRecord], processes: int
+) -> Iterator[tuple[AnyRecord, list[Example]]]:
+    """Each record with an example for each of its conversations, in order.
+
+    Args:
+        processes: how many encode, where there is enough of it; 0: one for each core.
+
+    Raises:
+        UserError: the template refuses a conversation; the message names the record.
+    """
+    batches = batches_of(iter(records), _characters, _BATCH_CHARACTERS)
+    return encode_in_order(batches, _examples_encoder, (template.tokenizer.to_str(), template.source), processes)
+
+
+def _characters(record: Record) -> int:
+    return sum(len(message["content"]) for conversation in record.conversations for message in conversation)
+
+
+def _examples_encoder(tokenizer_json: str, source: str) -> Callable[[list[AnyRecord]], list[list[Example]]]:
+    template = ChatTemplate(source, tokenizer_from_json(tokenizer_json))
+
+    def encode(records: list[AnyRecord]) -> list[list[Example]]:
+        return [_encode_record(template, record) for record in records]
+
+    return encode
+
+
+def _encode_record(template: ChatTemplate, record: Record) -> list[Example]:
+    try:
+        return [encode_conversation(template, messages) for messages in record.conversations]
+    except UserError as error:
+        raise UserError(f"{record.where}: {error}") from None
 
 
 def encode_conversation(template: ChatTemplate, messages: Sequence[Message]) -> Example:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from gptworks.chat_template import ChatTemplate, Message
 from gptworks.config import PreferencesSource
 from gptworks.data.conversations import Record, is_held_out, origins, read_messages, read_text
-from gptworks.data.masking import encode_conversation
+from gptworks.data.masking import encode_records
 from gptworks.data.shards import NO_END, Origin, ShardWriter, Split, TokenShards
 from gptworks.errors import UserError
 
@@ -37,6 +37,10 @@ class Pair:
     @property
     def where(self) -> str:
         return f"{self.origin}, record {self.record}"
+
+    @property
+    def conversations(self) -> list[list[Message]]:
+        return [[*self.prompt, answer] for answer in (self.chosen, self.rejected)]
 
 
 def iter_pairs(sources: Iterable[PreferencesSource]) -> Iterator[Pair]:
@@ -101,6 +105,7 @@ def write_pairs(
     template: ChatTemplate,
     pairs: Iterable[Pair],
     held_out_fraction: float,
+    processes: int,
     report: Callable[[str, int, int | None], None],
 ) -> tuple[Origin, ...]:
     """Encode both conversations of each pair into its split; returns the files they came from.
@@ -110,16 +115,12 @@ def write_pairs(
     """
     files: list[Origin] = []
     done_bytes = 0
-    for i, pair in enumerate(pairs):
+    for i, (pair, examples) in enumerate(encode_records(template, pairs, processes)):
         if not files or files[-1].name != pair.origin or pair.record == 1:
             files.append(Origin(name=pair.origin, shape=SHAPE, records=0))
         files[-1] = files[-1].model_copy(update={"records": pair.record})
         writer = writers["validation" if is_held_out(pair.prompt, held_out_fraction) else "train"]
-        for answer in (pair.chosen, pair.rejected):
-            try:
-                example = encode_conversation(template, [*pair.prompt, answer])
-            except UserError as error:
-                raise UserError(f"{pair.where}: {error}") from None
+        for example in examples:
             writer.add(
                 example.ids,
                 example.text_bytes,

@@ -317,11 +317,11 @@ def _fill(folder: Path, recipe: Recipe, made_from: dict[str, Any], report: Repor
     round_trips = False
     try:
         if template is not None and data.conversations:
-            origins = write_examples(
-                writers, template, iter_conversations(data.conversations), validation.fraction, report
-            )
+            conversations = iter_conversations(data.conversations)
+            origins = write_examples(writers, template, conversations, validation.fraction, data.processes, report)
         elif template is not None and data.preferences:
-            origins = write_pairs(writers, template, iter_pairs(data.preferences), validation.fraction, report)
+            pairs = iter_pairs(data.preferences)
+            origins = write_pairs(writers, template, pairs, validation.fraction, data.processes, report)
         else:
             round_trips = _write_documents(writers, tokenizer, data, validation, total, report)
         written = {split: writer.finish() for split, writer in writers.items()}
