@@ -62,9 +62,10 @@ def linear_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor) -> T
         return token_nats(features, weight, targets).sum()
 
     def into_gradient(logits: Tensor, rows: slice) -> Tensor:
-        return sum(_rows_to_gradient(part, targets[of]) for part, of in _in_cache(logits, rows))  # type: ignore[return-value]
+        return _sum(_rows_to_gradient(part, targets[of]) for part, of in _in_cache(logits, rows))
 
-    return _LinearLoss.apply(features, weight, into_gradient)[0]  # type: ignore[no-untyped-call, no-any-return]
+    total: Tensor = _LinearLoss.apply(features, weight, into_gradient)[0]  # type: ignore[no-untyped-call]
+    return total
 
 
 @torch.no_grad()
@@ -120,7 +121,7 @@ def distillation_loss(
 
     def into_gradient(logits: Tensor, rows: slice) -> Tensor:
         taught = y[rows] @ teacher_head.T
-        return sum(  # type: ignore[return-value]
+        return _sum(
             distilled(part, taught[of.start - rows.start : of.stop - rows.start], wanted[of])
             for part, of in _in_cache(logits, rows)
         )
@@ -185,7 +186,7 @@ class _TargetLogprobs(torch.autograd.Function):
         factors = -gradients[0]
 
         def into_gradient(logits: Tensor, rows: slice) -> Tensor:
-            return sum(_rows_to_gradient(part, targets[of], factors[of]) for part, of in _in_cache(logits, rows))  # type: ignore[return-value]
+            return _sum(_rows_to_gradient(part, targets[of], factors[of]) for part, of in _in_cache(logits, rows))
 
         with without_autocast(features.device):
             _, d_features, d_weight = _sums_and_gradients(features, weight, into_gradient, ctx.needs_input_grad[:2])
@@ -239,6 +240,10 @@ def _rows_to_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = 
     probabilities.scatter_add_(1, index, -torch.ones_like(gap))
     logits.copy_(probabilities.mul_(counted if factors is None else counted * factors[:, None]))
     return nats.where(counted, 0.0).sum()
+
+
+def _sum(parts: Iterator[Tensor]) -> Tensor:
+    return torch.stack(list(parts)).sum(0)
 
 
 def _wide(x: Tensor) -> Tensor:
