@@ -109,3 +109,25 @@ def test_a_run_folder_that_was_moved_has_its_tokenizer_with_it(tmp_path: Path) -
     assert load_recipe(before).tokenizer.model_dump()["path"] == before / "tokenizer"
     after = before.rename(tmp_path / "after")
     assert load_recipe(after).tokenizer.model_dump()["path"] == after / "tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("part", "fix"),
+    [
+        ({"adapter": {"rank": 2}}, "adapter.embeddings=true"),
+        ({"freeze": {"embeddings": True}}, "freeze.embeddings=false"),
+        ({"adapter": {"rank": 2, "embeddings": True}}, None),
+        ({"freeze": {"first_blocks": 1}}, None),
+    ],
+)
+def test_new_tokens_need_embeddings_that_are_trained(
+    source: Path, tmp_path: Path, part: dict[str, Any], fix: str | None
+) -> None:
+    tree = following(source, tmp_path) | part
+    check_start(parse_recipe(tree))
+    tree["tokenizer"] |= {"added_tokens": ["<|user|>"]}
+    if fix is None:
+        check_start(parse_recipe(tree))
+    else:
+        with pytest.raises(UserError, match=rf"<\|user\|>, new to initialize_from=.* Set {fix}"):
+            check_start(parse_recipe(tree))

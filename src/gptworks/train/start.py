@@ -49,13 +49,20 @@ def check_start(recipe: Recipe, resume: bool = False) -> None:
 
 def _check_new_tokens(recipe: Recipe, source: Path) -> None:
     """Refuse tokens that are new to the model and that nothing would teach it: all would stay alike."""
-    if recipe.adapter is None or recipe.adapter.embeddings or not recipe.tokenizer.added_tokens:
+    adapter, freeze = recipe.adapter, recipe.freeze
+    if adapter is not None and not adapter.embeddings:
+        leaves, change = "an adapter leaves the embeddings alone", "adapter.embeddings=true"
+    elif freeze is not None and freeze.freezes("token_embedding.weight"):
+        leaves, change = "freeze leaves the embeddings alone", "freeze.embeddings=false"
+    else:
+        return
+    if not recipe.tokenizer.added_tokens:
         return
     known = load_tokenizer(source / "tokenizer")
     if new := [token for token in recipe.tokenizer.added_tokens if known.token_to_id(token) is None]:
         raise UserError(
-            f"tokenizer.added_tokens has {', '.join(new)}, new to initialize_from={source}, and an adapter leaves the "
-            f"embeddings alone, so the model could not tell them apart. Set adapter.embeddings=true, or use a chat "
+            f"tokenizer.added_tokens has {', '.join(new)}, new to initialize_from={source}, and {leaves}, "
+            f"so the model could not tell them apart. Set {change}, or use a chat "
             f"template without new tokens (alpaca, plain)."
         )
 
