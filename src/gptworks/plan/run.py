@@ -284,7 +284,7 @@ def planned_steps(
     unknown: list[str] = []
     if train.max_steps is not None:
         bounds.append((train.max_steps, f"max_steps={train.max_steps}"))
-    windows, text = windows_per_epoch, f"{windows_per_epoch:,} rows" if windows_per_epoch else ""
+    windows, text = windows_per_epoch, f"{windows_per_epoch:,} samples" if windows_per_epoch else ""
     if windows is None and n_train_tokens is not None:
         windows, text = max(1, (n_train_tokens - context_length) // context_length), f"{n_train_tokens:,} tokens"
     if train.epochs is not None and windows is not None:

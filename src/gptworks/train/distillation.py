@@ -15,7 +15,7 @@ from gptworks.evaluate.loss import LossReport, Shares, evaluate_loss
 from gptworks.infer.engine import Engine
 from gptworks.model import GPT
 from gptworks.model.loss import distillation_loss
-from gptworks.recipe import load_recipe
+from gptworks.plan.objectives import teacher_config
 from gptworks.tokenizer import fingerprint, load_tokenizer
 from gptworks.train.objectives import Batch, Losses, count_targets, with_routing
 from gptworks.train.task import Task
@@ -27,12 +27,11 @@ def check_teacher(recipe: Recipe) -> None:
     Raises:
         UserError: it has no recipe, or a shorter context than the student.
     """
-    if not isinstance(recipe.objective, DistillationObjective):
+    theirs = teacher_config(recipe)
+    if theirs is None:
         return
+    assert isinstance(recipe.objective, DistillationObjective)
     folder = recipe.objective.teacher
-    if not (folder / "recipe.yaml").exists():
-        raise UserError(f"objective.teacher={folder} is not a run folder: it has no recipe.yaml.")
-    theirs = load_recipe(folder).model
     if theirs.context_length < recipe.model.context_length:
         raise UserError(
             f"model.context_length={recipe.model.context_length} and objective.teacher={folder} reads "
@@ -46,7 +45,13 @@ def check_teacher(recipe: Recipe) -> None:
 
 
 def distillation(
-    objective: DistillationObjective, teacher: GPT, model: GPT, batch: Batch, *, balance_weight: float, z_weight: float
+    objective: DistillationObjective,
+    teacher: GPT,
+    model: GPT,
+    batch: Batch,
+    *,
+    balance_weight: float,
+    z_weight: float,
 ) -> Losses:
     """ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ model), sums over the batch's targets."""
     inputs, targets, *positions = batch
