@@ -8,7 +8,9 @@ import pytest
 
 import chats
 from gptworks.chat_template import BUILT_IN
-from gptworks.data.inspection import check_conversations, inspect_conversations
+from gptworks.cli.inspect import inspect
+from gptworks.data.inspection import check_records, inspect_conversations
+from gptworks.data.pair_inspection import inspect_pairs
 from gptworks.data.prepare import prepare
 from gptworks.errors import UserError
 from gptworks.recipe import parse_recipe, save_recipe
@@ -155,8 +157,76 @@ def test_a_planted_fault_stops_the_run_by_its_name(tree: Tree, fault: str) -> No
     assert not Path(tree["run_dir"]).exists()
     tree["objective"] = tree["objective"] | {"allow": found}
     recipe, told = parse_recipe(tree), []
-    check_conversations(recipe, prepare(recipe), told.append)
+    check_records(recipe, prepare(recipe), told.append)
     assert any(line.startswith(f"allowed: {fault}: ") for line in told)
+
+
+# ------------------------------------------------------------------------------------------------- pairs of answers
+
+
+def pair(row: dict[str, str]) -> dict[str, str]:
+    return {"prompt": row["instruction"], "chosen": row["output"], "rejected": "no."}
+
+
+@pytest.fixture
+def pairs(tree: Tree) -> Tree:
+    """The same recipe over pairs."""
+    given(tree, [pair(row) for row in chats.records()])
+    tree["data"]["sources"] = [{"type": "preferences", "path": tree["data"]["sources"][0]["path"]}]
+    return tree | {"objective": {"type": "preference"}}
+
+
+PAIR_FAULTS = {
+    "answers-alike": lambda tree: given(tree, [pair(row) | {"rejected": row["output"]} for row in chats.records()]),
+    "answers-cut-away": lambda tree: given(
+        tree,
+        [
+            pair(row | {"instruction": row["instruction"] * (40 if i % 3 == 0 else 1)})
+            for i, row in enumerate(chats.records())
+        ],
+    ),
+    "no-end-token": template_without_an_end,
+    "tokens-not-special": tokens_left_out,
+    "template-changed": template_changed,
+    "no-base-run": no_base,
+    "unknown-tokens": unknown_words,
+}
+
+
+def pair_faults(tree: Tree) -> list[str]:
+    recipe = parse_recipe(tree)
+    return [finding.name for finding in inspect_pairs(recipe, prepare(recipe)).findings]
+
+
+def test_pairs_without_a_fault(pairs: Tree) -> None:
+    assert pair_faults(pairs) == []
+    recipe = parse_recipe(pairs)
+    inspection = inspect_pairs(recipe, prepare(recipe))
+    assert inspection.n_pairs + inspection.n_validation == 60
+    assert inspection.n_chosen_longer == inspection.n_pairs and inspection.median_chosen > inspection.median_rejected
+    assert (inspection.n_cut, inspection.n_alike) == (0, 0)
+
+
+@pytest.mark.parametrize("fault", PAIR_FAULTS)
+def test_a_fault_planted_in_pairs_stops_the_run_by_its_name(pairs: Tree, fault: str) -> None:
+    PAIR_FAULTS[fault](pairs)
+    found = pair_faults(pairs)
+    assert fault in found
+    with pytest.raises(UserError, match=rf"  {fault}: .*\n(.*\n)*.*objective\.allow=\[.*{fault}"):
+        train(parse_recipe(pairs))
+    assert not Path(pairs["run_dir"]).exists()
+
+
+def test_inspect_shows_both_answers(pairs: Tree, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(pairs["run_dir"]).parent / "pairs.yaml"
+    save_recipe(parse_recipe(pairs), path)
+    inspect(path, examples=2)
+    said = capsys.readouterr().out
+    assert said.count(", chosen: ") == said.count(", rejected: ") == 2
+    assert "⟦no.<|im_end|>⟧" in said and "the chosen one is longer in 100%" in said
+
+
+# ---------------------------------------------------------------------------------------------------- conversations
 
 
 def test_a_fault_says_where(tree: Tree) -> None:

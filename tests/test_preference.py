@@ -256,7 +256,7 @@ def test_pairs_that_teach_nothing_are_refused(base: Path, tmp_path: Path) -> Non
     (tmp_path / "same.json").write_text(json.dumps(records))
     tree = tree_of(base, "same")
     tree["data"]["sources"][0]["path"] = str(tmp_path / "same.json")
-    with pytest.raises(UserError, match=r"pairs teach nothing.*same.json, record"):
+    with pytest.raises(UserError, match=r"answers-alike: 3\d of 3\d pairs .* teach nothing.*same.json, record"):
         train(parse_recipe(tree))
 
 

@@ -587,13 +587,14 @@ DataFault = Literal[
     "nothing-learned", "little-learned", "prompts-learned", "unanswered", "empty-answers", "swapped-roles",
     "answers-altered", "answers-cut-away", "answers-cut-short", "no-end-token", "tokens-not-special",
     "template-changed", "no-base-run", "duplicates", "validation-overlap", "one-answer", "unknown-tokens",
+    "answers-alike",
 ]  # fmt: skip
-"""What conversations are checked for before the first step."""
+"""What conversations and pairs of answers are checked for before the first step."""
 
 
 class _Objective(Section):
     allow: tuple[DataFault, ...] = Field(
-        (), description="Faults found in conversations that are to be trained on nevertheless."
+        (), description="Faults found in the examples, which are to be trained on nevertheless."
     )
 
 

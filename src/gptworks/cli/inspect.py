@@ -24,31 +24,36 @@ def inspect(
     validation: Annotated[bool, typer.Option("--validation", help="Show held-out examples.")] = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Show what a recipe's conversations teach: figures, faults, and examples coloured by what is learned."""
-    from gptworks.data.inspection import inspect_conversations
+    """Show what a recipe's conversations or pairs teach: figures, faults, and examples coloured by what is learned."""
+    from gptworks.data.inspection import Inspection, inspect_conversations
     from gptworks.data.packing import Examples
+    from gptworks.data.pair_inspection import PairInspection, inspect_pairs
     from gptworks.data.shards import TokenShards
     from gptworks.recipe import load_recipe
 
     settings = load_recipe(recipe, overrides or [])
-    if not settings.data.conversations:
+    if not settings.data.records:
         raise UserError(f"{recipe}: its sources are text, all of which is learned. `gptworks prepare` tells its size.")
     prepared = prepare_with_progress(settings)
-    inspection = inspect_conversations(settings, prepared)
+    sides = ("chosen", "rejected") if settings.data.preferences else ("",)
+    look = inspect_pairs if settings.data.preferences else inspect_conversations
+    inspection: Inspection | PairInspection = look(settings, prepared)
     context = settings.model.context_length
     shards = TokenShards(prepared.folder, "validation" if validation else "train")
     rows = Examples(shards, context, packing=False)
-    chosen = range(first - 1, min(first - 1 + examples, shards.n_documents))
+    documents = range(len(sides) * (first - 1), min(len(sides) * (first - 1 + examples), shards.n_documents))
     records = shards.examples()[:, 0]
-    shown = [
-        {"where": prepared.manifest.where(int(records[i])), "parts": parts_of(rows, i, prepared, context)}
-        for i in chosen
-    ]
+    shown = []
+    for i in documents:
+        where, side = prepared.manifest.where(int(records[i])), sides[i % len(sides)]
+        answer = {"answer": side} if side else {}
+        shown.append({"where": where, **answer, "parts": parts_of(rows, i, prepared, context)})
     allowed = settings.objective.allow
     if as_json:
         figures = {name: value for name, value in vars(inspection).items() if name != "findings"}
         findings = [{"name": f.name, "text": f.text, "allowed": f.name in allowed} for f in inspection.findings]
-        print_json({**figures, "learned_share": inspection.learned_share, "findings": findings, "examples": shown})
+        share = {"learned_share": inspection.learned_share} if isinstance(inspection, Inspection) else {}
+        print_json({**figures, **share, "findings": findings, "examples": shown})
         return
     for line in inspection.lines():
         typer.echo(line)
@@ -83,7 +88,8 @@ def _show(examples: list[dict[str, Any]]) -> None:
     )
     for example in examples:
         tokens = sum(part["tokens"] for part in example["parts"])
-        console.print(Text(f"\n{example['where']}: {tokens:,} tokens", "dim"))
+        answer = f", {example['answer']}" if "answer" in example else ""
+        console.print(Text(f"\n{example['where']}{answer}: {tokens:,} tokens", "dim"))
         text = Text()
         for part in example["parts"]:
             if coloured:

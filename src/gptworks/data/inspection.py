@@ -3,32 +3,22 @@
 A fault stops a run, unless the recipe allows it by its name: `objective.allow`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from gptworks.chat_template import TEMPLATE_FILE, ChatTemplate
 from gptworks.config import DataFault, Recipe
+from gptworks.data.findings import Finding, Look, about_tokens, learned_counts, refuse_faults
 from gptworks.data.packing import Examples
+from gptworks.data.pair_inspection import inspect_pairs
 from gptworks.data.prepare import Prepared
-from gptworks.data.shards import ALTERED, EMPTY, EXAMPLE, NO_END, SWAPPED, UNANSWERED, Manifest, TokenShards
-from gptworks.errors import UserError
+from gptworks.data.shards import ALTERED, EMPTY, EXAMPLE, NO_END, SWAPPED, UNANSWERED, TokenShards
 
 Int64s = npt.NDArray[np.int64]
 
-_CHUNK_TOKENS = 1 << 22
 _N_LONGEST = 3
-_N_PLACES = 3
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A fault, in words that a person can act on."""
-
-    name: DataFault
-    text: str
 
 
 @dataclass(frozen=True)
@@ -80,15 +70,15 @@ def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
     shards, held_out = TokenShards(prepared.folder, "train"), TokenShards(prepared.folder, "validation")
     columns, validation = _columns(shards), _columns(held_out)
     examples = Examples(shards, context, getattr(recipe.objective, "packing", True))
-    learned, kept = _learned(shards, context)
+    learned, kept = learned_counts(shards, context)
     n_inputs = np.minimum(examples.n_tokens - 1, context)
     order = np.argsort(-examples.n_tokens, kind="stable")[:_N_LONGEST]
-    look = _Look(manifest, columns["record"].astype(np.int64))
+    look = Look(manifest, columns["record"].astype(np.int64))
     findings = [
         *_about_answers(columns["flags"], look),
         *_about_length(learned, kept, int(n_inputs.sum()), context, look),
         *_about_repetition(columns, validation, look),
-        *_about_tokens(recipe, manifest, template),
+        *about_tokens(recipe, manifest, template),
     ]
     return Inspection(
         files=[origin.model_dump() for origin in manifest.origins],
@@ -106,63 +96,27 @@ def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
     )
 
 
-def check_conversations(recipe: Recipe, prepared: Prepared, report: Callable[[str], None]) -> None:
-    """Tell what a recipe's conversations hold, and refuse faults that it does not allow. Of text nothing is said.
+def check_records(recipe: Recipe, prepared: Prepared, report: Callable[[str], None]) -> None:
+    """Tell what a recipe's conversations or pairs hold, and refuse faults that it does not allow.
 
     Raises:
         UserError: see `refuse_faults`.
     """
-    if not recipe.data.conversations:
+    if not recipe.data.records:
         return
-    inspection = inspect_conversations(recipe, prepared)
+    inspect = inspect_pairs if recipe.data.preferences else inspect_conversations
+    inspection = inspect(recipe, prepared)
     for line in inspection.lines():
         report(line)
-    refuse_faults(inspection, recipe.objective.allow)
+    refuse_faults(inspection.findings, recipe.objective.allow)
     for finding in inspection.findings:
         report(f"allowed: {finding.name}: {finding.text}")
-
-
-def refuse_faults(inspection: Inspection, allowed: Sequence[str]) -> None:
-    """Stop for a fault that the recipe does not allow.
-
-    Raises:
-        UserError: each fault by its name, with what to do.
-    """
-    stops = [finding for finding in inspection.findings if finding.name not in allowed]
-    if stops:
-        names = ", ".join(finding.name for finding in stops)
-        listed = "\n".join(f"  {finding.name}: {finding.text}" for finding in stops)
-        raise UserError(
-            f"the conversations would not teach what you want:\n{listed}\n"
-            f"`gptworks inspect` shows examples. To train nevertheless, set objective.allow=[{names}]."
-        )
 
 
 # ----------------------------------------------------------------------------------------------------- faults
 
 
-@dataclass(frozen=True)
-class _Look:
-    """Where the training examples came from."""
-
-    manifest: Manifest
-    records: Int64s
-
-    def place(self, example: int) -> str:
-        return self.manifest.where(int(self.records[example]))
-
-    def fault(self, name: DataFault, found: npt.NDArray[np.bool_], above: float, what: str, fix: str) -> list[Finding]:
-        """A finding where more than this share of the examples has it."""
-        count, total = int(found.sum()), len(found)
-        if count <= above * total:
-            return []
-        first = np.flatnonzero(found)[:_N_PLACES].tolist()
-        more = ", …" if count > len(first) else ""
-        where = "; ".join(self.place(i) for i in first)
-        return [Finding(name, f"{count:,} of {total:,} examples ({count / total:.1%}) {what}: {where}{more}. {fix}")]
-
-
-def _about_answers(flags: npt.NDArray[np.uint64], look: _Look) -> list[Finding]:
+def _about_answers(flags: npt.NDArray[np.uint64], look: Look) -> list[Finding]:
     def fault(name: DataFault, flag: int, what: str, fix: str) -> list[Finding]:
         return look.fault(name, (flags & flag) > 0, 0.01, what, fix)
 
@@ -185,7 +139,7 @@ def _about_answers(flags: npt.NDArray[np.uint64], look: _Look) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _about_length(learned: Int64s, kept: Int64s, n_tokens: int, context: int, look: _Look) -> list[Finding]:
+def _about_length(learned: Int64s, kept: Int64s, n_tokens: int, context: int, look: Look) -> list[Finding]:
     share = kept.sum() / max(1, n_tokens)
     if not kept.any():
         return [Finding("nothing-learned", f"no token within the context of {context:,} belongs to an answer.")]
@@ -205,7 +159,7 @@ def _about_length(learned: Int64s, kept: Int64s, n_tokens: int, context: int, lo
 
 
 def _about_repetition(
-    train: dict[str, npt.NDArray[np.uint64]], validation: dict[str, npt.NDArray[np.uint64]], look: _Look
+    train: dict[str, npt.NDArray[np.uint64]], validation: dict[str, npt.NDArray[np.uint64]], look: Look
 ) -> list[Finding]:
     _, first_seen = np.unique(train["text"], return_index=True)
     repeated = np.ones(len(train["text"]), dtype=np.bool_)
@@ -213,7 +167,7 @@ def _about_repetition(
     findings = look.fault("duplicates", repeated, 0.2, "repeat an earlier one", "Leave repetitions out.")
     in_both = np.isin(validation["text"], train["text"])
     if in_both.sum() > 0.01 * len(in_both):
-        also = _Look(look.manifest, validation["record"].astype(np.int64))
+        also = Look(look.manifest, validation["record"].astype(np.int64))
         findings += also.fault(
             "validation-overlap", in_both, 0.01, "held out are also trained on",
             "The validation loss would tell nothing: leave repetitions out.",
@@ -228,57 +182,8 @@ def _about_repetition(
     return findings
 
 
-def _about_tokens(recipe: Recipe, manifest: Manifest, template: ChatTemplate) -> list[Finding]:
-    findings = []
-    if missing := template.missing_tokens():
-        names = ", ".join(f'"{name}"' for name in missing)
-        findings.append(
-            Finding(
-                "tokens-not-special",
-                f"the chat template writes {' and '.join(missing)}, which to this tokenizer is plain text that anyone "
-                f"can type. Set tokenizer.added_tokens=[{names}].",
-            )
-        )
-    base = recipe.initialize_from
-    if base is None:
-        if recipe.objective.type == "instruction":
-            text = "the model starts from random weights, and answers alone teach it no language. Set initialize_from."
-            findings.append(Finding("no-base-run", text))
-    elif (there := base / "tokenizer" / TEMPLATE_FILE).exists() and there.read_bytes().decode() != template.source:
-        text = (
-            f"{base} was trained with another chat template. Leave tokenizer.chat_template out, "
-            f"or set it to {there}, to go on with that one."
-        )
-        findings.append(Finding("template-changed", text))
-    if recipe.objective.type == "next_token":
-        text = "every token is learned, the users' questions too. Set objective.type=instruction."
-        findings.append(Finding("prompts-learned", text))
-    train = manifest.splits["train"]
-    if train.unknown_tokens > 0.05 * train.tokens:
-        text = (
-            f"{train.unknown_tokens / train.tokens:.1%} of the tokens are unknown ones: the tokenizer was made for "
-            f"other text. Use one of type bpe or gpt2."
-        )
-        findings.append(Finding("unknown-tokens", text))
-    return findings
-
-
 # ---------------------------------------------------------------------------------------------------- figures
 
 
 def _columns(shards: TokenShards) -> dict[str, npt.NDArray[np.uint64]]:
     return dict(zip(EXAMPLE, shards.examples().T, strict=True))
-
-
-def _learned(shards: TokenShards, context: int) -> tuple[Int64s, Int64s]:
-    """Of each example, the tokens that are learned, and those of them that the context reaches: [n] each."""
-    starts = shards.document_starts()
-    n = len(starts)
-    learned, kept = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-    for at in range(0, shards.n_tokens, _CHUNK_TOKENS):
-        part = shards.read_learned(at, min(_CHUNK_TOKENS, shards.n_tokens - at))
-        places = at + np.flatnonzero(part)
-        example = np.searchsorted(starts, places, side="right") - 1
-        learned += np.bincount(example, minlength=n)
-        kept += np.bincount(example[places - starts[example] <= context], minlength=n)
-    return learned, kept

@@ -16,6 +16,7 @@ from gptworks.data.conversations import Record, is_held_out, origins, read_messa
 from gptworks.data.masking import encode_records
 from gptworks.data.shards import NO_END, Origin, ShardWriter, Split, TokenShards
 from gptworks.errors import UserError
+from gptworks.tokenizer import special_tokens
 
 SHAPE = "preferences"
 """What the manifest calls such files."""
@@ -114,6 +115,7 @@ def write_pairs(
         UserError: the template refuses a conversation; the message names the record.
     """
     files: list[Origin] = []
+    unknown = special_tokens(template.tokenizer).unk
     done_bytes = 0
     for i, (pair, examples) in enumerate(encode_records(template, pairs, processes)):
         if not files or files[-1].name != pair.origin or pair.record == 1:
@@ -125,6 +127,7 @@ def write_pairs(
                 example.ids,
                 example.text_bytes,
                 starts_document=True,
+                unknown_tokens=0 if unknown is None else int((example.ids == unknown).sum()),
                 learned=_last_run(example.learned),
                 example=(i, 0, 0, 0, NO_END * (not example.all_end)),
             )

@@ -18,7 +18,7 @@ from torch import Tensor
 from gptworks.chat_template import load_chat_template, save_chat_template
 from gptworks.checkpoint import Checkpoint, CheckpointWriter, checkpoints, newest_verified
 from gptworks.config import Recipe
-from gptworks.data.inspection import check_conversations
+from gptworks.data.inspection import check_records
 from gptworks.data.prepare import prepare
 from gptworks.device import Precision, choose_device, choose_precision, peak_growth_bytes, reset_peak
 from gptworks.errors import RunError, UserError
@@ -97,7 +97,7 @@ def train(
     device = choose_device(recipe.train.device)
     precision = choose_precision(recipe.train.precision, device)
     prepared = ranks.in_turn(lambda: prepare(recipe))
-    ranks.first(lambda: check_conversations(recipe, prepared, display.message))
+    ranks.first(lambda: check_records(recipe, prepared, display.message))
     recipe = with_vocab_size(recipe, vocabulary_size(prepared.tokenizer))
     layout = Layout(**ranks.first(lambda: asdict(run_layout(recipe, ranks, device, precision))))
     peak = check_memory(recipe, device, precision, force or not ranks.is_first, layout, ranks.local_size)

@@ -37,9 +37,6 @@ REFERENCE = "reference.safetensors"
 _ROUND_TOKENS = 32
 """Batches are as long as their longest conversation, rounded up to this: fewer shapes for kernels to meet."""
 
-_MOST_SILENT = 0.5
-"""Share of pairs that may say nothing within the context before the run is refused."""
-
 
 def preference_loss(
     objective: PreferenceObjective, logratios: Tensor, n_tokens: Tensor
@@ -116,7 +113,6 @@ class Preference(Task):
         if not fresh:
             self._reference = self._read_reference(path)
             return
-        self._check_pairs(report)
         n_pairs = sum(map(len, self._pairs.values()))
         report(f"computing what the model gives {n_pairs:,} pairs of answers at the start")
         self._reference = {split: self._logprobs(model, precision, split) for split in self._pairs}
@@ -129,24 +125,6 @@ class Preference(Task):
             }
             path.write_bytes(data)
             write_whole(path.with_suffix(".json"), sealed_json(described))
-
-    def _check_pairs(self, report: Callable[[str], None]) -> None:
-        """Refuse data most of which teaches nothing, and tell of the rest.
-
-        Raises:
-            UserError: both answers of most pairs are the same as far as the context reaches.
-        """
-        pairs = self._pairs["train"]
-        silent = [i for i in range(len(pairs)) if pairs.says_nothing(i)]
-        if not silent:
-            return
-        text = (
-            f"{len(silent):,} of {len(pairs):,} pairs teach nothing: their answers are equal, or begin beyond the "
-            f"context of {self.context_length:,} tokens ({pairs.place(silent[0])})"
-        )
-        if len(silent) > _MOST_SILENT * len(pairs):
-            raise UserError(f"{text}. Give pairs that differ, or a longer model.context_length.")
-        report(text)
 
     def _read_reference(self, path: Path) -> dict[str, Tensor]:
         """What the model gave at the start, from the run folder.

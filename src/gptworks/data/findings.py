@@ -1,0 +1,113 @@
+"""Faults that examples may have, whatever is learned from them: in words that a person can act on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gptworks.chat_template import TEMPLATE_FILE, ChatTemplate
+from gptworks.config import DataFault, Recipe
+from gptworks.data.shards import Manifest, TokenShards
+from gptworks.errors import UserError
+
+Int64s = npt.NDArray[np.int64]
+
+_CHUNK_TOKENS = 1 << 22
+_N_PLACES = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault, in words that a person can act on."""
+
+    name: DataFault
+    text: str
+
+
+def refuse_faults(findings: Sequence[Finding], allowed: Sequence[str]) -> None:
+    """Stop for a fault that the recipe does not allow.
+
+    Raises:
+        UserError: each fault by its name, with what to do.
+    """
+    stops = [finding for finding in findings if finding.name not in allowed]
+    if stops:
+        names = ", ".join(finding.name for finding in stops)
+        listed = "\n".join(f"  {finding.name}: {finding.text}" for finding in stops)
+        raise UserError(
+            f"the examples would not teach what you want:\n{listed}\n"
+            f"`gptworks inspect` shows examples. To train nevertheless, set objective.allow=[{names}]."
+        )
+
+
+@dataclass(frozen=True)
+class Look:
+    """Where examples came from."""
+
+    manifest: Manifest
+    records: Int64s
+    noun: str = "examples"
+
+    def place(self, example: int) -> str:
+        return self.manifest.where(int(self.records[example]))
+
+    def fault(self, name: DataFault, found: npt.NDArray[np.bool_], above: float, what: str, fix: str) -> list[Finding]:
+        """A finding where more than this share of the examples has it."""
+        count, total = int(found.sum()), len(found)
+        if count <= above * total:
+            return []
+        first = np.flatnonzero(found)[:_N_PLACES].tolist()
+        more = ", …" if count > len(first) else ""
+        where = "; ".join(self.place(i) for i in first)
+        return [Finding(name, f"{count:,} of {total:,} {self.noun} ({count / total:.1%}) {what}: {where}{more}. {fix}")]
+
+
+def about_tokens(recipe: Recipe, manifest: Manifest, template: ChatTemplate) -> list[Finding]:
+    """Faults of template, tokenizer and base."""
+    findings = []
+    if missing := template.missing_tokens():
+        names = ", ".join(f'"{name}"' for name in missing)
+        findings.append(
+            Finding(
+                "tokens-not-special",
+                f"the chat template writes {' and '.join(missing)}, which to this tokenizer is plain text that anyone "
+                f"can type. Set tokenizer.added_tokens=[{names}].",
+            )
+        )
+    base = recipe.initialize_from
+    if base is None:
+        if recipe.objective.type in ("instruction", "preference"):
+            text = "the model starts from random weights, and answers alone teach it no language. Set initialize_from."
+            findings.append(Finding("no-base-run", text))
+    elif (there := base / "tokenizer" / TEMPLATE_FILE).exists() and there.read_bytes().decode() != template.source:
+        text = (
+            f"{base} was trained with another chat template. Leave tokenizer.chat_template out, "
+            f"or set it to {there}, to go on with that one."
+        )
+        findings.append(Finding("template-changed", text))
+    if recipe.objective.type == "next_token":
+        text = "every token is learned, the users' questions too. Set objective.type=instruction."
+        findings.append(Finding("prompts-learned", text))
+    train = manifest.splits["train"]
+    if train.unknown_tokens > 0.05 * train.tokens:
+        text = (
+            f"{train.unknown_tokens / train.tokens:.1%} of the tokens are unknown ones: the tokenizer was made for "
+            f"other text. Use one of type bpe or gpt2."
+        )
+        findings.append(Finding("unknown-tokens", text))
+    return findings
+
+
+def learned_counts(shards: TokenShards, context: int) -> tuple[Int64s, Int64s]:
+    """Of each example, the tokens that are learned, and those of them that the context reaches: [n] each."""
+    starts = shards.document_starts()
+    n = len(starts)
+    learned, kept = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+    for at in range(0, shards.n_tokens, _CHUNK_TOKENS):
+        part = shards.read_learned(at, min(_CHUNK_TOKENS, shards.n_tokens - at))
+        places = at + np.flatnonzero(part)
+        example = np.searchsorted(starts, places, side="right") - 1
+        learned += np.bincount(example, minlength=n)
+        kept += np.bincount(example[places - starts[example] <= context], minlength=n)
+    return learned, kept
