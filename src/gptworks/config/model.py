@@ -1,0 +1,206 @@
+"""The architecture."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from gptworks.config.base import Fraction, PositiveInt, Section, derived
+
+
+class RopeScaling(Section):
+    """Rotary frequencies changed so that a model reaches beyond the context it was trained with."""
+
+    type: Literal["linear", "dynamic", "yarn"] = Field(
+        description="linear: positions divided by the factor (Chen et al., 2023). dynamic: a base that grows with the "
+        "text's length, or with the room that its cache has (NTK-aware). yarn: slow frequencies interpolated, fast "
+        "ones kept (Peng et al., 2023)."
+    )
+    factor: float = Field(ge=1, description="New context over original context.")
+    original_context_length: PositiveInt | None = Field(
+        None, description="Tokens the frequencies were made for. None: context_length / factor."
+    )
+    beta_fast: float = Field(32.0, gt=0, description="yarn: pairs that turn more often than this are kept.")
+    beta_slow: float = Field(1.0, gt=0, description="yarn: pairs that turn less often than this are interpolated.")
+    attention_factor: float | None = Field(
+        None, gt=0, description="yarn: scale of the rotated queries and keys. None: 0.1 ln(factor) + 1."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        yarn_alone = (self.beta_fast, self.beta_slow, self.attention_factor)
+        if self.type != "yarn" and yarn_alone != (32.0, 1.0, None):
+            raise ValueError(
+                f"beta_fast, beta_slow or attention_factor is set and type={self.type}: "
+                f"only yarn has them; leave them out"
+            )
+        if self.beta_slow >= self.beta_fast:
+            raise ValueError(f"beta_slow={self.beta_slow:g} is not below beta_fast={self.beta_fast:g}: exchange them")
+        return self
+
+
+class ModelConfig(Section):
+    """A decoder-only transformer. Names follow the GPT-3 paper (Brown et al., 2020, table 2.1)."""
+
+    vocab_size: int = Field(0, ge=0, description="Number of token ids. 0: taken from the tokenizer.")
+    context_length: PositiveInt = Field(description="Longest sequence in tokens (T).")
+    n_layers: PositiveInt = Field(description="Number of blocks (L).")
+    d_model: PositiveInt = Field(description="Width of the residual stream (C).")
+    n_heads: PositiveInt = Field(description="Query heads per layer (H).")
+    n_kv_heads: PositiveInt = Field(
+        default_factory=derived("n_heads"),
+        description="Key/value heads; fewer than n_heads is grouped-query attention.",
+    )
+    d_head: PositiveInt = Field(
+        default_factory=lambda data: data["d_model"] // data["n_heads"] or 1,
+        description="Width of one head (D). Default: d_model / n_heads, which must then divide.",
+    )
+    d_ff: PositiveInt = Field(
+        default_factory=derived("d_model", lambda width: 4 * width),
+        description="Inner width of the MLP. Default: 4 × d_model.",
+    )
+
+    position: Literal["learned", "rope", "none"] = Field("rope", description="How positions enter the model.")
+    rope_theta: float = Field(10_000.0, gt=1, description="Base of the rotary frequencies (Su et al., 2021).")
+    rope_fraction: float = Field(1.0, gt=0, le=1, description="Share of each head that is rotated, its first part.")
+    rope_scaling: RopeScaling | None = Field(None, description="For a context longer than the one trained with.")
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_eps: float = Field(1e-5, gt=0)
+    norm_bias: bool = Field(
+        default_factory=derived("norm", lambda norm: norm == "layernorm"),
+        description="Shift term of LayerNorm. Default: true for layernorm; rmsnorm has none.",
+    )
+    mlp: Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu"] = Field(
+        "gelu", description="Activation; swiglu and geglu add a gate matrix (Shazeer, 2020)."
+    )
+    attention_bias: bool | Literal["qkv", "out"] = Field(
+        False, description="Biases on the query, key, value and output projections; qkv or out: on those alone."
+    )
+    attention_scale: float | None = Field(None, gt=0, description="Factor of q·k. None: 1 / sqrt(d_head).")
+    mlp_bias: bool = Field(False, description="Biases on the MLP's linear layers.")
+    qk_norm: bool = Field(False, description="RMSNorm over each head of queries and keys (Henry et al., 2020).")
+    tie_embeddings: bool = Field(True, description="The head shares the token embedding's matrix.")
+
+    window: PositiveInt | None = Field(
+        None, description="Tokens a windowed layer sees, the token itself included. None: every layer sees all."
+    )
+    window_pattern: tuple[Literal["full", "window"], ...] = Field(
+        default_factory=lambda data: ("window",) if data["window"] else ("full",),
+        min_length=1,
+        description="Repeated over the layers: which are windowed.",
+    )
+
+    parallel_residual: bool = Field(
+        False, description="Attention and MLP both read the block's input, each through its norm (GPT-NeoX)."
+    )
+
+    n_experts: int = Field(
+        0, ge=0, description="MLPs a layer, of which a router chooses for each token. 0: one, dense."
+    )
+    n_experts_per_token: PositiveInt = Field(2, description="Experts that a token is sent to (top-k).")
+    d_ff_shared: int = Field(0, ge=0, description="Inner width of one more expert that sees every token. 0: none.")
+
+    dropout_embedding: Fraction = 0.0
+    dropout_attention: Fraction = 0.0
+    dropout_residual: Fraction = 0.0
+
+    init: Literal["normal", "gpt2", "xavier"] = Field(
+        "normal",
+        description="normal: N(0, init_std). gpt2: the same, residual projections scaled by 1/sqrt(2L). "
+        "xavier: uniform (Glorot & Bengio, 2010), each matrix by its own fan.",
+    )
+    init_std: float = Field(0.02, gt=0)
+    zero_init_projections: bool = Field(
+        False, description="Residual projections start at zero: blocks begin as identity."
+    )
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP multiplies by a gate (three matrices instead of two)."""
+        return self.mlp in ("swiglu", "geglu")
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the query, key and value projections have biases."""
+        return self.attention_bias in (True, "qkv")
+
+    @property
+    def out_bias(self) -> bool:
+        """Whether attention's output projection has a bias."""
+        return self.attention_bias in (True, "out")
+
+    @property
+    def d_rotary(self) -> int:
+        """Elements of each head that the rotary embedding turns."""
+        return int(self.d_head * self.rope_fraction)
+
+    @property
+    def original_context_length(self) -> int:
+        """Tokens that the rotary frequencies were made for: the context, or less where they are scaled."""
+        if self.rope_scaling is None:
+            return self.context_length
+        return self.rope_scaling.original_context_length or max(
+            1, round(self.context_length / self.rope_scaling.factor)
+        )
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """For each layer, the tokens it sees, or None for all of them."""
+        pattern = self.window_pattern
+        return tuple(self.window if pattern[i % len(pattern)] == "window" else None for i in range(self.n_layers))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if "d_head" not in self.model_fields_set and self.d_model % self.n_heads:
+            raise ValueError(
+                f"d_model={self.d_model} is not a multiple of n_heads={self.n_heads}: "
+                f"choose n_heads that divides d_model, or set d_head"
+            )
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}: "
+                f"each key/value head serves a whole number of query heads"
+            )
+        if self.position == "rope" and self.rope_fraction == 1 and self.d_head % 2:
+            raise ValueError(
+                f"d_head={self.d_head} is odd, and position=rope rotates pairs: "
+                f"choose n_heads so that d_model / n_heads is even, or set d_head"
+            )
+        if self.position == "rope" and (self.d_rotary % 2 or not self.d_rotary):
+            raise ValueError(
+                f"rope_fraction={self.rope_fraction:g} of d_head={self.d_head} is {self.d_rotary} elements, and "
+                f"position=rope rotates pairs: choose a fraction that gives an even number"
+            )
+        self._check_scaling()
+        if self.n_experts and self.n_experts_per_token > self.n_experts:
+            raise ValueError(
+                f"n_experts_per_token={self.n_experts_per_token} is more than n_experts={self.n_experts}: "
+                f"a token goes to at most all of them"
+            )
+        if self.d_ff_shared and not self.n_experts:
+            raise ValueError(f"d_ff_shared={self.d_ff_shared} is set and n_experts is 0: set n_experts, or drop it")
+        if self.norm == "rmsnorm" and self.norm_bias:
+            raise ValueError("norm_bias=true with norm=rmsnorm: RMSNorm has no shift; leave norm_bias out")
+        if "window" in self.window_pattern and self.window is None:
+            raise ValueError("window_pattern names windowed layers and window is not set: set window to a token count")
+        if self.window is not None and "window" not in self.window_pattern:
+            raise ValueError(f"window={self.window} is set and window_pattern has no `window` entry: drop one of them")
+        if self.window is not None and self.window > self.context_length:
+            raise ValueError(
+                f"window={self.window} is longer than context_length={self.context_length}: "
+                f"a window holds at most the context"
+            )
+        return self
+
+    def _check_scaling(self) -> None:
+        for name in ("rope_scaling", "rope_fraction"):
+            if self.position != "rope" and getattr(self, name) not in (None, 1.0):
+                raise ValueError(f"{name} is set and position={self.position}: only position=rope rotates; drop it")
+        if self.rope_scaling is None:
+            return
+        if self.original_context_length > self.context_length:
+            raise ValueError(
+                f"rope_scaling.original_context_length={self.original_context_length} is longer than "
+                f"context_length={self.context_length}: scaling reaches beyond the original context"
+            )
+        if self.rope_scaling.type == "dynamic" and self.d_rotary < 4:
+            raise ValueError(f"rope_scaling.type=dynamic needs at least 4 rotated elements a head, not {self.d_rotary}")

@@ -1,0 +1,108 @@
+"""A recipe: all that a run is, and what must agree in it."""
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from gptworks.config.base import Section
+from gptworks.config.data import DataConfig
+from gptworks.config.model import ModelConfig
+from gptworks.config.objective import (
+    SOURCES_OF,
+    InstructionObjective,
+    NextTokenObjective,
+    ObjectiveConfig,
+    RewardObjective,
+)
+from gptworks.config.sweep import SweepConfig
+from gptworks.config.tokenizer import BPETokenizer, GPT2Tokenizer, TokenizerConfig
+from gptworks.config.train import TrainConfig
+from gptworks.config.trained import FreezeConfig, LoRAConfig
+
+
+class Recipe(Section):
+    """A model, its tokenizer, its data and its training: everything a command needs to know."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Default: the file's name.")
+    run_dir: Path = Field(default_factory=lambda data: Path("runs") / data["name"])
+    seed: int = Field(1337, ge=0, lt=2**32)
+    initialize_from: Path | None = Field(
+        None, description="A run folder whose best weights this run starts from. None: random ones, as model.init says."
+    )
+    model: ModelConfig
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    objective: ObjectiveConfig = Field(NextTokenObjective(), description="What is learned.")
+    train: TrainConfig
+    adapter: LoRAConfig | None = Field(None, description="Train a small addition to the weights instead of them.")
+    freeze: FreezeConfig | None = Field(None, description="Train the rest alone.")
+    sweep: SweepConfig | None = Field(None, description="What gptworks sweep tries; training ignores it.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        kind = "conversations" if self.data.conversations else "preferences" if self.data.preferences else "text"
+        if kind not in SOURCES_OF[self.objective.type]:
+            raise ValueError(
+                f"objective.type={self.objective.type} and data.sources are {kind}: "
+                f"give sources of type {' or '.join(SOURCES_OF[self.objective.type])}"
+            )
+        known = known_vocab_size(self.tokenizer)
+        if known is not None and self.model.vocab_size not in (0, known):
+            raise ValueError(
+                f"model.vocab_size={self.model.vocab_size} and the tokenizer has {known} tokens: "
+                f"they must be equal; set tokenizer.vocab_size or leave model.vocab_size out"
+            )
+        if isinstance(self.objective, RewardObjective):
+            self._check_groups(self.objective.group_size)
+        self._check_adapter()
+        self._check_packing()
+        if self.freeze is not None and self.freeze.first_blocks > self.model.n_layers:
+            raise ValueError(
+                f"freeze.first_blocks={self.freeze.first_blocks} and model.n_layers={self.model.n_layers}: "
+                f"there are not so many blocks"
+            )
+        return self
+
+    def _check_groups(self, group_size: int) -> None:
+        for name in ("batch_size", "micro_batch_size"):
+            if getattr(self.train, name) % group_size:
+                raise ValueError(
+                    f"train.{name}={getattr(self.train, name)} is not a multiple of objective.group_size={group_size}: "
+                    f"all answers to a prompt are judged together"
+                )
+
+    def _check_packing(self) -> None:
+        scaling, objective = self.model.rope_scaling, self.objective
+        packs = objective.type == "distillation" or (isinstance(objective, InstructionObjective) and objective.packing)
+        if scaling is not None and scaling.type == "dynamic" and packs and self.data.conversations:
+            raise ValueError(
+                "model.rope_scaling.type=dynamic and conversations packed into rows: each would be read as if it were "
+                "as long as its row; set rope_scaling.type=yarn, or objective.packing=false where there is one"
+            )
+
+    def _check_adapter(self) -> None:
+        if self.adapter is None:
+            return
+        if self.freeze is not None:
+            raise ValueError("adapter and freeze are both set: an adapter trains nothing else; drop one of them")
+        if self.train.optimizer == "muon":
+            raise ValueError(
+                "train.optimizer=muon with an adapter: an orthogonal step of A or of B alone is none of their product; "
+                "set train.optimizer=adamw"
+            )
+        if self.train.parallel.tensor_parallel > 1:
+            raise ValueError(
+                f"train.parallel.tensor_parallel={self.train.parallel.tensor_parallel} with an adapter: A and B are "
+                f"not divided among devices; set tensor_parallel=1"
+            )
+        if set(self.adapter.targets) == {"gate"} and not self.model.gated:
+            raise ValueError(f"adapter.targets=gate and model.mlp={self.model.mlp} has no gate: name other targets")
+
+
+def known_vocab_size(tokenizer: TokenizerConfig) -> int | None:
+    """The vocabulary a tokenizer will have, where its settings alone fix it; None where its text decides."""
+    n_added = len(set(tokenizer.added_tokens) - {"<|endoftext|>"})  # which both of these have
+    if isinstance(tokenizer, GPT2Tokenizer):
+        return 50_257 + n_added
+    return tokenizer.vocab_size + n_added if isinstance(tokenizer, BPETokenizer) else None

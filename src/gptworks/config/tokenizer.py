@@ -1,0 +1,73 @@
+"""The kinds of tokenizer."""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from gptworks.config.base import Section
+
+
+class _Tokenizer(Section):
+    added_tokens: tuple[str, ...] = Field(
+        (),
+        description="Special tokens added to it, such as <|im_start|> and <|im_end|>, which chatml writes. A run that "
+        "starts from one without them gets embeddings for them, each the mean of the others.",
+    )
+    chat_template: str | None = Field(
+        None,
+        description="chatml, alpaca, plain, or a Jinja file. None: the one that lies beside a tokenizer read from a "
+        "folder, if any.",
+    )
+
+    @model_validator(mode="after")
+    def _check_added(self) -> Self:
+        if len(set(self.added_tokens)) != len(self.added_tokens) or not all(self.added_tokens):
+            raise ValueError(f"added_tokens={list(self.added_tokens)}: give each name once, and none empty")
+        return self
+
+
+class BPETokenizer(_Tokenizer):
+    """Byte-level byte-pair encoding trained on the recipe's own training text. Every byte sequence round-trips."""
+
+    type: Literal["bpe"]
+    vocab_size: int = Field(4096, ge=257, description="256 bytes, one document separator, the rest merges.")
+    pattern: Literal["llama3", "gpt2", "code"] = Field(
+        "llama3",
+        description="What one token may span. llama3 and gpt2: as those models have it, which llama.cpp knows (export "
+        "to GGUF). code: indentation joins the line break before it; the fewest tokens for code.",
+    )
+
+
+class CharTokenizer(_Tokenizer):
+    """One token for each character of the training text."""
+
+    type: Literal["char"]
+
+
+class WordTokenizer(_Tokenizer):
+    """Lower-cased words and punctuation, the most frequent first; <pad> <unk> <bos> <eos> are 0 to 3."""
+
+    type: Literal["word"]
+    vocab_size: int = Field(16_000, ge=5, description="At most this many tokens, the four special ones included.")
+
+
+class GPT2Tokenizer(_Tokenizer):
+    """GPT-2's 50,257 tokens."""
+
+    type: Literal["gpt2"]
+    path: Path | None = Field(
+        None, description="The published ranks file (r50k_base.tiktoken) or a Hugging Face folder. None: the hub."
+    )
+
+
+class FileTokenizer(_Tokenizer):
+    """Any `tokenizer.json`, or a folder that holds one."""
+
+    type: Literal["file"]
+    path: Path
+
+
+TokenizerConfig = Annotated[
+    BPETokenizer | CharTokenizer | WordTokenizer | GPT2Tokenizer | FileTokenizer, Field(discriminator="type")
+]
