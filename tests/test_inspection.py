@@ -9,7 +9,7 @@ import pytest
 import chats
 from gptworks.chat_template import BUILT_IN
 from gptworks.cli.inspect import inspect
-from gptworks.data.inspection import check_records, inspect_conversations
+from gptworks.data.inspection import check_records, inspect_conversations, inspect_records
 from gptworks.data.pair_inspection import inspect_pairs
 from gptworks.data.prepare import prepare
 from gptworks.errors import UserError
@@ -140,7 +140,17 @@ FAULTS = {
 
 def names(tree: Tree) -> list[str]:
     recipe = parse_recipe(tree)
-    return [finding.name for finding in inspect_conversations(recipe, prepare(recipe)).findings]
+    return [finding.name for finding in inspect_records(recipe, prepare(recipe)).findings]
+
+
+def assert_stops(tree: Tree, fault: str) -> list[str]:
+    """The run stops before it begins and names the fault; returns all that was found."""
+    found = names(tree)
+    assert fault in found
+    with pytest.raises(UserError, match=rf"  {fault}: .*\n(.*\n)*.*objective\.allow=\[.*{fault}"):
+        train(parse_recipe(tree))
+    assert not Path(tree["run_dir"]).exists()
+    return found
 
 
 def test_nothing_is_found_where_there_is_no_fault(tree: Tree) -> None:
@@ -150,11 +160,7 @@ def test_nothing_is_found_where_there_is_no_fault(tree: Tree) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_stops_the_run_by_its_name(tree: Tree, fault: str) -> None:
     FAULTS[fault](tree)
-    found = names(tree)
-    assert fault in found
-    with pytest.raises(UserError, match=rf"  {fault}: .*\n(.*\n)*.*objective\.allow=\[.*{fault}"):
-        train(parse_recipe(tree))
-    assert not Path(tree["run_dir"]).exists()
+    found = assert_stops(tree, fault)
     tree["objective"] = tree["objective"] | {"allow": found}
     recipe, told = parse_recipe(tree), []
     check_records(recipe, prepare(recipe), told.append)
@@ -193,13 +199,8 @@ PAIR_FAULTS = {
 }
 
 
-def pair_faults(tree: Tree) -> list[str]:
-    recipe = parse_recipe(tree)
-    return [finding.name for finding in inspect_pairs(recipe, prepare(recipe)).findings]
-
-
 def test_pairs_without_a_fault(pairs: Tree) -> None:
-    assert pair_faults(pairs) == []
+    assert names(pairs) == []
     recipe = parse_recipe(pairs)
     inspection = inspect_pairs(recipe, prepare(recipe))
     assert inspection.n_pairs + inspection.n_validation == 60
@@ -210,11 +211,7 @@ def test_pairs_without_a_fault(pairs: Tree) -> None:
 @pytest.mark.parametrize("fault", PAIR_FAULTS)
 def test_a_fault_planted_in_pairs_stops_the_run_by_its_name(pairs: Tree, fault: str) -> None:
     PAIR_FAULTS[fault](pairs)
-    found = pair_faults(pairs)
-    assert fault in found
-    with pytest.raises(UserError, match=rf"  {fault}: .*\n(.*\n)*.*objective\.allow=\[.*{fault}"):
-        train(parse_recipe(pairs))
-    assert not Path(pairs["run_dir"]).exists()
+    assert_stops(pairs, fault)
 
 
 def test_inspect_shows_both_answers(pairs: Tree, capsys: pytest.CaptureFixture[str]) -> None:

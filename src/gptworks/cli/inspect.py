@@ -25,9 +25,8 @@ def inspect(
     as_json: AsJSON = False,
 ) -> None:
     """Show what a recipe's conversations or pairs teach: figures, faults, and examples coloured by what is learned."""
-    from gptworks.data.inspection import Inspection, inspect_conversations
+    from gptworks.data.inspection import Inspection, inspect_records
     from gptworks.data.packing import Examples
-    from gptworks.data.pair_inspection import PairInspection, inspect_pairs
     from gptworks.data.shards import TokenShards
     from gptworks.recipe import load_recipe
 
@@ -36,8 +35,7 @@ def inspect(
         raise UserError(f"{recipe}: its sources are text, all of which is learned. `gptworks prepare` tells its size.")
     prepared = prepare_with_progress(settings)
     sides = ("chosen", "rejected") if settings.data.preferences else ("",)
-    look = inspect_pairs if settings.data.preferences else inspect_conversations
-    inspection: Inspection | PairInspection = look(settings, prepared)
+    inspection = inspect_records(settings, prepared)
     context = settings.model.context_length
     shards = TokenShards(prepared.folder, "validation" if validation else "train")
     rows = Examples(shards, context, packing=False)

@@ -10,6 +10,7 @@ from gptworks.errors import UserError
 
 if TYPE_CHECKING:
     from gptworks.config import ModelConfig, Recipe
+    from gptworks.data.prepare import Prepared
     from gptworks.plan.devices import Device as PlannedDevice
 
 
@@ -91,8 +92,10 @@ def plan(
     if target not in PRESETS:
         if not (Path(target).exists() or target.endswith((".yaml", ".yml"))):
             preset(target)  # says which preset is nearest
-        recipe, n_train_tokens = with_what_is_prepared(load_recipe(target, overrides or []))
-        samples = _samples_per_epoch(recipe)
+        recipe, prepared = with_what_is_prepared(load_recipe(target, overrides or []))
+        if prepared is not None:
+            n_train_tokens = prepared.manifest.splits["train"].tokens
+            samples = _samples_per_epoch(recipe, prepared)
     place = _planned_device(device, memory_gib, flops, bandwidth, recipe)
     if recipe is None:
         recipe, layout = plan_preset(target, overrides or [], place, world_size, tensor_parallel, sharding)
@@ -165,25 +168,21 @@ def _architecture(target: str, overrides: list[str]) -> tuple["ModelConfig", str
     return parse_model({"preset": target}), target  # says which preset is nearest
 
 
-def _samples_per_epoch(recipe: "Recipe") -> int | None:
-    """Rows of examples or pairs of answers in the prepared data; None: there is none, or it is text."""
-    from gptworks.data.prepare import find_prepared
-
-    prepared = find_prepared(recipe) if recipe.data.records else None
-    if prepared is None:
+def _samples_per_epoch(recipe: "Recipe", prepared: "Prepared") -> int | None:
+    """Rows of examples or pairs of answers in the prepared data; None: it is text."""
+    if not recipe.data.records:
         return None
     from gptworks.train.task import choose_task
 
     return choose_task(recipe, prepared.folder).samples_per_epoch
 
 
-def with_what_is_prepared(recipe: "Recipe") -> tuple["Recipe", int | None]:
-    """The recipe with the vocabulary of its prepared data, and the number of training tokens, where there is data."""
+def with_what_is_prepared(recipe: "Recipe") -> tuple["Recipe", "Prepared | None"]:
+    """The recipe with the vocabulary of its prepared data, and that data, where there is any."""
     from gptworks.data.prepare import find_prepared
     from gptworks.recipe import with_vocab_size
 
     prepared = find_prepared(recipe)
     if prepared is None:
         return recipe, None
-    manifest = prepared.manifest
-    return with_vocab_size(recipe, manifest.vocab_size), manifest.splits["train"].tokens
+    return with_vocab_size(recipe, prepared.manifest.vocab_size), prepared

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from gptworks.chat_template import TEMPLATE_FILE, ChatTemplate
 from gptworks.config import DataFault, Recipe
-from gptworks.data.shards import Manifest, TokenShards
+from gptworks.data.shards import EXAMPLE, Manifest, TokenShards
 from gptworks.errors import UserError
 
 Int64s = npt.NDArray[np.int64]
@@ -97,6 +97,11 @@ def about_tokens(recipe: Recipe, manifest: Manifest, template: ChatTemplate) -> 
         )
         findings.append(Finding("unknown-tokens", text))
     return findings
+
+
+def example_columns(shards: TokenShards) -> dict[str, npt.NDArray[np.uint64]]:
+    """What is kept of each example, by its name in `EXAMPLE`, [n] each."""
+    return dict(zip(EXAMPLE, shards.examples().T, strict=True))
 
 
 def learned_counts(shards: TokenShards, context: int) -> tuple[Int64s, Int64s]:

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gptworks.config import DataFault, Recipe
-from gptworks.data.findings import Finding, Look, about_tokens, learned_counts, refuse_faults
+from gptworks.data.findings import Finding, Look, about_tokens, example_columns, learned_counts, refuse_faults
 from gptworks.data.packing import Examples
-from gptworks.data.pair_inspection import inspect_pairs
+from gptworks.data.pair_inspection import PairInspection, inspect_pairs
 from gptworks.data.prepare import Prepared
-from gptworks.data.shards import ALTERED, EMPTY, EXAMPLE, NO_END, SWAPPED, UNANSWERED, TokenShards
+from gptworks.data.shards import ALTERED, EMPTY, NO_END, SWAPPED, UNANSWERED, TokenShards
 
 Int64s = npt.NDArray[np.int64]
 
@@ -68,7 +68,7 @@ def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
     assert template is not None
     context = recipe.model.context_length
     shards, held_out = TokenShards(prepared.folder, "train"), TokenShards(prepared.folder, "validation")
-    columns, validation = _columns(shards), _columns(held_out)
+    columns, validation = example_columns(shards), example_columns(held_out)
     examples = Examples(shards, context, getattr(recipe.objective, "packing", True))
     learned, kept = learned_counts(shards, context)
     n_inputs = np.minimum(examples.n_tokens - 1, context)
@@ -96,6 +96,11 @@ def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
     )
 
 
+def inspect_records(recipe: Recipe, prepared: Prepared) -> Inspection | PairInspection:
+    """`inspect_pairs` or `inspect_conversations`, as the recipe's sources are."""
+    return inspect_pairs(recipe, prepared) if recipe.data.preferences else inspect_conversations(recipe, prepared)
+
+
 def check_records(recipe: Recipe, prepared: Prepared, report: Callable[[str], None]) -> None:
     """Tell what a recipe's conversations or pairs hold, and refuse faults that it does not allow.
 
@@ -104,8 +109,7 @@ def check_records(recipe: Recipe, prepared: Prepared, report: Callable[[str], No
     """
     if not recipe.data.records:
         return
-    inspect = inspect_pairs if recipe.data.preferences else inspect_conversations
-    inspection = inspect(recipe, prepared)
+    inspection = inspect_records(recipe, prepared)
     for line in inspection.lines():
         report(line)
     refuse_faults(inspection.findings, recipe.objective.allow)
@@ -180,10 +184,3 @@ def _about_repetition(
             "A model learns to say it to anything. Is it the right field?",
         )  # fmt: skip
     return findings
-
-
-# ---------------------------------------------------------------------------------------------------- figures
-
-
-def _columns(shards: TokenShards) -> dict[str, npt.NDArray[np.uint64]]:
-    return dict(zip(EXAMPLE, shards.examples().T, strict=True))

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from gptworks.config import Recipe
-from gptworks.data.findings import Finding, Int64s, Look, about_tokens, learned_counts
+from gptworks.data.findings import Finding, Int64s, Look, about_tokens, example_columns, learned_counts
 from gptworks.data.preferences import Pairs
 from gptworks.data.prepare import Prepared
-from gptworks.data.shards import EXAMPLE, NO_END, TokenShards
+from gptworks.data.shards import NO_END, TokenShards
 
 _MOST_ALIKE = 0.5
 """Share of pairs that may say nothing before the run is stopped."""
@@ -55,11 +55,14 @@ def inspect_pairs(recipe: Recipe, prepared: Prepared) -> PairInspection:
     context = recipe.model.context_length
     shards, held_out = TokenShards(prepared.folder, "train"), TokenShards(prepared.folder, "validation")
     pairs = Pairs(shards, context)
-    columns = dict(zip(EXAMPLE, shards.examples().T, strict=True))
+    columns = example_columns(shards)
     learned, kept = (counts.reshape(-1, 2) for counts in learned_counts(shards, context))  # P 2, chosen first
     n_tokens = np.diff(np.append(shards.document_starts(), shards.n_tokens)).reshape(-1, 2)
-    alike = np.array([pairs.says_nothing(i) for i in range(len(pairs))], dtype=np.bool_)
-    no_end = ((columns["flags"] & NO_END) > 0).reshape(-1, 2).any(1)
+    lengths = np.minimum(n_tokens, context + 1)
+    maybe = np.flatnonzero((lengths[:, 0] == lengths[:, 1]) | (kept <= 1).any(axis=1))  # no others can be
+    alike = np.zeros(len(pairs), dtype=np.bool_)
+    alike[maybe] = [pairs.says_nothing(i) for i in maybe.tolist()]
+    no_end = (columns["flags"] & NO_END) > 0  # of each answer
     look = Look(manifest, columns["record"].astype(np.int64)[::2], "pairs")
     longer = "Raise model.context_length, or leave these pairs out."
     findings = [
@@ -67,8 +70,8 @@ def inspect_pairs(recipe: Recipe, prepared: Prepared) -> PairInspection:
                     f"context of {context:,} tokens", "Give pairs that differ, or a longer model.context_length."),
         *look.fault("answers-cut-away", (kept == 0).any(1), 0.1, "have an answer that begins beyond the "
                     f"context of {context:,} tokens", longer),
-        *look.fault("no-end-token", no_end, 0.01, "have an answer without an end token", "Let the template write "
-                    "eos_token or a special token after each answer."),
+        *look.fault("no-end-token", no_end[::2] | no_end[1::2], 0.01, "have an answer without an end token",
+                    "Let the template write eos_token or a special token after each answer."),
         *about_tokens(recipe, manifest, template),
     ]  # fmt: skip
     return PairInspection(

@@ -116,9 +116,7 @@ class Distillation(Task):
         return (self._examples or self._windows).batch(step, micro_step, size)
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        train = self.recipe.train
-        weights = {"balance_weight": train.router_balance_weight, "z_weight": train.router_z_weight}
-        return distillation(self.objective, self._teacher, model, batch, **weights)
+        return distillation(self.objective, self._teacher, model, batch, **self._routing)
 
     def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
         if self._examples is None:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from gptworks.config import IGNORED
+from gptworks.config import IGNORED, TrainConfig
 from gptworks.model import GPT
 from gptworks.model.loss import linear_cross_entropy
 from gptworks.model.moe import balance_loss, expert_tokens, z_loss
@@ -28,6 +29,18 @@ class Losses:
     """Tokens that each expert of each layer got, int64 [L, E]."""
     figures: dict[str, Tensor] = field(default_factory=dict)
     """Other sums, whose means are reported by their names."""
+
+
+class RoutingWeights(TypedDict):
+    """What the losses of experts' routers count."""
+
+    balance_weight: float
+    z_weight: float
+
+
+def routing_weights(train: TrainConfig) -> RoutingWeights:
+    """As the recipe sets them."""
+    return {"balance_weight": train.router_balance_weight, "z_weight": train.router_z_weight}
 
 
 Objective = Callable[[GPT, Batch], Losses]

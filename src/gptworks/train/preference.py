@@ -189,9 +189,7 @@ class Preference(Task):
         return batch[0].size(0) // 2
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        train = self.recipe.train
-        weights = {"balance_weight": train.router_balance_weight, "z_weight": train.router_z_weight}
-        return preference(self.objective, model, batch, **weights)
+        return preference(self.objective, model, batch, **self._routing)
 
     @torch.no_grad()
     def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:

@@ -407,8 +407,7 @@ class Reward(Task):
         start = reference[0] if reference else None
         loss, figures = policy_loss(self.objective, logprobs, old, start, advantage, counted)
         figures |= {"reward": rewards.sum(), "answer_tokens": counted.sum()}
-        weights = (self.recipe.train.router_balance_weight, self.recipe.train.router_z_weight)
-        return with_routing(loss, loss, router_logits, model, self.count(batch), *weights, figures)
+        return with_routing(loss, loss, router_logits, model, self.count(batch), **self._routing, figures=figures)
 
     def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
         """The mean reward of one answer to each held-out prompt, sampled with the same seeds each time; the loss is its

@@ -1,7 +1,6 @@
 """What a run learns, and from what: the one place where objectives differ. The loop knows only `Task`."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from gptworks.config import InstructionObjective, Recipe
@@ -13,7 +12,7 @@ from gptworks.evaluate.loss import LossReport, Shares, evaluate_loss
 from gptworks.infer.engine import Engine
 from gptworks.model import GPT
 from gptworks.plan.run import planned_steps
-from gptworks.train.objectives import Batch, Losses, count_targets, next_token
+from gptworks.train.objectives import Batch, Losses, count_targets, next_token, routing_weights
 
 
 class Task:
@@ -34,9 +33,7 @@ class Task:
         self.recipe, self.context_length = recipe, recipe.model.context_length
         self.train_shards = TokenShards(data_folder, "train", verify=verify)
         self.validation_shards = TokenShards(data_folder, "validation", verify=verify)
-        self._next_token = partial(
-            next_token, balance_weight=recipe.train.router_balance_weight, z_weight=recipe.train.router_z_weight
-        )
+        self._routing = routing_weights(recipe.train)
         self._open()
 
     def _open(self) -> None:
@@ -101,7 +98,7 @@ class Task:
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
         """The objective: sums over the batch."""
-        return self._next_token(model, batch)
+        return next_token(model, batch, **self._routing)
 
     def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
         """The loss on held-out text, and other figures for the metrics, by name."""

@@ -32,7 +32,7 @@ from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.recipe import load_recipe
 from gptworks.train.distillation import distillation
-from gptworks.train.objectives import Batch, Losses, Objective, count_targets, next_token
+from gptworks.train.objectives import Batch, Losses, Objective, count_targets, next_token, routing_weights
 from gptworks.train.optim import Optimizer
 from gptworks.train.preference import preference
 from gptworks.train.trained import trained_part
@@ -138,18 +138,18 @@ class Step:
 
 def _objective(config: ObjectiveConfig, train: TrainConfig) -> Objective:
     """An objective's loss, without the data that its task reads; a teacher is as new as the model."""
-    balance, z = train.router_balance_weight, train.router_z_weight
+    routing = routing_weights(train)
     if isinstance(config, PreferenceObjective):
 
         def pairs(model: GPT, batch: Batch) -> Losses:
             reference = torch.zeros(len(batch[0]), device=model.device)
-            return preference(config, model, (*batch, reference), balance_weight=balance, z_weight=z)
+            return preference(config, model, (*batch, reference), **routing)
 
         return pairs
     if isinstance(config, DistillationObjective):
         teacher = GPT(load_recipe(config.teacher).model).requires_grad_(False).eval()
-        return partial(distillation, config, teacher, balance_weight=balance, z_weight=z)
-    return partial(next_token, balance_weight=balance, z_weight=z)
+        return partial(distillation, config, teacher, **routing)
+    return partial(next_token, **routing)
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
