@@ -1,13 +1,29 @@
 """Recipes: what is accepted, what is refused and with which words, overriding, saving."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import pytest
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
-from gptworks.config import ModelConfig, Recipe
+import tiny
+from gptworks.config import (
+    LoRAConfig,
+    ModelConfig,
+    ParallelConfig,
+    Recipe,
+    RewardObjective,
+    Role,
+    RopeScaling,
+    Section,
+    SweepRange,
+    role_of,
+    settings,
+)
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, parse_model, parse_recipe, recipe_schema, save_recipe, with_vocab_size
 
@@ -312,3 +328,66 @@ def test_dynamic_rotation_is_refused_where_conversations_share_a_row(objective: 
         assert "objective.packing=false" in refused(tree)
     else:
         parse_recipe(tree)
+
+
+# ------------------------------------------------------------------------------------- what a setting decides
+
+
+def kinds(annotation: Any) -> Iterator[Any]:
+    """The plain types that a value of this type may be made of."""
+    if get_origin(annotation) in (Union, UnionType, tuple, dict, Annotated):
+        for part in get_args(annotation):
+            yield from kinds(part)
+    elif annotation is not Ellipsis and not isinstance(annotation, FieldInfo):
+        yield annotation
+
+
+def is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def all_sections(root: type[Section]) -> set[type[Section]]:
+    found, new = set[type[Section]](), {root}
+    while new:
+        found |= new
+        fields = [field for section in new for field in section.model_fields.values()]
+        new = {kind for field in fields for kind in kinds(field.annotation) if is_section(kind)} - found
+    return found
+
+
+def test_every_setting_declares_what_it_decides() -> None:
+    sections = all_sections(Recipe)
+    assert {RopeScaling, LoRAConfig, RewardObjective, ParallelConfig, SweepRange} <= sections
+    undeclared = [
+        f"{section.__name__}.{name}"
+        for section in sections
+        for name, field in section.model_fields.items()
+        if not all(map(is_section, kinds(field.annotation)))
+        and len([item for item in field.metadata if isinstance(item, Role)]) != 1
+    ]
+    assert not undeclared, "declare a role, see gptworks.config.base.Role"
+
+
+def test_an_undeclared_setting_is_noticed() -> None:
+    class Undeclared(Section):
+        size: int = 1
+
+    with pytest.raises(ValueError, match="not enough values"):
+        list(settings(Undeclared()))
+
+
+def test_settings_are_named_as_overrides_name_them(tmp_path: Path) -> None:
+    recipe = parse_recipe(
+        tiny.recipe_tree(tmp_path, optimizer="adamw") | {"adapter": {"rank": 2}, "initialize_from": "x"}
+    )
+    found = {setting.path: setting for setting in settings(recipe)}
+    for path, setting in found.items():
+        value = recipe.model_dump()
+        for part in path.split("."):
+            value = value[int(part) if isinstance(value, tuple) else part]
+        assert value == setting.value, path
+    assert found["data.sources.0.path"].role is Role.FREE
+    assert role_of(recipe, "train.betas.1") is Role.STEERING
+    assert role_of(recipe, "adapter.rank").on_resume == "refused"
+    with pytest.raises(KeyError):
+        role_of(recipe, "train.lr")

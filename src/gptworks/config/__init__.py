@@ -1,6 +1,6 @@
 """Every setting: typed, validated, frozen. Knows nothing of torch, nor of files (see recipe.py beside this folder)."""
 
-from gptworks.config.base import Fraction, PositiveInt, Section
+from gptworks.config.base import Fraction, PositiveInt, Role, Section, Setting, role_of, settings
 from gptworks.config.data import (
     ConversationsSource,
     DataConfig,
@@ -64,8 +64,10 @@ __all__ = [
     "PythonStdlibSource",
     "Recipe",
     "RewardObjective",
+    "Role",
     "RopeScaling",
     "Section",
+    "Setting",
     "SourceConfig",
     "SweepConfig",
     "SweepRange",
@@ -76,4 +78,6 @@ __all__ = [
     "WordTokenizer",
     "computes_again",
     "known_vocab_size",
+    "role_of",
+    "settings",
 ]

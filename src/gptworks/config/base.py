@@ -1,7 +1,9 @@
-"""What settings are made of."""
+"""What settings are made of, and what each one decides."""
 
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,3 +20,94 @@ class Section(BaseModel):
 def derived(name: str, function: Callable[[Any], Any] = lambda value: value) -> Any:
     """A default computed from a field declared earlier."""
     return lambda data: function(data[name])
+
+
+# --------------------------------------------------------------------------------------------- what a setting decides
+
+
+class Role(Enum):
+    """What a setting decides: whether a resumed run may change it, and which runs may be compared.
+
+    Each setting declares its role beside its type: `batch_size: Steering[PositiveInt]`.
+    """
+
+    MEASURED = "measured"
+    """What the validation loss is measured on, or in: losses of runs that differ here are not comparable."""
+    FIXED = "fixed"
+    """The weights, the optimizer's state or the order of the samples, from the first step on."""
+    STEERING = "steering"
+    """The loss curve from here on. A resumed run may change it, and the run folder records the change."""
+    START = "start"
+    """Where the run started from. Changing the path of a run that has started changes nothing."""
+    REPEAT = "repeat"
+    """What tells repeats of an experiment apart, or follows from other settings."""
+    FREE = "free"
+    """Nothing but rounding, place, time and what is written down."""
+
+    @property
+    def on_resume(self) -> Literal["refused", "recorded", "allowed"]:
+        """What happens when a resumed run changes the setting. `recorded`: the loss curve depends on the change."""
+        if self in (Role.MEASURED, Role.FIXED, Role.REPEAT):
+            return "refused"
+        return "recorded" if self is Role.STEERING else "allowed"
+
+    @property
+    def decides_curve(self) -> bool:
+        """Whether the loss curve depends on the setting, beyond rounding and the noise between seeds."""
+        return self not in (Role.REPEAT, Role.FREE)
+
+    @property
+    def decides_measure(self) -> bool:
+        """Whether runs that differ in the setting measure different things, so that their losses cannot be compared."""
+        return self is Role.MEASURED
+
+
+T = TypeVar("T")
+Measured = Annotated[T, Role.MEASURED]
+Fixed = Annotated[T, Role.FIXED]
+Steering = Annotated[T, Role.STEERING]
+Start = Annotated[T, Role.START]
+Repeat = Annotated[T, Role.REPEAT]
+Free = Annotated[T, Role.FREE]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a recipe."""
+
+    path: str
+    """As an override names it, such as `train.batch_size` or `data.sources.0.path`."""
+    value: Any
+    role: Role
+
+
+def settings(section: Section, path: str = "") -> Iterator[Setting]:
+    """Every setting of a section and of the sections inside it, in the order of declaration.
+
+    An optional section that is absent is one setting whose value is None.
+    """
+    for name, field in type(section).model_fields.items():
+        value, where = getattr(section, name), f"{path}.{name}" if path else name
+        if isinstance(value, Section):
+            yield from settings(value, where)
+        elif isinstance(value, tuple) and any(isinstance(item, Section) for item in value):
+            for index, item in enumerate(value):
+                yield from settings(item, f"{where}.{index}")
+        else:
+            [role] = [item for item in field.metadata if isinstance(item, Role)]
+            yield Setting(where, value, role)
+
+
+def role_of(section: Section, path: str) -> Role:
+    """The role of the setting at a path, or of the one that a path such as `train.betas.0` lies within.
+
+    Raises:
+        KeyError: the section has no such setting.
+    """
+    roles = {setting.path: setting.role for setting in settings(section)}
+    place = path
+    while place not in roles:
+        place = place.rpartition(".")[0]
+        if not place:
+            raise KeyError(path)
+    return roles[place]

@@ -5,19 +5,21 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gptworks.config.base import PositiveInt, Section
+from gptworks.config.base import Free, Measured, PositiveInt, Section
 
 
 class PythonStdlibSource(Section):
     """The standard library's own sources of the interpreter that runs, tests left out."""
 
-    type: Literal["python-stdlib"]
+    type: Measured[Literal["python-stdlib"]]
 
 
 class _FileSource(Section):
-    path: str | None = Field(None, description="A file, a folder or a glob. With url: a local copy, used instead.")
-    url: str | None = Field(None, description="Downloaded once into the cache; needs sha256.")
-    sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
+    path: Free[str | None] = Field(
+        None, description="A file, a folder or a glob. With url: a local copy, used instead."
+    )
+    url: Measured[str | None] = Field(None, description="Downloaded once into the cache; needs sha256.")
+    sha256: Measured[str | None] = Field(None, pattern="^[0-9a-f]{64}$")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -31,43 +33,45 @@ class _FileSource(Section):
 class TextSource(_FileSource):
     """UTF-8 text; each file is one document."""
 
-    type: Literal["text"]
-    extensions: tuple[str, ...] = Field((".txt", ".md", ".text"), description="Files taken from a folder.")
+    type: Measured[Literal["text"]]
+    extensions: Measured[tuple[str, ...]] = Field((".txt", ".md", ".text"), description="Files taken from a folder.")
 
 
 class JSONLSource(_FileSource):
     """One JSON object a line, plain or .gz; each is one document."""
 
-    type: Literal["jsonl"]
-    field: str = "text"
+    type: Measured[Literal["jsonl"]]
+    field: Measured[str] = "text"
 
 
 class ParquetSource(_FileSource):
     """Parquet files; each row is one document. Needs the `data` extra."""
 
-    type: Literal["parquet"]
-    field: str = "text"
+    type: Measured[Literal["parquet"]]
+    field: Measured[str] = "text"
 
 
 class HuggingFaceSource(Section):
     """A dataset of the Hugging Face hub, or a local dataset folder, streamed. Needs the `data` extra."""
 
-    type: Literal["huggingface"]
-    dataset: str
-    name: str | None = None
-    split: str = "train"
-    field: str = "text"
+    type: Measured[Literal["huggingface"]]
+    dataset: Measured[str]
+    name: Measured[str | None] = None
+    split: Measured[str] = "train"
+    field: Measured[str] = "text"
 
 
 class _RecordsSource(Section):
     """Records from files or a dataset."""
 
-    path: str | None = Field(None, description="A file, a folder or a glob. With url: a local copy, used instead.")
-    url: str | None = Field(None, description="Downloaded once into the cache; needs sha256.")
-    sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
-    dataset: str | None = Field(None, description="Of the Hugging Face hub, or a local dataset folder.")
-    name: str | None = None
-    split: str = "train"
+    path: Free[str | None] = Field(
+        None, description="A file, a folder or a glob. With url: a local copy, used instead."
+    )
+    url: Measured[str | None] = Field(None, description="Downloaded once into the cache; needs sha256.")
+    sha256: Measured[str | None] = Field(None, pattern="^[0-9a-f]{64}$")
+    dataset: Measured[str | None] = Field(None, description="Of the Hugging Face hub, or a local dataset folder.")
+    name: Measured[str | None] = None
+    split: Measured[str] = "train"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -86,8 +90,8 @@ class ConversationsSource(_RecordsSource):
     role and content).
     """
 
-    type: Literal["conversations"]
-    shape: Literal["auto", "alpaca", "sharegpt", "messages"] = "auto"
+    type: Measured[Literal["conversations"]]
+    shape: Measured[Literal["auto", "alpaca", "sharegpt", "messages"]] = "auto"
 
 
 class PreferencesSource(_RecordsSource):
@@ -97,7 +101,7 @@ class PreferencesSource(_RecordsSource):
     prompt as `prompt` (text or messages), as `instruction` and `input`, or as the beginning of both lists.
     """
 
-    type: Literal["preferences"]
+    type: Measured[Literal["preferences"]]
 
 
 SourceConfig = Annotated[
@@ -115,8 +119,8 @@ SourceConfig = Annotated[
 class ValidationSplit(Section):
     """What is held out. Deterministic: it depends on the text alone."""
 
-    fraction: float = Field(0.05, gt=0, lt=1)
-    by: Literal["auto", "document", "tail"] = Field(
+    fraction: Measured[float] = Field(0.05, gt=0, lt=1)
+    by: Measured[Literal["auto", "document", "tail"]] = Field(
         "auto",
         description="document: whole documents, chosen by a hash of their text. tail: the end of each document. "
         "auto: document where there are at least 20, else tail.",
@@ -126,9 +130,13 @@ class ValidationSplit(Section):
 class DataConfig(Section):
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
     validation: ValidationSplit = ValidationSplit()
-    cache_dir: Path = Field(Path("data"), description="Prepared shards go to a folder of their own below this one.")
-    shard_tokens: PositiveInt = Field(100_000_000, description="A shard is closed when it holds this many tokens.")
-    processes: int = Field(0, ge=0, description="Worker processes for preparing. 0: one for each core.")
+    cache_dir: Free[Path] = Field(
+        Path("data"), description="Prepared shards go to a folder of their own below this one."
+    )
+    shard_tokens: Free[PositiveInt] = Field(
+        100_000_000, description="A shard is closed when it holds this many tokens."
+    )
+    processes: Free[int] = Field(0, ge=0, description="Worker processes for preparing. 0: one for each core.")
 
     @property
     def conversations(self) -> tuple[ConversationsSource, ...]:

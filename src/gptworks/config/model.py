@@ -4,24 +4,26 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from gptworks.config.base import Fraction, PositiveInt, Section, derived
+from gptworks.config.base import Fixed, Fraction, PositiveInt, Repeat, Section, derived
 
 
 class RopeScaling(Section):
     """Rotary frequencies changed so that a model reaches beyond the context it was trained with."""
 
-    type: Literal["linear", "dynamic", "yarn"] = Field(
+    type: Fixed[Literal["linear", "dynamic", "yarn"]] = Field(
         description="linear: positions divided by the factor (Chen et al., 2023). dynamic: a base that grows with the "
         "text's length, or with the room that its cache has (NTK-aware). yarn: slow frequencies interpolated, fast "
         "ones kept (Peng et al., 2023)."
     )
-    factor: float = Field(ge=1, description="New context over original context.")
-    original_context_length: PositiveInt | None = Field(
+    factor: Fixed[float] = Field(ge=1, description="New context over original context.")
+    original_context_length: Fixed[PositiveInt | None] = Field(
         None, description="Tokens the frequencies were made for. None: context_length / factor."
     )
-    beta_fast: float = Field(32.0, gt=0, description="yarn: pairs that turn more often than this are kept.")
-    beta_slow: float = Field(1.0, gt=0, description="yarn: pairs that turn less often than this are interpolated.")
-    attention_factor: float | None = Field(
+    beta_fast: Fixed[float] = Field(32.0, gt=0, description="yarn: pairs that turn more often than this are kept.")
+    beta_slow: Fixed[float] = Field(
+        1.0, gt=0, description="yarn: pairs that turn less often than this are interpolated."
+    )
+    attention_factor: Fixed[float | None] = Field(
         None, gt=0, description="yarn: scale of the rotated queries and keys. None: 0.1 ln(factor) + 1."
     )
 
@@ -41,75 +43,79 @@ class RopeScaling(Section):
 class ModelConfig(Section):
     """A decoder-only transformer. Names follow the GPT-3 paper (Brown et al., 2020, table 2.1)."""
 
-    vocab_size: int = Field(0, ge=0, description="Number of token ids. 0: taken from the tokenizer.")
-    context_length: PositiveInt = Field(description="Longest sequence in tokens (T).")
-    n_layers: PositiveInt = Field(description="Number of blocks (L).")
-    d_model: PositiveInt = Field(description="Width of the residual stream (C).")
-    n_heads: PositiveInt = Field(description="Query heads per layer (H).")
-    n_kv_heads: PositiveInt = Field(
+    vocab_size: Repeat[int] = Field(0, ge=0, description="Number of token ids. 0: taken from the tokenizer.")
+    context_length: Fixed[PositiveInt] = Field(description="Longest sequence in tokens (T).")
+    n_layers: Fixed[PositiveInt] = Field(description="Number of blocks (L).")
+    d_model: Fixed[PositiveInt] = Field(description="Width of the residual stream (C).")
+    n_heads: Fixed[PositiveInt] = Field(description="Query heads per layer (H).")
+    n_kv_heads: Fixed[PositiveInt] = Field(
         default_factory=derived("n_heads"),
         description="Key/value heads; fewer than n_heads is grouped-query attention.",
     )
-    d_head: PositiveInt = Field(
+    d_head: Fixed[PositiveInt] = Field(
         default_factory=lambda data: data["d_model"] // data["n_heads"] or 1,
         description="Width of one head (D). Default: d_model / n_heads, which must then divide.",
     )
-    d_ff: PositiveInt = Field(
+    d_ff: Fixed[PositiveInt] = Field(
         default_factory=derived("d_model", lambda width: 4 * width),
         description="Inner width of the MLP. Default: 4 × d_model.",
     )
 
-    position: Literal["learned", "rope", "none"] = Field("rope", description="How positions enter the model.")
-    rope_theta: float = Field(10_000.0, gt=1, description="Base of the rotary frequencies (Su et al., 2021).")
-    rope_fraction: float = Field(1.0, gt=0, le=1, description="Share of each head that is rotated, its first part.")
-    rope_scaling: RopeScaling | None = Field(None, description="For a context longer than the one trained with.")
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    norm_eps: float = Field(1e-5, gt=0)
-    norm_bias: bool = Field(
+    position: Fixed[Literal["learned", "rope", "none"]] = Field("rope", description="How positions enter the model.")
+    rope_theta: Fixed[float] = Field(10_000.0, gt=1, description="Base of the rotary frequencies (Su et al., 2021).")
+    rope_fraction: Fixed[float] = Field(
+        1.0, gt=0, le=1, description="Share of each head that is rotated, its first part."
+    )
+    rope_scaling: Fixed[RopeScaling | None] = Field(None, description="For a context longer than the one trained with.")
+    norm: Fixed[Literal["layernorm", "rmsnorm"]] = "layernorm"
+    norm_eps: Fixed[float] = Field(1e-5, gt=0)
+    norm_bias: Fixed[bool] = Field(
         default_factory=derived("norm", lambda norm: norm == "layernorm"),
         description="Shift term of LayerNorm. Default: true for layernorm; rmsnorm has none.",
     )
-    mlp: Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu"] = Field(
+    mlp: Fixed[Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu"]] = Field(
         "gelu", description="Activation; swiglu and geglu add a gate matrix (Shazeer, 2020)."
     )
-    attention_bias: bool | Literal["qkv", "out"] = Field(
+    attention_bias: Fixed[bool | Literal["qkv", "out"]] = Field(
         False, description="Biases on the query, key, value and output projections; qkv or out: on those alone."
     )
-    attention_scale: float | None = Field(None, gt=0, description="Factor of q·k. None: 1 / sqrt(d_head).")
-    mlp_bias: bool = Field(False, description="Biases on the MLP's linear layers.")
-    qk_norm: bool = Field(False, description="RMSNorm over each head of queries and keys (Henry et al., 2020).")
-    tie_embeddings: bool = Field(True, description="The head shares the token embedding's matrix.")
+    attention_scale: Fixed[float | None] = Field(None, gt=0, description="Factor of q·k. None: 1 / sqrt(d_head).")
+    mlp_bias: Fixed[bool] = Field(False, description="Biases on the MLP's linear layers.")
+    qk_norm: Fixed[bool] = Field(False, description="RMSNorm over each head of queries and keys (Henry et al., 2020).")
+    tie_embeddings: Fixed[bool] = Field(True, description="The head shares the token embedding's matrix.")
 
-    window: PositiveInt | None = Field(
+    window: Fixed[PositiveInt | None] = Field(
         None, description="Tokens a windowed layer sees, the token itself included. None: every layer sees all."
     )
-    window_pattern: tuple[Literal["full", "window"], ...] = Field(
+    window_pattern: Fixed[tuple[Literal["full", "window"], ...]] = Field(
         default_factory=lambda data: ("window",) if data["window"] else ("full",),
         min_length=1,
         description="Repeated over the layers: which are windowed.",
     )
 
-    parallel_residual: bool = Field(
+    parallel_residual: Fixed[bool] = Field(
         False, description="Attention and MLP both read the block's input, each through its norm (GPT-NeoX)."
     )
 
-    n_experts: int = Field(
+    n_experts: Fixed[int] = Field(
         0, ge=0, description="MLPs a layer, of which a router chooses for each token. 0: one, dense."
     )
-    n_experts_per_token: PositiveInt = Field(2, description="Experts that a token is sent to (top-k).")
-    d_ff_shared: int = Field(0, ge=0, description="Inner width of one more expert that sees every token. 0: none.")
+    n_experts_per_token: Fixed[PositiveInt] = Field(2, description="Experts that a token is sent to (top-k).")
+    d_ff_shared: Fixed[int] = Field(
+        0, ge=0, description="Inner width of one more expert that sees every token. 0: none."
+    )
 
-    dropout_embedding: Fraction = 0.0
-    dropout_attention: Fraction = 0.0
-    dropout_residual: Fraction = 0.0
+    dropout_embedding: Fixed[Fraction] = 0.0
+    dropout_attention: Fixed[Fraction] = 0.0
+    dropout_residual: Fixed[Fraction] = 0.0
 
-    init: Literal["normal", "gpt2", "xavier"] = Field(
+    init: Fixed[Literal["normal", "gpt2", "xavier"]] = Field(
         "normal",
         description="normal: N(0, init_std). gpt2: the same, residual projections scaled by 1/sqrt(2L). "
         "xavier: uniform (Glorot & Bengio, 2010), each matrix by its own fan.",
     )
-    init_std: float = Field(0.02, gt=0)
-    zero_init_projections: bool = Field(
+    init_std: Fixed[float] = Field(0.02, gt=0)
+    zero_init_projections: Fixed[bool] = Field(
         False, description="Residual projections start at zero: blocks begin as identity."
     )
 

@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from gptworks.config.base import Section
+from gptworks.config.base import Fixed, Free, Repeat, Section, Start
 from gptworks.config.data import DataConfig
 from gptworks.config.model import ModelConfig
 from gptworks.config.objective import (
@@ -24,10 +24,10 @@ from gptworks.config.trained import FreezeConfig, LoRAConfig
 class Recipe(Section):
     """A model, its tokenizer, its data and its training: everything a command needs to know."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Default: the file's name.")
-    run_dir: Path = Field(default_factory=lambda data: Path("runs") / data["name"])
-    seed: int = Field(1337, ge=0, lt=2**32)
-    initialize_from: Path | None = Field(
+    name: Free[str] = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Default: the file's name.")
+    run_dir: Free[Path] = Field(default_factory=lambda data: Path("runs") / data["name"])
+    seed: Repeat[int] = Field(1337, ge=0, lt=2**32)
+    initialize_from: Start[Path | None] = Field(
         None, description="A run folder whose best weights this run starts from. None: random ones, as model.init says."
     )
     model: ModelConfig
@@ -35,9 +35,11 @@ class Recipe(Section):
     data: DataConfig
     objective: ObjectiveConfig = Field(NextTokenObjective(), description="What is learned.")
     train: TrainConfig
-    adapter: LoRAConfig | None = Field(None, description="Train a small addition to the weights instead of them.")
-    freeze: FreezeConfig | None = Field(None, description="Train the rest alone.")
-    sweep: SweepConfig | None = Field(None, description="What gptworks sweep tries; training ignores it.")
+    adapter: Fixed[LoRAConfig | None] = Field(
+        None, description="Train a small addition to the weights instead of them."
+    )
+    freeze: Fixed[FreezeConfig | None] = Field(None, description="Train the rest alone.")
+    sweep: Free[SweepConfig | None] = Field(None, description="What gptworks sweep tries; training ignores it.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

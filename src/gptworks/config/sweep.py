@@ -4,19 +4,19 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from gptworks.config.base import PositiveInt, Section
+from gptworks.config.base import Free, PositiveInt, Section
 
 
 class SweepRange(Section):
     """What a setting may be in a sweep: a number from low to high, or one of some choices."""
 
-    low: int | float | None = Field(
+    low: Free[int | float | None] = Field(
         None, description="Whole numbers alone are tried where low, high and step are whole."
     )
-    high: int | float | None = None
-    log: bool = Field(False, description="Orders of magnitude are equally likely.")
-    step: int | float | None = Field(None, description="Only low plus multiples of this are tried.")
-    choices: tuple[bool | int | float | str | None, ...] | None = None
+    high: Free[int | float | None] = None
+    log: Free[bool] = Field(False, description="Orders of magnitude are equally likely.")
+    step: Free[int | float | None] = Field(None, description="Only low plus multiples of this are tried.")
+    choices: Free[tuple[bool | int | float | str | None, ...] | None] = None
 
     @property
     def whole(self) -> bool:
@@ -55,15 +55,15 @@ class SweepRange(Section):
 class SweepConfig(Section):
     """A search for better settings: trials of the recipe, each judged by its best validation loss."""
 
-    ranges: dict[str, SweepRange] = Field(
+    ranges: Free[dict[str, SweepRange]] = Field(
         min_length=1, description="By the setting's path, such as train.learning_rate."
     )
-    n_trials: PositiveInt = Field(20, description="In all, however often the sweep goes on.")
-    startup_trials: PositiveInt = Field(
+    n_trials: Free[PositiveInt] = Field(20, description="In all, however often the sweep goes on.")
+    startup_trials: Free[PositiveInt] = Field(
         5, description="Drawn at random and trained to the end; the sampler and the pruner learn from them."
     )
-    pruner: Literal["median", "none"] = Field(
+    pruner: Free[Literal["median", "none"]] = Field(
         "median",
         description="median: stop a trial whose best loss is above the median of the earlier ones at its step.",
     )
-    seed: int = Field(0, ge=0, lt=2**32, description="Of the sampler.")
+    seed: Free[int] = Field(0, ge=0, lt=2**32, description="Of the sampler.")

@@ -5,16 +5,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gptworks.config.base import Section
+from gptworks.config.base import Measured, Section
 
 
 class _Tokenizer(Section):
-    added_tokens: tuple[str, ...] = Field(
+    added_tokens: Measured[tuple[str, ...]] = Field(
         (),
         description="Special tokens added to it, such as <|im_start|> and <|im_end|>, which chatml writes. A run that "
         "starts from one without them gets embeddings for them, each the mean of the others.",
     )
-    chat_template: str | None = Field(
+    chat_template: Measured[str | None] = Field(
         None,
         description="chatml, alpaca, plain, or a Jinja file. None: the one that lies beside a tokenizer read from a "
         "folder, if any.",
@@ -30,9 +30,9 @@ class _Tokenizer(Section):
 class BPETokenizer(_Tokenizer):
     """Byte-level byte-pair encoding trained on the recipe's own training text. Every byte sequence round-trips."""
 
-    type: Literal["bpe"]
-    vocab_size: int = Field(4096, ge=257, description="256 bytes, one document separator, the rest merges.")
-    pattern: Literal["llama3", "gpt2", "code"] = Field(
+    type: Measured[Literal["bpe"]]
+    vocab_size: Measured[int] = Field(4096, ge=257, description="256 bytes, one document separator, the rest merges.")
+    pattern: Measured[Literal["llama3", "gpt2", "code"]] = Field(
         "llama3",
         description="What one token may span. llama3 and gpt2: as those models have it, which llama.cpp knows (export "
         "to GGUF). code: indentation joins the line break before it; the fewest tokens for code.",
@@ -42,21 +42,23 @@ class BPETokenizer(_Tokenizer):
 class CharTokenizer(_Tokenizer):
     """One token for each character of the training text."""
 
-    type: Literal["char"]
+    type: Measured[Literal["char"]]
 
 
 class WordTokenizer(_Tokenizer):
     """Lower-cased words and punctuation, the most frequent first; <pad> <unk> <bos> <eos> are 0 to 3."""
 
-    type: Literal["word"]
-    vocab_size: int = Field(16_000, ge=5, description="At most this many tokens, the four special ones included.")
+    type: Measured[Literal["word"]]
+    vocab_size: Measured[int] = Field(
+        16_000, ge=5, description="At most this many tokens, the four special ones included."
+    )
 
 
 class GPT2Tokenizer(_Tokenizer):
     """GPT-2's 50,257 tokens."""
 
-    type: Literal["gpt2"]
-    path: Path | None = Field(
+    type: Measured[Literal["gpt2"]]
+    path: Measured[Path | None] = Field(
         None, description="The published ranks file (r50k_base.tiktoken) or a Hugging Face folder. None: the hub."
     )
 
@@ -64,8 +66,8 @@ class GPT2Tokenizer(_Tokenizer):
 class FileTokenizer(_Tokenizer):
     """Any `tokenizer.json`, or a folder that holds one."""
 
-    type: Literal["file"]
-    path: Path
+    type: Measured[Literal["file"]]
+    path: Measured[Path]
 
 
 TokenizerConfig = Annotated[

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from gptworks.config.base import Fraction, PositiveInt, Section, derived
+from gptworks.config.base import Fixed, Fraction, Free, Measured, PositiveInt, Section, Steering, derived
 
 IGNORED = -100
 """A target that carries no loss, as `torch.nn.functional.cross_entropy` has it."""
@@ -18,18 +18,18 @@ def computes_again(activation_checkpointing: str, layer: int) -> bool:
 class ParallelConfig(Section):
     """How many processes share a run. How many there are, the launcher says."""
 
-    strategy: Literal["auto", "ddp", "fsdp"] = Field(
+    strategy: Free[Literal["auto", "ddp", "fsdp"]] = Field(
         "auto",
         description="ddp: the whole model on each device, gradients added up. fsdp: weights, gradients and optimizer "
         "state in equal shares (Zhao et al., 2023). auto: fsdp where a step of the whole model does not fit.",
     )
-    tensor_parallel: PositiveInt = Field(
+    tensor_parallel: Free[PositiveInt] = Field(
         1, description="Devices that share each block's matrices: heads and inner width (Shoeybi et al., 2019)."
     )
-    reshard_after_forward: bool = Field(
+    reshard_after_forward: Free[bool] = Field(
         True, description="fsdp: free a block's gathered weights after its forward pass and gather them again."
     )
-    timeout_seconds: float = Field(
+    timeout_seconds: Free[float] = Field(
         600, gt=0, description="A rank that is silent, or makes all others wait, for so long ends the run."
     )
 
@@ -37,79 +37,87 @@ class ParallelConfig(Section):
 class TrainConfig(Section):
     """One training run. The length is the first reached of max_steps, epochs and max_minutes."""
 
-    max_steps: PositiveInt | None = None
-    epochs: float | None = Field(None, gt=0)
-    max_minutes: float | None = Field(None, gt=0)
+    max_steps: Steering[PositiveInt | None] = None
+    epochs: Steering[float | None] = Field(None, gt=0)
+    max_minutes: Steering[float | None] = Field(None, gt=0)
 
-    batch_size: PositiveInt = Field(32, description="Sequences in one optimizer step.")
-    micro_batch_size: PositiveInt = Field(
+    batch_size: Steering[PositiveInt] = Field(32, description="Sequences in one optimizer step.")
+    micro_batch_size: Free[PositiveInt] = Field(
         default_factory=derived("batch_size"),
         description="Sequences in one forward and backward pass; divides batch_size. Gradients are accumulated. Where "
         "several devices train, each takes so many, or its whole part of the batch where that is less.",
     )
     parallel: ParallelConfig = ParallelConfig()
-    activation_checkpointing: Literal["none", "selective", "block"] = Field(
+    activation_checkpointing: Free[Literal["none", "selective", "block"]] = Field(
         "none",
         description="block: keep each block's input alone and compute the block again in the backward pass. "
         "selective: so with every second block.",
     )
-    compile: Literal["auto", "none", "block"] = Field(
+    compile: Free[Literal["auto", "none", "block"]] = Field(
         "auto", description="block: compile each block with torch.compile; auto: on CUDA, where it pays."
     )
-    router_balance_weight: float = Field(
+    router_balance_weight: Steering[float] = Field(
         0.01, ge=0, description="Weight of the experts' load-balancing loss (Fedus et al., 2021)."
     )
-    router_z_weight: float = Field(0.001, ge=0, description="Weight of the routers' z-loss (Zoph et al., 2022).")
+    router_z_weight: Steering[float] = Field(
+        0.001, ge=0, description="Weight of the routers' z-loss (Zoph et al., 2022)."
+    )
 
-    optimizer: Literal["adamw", "muon"] = Field(
+    optimizer: Fixed[Literal["adamw", "muon"]] = Field(
         "adamw", description="muon: Muon for the blocks' matrices (Jordan et al., 2024), AdamW for the rest."
     )
-    learning_rate: float = Field(3e-4, gt=0, description="Peak rate of AdamW.")
-    muon_learning_rate: float = Field(0.02, gt=0, description="Peak rate of Muon's matrices.")
-    muon_momentum: Fraction = 0.95
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0, description="Decoupled, on matrices only.")
-    grad_clip: float = Field(1.0, ge=0, description="Largest global gradient norm. 0: no clipping.")
+    learning_rate: Steering[float] = Field(3e-4, gt=0, description="Peak rate of AdamW.")
+    muon_learning_rate: Steering[float] = Field(0.02, gt=0, description="Peak rate of Muon's matrices.")
+    muon_momentum: Steering[Fraction] = 0.95
+    betas: Steering[tuple[Fraction, Fraction]] = (0.9, 0.95)
+    eps: Steering[float] = Field(1e-8, gt=0)
+    weight_decay: Steering[float] = Field(0.1, ge=0, description="Decoupled, on matrices only.")
+    grad_clip: Steering[float] = Field(1.0, ge=0, description="Largest global gradient norm. 0: no clipping.")
 
-    schedule: Literal["cosine", "wsd", "constant"] = Field(
+    schedule: Steering[Literal["cosine", "wsd", "constant"]] = Field(
         "cosine", description="After warmup: cosine to the end; or constant, then linear decay (WSD); or constant."
     )
-    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warmup.")
-    decay_fraction: float = Field(0.2, gt=0, le=1, description="wsd: share of the run that decays, at its end.")
-    decay_shape: Literal["linear", "1-sqrt"] = Field(
+    warmup_steps: Steering[int] = Field(0, ge=0, description="Optimizer steps of linear warmup.")
+    decay_fraction: Steering[float] = Field(
+        0.2, gt=0, le=1, description="wsd: share of the run that decays, at its end."
+    )
+    decay_shape: Steering[Literal["linear", "1-sqrt"]] = Field(
         "linear", description="wsd: how it decays; 1-sqrt falls faster at first (Hägele et al., 2024)."
     )
-    final_rate_fraction: float = Field(0.1, ge=0, le=1, description="Last rate as a fraction of the peak.")
+    final_rate_fraction: Steering[float] = Field(0.1, ge=0, le=1, description="Last rate as a fraction of the peak.")
 
-    ema_decay: Fraction = Field(
+    ema_decay: Steering[Fraction] = Field(
         0.0, description="Decay of the weights' moving average, which is then evaluated and published. 0: none."
     )
 
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+    precision: Free[Literal["auto", "fp32", "bf16", "fp16"]] = Field(
         "auto", description="auto: bf16 autocast where the hardware multiplies bf16 natively, else fp32."
     )
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    device: Free[Literal["auto", "cpu", "cuda", "mps"]] = "auto"
 
-    log_every: PositiveInt = 10
-    loggers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+    log_every: Free[PositiveInt] = 10
+    loggers: Free[tuple[Literal["tensorboard", "wandb"], ...]] = Field(
         (), description="What is given the records of metrics.jsonl besides; each needs the extra of its name."
     )
-    evaluate_every: PositiveInt = 250
-    evaluate_sequences: int = Field(0, ge=0, description="Validation windows per evaluation, evenly spaced. 0: all.")
-    checkpoint_every: PositiveInt = 250
-    keep_checkpoints: PositiveInt = Field(2, description="Newest checkpoints kept; the best is kept besides.")
-    keep_every: int = Field(0, ge=0, description="Checkpoints at multiples of this are kept too. 0: none.")
-    sample_every: int = Field(0, ge=0, description="Steps between samples. 0: none.")
-    sample_prompts: tuple[str, ...] = ("",)
-    sample_tokens: PositiveInt = 100
+    evaluate_every: Free[PositiveInt] = 250
+    evaluate_sequences: Measured[int] = Field(
+        0, ge=0, description="Validation windows per evaluation, evenly spaced. 0: all."
+    )
+    checkpoint_every: Free[PositiveInt] = 250
+    keep_checkpoints: Free[PositiveInt] = Field(2, description="Newest checkpoints kept; the best is kept besides.")
+    keep_every: Free[int] = Field(0, ge=0, description="Checkpoints at multiples of this are kept too. 0: none.")
+    sample_every: Free[int] = Field(0, ge=0, description="Steps between samples. 0: none.")
+    sample_prompts: Free[tuple[str, ...]] = ("",)
+    sample_tokens: Free[PositiveInt] = 100
 
-    early_stopping_patience: PositiveInt | None = Field(None, description="Evaluations without improvement.")
-    spike_deviations: float = Field(
+    early_stopping_patience: Free[PositiveInt | None] = Field(None, description="Evaluations without improvement.")
+    spike_deviations: Steering[float] = Field(
         0.0, ge=0, description="Skip a step whose gradient norm is so many deviations above the run's. 0: never."
     )
-    max_skipped_steps: PositiveInt = Field(10, description="Skipped steps in a row that end the run, or take it back.")
-    max_rollbacks: int = Field(
+    max_skipped_steps: Free[PositiveInt] = Field(
+        10, description="Skipped steps in a row that end the run, or take it back."
+    )
+    max_rollbacks: Steering[int] = Field(
         0,
         ge=0,
         description="How often a run may go back to its last checkpoint and on, past the batches that broke it.",

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from gptworks.config.base import Fraction, PositiveInt, Section, derived
+from gptworks.config.base import Fixed, Fraction, PositiveInt, Section, derived
 
 ADAPTED_MODULES = {"attention": ("query", "key", "value", "out"), "mlp": ("gate", "up", "down")}
 """Linear layers of a block that an adapter can stand beside, by family. `mlp` is that of experts too."""
@@ -14,18 +14,18 @@ ADAPTED_MODULES = {"attention": ("query", "key", "value", "out"), "mlp": ("gate"
 class LoRAConfig(Section):
     """Low-rank adaptation (Hu et al., 2021): W + alpha/rank · B·A, of which A and B alone are trained."""
 
-    type: Literal["lora"] = "lora"
-    rank: PositiveInt = Field(8, description="Rows of A and columns of B (r).")
-    alpha: float = Field(
+    type: Fixed[Literal["lora"]] = "lora"
+    rank: Fixed[PositiveInt] = Field(8, description="Rows of A and columns of B (r).")
+    alpha: Fixed[float] = Field(
         default_factory=derived("rank", lambda rank: 2.0 * rank),
         gt=0,
         description="B·A is multiplied by alpha / rank. Default: 2 × rank.",
     )
-    dropout: Fraction = Field(0.0, description="Of what goes into A, in training.")
-    targets: tuple[Literal["all", "attention", "mlp", "query", "key", "value", "out", "gate", "up", "down"], ...] = (
-        Field(("all",), min_length=1, description="Linear layers of the blocks: by name, by family, or all.")
-    )
-    embeddings: bool = Field(
+    dropout: Fixed[Fraction] = Field(0.0, description="Of what goes into A, in training.")
+    targets: Fixed[
+        tuple[Literal["all", "attention", "mlp", "query", "key", "value", "out", "gate", "up", "down"], ...]
+    ] = Field(("all",), min_length=1, description="Linear layers of the blocks: by name, by family, or all.")
+    embeddings: Fixed[bool] = Field(
         False, description="Train the token embedding and the head too, as tokens that are new to the model need it."
     )
 
@@ -48,9 +48,11 @@ class LoRAConfig(Section):
 class FreezeConfig(Section):
     """Parameters that training leaves as they are."""
 
-    embeddings: bool = Field(False, description="Token and position embeddings; with them a tied head.")
-    first_blocks: int = Field(0, ge=0, description="So many blocks, from the first on.")
-    patterns: tuple[str, ...] = Field((), description="Names of parameters, such as `blocks.*.mlp.*` or `norm.weight`.")
+    embeddings: Fixed[bool] = Field(False, description="Token and position embeddings; with them a tied head.")
+    first_blocks: Fixed[int] = Field(0, ge=0, description="So many blocks, from the first on.")
+    patterns: Fixed[tuple[str, ...]] = Field(
+        (), description="Names of parameters, such as `blocks.*.mlp.*` or `norm.weight`."
+    )
 
     def freezes(self, parameter: str) -> bool:
         """Whether a parameter is left as it is, by its name in the model, such as `blocks.0.mlp.up.weight`."""
