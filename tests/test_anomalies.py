@@ -11,16 +11,21 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import tiny
-from gptworks.checkpoint import checkpoints, load_run
+from gptworks.checkpoint import Checkpoint, checkpoints, load_run
 from gptworks.config import TrainConfig
 from gptworks.errors import RunError
+from gptworks.evaluate.loss import LossReport
 from gptworks.model import GPT
 from gptworks.recipe import parse_recipe
+from gptworks.train import loop, saving
 from gptworks.train.anomalies import MEMORY_STEPS, WARMUP_STEPS, GradientEstimate, anomaly
 from gptworks.train.average import WeightAverage
-from gptworks.train.loop import train
-from gptworks.train.metrics import read_metrics
+from gptworks.train.loop import Run, train
+from gptworks.train.metrics import TIMINGS, read_metrics
 from gptworks.train.objectives import Batch, Losses, next_token
+from gptworks.train.task import Task
+
+pytestmark = pytest.mark.usefixtures("without_curves")
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -109,6 +114,102 @@ def test_a_run_that_breaks_again_ends_with_the_last_good_checkpoint_named(tmp_pa
     settings = {"max_steps": 24, "max_skipped_steps": 3, "checkpoint_every": 4, "evaluate_every": 100}
     with pytest.raises(RunError, match=r"3 steps in a row were skipped.*last good checkpoint is .*step-000008"):
         run(tmp_path, exploding(range(10, 99), math.nan), max_rollbacks=1, **settings)
+
+
+class Killed(BaseException):
+    """What ends a run where it stands."""
+
+
+def rolled_back(folder: Path, **settings: Any) -> dict[str, Any]:
+    """The settings of a run that skips steps 11 to 15, saving meanwhile, and goes back to step 8."""
+    return {"max_steps": 24, "max_skipped_steps": 5, "max_rollbacks": 1, "checkpoint_every": 2, "evaluate_every": 4,
+            "evaluate_sequences": 0} | settings  # fmt: skip
+
+
+BROKEN_STEPS = range(10, 15)
+
+
+def test_a_rollback_leaves_no_checkpoint_of_the_steps_that_it_takes_back(tmp_path: Path) -> None:
+    """Seen at the moment when the run goes on: it holds nothing newer than where it went back to, and the best of the
+    kept steps."""
+    seen = []
+    restore = Run._restore
+
+    def watch(self: Run, checkpoint: Checkpoint) -> None:
+        restore(self, checkpoint)
+        seen.append((checkpoint.step, [c.step for c in checkpoints(tmp_path / "run")], self.progress.best_step))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "_restore", watch)
+        run(tmp_path, exploding(BROKEN_STEPS, math.inf), **rolled_back(tmp_path))
+    [(restored, left, best)] = seen
+    assert restored == 10
+    assert max(left) == 10
+    assert best in left
+    assert load_run(tmp_path / "run").checkpoint.step == checkpoints(tmp_path / "run")[0].state()["best_step"]
+
+
+def told_losses() -> Any:
+    """An evaluation that says what it is told to: the best at one step of the kept trajectory, then better still on the
+    weights that are taken back."""
+    evaluate = Task.evaluate
+
+    def evaluated(self: Task, *arguments: Any) -> Any:
+        report, figures = evaluate(self, *arguments)
+        return LossReport(report.n_tokens * next(losses), report.n_tokens), figures
+
+    losses = iter([3.0, 4.0, 1.0, 5.0, 5.0, 5.0, 5.0, 5.0])
+    return evaluated
+
+
+def test_the_best_of_the_kept_steps_outlives_a_better_one_that_is_taken_back(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Task, "evaluate", told_losses())
+        run(tmp_path, exploding(BROKEN_STEPS, math.inf), **rolled_back(tmp_path, keep_checkpoints=1))
+    state = checkpoints(tmp_path / "run")[0].state()
+    assert (state["step"], state["best_step"], state["best_loss"], state["rollbacks"]) == (24, 4, 3.0, 1)
+    best = load_run(tmp_path / "run").checkpoint
+    assert best.step == 4
+    best.verify()
+
+
+@pytest.mark.parametrize("removed", [0, 1])
+def test_a_run_killed_in_a_rollback_does_the_same_again(tmp_path: Path, removed: int) -> None:
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    run(tmp_path / "whole", exploding(BROKEN_STEPS, math.inf), **rolled_back(tmp_path))
+    remove, count = saving.remove_checkpoint, 0
+
+    def remove_some(checkpoint: Checkpoint) -> None:
+        nonlocal count
+        if rolling_back and count == removed:
+            raise Killed
+        count += rolling_back
+        remove(checkpoint)
+
+    newer, rolling_back = loop.remove_newer, False
+
+    def remove_newer(run_dir: Path, step: int) -> None:
+        nonlocal rolling_back
+        rolling_back = True
+        newer(run_dir, step)
+        raise Killed
+
+    objective = exploding(BROKEN_STEPS, math.inf)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(saving, "remove_checkpoint", remove_some)
+        patch.setattr(loop, "remove_newer", remove_newer)
+        run(tmp_path / "killed", objective, **rolled_back(tmp_path))
+    run(tmp_path / "killed", objective, resume=True, **rolled_back(tmp_path))
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        one, other = (checkpoints(tmp_path / n / "run")[0].folder / file for n in ("whole", "killed"))
+        assert one.read_bytes() == other.read_bytes(), file
+    for kind in ("train", "validation", "rollback", "skipped"):
+        rows = [
+            [{k: v for k, v in r.items() if k not in TIMINGS} for r in records(tmp_path / n, kind)]
+            for n in ("whole", "killed")
+        ]
+        assert rows[0] == rows[1], kind
 
 
 # ------------------------------------------------------------------------------------------------------ average

@@ -8,18 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from gptworks import checkpoint as checkpoint_module
 from gptworks.checkpoint import (
     checkpoints,
     choose_checkpoint,
     load_model,
     load_run,
     newest_verified,
-    remove_old,
     save_checkpoint,
 )
 from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError
 from gptworks.model import GPT
+from gptworks.train.saving import CheckpointWriter, remove_old
 
 CONFIG = ModelConfig(vocab_size=30, context_length=16, n_layers=2, d_model=16, n_heads=2, tie_embeddings=True)
 
@@ -97,13 +98,58 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
         choose_checkpoint(tmp_path, "4")
 
 
+def test_each_kept_checkpoint_keeps_the_best_that_it_knows_of(tmp_path: Path) -> None:
+    """So that the best is there also where the newest is damaged, or taken back."""
+    write(tmp_path, 1, best=1)
+    write(tmp_path, 2, best=1)
+    write(tmp_path, 3, best=1)
+    write(tmp_path, 4, best=4)
+    remove_old(tmp_path, keep=2)
+    assert [checkpoint.step for checkpoint in checkpoints(tmp_path)] == [4, 3, 1]
+    (checkpoints(tmp_path)[0].folder / "model.safetensors").write_bytes(b"")
+    assert choose_checkpoint(tmp_path, "best").step == 1
+
+
+def test_files_are_summed_once_and_again_where_they_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summed: list[str] = []
+    sum_file = checkpoint_module.sha256_file
+
+    def counted(path: Path) -> str:
+        summed.append(path.name)
+        return sum_file(path)
+
+    monkeypatch.setattr(checkpoint_module, "sha256_file", counted)
+    writer = CheckpointWriter(tmp_path, keep=2)
+
+    def save(step: int) -> int:
+        """How many files are read to save this step."""
+        summed.clear()
+        weights = {"a": torch.full((4,), float(step))}
+        writer.save(step, {"model": weights.items(), "optimizer": {}.items()}, {"best_step": 0})
+        writer.wait()
+        return len(summed)
+
+    n_files = 3
+    assert [save(step) for step in (1, 2, 3)] == [n_files] * 3
+    path = checkpoints(tmp_path)[0].folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    assert save(4) > n_files, "it looks changed, and is read again"
+    assert [checkpoint.step for checkpoint in checkpoints(tmp_path)] == [4, 3, 2]
+
+
 def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_half_written(tmp_path: Path) -> None:
     write(tmp_path, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     big = {"x/y": torch.ones(200_000)}
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(RunError, match=r"step 2 could not be written.*Earlier ones kept: step-000001"):
+        with pytest.raises(
+            RunError,
+            match=r"step 2 could not be written.*needs 8\d\d,\d\d\d bytes, and [\d,]+ are free on the disk mounted at /"
+            r".*Earlier ones kept: step-000001",
+        ):
             save_checkpoint(tmp_path, 2, GPT(CONFIG).state_dict(), big, {"best_step": 0})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

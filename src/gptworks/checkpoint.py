@@ -12,12 +12,10 @@ does to it later is found by its manifest.
 
 import json
 import shutil
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +24,7 @@ from torch import Tensor
 
 from gptworks.config import LoRAConfig, ModelConfig, Recipe
 from gptworks.errors import RunError, UserError
-from gptworks.files import sealed_json, sha256_file, sync, unsealed_json
+from gptworks.files import sealed_json, sha256_file, sync, unsealed_json, why_not_written
 from gptworks.model import GPT
 from gptworks.model.lora import add_lora, has_adapter, merge_lora
 from gptworks.quantize.linear import QuantizedGPT, packed_kinds
@@ -142,17 +140,29 @@ def save_checkpoint(
             sync(path)
         sync(aside)
         if final.exists():  # a damaged one that a resumed run has come past again
-            shutil.rmtree(final)
+            remove_checkpoint(Checkpoint(final))
         aside.rename(final)
         sync(parent)
     except (OSError, SafetensorError) as error:
+        needed_bytes = sum(
+            tensor.nbytes for tensors in (model_tensors, optimizer_tensors) for tensor in tensors.values()
+        )
+        reason = why_not_written(error, parent, needed_bytes)
         shutil.rmtree(aside, ignore_errors=True)
         kept = ", ".join(checkpoint.folder.name for checkpoint in checkpoints(run_dir)) or "none"
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise RunError(
             f"checkpoint at step {step} could not be written to {parent}: {reason}. Earlier ones kept: {kept}."
         ) from error
     return Checkpoint(final)
+
+
+def remove_checkpoint(checkpoint: Checkpoint) -> None:
+    """Delete a checkpoint. A crash leaves it whole, or what is left of it under another name: never a damaged one."""
+    aside = checkpoint.folder.with_name(f".removing-{checkpoint.folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.folder.rename(aside)
+    sync(aside.parent)
+    shutil.rmtree(aside)
 
 
 def checkpoints(run_dir: Path) -> list[Checkpoint]:
@@ -177,101 +187,10 @@ def newest_verified(
     return None
 
 
-def best_step(run_dir: Path) -> int | None:
-    """The step with the lowest validation loss, as the newest readable checkpoint knows it; None before one exists."""
-    for checkpoint in checkpoints(run_dir):
-        try:
-            return int(checkpoint.state()["best_step"]) or None
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return None
-
-
-def remove_old(run_dir: Path, keep: int, keep_every: int = 0) -> None:
-    """Delete checkpoints, and what an interrupted write left.
-
-    Kept are the newest `keep` that match their manifests, the best, and those at multiples of `keep_every` steps. A
-    damaged one counts for nothing, so that damage never costs the last one that is whole.
-    """
-    best, n_whole = best_step(run_dir), 0
-    for checkpoint in checkpoints(run_dir):
-        always = checkpoint.step == best or (keep_every and checkpoint.step % keep_every == 0)
-        if n_whole < keep:
-            n_whole += checkpoint.is_whole
-        elif not always:
-            shutil.rmtree(checkpoint.folder)
-    for leftover in (run_dir / "checkpoints").glob(".writing-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-class CheckpointWriter:
-    """Saves while training goes on: what is to be written is copied, and a thread of its own writes the copy.
-
-    At most one save is in flight. A failure is raised by the next call, or at the end of the `with`.
-    """
-
-    def __init__(self, run_dir: Path, keep: int, keep_every: int = 0) -> None:
-        self.run_dir, self.keep, self.keep_every = run_dir, keep, keep_every
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.wait()
-        elif self._thread is not None:
-            self._thread.join()  # the first error is the one to tell
-
-    def save(self, step: int, tensors: dict[str, Iterable[tuple[str, Tensor]]], state: dict[str, Any]) -> None:
-        """Copy and begin to write; returns as soon as the copy is made and an earlier save has ended.
-
-        The tensors, by name, are those of the `model` and of the `optimizer`.
-
-        Raises:
-            RunError: the earlier save failed.
-        """
-        self.wait()
-        copies = {
-            kind: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
-            for kind, named in tensors.items()
-        }
-        self._thread = threading.Thread(target=self._write, args=(step, copies, state), name="checkpoint")
-        self._thread.start()
-
-    def _write(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
-        try:
-            save_checkpoint(self.run_dir, step, tensors["model"], tensors["optimizer"], state)
-            remove_old(self.run_dir, self.keep, self.keep_every)
-        except BaseException as error:  # raised where someone waits for it
-            self._error = error
-
-    def check(self) -> None:
-        """Raise the error of a save that has failed meanwhile."""
-        if self._thread is not None and not self._thread.is_alive():
-            self.wait()
-
-    def wait(self) -> None:
-        """Until nothing is in flight.
-
-        Raises:
-            RunError: the save failed.
-        """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-
 def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambda _: None) -> Checkpoint:
     """The run's `best` or `last` checkpoint, or the one of a step, verified.
 
-    A damaged best falls back to the newest that is whole, and says so.
+    A damaged best falls back to the best before it that is whole, or to the newest, and says so.
 
     Raises:
         UserError: the folder is no run, has no checkpoint, lacks the step asked for, or everything is damaged.
@@ -288,13 +207,19 @@ def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambd
         asked = available[steps.index(int(which))]
         asked.verify()
         return asked
-    best = best_step(run_dir)
-    if which == "best" and (chosen := next((c for c in available if c.step == best), None)) is not None:
+    damaged: set[int] = set()
+    for checkpoint in available if which == "best" else ():  # where the best by the newest is damaged, ask the next
         try:
+            best = int(checkpoint.state()["best_step"])
+            if best in damaged or (chosen := next((c for c in available if c.step == best), None)) is None:
+                continue
             chosen.verify()
             return chosen
         except UserError as damage:
-            report(f"{damage} Using the newest checkpoint that is whole.")
+            damaged.add(best)
+            report(f"{damage} Using another that is whole.")
+        except (OSError, ValueError, KeyError, TypeError):  # its state is damaged
+            continue
     found = newest_verified(run_dir, report)
     if found is None:
         raise UserError(f"every checkpoint of {run_dir} is damaged: train again, or restore them from a copy.")

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,21 @@ def write_whole(path: Path, text: str) -> None:
     aside.write_text(text, encoding="utf-8")
     sync(aside)
     aside.replace(path)
+
+
+def why_not_written(error: Exception, folder: Path, needed_bytes: int) -> str:
+    """Why files could not be written into a folder: the system's reason, the disk, its free bytes and those needed.
+
+    Of an error that a library has made into text of its own, the system's reason stands in that text.
+    """
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    while not folder.exists():
+        folder = folder.parent
+    disk = folder.absolute()
+    while not disk.is_mount():
+        disk = disk.parent
+    free_bytes = shutil.disk_usage(folder).free
+    return f"{reason}; it needs {needed_bytes:,} bytes, and {free_bytes:,} are free on the disk mounted at {disk}"
 
 
 def check_free(out: Path) -> None:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from gptworks.chat_template import load_chat_template, save_chat_template
-from gptworks.checkpoint import Checkpoint, CheckpointWriter, checkpoints, newest_verified
+from gptworks.checkpoint import Checkpoint, checkpoints, newest_verified
 from gptworks.config import Recipe
 from gptworks.data.inspection import check_records
 from gptworks.data.prepare import prepare
@@ -47,6 +47,7 @@ from gptworks.train.progress import Progress
 from gptworks.train.ranks import ALONE, Ranks
 from gptworks.train.reward import check_reward
 from gptworks.train.run_folder import check_run_folder, open_run_folder
+from gptworks.train.saving import CheckpointWriter, remove_newer
 from gptworks.train.schedule import rate_factor
 from gptworks.train.signals import stop_signals
 from gptworks.train.start import check_start, starting_weights
@@ -208,7 +209,9 @@ class Run:
         self.log = self._open_log()
 
     def _open_log(self) -> MetricsLog | NoLog:
-        return open_log(self.recipe, self.progress.step) if self.ranks.is_first else NoLog()
+        if not self.ranks.is_first:
+            return NoLog()
+        return open_log(self.recipe, self.progress.step, self.progress.rollbacks)
 
     def _newest_whole(self, up_to_step: int | None = None) -> Checkpoint | None:
         """The newest checkpoint that rank 0 finds whole, on every rank."""
@@ -374,6 +377,7 @@ class Run:
     def _roll_back(self, checkpoint: Checkpoint) -> None:
         """Restore a checkpoint and go on from it with the batches that come after those that broke the run."""
         broken, seconds = self.progress, self.progress.seconds
+        self.ranks.first(lambda: remove_newer(self.recipe.run_dir, checkpoint.step))
         self._restore(checkpoint)
         self.progress.seconds = seconds
         self.progress.rollbacks = broken.rollbacks + 1

@@ -26,12 +26,17 @@ class Writer(Protocol):
 class MetricsLog:
     """`metrics.jsonl`: one JSON object a line, with a `step` and a `kind` (train, validation, sample…)."""
 
-    def __init__(self, path: Path, resume_step: int, writers: Sequence[Writer] = ()) -> None:
+    def __init__(
+        self, path: Path, resume_step: int, writers: Sequence[Writer] = (), *, resume_rollbacks: int = 0
+    ) -> None:
         """Open the log; records after `resume_step`, which the resumed run will make again, are dropped.
 
+        So are records of rollbacks beyond the first `resume_rollbacks`: one that was interrupted is made again too.
         Writers are given the records that stay, and then each that is written.
         """
         kept = [record for record in read_metrics(path) if record["step"] <= resume_step]
+        rollbacks = [record for record in kept if record["kind"] == "rollback"]
+        kept = [record for record in kept if record not in rollbacks[resume_rollbacks:]]
         write_whole(path, "".join(_line(record) for record in kept))
         self.path = path
         self._file = path.open("a", encoding="utf-8")

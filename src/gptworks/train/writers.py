@@ -25,10 +25,10 @@ def check_writers(names: Sequence[str]) -> None:
             raise UserError(f"train.loggers names {name}, which is not installed: pip install 'gptworks[{name}]'.")
 
 
-def open_log(recipe: Recipe, resume_step: int) -> MetricsLog:
-    """The log of a run with the recipe's writers, which are given the records that stay after `resume_step`."""
+def open_log(recipe: Recipe, resume_step: int, resume_rollbacks: int = 0) -> MetricsLog:
+    """The log of a run with the recipe's writers, which are given the records that stay; see `MetricsLog`."""
     writers = [WRITERS[name](recipe) for name in recipe.train.loggers]
-    return MetricsLog(recipe.run_dir / "metrics.jsonl", resume_step, writers)
+    return MetricsLog(recipe.run_dir / "metrics.jsonl", resume_step, writers, resume_rollbacks=resume_rollbacks)
 
 
 def scalars(record: Record) -> dict[str, float]:

@@ -1,0 +1,149 @@
+"""Which checkpoints a run keeps, and the thread that writes them while training goes on."""
+
+import shutil
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+
+from gptworks.checkpoint import Checkpoint, checkpoints, remove_checkpoint, save_checkpoint
+from gptworks.errors import RunError
+
+Signature = tuple[tuple[str, int, int, int], ...]
+
+
+def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: dict[str, Signature] | None = None) -> None:
+    """Delete checkpoints, and what an interrupted write or deletion left.
+
+    Kept are the newest `keep` that match their manifests, the best that each of them knows of, and multiples of
+    `keep_every` steps. Damaged ones, and one saved while steps were being skipped, are kept besides: a run never goes
+    back to those, so they do not count.
+
+    Args:
+        known: folders that have matched their manifests, with what they looked like then. They are not read again while
+            they look the same; those read now are added.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    known = {} if known is None else known
+    kept, n_counted, available = set[int](), 0, checkpoints(run_dir)
+    for checkpoint in available:
+        if keep_every and checkpoint.step % keep_every == 0:
+            kept.add(checkpoint.step)
+        if n_counted == keep:
+            continue
+        if not _is_whole(checkpoint, known):
+            kept.add(checkpoint.step)
+            continue
+        state = checkpoint.state()
+        if not state.get("skipped_in_a_row") or checkpoint is available[0]:
+            kept |= {checkpoint.step, int(state.get("best_step", 0))}
+        n_counted += not state.get("skipped_in_a_row")
+    try:
+        for checkpoint in available:
+            if checkpoint.step not in kept:
+                known.pop(checkpoint.folder.name, None)
+                remove_checkpoint(checkpoint)
+        for leftover in (run_dir / "checkpoints").glob(".*-step-*"):
+            shutil.rmtree(leftover)
+    except OSError as error:
+        raise RunError(f"old checkpoints in {run_dir} could not be deleted: {error}.") from error
+
+
+def remove_newer(run_dir: Path, step: int) -> None:
+    """Delete the checkpoints after a step, the newest first, so that a run interrupted here does the same again.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    try:
+        for checkpoint in checkpoints(run_dir):
+            if checkpoint.step > step:
+                remove_checkpoint(checkpoint)
+    except OSError as error:
+        raise RunError(f"checkpoints after step {step} in {run_dir} could not be deleted: {error}.") from error
+
+
+def _is_whole(checkpoint: Checkpoint, known: dict[str, Signature]) -> bool:
+    name, signature = checkpoint.folder.name, _signature(checkpoint)
+    if known.get(name) != signature:
+        if not checkpoint.is_whole:
+            return False
+        known[name] = signature
+    return True
+
+
+def _signature(checkpoint: Checkpoint) -> Signature:
+    """Name, bytes, time of change and inode of each file."""
+    stats = [(path.name, path.stat()) for path in sorted(checkpoint.folder.iterdir())]
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
+
+
+class CheckpointWriter:
+    """Saves while training goes on: what is to be written is copied, and a thread of its own writes the copy.
+
+    At most one save is in flight. A failure is raised by the next call, or at the end of the `with`.
+    """
+
+    def __init__(self, run_dir: Path, keep: int, keep_every: int = 0) -> None:
+        self.run_dir, self.keep, self.keep_every = run_dir, keep, keep_every
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._known: dict[str, Signature] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.wait()
+        elif self._thread is not None:
+            self._thread.join()  # the first error is the one to tell
+
+    def save(self, step: int, tensors: dict[str, Iterable[tuple[str, Tensor]]], state: dict[str, Any]) -> None:
+        """Copy and begin to write; returns as soon as the copy is made and an earlier save has ended.
+
+        The tensors, by name, are those of the `model` and of the `optimizer`.
+
+        Raises:
+            RunError: the earlier save failed.
+        """
+        self.wait()
+        copies = {
+            kind: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
+            for kind, named in tensors.items()
+        }
+        self._thread = threading.Thread(target=self._write, args=(step, copies, state), name="checkpoint")
+        self._thread.start()
+
+    def _write(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
+        try:
+            saved = save_checkpoint(self.run_dir, step, tensors["model"], tensors["optimizer"], state)
+            self._known[saved.folder.name] = _signature(saved)  # its manifest has just been made from its files
+            remove_old(self.run_dir, self.keep, self.keep_every, self._known)
+        except BaseException as error:  # raised where someone waits for it
+            self._error = error
+
+    def check(self) -> None:
+        """Raise the error of a save that has failed meanwhile."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until nothing is in flight.
+
+        Raises:
+            RunError: the save failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
