@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-gguf test-harness test-trl test-memory test-ranks test-kills test-schema test-overload lint bench clean
+.PHONY: help demo pipeline bands test test-gguf test-harness test-trl test-memory test-ranks test-kills test-schema test-overload test-processors lint bench clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
 	@echo "make pipeline  from text to an assistant: a small base model, instruction tuning, DPO, held-out questions (about 12 minutes)"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests, in a random order that the first line names (about 8 minutes on 2 cores)"
+	@echo "make test-processors  run the numeric tests as other processors would compute them (about 4 minutes each on 2 cores)"
 	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
 	@echo "make test-harness  compare lm-evaluation-harness's scores of a run and of its export (about a minute on 2 cores)"
 	@echo "make test-trl  compare preference tuning with trl, which it installs (about a minute)"
@@ -64,6 +65,11 @@ test-schema: .venv/.installed-dev
 
 test-overload: .venv/.installed-dev
 	$(BIN)/python -m pytest -m overload -rP tests/test_serve_overload.py
+
+# PROCESSORS="haswell": those alone. The kernels for AArch64 need Debian's g++-aarch64-linux-gnu and qemu-user.
+test-processors: .venv/.installed-dev
+	$(BIN)/python -m pytest -m processors -rs tests/test_native_processors.py
+	$(BIN)/python tests/as_processors.py $(PROCESSORS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
