@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -78,4 +79,12 @@ def test_samples_are_shown_oldest_first(tmp_path: Path) -> None:
     write(path, [{"kind": "sample", "step": step, "prompt": "a ", "text": f"b{step}"} for step in (1, 2)])
     write_samples(path, tmp_path / "samples.md")
     text = (tmp_path / "samples.md").read_text(encoding="utf-8")
-    assert text.index("a b1") < text.index("a b2")
+    assert text.index("b1") < text.index("b2")
+
+
+def test_a_sample_cannot_leave_its_block(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, [{"kind": "sample", "step": 1, "prompt": "a ```", "text": "```\n# not a heading\n````"}])
+    write_samples(path, tmp_path / "samples.md")
+    blocks = re.findall(r"^(`{3,})text\n(.*?)\n\1$", (tmp_path / "samples.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert [text for _, text in blocks] == ["a ```", "```\n# not a heading\n````"]

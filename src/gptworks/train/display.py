@@ -1,5 +1,6 @@
 """How a run looks while it goes: a live line on a terminal, plain lines elsewhere."""
 
+import math
 import time
 from types import TracebackType
 from typing import Self
@@ -8,14 +9,22 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from gptworks.train.throughput import Pace
-
 PLAIN_LINE_SECONDS = 10.0
+LOSS_MEMORY = 0.95
+"""The share of the mean loss that each step keeps: the line shows a mean over some 20 steps."""
 
 
 class _Figures(ProgressColumn):
+    """Loss, speed and the time that is left, which goes down between steps too."""
+
+    max_refresh = None
+
+    def __init__(self, display: "Display") -> None:
+        super().__init__()
+        self._display = display
+
     def render(self, task: Task) -> Text:
-        return Text(str(task.fields.get("figures", "")))
+        return Text(self._display.figures())
 
 
 class Display:
@@ -25,13 +34,15 @@ class Display:
         self.console = console or Console(stderr=True)
         self._progress: Progress | None = None
         self._last_plain = 0.0
-        self._validation = ""
+        self._validation = self._speed = ""
+        self._loss, self._loss_weight = 0.0, 0.0
+        self._end: float | None = None  # when the run should be done, on the monotonic clock
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
-            columns = (TextColumn("step {task.fields[step]}"), BarColumn(bar_width=24), _Figures())
-            self._progress = Progress(*columns, console=self.console, transient=True, refresh_per_second=4)
-            self._progress.add_task("train", total=1.0, step="0", figures="")
+            columns = (TextColumn("{task.fields[where]}"), BarColumn(bar_width=24), _Figures(self))
+            self._progress = Progress(*columns, console=self.console, transient=True, refresh_per_second=2)
+            self._progress.add_task("train", total=1.0, where="step 0")
             self._progress.start()
         return self
 
@@ -51,26 +62,46 @@ class Display:
         self._validation = f"  val {loss:.4f}"
         self.message(f"step {step:>6,}  validation loss {loss:.4f}{note}")
 
-    def step(
-        self,
-        step: int,
-        total_steps: int | None,
-        progress: float,
-        loss: float,
-        pace: Pace,
-        eta: float,
-        note: str = "",
-    ) -> None:
-        """Show where the run is; `eta` is in seconds."""
-        steps = f"{step:,}" + (f"/{total_steps:,}" if total_steps else "")
-        used = "" if pace.utilization is None else f", {pace.utilization:.0%} of the matrix rate"
-        speed = f"{pace.tokens_per_second:,.0f} tok/s{used}"
-        figures = f"loss {loss:.4f}{self._validation}{note}  {speed}  {clock(eta)} left"
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Show what the model writes now, the prompt apart from what the model made of it."""
+        line = Text(f"step {step:>6,}  ")
+        line.append(prompt, style="dim")
+        line.append("▸", style="bold")
+        line.append(text)
+        self.console.print(line, highlight=False, soft_wrap=True)
+
+    def step(self, where: str, share_done: float, loss: float, eta: float) -> None:
+        """Show where the run is, after each step.
+
+        Args:
+            where: such as "step 40/500", or "step 40  1:05 of 3:30" where the clock ends the run.
+            share_done: 0 to 1, by whatever ends the run.
+            loss: of this step; a running mean is shown.
+            eta: seconds until the end, at the pace so far.
+        """
+        if math.isfinite(loss):
+            self._loss = LOSS_MEMORY * self._loss + (1 - LOSS_MEMORY) * loss
+            self._loss_weight = LOSS_MEMORY * self._loss_weight + 1 - LOSS_MEMORY
+        now = time.monotonic()
+        self._end = now + eta
         if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=progress, step=steps, figures=figures)
-        elif time.monotonic() - self._last_plain >= PLAIN_LINE_SECONDS or progress >= 1:
-            self._last_plain = time.monotonic()
-            self.message(f"step {steps}  {figures}")
+            self._progress.update(self._progress.task_ids[0], completed=share_done, where=where)
+        elif now - self._last_plain >= PLAIN_LINE_SECONDS or share_done >= 1:
+            self._last_plain = now
+            self.message(f"{where}  {self.figures()}")
+
+    def speed(self, tokens_per_second: float, utilization: float | None, note: str = "") -> None:
+        """Set the figures that are measured over several steps."""
+        used = "" if utilization is None else f", {utilization:.0%} MFU"
+        self._speed = f"{note}  {tokens_per_second:,.0f} tokens/s{used}"
+
+    def figures(self) -> str:
+        """The right part of the line, as of now."""
+        if self._end is None:
+            return "first step"
+        loss = f"loss {self._loss / self._loss_weight:.4f}" if self._loss_weight else "loss not finite"
+        left = clock(self._end - time.monotonic())
+        return f"{loss}{self._validation}{self._speed}  {left} left"
 
 
 def clock(seconds: float) -> str:

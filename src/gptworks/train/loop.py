@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import time
 from collections import deque
 from contextlib import AbstractContextManager
@@ -20,7 +21,7 @@ from gptworks.checkpoint import Checkpoint, checkpoints, newest_verified
 from gptworks.config import Recipe
 from gptworks.data.inspection import check_records
 from gptworks.data.prepare import prepare
-from gptworks.device import Precision, choose_device, choose_precision, peak_growth_bytes, reset_peak
+from gptworks.device import Precision, choose_device, choose_precision, device_name, peak_growth_bytes, reset_peak
 from gptworks.errors import RunError, UserError
 from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
@@ -28,6 +29,7 @@ from gptworks.model import GPT
 from gptworks.model.moe import busiest_load
 from gptworks.plan.fit import layout_words
 from gptworks.plan.memory import Layout, training_peak
+from gptworks.plan.params import count_parameters
 from gptworks.plan.published import readable
 from gptworks.recipe import save_recipe, with_vocab_size
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
@@ -56,6 +58,9 @@ from gptworks.train.task import choose_task
 from gptworks.train.throughput import Throughput
 from gptworks.train.trained import check_trained, trained_part
 from gptworks.train.writers import check_writers, open_log
+
+CURVES_EVERY_SECONDS = 60.0
+"""How often an evaluation draws curves.png anew; the end of a run always does."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,7 @@ def train(
     run = Run(recipe, prepared.folder, prepared.tokenizer, device, precision, objective, display, ranks, parallel)
     with open_run_folder(recipe, resume) if ranks.is_first else contextlib.nullcontext(), run.writer:
         run.begin(resume)
+        display.message(run.opening)
         with stop_signals() as stop_asked, display:
             while (reason := run.end_reason(ranks.asked(stop_asked()))) is None:
                 run.training_step()
@@ -177,9 +183,27 @@ class Run:
             self.engine.encode_prompt(prompt)  # a prompt that cannot be used is refused now, not at the first sample
         self.total_steps = self.task.total_steps
         self._saved_step = -1
+        self._curves_drawn = time.monotonic()
         self._expert_tokens: Tensor | None = None  # [L, E], of the last step
 
     # -------------------------------------------------------------------------------------------- begin
+
+    @property
+    def opening(self) -> str:
+        """What is trained, where, on how much text and for how long."""
+        total = count_parameters(self.recipe.model).total
+        trained = sum(math.prod(p.shape) for p in self.model.parameters() if p.requires_grad)
+        part = "" if trained == total else f", {trained:,} of them trained" if self.recipe.adapter is None else (
+            f" and an adapter of {trained:,}, which alone is trained ({trained / total:.2%})"
+        )  # fmt: skip
+        length = [f"{self.total_steps:,} steps"] if self.total_steps else []
+        length += [f"{self.settings.max_minutes:g} minutes"] if self.settings.max_minutes is not None else []
+        device = f"{self.precision.name} on {device_name(self.device)}"
+        epoch = f"{self.task.tokens_per_epoch:,} tokens an epoch"
+        return (
+            f"{self.recipe.run_dir}: {total:,} parameters{part}\n"
+            f"{device}; {epoch}, and the run ends after {' or '.join(length)}"
+        )
 
     def begin(self, resume: bool) -> None:
         """Start a new run folder, or restore the newest whole checkpoint of the one that is there."""
@@ -328,30 +352,38 @@ class Run:
 
     def _report_step(self, loss: float, norm: float, factor: float, by_layer: Record) -> None:
         progress, settings = self.progress, self.settings
-        if progress.step % settings.log_every and self.share_done < 1:
-            return
-        pace = self.throughput.pace(progress.tokens, progress.seconds)
-        load = None if self._expert_tokens is None else round(busiest_load(self._expert_tokens), 3)
-        self.log.write(
-            {
-                "kind": "train",
-                "step": progress.step,
-                "tokens": progress.tokens,
-                "loss": loss,
-                "grad_norm": norm,
-                "learning_rate": factor * settings.learning_rate,
-                "seconds": round(progress.seconds, 3),
-                **self._figures,
-                **pace.record,
-                "seconds_by_part": self.stopwatch.take(),
-                **by_layer,
-                **({} if load is None else {"busiest_expert_load": load}),
-            }
-        )
+        if progress.step % settings.log_every == 0 or self.share_done >= 1:
+            pace = self.throughput.pace(progress.tokens, progress.seconds)
+            load = None if self._expert_tokens is None else round(busiest_load(self._expert_tokens), 3)
+            self.log.write(
+                {
+                    "kind": "train",
+                    "step": progress.step,
+                    "tokens": progress.tokens,
+                    "loss": loss,
+                    "grad_norm": norm,
+                    "learning_rate": factor * settings.learning_rate,
+                    "seconds": round(progress.seconds, 3),
+                    **self._figures,
+                    **pace.record,
+                    "seconds_by_part": self.stopwatch.take(),
+                    **by_layer,
+                    **({} if load is None else {"busiest_expert_load": load}),
+                }
+            )
+            note = "" if load is None else f"  busiest expert {load:.2f}×"
+            self.display.speed(pace.tokens_per_second, pace.utilization, note)
         done = self.share_done
-        left = progress.seconds / done * (1 - done) if done else 0.0
-        note = "" if load is None else f"  busiest expert {load:.2f}×"
-        self.display.step(progress.step, self.total_steps, done, loss, pace, left, note)
+        self.display.step(self._where, done, loss, progress.seconds / done * (1 - done) if done else 0.0)
+
+    @property
+    def _where(self) -> str:
+        """The step reached, and how far that is by what ends the run: steps or the clock."""
+        progress, minutes = self.progress, self.settings.max_minutes
+        step = f"step {progress.step:,}"
+        if minutes is not None and (not self.total_steps or progress.seconds / (60 * minutes) >= self.share_done):
+            return f"{step}  {clock(progress.seconds)} of {clock(60 * minutes)}"
+        return f"{step}/{self.total_steps:,}"
 
     def _report_skipped(self, reason: str, loss: float, norm: float) -> None:
         """Say that a step was skipped; after many in a row, go back to the last checkpoint, or end the run."""
@@ -417,6 +449,13 @@ class Run:
         bits += "".join(f"  {name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
         bits += f"  {report.bits_per_byte:.4f} bits per byte" if report.bits_per_byte is not None else ""
         self.display.validation(progress.step, report.loss, bits + ("  (best)" if better else ""))
+        if self.ranks.is_first and time.monotonic() - self._curves_drawn >= CURVES_EVERY_SECONDS:
+            self._draw_curves()
+
+    def _draw_curves(self) -> bool:
+        folder = self.recipe.run_dir
+        self._curves_drawn = time.monotonic()
+        return draw_curves(folder / "metrics.jsonl", folder / "curves.png", self.recipe.name)
 
     def sample(self) -> None:
         """Continue the recipe's prompts; the same seed each time shows what training changed."""
@@ -429,6 +468,9 @@ class Run:
             with self.stopwatch.part("samples"), self.average.applied(), self.parallel.resting(), _eager():
                 text = self.engine.generate(prompt, sampling, overflow="slide")
             self.log.write({"kind": "sample", "step": self.progress.step, "prompt": prompt, "text": text})
+            self.display.sample(self.progress.step, prompt, text)
+        if self.ranks.is_first:
+            write_samples(self.recipe.run_dir / "metrics.jsonl", self.recipe.run_dir / "samples.md")
 
     def save(self) -> None:
         """Write a checkpoint of this step, unless it is written already, and delete the oldest beyond those to keep."""
@@ -490,8 +532,7 @@ class Run:
         self.writer.wait()
         self.log.close()
         folder, progress = self.recipe.run_dir, self.progress
-        write_samples(folder / "metrics.jsonl", folder / "samples.md")
-        if not draw_curves(folder / "metrics.jsonl", folder / "curves.png", self.recipe.name):
+        if not self._draw_curves():
             self.display.message("curves.png is left out: matplotlib is not installed (pip install 'gptworks[plots]').")
         setting = run_setting(self.recipe, self.device, self.precision, self.parallel.layout)
         memory = MemoryPeaks(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,12 +96,22 @@ def _line(record: Record) -> str:
 
 
 def write_samples(metrics: Path, path: Path) -> None:
-    """Write the run's samples as Markdown, oldest first."""
+    """Write the run's samples as Markdown, oldest first: what was given, and below it how the model went on."""
     samples = [record for record in read_metrics(metrics) if record["kind"] == "sample"]
     if not samples:
         return
-    parts = [f"## Step {record['step']:,}\n\n```text\n{record['prompt']}{record['text']}\n```\n" for record in samples]
+    parts = []
+    for record in samples:
+        given, made = fenced(str(record["prompt"])), fenced(str(record["text"]))
+        parts.append(f"## Step {record['step']:,}\n\nPrompt:\n\n{given}\n\nContinuation:\n\n{made}\n")
     write_whole(path, "\n".join(["# Samples\n", *parts]))
+
+
+def fenced(text: str) -> str:
+    """The text as a block of Markdown that nothing in it can end."""
+    longest = max((len(ticks) for ticks in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{text}\n{fence}"
 
 
 def draw_curves(metrics: Path, path: Path, title: str) -> bool:

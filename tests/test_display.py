@@ -1,0 +1,90 @@
+"""What a person sees while a run goes."""
+
+import io
+import math
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import tiny
+from gptworks.recipe import parse_recipe
+from gptworks.train import display as display_module
+from gptworks.train.display import Display
+from gptworks.train.loop import train
+
+
+class Clock:
+    """A monotonic clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(display_module, "time", clock)
+    return clock
+
+
+def quiet_display() -> Display:
+    return Display(Console(file=io.StringIO(), width=200))
+
+
+def test_the_time_left_goes_down_during_a_long_step(clock: Clock) -> None:
+    display = quiet_display()
+    display.step("step 1/10", 0.1, 3.0, eta=190.0)
+    assert "3:10 left" in display.figures()
+    clock.now += 60
+    assert "2:10 left" in display.figures()
+
+
+def test_the_loss_shown_is_a_mean_over_steps(clock: Clock) -> None:
+    display = quiet_display()
+    for step in range(400):
+        display.step(f"step {step}", step / 400, 2.0 if step % 2 else 4.0, eta=1.0)
+    assert "loss 2.97" in display.figures() or "loss 3.0" in display.figures()
+    display.step("step 400", 1.0, math.nan, eta=0.0)
+    assert "nan" not in display.figures()
+
+
+def test_the_first_step_shows_its_own_loss(clock: Clock) -> None:
+    display = quiet_display()
+    display.step("step 1", 0.0, 5.25, eta=1.0)
+    assert "loss 5.2500" in display.figures()
+
+
+def test_a_run_says_at_its_start_what_it_trains_and_where(tmp_path: Path) -> None:
+    out = io.StringIO()
+    tree = tiny.recipe_tree(tmp_path, precision="fp32", max_steps=3, sample_every=1, sample_prompts=["line "])
+    train(parse_recipe(tree), display=Display(Console(file=out, width=200)))
+    said = out.getvalue()
+    assert "26,176 parameters" in said
+    assert str(tmp_path / "run") in said
+    assert "fp32 on" in said
+    assert "the run ends after 3 steps" in said
+    assert "step      1  line ▸" in said  # a sample, as soon as it is made
+
+
+def test_a_run_by_the_clock_shows_the_clock(tmp_path: Path) -> None:
+    out = io.StringIO()
+    tree = tiny.recipe_tree(tmp_path, max_steps=None, max_minutes=0.02, warmup_steps=0)
+    train(parse_recipe(tree), display=Display(Console(file=out, width=200)))
+    assert " of 0:01" in out.getvalue()
+
+
+def test_an_adapter_says_its_share(tmp_path: Path) -> None:
+    train(parse_recipe(tiny.recipe_tree(tmp_path, max_steps=3)), display=quiet_display())
+    out = io.StringIO()
+    tree = tiny.recipe_tree(tmp_path, max_steps=3, optimizer="adamw") | {
+        "adapter": {"rank": 2}, "initialize_from": str(tmp_path / "run"), "run_dir": str(tmp_path / "adapted"),
+    }  # fmt: skip
+    train(parse_recipe(tree), display=Display(Console(file=out, width=200)))
+    assert re.search(
+        r"26,176 parameters and an adapter of [\d,]+, which alone is trained \(\d+\.\d\d%\)", out.getvalue()
+    )
