@@ -1,15 +1,19 @@
 """What the README and the shipped recipes claim is so."""
 
+import ast
 import re
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from gptworks.cli import app
 from gptworks.plan.params import count_parameters
 from gptworks.presets import PRESETS
-from gptworks.recipe import load_recipe
+from gptworks.recipe import load_recipe, parse_recipe
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -64,6 +68,34 @@ def test_each_reference_architecture_has_a_recipe() -> None:
 def test_parameter_counts_in_the_readme_are_exact() -> None:
     for name, shown in re.findall(r"^\| `([\w.-]+)` \| ([\d,]+) \|", README, re.MULTILINE):
         assert f"{count_parameters(PRESETS[name]()).total:,}" == shown, name
+
+
+def test_what_the_benchmarks_import_is_installed_by_make_bench() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = re.search(r"^bench:.*\n\t.*-e \"\.\[([\w,-]+)\]\"", makefile, re.MULTILINE)
+    assert extras
+    wanted = [*project["dependencies"], *(r for name in [*extras[1].split(","), "dev"]
+                                         for r in project["optional-dependencies"][name])]  # fmt: skip
+    installed = {re.split(r"[\[><=;~! ]", requirement)[0].replace("-", "_").lower() for requirement in wanted}
+    own = {path.stem for path in (ROOT / "bench").glob("*.py")} | {"gptworks", "llama_cpp"}  # llama.cpp is optional
+    for path in sorted((ROOT / "bench").glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else (
+                [node.module or ""] if isinstance(node, ast.ImportFrom) else [])  # fmt: skip
+            for name in {name.split(".")[0] for name in names} - own - set(sys.stdlib_module_names):
+                assert name in installed, f"bench/{path.name} imports {name}, which no extra of `make bench` names"
+
+
+def test_the_first_recipe_of_the_guide_warms_up_evaluates_and_shows_samples() -> None:
+    block = re.search(r"```yaml\n# mine.yaml\n(.*?)```", GUIDE, re.DOTALL)
+    assert block
+    settings = parse_recipe(yaml.safe_load(block[1]) | {"name": "mine", "run_dir": "runs/mine"}).train
+    assert settings.warmup_steps
+    assert 0 < settings.evaluate_every <= 100
+    assert settings.sample_every
+    assert settings.sample_prompts
 
 
 def test_nothing_is_loaded_from_a_pickle() -> None:
