@@ -166,7 +166,6 @@ def test_generate_tells_log_probabilities_and_follows_a_regular_expression(folde
     [
         (("--input", "x.jsonl"), "--input and --output belong together"), (("--draft", "run"), "--draft without"),
         (("--backend", "gpu"), "--backend=gpu"), (("--cache", "int4"), "--cache=int4"),
-        (("--beams", "2", "--slide"), "num_beams=2"),
     ],
 )  # fmt: skip
 def test_generate_refuses_what_does_not_go_together(folder: Path, arguments: Any, message: str) -> None:

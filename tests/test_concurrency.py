@@ -99,16 +99,14 @@ def texts(made: list[Completion]) -> list[Any]:
     ids=["plain", "reuse", "guesses", "native", "native-guesses"],
 )  # fmt: skip
 def test_thirty_two_requests_get_what_each_gets_alone(model: Any, options: dict[str, Any]) -> None:
-    """Mixed settings, random arrivals and cancellations, shared beginnings, several samples, sliding windows, beams."""
+    """Mixed settings, random arrivals and cancellations, shared beginnings, several samples, sliding windows."""
     if "backend" in options:
         needs_native(model)
     chance = random.Random(1)
     asked: list[tuple[list[int], dict[str, Any]]] = []
     for i in range(32):
         arguments: dict[str, Any] = {"settings": mixed_settings(chance), "n_samples": chance.choice((1, 1, 1, 3))}
-        if i % 8 == 7:
-            arguments = {"settings": SamplingSettings(num_beams=3, max_tokens=12), "n_samples": 2}
-        elif i % 3 == 0:
+        if i % 3 == 0:
             arguments["overflow"] = "slide"
         asked.append((mixed_prompt(chance), arguments))
     one = engine(model, **{"n_slots": 8} | options)
@@ -270,9 +268,7 @@ def test_a_full_queue_refuses(model: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_beams": 3, "n_samples": 4}, "n_samples=4 and num_beams=3"), ({"num_beams": 9}, "num_beams=9"),
-        ({"num_beams": 2, "overflow": "slide"}, "slide"), ({"logit_bias": {999: 1.0}}, "token id 999"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs=-1"),
+        ({"logit_bias": {999: 1.0}}, "token id 999"), ({"prompt_logprobs": -1}, "prompt_logprobs=-1"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_when_it_is_asked_for(model: Any, arguments: dict[str, Any], message: str) -> None:

@@ -315,18 +315,13 @@ def test_log_probabilities_are_the_models_own() -> None:
         ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("top_k", -1), ("top_p", 0.0),
         ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.0), ("repetition_penalty", 0.0), ("max_tokens", 0),
         ("stop", ("",)), ("frequency_penalty", math.inf), ("presence_penalty", math.nan), ("logprobs", -1),
-        ("min_tokens", 201), ("logit_bias", {3: math.inf}), ("num_beams", 0),
+        ("min_tokens", 201), ("logit_bias", {3: math.inf}),
     ],
 )  # fmt: skip
 def test_impossible_settings_are_refused_by_name_and_value(name: str, value: object) -> None:
     with pytest.raises(UserError) as error:
         SamplingSettings.of(**{name: value})
     assert f"{name}={value}" in str(error.value)
-
-
-def test_settings_that_beam_search_does_not_have_are_refused() -> None:
-    with pytest.raises(UserError, match=r"frequency_penalty=0\.5: beam search \(num_beams=2\)"):
-        SamplingSettings(num_beams=2, frequency_penalty=0.5)
 
 
 def test_an_unknown_setting_names_the_nearest() -> None:

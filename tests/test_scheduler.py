@@ -3,7 +3,6 @@
 import random
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -258,23 +257,6 @@ def test_what_was_guessed_wrongly_is_forgotten() -> None:
     assert (work.start, work.tokens) == (5, [9])
 
 
-def test_a_job_that_needs_several_slots_waits_for_them_and_nobody_passes() -> None:
-    scheduler = Scheduler(3, prefill_tokens=PREFILL)
-    one, wide, other = Job([1]), Job([2], n_slots=3), Job([3])
-    for job in (one, wide, other):
-        scheduler.add(job)
-    assert scheduler.admit()[0] == [one]
-    scheduler.finish(one)
-    assert scheduler.admit()[0] == [wide]
-    assert scheduler.n_slots_used == 3
-    step(scheduler, grow=False)
-    twin, copy = scheduler.fork(wide, lender=wide)
-    assert (copy.source, copy.target, copy.n_tokens) == (wide.slot, twin.slot, 1)
-    scheduler.finish(wide)
-    scheduler.finish(twin)
-    assert scheduler.admit()[0] == [other]
-
-
 def test_the_text_used_longest_ago_is_forgotten_first() -> None:
     scheduler = Scheduler(2, prefill_tokens=PREFILL, reuse="all")
     for text in ([1] * 9, [2] * 9):
@@ -295,16 +277,34 @@ def test_the_text_used_longest_ago_is_forgotten_first() -> None:
     assert probe.n_reused == 9, "the new text took the slot of the twos"
 
 
-@pytest.mark.parametrize("n_slots", [1, 4])
-def test_other_slots_let_running_jobs_begin_anew_before_those_that_wait(n_slots: int) -> None:
+def test_more_slots_let_those_that_wait_begin_and_those_that_run_go_on() -> None:
     scheduler = Scheduler(1, prefill_tokens=PREFILL)
     running, waiting = Job([1, 2]), Job([3])
     scheduler.add(running)
     scheduler.add(waiting)
     step(scheduler)
-    scheduler.resize(n_slots, invariant=False)
-    assert scheduler.admit()[0] == [running, waiting][:n_slots]
-    assert scheduler.plan().work[0].tokens == [1, 2, 0]
+    scheduler.grow(4)
+    assert scheduler.admit()[0] == [waiting]
+    assert [(work.start, work.tokens) for work in scheduler.plan().work] == [(2, [0]), (0, [3])]
+
+
+def test_what_will_be_overwritten_is_not_reused_from_the_moment_it_is_planned() -> None:
+    scheduler = Scheduler(3, prefill_tokens=PREFILL, reuse="all")
+    old = Job([1] * 20)
+    scheduler.add(old)
+    step(scheduler), step(scheduler), step(scheduler)
+    scheduler.finish(old)
+    turn = Job([1] * 15 + [2] * 5)
+    scheduler.add(turn)
+    scheduler.admit()
+    assert turn.slot == 0 and turn.n_reused == 15
+    (work,) = scheduler.plan().work
+    late = Job([1] * 20)
+    scheduler.add(late)
+    assert scheduler.admit() == ([late], [Copy(0, 1, 15)]), "the last five of the old text's are gone"
+    scheduler.commit(work)
+    scheduler.finish(turn)
+    assert scheduler.held == [16, 15, 0], "cut at a multiple of 8"
 
 
 @given(st.lists(st.integers(0, 1), max_size=20), st.lists(st.integers(0, 1), max_size=20))

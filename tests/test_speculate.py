@@ -81,6 +81,9 @@ class OneGuess:
     def reset(self, n_slots: int, capacity: int) -> None:
         pass
 
+    def grow(self, n_slots: int, capacity: int) -> None:
+        pass
+
 
 def test_sampled_texts_have_the_probabilities_of_the_model() -> None:
     """3,000 unseeded texts of three tokens over a vocabulary of five, the last two guessed: by Pearson's chi-square."""

@@ -34,6 +34,9 @@ def serve(
         ),
     ] = None,
     slots: Annotated[int, typer.Option(min=1, max=1024, help="Texts generated at once, for each model.")] = 32,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a text, prompt and answer together. Default: the model's.")
+    ] = None,
     max_waiting: Annotated[int, typer.Option(min=1, help="Prompts that may wait for a slot; more get 429.")] = 128,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 1 << 20,
     max_prompt_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a prompt's text.")] = 1 << 18,
@@ -45,6 +48,8 @@ def serve(
 ) -> None:
     """Serve models over HTTP, as OpenAI's interface has it: completions, chat, embeddings."""
     runs = _runs(run, model or [])
+    from gptworks.plan.published import readable
+
     try:
         from gptworks.serve.app import create_app
         from gptworks.serve.models import check_name
@@ -61,10 +66,13 @@ def serve(
     for name in runs:
         check_name(name)
     engines: dict[str, Engine] = {}
+    promised_bytes = 0
     for name, folder in runs.items():
         notice(f"loading {name} from {folder}")
-        engines[name] = load_engine(folder, checkpoint, device, n_slots=slots, backend=backend)
-        engines[name].warm_up()
+        engine = load_engine(folder, checkpoint, device, n_slots=slots, slot_tokens=context, backend=backend)
+        cache_bytes = engine.warm_up(promised_bytes=promised_bytes)
+        notice(f"{slots} slots of {engine.context:,} tokens: {readable(cache_bytes, 'B')} of keys and values when full")
+        engines[name], promised_bytes = engine, promised_bytes + cache_bytes
     if not local and not keys:
         notice(f"warning: anyone who reaches {host} can use this server; --api-key asks for a key.")
     shown = f"[{host}]" if ":" in host else host

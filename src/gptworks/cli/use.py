@@ -60,8 +60,6 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: each token's log-probability, and so many alternatives.")
     ] = None,
-    beams: Annotated[int, typer.Option(help="Beam search: the most probable text that so many beams find.")] = 1,
-    length_penalty: Annotated[float, typer.Option(help="Beam search: above 0 favours longer texts.")] = 1.0,
     json_schema: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write JSON that this schema allows.")
     ] = None,
@@ -93,8 +91,8 @@ def generate(
     settings = SamplingSettings(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, seed=seed, max_tokens=max_tokens,
-        stop=tuple(stop or ()), min_tokens=min_tokens, ignore_eos=ignore_eos, logprobs=logprobs, num_beams=beams,
-        length_penalty=length_penalty, json_schema=schema, regex=regex,
+        stop=tuple(stop or ()), min_tokens=min_tokens, ignore_eos=ignore_eos, logprobs=logprobs,
+        json_schema=schema, regex=regex,
     )  # fmt: skip
     if draft is not None and not guess:
         raise UserError("--draft without --guess: say how many tokens it guesses at a time, such as --guess 4.")

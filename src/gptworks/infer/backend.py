@@ -60,6 +60,17 @@ class Backend(Protocol):
         """Copy the first n tokens' keys and values into another slot, where texts begin alike."""
         ...
 
+    def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
+        """Have more and longer slots. The first `held[i]` tokens of each slot i that there is stay.
+
+        Where it fails, the backend is of no use any more.
+        """
+        ...
+
+    def cache_bytes(self, n_slots: int, capacity: int) -> int:
+        """Bytes that the caches of so many slots of so many tokens take."""
+        ...
+
 
 class Unavailable(Exception):
     """Why a backend cannot serve here. A user sees it where another is taken instead."""
@@ -87,6 +98,14 @@ class TorchBackend:
     def copy(self, source: int, target: int, n_tokens: int) -> None:
         with torch.inference_mode():
             self.cache.copy(source, target, n_tokens)
+
+    def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
+        with torch.inference_mode():
+            self.cache.grow(n_slots, capacity, held)
+        self.n_slots, self.capacity = self.cache.n_slots, self.cache.capacity
+
+    def cache_bytes(self, n_slots: int, capacity: int) -> int:
+        return self.cache.bytes_of(n_slots, capacity)
 
     def _batches(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
         """Chunks that are computed together: short ones, of equal room where rotary tables depend on it."""

@@ -38,17 +38,17 @@ from torch import Tensor
 
 from gptworks.chat_template import ChatTemplate, load_chat_template
 from gptworks.checkpoint import Report, load_run
-from gptworks.device import choose_device
+from gptworks.device import choose_device, memory_bytes
 from gptworks.errors import RunError, UserError
 from gptworks.infer.backend import Backend, BackendName, Chunk, choose_backend
-from gptworks.infer.beam import BeamSearch
 from gptworks.infer.constrain import Constraint, Constraints
 from gptworks.infer.request import Completion, Listener, Overflow, Request, Statistics
 from gptworks.infer.sampling import SamplingSettings, TokenLogprob, sample, token_logprobs
 from gptworks.infer.scheduler import PREFILL_TOKENS, Copy, Job, QueueFull, Reuse, Scheduler, Work
 from gptworks.infer.speculate import Draftable, Drafter
-from gptworks.infer.text import FinishReason, Piece, Sample
+from gptworks.infer.text import Piece, Sample
 from gptworks.model import GPT
+from gptworks.plan.published import readable
 from gptworks.tokenizer import load_tokenizer, prompt_ids, special_tokens, vocabulary_size
 
 MOST_SLOTS = 32
@@ -202,7 +202,7 @@ class Engine:
             prompt: text, or token ids. Empty text starts a new document, where the tokenizer has a token for that.
             settings: how to sample; default: SamplingSettings().
             n_samples: continuations of the one prompt, which is computed once. With a seed, sample i draws the same
-                random numbers whatever n_samples is. With num_beams, the best n texts, which come at the end.
+                random numbers whatever n_samples is.
             overflow: when the context is full. error: a longer prompt is refused, and a sample ends with the reason
                 "context". slide: the window restarts from the last context_length / 2 tokens, recomputed; of a prompt
                 longer than the context, the last context_length / 2 tokens are read.
@@ -315,6 +315,8 @@ class Engine:
                     for request in list(self._open.values()):
                         self._fail(request, error)
                     self._scheduler.forget()
+                    if self._backend is None:  # it could not be made, or not grow
+                        self._release()
                     raise
             self._rest()
             return bool(self._open or self._inbox)
@@ -330,11 +332,43 @@ class Engine:
             slots_used=scheduler.n_slots_used,
         )
 
-    def warm_up(self) -> None:
-        """Have room for all slots, and compute a token: what the first request would otherwise wait for."""
+    def warm_up(self, *, promised_bytes: int = 0) -> int:
+        """Allocate all slots, each as long as a text may become, and compute a token.
+
+        After it no request makes the engine allocate more, or waits for that.
+
+        Args:
+            promised_bytes: of the memory there is, what others have allocated and not yet touched.
+
+        Returns:
+            Bytes of the slots' keys and values, when all of them are full.
+
+        Raises:
+            UserError: the slots do not fit in memory.
+        """
+        n_slots = self._n_slots or MOST_SLOTS
+        with self._stepping:
+            self._have_room(1, 1)
+            assert self._backend is not None
+            needed_bytes = self._backend.cache_bytes(n_slots, self.context)
+            there_bytes = max(0, memory_bytes(self.model.device) - promised_bytes)
+            refusal = (
+                f"the keys and values of {n_slots} slots of {self.context:,} tokens take "
+                f"{readable(needed_bytes, 'B')}, and {readable(there_bytes, 'B')} are available, enough for "
+                f"{n_slots * there_bytes // needed_bytes} slots: give --slots or --context (n_slots, slot_tokens in "
+                f"Python) a smaller number."
+            )
+            if needed_bytes > there_bytes:
+                raise UserError(refusal)
+            try:
+                self._have_room(n_slots, self.context)
+            except RuntimeError as error:  # torch could not allocate them
+                self._release()
+                raise UserError(refusal) from error
         for _ in self.pieces([0], max_tokens=1):
             pass
         self._statistics = Statistics()
+        return needed_bytes
 
     # --------------------------------------------------------------------------------------- requests come and go
 
@@ -368,34 +402,19 @@ class Engine:
             )
         if not 1 <= score_from <= max(1, len(ids) - 1):
             raise UserError(f"score_from={score_from}: it must be a token from 1 to {len(ids) - 1} of the prompt.")
-        self._check_settings(settings, n_samples, overflow)
-        samples = [
-            Sample(i, ids, settings, self.tokenizer, self.end_of_text, self._constraint(settings))
-            for i in range(n_samples)
-        ]
-        request = Request(next(self._numbers), ids, samples, overflow, listener)
-        request.score_top, request.score_from, request.generates = prompt_logprobs, score_from, generates
-        if settings.num_beams > 1:
-            limit = min(settings.max_tokens, self.context + 1 - len(ids))
-            request.beams = BeamSearch(settings.num_beams, settings.length_penalty, limit, self.end_of_text)
-        return request
-
-    def _check_settings(self, settings: SamplingSettings, n_samples: int, overflow: Overflow) -> None:
         for name in ("logit_bias", "stop_token_ids"):
             if wrong := [token for token in getattr(settings, name) if not 0 <= token < self.n_ids]:
                 raise UserError(
                     f"{name} has token id {wrong[0]}, which is not in the vocabulary: "
                     f"ids go from 0 to {self.n_ids - 1}."
                 )
-        beams = settings.num_beams
-        if beams == 1:
-            return
-        if beams > (self._n_slots or MOST_SLOTS):
-            raise UserError(f"num_beams={beams}: the engine has room for {self._n_slots or MOST_SLOTS} texts at once.")
-        if n_samples > beams:
-            raise UserError(f"n_samples={n_samples} and num_beams={beams}: as many texts as beams can be had.")
-        if overflow == "slide":
-            raise UserError(f'overflow="slide" and num_beams={beams}: beam search ends where the context is full.')
+        samples = [
+            Sample(i, ids, settings, self.tokenizer, self.end_of_text, self._constraint(settings))
+            for i in range(n_samples)
+        ]
+        request = Request(next(self._numbers), ids, samples, overflow, listener)
+        request.score_top, request.score_from, request.generates = prompt_logprobs, score_from, generates
+        return request
 
     def _constraint(self, settings: SamplingSettings) -> Constraint | None:
         if settings.json_schema is None and settings.regex is None:
@@ -447,8 +466,6 @@ class Engine:
         job = Job(list(read if len(read) <= self.context else read[-self.restart_tokens :]))
         if request.score_top is not None:
             job.score_from, request.prompt_logprobs = request.score_from - 1, [None] * min(request.score_from, len(ids))
-        if request.beams is not None:
-            job.n_slots, request.beam_jobs = request.beams.num_beams, [job]
         self._take_on(job, request, request.samples[0])
         self._scheduler.add(job)
 
@@ -473,7 +490,7 @@ class Engine:
     def _close(self, request: Request) -> None:
         for job in list(request.jobs):
             self._drop(job)
-        request.beam_jobs, request.first_logits = [], None
+        request.first_logits = None
         request.done = True
         del self._open[request.id]
 
@@ -487,7 +504,7 @@ class Engine:
         return Scheduler(n_slots, prefill_tokens=self._prefill_tokens, reuse=self._reuse, invariant=invariant)
 
     def _make_room(self) -> None:
-        """Have a backend with slots for what is to be done; jobs that run in a smaller one are computed anew."""
+        """Have a backend with slots for what is to be done."""
         scheduler = self._scheduler
         least = _LEAST_CAPACITY_CPU if self.model.device.type == "cpu" else _LEAST_CAPACITY
         longest = max(self._room(job) for job in (*scheduler.running, *scheduler.waiting))
@@ -495,21 +512,27 @@ class Engine:
         n_slots = self._n_slots
         if n_slots is None:
             n_more = sum(r.n_samples_to_come for r in self._open.values())
-            n_needed = scheduler.n_slots_used + sum(job.n_slots for job in scheduler.waiting) + n_more
+            n_needed = scheduler.n_slots_used + len(scheduler.waiting) + n_more
             n_slots = _power_of_two(min(n_needed, MOST_SLOTS))
-        backend = self._backend
-        if backend is not None:
-            if n_slots <= backend.n_slots and capacity <= backend.capacity:
-                return
+        self._have_room(n_slots, capacity)
+
+    def _have_room(self, n_slots: int, capacity: int) -> None:
+        """Have a backend with so many slots of so many tokens at least. What a smaller one holds stays."""
+        backend, scheduler = self._backend, self._scheduler
+        if backend is None:
+            backend = choose_backend(self.model, n_slots, capacity, dtype=self._cache_dtype, name=self._backend_name)
+            self._weights = None if self.model.training else _versions(self.model)  # a backend may have moved them
+            scheduler.invariant = backend.invariant
+            if self.drafter is not None:
+                self.drafter.reset(n_slots, capacity)
+        elif n_slots > backend.n_slots or capacity > backend.capacity:
             n_slots, capacity = max(n_slots, backend.n_slots), max(capacity, backend.capacity)
-        self._backend = backend = None  # its memory is free before the new one's is taken
-        self._backend = backend = choose_backend(
-            self.model, n_slots, capacity, dtype=self._cache_dtype, name=self._backend_name
-        )
-        self._weights = None if self.model.training else _versions(self.model)  # a backend may have moved them
-        scheduler.resize(n_slots, invariant=backend.invariant)
-        if self.drafter is not None:
-            self.drafter.reset(n_slots, capacity)
+            self._backend = None  # if it fails, it is of no use
+            backend.grow(n_slots, capacity, scheduler.held)
+            if self.drafter is not None:
+                self.drafter.grow(n_slots, capacity)
+        self._backend = backend
+        scheduler.grow(n_slots)
 
     def _room(self, job: Job) -> int:
         """Tokens that a job's text may come to in its slot."""
@@ -549,8 +572,6 @@ class Engine:
             draws += self._read(work, logits[:, : self.n_ids])
         draws += [draw for job in plan.ready for draw in self._ready(job)]
         self._draw(draws)
-        for request in [request for request in self._open.values() if request.beam_logits]:
-            self._advance_beams(request)
 
     def _admit(self) -> list[Job]:
         """Jobs that have got a slot; what they share with others is copied there."""
@@ -579,7 +600,7 @@ class Engine:
             request = self._request_of[job]
             one = request.jobs[job]
             n_wanted = min(one.settings.max_tokens - one.n_generated - 1, self._backend.capacity - len(job.tokens))
-            if one.n_generated and request.beams is None and n_wanted > 0 and len(job.tokens) == job.n_computed + 1:
+            if one.n_generated and n_wanted > 0 and len(job.tokens) == job.n_computed + 1:
                 assert job.slot is not None
                 texts.append((job, Draftable(one, job.slot, job.tokens, n_wanted)))
         if not texts:
@@ -601,9 +622,6 @@ class Engine:
         if not request.generates:
             request.deliver(Piece(0, "", None, "length"))
             self._finish(request)
-            return []
-        if request.beams is not None:
-            request.beam_logits[job] = logits[-1]
             return []
         one = request.jobs[job]
         guessed = work.tokens[len(work.tokens) - work.n_guessed :]
@@ -721,59 +739,6 @@ class Engine:
             self._drop(job)
             if all(other.finish_reason is not None for other in request.samples):
                 self._finish(request)
-
-    # ------------------------------------------------------------------------------------------------ beams
-
-    def _advance_beams(self, request: Request) -> None:
-        """Extend a request's beams, once the logits of all of them are there."""
-        search, jobs = request.beams, request.beam_jobs
-        assert search is not None
-        if len(request.beam_logits) < len(jobs):
-            return
-        logits = torch.stack([request.beam_logits[job] for job in jobs])
-        request.beam_logits = {}
-        if logits.isnan().any():
-            self._fail(request, RunError("the model's scores are not numbers (NaN)."))
-            return
-        moves = search.advance(logits)
-        if search.done:
-            self._deliver_beams(request, search)
-            return
-        unused = [job for i, job in enumerate(jobs) if i not in {parent for parent, _ in moves}]
-        heirs: list[Job] = []
-        for parent, _ in moves:
-            heir = jobs[parent]
-            if heir in heirs:  # a second child: it takes a beam's place that ends, or a new one
-                heir = self._second_child(request, jobs[parent], unused)
-            heirs.append(heir)
-        for heir, (_, token) in zip(heirs, moves, strict=True):
-            heir.tokens.append(token)
-        for job in unused:
-            self._drop(job)
-        request.beam_jobs = heirs
-
-    def _second_child(self, request: Request, parent: Job, unused: list[Job]) -> Job:
-        if unused:
-            child = unused.pop()
-            self._copy([self._scheduler.become(child, parent)])
-            return child
-        child, copy = self._scheduler.fork(parent, lender=next(job for job in request.beam_jobs if job.spare))
-        self._copy([copy])
-        self._take_on(child, request, request.samples[0])
-        return child
-
-    def _deliver_beams(self, request: Request, search: BeamSearch) -> None:
-        for index, one in enumerate(request.samples):
-            found = search.found[min(index, len(search.found) - 1)]
-            for token in found.tokens:
-                request.deliver(one.push(token))
-                if one.finish_reason is not None:
-                    break
-            if one.finish_reason is None:
-                full: FinishReason = "context" if one.n_generated < one.settings.max_tokens else "length"
-                request.deliver(one.finish("stop" if found.ended else full))
-            self._statistics.generated_tokens += one.n_generated
-        self._finish(request)
 
     def _warn_of_unknown(self, prompt: str, ids: list[int]) -> None:
         unknown = special_tokens(self.tokenizer).unk

@@ -206,6 +206,7 @@ class NativeBackend:
         matrices = [module.weight for module in _matrices(model)]
         if len({matrix.untyped_storage().data_ptr() for matrix in matrices}) > 1:  # not moved before
             move_to_large_pages(matrices)
+        self.model = model
         self._model = self._structure(model)
 
     def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
@@ -221,6 +222,17 @@ class NativeBackend:
     def copy(self, source: int, target: int, n_tokens: int) -> None:
         """See Backend."""
         self.cache.copy(source, target, n_tokens)
+
+    def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
+        """See Backend."""
+        self.cache.grow(n_slots, capacity, held)
+        self.n_slots, self.capacity = self.cache.n_slots, self.cache.capacity
+        self._kept = []
+        self._model = self._structure(self.model)
+
+    def cache_bytes(self, n_slots: int, capacity: int) -> int:
+        """See Backend."""
+        return self.cache.bytes_of(n_slots, capacity)
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
         """One step over all rows of the chunks; the logits that each wants, fp32 [n, V]."""

@@ -7,7 +7,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from gptworks.infer.beam import BeamSearch
 from gptworks.infer.sampling import TokenLogprob
 from gptworks.infer.scheduler import Job
 from gptworks.infer.text import FinishReason, Piece, Sample
@@ -90,9 +89,6 @@ class Request:
         self.score_top: int | None = None
         self.score_from = 1
         self.generates = True
-        self.beams: BeamSearch | None = None
-        self.beam_jobs: list[Job] = []
-        self.beam_logits: dict[Job, Tensor] = {}
 
     def take(self) -> list[Piece]:
         """The pieces that came since the last call."""
@@ -104,7 +100,7 @@ class Request:
     @property
     def n_samples_to_come(self) -> int:
         """For the engine: samples that wait for the first one to read the prompt."""
-        return 0 if self.beams else sum(one.finish_reason is None for one in self.samples) - len(self.jobs)
+        return sum(one.finish_reason is None for one in self.samples) - len(self.jobs)
 
     def deliver(self, piece: Piece) -> None:
         """For the engine: hand a piece on."""

@@ -80,10 +80,6 @@ class SamplingSettings:
     """The text is JSON that this schema allows ({}: any JSON). Needs the `constrain` extra."""
     regex: str | None = None
     """The whole text matches this regular expression. Needs the `constrain` extra."""
-    num_beams: int = 1
-    """Beam search: the most probable text that so many beams find. Above 1, nothing is random. 1: off."""
-    length_penalty: float = 1.0
-    """Beam search: a text's log-probability is divided by its length to this power. Above 0 favours longer ones."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -103,23 +99,9 @@ class SamplingSettings:
             ("stop", all(self.stop), "strings that are not empty; leave it out for none"),
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "0 or more, or None (off)"),
             ("regex", self.regex is None or self.json_schema is None, "left out where json_schema is given"),
-            ("num_beams", self.num_beams >= 1, "1 (off) or more"),
-            ("length_penalty", math.isfinite(self.length_penalty), "a number; 1 divides by the length"),
         ):
             if not holds:
                 raise UserError(f"{name}={getattr(self, name)}: it must be {rule}.")
-        if self.num_beams > 1:
-            self._check_beams()
-
-    def _check_beams(self) -> None:
-        plain = SamplingSettings()
-        for name in (
-            "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "json_schema",
-            "regex", "ignore_eos", "min_tokens", "stop_token_ids",
-        ):  # fmt: skip
-            if getattr(self, name) != getattr(plain, name):
-                raise UserError(f"{name}={getattr(self, name)}: beam search (num_beams={self.num_beams}) has no such "
-                                f"setting; leave it out, or num_beams.")  # fmt: skip
 
     @property
     def greedy(self) -> bool:

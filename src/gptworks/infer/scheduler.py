@@ -6,7 +6,9 @@ Texts join and leave between steps. A step computes one token of each text that 
 guessed), and up to `prefill_tokens` of those whose prompts are still being read, so that a long prompt does not hold up
 the others. Prompts are cut at multiples of `prefill_tokens` of their own text: the same wherever else work goes on.
 
-A slot keeps what it holds when its text ends. A new text that begins alike starts from there (prefix reuse).
+A slot keeps what it holds when its text ends. A new text that begins alike starts from there (prefix reuse). What the
+scheduler says of a slot is never more than what is in it: `plan` forgets what a work will overwrite, and `commit` adds
+what it has computed. So a text may be admitted, and copied from, at any moment.
 """
 
 import itertools
@@ -33,8 +35,6 @@ class Job:
 
     tokens: list[int]
     """All of it that is to be in the slot; its owner appends what is generated."""
-    n_slots: int = 1
-    """Slots it needs before it may start: its own, and those that `fork` will use."""
     score_from: int | None = None
     """Logits are wanted for all tokens from this one on, not for the last alone; what stands before may be reused."""
     knows_logits: bool = False
@@ -46,8 +46,6 @@ class Job:
     """Tokens whose keys and values are in the slot."""
     n_reused: int = 0
     """Of these, what another text had computed when this one was admitted."""
-    spare: list[int] = field(default_factory=list)
-    """Slots kept for its forks."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +80,18 @@ class Plan:
 
 @dataclass
 class _Slot:
-    tokens: list[int] = field(default_factory=list)  # held, as they were computed
+    tokens: list[int] = field(default_factory=list)  # held, as they were computed; no other statement says what is
     n_whole: int = 0  # of these, computed in whole prefill chunks from the beginning
     end: int = 0  # tokens that were read as one prompt: what any prompt equal to them would hold
     job: Job | None = None
     used: int = 0  # when it was last given away or freed
+
+    def truncate(self, n_tokens: int) -> None:
+        """Forget all but the first `n_tokens`."""
+        assert n_tokens <= len(self.tokens), f"{n_tokens} tokens of the {len(self.tokens)} in a slot"
+        del self.tokens[n_tokens:]
+        self.n_whole = min(self.n_whole, n_tokens)
+        self.end = self.end if self.end <= n_tokens else 0
 
 
 class Scheduler:
@@ -121,63 +126,43 @@ class Scheduler:
             self.waiting.append(job)
 
     def finish(self, job: Job) -> None:
-        """Take a job out, wherever it is; its slots are free at once, and keep what they hold."""
+        """Take a job out, wherever it is; its slot is free at once, and keeps what it holds."""
         if job in self.waiting:
             self.waiting.remove(job)
         if job in self.running:
             self.running.remove(job)
-        for index in ([] if job.slot is None else [job.slot]) + job.spare:
-            self._slots[index].job = None
-            self._slots[index].used = next(self._clock)
-        job.slot, job.spare = None, []
+        if job.slot is not None:
+            self._slots[job.slot].job = None
+            self._slots[job.slot].used = next(self._clock)
+        job.slot = None
 
     def restart(self, job: Job, tokens: list[int]) -> None:
         """Go on with other tokens, computed from the first one on, in the job's slot."""
         job.tokens, job.n_computed, job.guess = tokens, 0, []
 
-    def fork(self, job: Job, *, lender: Job) -> tuple[Job, Copy]:
-        """A second job that goes on from the same tokens, in one of the slots that `lender` keeps for that."""
-        assert job.slot is not None and job.n_computed == len(job.tokens)
-        index = lender.spare.pop()
-        twin = Job(list(job.tokens), slot=index, n_computed=job.n_computed)
-        self._slots[index].job = twin
-        self.running.append(twin)
-        return twin, self._copy(job.slot, index, job.n_computed)
-
-    def become(self, job: Job, other: Job) -> Copy:
-        """Let a job go on, in its own slot, with what another has."""
-        assert job.slot is not None and other.slot is not None
-        job.tokens, job.n_computed = list(other.tokens), other.n_computed
-        return self._copy(other.slot, job.slot, other.n_computed)
-
     def forget(self) -> None:
         """Nothing computed counts any more: running jobs are computed anew, and no text is reused."""
         for slot in self._slots:
-            slot.tokens, slot.n_whole, slot.end = [], 0, 0
+            slot.truncate(0)
         for job in self.running:
             job.n_computed = 0
 
-    def resize(self, n_slots: int, *, invariant: bool) -> None:
-        """Other, empty slots, at least as many as jobs need; running jobs come first to be placed in them."""
-        self.invariant = invariant
-        for job in reversed(self.running):
-            job.slot, job.n_computed, job.n_slots, job.spare = None, 0, 1 + len(job.spare), []
-            self.waiting.appendleft(job)
-        self.running = []
-        self._slots = [_Slot() for _ in range(n_slots)]
+    def grow(self, n_slots: int) -> None:
+        """More slots, empty ones, beside those there are."""
+        self._slots += [_Slot() for _ in range(n_slots - self.n_slots)]
 
     # -------------------------------------------------------------------------------------------------- a step
 
     def admit(self) -> tuple[list[Job], list[Copy]]:
         """Give slots to those who wait, as far as there are any; the jobs, and what to copy for them, in order."""
         admitted, copies = [], []
-        while self.waiting and self.waiting[0].n_slots <= self.n_slots - self.n_slots_used:
+        while self.waiting and self.n_slots_used < self.n_slots:
             admitted.append(self.waiting.popleft())
             copies += self._admit(admitted[-1])
         return admitted, copies
 
     def plan(self) -> Plan:
-        """What to compute in this step. After computing, call `commit` for each work."""
+        """What to compute in this step; what it overwrites is forgotten now. Then call `commit` for each work."""
         plan = Plan()
         budget = self.prefill_tokens
         for job in self.running:
@@ -189,6 +174,8 @@ class Scheduler:
             elif len(work.tokens) <= budget:
                 budget -= len(work.tokens)
                 plan.work.append(work)
+        for work in plan.work:
+            self._slots[work.slot].truncate(work.start)
         return plan
 
     def commit(self, work: Work, n_kept: int | None = None) -> None:
@@ -197,13 +184,18 @@ class Scheduler:
         if job.slot != work.slot:  # it ended meanwhile
             return
         n_kept = len(work.tokens) if n_kept is None else n_kept
-        slot.tokens[work.start :] = work.tokens[:n_kept]
+        assert len(slot.tokens) == work.start, f"a work from {work.start} in a slot that holds {len(slot.tokens)}"
+        slot.tokens += work.tokens[:n_kept]
         job.n_computed, job.guess = work.start + n_kept, []
-        slot.n_whole, slot.end = min(slot.n_whole, work.start), min(slot.end, work.start)
         if slot.n_whole == work.start and work.start % self.prefill_tokens == 0 and not work.n_guessed:
             slot.end = job.n_computed
             if n_kept == self.prefill_tokens:
                 slot.n_whole = job.n_computed
+
+    @property
+    def held(self) -> list[int]:
+        """Tokens that each slot holds."""
+        return [len(slot.tokens) for slot in self._slots]
 
     @property
     def n_slots(self) -> int:
@@ -211,7 +203,7 @@ class Scheduler:
 
     @property
     def n_slots_used(self) -> int:
-        """Slots that jobs have, or keep for their forks."""
+        """Slots that jobs have."""
         return sum(slot.job is not None for slot in self._slots)
 
     def _next(self, job: Job) -> Work | None:
@@ -244,10 +236,7 @@ class Scheduler:
                 target = source  # goes on in place
         if n_shared and target != source:
             copies.append(self._copy(source, target, n_shared))
-        free.remove(target)
-        job.slot, job.spare = target, free[: job.n_slots - 1]
-        for index in (target, *job.spare):
-            self._slots[index].job = job
+        job.slot, self._slots[target].job = target, job
         self._slots[target].used = next(self._clock)
         job.n_computed = job.n_reused = n_shared
         self.running.append(job)

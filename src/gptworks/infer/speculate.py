@@ -45,7 +45,11 @@ class Drafter(Protocol):
         ...
 
     def reset(self, n_slots: int, capacity: int) -> None:
-        """The engine has so many slots now, and what the slots held is gone."""
+        """The engine has so many slots now, of so many tokens, and what the slots held is gone."""
+        ...
+
+    def grow(self, n_slots: int, capacity: int) -> None:
+        """The engine has more or longer slots now, and what the slots held is still there."""
         ...
 
 
@@ -72,6 +76,9 @@ class PromptLookup:
         pass
 
     def reset(self, n_slots: int, capacity: int) -> None:
+        pass
+
+    def grow(self, n_slots: int, capacity: int) -> None:
         pass
 
     def _guess(self, tokens: list[int], n_wanted: int) -> list[int]:
@@ -121,9 +128,16 @@ class DraftModel:
         self._n_ids = n_ids
 
     def reset(self, n_slots: int, capacity: int) -> None:
+        self._backend = None  # its memory is free before the new one's is taken
         room = min(capacity, self.model.config.context_length)
         self._backend = choose_backend(self.model, n_slots, room, name=self._backend_name)
         self._held = [[] for _ in range(n_slots)]
+
+    def grow(self, n_slots: int, capacity: int) -> None:
+        assert self._backend is not None
+        room = min(capacity, self.model.config.context_length)
+        self._backend.grow(n_slots, room, [len(tokens) for tokens in self._held])
+        self._held += [[] for _ in range(n_slots - len(self._held))]
 
     def guess(self, texts: Sequence[Draftable]) -> list[list[int]]:
         guesses: list[list[int]] = [[] for _ in texts]
@@ -153,9 +167,12 @@ class DraftModel:
         last = []
         for slot, tokens in texts:
             start = min(n_common_tokens(self._held[slot], tokens), len(tokens) - 1)
+            self._held[slot] = tokens[:start]  # what is overwritten is not held, also where computing fails
             while len(tokens) - start > PREFILL_TOKENS:
                 self._backend.compute([Chunk(slot, start, tokens[start : start + PREFILL_TOKENS], 0)])
                 start += PREFILL_TOKENS
             last.append(Chunk(slot, start, tokens[start:]))
+        logits = torch.cat(self._backend.compute(last))[:, : self._n_ids]
+        for slot, tokens in texts:
             self._held[slot] = tokens
-        return torch.cat(self._backend.compute(last))[:, : self._n_ids]
+        return logits

@@ -113,13 +113,18 @@ class Vectors:
         make = torch.empty if device.type == "cpu" else torch.zeros
         self.data = make(shape, dtype=dtype, device=device)
         self.dtype = torch.float32 if dtype == torch.int8 else dtype
-        padded = -(-shape[2] // 16) * 16  # the native backend takes 16 scales at once
-        self.scale = make((*shape[:2], padded), device=device) if dtype == torch.int8 else None
+        self.scale = make((*shape[:2], _padded(shape[2])), device=device) if dtype == torch.int8 else None
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the vectors and their scales."""
-        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
+    def grown(self, n_slots: int, capacity: int, held: Sequence[int]) -> "Vectors":
+        """More and longer slots, with the first `held[i]` tokens of each slot i that there is."""
+        groups, width = self.data.size(1), self.data.size(3)
+        new = Vectors((n_slots, groups, capacity, width), self.data.dtype, self.data.device)
+        new.dtype = self.dtype
+        for slot, n_tokens in enumerate(held):
+            for mine, theirs in ((self.data, new.data), (self.scale, new.scale)):
+                if mine is not None and theirs is not None:
+                    theirs[slot, :, :n_tokens] = mine[slot, :, :n_tokens]
+        return new
 
     def __setitem__(self, place: Any, x: Tensor) -> None:
         if self.scale is None:
@@ -143,6 +148,11 @@ class Vectors:
                 tensor[target, :, :n_tokens] = tensor[source, :, :n_tokens]
 
 
+def _padded(capacity: int) -> int:
+    """Scales of a slot of so many tokens: the native backend takes 16 at once."""
+    return -(-capacity // 16) * 16
+
+
 class SlotCache:
     """Keys and values of many texts at once: each has a slot, [G, capacity, D] a layer, and a length of its own.
 
@@ -159,6 +169,7 @@ class SlotCache:
         device: torch.device | str = "cpu",
     ) -> None:
         """Room for `n_slots` texts of `capacity` tokens (at most the context). dtype: floating point, or int8."""
+        self.config = config
         self.n_slots, self.capacity = n_slots, min(capacity, config.context_length)
         self.dtype, self.device = dtype, torch.device(device)
         shape = (n_slots, config.n_kv_heads, self.capacity, config.d_head)
@@ -169,7 +180,26 @@ class SlotCache:
     @property
     def n_bytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(vectors.n_bytes for vectors in (*self.keys, *self.values))
+        return self.bytes_of(self.n_slots, self.capacity)
+
+    def bytes_of(self, n_slots: int, capacity: int) -> int:
+        """Bytes of all buffers of such a cache with so many slots of so many tokens."""
+        config, capacity = self.config, min(capacity, self.config.context_length)
+        scales_bytes = 4 * _padded(capacity) if self.dtype == torch.int8 else 0
+        slot_bytes = config.n_kv_heads * (capacity * config.d_head * self.dtype.itemsize + scales_bytes)
+        return 2 * config.n_layers * n_slots * slot_bytes
+
+    def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
+        """Have more and longer slots. The first `held[i]` tokens of each slot i that there is stay.
+
+        The memory of one layer at a time is taken twice.
+        """
+        assert n_slots >= self.n_slots and capacity >= self.capacity
+        capacity = min(capacity, self.config.context_length)
+        for layers in (self.keys, self.values):
+            for i, vectors in enumerate(layers):
+                layers[i] = vectors.grown(n_slots, capacity, held)
+        self.n_slots, self.capacity = n_slots, capacity
 
     def copy(self, source: int, target: int, n_tokens: int) -> None:
         """Copy the first `n_tokens` of a slot into another."""
