@@ -1,12 +1,13 @@
 """The rotary embedding and its scalings for longer contexts, against transformers and against their definitions."""
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 from gptworks.config import ModelConfig, RopeScaling
-from gptworks.model import GPT, KVCache
+from gptworks.model import GPT, KVCache, attention
 from gptworks.model.attention import frequencies
 
 ORIGINAL = 64
@@ -112,3 +113,33 @@ def test_dynamic_tables_made_in_inference_serve_training() -> None:
         model(tokens)
     model(tokens).square().mean().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_thread_that_reads_another_length_changes_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One reads in the middle of the other's computing, at the worst place there is."""
+    rotary = random_model(config(SCALINGS["dynamic"])).rotary
+    lengths = 2 * ORIGINAL, 3 * ORIGINAL
+    expected = [random_model(config(SCALINGS["dynamic"])).rotary(0, 8, length, torch.float32) for length in lengths]
+    found: list[Any] = []
+    compute = attention.frequencies
+
+    def interrupted(*arguments: Any) -> Any:
+        monkeypatch.setattr(attention, "frequencies", compute)
+        other = threading.Thread(target=lambda: found.append(rotary(0, 8, lengths[1], torch.float32)))
+        other.start()
+        other.join()
+        return compute(*arguments)
+
+    monkeypatch.setattr(attention, "frequencies", interrupted)
+    one = rotary(0, 8, lengths[0], torch.float32)
+    again = [rotary(0, 8, length, torch.float32) for length in lengths[::-1]]
+    for tables, length in ((one, 0), (found[0], 1), (again[0], 1), (again[1], 0)):
+        assert all(torch.equal(a, b) for a, b in zip(tables, expected[length], strict=True))
+
+
+def test_dynamic_tables_of_places_in_any_order_are_those_of_the_whole() -> None:
+    rotary = random_model(config(SCALINGS["dynamic"])).rotary
+    whole = rotary(0, 2 * ORIGINAL, 2 * ORIGINAL, torch.float32)
+    places = torch.tensor([[3, 2 * ORIGINAL - 1], [0, 3]])
+    for part, table in zip(rotary.at(places, 2 * ORIGINAL, torch.float32), whole, strict=True):
+        assert torch.equal(part, table[places])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from jinja2 import Environment
 
 import hf
 from gptworks.chat_template import BUILT_IN, ChatTemplate
@@ -20,7 +21,7 @@ from gptworks.evaluate.metrics import figure_of, means, pass_at_k, text_statisti
 from gptworks.evaluate.results import HEADING, Evaluation, Measured, read_evaluations, save_evaluations
 from gptworks.evaluate.sandbox import Sandbox
 from gptworks.evaluate.scoring import encode_pair, score_pairs
-from gptworks.evaluate.task import load_task
+from gptworks.evaluate.task import Task, load_task
 from gptworks.evaluate.tasks import Asked, run_task
 from gptworks.infer.engine import Engine
 
@@ -206,6 +207,20 @@ def test_mistakes_in_task_files_are_named(tmp_path: Path, changes: dict[str, Any
 def test_templates_cannot_reach_python(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"unsafe|undefined"):
         load_task(write(tmp_path, {**CHOICE, "prompt": "{{ ''.__class__.__mro__[1].__subclasses__() }}"}))
+
+
+def test_templates_are_compiled_once_and_items_numbered_for_errors_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    compile_one = Environment.from_string
+    monkeypatch.setattr(
+        Environment, "from_string", lambda self, source: compiled.append(source) or compile_one(self, source)
+    )
+    monkeypatch.setattr(Task, "_number", None)
+    task = load_task(write(tmp_path, {**CHOICE, "choices": ["{{sum}}", "none"], "answer": "answer"}))
+    task.check()
+    assert sorted(compiled) == ["Q: {{question}}\nA:", "{{sum}}"]
 
 
 def test_a_chat_model_is_asked_by_its_template(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError
+from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -145,6 +145,7 @@ class Task:
             )
         random.Random(f"shots {settings.seed}").shuffle(pool)
         self._pool = pool
+        self._templates: dict[str, Template] = {}
 
     def shots_for(self, item: Item) -> list[Item]:
         """The shots before an item: the first of the shuffled pool that are not the item itself.
@@ -174,19 +175,28 @@ class Task:
 
     def value(self, item: Item, wanted: str, key: str) -> Any:
         """What a setting gives for an item: the field of that name, or the template filled in."""
-        where = f"{self.origin}: `{key}: {wanted!r}`, item {self._number(item)}"
         if "{{" in wanted or "{%" in wanted:
             try:
-                return self._environment.from_string(wanted).render(item)
+                return self._template(wanted).render(item)
             except TemplateSyntaxError as error:
                 raise UserError(f"{self.origin}: `{key}` is not a template: {error.message}.") from None
             except (TemplateError, TypeError, ValueError) as error:
+                where = self._where(item, wanted, key)
                 raise UserError(f"{where}: {error}; its fields are {', '.join(item)}.") from None
         if wanted not in item:
             near = nearest(wanted, item)
             hint = f"did you mean `{near}`?" if near else f"its fields are {', '.join(item)}."
-            raise UserError(f"{where}: there is no such field; {hint}")
+            raise UserError(f"{self._where(item, wanted, key)}: there is no such field; {hint}")
         return item[wanted]
+
+    def _where(self, item: Item, wanted: str, key: str) -> str:
+        return f"{self.origin}: `{key}: {wanted!r}`, item {self._number(item)}"
+
+    def _template(self, source: str) -> Template:
+        """A template, compiled once."""
+        if source not in self._templates:
+            self._templates[source] = self._environment.from_string(source)
+        return self._templates[source]
 
     def texts(self, item: Item, wanted: str, key: str) -> list[str]:
         """The same where it may be one text or a list of them: at least one.

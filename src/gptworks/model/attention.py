@@ -174,7 +174,11 @@ def attend_reference(
 
 
 class Rotary(nn.Module):
-    """Cosines and sines of the rotary embedding (Su et al., 2021), pairing element i with i + R/2 of R rotated ones."""
+    """Cosines and sines of the rotary embedding (Su et al., 2021), pairing element i with i + R/2 of R rotated ones.
+
+    Its tables, of the original context, are not changed by reading them. Those of a longer text under dynamic scaling
+    are computed at each call, for the positions asked for: threads that read texts of different lengths share nothing.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -187,15 +191,14 @@ class Rotary(nn.Module):
 
     def reset(self, device: torch.device | None = None) -> None:
         """Compute the tables of the original context, or of the whole where no length changes them."""
-        self.text_length = self.config.original_context_length
-        self.cos, self.sin = self._tables(self.text_length, device)
-
-    @torch.inference_mode(False)  # a sample's tables may be a training step's next
-    def _tables(self, text_length: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for a text of `text_length` tokens, [context_length, R/2] each, in float32."""
-        frequency, factor = frequencies(self.config, text_length, device)
         position = torch.arange(self.config.context_length, device=device, dtype=torch.float64)
-        angle = torch.outer(position, frequency)
+        self.cos, self.sin = self._tables(position, self.config.original_context_length)
+
+    @torch.inference_mode(False)  # training reads them too
+    def _tables(self, position: Tensor, text_length: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines at positions [...], float64, of a text of `text_length` tokens: [..., R/2], float32."""
+        frequency, factor = frequencies(self.config, text_length, position.device)
+        angle = position[..., None] * frequency
         return (factor * angle.cos()).float(), (factor * angle.sin()).float()
 
     def forward(self, start: int, length: int, text_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -203,16 +206,18 @@ class Rotary(nn.Module):
         return self.at(slice(start, start + length), text_length, dtype)
 
     def at(self, positions: slice | Tensor, text_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Tables for N positions, each [N, R/2], of a text that has room for `text_length`.
+        """Tables for positions [...], each [..., R/2], of a text that has room for `text_length`.
 
         The room matters to dynamic scaling alone. It is fixed before the first token, since every key that is already
         cached was turned for it.
         """
-        scaling, text_length = self.config.rope_scaling, max(text_length, self.config.original_context_length)
-        if scaling is not None and scaling.type == "dynamic" and text_length != self.text_length:
-            self.text_length = text_length
-            self.cos, self.sin = self._tables(text_length, self.cos.device)
-        return self.cos[positions].to(dtype), self.sin[positions].to(dtype)
+        scaling = self.config.rope_scaling
+        if scaling is None or scaling.type != "dynamic" or text_length <= self.config.original_context_length:
+            return self.cos[positions].to(dtype), self.sin[positions].to(dtype)
+        if isinstance(positions, slice):
+            positions = torch.arange(self.config.context_length)[positions]
+        cos, sin = self._tables(positions.cpu().double(), text_length)  # not every accelerator has float64
+        return cos.to(self.cos.device, dtype), sin.to(self.cos.device, dtype)
 
 
 def frequencies(config: ModelConfig, length: int, device: torch.device | None = None) -> tuple[Tensor, float]:
