@@ -12,14 +12,14 @@ does to it later is found by its manifest.
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from gptworks.config import LoRAConfig, ModelConfig, Recipe
@@ -27,10 +27,15 @@ from gptworks.errors import RunError, UserError
 from gptworks.files import sealed_json, sha256_file, sync, unsealed_json, why_not_written
 from gptworks.model import GPT
 from gptworks.model.lora import add_lora, has_adapter, merge_lora
-from gptworks.quantize.linear import QuantizedGPT, packed_kinds
+from gptworks.quantize.convert import packed_kinds
+from gptworks.quantize.linear import QuantizedGPT
 from gptworks.recipe import load_recipe
+from gptworks.tensors import Expected, Stored, Wanted, read_tensors, stored_tensors
 
 FORMAT = 2
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
+"""What a manifest describes."""
+
 Report = Callable[[str], None]
 
 
@@ -53,7 +58,7 @@ class Checkpoint:
         """
         for name, entry in self._described_files().items():
             path = self.folder / name
-            if not path.exists():
+            if not path.is_file():
                 raise UserError(f"checkpoint {self.folder} is damaged: {path} is missing.")
             if path.stat().st_size != entry["bytes"]:
                 raise UserError(
@@ -67,15 +72,23 @@ class Checkpoint:
         manifest = self.folder / "manifest.json"
         try:
             tree = unsealed_json(manifest.read_bytes())
-            version, files = tree["format"], tree["files"]
         except FileNotFoundError:
             raise UserError(f"checkpoint {self.folder} is damaged: {manifest} is missing.") from None
-        except (ValueError, KeyError) as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{manifest} is damaged: {error}.") from None
-        if version != FORMAT:
-            raise UserError(f"{manifest} has format {version} and this gptworks reads {FORMAT}.")
-        described: dict[str, dict[str, Any]] = files
-        return described
+        if tree.get("format") != FORMAT:
+            raise UserError(f"{manifest} has format {tree.get('format')} and this gptworks reads {FORMAT}.")
+        files = tree.get("files")
+        if not isinstance(files, dict) or set(files) != set(FILES):
+            raise UserError(f"{manifest} is damaged: `files` must describe {', '.join(FILES)}.")
+        for name, entry in files.items():
+            if (
+                not isinstance(entry, dict)
+                or type(entry.get("bytes")) is not int
+                or not isinstance(entry.get("sha256"), str)
+            ):
+                raise UserError(f"{manifest} is damaged: `{name}` must have `bytes`, a number, and `sha256`, a text.")
+        return files
 
     @property
     def is_whole(self) -> bool:
@@ -86,26 +99,36 @@ class Checkpoint:
             return False
         return True
 
-    def model_tensors(self) -> dict[str, Tensor]:
-        """The weights by name."""
-        return load_file(self.folder / "model.safetensors")
+    def model_tensors(self, wanted: Wanted | None = None) -> dict[str, Tensor]:
+        """The weights by name; see `read_tensors`, which refuses those that are not as `wanted` says."""
+        return read_tensors(self.folder / "model.safetensors", wanted)
 
     @property
     def is_quantized(self) -> bool:
         """Whether its matrices are packed, as `gptworks quantize` does it; of a damaged file, false."""
         try:
-            with safe_open(self.folder / "model.safetensors", "pt") as file:  # reads the header alone
-                return any(file.get_slice(name).get_dtype() != "F32" for name in file.keys())  # noqa: SIM118
-        except (OSError, SafetensorError):
+            stored = stored_tensors(self.folder / "model.safetensors")
+        except UserError:
             return False
+        return any(tensor.dtype != torch.float32 for tensor in stored.values())
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        """The optimizer's state by `parameter/key`."""
-        return load_file(self.folder / "optimizer.safetensors")
+    def optimizer_tensors(self, wanted: Wanted | None = None) -> dict[str, Tensor]:
+        """The optimizer's state by `parameter/key`; see `read_tensors`."""
+        return read_tensors(self.folder / "optimizer.safetensors", wanted, owner="the run's optimizer")
 
     def state(self) -> dict[str, Any]:
-        """The counters of the run."""
-        state: dict[str, Any] = json.loads((self.folder / "state.json").read_text(encoding="utf-8"))
+        """The counters of the run, a JSON object.
+
+        Raises:
+            OSError: it cannot be read. UserError: it is no JSON object.
+        """
+        path = self.folder / "state.json"
+        try:
+            state = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} is damaged: {error}. Restore it from a copy.") from None
+        if not isinstance(state, dict):
+            raise UserError(f"{path} is damaged: it holds no JSON object. Restore it from a copy.")
         return state
 
 
@@ -296,22 +319,21 @@ def load_model(
         merge: add the adapter to the weights.
 
     Raises:
-        UserError: names or shapes of the weights are not those of `config`.
+        UserError: names, shapes or dtypes of the weights are not those of `config`, or one is not finite.
     """
-    tensors = checkpoint.model_tensors()
-    kinds = packed_kinds(tensors)
     with torch.device("meta"):
-        model = QuantizedGPT(config, kinds) if kinds else GPT(config)
-        if adapter is not None and has_adapter(tensors):
-            add_lora(model, adapter)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if expected != given:
-        name = next(name for name in sorted(expected | given) if expected.get(name) != given.get(name))
-        raise UserError(
-            f"{checkpoint.folder / 'model.safetensors'} does not hold the recipe's model: `{name}` is "
-            f"{given.get(name, 'missing')} there and {expected.get(name, 'absent')} in the model."
-        )
+        model = GPT(config)
+
+    def wanted(stored: Mapping[str, Stored]) -> dict[str, Expected]:
+        nonlocal model
+        with torch.device("meta"):
+            if kinds := packed_kinds(model, {name: tensor.dtype for name, tensor in stored.items()}):
+                model = QuantizedGPT(config, kinds)
+            if adapter is not None and has_adapter(stored):
+                add_lora(model, adapter)
+        return {name: Expected.like(tensor) for name, tensor in model.state_dict().items()}
+
+    tensors = checkpoint.model_tensors(wanted)
     model.load_state_dict(tensors, assign=True)
     if model.rotary is not None:
         model.rotary.reset()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -41,6 +41,7 @@ from gptworks.interop.huggingface.tensors import (
 from gptworks.interop.huggingface.verify import quiet, require_transformers, verify_logits
 from gptworks.model.lora import merge_lora
 from gptworks.recipe import save_recipe
+from gptworks.tensors import read_tensors
 from gptworks.tokenizer import load_tokenizer
 from gptworks.train.progress import Progress
 
@@ -408,8 +409,5 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     path = folder / TENSORS_FILE
     if not path.exists():
         raise UserError(f"{folder} has no {TENSORS_FILE}: gptworks reads safetensors alone.")
-    try:
-        with safe_open(path, "pt") as file:
-            return {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise UserError(f"{path} is damaged: {error}.") from None
+    tensors = read_tensors(path, None, owner="an adapter", fix="Save the adapter again, or take another one.")
+    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}

@@ -6,7 +6,7 @@ whole number of groups.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gptworks.errors import UserError, nearest
 from gptworks.model import GPT
-from gptworks.quantize.formats import GROUP, Weights, dequantize, pack_int4
+from gptworks.quantize.formats import GROUP, KINDS, Weights, dequantize, pack_int4
 from gptworks.quantize.linear import QuantizedGPT
 from gptworks.quantize.rounding import Rounded, gptq, round_int4, round_int8
 
@@ -76,8 +76,28 @@ def matrix_kinds(model: GPT, weights: Weights) -> dict[str, Weights]:
         whole_groups = name.startswith("blocks.") and columns % GROUP == 0
         return weights if weights != "int4" or whole_groups else "int8"
 
+    return {name: kind(name, module.weight.size(1)) for name, module in _packable(model).items()}
+
+
+def packed_kinds(model: GPT, dtypes: Mapping[str, object]) -> dict[str, Weights]:
+    """How each packed matrix among a checkpoint's tensors is kept, by its module's name; empty for one in fp32.
+
+    Args:
+        model: the unpacked model, on any device. dtypes: of the stored tensors, by name.
+    """
+    kinds = {}
+    for name, module in _packable(model).items():
+        dtype = dtypes.get(f"{name}.weight")
+        kind = KINDS.get(dtype) if isinstance(dtype, torch.dtype) else None
+        if kind is not None and (kind != "int4" or module.weight.size(1) % GROUP == 0):
+            kinds[name] = kind
+    return kinds
+
+
+def _packable(model: GPT) -> dict[str, nn.Linear | nn.Embedding]:
+    """The modules whose matrices may be packed, by name."""
     return {
-        name: kind(name, module.weight.size(1))
+        name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | nn.Embedding) and name != "position_embedding" and not _routes(name)
     }

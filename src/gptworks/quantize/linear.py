@@ -140,15 +140,6 @@ def quantized_tensors(model: GPT) -> dict[str, Tensor]:
     }
 
 
-def packed_kinds(tensors: Mapping[str, Tensor]) -> dict[str, Weights]:
-    """How each packed matrix among a checkpoint's tensors is kept, by its module's name; empty for one in fp32."""
-    return {
-        name.removesuffix(".weight"): KINDS[tensor.dtype]
-        for name, tensor in tensors.items()
-        if name.endswith(".weight") and tensor.dtype in KINDS
-    }
-
-
 def _packed(module: nn.Module, kind: Weights) -> PackedMatrix:
     """The module's packed twin, not filled."""
     if isinstance(module, nn.Linear):

@@ -2,6 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from gptworks.config import TrainConfig
 
@@ -16,9 +19,9 @@ WARMUP_STEPS = 20
 class GradientEstimate:
     """Mean and variance of the logarithm of the gradient norm, over the steps that were taken. Part of the progress."""
 
-    n_steps: int = 0
-    mean: float = 0.0
-    variance: float = 0.0
+    n_steps: Annotated[int, Field(ge=0)] = 0
+    mean: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    variance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
     def take(self, norm: float) -> None:
         """Count a step that was taken."""

@@ -32,6 +32,7 @@ from gptworks.plan.memory import Layout, training_peak
 from gptworks.plan.params import count_parameters
 from gptworks.plan.published import readable
 from gptworks.recipe import save_recipe, with_vocab_size
+from gptworks.tensors import Expected
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
 from gptworks.train.anomalies import anomaly
 from gptworks.train.average import WeightAverage
@@ -250,7 +251,7 @@ class Run:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state()
-        progress = Progress.from_json(state)
+        progress = Progress.from_json(state, checkpoint.folder / "state.json")
         folder = self.recipe.run_dir
         if not progress.data_fingerprint:
             raise UserError(
@@ -266,7 +267,10 @@ class Run:
         self.progress = progress
         self._saved_step = progress.step
         shares = self.parallel.shares
-        tensors = self.average.restore(shares(checkpoint.model_tensors()), shares(checkpoint.optimizer_tensors()))
+        own = self.average.own_tensors
+        weights = checkpoint.model_tensors({name: Expected.like(p) for name, p in self.average.parameters.items()})
+        moments = checkpoint.optimizer_tensors(lambda stored: self.optimizer.expected_tensors(stored, own))
+        tensors = self.average.restore(shares(weights), shares(moments))
         self.optimizer.load_state_tensors(tensors)
         if progress.scaler:
             self.scaler.load_state_dict(progress.scaler)

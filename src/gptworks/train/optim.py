@@ -1,6 +1,6 @@
 """Optimizers: AdamW, or Muon for the blocks' matrices beside AdamW for the rest. Decay falls on matrices alone."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gptworks.config import TrainConfig
 from gptworks.model import GPT
+from gptworks.tensors import Expected
 from gptworks.train.muon import Muon
 
 
@@ -106,6 +107,28 @@ class Optimizer:
                 for key, value in optimizer.state[self.parameters[name]].items():
                     tensors[f"{name}/{key}"] = value
         return tensors
+
+    def expected_tensors(self, stored: Collection[str], own: Collection[str] = ()) -> dict[str, Expected]:
+        """The state that a checkpoint may hold: all of a parameter's tensors, or none before its first step.
+
+        Args:
+            stored: names of the stored tensors, `parameter/key`. own: tensors kept beside the state, `parameter/own`,
+                of their parameter's shape.
+        """
+        begun = {name.rpartition("/")[0] for name in stored if name not in own}
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        expected = {key: Expected(shapes[key.rpartition("/")[0]]) for key in own}
+        for optimizer, groups in self._optimizers:
+            for _, name in self._named(groups):
+                if name not in begun:
+                    continue
+                if isinstance(optimizer, Muon):
+                    expected[f"{name}/momentum_buffer"] = Expected(shapes[name])
+                else:
+                    expected[f"{name}/step"] = Expected((), least=0)
+                    expected[f"{name}/exp_avg"] = Expected(shapes[name])
+                    expected[f"{name}/exp_avg_sq"] = Expected(shapes[name], least=0)
+        return expected
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Restore what `state_tensors` gave."""

@@ -1,35 +1,70 @@
 """Where a run stands."""
 
+import json
 import math
 from dataclasses import dataclass, field
-from typing import Any, Self
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
 
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from gptworks.errors import UserError
 from gptworks.train.anomalies import GradientEstimate
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _number(value: float) -> float:
+    if math.isnan(value):
+        raise ValueError("it must be a number")
+    return value
 
 
 @dataclass
 class Progress:
     """Saved with every checkpoint; beside the weights and the optimizer it is all that a resumed run needs."""
 
-    step: int = 0
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
+
+    step: Count = 0
     """Optimizer steps done, skipped ones included."""
-    tokens: int = 0
+    tokens: Count = 0
     """Targets trained on."""
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
     """Of training, over all sittings."""
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    rollbacks: int = 0
-    batches_passed: int = 0
+    skipped: Count = 0
+    skipped_in_a_row: Count = 0
+    rollbacks: Count = 0
+    batches_passed: Count = 0
     """Batches that rollbacks have gone past: step n trains on batch n and these."""
     gradient: GradientEstimate = field(default_factory=GradientEstimate)
-    best_loss: float = math.inf
-    best_step: int = 0
-    evaluations_since_best: int = 0
+    best_loss: Annotated[float, AfterValidator(_number)] = math.inf
+    best_step: Count = 0
+    evaluations_since_best: Count = 0
     data_fingerprint: str = ""
     scaler: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def from_json(cls, state: dict[str, Any]) -> Self:
-        """What `dataclasses.asdict` gave, after a checkpoint's JSON."""
-        return cls(**state | {"gradient": GradientEstimate(**state.get("gradient", {}))})
+    def from_json(cls, state: dict[str, Any], path: Path | None = None) -> Self:
+        """What `dataclasses.asdict` gave, after a checkpoint's JSON.
+
+        Args:
+            path: the file that it was read from, for the message.
+
+        Raises:
+            UserError: a key is missing or unknown, or a value has another type, is negative or not a number.
+        """
+        try:
+            progress = TypeAdapter(cls).validate_json(json.dumps(state))
+            said = int(path.parent.name.removeprefix("step-")) if path else progress.step
+            problem = "" if progress.step == said else f"`step`={progress.step} in the checkpoint of step {said}"
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            problem = f"`{'.'.join(map(str, first['loc']))}`={first['input']!r:.80}: {first['msg']}"
+        if problem:
+            raise UserError(
+                f"{path or 'state.json'} is damaged: {problem}. Restore it from a copy, or delete the checkpoint: "
+                f"--resume then goes on from the one before it."
+            )
+        return progress

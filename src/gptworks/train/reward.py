@@ -19,8 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from gptworks.config import IGNORED, Recipe, RewardObjective
@@ -36,6 +35,7 @@ from gptworks.infer.sampling import SamplingSettings
 from gptworks.model import GPT
 from gptworks.model.lora import LoRALinear
 from gptworks.model.loss import target_logprobs
+from gptworks.tensors import Expected, read_tensors
 from gptworks.train.objectives import Batch, Losses, with_routing
 from gptworks.train.task import Task
 
@@ -268,13 +268,11 @@ class Reward(Task):
             if writes:
                 save_file({name: p.detach().cpu() for name, p in reference.named_parameters()}, path)
             return reference
-        try:
-            reference.load_state_dict(load_file(path))
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise UserError(
-                f"{path} is missing or damaged ({error}): it holds the weights that the run began with. Restore it "
-                f"from a copy, or start anew with another run_dir=."
-            ) from None
+        wanted = {name: Expected.like(parameter) for name, parameter in reference.named_parameters()}
+        fix = (
+            "It holds the weights that the run began with: restore it from a copy, or start anew with another run_dir=."
+        )
+        reference.load_state_dict(read_tensors(path, wanted, owner="the reference model", fix=fix))
         return reference
 
     # ------------------------------------------------------------------------------------------------- rollouts
@@ -392,8 +390,8 @@ class Reward(Task):
         made = {}
         for micro_step in micro_steps:
             path = self.recipe.run_dir / ROLLOUTS / f"round-{number:06d}-{micro_step}.safetensors"
-            with contextlib.suppress(OSError, SafetensorError):
-                tensors = load_file(path)
+            with contextlib.suppress(UserError, KeyError):
+                tensors = read_tensors(path, None)
                 made[micro_step] = tuple(tensors[str(i)] for i in range(len(tensors)))
         return made if len(made) == len(micro_steps) else None
 
