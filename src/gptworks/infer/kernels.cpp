@@ -22,8 +22,11 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
+#endif
+#ifdef __ARM_NEON
+#include <arm_neon.h>
 #endif
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define INTEGER_PRODUCTS
@@ -90,20 +93,120 @@ constexpr int64_t FAR = 20480;         // bytes ahead that memory is asked for t
 constexpr int64_t NEAR = 2048;         // and this one for the first
 constexpr int64_t CACHED = 512 << 10;  // bytes of activations that a core's second cache keeps while weights pass
 
+// Calls f(0) … f(N − 1), written out: accumulators whose index the compiler knows stay in registers.
+template <int... I, class F> INLINE void each(std::integer_sequence<int, I...>, const F &f) {
+    (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F> INLINE void repeat(const F &f) { each(std::make_integer_sequence<int, N>{}, f); }
+
+typedef float Quad __attribute__((vector_size(16)));
+typedef int8_t Bytes __attribute__((vector_size(16)));
+
+// The bytes of a vector register, and how many there are: what decides how much a product keeps in them.
+#if defined(__AVX512F__)
+constexpr int64_t REGISTER = 64, REGISTERS = 32;
+#elif defined(__AVX2__)
+constexpr int64_t REGISTER = 32, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int64_t REGISTER = 16, REGISTERS = 32;
+#else
+constexpr int64_t REGISTER = 16, REGISTERS = 16;
+#endif
+constexpr bool MANY_REGISTERS = REGISTER * REGISTERS >= 2048;
+
+#ifdef __AVX512F__
 typedef float Lanes __attribute__((vector_size(64)));
 typedef int32_t IntLanes __attribute__((vector_size(64)));
-typedef float Quad __attribute__((vector_size(16)));
-typedef std::vector<Lanes> Buffer;     // aligned, zeroed
 
 inline Lanes all(float x) { return Lanes{} + x; }
-inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
-
+inline Lanes choose(IntLanes where, Lanes a, Lanes b) { return where ? a : b; }
+inline IntLanes bits_of(Lanes x) { return (IntLanes)x; }
+inline Lanes lanes_of(IntLanes bits) { return (Lanes)bits; }
 inline Lanes load(const float *p) {
     Lanes x;
     std::memcpy(&x, p, sizeof x);
     return x;
 }
 inline void store(float *p, Lanes x) { std::memcpy(p, &x, sizeof x); }
+#else
+// Where a register is shorter, 16 lanes are several registers. A vector type of 64 bytes would do, but the compiler keeps
+// one that no register holds in memory: products ran at an eighth of their speed.
+constexpr int PARTS = 64 / REGISTER;
+
+template <class T> struct Vector {
+    typedef T Part __attribute__((vector_size(REGISTER)));
+    Part part[PARTS];
+
+    T operator[](int i) const {
+        T values[LANES];
+        std::memcpy(values, part, sizeof values);
+        return values[i];
+    }
+};
+typedef Vector<float> Lanes;
+typedef Vector<int32_t> IntLanes;
+
+template <class To, class F> INLINE To by_part(const F &f) {
+    To out;
+    repeat<PARTS>([&](auto i) EACH { out.part[i] = f(i); });
+    return out;
+}
+#define OPERATOR(op)                                                                                                   \
+    template <class T> INLINE Vector<T> operator op(Vector<T> a, Vector<T> b) {                                        \
+        return by_part<Vector<T>>([&](auto i) EACH { return a.part[i] op b.part[i]; });                                \
+    }                                                                                                                  \
+    template <class T> INLINE Vector<T> operator op(Vector<T> a, T b) {                                                \
+        return by_part<Vector<T>>([&](auto i) EACH { return a.part[i] op b; });                                        \
+    }                                                                                                                  \
+    template <class T> INLINE Vector<T> operator op(T a, Vector<T> b) {                                                \
+        return by_part<Vector<T>>([&](auto i) EACH { return a op b.part[i]; });                                        \
+    }
+OPERATOR(+) OPERATOR(-) OPERATOR(*) OPERATOR(/) OPERATOR(<<) OPERATOR(>>) OPERATOR(&)
+#undef OPERATOR
+template <class T> INLINE Vector<T> &operator+=(Vector<T> &a, Vector<T> b) { return a = a + b; }
+INLINE Lanes operator-(Lanes a) {
+    return by_part<Lanes>([&](auto i) EACH { return -a.part[i]; });
+}
+#define COMPARISON(op)                                                                                                 \
+    INLINE IntLanes operator op(Lanes a, Lanes b) {                                                                    \
+        return by_part<IntLanes>([&](auto i) EACH { return a.part[i] op b.part[i]; });                                 \
+    }                                                                                                                  \
+    INLINE IntLanes operator op(Lanes a, float b) {                                                                    \
+        return by_part<IntLanes>([&](auto i) EACH { return a.part[i] op b; });                                         \
+    }
+COMPARISON(<) COMPARISON(>) COMPARISON(==) COMPARISON(!=)
+#undef COMPARISON
+
+INLINE Lanes all(float x) {
+    return by_part<Lanes>([&](auto) EACH { return Lanes::Part{} + x; });
+}
+INLINE Lanes choose(IntLanes where, Lanes a, Lanes b) {
+    return by_part<Lanes>([&](auto i) EACH { return where.part[i] ? a.part[i] : b.part[i]; });
+}
+INLINE IntLanes bits_of(Lanes x) {
+    return by_part<IntLanes>([&](auto i) EACH { return (IntLanes::Part)x.part[i]; });
+}
+INLINE Lanes lanes_of(IntLanes bits) {
+    return by_part<Lanes>([&](auto i) EACH { return (Lanes::Part)bits.part[i]; });
+}
+INLINE Lanes load(const float *p) {
+    return by_part<Lanes>([&](auto i) EACH {
+        Lanes::Part part;
+        std::memcpy(&part, p + i * (REGISTER / 4), sizeof part);
+        return part;
+    });
+}
+INLINE void store(float *p, Lanes x) {
+    repeat<PARTS>([&](auto i) EACH { std::memcpy(p + i * (REGISTER / 4), &x.part[i], sizeof x.part[i]); });
+}
+#endif
+
+typedef std::vector<Lanes> Buffer;     // aligned, zeroed
+
+// A first argument that is no number stays none: what is computed from it has to show it.
+INLINE Lanes larger(Lanes a, Lanes b) { return choose(b > a, b, a); }
+INLINE Lanes smaller(Lanes a, Lanes b) { return choose(b < a, b, a); }
+INLINE Lanes magnitude(Lanes x) { return lanes_of(bits_of(x) & 0x7fffffff); }
 
 struct BFloat {
     uint16_t bits;
@@ -116,48 +219,79 @@ struct BFloat {
     }
 };
 inline Lanes load(const BFloat *p) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
     return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif defined(__AVX2__)
+    return by_part<Lanes>([&](auto i) EACH {
+        const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p + 8 * i)));
+        return (Lanes::Part)_mm256_slli_epi32(wide, 16);
+    });
+#elif defined(__ARM_NEON)
+    return by_part<Lanes>([&](auto i) EACH {
+        return (Lanes::Part)vshll_n_u16(vld1_u16((const uint16_t *)(p + 4 * i)), 16);
+    });
 #else
-    IntLanes bits;
-    for (int i = 0; i < LANES; i++) bits[i] = (int32_t)((uint32_t)p[i].bits << 16);
-    return (Lanes)bits;
+    float wide[LANES];
+    for (int i = 0; i < LANES; i++) wide[i] = p[i];
+    return load(wide);
 #endif
 }
-inline void store(BFloat *p, Lanes x) {  // rounded to the nearest bf16, to even
-    const IntLanes bits = (IntLanes)x, odd = (bits >> 16) & 1;
-    const IntLanes rounded = (bits + 0x7fff + odd) >> 16;
+inline void store(BFloat *p, Lanes x) {  // rounded to the nearest bf16, to even; what is no number stays none
+    const IntLanes bits = bits_of(x), odd = (bits >> 16) & 1;
+    const IntLanes rounded = bits_of(choose(x == x, lanes_of(bits + 0x7fff + odd), all(NAN))) >> 16;
     for (int i = 0; i < LANES; i++) p[i].bits = (uint16_t)rounded[i];
 }
 
-inline Lanes load(const int8_t *p) {
-#ifdef __AVX512F__
-    return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+INLINE Lanes widen(Bytes x) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x));
+#elif defined(__AVX2__)
+    const __m128i both[2] = {(__m128i)x, _mm_srli_si128((__m128i)x, 8)};
+    return by_part<Lanes>([&](auto i) EACH { return (Lanes::Part)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(both[i])); });
+#elif defined(__ARM_NEON)
+    const int16x8_t low = vmovl_s8(vget_low_s8((int8x16_t)x)), high = vmovl_s8(vget_high_s8((int8x16_t)x));
+    const int32x4_t four[4] = {vmovl_s16(vget_low_s16(low)), vmovl_s16(vget_high_s16(low)),
+                               vmovl_s16(vget_low_s16(high)), vmovl_s16(vget_high_s16(high))};
+    return by_part<Lanes>([&](auto i) EACH { return (Lanes::Part)vcvtq_f32_s32(four[i]); });
 #else
-    Lanes x;
-    for (int i = 0; i < LANES; i++) x[i] = p[i];
-    return x;
+    float wide[LANES];
+    for (int i = 0; i < LANES; i++) wide[i] = x[i];
+    return load(wide);
 #endif
+}
+inline Lanes load(const int8_t *p) {
+    Bytes x;
+    std::memcpy(&x, p, sizeof x);
+    return widen(x);
 }
 
 struct Half {
     uint16_t bits;
 
-    operator float() const {  // of a finite number
-        const uint32_t wide = (uint32_t)(bits & 0x7fff) << 13;
+    operator float() const {
+        const bool finite = (bits & 0x7c00) != 0x7c00;
+        const uint32_t wide = (uint32_t)(bits & 0x7fff) << 13 | (finite ? 0 : 0x7f800000);
         float x;
         std::memcpy(&x, &wide, sizeof x);
-        x *= 0x1p112f;  // moves the exponent's bias from 15 to 127, subnormal numbers included
+        if (finite) x *= 0x1p112f;  // moves the exponent's bias from 15 to 127, subnormal numbers included
         return bits & 0x8000 ? -x : x;
     }
 };
 inline Lanes load(const Half *p) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
     return (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return by_part<Lanes>([&](auto i) EACH {
+        return (Lanes::Part)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8 * i)));
+    });
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    return by_part<Lanes>([&](auto i) EACH {
+        return (Lanes::Part)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)(p + 4 * i))));
+    });
 #else
-    Lanes x;
-    for (int i = 0; i < LANES; i++) x[i] = p[i];
-    return x;
+    float wide[LANES];
+    for (int i = 0; i < LANES; i++) wide[i] = p[i];
+    return load(wide);
 #endif
 }
 
@@ -172,9 +306,9 @@ INLINE Quad sums(const Lanes (&v)[4]) {
                                      _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(abcd), 1)));
     return (Quad)_mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1));
 #else
-    const auto one = [](Lanes v) {
+    const auto one = [](Lanes v) EACH {
         float x[LANES];
-        std::memcpy(x, &v, sizeof x);
+        store(x, v);
         for (int gap = LANES / 2; gap; gap /= 2)
             for (int i = 0; i < gap; i++) x[i] += x[i + gap];
         return x[0];
@@ -186,9 +320,8 @@ INLINE Quad sums(const Lanes (&v)[4]) {
 inline float sum(Lanes v) { return sums({v, Lanes{}, Lanes{}, Lanes{}})[0]; }
 
 // e^x by x = n·ln 2 + r and the first terms of the series in r, |r| ≤ 0.35; within 2 units in the last place.
-inline Lanes exponential(Lanes x) {
-    x = larger(x, all(-87.0f));
-    x = x < 88.0f ? x : all(88.0f);
+INLINE Lanes exponential(Lanes x) {
+    x = smaller(larger(x, all(-87.0f)), all(88.0f));
     const float magic = 0x1.8p23f;  // adding it rounds to a whole number, in the low bits
     const Lanes shifted = x * 1.44269504f + magic, n = shifted - magic;
     const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
@@ -199,23 +332,23 @@ inline Lanes exponential(Lanes x) {
     y = y * r + 0.5f;
     y = y * r + 1.0f;
     y = y * r + 1.0f;
-    const IntLanes power = ((IntLanes)shifted - 0x4b400000 + 127) << 23;
-    return y * (Lanes)power;
+    const IntLanes power = (bits_of(shifted) - 0x4b400000 + 127) << 23;
+    return y * lanes_of(power);
 }
 
-inline Lanes sigmoid(Lanes x) { return 1.0f / (1.0f + exponential(-x)); }
+INLINE Lanes sigmoid(Lanes x) { return 1.0f / (1.0f + exponential(-x)); }
 
-inline Lanes gelu(Lanes x) {  // erf by Abramowitz & Stegun 7.1.26, within 1.5e-7
-    const Lanes z = (x < 0.0f ? -x : x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
+INLINE Lanes gelu(Lanes x) {  // erf by Abramowitz & Stegun 7.1.26, within 1.5e-7
+    const Lanes z = magnitude(x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
     Lanes y = 1.061405429f * t - 1.453152027f;
     y = y * t + 1.421413741f;
     y = y * t - 0.284496736f;
     y = y * t + 0.254829592f;
     const Lanes tail = 0.5f * y * t * exponential(-z * z);  // of the normal distribution, beyond |x|
-    return x * (x < 0.0f ? tail : 1.0f - tail);
+    return x * choose(x < 0.0f, tail, 1.0f - tail);
 }
 
-inline Lanes activate(Lanes x, int64_t activation) {
+INLINE Lanes activate(Lanes x, int64_t activation) {
     switch (activation) {
     case GELU_TANH: return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));  // (1 + tanh u) / 2 = σ(2u)
     case RELU2: x = larger(x, Lanes{}); return x * x;
@@ -259,12 +392,6 @@ struct Team {
         if (n_threads > 1) barrier->wait(n_threads);
     }
 };
-
-// Calls f(0) … f(N − 1), written out: accumulators whose index the compiler knows stay in registers.
-template <int... I, class F> INLINE void each(std::integer_sequence<int, I...>, const F &f) {
-    (f(std::integral_constant<int, I>{}), ...);
-}
-template <int N, class F> INLINE void repeat(const F &f) { each(std::make_integer_sequence<int, N>{}, f); }
 
 int64_t padded(int64_t n) { return (n + CHUNK - 1) / CHUNK * CHUNK; }
 
@@ -312,10 +439,14 @@ struct Rows {
 #ifdef INTEGER_PRODUCTS
     void round(int64_t row) {
         const float *from = x + row * stride;
-        __m512 top = _mm512_setzero_ps();
-        for (int64_t i = 0; i < stride; i += LANES) top = _mm512_max_ps(top, _mm512_abs_ps(_mm512_loadu_ps(from + i)));
-        const float largest = std::max(_mm512_reduce_max_ps(top), 1e-30f);
-        scale[row] = largest / 32639;  // 127 · 256 + 127: high stays a signed byte
+        __m512i top = _mm512_setzero_si512();  // compared as integers: what is no number lies above all that are
+        for (int64_t i = 0; i < stride; i += LANES)
+            top = _mm512_max_epi32(top, (__m512i)magnitude(load(from + i)));
+        const int32_t top_bits = _mm512_reduce_max_epi32(top);
+        float largest;
+        std::memcpy(&largest, &top_bits, sizeof largest);
+        largest = std::max(largest, 1e-30f);
+        scale[row] = top_bits < 0x7f800000 ? largest / 32639 : NAN;  // 127 · 256 + 127: high stays a signed byte
         const __m512 factor = _mm512_set1_ps(32639 / largest);
         __m512i running = _mm512_setzero_si512();
         int8_t *const lows = &bytes[2 * row * stride], *const highs = lows + stride;
@@ -358,10 +489,15 @@ template <int N> INLINE void prefetch(const void *at, int64_t line) {
 // Each kind of weights has a Tile: sums<N>(first, step, row, out) multiplies four weight rows, first, first + step …,
 // with N activation rows from `row` on; out[r][j] is the sum for weight row j.
 template <class Weight> struct FloatTile {
-    static constexpr int64_t AT_ONCE = 6;  // activation rows whose accumulators stay in registers
+    static constexpr int64_t AT_ONCE = MANY_REGISTERS ? 6 : 1;  // activation rows whose accumulators stay in registers
+    static constexpr bool WIDENS = !std::is_same_v<Weight, float>;
     const Weight *weight;
     int64_t k;
     const Rows &x;
+
+    void widen_row(int64_t row, float *out) const {
+        for (int64_t i = 0; i < k; i += LANES) store(out + i, load(weight + row * k + i));
+    }
 
     template <int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
         Lanes total[N][TILE] = {};
@@ -383,6 +519,7 @@ template <class Weight> struct FloatTile {
 #ifdef BF16_PRODUCTS
 struct BFloatTile {
     static constexpr int64_t AT_ONCE = 4;
+    static constexpr bool WIDENS = false;
     const BFloat *weight;
     int64_t k;
     const Rows &x;
@@ -424,6 +561,7 @@ INLINE __m256i whole_sums(const IntLanes (&v)[TILE]) {
 // The product wants one side unsigned: weights + 128, whose share is 128 · the sum of the row's activations.
 struct Int8Tile {
     static constexpr int64_t AT_ONCE = 3;
+    static constexpr bool WIDENS = false;
     const int8_t *weight;
     int64_t k;
     const Rows &x;
@@ -452,6 +590,7 @@ struct Int8Tile {
 // 128 weights at a time, four groups: the lanes of a quarter belong to one group and take its scale.
 struct Int4Tile {
     static constexpr int64_t AT_ONCE = 4;
+    static constexpr bool WIDENS = false;
     const uint8_t *weight;
     const Half *scale;
     int64_t k;
@@ -486,28 +625,46 @@ struct Int4Tile {
 #else
 typedef FloatTile<int8_t> Int8Tile;
 
-struct Int4Tile {  // by way of float32
-    static constexpr int64_t AT_ONCE = 6;
+struct Int4Tile {  // in float32
+    static constexpr int64_t AT_ONCE = MANY_REGISTERS ? 3 : 1;
+    static constexpr bool WIDENS = true;
     const uint8_t *weight;
     const Half *scale;
     int64_t k;
     const Rows &x;
 
     template <int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
-        thread_local std::vector<float> wide;
-        wide.resize(TILE * k);
-        for (int64_t j = 0; j < TILE; j++) widen(first + j * step, &wide[j * k]);
-        FloatTile<float>{wide.data(), k, x}.template sums_of<N>(0, 1, row, out);
+        Lanes total[N][TILE] = {};
+        const float *in = x.x + row * x.stride;
+        for (int64_t i = 0; i < k; i += 32)
+            repeat<TILE>([&](auto j) EACH {
+                if (i % CHUNK == 0) prefetch<N>(weight + (first * k + TILE * i) / 2, j);
+                const auto [low, high] = group(((first + j * step) * k + i) / 32);
+                const Lanes both[2] = {low, high};
+                repeat<2>([&](auto half) EACH {
+                    repeat<N>([&](auto r) EACH {
+                        total[r][j] += both[half] * load(in + r * x.stride + i + half * LANES);
+                    });
+                });
+            });
+        repeat<N>([&](auto r) EACH { out[r] = sums(total[r]); });
     }
 
-    void widen(int64_t row, float *out) const {
-        const uint8_t *w = weight + row * k / 2;
-        const Half *s = scale + row * k / 32;
-        for (int64_t i = 0; i < k; i += 32)
-            for (int64_t j = 0; j < 16; j++) {
-                out[i + j] = s[i / 32] * ((w[i / 2 + j] & 15) - 8);
-                out[i + j + 16] = s[i / 32] * ((w[i / 2 + j] >> 4) - 8);
-            }
+    // The 32 values of a group.
+    INLINE std::pair<Lanes, Lanes> group(int64_t at) const {
+        typedef uint8_t Pairs __attribute__((vector_size(16)));
+        Pairs pairs;
+        std::memcpy(&pairs, weight + 16 * at, sizeof pairs);
+        const float factor = scale[at];
+        return {widen((Bytes)(pairs & 15) - 8) * factor, widen((Bytes)(pairs >> 4) - 8) * factor};
+    }
+
+    void widen_row(int64_t row, float *out) const {
+        for (int64_t i = 0; i < k; i += 32) {
+            const auto [low, high] = group((row * k + i) / 32);
+            store(out + i, low);
+            store(out + i + LANES, high);
+        }
     }
 };
 #endif
@@ -516,29 +673,44 @@ struct Int4Tile {  // by way of float32
 template <class Tile>
 void tiles(const Tile &tile, const Matrix &m, int64_t first_row, int64_t last_row, int64_t from, int64_t end, float *out,
            int64_t stride, bool add) {
+    thread_local std::vector<float> wide;  // four weight rows, made float32 once where many activation rows meet them
+    const bool widens = Tile::WIDENS && last_row - first_row > Tile::AT_ONCE;
+    if (widens) wide.resize(TILE * m.k);
     for (int64_t n = from, count; n < end; n += count) {
         count = end - n < TILE ? 1 : TILE;  // the last few one by one, as a tile of the same row
         const int64_t step = count / TILE, bytes = count * sizeof(float);
         Quad scale = Quad{} + 1.0f, bias = {};
         if (m.kind == INT8) std::memcpy(&scale, (const float *)m.scale + n, bytes);
         if (m.bias) std::memcpy(&bias, m.bias + n, bytes);
-        for (int64_t row = first_row, rows; row < last_row; row += rows) {
-            Quad four[Tile::AT_ONCE];
-            rows = std::min(Tile::AT_ONCE, last_row - row);
-            switch (rows) {
-            case 1: tile.template sums_of<1>(n, step, row, four); break;
-            case 2: tile.template sums_of<2>(n, step, row, four); break;
-            case Tile::AT_ONCE: tile.template sums_of<Tile::AT_ONCE>(n, step, row, four); break;
-            default: tile.template sums_of<3>(n, step, row, four), rows = 3;
+        const auto multiply = [&](const auto &tile, int64_t first) {
+            constexpr int64_t AT_ONCE = std::decay_t<decltype(tile)>::AT_ONCE;
+            for (int64_t row = first_row, rows; row < last_row; row += rows) {
+                Quad four[AT_ONCE];
+                rows = std::min(AT_ONCE, last_row - row);
+                if (rows == AT_ONCE)
+                    tile.template sums_of<AT_ONCE>(first, step, row, four);
+                else if (rows == 1)
+                    tile.template sums_of<1>(first, step, row, four);
+                else if (rows == 2)
+                    tile.template sums_of<std::min<int64_t>(2, AT_ONCE)>(first, step, row, four);
+                else
+                    tile.template sums_of<std::min<int64_t>(3, AT_ONCE)>(first, step, row, four), rows = 3;
+                for (int64_t r = 0; r < rows; r++) {
+                    float *to = out + (row + r) * stride + n;
+                    Quad before = {};
+                    if (add) std::memcpy(&before, to, bytes);
+                    const Quad value = four[r] * scale + bias + before;
+                    std::memcpy(to, &value, bytes);
+                }
             }
-            for (int64_t r = 0; r < rows; r++) {
-                float *to = out + (row + r) * stride + n;
-                Quad before = {};
-                if (add) std::memcpy(&before, to, bytes);
-                const Quad value = four[r] * scale + bias + before;
-                std::memcpy(to, &value, bytes);
+        };
+        if constexpr (Tile::WIDENS)
+            if (widens) {
+                for (int64_t j = 0; j < count; j++) tile.widen_row(n + j, &wide[j * m.k]);
+                multiply(FloatTile<float>{wide.data(), m.k, tile.x}, 0);
+                continue;
             }
-        }
+        multiply(tile, n);
     }
 }
 
@@ -619,7 +791,7 @@ void prepare_head(const Model &m, const Norm &norm, int64_t position, float *x) 
     if (m.cos) rotate(m, position, x);
 }
 
-constexpr int64_t QUERIES = 4;  // that read keys and values together
+constexpr int64_t QUERIES = MANY_REGISTERS ? 4 : 1;  // that read keys and values together
 
 // A query of one head, the first and the last + 1 key that it sees, and where its output goes.
 struct Query {
@@ -663,9 +835,14 @@ template <class Cache> struct HeadCache {
     void keep(const float *from, Cache *to, float *scale) const {
         if constexpr (SCALED) {
             float largest = 0;
-            for (int64_t i = 0; i < width; i++) largest = std::max(largest, std::abs(from[i]));
-            *scale = largest / 127;
-            for (int64_t i = 0; i < width; i++) to[i] = largest ? (Cache)std::lrint(from[i] / *scale) : 0;
+            bool finite = true;
+            for (int64_t i = 0; i < width; i++) {
+                largest = std::max(largest, std::abs(from[i]));
+                finite &= std::isfinite(from[i]);
+            }
+            *scale = finite ? largest / 127 : NAN;  // so that all values of the vector are none
+            for (int64_t i = 0; i < width; i++)
+                to[i] = finite && largest ? (Cache)std::lrint(from[i] / *scale) : (Cache)!finite;
         } else {
             for (int64_t i = 0; i < width; i += LANES) store(to + i, load(from + i));
         }
@@ -710,7 +887,7 @@ void attend(const Model &m, const Query *queries, const HeadCache<Cache> &cache,
         float largest = -INFINITY;
         for (int i = 0; i < LANES; i++) largest = std::max(largest, top[i]);
         for (int64_t s = 0; s < end - from; s += LANES) {
-            const Lanes score = load(own + s), e = score == -INFINITY ? Lanes{} : exponential(score - largest);
+            const Lanes score = load(own + s), e = choose(score == -INFINITY, Lanes{}, exponential(score - largest));
             total += e;
             if constexpr (HeadCache<Cache>::SCALED)
                 store(own + s, e * load(cache.value_scales + from + s));
@@ -867,6 +1044,21 @@ template <class F> void parallel(int n_threads, const F &work) {
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------- what is called
+
+// What this library was built with: bit 0 threads; 1 vectors of 64 bytes, 2 of 32; 3 products of integers, 4 of bf16.
+extern "C" int gptworks_built_with() {
+    int bits = REGISTER == 64 ? 2 : REGISTER == 32 ? 4 : 0;
+#ifdef _OPENMP
+    bits |= 1;
+#endif
+#ifdef INTEGER_PRODUCTS
+    bits |= 8;
+#endif
+#ifdef BF16_PRODUCTS
+    bits |= 16;
+#endif
+    return bits;
+}
 
 extern "C" void gptworks_step(const Model *model, const Batch *batch, int n_threads) {
     Shared shared(*model, batch->n_rows);
