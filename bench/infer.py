@@ -30,7 +30,8 @@ from torch import Tensor
 from gptworks.checkpoint import save_checkpoint
 from gptworks.device import device_name
 from gptworks.infer.backend import Backend, Chunk, TorchBackend, choose_backend
-from gptworks.infer.native import move_to_large_pages, read_memory
+from gptworks.infer.native import move_to_large_pages
+from gptworks.infer.native_library import read_memory
 from gptworks.interop.gguf import export_gguf
 from gptworks.model import GPT
 from gptworks.plan.flops import forward_flops

@@ -9,6 +9,7 @@ import torch
 
 import tiny
 
+os.environ.setdefault("GPTWORKS_NATIVE", "1")  # where both can compute, no measurement decides which does
 torch.set_num_threads(1)  # at the sizes of tests, threads wait for one another more than they work
 
 

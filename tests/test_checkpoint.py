@@ -160,7 +160,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_half_written(tmp_
 def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path, 1)
     other = CONFIG.model_copy(update={"d_ff": 99})
-    with pytest.raises(UserError, match=r"blocks\.0\.mlp\.down\.weight.*\(16, 64\).*\(16, 99\)"):
+    with pytest.raises(UserError, match=r"blocks\.0\.mlp\.down\.weight.*\[16, 64\].*\[16, 99\]"):
         load_model(checkpoints(tmp_path)[0], other)
 
 

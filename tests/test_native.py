@@ -3,10 +3,11 @@
 Without a C++ compiler these tests are skipped; what is said then, is tested nonetheless.
 """
 
-import ctypes
 import itertools
-import shutil
-from collections.abc import Iterator, Sequence
+import math
+import mmap
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from gptworks.config import ModelConfig
 from gptworks.infer import native
 from gptworks.infer.backend import Chunk, TorchBackend, Unavailable
+from gptworks.infer.native_library import library
 from gptworks.model import GPT
-from gptworks.plan.devices import cpu_flags
 from gptworks.quantize.convert import quantize_model
 from hf import random_model
 
@@ -43,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True, scope="module")
 def compiled() -> None:
     try:
-        native.library()
+        library()
     except Unavailable as error:
         pytest.skip(f"no native kernels here: {error}")
 
@@ -163,7 +164,7 @@ def test_packed_weights_are_the_values_they_stand_for(kind: str, name: str) -> N
     """Weights of 8 and 4 bits meet activations of 16 bits, an error of some 2⁻¹⁶; those in bf16 meet bf16."""
     model = variant(name)
     twin = pack(model, kind)
-    rounded = kind == "bf16" and "avx512_bf16" in cpu_flags()
+    rounded = kind == "bf16" and library().has_bf16_products
     near = {"bf16": 1e-3 if rounded else 3e-6, "fp16": 3e-6, "int8": 3e-4, "int4": 3e-4}[kind]
     check(model, native.try_backend(twin, 3, CONTEXT, dtype=torch.float32), near, rounded)
 
@@ -274,6 +275,113 @@ def test_large_numbers_keep_their_ratio() -> None:
     check(model, native.try_backend(twin, 3, CONTEXT, dtype=torch.float32), near=0.01)
 
 
+# ------------------------------------------------------------------------------------------- what is no number
+
+
+KINDS = ["fp32", "bf16", "fp16", "int8", "int4"]
+
+
+def kept_as(kind: str, name: str = "qwen3") -> GPT:
+    model = variant(name)
+    return model if kind == "fp32" else pack(model, kind)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_with_what_is_no_number_is_none(kind: str, value: float) -> None:
+    """One activation of each row; whether it comes last or is followed by others."""
+    for place in (0, 17, 63):
+        model = kept_as(kind)
+        model.norm.weight.data[place] = value
+        logits = native.try_backend(model, 1, CONTEXT).compute([Chunk(0, 0, text(5), 5)])[0]
+        assert not logits.isfinite().any() if kind in ("int8", "int4") else not logits.isfinite().all()
+        if math.isnan(value):
+            assert logits.isnan().all()
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "gelu_tanh", "relu2", "swiglu", "geglu"])
+@pytest.mark.parametrize("cache", [torch.float32, torch.bfloat16, torch.int8])
+def test_nan_passes_through_activations_and_every_cache(cache: torch.dtype, mlp: str) -> None:
+    """From a key that one text keeps to all its later tokens, and to no other text's."""
+    model = variant("qwen3", mlp=mlp)
+    model.token_embedding.weight.data[3, 5] = float("nan")
+    for block in model.blocks:
+        block.attention.out.weight.data.mul_(0.1)  # type: ignore[union-attr]
+    backend = native.try_backend(model, 2, CONTEXT, dtype=cache)
+    clean = [token for token in text(20) if token != 3][:9]
+    with_nan, without = backend.compute([Chunk(0, 0, [3, *clean], 10), Chunk(1, 0, clean, 9)])
+    assert with_nan.isnan().all()
+    assert without[:, [i for i in range(VOCABULARY) if i != 3]].isfinite().all()  # the head is the embedding
+
+
+# ------------------------------------------------------------------------------------------------- what it is given
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("int8", lambda module: setattr(module, "scale", module.scale.to(torch.uint8))),
+        ("int8", lambda module: setattr(module, "scale", module.scale.half())),
+        ("int8", lambda module: setattr(module, "scale", module.scale[:-1])),
+        ("int8", lambda module: setattr(module, "scale", None)),
+        ("int4", lambda module: setattr(module, "scale", module.scale.float())),
+        ("int4", lambda module: setattr(module, "scale", module.scale[:, :0])),
+        ("int4", lambda module: setattr(module, "weight", module.weight[:, :-1])),
+        ("bf16", lambda module: setattr(module, "weight", module.weight[:-1])),
+        ("bf16", lambda module: setattr(module, "weight", module.weight.T)),
+    ],
+)
+def test_tensors_that_would_be_read_beyond_their_end_are_refused(kind: str, change: Callable[[Any], None]) -> None:
+    model = kept_as(kind)
+    change(model.blocks[1].mlp.up)  # type: ignore[union-attr]
+    with pytest.raises(TypeError, match="the native kernels need"):
+        native.try_backend(model, 1, CONTEXT)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        Chunk(0, 0, [VOCABULARY]), Chunk(0, 0, [-1]), Chunk(1, 0, [1]), Chunk(-1, 0, [1]), Chunk(0, -1, [1]),
+    ],
+)  # fmt: skip
+def test_tokens_and_slots_that_do_not_exist_are_refused(chunk: Chunk) -> None:
+    with pytest.raises(AssertionError):
+        native.try_backend(variant("gpt2"), 1, CONTEXT).compute([chunk])
+
+
+def test_weights_lie_in_large_pages_where_the_kernel_grants_them() -> None:
+    """By what the kernel says of the memory itself: 16 MiB hold at least 7 whole pages of 2 MiB."""
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists() or "[never]" in enabled.read_text(encoding="ascii"):
+        pytest.skip("this system grants no transparent huge pages (/sys/kernel/mm/transparent_hugepage/enabled)")
+    free = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
+    if free is None or int(free[1]) < 2**20:
+        pytest.skip("too little memory is free for large pages")
+    weights = [torch.randn(2**21), torch.randn(2**20, 2)]
+    before = [tensor.clone() for tensor in weights]
+    native.move_to_large_pages(weights)
+    assert all(torch.equal(*pair) for pair in zip(weights, before, strict=True))
+    if not (large := large_page_bytes(weights[0].data_ptr() + 8 * 2**20)):
+        block = mmap.mmap(-1, 16 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        block.madvise(mmap.MADV_HUGEPAGE)
+        block.write(bytes(16 * 2**20))
+        start = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
+        if not large_page_bytes(start + 8 * 2**20):
+            pytest.skip("this system gives no large pages to anyone now: its memory is in pieces")
+    assert large >= 7 * 2 * 2**20
+
+
+def large_page_bytes(address: int) -> int:
+    """AnonHugePages of the mapping that holds an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
 # ------------------------------------------------------------------------------------------------- where it is not had
 
 
@@ -289,46 +397,3 @@ def test_large_numbers_keep_their_ratio() -> None:
 def test_models_that_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unavailable, match=reason):
         native.try_backend(GPT(ModelConfig(**{**BASE, **settings})), 1, CONTEXT)
-
-
-@pytest.fixture
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache that holds no kernels yet."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.library.cache_clear()
-    yield tmp_path
-    native.library.cache_clear()
-
-
-def test_switched_off(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPTWORKS_NATIVE", "0")
-    with pytest.raises(Unavailable, match="GPTWORKS_NATIVE=0"):
-        native.library()
-
-
-def test_no_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    with pytest.raises(Unavailable, match="no C\\+\\+ compiler"):
-        native.library()
-
-
-def test_a_compiler_that_fails_leaves_nothing(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = tmp_path / "wrong.cpp"
-    wrong.write_text("this is no C++", encoding="utf-8")
-    monkeypatch.setattr(native, "SOURCE", wrong)
-    with pytest.raises(Unavailable, match=r"could not compile it .*error"):
-        native.library()
-    assert list((tmp_path / "gptworks").iterdir()) == []
-
-
-def test_a_processor_without_vector_instructions_computes_the_same(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The plain C++ under the intrinsics, without threads: what another processor or compiler gets."""
-    monkeypatch.setattr(native, "ATTEMPTS", ((),))
-    for kind in ("bf16", "fp16", "int8", "int4"):
-        model = variant("qwen3")
-        twin = pack(model, kind)
-        check(model, native.try_backend(twin, 3, CONTEXT, dtype=torch.float32), near=3e-6)
-    assert isinstance(native.library(), ctypes.CDLL)
-    assert len(list((fresh / "gptworks").iterdir())) == 1

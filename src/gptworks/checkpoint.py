@@ -131,6 +131,15 @@ class Checkpoint:
             raise UserError(f"{path} is damaged: it holds no JSON object. Restore it from a copy.")
         return state
 
+    @property
+    def best_step(self) -> int | None:
+        """The step with the lowest validation loss, by its state; None where that is damaged."""
+        try:
+            step = self.state().get("best_step")
+        except (OSError, UserError):
+            return None
+        return step if type(step) is int and step >= 0 else None
+
 
 def save_checkpoint(
     run_dir: Path,
@@ -232,17 +241,16 @@ def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambd
         return asked
     damaged: set[int] = set()
     for checkpoint in available if which == "best" else ():  # where the best by the newest is damaged, ask the next
+        best = checkpoint.best_step
+        chosen = next((one for one in available if one.step == best), None)
+        if best is None or best in damaged or chosen is None:
+            continue
         try:
-            best = int(checkpoint.state()["best_step"])
-            if best in damaged or (chosen := next((c for c in available if c.step == best), None)) is None:
-                continue
             chosen.verify()
             return chosen
         except UserError as damage:
             damaged.add(best)
             report(f"{damage} Using another that is whole.")
-        except (OSError, ValueError, KeyError, TypeError):  # its state is damaged
-            continue
     found = newest_verified(run_dir, report)
     if found is None:
         raise UserError(f"every checkpoint of {run_dir} is damaged: train again, or restore them from a copy.")

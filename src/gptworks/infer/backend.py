@@ -45,6 +45,8 @@ class Backend(Protocol):
     A slot appears at most once in a call. What is computed for a token depends on its own text alone.
     """
 
+    description: str
+    """What computes, and with what, for people to read."""
     n_slots: int
     capacity: int
     """Tokens that a slot holds."""
@@ -84,6 +86,7 @@ class TorchBackend:
     def __init__(self, model: GPT, n_slots: int, capacity: int, *, dtype: torch.dtype | None = None) -> None:
         """Room for `n_slots` texts of `capacity` tokens, kept in `dtype` (default: the model's)."""
         self.model = model
+        self.description = f"torch on {model.device}"
         self.cache = SlotCache(model.config, n_slots, capacity, dtype=dtype or model.dtype, device=model.device)
         self.n_slots, self.capacity = n_slots, self.cache.capacity
         scaling = model.config.rope_scaling
@@ -136,9 +139,10 @@ class TorchBackend:
 def choose_backend(
     model: GPT, n_slots: int, capacity: int, *, dtype: torch.dtype | None = None, name: BackendName = "auto"
 ) -> Backend:
-    """The fastest backend for a model where it is: the native one on a CPU, unless the model is being trained.
+    """The fastest backend for a model where it is: on a CPU the native one, unless torch is measured to be faster.
 
-    Warns (UserWarning), once, where the native one would serve and cannot be had.
+    A model that is being trained is computed by torch. Warns (UserWarning), once, where the native one cannot be had,
+    is slower, or has one thread of several. `description` of what is returned says what computes and why.
 
     Args:
         n_slots, capacity: texts at once, and the tokens of each.
@@ -148,21 +152,44 @@ def choose_backend(
     Raises:
         UserError: name="native" and it cannot be had.
     """
-    if name == "native" or (name == "auto" and model.device.type == "cpu" and not model.training):
-        try:
-            return _native_backend(model, n_slots, capacity, dtype)
-        except Unavailable as error:
-            if name == "native":
-                raise UserError(f"backend=native cannot compute this model here: {error} Take auto or torch.") from None
-            _say_once(f"the native engine is not used: {error} torch computes instead, slower.")
-    return TorchBackend(model, n_slots, capacity, dtype=dtype)
+    if name == "torch" or (name == "auto" and (model.device.type != "cpu" or model.training)):
+        return TorchBackend(model, n_slots, capacity, dtype=dtype)
+    try:
+        backend, slower = _native_backend(model, n_slots, capacity, dtype, name == "native")
+    except Unavailable as error:
+        if name == "native":
+            raise UserError(f"backend=native cannot compute this model here: {error} Take auto or torch.") from None
+        _say_once(f"the native engine is not used: {error} torch computes instead, slower.")
+        return TorchBackend(model, n_slots, capacity, dtype=dtype)
+    if isinstance(backend, TorchBackend):
+        _say_once(f"the native engine is not used: it is slower here ({slower}). --backend native takes it.")
+        backend.description += f", because it is faster here ({slower})"
+    elif "one thread" in backend.description and torch.get_num_threads() > 1:
+        _say_once(f"{backend.description}: the C++ compiler has no OpenMP, so one core computes. Install g++ for all.")
+    return backend
 
 
-def _native_backend(model: GPT, n_slots: int, capacity: int, dtype: torch.dtype | None) -> Backend:
-    """`native.try_backend(model, n_slots, capacity, dtype=...)`, which raises Unavailable where it cannot serve."""
-    from gptworks.infer import native
+def _native_backend(
+    model: GPT, n_slots: int, capacity: int, dtype: torch.dtype | None, asked: bool
+) -> tuple[Backend, str]:
+    """The native backend, or where it was not asked for and is slower than torch, torch's; and their times in words.
 
-    return native.try_backend(model, n_slots, capacity, dtype=dtype)
+    Raises:
+        Unavailable: the native one cannot serve.
+    """
+    from gptworks.infer import native, native_choice
+
+    if reason := native.refusal(model):
+        raise Unavailable(reason)
+    if asked or native_choice.is_forced():
+        return native.try_backend(model, n_slots, capacity, dtype=dtype), ""
+    ours, theirs = native_choice.seconds_of_both(next(native.matrices(model)).weight.dtype)
+    figures = f"a request takes {1e3 * ours:.0f} ms natively and {1e3 * theirs:.0f} ms with torch"
+    if ours > native_choice.MARGIN * theirs:
+        return TorchBackend(model, n_slots, capacity, dtype=dtype), figures
+    backend = native.try_backend(model, n_slots, capacity, dtype=dtype)
+    backend.description += f", because {figures}"
+    return backend, figures
 
 
 _said: set[str] = set()

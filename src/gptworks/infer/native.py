@@ -1,4 +1,4 @@
-"""The native backend: a GPT's step in C++ (kernels.cpp), built by the machine's own compiler when it is first wanted.
+"""The native backend: a GPT's step in C++ (kernels.cpp; native_library.py builds and loads it).
 
 Decoding, checking guesses and prefill are the same call, over all rows of all texts; a long chunk takes several. What a
 row gets depends neither on the rows beside it nor on how its text was cut into chunks, bit for bit.
@@ -9,16 +9,8 @@ Activations are float32, and are rounded where the processor multiplies narrower
 
 import contextlib
 import ctypes
-import functools
-import hashlib
 import mmap
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,82 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptworks.infer.backend import Chunk, Unavailable
+from gptworks.infer.native_library import library
 from gptworks.model import GPT, SlotCache
-from gptworks.plan.devices import cpu_flags
 
 STEP_TOKENS = 128
 """Tokens of one chunk in a step: enough that reading the weights again for the next ones costs little."""
-
-SOURCE = Path(__file__).with_name("kernels.cpp")
-
-
-# ------------------------------------------------------------------------------------------------------ the library
-
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    """kernels.cpp, compiled for this processor; kept in the user's cache, so that it is compiled once.
-
-    Raises:
-        Unavailable: GPTWORKS_NATIVE=0, no compiler, or one that fails.
-    """
-    if os.environ.get("GPTWORKS_NATIVE") == "0":
-        raise Unavailable("GPTWORKS_NATIVE=0 is set.")
-    compiler = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
-    if compiler is None:
-        raise Unavailable("there is no C++ compiler (g++ or clang++).")
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    machine = " ".join([platform.platform(), platform.processor(), *sorted(cpu_flags())])
-    parts = (SOURCE.read_bytes(), version, machine.encode(), repr((FLAGS, ATTEMPTS)).encode())
-    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    file = cache_folder() / f"kernels-{key}.so"
-    if not file.exists():
-        build(compiler, file)
-    loaded = ctypes.CDLL(str(file))
-    loaded.gptworks_step.argtypes = [ctypes.POINTER(_Model), ctypes.POINTER(_Batch), ctypes.c_int]
-    loaded.gptworks_step.restype = None
-    loaded.gptworks_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-    loaded.gptworks_read.restype = ctypes.c_float
-    return loaded
-
-
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-w")
-
-ATTEMPTS = (("-march=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
-"""Tried in this order: Apple's compiler has no OpenMP, and older ones for ARM another name for this processor."""
-
-
-def build(compiler: str, file: Path) -> None:
-    """Compile kernels.cpp to `file`, which appears whole or not at all.
-
-    Raises:
-        Unavailable: no attempt succeeds, or the folder cannot be written.
-    """
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent, prefix=".building-") as folder:
-            made = Path(folder) / file.name
-            for attempt in ATTEMPTS:
-                command = [compiler, *FLAGS, *attempt, str(SOURCE), "-o", str(made)]
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
-                if done.returncode == 0:
-                    made.replace(file)
-                    return
-    except OSError as error:
-        raise Unavailable(f"{file.parent} cannot be written ({error.strerror or error}).") from error
-    said = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
-    raise Unavailable(f"{Path(compiler).name} could not compile it ({said}).")
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gptworks"
-
-
-def read_memory(tensor: Tensor) -> None:
-    """Read a float32 tensor once with all threads: what bounds a step."""
-    library().gptworks_read(tensor.data_ptr(), tensor.numel(), torch.get_num_threads())
-
 
 # ------------------------------------------------------------------------- the structures of kernels.cpp, in its order
 
@@ -196,16 +117,19 @@ class NativeBackend:
         """
         if reason := refusal(model):
             raise Unavailable(reason)
-        self._step = library().gptworks_step
+        kernels = library()
+        self._step = kernels.functions.gptworks_step
+        n_threads = f"{torch.get_num_threads()} threads" if kernels.has_threads else "one thread, built without OpenMP"
+        self.description = f"native ({kernels.instructions}, {n_threads})"
         kind = model.token_embedding.weight.dtype
         dtype = dtype or (torch.float32 if kind == torch.float32 else torch.bfloat16)
         self.cache = SlotCache(model.config, n_slots, capacity, dtype=dtype)
         self.n_slots, self.capacity = n_slots, self.cache.capacity
         self.vocab_size = model.config.vocab_size
         self._kept: list[Tensor] = []
-        matrices = [module.weight for module in _matrices(model)]
-        if len({matrix.untyped_storage().data_ptr() for matrix in matrices}) > 1:  # not moved before
-            move_to_large_pages(matrices)
+        weights = [module.weight for module in matrices(model)]
+        if len({weight.untyped_storage().data_ptr() for weight in weights}) > 1:  # not moved before
+            move_to_large_pages(weights)
         self.model = model
         self._model = self._structure(model)
 
@@ -243,10 +167,12 @@ class NativeBackend:
         for chunk in chunks:
             n = len(chunk.tokens)
             assert chunk.start + n <= self.capacity, f"{chunk.start + n} tokens in a slot of {self.capacity}"
+            assert 0 <= chunk.slot < self.n_slots and chunk.start >= 0 and 0 <= chunk.n_logits <= n, chunk
             tokens += chunk.tokens
             slots += [chunk.slot] * n
             positions += range(chunk.start, chunk.start + n)
             wanted += range(len(tokens) - chunk.n_logits, len(tokens))
+        assert min(tokens) >= 0 and max(tokens) < self.vocab_size, f"tokens outside 0 … {self.vocab_size - 1}"
         logits = torch.empty(len(wanted), self.vocab_size)
         numbers = [_integers(values) for values in (tokens, slots, positions, wanted)]
         addresses = [ctypes.addressof(array) for array in numbers]
@@ -258,71 +184,108 @@ class NativeBackend:
 
     def _structure(self, model: GPT) -> _Model:
         config = model.config
+        width, vocabulary, half = config.d_model, config.vocab_size, config.d_rotary // 2
         layers = (_Layer * config.n_layers)(*(self._layer(model, i) for i in range(config.n_layers)))
         cos, sin = (
             model.rotary.at(slice(0, self.capacity), self.capacity, torch.float32) if model.rotary else (None,) * 2
         )
         head = model.token_embedding if model.untied_head is None else model.untied_head
-        position = None if model.position_embedding is None else model.position_embedding.weight
+        position = None if model.position_embedding is None else model.position_embedding.weight[: self.capacity]
         structure = _Model(
-            config.d_model, config.n_heads, config.n_kv_heads, config.d_head, config.d_ff,
+            width, config.n_heads, config.n_kv_heads, config.d_head, config.d_ff,
             config.d_rotary, self.capacity, config.n_layers,
             _ACTIVATIONS.index(config.mlp), config.norm == "layernorm", config.parallel_residual,
             _KINDS[self.cache.dtype],
             config.norm_eps, config.d_head**-0.5 if config.attention_scale is None else config.attention_scale,
-            self._matrix(model.token_embedding), self._matrix(head),
-            self._vector(position), self._vector(cos), self._vector(sin), self._norm(model.norm),
-            ctypes.addressof(layers),
+            self._matrix(model.token_embedding, vocabulary, width), self._matrix(head, vocabulary, width),
+            self._vector(position, self.capacity, width), self._vector(cos, self.capacity, half),
+            self._vector(sin, self.capacity, half), self._norm(model.norm, width), ctypes.addressof(layers),
         )  # fmt: skip
         structure.kept = layers
         return structure
 
     def _layer(self, model: GPT, i: int) -> _Layer:
         block: Any = model.blocks[i]
-        attention, mlp = block.attention, block.mlp
-        norms = (block.norm1, block.norm2, attention.query_norm, attention.key_norm)
-        cached = (self.cache.keys[i], self.cache.values[i])
-        matrices = (attention.query, attention.key, attention.value, attention.out, mlp.gate, mlp.up, mlp.down)
+        config, attention, mlp = model.config, block.attention, block.mlp
+        width, inner, d_head, groups = config.d_model, config.d_ff, config.d_head, config.n_kv_heads
+        d_query, d_key = config.n_heads * d_head, groups * d_head
+        norms = (
+            (block.norm1, width),
+            (block.norm2, width),
+            (attention.query_norm, d_head),
+            (attention.key_norm, d_head),
+        )
+        matrices = (
+            (attention.query, d_query, width), (attention.key, d_key, width), (attention.value, d_key, width),
+            (attention.out, width, d_query), (mlp.gate, inner, width), (mlp.up, inner, width), (mlp.down, width, inner),
+        )  # fmt: skip
+        slots = self.cache.keys[i].data.size(0)
+        cached = []
+        for vectors in (self.cache.keys[i], self.cache.values[i]):
+            cached.append(self._address(vectors.data, self.cache.dtype, slots, groups, self.capacity, d_head))
+            room = -(-self.capacity // 16) * 16
+            cached.append(self._address(vectors.scale, torch.float32, slots, groups, room))
         return _Layer(
-            *map(self._norm, norms),
-            *map(self._matrix, matrices),
-            *(self._address(part) for vectors in cached for part in (vectors.data, vectors.scale)),
+            *(self._norm(*norm) for norm in norms),
+            *(self._matrix(*matrix) for matrix in matrices),
+            *cached,
             attention.window or self.capacity,
         )
 
-    def _norm(self, norm: Any) -> _Norm:
+    def _norm(self, norm: Any, width: int) -> _Norm:
         if isinstance(norm, nn.Identity):
             return _Norm()
-        return _Norm(self._vector(norm.weight), self._vector(getattr(norm, "bias", None)))
+        return _Norm(self._vector(norm.weight, width), self._vector(getattr(norm, "bias", None), width))
 
-    def _matrix(self, module: Any) -> _Matrix:
+    def _matrix(self, module: Any, rows: int, columns: int) -> _Matrix:
+        """A matrix [rows, columns], whose rows are padded to whole steps of a product."""
         if module is None:
             return _Matrix()
-        weight, scale = module.weight.detach(), getattr(module, "scale", None)
+        weight: Tensor = module.weight.detach()
+        scale: Any = getattr(module, "scale", None)
+        kind, in_pairs = weight.dtype, weight.dtype == torch.uint8
+        _check(weight, kind, rows, columns // 2 if in_pairs else columns)
+        if kind in (torch.int8, torch.uint8):
+            groups = (rows, columns // 32) if in_pairs else (rows,)
+            _check(scale, torch.float16 if in_pairs else torch.float32, *groups)
         n_missing = -(weight.size(1) * weight.element_size()) % _AT_ONCE_BYTES
         if n_missing:
-            weight = F.pad(
-                weight, (0, n_missing // weight.element_size()), value=0x88 if weight.dtype == torch.uint8 else 0
-            )
-        n_columns = weight.size(1) * (2 if weight.dtype == torch.uint8 else 1)
-        if weight.dtype == torch.uint8 and scale is not None:
+            weight = F.pad(weight, (0, n_missing // weight.element_size()), value=0x88 if in_pairs else 0)
+        n_columns = weight.size(1) * (2 if in_pairs else 1)
+        if in_pairs:
             scale = F.pad(scale, (0, n_columns // 32 - scale.size(1)))
         return _Matrix(
-            self._address(weight), self._address(scale), self._vector(getattr(module, "bias", None)),
-            weight.size(0), n_columns, _KINDS[weight.dtype],
+            self._address(weight, kind, *weight.shape),
+            None if scale is None else self._address(scale, scale.dtype, *scale.shape),
+            self._vector(getattr(module, "bias", None), rows), rows, n_columns, _KINDS[kind],
         )  # fmt: skip
 
-    def _vector(self, tensor: Tensor | None) -> int | None:
-        return None if tensor is None else self._address(tensor.detach().float())
+    def _vector(self, tensor: Tensor | None, *shape: int) -> int | None:
+        return None if tensor is None else self._address(tensor.detach().float(), torch.float32, *shape)
 
-    def _address(self, tensor: Tensor | None) -> int | None:
+    def _address(self, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
+        """Where a tensor of this dtype and shape lies, one element after the other; it is kept alive."""
         if tensor is None:
             return None
-        self._kept.append(tensor.contiguous())
-        return self._kept[-1].data_ptr()
+        tensor = tensor.contiguous()
+        _check(tensor, dtype, *shape)
+        assert tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
 
 
-def _matrices(model: GPT) -> Iterator[Any]:
+def _check(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> None:
+    """Refuse what the kernels would read wrongly, or beyond its end: they get an address and compute sizes themselves.
+
+    Raises:
+        TypeError: another dtype, shape or device than is due.
+    """
+    if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.device.type != "cpu":
+        found = "no tensor" if tensor is None else f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        raise TypeError(f"the native kernels need {dtype} {list(shape)} on the CPU and were given {found}")
+
+
+def matrices(model: GPT) -> Iterator[Any]:
     """The modules with the matrices that a step reads, in the order in which it does."""
     for module in model.blocks.modules():
         weight = getattr(module, "weight", None)
@@ -334,21 +297,34 @@ def _matrices(model: GPT) -> Iterator[Any]:
 
 
 def move_to_large_pages(tensors: Sequence[Tensor]) -> None:
-    """Give tensors other memory, with the same contents: one block in pages of 2 MiB, where the system has them.
+    """Give tensors other memory, with the same contents: one block in pages of 2 MiB, where the system grants them.
 
-    A step reads every weight once. With pages of 4 KiB, looking up where they lie took half of the time (Zen 4: 16
-    instead of 31 GB/s a core).
+    A step reads every weight once. With pages of 4 KiB the processor looks up 512 times as many addresses.
     """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return
     sizes = [-(-tensor.numel() * tensor.element_size() // 64) * 64 for tensor in tensors]
-    block = mmap.mmap(-1, sum(sizes))
+    block = large_block(sum(sizes))
+    if block is None:
+        return
+    offset = 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        there = torch.frombuffer(block, dtype=tensor.dtype, count=tensor.numel(), offset=offset).view(tensor.shape)
+        there.copy_(tensor.detach())
+        tensor.data = there
+        offset += size
+
+
+def large_block(n_bytes: int) -> mmap.mmap | None:
+    """Zeroed memory for which pages of 2 MiB are asked; None where the system has no such request.
+
+    It is private: memory shared between processes has another switch (`shmem_enabled`), which is off nearly everywhere.
+    The kernel gives large pages to whole aligned stretches of 2 MiB, and grants or refuses them without a word.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE") or n_bytes == 0:
+        return None
+    block = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         block.madvise(mmap.MADV_HUGEPAGE)
-    for tensor, part in zip(tensors, torch.split(torch.frombuffer(block, dtype=torch.uint8), sizes), strict=True):
-        n_bytes = tensor.numel() * tensor.element_size()
-        moved = part[:n_bytes].view(tensor.dtype).view(tensor.shape)
-        tensor.data = moved.copy_(tensor.detach())
+    return block
 
 
 def _part(chunk: Chunk, first: int) -> Chunk:

@@ -55,13 +55,23 @@ class Library:
         return bool(self._built_with & 1)
 
     @property
+    def has_integer_products(self) -> bool:
+        """Whether weights of 8 and 4 bits are multiplied as integers, with activations of 16 bits; else in float32."""
+        return bool(self._built_with & 8)
+
+    @property
+    def has_bf16_products(self) -> bool:
+        """Whether weights in bf16 are multiplied with activations rounded to bf16; else in float32."""
+        return bool(self._built_with & 16)
+
+    @property
     def instructions(self) -> str:
         """The widest instructions that it uses, as a person would name them."""
         built = self._built_with
         if not built & 6:
             return "NEON" if platform.machine() in ("aarch64", "arm64") else "16-byte vectors"
-        more = [name for bit, name in ((8, "VNNI"), (16, "BF16")) if built & bit]
-        return "AVX-512" * bool(built & 2) + "AVX2" * bool(built & 4) + (f" with {' and '.join(more)}" if more else "")
+        more = ["VNNI"] * self.has_integer_products + ["BF16"] * self.has_bf16_products
+        return ("AVX-512" if built & 2 else "AVX2") + (f" with {' and '.join(more)}" if more else "")
 
     @functools.cached_property
     def _built_with(self) -> int:

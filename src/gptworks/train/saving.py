@@ -41,7 +41,7 @@ def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: dict[str, S
             continue
         state = checkpoint.state()
         if not state.get("skipped_in_a_row") or checkpoint is available[0]:
-            kept |= {checkpoint.step, int(state.get("best_step", 0))}
+            kept |= {checkpoint.step, checkpoint.best_step or 0}
         n_counted += not state.get("skipped_in_a_row")
     try:
         for checkpoint in available:

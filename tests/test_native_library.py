@@ -1,0 +1,312 @@
+"""How the kernels are built, kept, verified and chosen: on broken machines, beside hostile users, on slow processors.
+
+Without a C++ compiler these tests are skipped; what is said then, is tested nonetheless.
+"""
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gptworks.config import ModelConfig
+from gptworks.errors import UserError
+from gptworks.infer import backend as backends
+from gptworks.infer import native, native_choice, native_library
+from gptworks.infer.backend import Chunk, TorchBackend, Unavailable, choose_backend
+from gptworks.infer.native_library import library
+from gptworks.model import GPT
+from test_native import CONTEXT, VARIANTS, check, pack, text, variant
+
+assert VARIANTS
+
+
+@pytest.fixture(scope="module")
+def built() -> bytes:
+    """A library for this processor, compiled once for all tests here."""
+    try:
+        library()
+    except Unavailable as error:
+        pytest.skip(f"no native kernels here: {error}")
+    folder = native_library.cache_folder()
+    assert folder is not None
+    [file] = [file for file in folder.glob("kernels-*.so") if library().sha256 in file.name]
+    return file.read_bytes()
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache that holds no kernels yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native_library.forget()
+    yield tmp_path / "gptworks"
+    native_library.forget()
+
+
+@pytest.fixture
+def builds(built: bytes, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The builds that were asked for; each gives at once what was compiled before."""
+    asked: list[str] = []
+
+    def build(compiler: str) -> bytes:
+        asked.append(compiler)
+        return built
+
+    monkeypatch.setattr(native_library, "build", build)
+    return asked
+
+
+def works() -> bool:
+    """Whether the loaded library computes."""
+    return bool(library().functions.gptworks_built_with() >= 0)
+
+
+# ----------------------------------------------------------------------------------------------------- where none is
+
+
+def test_switched_off(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPTWORKS_NATIVE", "0")
+    with pytest.raises(Unavailable, match="GPTWORKS_NATIVE=0"):
+        library()
+
+
+def test_no_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(Unavailable, match="no C\\+\\+ compiler"):
+        library()
+
+
+def test_a_compiler_that_fails_leaves_nothing_and_is_not_asked_again(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = tmp_path / "wrong.cpp"
+    wrong.write_text("this is no C++", encoding="utf-8")
+    monkeypatch.setattr(native_library, "SOURCE", wrong)
+    with pytest.raises(Unavailable, match=r"could not compile it .*error"):
+        library()
+    assert list(fresh.iterdir()) == []
+    monkeypatch.setattr(subprocess, "run", None)  # is not called
+    model = GPT(ModelConfig(vocab_size=9, context_length=8, n_layers=1, d_model=16, n_heads=1)).eval()
+    monkeypatch.setattr(backends, "_said", set())
+    with pytest.warns(UserWarning, match=r"native engine is not used: .* torch computes instead"):
+        assert isinstance(choose_backend(model, 1, 8), TorchBackend)
+    with pytest.raises(UserError, match="backend=native cannot compute this model here"):
+        choose_backend(model, 1, 8, name="native")
+
+
+def test_a_processor_of_another_name_is_built_for(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPTWORKS_NATIVE_MARCH", "no-such-processor")
+    with pytest.raises(Unavailable, match="no-such-processor"):
+        library()
+
+
+# -------------------------------------------------------------------------------------------------- broken machines
+
+
+def test_without_a_home_the_library_lives_in_a_temporary_folder(
+    builds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    assert works() and len(builds) == 1
+
+
+def test_a_cache_from_which_no_code_is_run_is_passed_over(
+    builds: list[str], fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = ctypes.CDLL
+
+    def cdll(name: str) -> ctypes.CDLL:
+        if name.startswith(str(fresh)):
+            raise OSError(f"{name}: failed to map segment from shared object")
+        return load(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", cdll)
+    assert works() and len(builds) == 1
+
+
+def test_a_cache_that_cannot_be_made_is_passed_over(builds: list[str], fresh: Path) -> None:
+    fresh.write_text("a file in its place", encoding="utf-8")
+    assert works() and len(builds) == 1
+
+
+def test_where_no_folder_serves_the_reason_is_said_once(
+    builds: list[str], fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError("no code here")))
+    for _ in range(3):
+        with pytest.raises(Unavailable, match=r"no folder can keep the compiled kernels \(.*no code here"):
+            library()
+    assert len(builds) == 1
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: data + b"x"])
+def test_a_damaged_library_is_built_again(builds: list[str], fresh: Path, damage: Any) -> None:
+    assert works()
+    [file] = fresh.glob("kernels-*.so")
+    whole = file.read_bytes()
+    file.unlink()  # a process may have it loaded
+    file.write_bytes(damage(whole))
+    native_library.forget()
+    assert works() and len(builds) == 2
+    assert [other.read_bytes() for other in fresh.glob("kernels-*.so")] == [whole]
+
+
+def test_a_library_is_built_once_for_all_processes(builds: list[str]) -> None:
+    for _ in range(3):
+        assert works()
+        native_library.forget()
+    assert len(builds) == 1
+
+
+# ------------------------------------------------------------------------------------------------------ other users
+
+
+def test_what_is_kept_is_this_users_alone(builds: list[str], fresh: Path) -> None:
+    old = os.umask(0)
+    try:
+        assert works()
+    finally:
+        os.umask(old)
+    [file] = fresh.glob("kernels-*.so")
+    assert fresh.stat().st_mode & 0o777 == file.stat().st_mode & 0o777 == 0o700
+
+
+def planted(fresh: Path, builds: list[str], mode: int = 0o700) -> Path:
+    """A library by the right name with the right sum, which is not what is built here."""
+    assert works()
+    [file] = fresh.glob("kernels-*.so")
+    key, content = file.stem.split("-")[1], file.read_bytes() + b"planted"
+    file.unlink()
+    native_library.forget()
+    builds.clear()
+    import hashlib
+
+    theirs = fresh / f"kernels-{key}-{hashlib.sha256(content).hexdigest()}.so"
+    theirs.write_bytes(content)
+    theirs.chmod(mode)
+    return theirs
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o722])
+def test_a_library_that_others_may_write_is_not_loaded(builds: list[str], fresh: Path, mode: int) -> None:
+    planted(fresh, builds, mode)
+    assert works() and len(builds) == 1
+
+
+def test_a_folder_of_another_user_is_not_used(builds: list[str], fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = planted(fresh, builds)
+    user = os.geteuid()
+    stat = Path.stat
+    fstat = os.fstat
+
+    def of_another(status: os.stat_result) -> os.stat_result:
+        return os.stat_result([*status[:4], user + 1, *status[5:]])
+
+    monkeypatch.setattr(
+        Path, "stat", lambda self, **options: (of_another if self == fresh else lambda x: x)(stat(self, **options))
+    )
+    assert works() and len(builds) == 1
+    native_library.forget()
+    monkeypatch.setattr(Path, "stat", stat)  # the folder is this user's again, and the files in it another's
+    monkeypatch.setattr(os, "fstat", lambda file: of_another(fstat(file)))
+    assert works() and len(builds) == 2
+    assert theirs.exists()
+
+
+def test_a_folder_below_one_that_all_may_write_is_not_used(
+    builds: list[str], fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted(fresh, builds)
+    fresh.parent.chmod(0o777)
+    assert works() and len(builds) == 1
+
+
+def test_a_link_to_a_folder_is_not_used(builds: list[str], fresh: Path, tmp_path: Path) -> None:
+    planted(fresh, builds)
+    fresh.rename(tmp_path / "elsewhere")
+    fresh.symlink_to(tmp_path / "elsewhere")
+    assert works() and len(builds) == 1
+
+
+# ------------------------------------------------------------------------------------------- which of the two computes
+
+
+def small(**settings: Any) -> GPT:
+    shape = {"vocab_size": 20, "context_length": 16, "n_layers": 1, "d_model": 32, "n_heads": 2}
+    return GPT(ModelConfig(**shape | settings)).eval()
+
+
+@pytest.mark.parametrize(("ours", "theirs", "native_wins"), [(1.0, 2.0, True), (1.05, 1.0, True), (2.0, 1.0, False)])
+def test_the_faster_one_computes_and_says_why(
+    built: bytes, monkeypatch: pytest.MonkeyPatch, ours: float, theirs: float, native_wins: bool
+) -> None:
+    monkeypatch.delenv("GPTWORKS_NATIVE", raising=False)
+    monkeypatch.setattr(native_choice, "seconds_of_both", lambda kind: (ours, theirs))
+    monkeypatch.setattr(backends, "_said", set())
+    if native_wins:
+        chosen = choose_backend(small(), 1, 16)
+        assert isinstance(chosen, native.NativeBackend)
+        assert chosen.description.startswith(f"native ({library().instructions}, ")
+    else:
+        with pytest.warns(UserWarning, match="it is slower here .*2000 ms natively and 1000 ms with torch"):
+            chosen = choose_backend(small(), 1, 16)
+        assert isinstance(chosen, TorchBackend)
+    assert f"{1e3 * ours:.0f} ms natively and {1e3 * theirs:.0f} ms with torch" in chosen.description
+    assert isinstance(choose_backend(small(), 1, 16, name="native"), native.NativeBackend)
+    monkeypatch.setenv("GPTWORKS_NATIVE", "1")
+    assert isinstance(choose_backend(small(), 1, 16), native.NativeBackend)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int8, torch.uint8, torch.bfloat16])
+def test_a_measurement_is_made_once_and_kept_for_later_processes(
+    builds: list[str], fresh: Path, monkeypatch: pytest.MonkeyPatch, kind: torch.dtype
+) -> None:
+    monkeypatch.setattr(native_choice, "TRIES", 1)
+    monkeypatch.setattr(native_choice, "_SHAPE", {**native_choice._SHAPE, "d_model": 128, "vocab_size": 32})
+    state = torch.get_rng_state()
+    first = native_choice.seconds_of_both(kind)
+    assert torch.equal(torch.get_rng_state(), state) and min(first) > 0
+    monkeypatch.setattr(native_choice, "measure", None)  # is not called
+    assert native_choice.seconds_of_both(kind) == first
+    monkeypatch.setattr(native_choice, "measure", lambda _: (1.0, 2.0))
+    for text_of_it in ("[]", "{", json.dumps(dict.fromkeys(json.loads((fresh / "choice.json").read_text()), "x"))):
+        (fresh / "choice.json").write_text(text_of_it, encoding="utf-8")
+        assert native_choice.seconds_of_both(kind) == (1.0, 2.0)
+
+
+def test_a_build_with_one_thread_says_so(built: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_library.Library, "has_threads", False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(backends, "_said", set())
+    with pytest.warns(UserWarning, match=r"one thread, built without OpenMP\): the C\+\+ compiler has no OpenMP"):
+        choose_backend(small(), 1, 16)
+
+
+# --------------------------------------------------------------------------------------------------- plain processors
+
+
+def test_a_processor_without_vector_instructions_computes_the_same(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain C++ under the intrinsics, without threads: what another processor or compiler gets."""
+    monkeypatch.delenv("GPTWORKS_NATIVE_MARCH", raising=False)
+    monkeypatch.setattr(native_library, "ATTEMPTS", ((),))
+    for kind in ("bf16", "fp16", "int8", "int4"):
+        model = variant("qwen3")
+        twin = pack(model, kind)
+        check(model, native.try_backend(twin, 3, CONTEXT, dtype=torch.float32), near=3e-6)
+        twin.blocks[0].norm1.weight.data[3] = float("nan")  # type: ignore[union-attr]
+        logits = native.try_backend(twin, 1, CONTEXT).compute([Chunk(0, 0, text(5), 5)])[0]
+        assert logits.isnan().all()
+    assert not library().has_threads
+    assert len(list(fresh.glob("kernels-*.so"))) == 1
