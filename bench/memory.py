@@ -13,10 +13,10 @@ from gptworks.config import TrainConfig
 from gptworks.device import device_name
 from gptworks.plan.memory import Setting, training_peak
 from gptworks.plan.params import count_parameters
-from gptworks.plan.published import readable
 from gptworks.presets import preset
 from gptworks.train.measure import measure_step
 from gptworks.train.trace import trace_step
+from gptworks.units import readable
 
 CASES = (
     ("gpt2-midi", 16, "fp32", "none", "adamw"),

@@ -17,10 +17,10 @@ from gptworks.config import TrainConfig
 from gptworks.device import choose_precision, device_name, peak_growth_bytes, reset_peak, return_freed_memory
 from gptworks.model.loss import linear_cross_entropy_reference
 from gptworks.plan.memory import Setting, training_peak
-from gptworks.plan.published import readable
 from gptworks.presets import preset
 from gptworks.train import objectives
 from gptworks.train.trace import Step, trace_step
+from gptworks.units import readable
 
 GPT2 = preset("gpt2")
 

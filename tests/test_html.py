@@ -14,9 +14,9 @@ import pytest
 import tiny
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
+from gptworks.pages.drawing import text_width
 from gptworks.plan import Sheet, describe
 from gptworks.plan.html import to_html, write_html
-from gptworks.plan.svg import text_width
 from gptworks.presets import PRESETS
 from gptworks.recipe import parse_model
 
@@ -60,7 +60,7 @@ def page(name: str) -> str:
 
 def drawings(name: str) -> list[ElementTree.Element]:
     """The page's SVGs: the architecture and the shares."""
-    found = re.findall(r"<svg.*?</svg>", page(name), re.DOTALL)
+    found = re.findall(r"<svg [^>]*role=.*?</svg>", page(name), re.DOTALL)
     return [ElementTree.fromstring(re.sub(r' xmlns="[^"]*"', "", svg)) for svg in found]
 
 

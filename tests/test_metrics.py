@@ -1,5 +1,6 @@
 """The log of a run, and what is made from it, whatever the figures are."""
 
+import errno
 import json
 import math
 import re
@@ -10,9 +11,11 @@ import torch
 
 import tiny
 from gptworks.device import choose_precision
+from gptworks.errors import RunError
+from gptworks.files import replacing, write_whole
 from gptworks.recipe import parse_recipe, with_vocab_size
 from gptworks.train.card import write_model_card
-from gptworks.train.metrics import MetricsLog, Record, draw_curves, read_metrics, write_samples
+from gptworks.train.metrics import MetricsLog, Record, Skipped, draw_curves, read_metrics, write_samples
 from gptworks.train.progress import Progress
 
 
@@ -88,3 +91,81 @@ def test_a_sample_cannot_leave_its_block(tmp_path: Path) -> None:
     write_samples(path, tmp_path / "samples.md")
     blocks = re.findall(r"^(`{3,})text\n(.*?)\n\1$", (tmp_path / "samples.md").read_text(), re.MULTILINE | re.DOTALL)
     assert [text for _, text in blocks] == ["a ```", "```\n# not a heading\n````"]
+
+
+GARBAGE = {
+    "torn": '{"kind": "train", "st',
+    "not an object": "[1, 2, 3]",
+    "a number": "17",
+    "no kind": '{"step": 1}',
+    "a kind that is no text": '{"kind": 7, "step": 1}',
+    "no step": '{"kind": "train", "tokens": 1, "loss": 1.0, "seconds": 1.0}',
+    "a step that is text": '{"kind": "train", "step": "1", "tokens": 1, "loss": 1.0, "seconds": 1.0}',
+    "a step that is a truth": '{"kind": "train", "step": true, "tokens": 1, "loss": 1.0, "seconds": 1.0}',
+    "a negative step": '{"kind": "train", "step": -1, "tokens": 1, "loss": 1.0, "seconds": 1.0}',
+    "an enormous step": '{"kind": "train", "step": 1%s, "tokens": 1, "loss": 1.0, "seconds": 1.0}' % ("0" * 400),
+    "a number of 5,000 digits": '{"kind": "train", "step": 1, "tokens": %s}' % ("9" * 5000),
+    "a loss that is text": '{"kind": "train", "step": 1, "tokens": 1, "loss": "low", "seconds": 1.0}',
+    "a loss that is a list": '{"kind": "train", "step": 1, "tokens": 1, "loss": [1.0], "seconds": 1.0}',
+    "no loss": '{"kind": "validation", "step": 1, "tokens": 1}',
+    "a sample without text": '{"kind": "sample", "step": 1, "prompt": "a"}',
+    "deep": '{"kind": "sample", "step": 1, "prompt": %s' % ("[" * 100_000),
+    "long": '{"kind": "sample", "step": 1, "prompt": "%s"}' % ("x" * (5 << 20)),
+    "bytes": "\x00\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_a_line_that_is_no_record_is_left_out_and_counted(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, [training(1, 3.0), validation(1, 3.0)])
+    before = list(read_metrics(path))
+    with path.open("ab") as file:
+        file.write(GARBAGE[name].encode("latin-1") + b"\n")
+    skipped = Skipped()
+    assert list(read_metrics(path, skipped)) == before
+    ((count, line),) = skipped.reasons.values()
+    assert (count, line) == (1, 3) and "line 3" in str(skipped)
+    write(path, [training(2, 2.0)], resume_step=1)
+    assert len(list(read_metrics(path))) == 3
+    assert draw_curves(path, tmp_path / "curves.png", "$\\frac{")
+
+
+def test_values_that_are_no_figures_are_left_out_of_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    line = {
+        "kind": "train", "step": 1, "tokens": 256, "loss": "nan", "seconds": 1.0, "grad_norm": "inf", "a": "text",
+        "b": {"x": "text"}, "c": [1, "text"], "d": {"x": 1.5}, "e": [1, 2.5], "f": None,
+    }  # fmt: skip
+    path.write_text(json.dumps(line) + "\n", encoding="utf-8")
+    (record,) = read_metrics(path)
+    assert math.isnan(record.pop("loss"))
+    assert record == {
+        "kind": "train", "step": 1, "tokens": 256, "seconds": 1.0, "grad_norm": math.inf, "d": {"x": 1.5},
+        "e": [1, 2.5], "f": None,
+    }  # fmt: skip
+    sample = {"kind": "sample", "step": 1, "prompt": "nan", "text": "inf\ud800"}
+    path.write_text(json.dumps(sample) + "\n", encoding="utf-8")
+    assert list(read_metrics(path)) == [{"kind": "sample", "step": 1, "prompt": "nan", "text": "inf?"}]
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "report.html"
+    write_whole(path, "old")
+
+    def full(self: Path, *_: object, **__: object) -> int:
+        with self.open("wb") as file:
+            file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(RunError, match=r"report\.html could not be written: No space left on device"):
+        write_whole(path, "new")
+    monkeypatch.undo()
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {"report.html": "old"}
+    with pytest.raises(ZeroDivisionError), replacing(path) as aside:
+        aside.write_text("half")
+        1 / 0  # noqa: B018
+    assert [each.name for each in tmp_path.iterdir()] == ["report.html"]

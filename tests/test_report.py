@@ -3,14 +3,15 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 import tiny
+from gptworks.pages.chart import Series, chart
 from gptworks.recipe import parse_recipe
-from gptworks.runs.chart import Series, chart
 from gptworks.runs.history import read_history
 from gptworks.runs.report import smoothed, to_html
 from gptworks.train.loop import train
@@ -147,6 +148,10 @@ def test_a_run_that_was_trained(tmp_path: Path) -> None:
     assert {line["loss"] for line in lines if line["kind"] == "validation"} <= exact
     assert outcome.best_validation_loss in exact
     assert "step\xa020\xa0of\xa020" in page
+    ended = json.loads((outcome.run_dir / "outcome.json").read_text("utf-8"))
+    assert (ended["reason"], ended["step"], ended["tokens"]) == ("finished", 20, outcome.tokens)
+    assert ended["best_validation_loss"] == outcome.best_validation_loss
+    assert ended["measured_memory_bytes"] > 0
     for fact in ("ended", "finished, step 20", "memory at the peak", "steps skipped as non-finite"):
         assert fact in page
 
@@ -160,3 +165,59 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     result = tiny.gptworks("report", run.folder, "--out", tmp_path / "nowhere" / "page.html")
     assert result.returncode == 2
     assert "there is no folder" in result.stderr
+
+
+def test_garbage_in_the_log_is_named_on_the_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [training(1, 3.0), validation(1, 3.0)])
+    with (run.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('not json\n{"kind": "train", "step": 2}\n{"kind": "train", "step": 3}\n')
+    text = Reader(to_html(read_history(run.folder))).text
+    assert "1 not whole JSON (line 3), 2 without tokens (the first is line 4)" in text
+
+
+def test_a_log_of_many_records_keeps_its_sums_its_best_and_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gptworks.runs.history.MOST_RECORDS", 50)
+    records = [training(step, 3.0, seconds_by_part={"forward": 0.25}, peak_bytes=step) for step in range(1, 1001)]
+    records += [validation(step, 1.0 if step == 333 else 2.0) for step in range(1, 1001)]
+    run = write_run(tmp_path / "run", records)
+    assert 100 <= len(run.records) <= 220 and run.n_records == 2000
+    assert run.seconds_by_part == {"forward": 250.0} and run.memory_bytes == {"peak_bytes": 1000}
+    assert run.best is not None and run.best["step"] == 333
+    assert (run.step, run.tokens, run.seconds) == (1000, 256_000, 500.0)
+    assert [record["step"] for record in run.records] == sorted(record["step"] for record in run.records)
+    assert "metrics.jsonl holds 2,000 records" in Reader(to_html(run)).text
+
+
+UNITS = {
+    "next_token": ({}, "nats per token"),
+    "preference": ({"type": "preference"}, "nats per pair"),
+    "ipo": ({"type": "preference", "loss": "ipo"}, "IPO loss per pair"),
+    "reward": ({"type": "reward", "reward": "r.py:f", "group_size": 4}, "mean reward of an answer"),
+}
+
+
+@pytest.mark.parametrize("case", UNITS)
+def test_the_axis_names_what_the_objective_counts(tmp_path: Path, case: str) -> None:
+    objective, unit = UNITS[case]
+    kinds = {"preference": "preferences", "reward": "conversations"}
+    run = write_run(tmp_path / "run", [training(1, 0.5, reward=0.25), validation(1, 0.5) | {"reward": 0.75}])
+    if objective:
+        tree = run.recipe.model_dump(mode="json", exclude_defaults=True) | {"objective": objective}
+        tree["data"] = {"sources": [{"type": kinds[str(objective["type"])], "path": "x.jsonl"}]}
+        run = replace(run, recipe=parse_recipe(tree))
+    svg = drawing(to_html(run), "loss")
+    labels = [text.text for text in svg.iter("text")]
+    assert unit in labels
+    assert (unit == "nats per token") == ("nats per token" in labels)
+    if case == "reward":  # the curve is the reward's
+        assert [title.text for title in svg.iter("title")][1] == "step 1, 256 tokens: 0.7500"
+
+
+def test_a_run_without_an_outcome_is_reported(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [training(1, 3.0)])
+    (run.folder / "model-card.md").write_text("## Training\n\n| ended | finished |\n", encoding="utf-8")
+    assert "The run folder has no outcome.json" in Reader(to_html(run)).text
+    (run.folder / "outcome.json").write_text('{"reason": 7}', encoding="utf-8")
+    assert "outcome.json is damaged" in Reader(to_html(run)).text

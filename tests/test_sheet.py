@@ -22,9 +22,10 @@ from gptworks.errors import UserError
 from gptworks.model import GPT, KVCache
 from gptworks.plan import Plan, describe, plan
 from gptworks.plan.diagram import diagram
-from gptworks.plan.published import published_figures, readable, reference_architectures_markdown
+from gptworks.plan.published import published_figures, reference_architectures_markdown
 from gptworks.presets import PRESETS, preset
 from gptworks.recipe import parse_model, parse_recipe
+from gptworks.units import readable
 
 ROOT = Path(__file__).parent.parent
 

@@ -1,14 +1,19 @@
 """Files that a crash cannot spoil: summed, flushed to the disk, replaced at once."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gptworks.errors import UserError
+from gptworks.errors import RunError, UserError
+
+NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
+"""Numbers of the errors that a full disk gives."""
 
 
 def sha256_file(path: Path) -> str:
@@ -48,12 +53,37 @@ def sync(path: Path) -> None:
             os.close(descriptor)
 
 
+@contextlib.contextmanager
+def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
+    """A path beside `path` to write to, which takes its place at the end: a reader sees the old file or the new, never
+    a part. Where the writing fails, what was written is removed and the old file stays. `suffix` ends the path's name.
+
+    Raises:
+        RunError: the disk is full.
+    """
+    aside = path.with_name(f".{path.name}.writing{suffix}")
+    try:
+        yield aside
+        sync(aside)
+        aside.replace(path)
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        raise RunError(
+            f"{path} could not be written: {error.strerror}. Nothing of it is left behind; free space and try again."
+        ) from error
+    finally:
+        aside.unlink(missing_ok=True)
+
+
 def write_whole(path: Path, text: str) -> None:
-    """Replace a small file at once: a reader sees the old text or the new, never a part."""
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(text, encoding="utf-8")
-    sync(aside)
-    aside.replace(path)
+    """Replace a small file at once; see `replacing`.
+
+    Raises:
+        RunError: the disk is full.
+    """
+    with replacing(path) as aside:
+        aside.write_text(text, encoding="utf-8")
 
 
 def why_not_written(error: Exception, folder: Path, needed_bytes: int) -> str:

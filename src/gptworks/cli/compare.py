@@ -39,7 +39,7 @@ def compare(
     """Set runs side by side, and tell differences from noise; or hold a run against the band of its recipe."""
     from gptworks.runs import bands
     from gptworks.runs.compare import compare as compare_runs
-    from gptworks.runs.compare import write_comparison
+    from gptworks.runs.compare_page import write_comparison
     from gptworks.runs.history import read_history
 
     histories = [read_history(run) for run in runs]

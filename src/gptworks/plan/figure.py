@@ -4,10 +4,12 @@ Drawn from the configuration alone, in SVG; shapes and words are the terminal dr
 draws from a height y downwards and returns the height that it reached.
 """
 
+from markupsafe import Markup
+
 from gptworks.config import ModelConfig
+from gptworks.pages.drawing import LABEL, SMALL, Drawing, combined, text_width
 from gptworks.plan.diagram import activation, dims, matrix, n_banded, norm_name, norm_weights, scaled, scores, turned
 from gptworks.plan.params import count_parameters
-from gptworks.plan.svg import LABEL, SMALL, Drawing, combined, text_width
 
 WIDTH = 960.0
 GAP = 12.0
@@ -31,7 +33,7 @@ ASIDE_X = 947.0
 """Where a parallel MLP's line runs past attention."""
 
 
-def architecture_svg(config: ModelConfig, name: str, words: str) -> str:
+def architecture_svg(config: ModelConfig, name: str, words: str) -> Markup:
     """The figure. `words` describe it to those who cannot see it."""
     block, bottom = _block(config)
     panel = Drawing()
@@ -328,7 +330,7 @@ Share = tuple[str, str, float]
 """A part's kind (its colour), its name, and how much it is."""
 
 
-def shares_svg(rows: list[tuple[str, str, list[Share]]], words: str) -> str:
+def shares_svg(rows: list[tuple[str, str, list[Share]]], words: str) -> Markup:
     """A bar a row, each cut into its parts: a title, the sum in words, and the shares."""
     d, y = Drawing(), 0.0
     for title, total, shares in rows:

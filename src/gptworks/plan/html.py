@@ -1,24 +1,28 @@
 """A model's data sheet as a page: one file without network or script, for light and dark screens and for A4."""
 
-from html import escape
 from pathlib import Path
 
-from gptworks.plan.figure import Share, architecture_svg, shares_svg
-from gptworks.plan.page import (
+from markupsafe import Markup
+
+from gptworks.pages.page import page, write_page
+from gptworks.pages.parts import (
+    Cell,
     bar,
     columns,
+    exact,
+    figure,
     key_figures,
     large,
     number,
-    page,
     percent,
     section,
     settings,
     table,
-    write_page,
+    unbroken,
 )
-from gptworks.plan.published import readable
+from gptworks.plan.figure import Share, architecture_svg, shares_svg
 from gptworks.plan.sheet import Sheet, label, summary, tensors_text, traits
+from gptworks.units import readable
 
 KINDS = {
     "token_embedding": "embedding", "position_embedding": "embedding", "attention_weights": "attention",
@@ -39,14 +43,14 @@ def to_html(sheet: Sheet) -> str:
     words = f"{summary(sheet)}. {traits(sheet.config)}."
     parts = (
         _key_figures(sheet),
-        f"<section><figure>{architecture_svg(sheet.config, sheet.name, words)}</figure></section>",
-        section("Parameters and operations by part", f"<figure>{_shares(sheet)}</figure>"),
+        section("", figure(architecture_svg(sheet.config, sheet.name, words))),
+        section("Parameters and operations by part", figure(_shares(sheet))),
         section("Parameters", _parameters(sheet)),
         columns(section("Memory", _memory(sheet)), section("Operations for a token", _operations(sheet))),
         *([section("Published beside exact", _published(sheet))] if sheet.published else []),
         section("Settings", settings(sheet.config.model_dump(mode="json"))),
     )
-    return page(sheet.name, (summary(sheet), traits(sheet.config)), parts, _conventions(sheet))
+    return page(sheet.name, (unbroken(summary(sheet)), unbroken(traits(sheet.config))), parts, _conventions(sheet))
 
 
 def write_html(sheet: Sheet, path: Path) -> None:
@@ -58,7 +62,7 @@ def write_html(sheet: Sheet, path: Path) -> None:
     write_page(to_html(sheet), path, "--html")
 
 
-def _key_figures(sheet: Sheet) -> str:
+def _key_figures(sheet: Sheet) -> Markup:
     count, flops, length = sheet.parameters, sheet.flops, sheet.config.context_length
     second, n = ("outside the embeddings", count.non_embedding)
     if sheet.config.n_experts:
@@ -73,14 +77,14 @@ def _key_figures(sheet: Sheet) -> str:
     ))  # fmt: skip
 
 
-def _parameters(sheet: Sheet) -> str:
+def _parameters(sheet: Sheet) -> Markup:
     count, per_layer = sheet.parameters, sheet.parameters_per_layer
     groups = [group for group in count.groups.values() if group.total or group.name == "head"]
     largest = max(group.total for group in groups)
     rows = [
         (
             label(group),
-            escape(tensors_text(group)).replace(" × ", "\xa0×\xa0") if group.total else "tied to the token embedding",
+            tensors_text(group).replace(" × ", "\xa0×\xa0") if group.total else "tied to the token embedding",
             number(group.per_layer) if group.in_block else "",
             number(group.total),
             percent(group.total / count.total),
@@ -88,7 +92,7 @@ def _parameters(sheet: Sheet) -> str:
         )
         for group in groups
     ]
-    foot = [("total", "", number(per_layer), number(count.total), "", "")]
+    foot: list[tuple[Cell, ...]] = [("total", "", number(per_layer), number(count.total), "", "")]
     if sheet.config.n_experts:
         idle = count.total - count.active
         active = number(per_layer - idle // sheet.config.n_layers), number(count.active)
@@ -97,7 +101,7 @@ def _parameters(sheet: Sheet) -> str:
     return table(header, "lqrrrt", rows, foot)
 
 
-def _memory(sheet: Sheet) -> str:
+def _memory(sheet: Sheet) -> Markup:
     total, length = sheet.parameters.total, sheet.config.context_length
     figures = (
         ("weights in fp32", 4 * total),
@@ -110,7 +114,7 @@ def _memory(sheet: Sheet) -> str:
     return table(("", "bytes", ""), "lrt", rows)
 
 
-def _operations(sheet: Sheet) -> str:
+def _operations(sheet: Sheet) -> Markup:
     flops = sheet.flops
     total, parts = flops.per_token_dense, sheet.flops_by_part
     largest = max(n for _, n in parts)
@@ -127,7 +131,7 @@ def _operations(sheet: Sheet) -> str:
     return table(("", "FLOP", "share", ""), "lrrt", rows, foot)
 
 
-def _shares(sheet: Sheet) -> str:
+def _shares(sheet: Sheet) -> Markup:
     """Bars of the parameters, of those that take part for one token, and of the operations."""
     count, flops = sheet.parameters, sheet.flops
     stored = dict.fromkeys(NAMES, 0)
@@ -150,13 +154,13 @@ def _shares(sheet: Sheet) -> str:
     return shares_svg(rows, words)
 
 
-def _published(sheet: Sheet) -> str:
+def _published(sheet: Sheet) -> Markup:
     rows = []
-    for figure in sheet.published:
-        quantity, published, exact, error, note = map(escape, figure.cells)
-        as_printed = published if isinstance(figure.published, str) else number(figure.published, published)
-        rows.append((quantity, as_printed, f'<span class="exact">{number(figure.exact, exact)}</span>', error, note))
-    header = (escape(sheet.published[0].source), "published", "exact", "off by", "")
+    for each in sheet.published:
+        quantity, published, ours, error, note = each.cells
+        as_printed = published if isinstance(each.published, str) else number(each.published, published)
+        rows.append((quantity, as_printed, exact(number(each.exact, ours)), error, note))
+    header = (sheet.published[0].source, "published", "exact", "off by", "")
     return table(header, "lrrrn", rows)
 
 

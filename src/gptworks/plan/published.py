@@ -8,16 +8,7 @@ from gptworks.config import ModelConfig
 from gptworks.plan.flops import TRAINING_PER_FORWARD, forward_flops
 from gptworks.plan.params import count_parameters
 from gptworks.presets import GPT2_SIZES, GPT3_SIZES, MODERN_SIZES, PRESETS, preset
-
-PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
-
-
-def readable(value: float, unit: str) -> str:
-    """Four significant digits and a decimal prefix, as in 1.423 GB; parameters and tokens are written out."""
-    if unit in ("parameters", "tokens"):
-        return f"{value:,.0f}"
-    power = min((len(f"{value:.0f}") - 1) // 3, len(PREFIXES) - 1)
-    return f"{value / 1000**power:.4g} {PREFIXES[power]}{unit}"
+from gptworks.units import readable as readable
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from typing import Any
 from gptworks.plan.arrange import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from gptworks.plan.fit import layout_words
 from gptworks.plan.inference import BATCHES
-from gptworks.plan.published import readable
 from gptworks.plan.run import Plan
 from gptworks.plan.tables import Table, or_unknown, parameters_json
+from gptworks.units import readable
 
 
 def tables(plan: Plan) -> Iterator[Table]:

@@ -20,8 +20,9 @@ from gptworks.config import ModelConfig
 from gptworks.plan.diagram import diagram, dims, n_banded, norm_name
 from gptworks.plan.flops import ForwardFlops, forward_flops
 from gptworks.plan.params import ParameterCount, ParameterGroup, Shape, count_parameters
-from gptworks.plan.published import Figure, kv_cache_bytes, published_figures, readable
+from gptworks.plan.published import Figure, kv_cache_bytes, published_figures
 from gptworks.plan.tables import Table, parameters_json
+from gptworks.units import readable
 
 WIDTH = 100
 """Columns that a sheet is laid out for."""

@@ -15,6 +15,7 @@ from gptworks.evaluate.divergence import Divergence, measure_divergence
 from gptworks.infer.engine import Engine
 from gptworks.model import GPT
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices
+from gptworks.units import significant
 
 _PROMPT_TOKENS, _DECODED_TOKENS = 16, 64
 
@@ -56,7 +57,7 @@ class QuantizationReport:
             ("parameters", f"{sum(self.matrices.values()):,}", kept),
             ("rounding", "", f"{self.rounding}{calibrated}"),
             ("size (bytes)", f"{self.n_bytes[0]:,}", f"{self.n_bytes[1]:,} ({self.n_bytes[1] / self.n_bytes[0]:.1%})"),
-            ("perplexity", f"{before:.4f}", f"{after:.4f} ({self.perplexity_change:+.3%})"),
+            ("perplexity", significant(before), f"{significant(after)} ({self.perplexity_change:+.3%})"),
             ("KL divergence (nats per token)", "0", f"{self.divergence.kl_nats:.6f}"),
             ("same likeliest token", "", f"{self.divergence.agreement:.2%}"),
             ("held-out tokens", "", f"{self.divergence.model.n_tokens:,}"),

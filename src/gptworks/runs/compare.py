@@ -4,8 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from html import escape
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -13,12 +11,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from gptworks.errors import UserError
-from gptworks.plan.page import number, page, section, table, write_page
 from gptworks.plan.tables import Table
 from gptworks.runs.bands import Band, Verdict, judge
-from gptworks.runs.chart import WIDE, Series, chart, colour
 from gptworks.runs.history import History
-from gptworks.runs.report import dot_titles, points, smoothed, style
 from gptworks.runs.settings import decisive, differences, fingerprint
 from gptworks.runs.statistics import Difference, known_spread, welch
 from gptworks.train.display import clock
@@ -181,9 +176,9 @@ class Comparison:
                     "tokens": run.tokens,
                     "seconds": run.seconds,
                     "tokens_per_second": run.tokens_per_second,
-                    "best_validation_loss": _of(run.best, "loss"),
-                    "last_validation_loss": _of(run.last, "loss"),
-                    "best_bits_per_byte": _of(run.best, "bits_per_byte"),
+                    "best_validation_loss": figure_of(run.best, "loss"),
+                    "last_validation_loss": figure_of(run.last, "loss"),
+                    "best_bits_per_byte": figure_of(run.best, "bits_per_byte"),
                     "verdict": verdict and verdict.to_json(),
                 }
                 for run, verdict in zip(self.runs, self.verdicts, strict=True)
@@ -197,11 +192,11 @@ class Comparison:
         }
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Table(_HEADER, "lrrrrrrr", [_row(run) for run in self.runs]).rich()
+        yield Table(HEADER, "lrrrrrrr", [_row(run) for run in self.runs]).rich()
         if self.differing:
             header = ("settings that differ", *(run.name for run in self.runs))
             room = max(10, 60 // len(self.runs))
-            rows = [(key, *(_text(value, room) for value in values)) for key, values in self.differing.items()]
+            rows = [(key, *(text_of(value, room) for value in values)) for key, values in self.differing.items()]
             yield Table(header, "l" + "r" * len(self.runs), rows).rich()
         for note in self.notes:
             yield Text(note)
@@ -220,13 +215,18 @@ def compare(runs: Sequence[History], bands: Sequence[Band | None]) -> Comparison
     return Comparison(tuple(runs), tuple(bands))
 
 
-_HEADER = ("run", "parameters", "tokens", "time", "tokens/s", "best loss", "last loss", "bits per byte")
+HEADER = ("run", "parameters", "tokens", "time", "tokens/s", "best loss", "last loss", "bits per byte")
+
+
+def losses(run: History) -> tuple[float | None, float | None, float | None]:
+    """Best and last validation loss, and the best evaluation's bits per byte."""
+    return figure_of(run.best, "loss"), figure_of(run.last, "loss"), figure_of(run.best, "bits_per_byte")
 
 
 def _row(run: History) -> tuple[str, ...]:
     return (
         run.name, f"{run.parameters:,}", f"{run.tokens:,}", clock(run.seconds), f"{run.tokens_per_second:,.0f}",
-        _figure(_of(run.best, "loss")), _figure(_of(run.last, "loss")), _figure(_of(run.best, "bits_per_byte")),
+        *map(_figure, losses(run)),
     )  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def _signed(value: float) -> str:
     return f"{value:+.4f}".replace("-", "−")
 
 
-def _of(record: dict[str, Any] | None, key: str) -> float | None:
+def figure_of(record: dict[str, Any] | None, key: str) -> float | None:
     return None if record is None else record.get(key)
 
 
@@ -242,7 +242,7 @@ def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def _text(value: Any, room: int = 40) -> str:
+def text_of(value: Any, room: int = 40) -> str:
     """A setting's value; of a long one, its end."""
     text = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     return text if len(text) <= room else f"…{text[1 - room :]}"
@@ -259,101 +259,4 @@ def _why_no_band(run: History) -> str:
             return f"no band: the one of {band.name} was made with other {', '.join(other)}."
     return (
         "no band has this recipe's settings: `gptworks compare --make-band FILE RUN RUN RUN` makes one of three seeds."
-    )
-
-
-# -------------------------------------------------------------------------------------------------- page
-
-
-def write_comparison(comparison: Comparison, path: Path) -> None:
-    """Write the page at once, over an older one.
-
-    Raises:
-        UserError: the path is a folder, or lies in none.
-    """
-    write_page(to_html(comparison), path, "--out")
-
-
-def to_html(comparison: Comparison) -> str:
-    """The page. Numbers stand in <data> elements with their exact values."""
-    runs = comparison.runs
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    names = " · ".join(run.name for run in runs) if len(runs) > 1 else f"the recipe {runs[0].recipe.name}"
-    notes = "".join(f'<p class="verdict">{escape(note)}</p>' for note in comparison.notes)
-    parts = [
-        section("Runs", _runs(comparison)),
-        *([section("What it says", notes)] if notes else []),
-        section("Validation loss by tokens", f"<figure>{_by_tokens(comparison)}</figure>"),
-        section("Validation loss by time", f"<figure>{_by_time(comparison)}</figure>"),
-        section("Training loss by tokens", f"<figure>{_training(comparison)}</figure>"),
-        *([section("Settings that differ", _settings(comparison))] if comparison.differing else []),
-    ]
-    return page(title, (names,), parts, _conventions(), style())
-
-
-def _runs(comparison: Comparison) -> str:
-    rows = [
-        (
-            f'<span class="key {colour(i)}"></span>{escape(run.name)}',
-            number(run.parameters),
-            number(run.tokens),
-            number(run.seconds, clock(run.seconds)),
-            number(run.tokens_per_second, f"{run.tokens_per_second:,.0f}"),
-            *(
-                "" if value is None else number(value, f"{value:.4f}")
-                for value in (_of(run.best, "loss"), _of(run.last, "loss"), _of(run.best, "bits_per_byte"))
-            ),
-        )
-        for i, run in enumerate(comparison.runs)
-    ]
-    return table(_HEADER, "lrrrrrrr", rows)
-
-
-def _by_tokens(comparison: Comparison) -> str:
-    series = []
-    drawn: set[str] = set()
-    for i, band in enumerate(comparison.bands):
-        if band is None or band.fingerprint in drawn:
-            continue
-        drawn.add(band.fingerprint)
-        upper = [(p.tokens, p.mean + band.margin(p)) for p in band.points]
-        lower = [(p.tokens, p.mean - band.margin(p)) for p in band.points]
-        series.append(Series([*upper, *reversed(lower)], kind=colour(i), style="area"))
-    for i, run in enumerate(comparison.runs):
-        records = run.validation
-        series.append(Series(points(records, "loss"), run.name, colour(i), "both", dot_titles(records)))
-    return chart("by-tokens", "Validation loss by tokens", series, x_label="tokens", y_label="nats per token",
-                 width=WIDE, height=400)  # fmt: skip
-
-
-def _by_time(comparison: Comparison) -> str:
-    series = [
-        Series(
-            [(run.seconds_at(record["step"]) / 60, record["loss"]) for record in run.validation],
-            run.name, colour(i), "both", dot_titles(run.validation),
-        )
-        for i, run in enumerate(comparison.runs)
-    ]  # fmt: skip
-    return chart("by-time", "Validation loss by time", series, x_label="minutes of training",
-                 y_label="nats per token", width=WIDE, height=320)  # fmt: skip
-
-
-def _training(comparison: Comparison) -> str:
-    series = [Series(smoothed(points(run.train, "loss")), run.name, colour(i)) for i, run in enumerate(comparison.runs)]
-    return chart("training", "Training loss by tokens", series, x_label="tokens", y_label="nats per token",
-                 width=WIDE, height=320)  # fmt: skip
-
-
-def _settings(comparison: Comparison) -> str:
-    rows = [(escape(key), *(escape(_text(value)) for value in values)) for key, values in comparison.differing.items()]
-    header = ("", *(escape(run.name) for run in comparison.runs))
-    return table(header, "l" + "r" * len(comparison.runs), rows)
-
-
-def _conventions() -> str:
-    return (
-        "Tests compare the last evaluations. A band's shade is the mean of its seeds ± t·s·√(1 + 1/n), the interval "
-        "that one more run of the recipe falls into with 95% probability at each point. Groups of runs differ in more "
-        "than their seed; each is compared with the first, and p is not corrected for their number. Training loss is a "
-        "moving average of single batches. Time counts training steps alone. Written by gptworks compare."
     )

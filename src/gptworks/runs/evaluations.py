@@ -2,20 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from gptworks.errors import UserError
 from gptworks.evaluate.bootstrap import Interval, paired_difference
 from gptworks.evaluate.metrics import figure_of
 from gptworks.evaluate.results import Evaluation, number, read_evaluations, table
-from gptworks.plan.page import section
-from gptworks.plan.page import table as html_table
+from gptworks.pages.chart import NARROW, Series, chart, colour
+from gptworks.pages.parts import figure, section, together
+from gptworks.pages.parts import table as html_table
 from gptworks.plan.tables import Table
-from gptworks.runs.chart import NARROW, Series, chart, colour
 
 _OF_TOKENS = ("loss", "perplexity")
 """Figures of a text that compare only between runs of one tokenizer."""
@@ -112,14 +112,13 @@ def _findings(one: Evaluation, other: Evaluation, first: str, second: str) -> li
     return findings
 
 
-def evaluations_section(run_dir: Path) -> list[str]:
+def evaluations_section(run_dir: Path) -> list[Markup]:
     """A run's tasks and texts as a section of its page, the loss by position as a figure. Empty: there are none."""
     evaluations = list(read_evaluations(run_dir).values())
     if not evaluations:
         return []
     sheet = table(evaluations)
-    rows = [[escape(cell) for cell in row] for row in sheet.rows]
-    body = html_table(sheet.header, sheet.align, rows)
+    body = html_table(sheet.header, sheet.align, sheet.rows)
     texts = [one for one in evaluations if one.details.get("positions")]
     if texts:
         curves = [
@@ -128,5 +127,5 @@ def evaluations_section(run_dir: Path) -> list[str]:
         ]
         drawn = chart("position", "Loss by position in the context", curves, x_label="tokens before, at most",
                       y_label="nats per token", width=NARROW)  # fmt: skip
-        body += f"<figure>{drawn}</figure>"
+        body = together((body, figure(drawn)))
     return [section("Tasks and texts", body)]

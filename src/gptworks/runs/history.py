@@ -1,17 +1,39 @@
-"""What a run's folder tells of it, however far it has come."""
+"""A run as its folder shows it, however far it has come."""
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from gptworks.config import Recipe
+from gptworks.config import PreferenceObjective, Recipe
 from gptworks.errors import UserError
 from gptworks.plan.params import count_parameters
 from gptworks.plan.run import planned_steps
 from gptworks.recipe import load_recipe
-from gptworks.train.metrics import Record, read_metrics
+from gptworks.train.metrics import Record, Skipped, read_metrics
+
+MOST_RECORDS = 20_000
+"""Records of each kind that are kept; of more, evenly spread ones, the first, the last and the best."""
+
+LOSS_UNITS = {
+    "next_token": "nats per token",
+    "instruction": "nats per token",
+    "distillation": "nats per token",
+    "preference": "nats per pair",
+    "reward": "negative reward",
+}
+"""What the validation loss of each objective counts. Training losses have the same unit, but for rewards."""
+
+
+def loss_unit(recipe: Recipe) -> str:
+    """What the validation loss of a recipe's runs counts."""
+    objective = recipe.objective
+    if isinstance(objective, PreferenceObjective) and objective.loss == "ipo":
+        return "IPO loss per pair"
+    return LOSS_UNITS[objective.type]
 
 
 @dataclass(frozen=True)
@@ -21,6 +43,14 @@ class History:
     folder: Path
     recipe: Recipe
     records: tuple[Record, ...]
+    skipped: Skipped = field(default_factory=Skipped)
+    """What the log held that is no record."""
+    n_records: int = 0
+    """In the log; more than `records` where that holds a part."""
+    seconds_by_part: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each part of a step, over all training records."""
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    """The last figure of each kind of memory."""
 
     @property
     def name(self) -> str:
@@ -38,6 +68,21 @@ class History:
     @cached_property
     def validation(self) -> list[Record]:
         return self.kind("validation")
+
+    @property
+    def loss_unit(self) -> str:
+        """What the validation loss counts."""
+        return loss_unit(self.recipe)
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether it maximizes a reward: its loss is no likelihood."""
+        return self.recipe.objective.type == "reward"
+
+    @property
+    def train_unit(self) -> str:
+        """What the training loss counts."""
+        return "policy loss" if self.rewarded else self.loss_unit
 
     @property
     def parameters(self) -> int:
@@ -60,7 +105,7 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """Of training, over all sittings, up to the last training record."""
+        """Seconds of training, over all sessions, up to the last training record."""
         return float(self.train[-1]["seconds"]) if self.train else 0.0
 
     @property
@@ -86,7 +131,7 @@ class History:
         if i == len(self.train):
             return float(before["seconds"])
         after = self.train[i]
-        share = (step - before["step"]) / (after["step"] - before["step"])
+        share = (step - before["step"]) / max(1, after["step"] - before["step"])
         return float(before["seconds"] + share * (after["seconds"] - before["seconds"]))
 
     @cached_property
@@ -112,5 +157,40 @@ def read_history(folder: Path) -> History:
         trials = folder / "trials"
         hint = f"; a sweep's runs are below {trials}" if trials.is_dir() else ""
         raise UserError(f"{folder} is not a run folder: it has no recipe.yaml{hint}.")
-    records = tuple(sorted(read_metrics(folder / "metrics.jsonl"), key=lambda record: int(record["step"])))
-    return History(folder, load_recipe(folder), records)
+    skipped, kinds = Skipped(), defaultdict[str, _Thinned](_Thinned)
+    n_records, parts, memory = 0, Counter[str](), dict[str, int]()
+    for record in read_metrics(folder / "metrics.jsonl", skipped):
+        n_records += 1
+        kinds[record["kind"]].add(record)
+        if record["kind"] == "train":
+            taken = record.pop("seconds_by_part", {})
+            parts.update(taken if isinstance(taken, dict) else {})
+            sizes = {key: value for key, value in record.items() if key.endswith("_bytes")}
+            memory.update({key: value for key, value in sizes.items() if isinstance(value, int) and value >= 0})
+    records = sorted((record for kind in kinds.values() for record in kind.records), key=lambda record: record["step"])
+    return History(folder, load_recipe(folder), tuple(records), skipped, n_records, parts, memory)
+
+
+class _Thinned:
+    """Records as they come: all while they are few, else evenly spread ones, and always the last and the best."""
+
+    def __init__(self) -> None:
+        self._kept: list[Record] = []
+        self._every, self._n = 1, 0
+        self._last: Record | None = None
+        self._best: Record | None = None
+
+    def add(self, record: Record) -> None:
+        if self._n % self._every == 0:
+            self._kept.append(record)
+        self._n, self._last = self._n + 1, record
+        loss = record.get("loss", math.inf)
+        if isinstance(loss, int | float) and loss < (math.inf if self._best is None else self._best["loss"]):
+            self._best = record
+        if len(self._kept) >= 2 * MOST_RECORDS:
+            self._kept, self._every = self._kept[::2], 2 * self._every
+
+    @property
+    def records(self) -> list[Record]:
+        more = {id(record): record for record in (self._best, self._last) if record is not None}
+        return [*(record for record in self._kept if id(record) not in more), *more.values()]

@@ -1,17 +1,18 @@
 """A sweep as a table and as a page."""
 
 import math
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
 from rich.console import RenderableType
 
-from gptworks.plan.page import key_figures, number, page, section, settings, table, write_page
+from gptworks.pages.chart import NARROW, WIDE, Series, chart, compact
+from gptworks.pages.page import page, write_page
+from gptworks.pages.parts import Cell, bold, figure, figures, key_figures, number, section, settings, table
 from gptworks.plan.tables import Table
-from gptworks.runs.chart import NARROW, WIDE, Series, chart, compact
-from gptworks.runs.history import History, read_history
-from gptworks.runs.report import points, style
+from gptworks.runs.history import History, loss_unit, read_history
+from gptworks.runs.report import points
 from gptworks.runs.sweep import Sweep, TrialResult
 from gptworks.train.display import clock
 
@@ -40,24 +41,26 @@ def write_sweep_page(sweep: Sweep, path: Path) -> None:
 
 def to_html(sweep: Sweep) -> str:
     """The page. Numbers stand in <data> elements with their exact values."""
-    best, recipe = sweep.best, sweep.recipe
+    best, recipe, unit = sweep.best, sweep.recipe, loss_unit(sweep.recipe)
     runs = {trial.number: _history(trial) for trial in sweep.trials}
-    figures = [("trials", number(len(sweep.trials)), f"of {sweep.settings.n_trials:,}")]
+    tiles: list[tuple[str, str | Markup, str]] = [
+        ("trials", number(len(sweep.trials)), f"of {sweep.settings.n_trials:,}")
+    ]
     if best is not None and best.loss is not None:
         note = f"trial {best.number:03d}"
-        figures.insert(0, ("best validation loss", number(best.loss, f"{best.loss:.4f} <small>nats</small>"), note))
-    figures.append(("pruned", number(sweep.count("pruned")), f"{sweep.count('failed'):,} failed"))
-    charts = "".join(f"<figure>{_scatter(sweep, i, key)}</figure>" for i, key in enumerate(sweep.settings.ranges))
+        tiles.insert(0, ("best validation loss", number(best.loss, f"{best.loss:.4f}", unit), note))
+    tiles.append(("pruned", number(sweep.count("pruned")), f"{sweep.count('failed'):,} failed"))
+    charts = figures(_scatter(sweep, i, key) for i, key in enumerate(sweep.settings.ranges))
     parts = [
-        key_figures(figures),
-        section("Validation loss by setting", f'<div class="charts">{charts}</div>'),
-        section("Validation loss by tokens", f"<figure>{_curves(sweep, runs)}</figure>"),
+        key_figures(tiles),
+        section("Validation loss by setting", charts),
+        section("Validation loss by tokens", figure(_curves(sweep, runs))),
         section("Trials", _trials(sweep, runs)),
     ]
     if best is not None:
         parts.append(section("The best settings", settings(best.values)))
     lines = (f"{len(sweep.settings.ranges)} settings · {len(sweep.trials):,} trials", f"the recipe {recipe.name}")
-    return page(f"{recipe.name}: sweep", lines, parts, _conventions(), style())
+    return page(f"{recipe.name}: sweep", lines, parts, _conventions(sweep))
 
 
 def _history(trial: TrialResult) -> History | None:
@@ -77,7 +80,7 @@ def _text(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _scatter(sweep: Sweep, i: int, key: str) -> str:
+def _scatter(sweep: Sweep, i: int, key: str) -> Markup:
     """The loss of each trial over a setting."""
     values = sweep.settings.ranges[key]
     names = None if values.choices is None else [str(choice) for choice in values.choices]
@@ -97,11 +100,11 @@ def _scatter(sweep: Sweep, i: int, key: str) -> str:
     cut = [t for t in sweep.trials if t.state not in ("complete", "failed")]
     drawn = [series(cut, "series-4 idle"), series(others, "series-0")]
     drawn += [series([sweep.best], "series-1")] if sweep.best is not None else []
-    return chart(f"setting-{i}", f"Validation loss by {key}", drawn, x_label=key, y_label="nats per token",
+    return chart(f"setting-{i}", f"Validation loss by {key}", drawn, x_label=key, y_label=loss_unit(sweep.recipe),
                  format_x=_text, log_x=values.log, x_range=x_range, x_names=names, width=NARROW)  # fmt: skip
 
 
-def _curves(sweep: Sweep, runs: dict[int, History | None]) -> str:
+def _curves(sweep: Sweep, runs: dict[int, History | None]) -> Markup:
     drawn = []
     for trial in sorted(sweep.trials, key=lambda t: t == sweep.best):  # the best is painted last
         run = runs[trial.number]
@@ -110,36 +113,37 @@ def _curves(sweep: Sweep, runs: dict[int, History | None]) -> str:
             drawn.append(Series(points(run.validation, "loss"), kind=kind))
         elif run is not None:
             drawn.append(Series(points(run.validation, "loss"), f"trial {trial.number:03d}", "series-1", "both"))
-    return chart("curves", "Validation loss by tokens", drawn, x_label="tokens", y_label="nats per token",
+    return chart("curves", "Validation loss by tokens", drawn, x_label="tokens", y_label=loss_unit(sweep.recipe),
                  format_x=compact, width=WIDE, height=360)  # fmt: skip
 
 
-def _trials(sweep: Sweep, runs: dict[int, History | None]) -> str:
+def _trials(sweep: Sweep, runs: dict[int, History | None]) -> Markup:
     keys = list(sweep.settings.ranges)
-    rows = []
+    rows: list[list[Cell]] = []
     for trial in _ranked(sweep):
         run = runs[trial.number]
-        cells = [
+        cells: list[Cell] = [
             f"{trial.number:03d}",
             "" if trial.loss is None else number(trial.loss, f"{trial.loss:.4f}"),
             *(_cell(trial.values.get(key)) for key in keys),
             "" if run is None else number(run.tokens),
             "" if run is None else number(run.seconds, clock(run.seconds)),
-            escape(_state(trial, sweep)),
+            _state(trial, sweep),
         ]
-        rows.append([f"<b>{cell}</b>" for cell in cells] if trial == sweep.best else cells)
-    header = ("trial", "validation loss", *map(escape, keys), "tokens", "time", "")
+        rows.append([bold(cell) for cell in cells] if trial == sweep.best else cells)
+    header = ("trial", "validation loss", *keys, "tokens", "time", "")
     return table(header, "l" + "r" * (len(keys) + 3) + "n", rows)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any) -> Cell:
     plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return number(value, _text(value)) if plain else escape(_text(value))
+    return number(value, _text(value)) if plain else _text(value)
 
 
-def _conventions() -> str:
+def _conventions(sweep: Sweep) -> str:
     return (
-        "A trial's loss is its lowest validation loss, in nats per token; of a pruned one, the lowest until it was "
-        "stopped. One seed each: small differences may be noise, which gptworks compare tells from several seeds. "
-        "best.yaml is the recipe of the best trial. Written by gptworks sweep."
+        f"A trial's loss is its lowest validation loss, in {loss_unit(sweep.recipe)}; of a pruned trial, the lowest "
+        "before it was stopped. Each trial has one seed, so small differences may be noise: train the best settings "
+        "with several seeds and compare them with gptworks compare. best.yaml is the recipe of the best trial. Written "
+        "by gptworks sweep."
     )

@@ -17,10 +17,11 @@ from gptworks.files import write_whole
 from gptworks.plan.fit import layout_words
 from gptworks.plan.memory import ONE_DEVICE, Layout
 from gptworks.plan.params import count_parameters
-from gptworks.plan.published import readable
 from gptworks.train.display import clock
 from gptworks.train.metrics import Record, read_metrics
+from gptworks.train.outcome import RunOutcome, finite_or_none, write_outcome
 from gptworks.train.progress import Progress
+from gptworks.units import readable, significant
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,13 @@ def write_model_card(
     memory: MemoryPeaks | None = None,
     layout: Layout = ONE_DEVICE,
 ) -> None:
-    """Write the card into the run folder, its results from the run's own metrics."""
+    """Write the card and `outcome.json` into the run folder, the results from the run's own metrics."""
     validation = [record for record in read_metrics(recipe.run_dir / "metrics.jsonl") if record["kind"] == "validation"]
+    training = _training(recipe, progress, reason, n_train_tokens, precision) | _layout(layout) | _memory(memory)
     sections = {
         "Results": _results(recipe, validation),
         "Architecture": _architecture(recipe),
-        "Training": _training(recipe, progress, reason, n_train_tokens, precision) | _layout(layout) | _memory(memory),
+        "Training": training,
     }
     parts = [f"# {recipe.name}", "A language model trained with gptworks. Every figure here was counted or measured."]
     for heading, rows in sections.items():
@@ -54,6 +56,17 @@ def write_model_card(
         parts.append(f"## {heading}\n\n| | |\n|---|---|\n{table}")
     parts.append("Use it with `gptworks generate` and this folder; `recipe.yaml` beside this file repeats the run.")
     write_whole(recipe.run_dir / "model-card.md", "\n\n".join(parts) + "\n")
+    write_outcome(
+        recipe.run_dir,
+        RunOutcome(
+            reason=reason, step=progress.step, tokens=progress.tokens, seconds=progress.seconds,
+            skipped_steps=progress.skipped, best_step=progress.best_step,
+            best_validation_loss=finite_or_none(progress.best_loss),
+            predicted_memory_bytes=None if memory is None else memory.predicted_bytes,
+            measured_memory_bytes=None if memory is None else memory.measured_bytes,
+            training=training,
+        ),
+    )  # fmt: skip
     with contextlib.suppress(UserError):  # a damaged evaluation is no reason to fail
         write_card_section(recipe.run_dir)
 
@@ -69,7 +82,7 @@ def _results(recipe: Recipe, validation: list[Record]) -> dict[str, str]:
     part = f" over {recipe.train.evaluate_sequences:,} windows" if recipe.train.evaluate_sequences else ""
     for name, record in (("best", min(validation, key=_loss)), ("last", validation[-1])):
         figures = f"{record['loss']:.4f} {record.get('unit', 'nats per token')}"
-        figures += "" if record["perplexity"] is None else f", perplexity {record['perplexity']:.3f}"
+        figures += "" if record["perplexity"] is None else f", perplexity {significant(record['perplexity'])}"
         if record["bits_per_byte"] is not None:
             figures += f", {record['bits_per_byte']:.4f} bits per byte"
         rows[f"{name} validation loss"] = f"{figures}, at step {record['step']:,}{part}"

@@ -30,7 +30,6 @@ from gptworks.model.moe import busiest_load
 from gptworks.plan.fit import layout_words
 from gptworks.plan.memory import Layout, training_peak
 from gptworks.plan.params import count_parameters
-from gptworks.plan.published import readable
 from gptworks.recipe import save_recipe, with_vocab_size
 from gptworks.tensors import Expected
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
@@ -59,6 +58,7 @@ from gptworks.train.task import choose_task
 from gptworks.train.throughput import Throughput
 from gptworks.train.trained import check_trained, trained_part
 from gptworks.train.writers import check_writers, open_log
+from gptworks.units import readable
 
 CURVES_EVERY_SECONDS = 60.0
 """How often an evaluation draws curves.png anew; the end of a run always does."""

@@ -3,12 +3,14 @@
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from gptworks.config import Recipe
-from gptworks.files import write_whole
+from gptworks.files import replacing, write_whole
 
 Record = dict[str, Any]
 
@@ -35,15 +37,23 @@ class MetricsLog:
         So are records of rollbacks beyond the first `resume_rollbacks`: one that was interrupted is made again too.
         Writers are given the records that stay, and then each that is written.
         """
-        kept = [record for record in read_metrics(path) if record["step"] <= resume_step]
-        rollbacks = [record for record in kept if record["kind"] == "rollback"]
-        kept = [record for record in kept if record not in rollbacks[resume_rollbacks:]]
-        write_whole(path, "".join(_line(record) for record in kept))
+        with replacing(path) as aside, aside.open("w", encoding="utf-8") as file:
+            file.writelines(_line(record) for record in self._kept(path, resume_step, resume_rollbacks))
         self.path = path
-        self._file = path.open("a", encoding="utf-8")
         self._writers = writers
-        for record in kept:
+        for record in read_metrics(path) if writers else ():
             self._hand_on(record)
+        self._file = path.open("a", encoding="utf-8")
+
+    @staticmethod
+    def _kept(path: Path, resume_step: int, resume_rollbacks: int) -> Iterator[Record]:
+        n_rollbacks = 0
+        for record in read_metrics(path):
+            if record["step"] > resume_step:
+                continue
+            n_rollbacks += record["kind"] == "rollback"
+            if record["kind"] != "rollback" or n_rollbacks <= resume_rollbacks:
+                yield record
 
     def write(self, record: Record) -> None:
         """Append a record."""
@@ -72,22 +82,129 @@ class NoLog:
         """Nothing."""
 
 
-def read_metrics(path: Path) -> Iterator[Record]:
-    """The records of a log; a last line cut short by a crash is left out."""
+@dataclass
+class Skipped:
+    """What a log held that is no record: how many lines for each reason, and the first of them."""
+
+    reasons: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By reason: how many lines, and the number of the first."""
+
+    def add(self, reason: str, line: int) -> None:
+        count, first = self.reasons.get(reason, (0, line))
+        self.reasons[reason] = (count + 1, first)
+
+    def __bool__(self) -> bool:
+        return bool(self.reasons)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{count:,} {reason} ({'the first is ' if count > 1 else ''}line {first:,})"
+            for reason, (count, first) in self.reasons.items()
+        ]
+        return f"lines of metrics.jsonl that were left out: {', '.join(parts)}"
+
+
+def read_metrics(path: Path, skipped: Skipped | None = None) -> Iterator[Record]:
+    """The records of a log, one at a time, each of the form that its kind has.
+
+    A log may be cut short by a crash or damaged: lines that are no record are left out and counted in `skipped`. In a
+    record, a value of a type that no figure has is left out. Memory: one line of at most 4 MiB.
+    """
+    skipped = Skipped() if skipped is None else skipped
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
+    with path.open("rb") as file:
+        for number, line in enumerate(_lines(file), 1):
+            if line is None:
+                skipped.add("longer than 4 MiB", number)
+                continue
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):  # also a number of more than 4,300 digits
+                skipped.add("not whole JSON", number)
                 continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                yield {key: float(value) if value in _NOT_FINITE else value for key, value in record.items()}
+            fault = _fault(record)
+            if fault is not None:
+                skipped.add(fault, number)
+            else:
+                yield _checked(record)
 
+
+_MOST_LINE_BYTES = 1 << 22
+
+_TEXTS = ("kind", "prompt", "text", "unit")
+_NEEDED: dict[str, dict[str, tuple[type, ...]]] = {
+    "train": {"tokens": (int,), "loss": (int, float), "seconds": (int, float)},
+    "validation": {"tokens": (int,), "loss": (int, float)},
+    "sample": {"prompt": (str,), "text": (str,)},
+    "rollback": {"from_step": (int,)},
+}
+"""What a record of each kind cannot do without, and the types."""
 
 _NOT_FINITE = ("nan", "inf", "-inf")
 """JSON has no such numbers: a figure that is one of them is written as its name."""
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes | None]:
+    """Each line; None for one that is too long, of which no more than its limit is ever held."""
+    while line := file.readline(_MOST_LINE_BYTES):
+        if line.endswith(b"\n") or len(line) < _MOST_LINE_BYTES:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(_MOST_LINE_BYTES)
+        yield None
+
+
+def _fault(record: Any) -> str | None:
+    """Why this is no record, in words that follow a number of lines; None: it is one."""
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return "without a kind"
+    if not _is_count(record.get("step")):
+        return "without a step"
+    for key, types in _NEEDED.get(record["kind"], {}).items():
+        value = record.get(key)
+        right = (
+            isinstance(value, str)
+            if types == (str,)
+            else _is_count(value)
+            if types == (int,)
+            else _is_number(value) or value in _NOT_FINITE
+        )
+        if not right:
+            return f"without {key}"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and _is_number(value) and value >= 0
+
+
+def _checked(record: Record) -> Record:
+    """The record with its figures as numbers, less values that are none; of an unknown kind as it is."""
+    if record["kind"] not in (*_NEEDED, "skipped"):
+        return record
+    checked: Record = {} if record["kind"] != "validation" else {"perplexity": None, "bits_per_byte": None}
+    for key, value in record.items():
+        if key in _TEXTS:
+            if isinstance(value, str):
+                checked[sys.intern(key)] = value.encode("utf-8", "replace").decode("utf-8")  # half of a pair is no text
+        elif isinstance(value, str):
+            if value in _NOT_FINITE:
+                checked[sys.intern(key)] = float(value)
+        elif (
+            value is None
+            or isinstance(value, bool)
+            or _is_number(value)
+            or (isinstance(value, dict) and all(map(_is_number, value.values())))
+            or (isinstance(value, list) and all(map(_is_number, value)))
+        ):
+            checked[sys.intern(key)] = value
+    return checked
 
 
 def _line(record: Record) -> str:
@@ -120,40 +237,41 @@ def draw_curves(metrics: Path, path: Path, title: str) -> bool:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    records = list(read_metrics(metrics))
-    train = [record for record in records if record["kind"] == "train"]
-    validation = [record for record in records if record["kind"] == "validation"]
+    train: list[tuple[float, float, float]] = []
+    validation: list[tuple[float, float]] = []
+    name = "loss (nats per token)"
+    for record in read_metrics(metrics):
+        if record["kind"] == "train":
+            # a run that maximizes a reward has no likelihood to show
+            value = record["reward"] if "reward" in record else record["loss"]
+            train.append((record["tokens"] / 1e6, value, record.get("learning_rate", math.nan)))
+            name = "reward" if "reward" in record else name
+        elif record["kind"] == "validation":
+            rewarded = isinstance(record.get("reward"), int | float)
+            name = name if rewarded or "unit" not in record else f"loss ({record['unit']})"
+            validation.append((record["tokens"] / 1e6, record["reward"] if rewarded else record["loss"]))
     if not train:
         return True
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    tokens = [record["tokens"] / 1e6 for record in train]
-    losses = [record["loss"] for record in train]
+    tokens, losses, rates = (list(column) for column in zip(*train, strict=True))
     loss_axes.plot(tokens, losses, color="#9db8d9", linewidth=0.8, label="training, one batch")
     loss_axes.plot(tokens, smooth(losses), color="#1f5fa8", linewidth=1.4, label="training, smoothed")
-    if validation := [record for record in validation if math.isfinite(record["loss"])]:
-        points = [record["tokens"] / 1e6 for record in validation]
-        loss_axes.plot(
-            points, [record["loss"] for record in validation], "o-", color="#d1495b", markersize=3.5, label="validation"
-        )
-        best = min(validation, key=lambda record: record["loss"])
+    if validation := [point for point in validation if math.isfinite(point[1])]:
+        loss_axes.plot(*zip(*validation, strict=True), "o-", color="#d1495b", markersize=3.5, label="validation")
+        best = (max if name == "reward" else min)(validation, key=lambda point: point[1])
         loss_axes.annotate(
-            f"{best['loss']:.4f}",
-            (best["tokens"] / 1e6, best["loss"]),
-            textcoords="offset points",
-            xytext=(0, -14),
-            ha="right",
-            color="#d1495b",
+            f"{best[1]:.4f}", best, textcoords="offset points", xytext=(0, -14), ha="right", color="#d1495b"
         )
-    loss_axes.set(ylabel="loss (nats per token)", title=title)
+    loss_axes.set_ylabel(name, parse_math=False)
+    loss_axes.set_title(title, parse_math=False)
     loss_axes.grid(alpha=0.25)
     loss_axes.legend(frameon=False)
-    rate_axes.plot(tokens, [record["learning_rate"] for record in train], color="#666666", linewidth=1.2)
+    rate_axes.plot(tokens, rates, color="#666666", linewidth=1.2)
     rate_axes.set(xlabel="training tokens (millions)", ylabel="learning rate")
     rate_axes.grid(alpha=0.25)
-    aside = path.with_name(f".{path.name}.writing.png")
-    figure.savefig(aside)
-    aside.replace(path)
+    with replacing(path, ".png") as aside:
+        figure.savefig(aside)
     return True
 
 

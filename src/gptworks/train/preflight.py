@@ -11,7 +11,7 @@ from gptworks.plan.devices import Device
 from gptworks.plan.fit import changes_that_fit
 from gptworks.plan.memory import ONE_DEVICE, Layout, Peak, Setting, training_peak
 from gptworks.plan.objectives import recipe_setting
-from gptworks.plan.published import readable
+from gptworks.units import readable
 
 KEPT_SHARE = 1.5
 """What a process has resident where the allocator keeps freed memory, over what is in use: 1.2 to 1.45 as measured

@@ -28,6 +28,7 @@ from gptworks.data.packing import Examples
 from gptworks.device import Precision
 from gptworks.errors import RunError, UserError
 from gptworks.evaluate.loss import LossReport, Shares
+from gptworks.files import replacing
 from gptworks.infer.backend import eval_mode
 from gptworks.infer.engine import Engine, completions
 from gptworks.infer.request import Completion
@@ -372,9 +373,8 @@ class Reward(Task):
         folder.mkdir(exist_ok=True)
         for micro_step, batch in made.items():
             path = folder / f"round-{number:06d}-{micro_step}.safetensors"
-            aside = path.with_suffix(".writing")
-            aside.write_bytes(save({str(i): x.contiguous() for i, x in enumerate(batch)}))
-            aside.replace(path)
+            with replacing(path) as aside:
+                aside.write_bytes(save({str(i): x.contiguous() for i, x in enumerate(batch)}))
             for old in folder.glob(f"round-*-{micro_step}.safetensors"):
                 if old.name < f"round-{max(0, number - self._rounds_kept):06d}":
                     old.unlink()

@@ -1,16 +1,22 @@
 """Drawing in SVG: boxes, lines, and text that is measured before it is set.
 
-Lengths are in the drawing's own units, y grows downwards. Colours come from the page's style by class.
+Lengths are in the drawing's own units, y grows downwards. Colours come from the page's style by class. Elements are
+those of ElementTree, which escapes every text and attribute.
 """
 
 from collections.abc import Iterable
-from html import escape
 from typing import Literal
+from xml.etree import ElementTree
+
+from markupsafe import Markup
 
 Point = tuple[float, float]
 
 LABEL, SMALL = 14.0, 12.0
 """Sizes of type: names in bold, and shapes."""
+
+_MOST_CHARACTERS = 2_000
+"""Of one text in a drawing."""
 
 _WIDTHS = {
     **dict.fromkeys("ijl'", 0.31),
@@ -33,15 +39,21 @@ class Drawing:
     """Elements in the order in which they are painted."""
 
     def __init__(self) -> None:
-        self.elements: list[str] = []
+        self.elements: list[ElementTree.Element] = []
 
-    def add(self, tag: str, content: str | None = None, **attributes: str | float) -> None:
-        """An element; `class_` is written class, and text_anchor text-anchor. The content is text, not markup."""
-        written = "".join(
-            f' {name.rstrip("_").replace("_", "-")}="{escape(value) if isinstance(value, str) else f"{value:.6g}"}"'
-            for name, value in attributes.items()
-        )
-        self.elements.append(f"<{tag}{written}/>" if content is None else f"<{tag}{written}>{escape(content)}</{tag}>")
+    def add(self, tag: str, content: str | None = None, *, title: str = "", **attributes: str | float) -> None:
+        """An element; `class_` is written class, and text_anchor text-anchor. The title is shown under the pointer."""
+        element = _element(tag, content, **attributes)
+        if title:
+            element.append(_element("title", title))
+        self.elements.append(element)
+
+    def clip(self, inside: "Drawing", name: str, x: float, y: float, width: float, height: float) -> None:
+        """Another drawing, as far as it lies in a rectangle. `name` tells its id from those of other drawings."""
+        path, group = _element("clipPath", id=f"{name}-clip"), _element("g", clip_path=f"url(#{name}-clip)")
+        path.append(_element("rect", x=x, y=y, width=width, height=height))
+        group.extend(inside.elements)
+        self.elements += [path, group]
 
     def box(self, x: float, y: float, width: float, height: float, kind: str, radius: float = 6) -> None:
         self.add("rect", class_=kind, x=x, y=y, width=width, height=height, rx=radius)
@@ -60,9 +72,10 @@ class Drawing:
         """One line on the baseline y, set smaller where it would be wider than `room`. `upright`: read from below."""
         size = LABEL if bold else SMALL
         size *= min(1.0, room / max(text_width(text, size, bold), 1e-9))
-        turned: dict[str, str | float] = {"transform": f"rotate(-90 {x:.6g} {y:.6g})"} if upright else {}
         kind = "name" if bold else "shape"
-        self.add("text", text, class_=kind, x=x, y=y, font_size=size, text_anchor=anchor, **turned)
+        self.add("text", text, class_=kind, x=x, y=y, font_size=size, text_anchor=anchor)
+        if upright:
+            self.elements[-1].set("transform", f"rotate(-90 {x:.6g} {y:.6g})")
 
     def line(self, *points: Point, kind: str = "flow", arrow: bool = False) -> None:
         """Straight pieces through the points; an arrow ends in a head."""
@@ -80,15 +93,29 @@ class Drawing:
         self.add("circle", class_="plus", cx=x, cy=y, r=radius)
         self.add("path", class_="sign", d=f"M{x - 5:.6g} {y:.6g} h10 M{x:.6g} {y - 5:.6g} v10")
 
-    def svg(self, width: float, height: float, title: str, description: str, name: str) -> str:
+    def svg(self, width: float, height: float, title: str, description: str, name: str) -> Markup:
         """The whole, scaled to the page's width. `name` tells the title's id from those of other drawings."""
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.6g} {height:.6g}" role="img" '
-            f'aria-labelledby="{name}-title {name}-description">'
-        )
-        words = f'<title id="{name}-title">{escape(title)}</title>'
-        words += f'<desc id="{name}-description">{escape(description)}</desc>'
-        return "\n".join((head, words, *self.elements, "</svg>"))
+        root = _element(
+            "svg", xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width:.6g} {height:.6g}", role="img",
+            aria_labelledby=f"{name}-title {name}-description",
+        )  # fmt: skip
+        root.append(_element("title", title, id=f"{name}-title"))
+        root.append(_element("desc", description, id=f"{name}-description"))
+        root.extend(self.elements)
+        for element in root:
+            element.tail = "\n"
+        return Markup(ElementTree.tostring(root, encoding="unicode"))  # noqa: S704  ElementTree has escaped it
+
+
+def _element(tag: str, content: str | None = None, **attributes: str | float) -> ElementTree.Element:
+    written = {
+        name.rstrip("_").replace("_", "-"): value if isinstance(value, str) else f"{value:.6g}"
+        for name, value in attributes.items()
+    }
+    element = ElementTree.Element(tag, written)
+    if content is not None:
+        element.text = content if len(content) <= _MOST_CHARACTERS else f"{content[:_MOST_CHARACTERS]}…"
+    return element
 
 
 def combined(drawings: Iterable[Drawing]) -> Drawing:

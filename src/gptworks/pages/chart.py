@@ -4,7 +4,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gptworks.plan.svg import SMALL, Drawing, Point, text_width
+from markupsafe import Markup
+
+from gptworks.pages.drawing import SMALL, Drawing, Point, text_width
+from gptworks.pages.parts import paragraph
 
 Format = Callable[[float], str]
 
@@ -12,7 +15,7 @@ WIDE, NARROW = 960.0, 456.0
 """Widths of a drawing: a page's, and of one of two side by side."""
 
 N_COLOURS = 8
-"""series-0 to series-7 in runs.css; further ones are dashed."""
+"""series-0 to series-7 in style.css; further ones are dashed."""
 
 TOP, BOTTOM, GAP, LINE = 30.0, 40.0, 8.0, 16.0
 """Room above and below the plot, between text and plot, and from one line of text to the next."""
@@ -34,7 +37,7 @@ class Series:
     name: str = ""
     """Written at its end."""
     kind: str = "series-0"
-    """Its class in runs.css."""
+    """Its class in style.css."""
     style: str = "line"
     """line; dots; both; or area, whose points go round it."""
     titles: Sequence[str] = ()
@@ -56,7 +59,7 @@ def chart(
     x_range: tuple[float, float] | None = None,
     x_names: Sequence[str] | None = None,
     from_zero: bool = False,
-) -> str:
+) -> Markup:
     """Curves over axes, or a line of text where no point is finite.
 
     Where the highest values are far above nearly all others, the axis ends below them, and the figure says so.
@@ -68,11 +71,10 @@ def chart(
         x_names: what stands at x = 0, 1, 2 … where these are not numbers.
         from_zero: the y axis begins at 0.
     """
-    if log_x:
-        series = [_replaced(s, [(math.log10(x), y) for x, y in s.points]) for s in series]
+    series = [_drawable(s, log_x) for s in series]
     points = [(x, y) for s in series for x, y in s.points if math.isfinite(x) and math.isfinite(y)]
     if not points:
-        return f'<p class="note">{y_label}: nothing yet</p>'
+        return paragraph(f"{y_label}: nothing yet", "note")
     low, high, n_above = _limits([y for _, y in points])
     y_ticks = _ticks(0 if from_zero else low, high, 5 if width > NARROW else 4)
     low, high = min(low, y_ticks[0]), max(high, y_ticks[-1])
@@ -82,8 +84,7 @@ def chart(
     elif x_range is not None:
         left_x, right_x = map(math.log10, x_range) if log_x else x_range
         left_x, right_x = left_x - 0.04 * (right_x - left_x), right_x + 0.04 * (right_x - left_x)
-    if left_x == right_x:
-        left_x, right_x = left_x - (abs(left_x) or 1) / 2, right_x + (abs(right_x) or 1) / 2
+    left_x, right_x = _apart(left_x, right_x)
     if not log_x and x_range is None and left_x > 0 and left_x < 0.3 * right_x:
         left_x = 0.0
     x_ticks = (
@@ -120,12 +121,10 @@ def chart(
         d.text(tick_x, TOP + plot_height + 18, text, plot_width / len(x_ticks) - 4, anchor="middle")
     d.line((left, TOP + plot_height), (left + plot_width, TOP + plot_height), kind="axis")
     d.text(left + plot_width, height - 4, x_label, plot_width, anchor="end")
-    d.elements.append(f'<clipPath id="{name}-clip">')
-    d.add("rect", x=left - 5, y=TOP - 5, width=plot_width + 10, height=plot_height + 10)
-    d.elements.append(f'</clipPath><g clip-path="url(#{name}-clip)">')
+    inside = Drawing()
     for s in series:
-        _draw(d, s, place, int(plot_width))
-    d.elements.append("</g>")
+        _draw(inside, s, place, int(plot_width))
+    d.clip(inside, name, left - 5, TOP - 5, plot_width + 10, plot_height + 10)
     _names(d, named, place, left + plot_width + GAP, (TOP, TOP + plot_height))
     words = "; ".join(f"{s.name or y_label}: {_words(s)}" for s in series if s.style != "area")
     return d.svg(width, height, title, words, name)
@@ -136,8 +135,30 @@ def colour(i: int) -> str:
     return f"series-{i % N_COLOURS}" + (" dashed" if i // N_COLOURS % 2 else "")
 
 
-def _replaced(s: Series, points: list[Point]) -> Series:
-    return Series(points, s.name, s.kind, s.style, s.titles)
+MOST, LEAST = 1e150, 1e-150
+"""Sizes between which a value is drawn: beyond them a difference or a ratio of two leaves the numbers there are."""
+
+
+def _drawable(s: Series, log_x: bool) -> Series:
+    """The series with its points placed, less those whose x cannot be; a y that cannot be breaks the curve."""
+    placed, titles = [], []
+    for i, (x, y) in enumerate(s.points):
+        if _placed(x) is not None and not (log_x and x < LEAST):
+            placed.append((math.log10(x) if log_x else _placed(x) or 0.0, math.nan if _placed(y) is None else y))
+            titles.append(s.titles[i] if s.titles else "")
+    return Series(placed, s.name, s.kind, s.style, titles)
+
+
+def _placed(value: float) -> float | None:
+    """The value, 0 where it is next to nothing; None where it is too large, or no number."""
+    return None if not abs(value) < MOST else 0.0 if abs(value) < LEAST else value
+
+
+def _apart(low: float, high: float) -> tuple[float, float]:
+    """The range, widened where its ends are equal to nine digits."""
+    if high - low > 1e-9 * max(abs(low), abs(high)):
+        return low, high
+    return low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
 
 
 def _limits(values: list[float]) -> tuple[float, float, int]:
@@ -152,8 +173,7 @@ def _limits(values: list[float]) -> tuple[float, float, int]:
 
 def _ticks(low: float, high: float, n: int) -> list[float]:
     """About n round numbers that enclose the range, or nearly."""
-    if low == high:
-        low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
+    low, high = _apart(low, high)
     rough = (high - low) / n
     power = 10.0 ** math.floor(math.log10(rough))
     step = min((b * power for b in (1, 2, 5, 10)), key=lambda step: abs(math.log(step / rough)))
@@ -184,9 +204,8 @@ def _draw(d: Drawing, s: Series, place: Callable[[float, float], Point], columns
         for i, (x, y) in enumerate(s.points):
             if math.isfinite(y):
                 dot_x, dot_y = place(x, y)
-                d.add("circle", class_=f"dot {s.kind}", cx=dot_x, cy=dot_y, r=radius)
-                if s.titles:
-                    d.elements[-1] = d.elements[-1].replace("/>", ">") + f"<title>{s.titles[i]}</title></circle>"
+                title = s.titles[i] if s.titles else ""
+                d.add("circle", title=title, class_=f"dot {s.kind}", cx=dot_x, cy=dot_y, r=radius)
 
 
 def _unbroken(points: Sequence[Point]) -> Iterator[list[Point]]:

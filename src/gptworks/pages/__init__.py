@@ -1,0 +1,1 @@
+"""What every page shares: the layout, its templates (autoescaped), drawings and charts, one stylesheet."""

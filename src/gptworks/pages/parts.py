@@ -1,0 +1,158 @@
+"""The parts that pages are made of. A `str` is text and is escaped; `Markup` comes from these functions alone."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any, cast
+
+import jinja2
+from markupsafe import Markup
+
+from gptworks.units import readable
+
+MOST_CHARACTERS = 20_000
+"""Characters of one text that a page shows."""
+
+_COUNTS = {"k": "thousand", "M": "million", "G": "billion", "T": "trillion"}
+
+
+@cache
+def environment() -> jinja2.Environment:
+    """The templates, with everything escaped that is not markup already."""
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("gptworks.pages"),
+        autoescape=True,
+        finalize=shortened,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def shortened(value: Any) -> Any:
+    """A long text cut short, with a note of how much is left out; anything else as it is."""
+    if isinstance(value, str) and not isinstance(value, Markup) and len(value) > MOST_CHARACTERS:
+        return f"{value[:MOST_CHARACTERS]}… ({len(value) - MOST_CHARACTERS:,} more characters)"
+    return value
+
+
+def _made(macro: str, *arguments: Any) -> Markup:
+    return cast(Markup, getattr(_macros(), macro)(*arguments))
+
+
+@cache
+def _macros() -> Any:
+    return environment().get_template("parts.html").module
+
+
+def unbroken(text: str) -> str:
+    """The same text, which a browser breaks between the parts that `·` separates and nowhere else."""
+    return text.replace(" ", "\xa0").replace("\xa0·\xa0", "\xa0· ")
+
+
+def together(parts: Iterable[str | Markup]) -> Markup:
+    """Parts one after the other."""
+    return Markup("").join(parts)
+
+
+def paragraph(text: str, kind: str = "") -> Markup:
+    """A paragraph; kind: a class of the stylesheet, such as note or verdict."""
+    return _made("paragraph", text, kind)
+
+
+def bold(text: str | Markup) -> Markup:
+    """Text in bold."""
+    return _made("bold", text)
+
+
+def section(title: str, content: str | Markup) -> Markup:
+    """A part of a page under its heading; without a title, the part alone."""
+    return _made("section", title, content)
+
+
+def columns(*sections: Markup) -> Markup:
+    """Sections side by side where there is room."""
+    return _made("columns", sections)
+
+
+def figure(drawing: Markup, kind: str = "") -> Markup:
+    """A drawing as a figure."""
+    return _made("figure", drawing, kind)
+
+
+def figures(drawings: Iterable[Markup]) -> Markup:
+    """Drawings two by two where there is room."""
+    return _made("figures", list(drawings))
+
+
+def key_figures(tiles: Iterable[tuple[str, str | Markup, str]]) -> Markup:
+    """Tiles of a name, a large figure, and a note."""
+    return _made("key_figures", list(tiles))
+
+
+def large(value: float, unit: str = "") -> Markup:
+    """`265.2 million` for a count, `530.3 MB` for the rest."""
+    text, _, prefixed = readable(value, unit).partition(" ")
+    return number(value, text, prefixed if unit else _COUNTS.get(prefixed, prefixed))
+
+
+def number(value: float, text: str | None = None, unit: str = "") -> Markup:
+    """A number with its exact value, written as `text` or with thousands apart, and its unit in small type."""
+    exact = str(int(value)) if math.isfinite(value) and value == int(value) else repr(value)
+    return _made("number", exact, f"{value:,}" if text is None else text, unit)
+
+
+def key(text: str, kind: str) -> Markup:
+    """A text behind a dot in its curve's colour."""
+    return _made("key", text, kind)
+
+
+def exact(value: Markup) -> Markup:
+    """A value that is stressed beside a published one."""
+    return _made("exact", value)
+
+
+Cell = str | Markup
+
+
+def table(
+    header: Sequence[Cell], align: str, rows: Iterable[Sequence[Cell]], foot: Iterable[Sequence[Cell]] = ()
+) -> Markup:
+    """Rows under a header; in `align` a letter a column: l, r (numbers), q (quiet), t (the track of a bar), n (a note).
+    The first cell of a row is its header."""
+    kinds = {"l": "", "r": "number", "q": "quiet", "t": "track", "n": "note"}
+    return _made("table", list(zip(header, align, strict=True)), [kinds[side] for side in align], list(rows),
+                 list(foot))  # fmt: skip
+
+
+def percent(share: float) -> str:
+    """Empty for nothing, and never 0.0% for something."""
+    return "" if not share else "< 0.1%" if share < 0.0005 else f"{share:.1%}"
+
+
+def bar(share: float, kind: str) -> Markup:
+    """A bar of this share of its track, at least a hair wide."""
+    return _made("bar", f"{max(share, 0.005):.2%}", kind)
+
+
+def samples(texts: Iterable[tuple[Markup, str, str]]) -> Markup:
+    """Texts that a model wrote: the step, the prompt, the continuation."""
+    return _made("samples", list(texts))
+
+
+def settings(tree: dict[str, Any]) -> Markup:
+    """Each setting as a recipe has it."""
+    return _made("settings", list(_flat(tree)))
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in tree.items():
+        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            yield from _flat({str(i): item for i, item in enumerate(value)}, f"{prefix}{name}.")
+        elif isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            yield prefix + name, ", ".join(map(str, value))
+        else:
+            yield prefix + name, value if isinstance(value, str) else json.dumps(value)

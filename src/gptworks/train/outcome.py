@@ -1,0 +1,56 @@
+"""`outcome.json`: how a run last ended, for programs and for the report."""
+
+import math
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gptworks.files import write_whole
+
+FILE = "outcome.json"
+_MOST_BYTES = 1 << 20
+
+
+class RunOutcome(BaseModel):
+    """How a run ended."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    reason: str
+    """finished, stopped by SIGTERM, …"""
+    step: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    """Targets trained on."""
+    seconds: float = Field(ge=0)
+    """Of training, over all sessions."""
+    skipped_steps: int = Field(ge=0)
+    best_step: int = Field(ge=0)
+    best_validation_loss: float | None
+    """null: there was no finite evaluation."""
+    predicted_memory_bytes: int | None
+    measured_memory_bytes: int | None
+    training: dict[str, str]
+    """The model card's section on the training: each fact by its name."""
+
+
+def write_outcome(run_dir: Path, outcome: RunOutcome) -> None:
+    """Write it into the run folder, over an older one."""
+    write_whole(run_dir / FILE, outcome.model_dump_json(indent=2) + "\n")
+
+
+def finite_or_none(value: float) -> float | None:
+    """The value, or None where JSON has no such number."""
+    return value if math.isfinite(value) else None
+
+
+def read_outcome(run_dir: Path) -> RunOutcome | str:
+    """How the run in a folder last ended, or why that is not known."""
+    path = run_dir / FILE
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            return f"{FILE} is larger than {_MOST_BYTES:,} bytes: it is not the outcome of a run."
+        return RunOutcome.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return f"The run folder has no {FILE}: the run has not ended yet, or an older version of gptworks trained it."
+    except (OSError, ValidationError):
+        return f"{FILE} is damaged."

@@ -1,0 +1,23 @@
+"""Numbers as people read them."""
+
+import math
+
+PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
+
+
+def readable(value: float, unit: str) -> str:
+    """Four significant digits and a decimal prefix, as in 1.423 GB; parameters and tokens are written out."""
+    if unit in ("parameters", "tokens"):
+        return f"{value:,.0f}"
+    power = min((len(f"{value:.0f}") - 1) // 3, len(PREFIXES) - 1)
+    return f"{value / 1000**power:.4g} {PREFIXES[power]}{unit}"
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """So many significant digits and thousands apart, without an exponent where a person can do without one."""
+    if not math.isfinite(value):
+        return f"{value}"
+    size = 0 if value == 0 else math.floor(math.log10(abs(value)))
+    if not -5 <= size < 9:
+        return f"{value:.{digits}g}"
+    return f"{value:,.{max(0, digits - 1 - size)}f}"
