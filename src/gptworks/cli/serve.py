@@ -48,7 +48,7 @@ def serve(
 ) -> None:
     """Serve models over HTTP, as OpenAI's interface has it: completions, chat, embeddings."""
     runs = _runs(run, model or [])
-    from gptworks.plan.published import readable
+    from gptworks.units import readable
 
     try:
         from gptworks.serve.app import create_app

@@ -48,8 +48,8 @@ from gptworks.infer.scheduler import PREFILL_TOKENS, Copy, Job, QueueFull, Reuse
 from gptworks.infer.speculate import Draftable, Drafter
 from gptworks.infer.text import Piece, Sample
 from gptworks.model import GPT
-from gptworks.plan.published import readable
 from gptworks.tokenizer import load_tokenizer, prompt_ids, special_tokens, vocabulary_size
+from gptworks.units import readable
 
 MOST_SLOTS = 32
 """Texts generated at once by an engine that makes room by itself."""

@@ -8,7 +8,7 @@ from gptworks.config import ModelConfig
 from gptworks.plan.flops import TRAINING_PER_FORWARD, forward_flops
 from gptworks.plan.params import count_parameters
 from gptworks.presets import GPT2_SIZES, GPT3_SIZES, MODERN_SIZES, PRESETS, preset
-from gptworks.units import readable as readable
+from gptworks.units import readable
 
 
 @dataclass(frozen=True)
