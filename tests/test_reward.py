@@ -10,14 +10,15 @@ import pytest
 import torch
 
 import tiny
-from gptworks.checkpoint import load_run
 from gptworks.config import RewardObjective
 from gptworks.errors import RunError, UserError
 from gptworks.infer.engine import load
+from gptworks.infer.request import Completion
+from gptworks.infer.sampling import TokenLogprob
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import check_train, train
 from gptworks.train.metrics import read_metrics
-from gptworks.train.reward import advantages, policy_loss
+from gptworks.train.reward import advantages, policy_loss, sampling_gap
 from halves import assert_resumes_exactly
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -119,22 +120,67 @@ def tree_of(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.learning
 @pytest.mark.parametrize("settings", [{}, {"adapter": {"rank": 8}, "objective": {"beta": 0.01}}])
 def test_the_mean_reward_rises_clearly(folder: Path, settings: dict[str, Any]) -> None:
+    """The margin is half of the least rise of ten seeds, each in fp32 and bf16: 0.43, and 0.21 with the adapter, whose
+    frozen head bounds it. (At a rate of 0.02 the adapter's policy collapsed for some steps in 8 of those 20
+    runs, so that rounding decided where it was after 16; at 0.005 in none.)"""
     name = "-".join(["rises", *settings])
-    rate = {"train": {"learning_rate": 0.02}} if settings else {}
+    rate = {"train": {"learning_rate": 0.005}} if settings else {}
     train(parse_recipe(tree_of(folder, name, **settings, **rate)))
     records = list(read_metrics(folder / name / "metrics.jsonl"))
     rewards = [record["reward"] for record in records if record["kind"] == "train"]
     assert len(rewards) == 16
-    assert np.mean(rewards[-4:]) > rewards[0] + 0.2, rewards
+    assert np.mean(rewards[-4:]) > rewards[0] + 0.1, rewards
     held_out = records[[record["kind"] for record in records].index("validation")]
     assert held_out["reward"] == pytest.approx(-held_out["loss"])
-    before, after = (load(folder / run) for run in ("base", name))
-    assert load_run(folder / name).model is not None
-    texts = [engine.generate("User: number 7\nAssistant:", max_tokens=10, seed=3) for engine in (before, after)]
-    shares = [sum(c.isdigit() for c in text) / len(text) for text in texts]
-    assert shares[1] > shares[0], texts
+
+    def share(run: str) -> float:
+        """Of digits, in forty answers."""
+        answers = load(folder / run).complete("User: number 7\nAssistant:", max_tokens=10, seed=3, n_samples=40)
+        return float(np.mean([sum(c.isdigit() for c in answer.text) / len(answer.text) for answer in answers]))
+
+    assert share(name) > share("base") + 0.1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_first_step_on_new_answers_is_on_policy(
+    folder: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Importance ratios are 1 exactly, though the engine that made the answers adds in another order; and what it gave
+    its tokens lies as near to what training gives them as the precision allows."""
+    ratios: list[float] = []
+
+    def recorded(
+        objective: RewardObjective, logprobs: torch.Tensor, old: torch.Tensor, *rest: Any
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        ratios.append((logprobs - old).abs().max().item())
+        return policy_loss(objective, logprobs, old, *rest)
+
+    monkeypatch.setattr("gptworks.train.reward.policy_loss", recorded)
+    tree = tree_of(
+        folder, f"on-policy-{precision}", objective={"steps_per_rollout": 2, "temperature": 0.7},
+        train={"precision": precision, "max_steps": 4, "micro_batch_size": 16},
+    )  # fmt: skip
+    train(parse_recipe(tree))
+    of_steps = [max(ratios[2 * step : 2 * step + 2]) for step in range(4)]  # two micro-batches each
+    assert of_steps[0] == of_steps[2] == 0
+    assert min(of_steps[1], of_steps[3]) > 1e-4, "the second step on the same answers is another policy's"
+    records = read_metrics(folder / f"on-policy-{precision}" / "metrics.jsonl")
+    gaps = [record["sampling_gap"] for record in records if record["kind"] == "train"]
+    assert len(gaps) == 4
+    # half a unit of a log-probability of 4 in bf16 is 2^-7; fp32 has 16 more bits
+    assert max(gaps) < (2**-7 if precision == "bf16" else 2**-18), gaps
+
+
+def test_the_sampling_gap_is_the_mean_difference_over_an_answers_tokens() -> None:
+    ours = torch.tensor([[9.0, -1.0, -2.0, 9.0], [-3.0, 9.0, 9.0, 9.0], [9.0, 9.0, 9.0, 9.0]])
+    given = [[-1.5, -2.25], [-3.0], []]
+    answers = [
+        Completion("", [0] * len(each), "stop", 1, [TokenLogprob(0, value) for value in each] or None) for each in given
+    ]
+    assert sampling_gap(ours, [2, 1, 1], answers).tolist() == [0.375, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,18 @@ TEXT = "".join(f"line {i}: the quick brown fox jumps over the lazy dog, {i * i} 
 
 
 def recipe_tree(folder: Path, **train: Any) -> dict[str, Any]:
-    """A recipe of about 30,000 parameters over a text file in `folder`."""
+    """A recipe of about 30,000 parameters over a text file in `folder`.
+
+    GPTWORKS_TEST_SEED and GPTWORKS_TEST_PRECISION make it another seed's and another precision's run, with which the
+    margins of tests marked `learning` were found and can be checked.
+    """
     text = folder / "text.txt"
     if not text.exists():
         text.write_text(TEXT, encoding="utf-8")
-    return {
+    seed, precision = os.environ.get("GPTWORKS_TEST_SEED"), os.environ.get("GPTWORKS_TEST_PRECISION")
+    if precision is not None:
+        train = {"precision": precision} | train
+    return ({} if seed is None else {"seed": int(seed)}) | {
         "name": "tiny",
         "run_dir": str(folder / "run"),
         "model": {

@@ -52,13 +52,23 @@ class LossReport:
 
 
 class Shares(Protocol):
-    """How several processes divide an evaluation; each sees all windows and gets the sum."""
+    """How several processes divide an evaluation; each sees all batches and gets the sum."""
 
     def share(self, batches: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-        """The batches that are this process's."""
+        """The batches that are this process's. One whose targets are all IGNORED counts nothing: it keeps a process in
+        step with those that compute a batch of their own."""
 
     def add_up(self, numbers: list[float]) -> list[float]:
         """Sums over the processes."""
+
+    def summed(self, value: Tensor) -> Tensor:
+        """The sum over the processes, in place, of a tensor on the model's device."""
+
+    def busy(self) -> AbstractContextManager[None]:
+        """Inside, this process reads files or the like, for which the others may have to wait."""
+
+    def moved(self) -> None:
+        """Say that this process has begun work that is no pass of the model."""
 
 
 def evaluate_loss(
@@ -111,7 +121,7 @@ def each_nats(
         with eval_mode(model), torch.inference_mode(), autocast():
             features = model.features(inputs.to(model.device))
             nats = token_nats(features, model.head_weight, targets.to(model.device))
-        yield nats.double().cpu(), targets
+        yield nats.cpu().double(), targets  # float64 is not on every device
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,7 @@ class Distillation(Task):
         fresh: bool,
         writes: bool,
         report: Callable[[str], None],
+        shares: Shares,
     ) -> None:
         folder = self.objective.teacher
         if fingerprint(load_tokenizer(folder / "tokenizer")) != fingerprint(engine.tokenizer):
@@ -103,7 +104,8 @@ class Distillation(Task):
                 f"the tokenizer is not that of objective.teacher={folder}, so its probabilities are of other tokens. "
                 f"Set tokenizer.type=file and tokenizer.path={folder / 'tokenizer'}."
             )
-        loaded = load_run(folder, device=model.device, report=report)
+        with shares.busy():
+            loaded = load_run(folder, device=model.device, report=report)
         if loaded.model.config.vocab_size != model.config.vocab_size:
             raise UserError(
                 f"objective.teacher={folder} has a vocabulary of {loaded.model.config.vocab_size} and this model "

@@ -5,7 +5,6 @@ import itertools
 import math
 import time
 from collections import deque
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from gptworks.train.card import MemoryPeaks, write_model_card
 from gptworks.train.display import Display, clock
 from gptworks.train.distillation import check_teacher
 from gptworks.train.feed import Feed
+from gptworks.train.generating import generating
 from gptworks.train.layer_norms import LayerNorms
 from gptworks.train.metrics import MetricsLog, NoLog, Record, draw_curves, write_samples
 from gptworks.train.objectives import Objective
@@ -179,7 +179,7 @@ class Run:
         self.writer = CheckpointWriter(recipe.run_dir, recipe.train.keep_checkpoints, recipe.train.keep_every)
         self.progress = Progress(data_fingerprint=self.task.data_fingerprint)
         template = load_chat_template(data_folder / "tokenizer", tokenizer)
-        self.engine = Engine(self.model, tokenizer, chat_template=template)
+        self.engine = Engine(self.model, tokenizer, cache_dtype=precision.dtype, chat_template=template)
         for prompt in recipe.train.sample_prompts if recipe.train.sample_every else ():
             self.engine.encode_prompt(prompt)  # a prompt that cannot be used is refused now, not at the first sample
         self.total_steps = self.task.total_steps
@@ -325,7 +325,7 @@ class Run:
         with self.stopwatch.part("data"):
             micro_batches, *own = self.feed.step(step + self.progress.batches_passed)
         if self.task.rolls_out:
-            with self.stopwatch.part("rollouts"), self.parallel.resting(), _eager():
+            with self.stopwatch.part("rollouts"), self.parallel.resting():
                 number = step + self.progress.batches_passed
                 micro_batches, *own = self.task.roll_out(number, self.parallel.micro_steps, micro_batches)
         with self.stopwatch.part("data"):
@@ -469,7 +469,12 @@ class Run:
             max_tokens=self.settings.sample_tokens, temperature=0.8, top_k=50, seed=self.recipe.seed
         )
         for prompt in self.settings.sample_prompts:
-            with self.stopwatch.part("samples"), self.average.applied(), self.parallel.resting(), _eager():
+            with (
+                self.stopwatch.part("samples"),
+                self.average.applied(),
+                self.parallel.resting(),
+                generating(self.precision),
+            ):
                 text = self.engine.generate(prompt, sampling, overflow="slide")
             self.log.write({"kind": "sample", "step": self.progress.step, "prompt": prompt, "text": text})
             self.display.sample(self.progress.step, prompt, text)
@@ -551,9 +556,3 @@ class Run:
             f"{reason} at step {progress.step:,} after {clock(progress.seconds)}, {progress.tokens:,} tokens. "
             f"Saved in {folder}.{left}"
         )
-
-
-def _eager() -> AbstractContextManager[Any]:
-    """Inside, compiled blocks run as they are written: a cache that grows is another shape at each token."""
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance

@@ -13,7 +13,7 @@ float32 between ranks, whatever the products are done in.
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from gptworks.config import IGNORED, ModelConfig, Recipe, TrainConfig
+from gptworks.config import IGNORED, ModelConfig, PreferenceObjective, Recipe, RewardObjective, TrainConfig
 from gptworks.device import Precision
 from gptworks.errors import UserError
 from gptworks.model import GPT
@@ -46,6 +46,10 @@ BUCKET_BYTES = 32 * 2**20
 """Gradients are added up in pieces of about this size: fewer messages, and little memory besides."""
 
 
+class StopAsked(Exception):
+    """A signal has asked the run to stop, and an evaluation was cut short."""
+
+
 class Parallel:
     """One device, which has everything. `ManyDevices` overrides what many have to do together."""
 
@@ -53,15 +57,21 @@ class Parallel:
     samples = True
     """Whether this rank takes part in making samples."""
 
-    def __init__(self, train: TrainConfig) -> None:
-        self.compile = train.compile
+    def __init__(self, train: TrainConfig, varying_widths: bool = False) -> None:
+        """
+        Args:
+            varying_widths: whether batches are as long as what they hold, so that blocks are compiled for any length.
+        """
+        self.compile, self.varying_widths = train.compile, varying_widths
+        self.stop_asked: Callable[[], str | None] = lambda: None
+        """The signal that has asked this process to stop; an evaluation ends at its next batch."""
         self.micro_batch_size = train.micro_batch_size
         self.micro_steps: range = range(train.accumulation_steps)
         """The micro-batches of a step that are this rank's, by their number within the step."""
 
     def place(self, model: GPT, device: torch.device) -> GPT:
         """The model on the device, or this rank's share of it."""
-        compile_blocks(model, self.compile, device)
+        compile_blocks(model, self.compile, device, self.varying_widths)
         self.parameters = dict(model.to(device).named_parameters())
         return model
 
@@ -99,8 +109,23 @@ class Parallel:
         yield
 
     def share(self, batches: Iterator[Rows]) -> Iterator[Rows]:
-        """This rank's part of the batches of an evaluation."""
-        return batches
+        """This rank's part of the batches of an evaluation.
+
+        Raises:
+            StopAsked: a rank was asked to stop; all ranks raise it before the same batch.
+        """
+        for batch in batches:
+            if self.stop_asked():
+                raise StopAsked
+            yield batch
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Inside, this rank reads files or the like; no rank takes the wait for a hang."""
+        yield
+
+    def moved(self) -> None:
+        """Say that this rank has begun work that is no pass of the model."""
 
 
 def run_layout(recipe: Recipe, ranks: Ranks, device: torch.device, precision: Precision) -> Layout:
@@ -124,11 +149,16 @@ def run_layout(recipe: Recipe, ranks: Ranks, device: torch.device, precision: Pr
 def choose_parallel(recipe: Recipe, ranks: Ranks, device: torch.device, layout: Layout) -> Parallel:
     """What brings this layout about. All ranks call it together."""
     if ranks.size == 1:
-        return Parallel(recipe.train)
+        return Parallel(recipe.train, has_varying_widths(recipe))
     mesh = init_device_mesh(
         device.type, (layout.data_parallel, layout.tensor_parallel), mesh_dim_names=("data", "tensor")
     )
-    return ManyDevices(recipe.train, ranks, mesh, layout)
+    return ManyDevices(recipe.train, ranks, mesh, layout, has_varying_widths(recipe))
+
+
+def has_varying_widths(recipe: Recipe) -> bool:
+    """Whether batches are as long as the longest text in them: pairs of answers, and answers made in the run."""
+    return isinstance(recipe.objective, PreferenceObjective | RewardObjective)
 
 
 def check_parallel(recipe: Recipe, n_ranks: int, precision: str = "auto") -> None:
@@ -193,8 +223,10 @@ def _check_sharded(train: TrainConfig, precision: str, setting: str) -> None:
 class ManyDevices(Parallel):
     """This rank's part of a model in training on several."""
 
-    def __init__(self, train: TrainConfig, ranks: Ranks, mesh: DeviceMesh, layout: Layout) -> None:
-        self.compile = train.compile
+    def __init__(
+        self, train: TrainConfig, ranks: Ranks, mesh: DeviceMesh, layout: Layout, varying_widths: bool = False
+    ) -> None:
+        super().__init__(train, varying_widths)
         self._ranks, self._mesh, self.layout, self._sharded = ranks, mesh, layout, layout.sharding != "none"
         self._data, self._tensor = mesh["data"], mesh["tensor"]
         n_data, index = self._data.size(), self._data.get_local_rank()
@@ -219,7 +251,7 @@ class ManyDevices(Parallel):
             model.config = model.config.model_copy(update=here)
             # A recomputation that stops early leaves its last sum over ranks unread, and in memory for ever.
             model.features = set_checkpoint_early_stop(False)(model.features)  # type: ignore[method-assign]
-        compile_blocks(model, self.compile, device)  # before FSDP's hooks come around them
+        compile_blocks(model, self.compile, device, self.varying_widths)  # before FSDP's hooks come around them
         if self._sharded:
             policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
             for block in model.blocks:
@@ -235,6 +267,8 @@ class ManyDevices(Parallel):
                 module.reshard()
         model.to(device)
         self.model, self.parameters = model, dict(model.named_parameters())
+        ranks = self._ranks
+        model.token_embedding.register_forward_pre_hook(lambda *_: ranks.moved())  # every pass begins with it
         return model
 
     @contextmanager
@@ -323,16 +357,29 @@ class ManyDevices(Parallel):
         blocks that are gathered need all ranks."""
         n, index = self._data.size(), self._data.get_local_rank()
         while turn := list(islice(batches, n)):
-            self._ranks.mark()
+            if self._ranks.asked(self.stop_asked()):
+                raise StopAsked
             inputs, targets, *positions = turn[min(index, len(turn) - 1)]
             yield inputs, targets if index < len(turn) else torch.full_like(targets, IGNORED), *positions
 
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        with self._ranks.busy():
+            yield
 
-def compile_blocks(model: GPT, setting: str, device: torch.device) -> None:
-    """Have each block compiled when it first runs, if the setting says so; auto: on CUDA."""
+    def moved(self) -> None:
+        self._ranks.moved()
+
+
+def compile_blocks(model: GPT, setting: str, device: torch.device, varying_widths: bool = False) -> None:
+    """Have each block compiled when it first runs, if the setting says so; auto: on CUDA.
+
+    A graph for each width would soon pass torch's limit of 8, beyond which blocks run as they are written: where widths
+    vary, one graph serves all.
+    """
     if setting == "block" or (setting == "auto" and device.type == "cuda"):
         for block in model.blocks:
-            block.compile(dynamic=False)
+            block.compile(dynamic=varying_widths)
 
 
 def tensor_plan(model: ModelConfig) -> dict[str, ParallelStyle]:

@@ -8,7 +8,7 @@ Shapes: P pairs, T tokens of the longest conversation among them.
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +108,7 @@ class Preference(Task):
         fresh: bool,
         writes: bool,
         report: Callable[[str], None],
+        shares: Shares,
     ) -> None:
         path = self.recipe.run_dir / REFERENCE
         if not fresh:
@@ -115,7 +116,7 @@ class Preference(Task):
             return
         n_pairs = sum(map(len, self._pairs.values()))
         report(f"computing what the model gives {n_pairs:,} pairs of answers at the start")
-        self._reference = {split: self._logprobs(model, precision, split) for split in self._pairs}
+        self._reference = {split: self._logprobs(model, precision, split, shares) for split in self._pairs}
         if writes:
             data = save(self._reference)
             described = {
@@ -147,21 +148,27 @@ class Preference(Task):
             raise UserError(f"{path} is of other pairs than these: restore the data, or give another run_dir=.")
         return reference
 
-    def _logprobs(self, model: GPT, precision: Precision, split: str) -> Tensor:
-        """log π of both answers of every pair, float32 [n, 2] on the CPU.
+    def _logprobs(self, model: GPT, precision: Precision, split: str, shares: Shares) -> Tensor:
+        """log π of both answers of every pair, float32 [n, 2] on the CPU; each process computes its share.
 
         With gradients, though nobody wants them: so the kernels are those of training, and round alike.
         """
-        pairs, size = self._pairs[split], self.recipe.train.micro_batch_size
-        given = torch.zeros(len(pairs), 2)
+        given = torch.zeros(len(self._pairs[split]), 2, device=model.device)
+        batches = self._chunks(split, list(range(len(given))))
         with eval_mode(model):
-            for first in range(0, len(pairs), size):
-                chosen = list(range(first, min(first + size, len(pairs))))
-                inputs, targets = (x.to(model.device) for x in self._rows(split, chosen))
+            for inputs, targets, chosen in shares.share(batches):
                 with precision.autocast():
-                    logprobs = answer_logprobs(model, inputs, targets)
-                given[chosen] = logprobs.detach().view(2, -1).T.float().cpu()
-        return given
+                    logprobs = answer_logprobs(model, inputs.to(model.device), targets.to(model.device))
+                if counts(targets):
+                    given[chosen.to(model.device)] = logprobs.detach().view(2, -1).T.float()
+        return shares.summed(given).cpu()  # zeros but for one process's numbers: the sum is these
+
+    def _chunks(self, split: str, pairs: list[int]) -> Iterator[Batch]:
+        """Inputs and targets [2P, T] of the pairs, a micro-batch at a time, and which these are [P]."""
+        size = self.recipe.train.micro_batch_size
+        for first in range(0, len(pairs), size):
+            chosen = pairs[first : first + size]
+            yield (*self._rows(split, chosen), torch.tensor(chosen))
 
     # ------------------------------------------------------------------------------------------------- batches
 
@@ -193,25 +200,28 @@ class Preference(Task):
 
     @torch.no_grad()
     def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
-        """The held-out pairs' mean loss, reward margin, and how often the chosen answer gained more than the other.
-
-        Every process evaluates them all.
-        """
+        """The held-out pairs' mean loss, reward margin, and how often the chosen answer gained more than the other."""
         n_pairs = len(self._pairs["validation"])
-        n_chosen = min(self.recipe.train.evaluate_sequences or n_pairs, n_pairs)
+        n_chosen = self.recipe.train.n_evaluated(n_pairs, self.context_length) or n_pairs
         chosen = [place * n_pairs // n_chosen for place in range(n_chosen)]
-        size, total = self.recipe.train.micro_batch_size, 0.0
-        sums: dict[str, float] = {}
+        sums = dict.fromkeys(("loss", "reward_margin", "reward_chosen", "accuracy"), 0.0)
         with eval_mode(model):
-            for first in range(0, n_chosen, size):
-                batch = tuple(x.to(model.device) for x in self._batch("validation", chosen[first : first + size]))
+            for inputs, targets, pairs in shares.share(self._chunks("validation", chosen)):
+                reference = self._reference["validation"][pairs].T.flatten()
+                batch = tuple(x.to(model.device) for x in (inputs, targets, reference))
                 with precision.autocast():
                     losses = self.loss(model, batch)
-                total += losses.loss.item()
-                for name, value in losses.figures.items():
-                    sums[name] = sums.get(name, 0.0) + value.item()
-        means = {name: value / n_chosen for name, value in sums.items()}
+                if counts(targets):
+                    for name, value in {"loss": losses.loss, **losses.figures}.items():
+                        sums[name] += value.item()
+        total, *figures = shares.add_up(list(sums.values()))
+        means = {name: value / n_chosen for name, value in zip(list(sums)[1:], figures, strict=True)}
         return LossReport(total, n_chosen, unit="nats per pair"), means
+
+
+def counts(targets: Tensor) -> bool:
+    """Whether a batch of an evaluation is this process's own, see `Shares.share`."""
+    return bool((targets != IGNORED).any())
 
 
 def weights_fingerprint(model: GPT) -> str:

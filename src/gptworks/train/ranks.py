@@ -5,8 +5,10 @@ They train the same model in step: any decision that depends on a clock, a signa
 agreed on by all, since ranks that disagree wait for one another for ever.
 
 The launcher's store is where they meet. Each rank writes a beat there every few seconds, from a thread of its own, with
-the number of common points that its training has passed. A rank whose beats stop (killed, or its machine gone), or
-whose training stands still, is named by the others within `timeout_seconds`, and the run ends.
+counts of what it has done: common points passed, forward passes begun, collectives issued. A rank whose beats stop
+(killed, or its machine gone) is named by the others within `timeout_seconds`, and the run ends. So it is where all
+beats go on and no rank's counts rise: every batch of training, evaluation, sampling or a reference is a forward pass,
+which a hook on the model counts (`ManyDevices.place`), so a run that computes anything is not taken for one that hangs.
 """
 
 import contextlib
@@ -19,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -67,8 +70,21 @@ class Ranks:
         """Sums over all ranks, in float64."""
         return numbers
 
+    def agreed(self, numbers: list[float]) -> list[float]:
+        """Rank 0's numbers, on every rank: what decides how the run goes on must not differ by a bit."""
+        return numbers
+
     def mark(self) -> None:
-        """Say that a point is passed that all ranks pass."""
+        """Count a point that all ranks pass."""
+
+    def moved(self) -> None:
+        """Count work that this rank has begun, such as a forward pass; others may have more or less of it."""
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Inside, this rank does work of unknown length in which nothing can be counted, such as reading files: no rank
+        takes the wait for a hang."""
+        yield
 
 
 ALONE = Ranks()
@@ -142,7 +158,7 @@ class _Joined(Ranks):
 
     def first(self, work: Callable[[], T]) -> T:
         key = f"first/{self._turn}"
-        with self.watch.patience():
+        with self.watch.patience(busy=self.is_first):
             if self.is_first:
                 value = work()  # an error leaves `failed` under this key, see `leave`
                 self._store.set(key, json.dumps({"value": value}))
@@ -157,7 +173,8 @@ class _Joined(Ranks):
     def in_turn(self, work: Callable[[], T]) -> T:
         made: list[T] = []
         self.first(lambda: made.append(work()))
-        return made[0] if made else work()
+        with self.busy():
+            return made[0] if made else work()
 
     def asked(self, stop: str | None) -> str | None:
         self.mark()
@@ -176,8 +193,22 @@ class _Joined(Ranks):
         added: list[float] = sums.tolist()
         return added
 
+    def agreed(self, numbers: list[float]) -> list[float]:
+        told = torch.tensor(numbers, dtype=torch.float64)
+        distributed.broadcast(told, src=0)
+        agreed: list[float] = told.tolist()
+        return agreed
+
     def mark(self) -> None:
         self.watch.mark()
+
+    def moved(self) -> None:
+        self.watch.moved()
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        with self.watch.patience(busy=True):
+            yield
 
     def leave(self, how: str) -> None:
         """Tell the others that this rank needs no watching any more, and how it has ended."""
@@ -206,16 +237,37 @@ def _take_device(device: torch.device, local_rank: int) -> None:
         torch.cuda.set_device(local_rank)
 
 
-def _main_thread_waits() -> bool:
-    """Whether the main thread's innermost calls are torch.distributed's, so that it waits for other ranks."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    for _ in range(4):
-        if frame is None:
-            return False
-        if "/torch/distributed/" in frame.f_code.co_filename.replace(os.sep, "/"):
-            return True
-        frame = frame.f_back
-    return False
+def _collectives_issued() -> int:
+    """How many collectives this rank has begun, in all process groups.
+
+    The rank that the others wait for has begun fewer than they have. That holds for NCCL too, whose calls return at
+    once, while the main thread waits somewhere else.
+    """
+    total = 0
+    if distributed.is_initialized():
+        for group in list(distributed.distributed_c10d._world.pg_map):
+            for device in group._device_types:
+                with contextlib.suppress(RuntimeError):  # a backend that does not count
+                    total += group._get_backend(device)._get_sequence_number_for_group()
+    return total
+
+
+@dataclass(frozen=True)
+class _Beat:
+    """What a rank writes of itself."""
+
+    number: int
+    marks: int
+    moves: int
+    collectives: int
+    busy: bool
+    host: str
+    process: int
+
+    @property
+    def done(self) -> tuple[int, int, int]:
+        """What rises while the rank does anything."""
+        return self.marks, self.moves, self.collectives
 
 
 class _Watch(threading.Thread):
@@ -226,26 +278,31 @@ class _Watch(threading.Thread):
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout_seconds
         self._interval = min(timeout_seconds / 5, 5.0)
         self._over = threading.Event()
-        self._beats = self._marks = 0
-        self._marked_at = time.monotonic()
-        self._patient = False
-        self._heard: dict[int, tuple[str, float]] = {}  # each rank's last beat, and when it was new
+        self._beats = self._marks = self._moves = 0
+        self._moved_at = time.monotonic()  # any rank
+        self._patient = self._busy = False
+        self._heard: dict[int, tuple[_Beat | str, float]] = {}  # each rank's last beat, and when it was new
         store.set_timeout(timedelta(seconds=max(10.0, timeout_seconds)))
         self._beat()
 
     def mark(self) -> None:
         """Count a common point."""
         self._marks += 1
-        self._marked_at = time.monotonic()
+
+    def moved(self) -> None:
+        """Count work that has begun."""
+        self._moves += 1
 
     @contextmanager
-    def patience(self) -> Iterator[None]:
-        """Inside, this rank's training may stand still: it waits for one that works, whose beats still count."""
-        self._patient = True
+    def patience(self, busy: bool) -> Iterator[None]:
+        """Inside, this rank's training may stand still. busy: it works, and all ranks may wait for it; else it waits
+        for one that works, whose beats still count."""
+        before = self._patient, self._busy
+        self._patient, self._busy = True, busy or self._busy
         try:
             yield
         finally:
-            self._patient = False
+            self._patient, self._busy = before
             self.mark()
 
     def stop(self, how: str) -> None:
@@ -265,7 +322,7 @@ class _Watch(threading.Thread):
                     self._end("the launcher does not answer: it has died, or its machine cannot be reached.")
                 return
             silent = self._still(self._timeout)
-            stuck = not self._patient and time.monotonic() - self._marked_at > self._timeout
+            stuck = time.monotonic() - self._moved_at > self._timeout
             if (silent or stuck) and not self._over.is_set():
                 self._end(self._accuse(silent or self._still(3 * self._interval) or self._behind()))
 
@@ -276,7 +333,7 @@ class _Watch(threading.Thread):
             deadline = time.monotonic() + 4 * self._interval
             while time.monotonic() < deadline:
                 self._listen()
-                if any(text == _FAILED for text, _ in self._heard.values()):
+                if any(beat == _FAILED for beat, _ in self._heard.values()):
                     return ""
                 time.sleep(self._interval / 4)
             silent = self._still(3 * self._interval)
@@ -293,38 +350,52 @@ class _Watch(threading.Thread):
 
     def _beat(self) -> None:
         self._beats += 1
-        doing = "waits" if _main_thread_waits() else "works"
-        beat = f"{self._beats} {self._marks} {doing} {socket.gethostname()} {os.getpid()}"
-        self._store.set(f"beat/{self._rank}", beat)
+        issued = _collectives_issued()
+        beat = _Beat(self._beats, self._marks, self._moves, issued, self._busy, socket.gethostname(), os.getpid())
+        self._store.set(f"beat/{self._rank}", json.dumps(asdict(beat)))
 
     def _listen(self) -> None:
         now = time.monotonic()
-        for rank, text in enumerate(self._store.multi_get([f"beat/{rank}" for rank in range(self._size)])):
-            if rank not in self._heard or self._heard[rank][0] != text.decode():
-                self._heard[rank] = (text.decode(), now)
+        for rank, said in enumerate(self._store.multi_get([f"beat/{rank}" for rank in range(self._size)])):
+            text = said.decode()
+            beat = text if text in (_DONE, _FAILED) else _Beat(**json.loads(text))
+            before = self._heard[rank][0] if rank in self._heard else None
+            if beat != before:
+                self._heard[rank] = (beat, now)
+            if not isinstance(beat, _Beat) or not isinstance(before, _Beat):
+                moved = beat != before
+            else:
+                moved = beat.busy or beat.done != before.done
+            if moved:
+                self._moved_at = now
+        if self._patient:
+            self._moved_at = now
 
     def _still(self, seconds: float) -> list[int]:
         """The ranks that should beat and have not for so long."""
         now = time.monotonic()
         return [
             rank
-            for rank, (text, at) in self._heard.items()
-            if rank != self._rank and text not in (_DONE, _FAILED) and now - at > seconds
+            for rank, (beat, at) in self._heard.items()
+            if rank != self._rank and isinstance(beat, _Beat) and now - at > seconds
         ]
 
     def _behind(self) -> list[int]:
-        """The ranks that have passed fewer common points than others; or, between two points, those that do not wait
-        where others do. None where all are alike."""
-        beats = {rank: text.split() for rank, (text, _) in self._heard.items() if text not in (_DONE, _FAILED)}
-        fewer = [rank for rank, beat in beats.items() if int(beat[1]) < max(int(other[1]) for other in beats.values())]
-        working = [rank for rank, beat in beats.items() if beat[2] == "works"]
-        return fewer or (working if len(working) < len(beats) else [])
+        """The ranks for which the others wait: those that have begun fewer collectives than others, or else passed
+        fewer common points. None where all are alike."""
+        beats = {rank: beat for rank, (beat, _) in self._heard.items() if isinstance(beat, _Beat)}
+        for count in (lambda beat: beat.collectives, lambda beat: beat.marks):
+            most = max(map(count, beats.values()))
+            if fewer := [rank for rank, beat in beats.items() if count(beat) < most]:
+                return fewer
+        return []
 
     def _accuse(self, ranks: list[int]) -> str:
         names = []
         for rank in ranks:
-            *_, host, pid = self._heard[rank][0].split()
-            names.append(f"rank {rank} (process {pid} on {host})")
+            beat = self._heard[rank][0]
+            assert isinstance(beat, _Beat)
+            names.append(f"rank {rank} (process {beat.process} on {beat.host})")
         who = f"{', '.join(names)} does not answer: it hangs, has died or cannot be reached"
         return (
             f"{who if ranks else 'no rank comes on, and all wait at the same point'}. "

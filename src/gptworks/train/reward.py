@@ -37,6 +37,7 @@ from gptworks.model import GPT
 from gptworks.model.lora import LoRALinear
 from gptworks.model.loss import target_logprobs
 from gptworks.tensors import Expected, read_tensors
+from gptworks.train.generating import generating
 from gptworks.train.objectives import Batch, Losses, with_routing
 from gptworks.train.task import Task
 
@@ -45,6 +46,9 @@ RewardFunction = Callable[..., float]
 
 REFERENCE_MODEL = "reference-model.safetensors"
 ROLLOUTS = "rollouts"
+
+EVALUATED_AT_ONCE = 64
+"""Held-out prompts that are answered together: between two such lots a run hears that it is to stop."""
 
 _ROUND_TOKENS = 32
 _LEAST_DEVIATION = 1e-6
@@ -158,6 +162,26 @@ def policy_loss(
     return -(gain.where(counted, 0).sum(-1) / n_tokens).sum(), figures
 
 
+def sampling_gap(logprobs: Tensor, prompt_tokens: Sequence[int], answers: Sequence[Completion]) -> Tensor:
+    """How far the engine's log-probabilities lie from the training step's: of each answer, the mean |difference| over
+    the tokens it generated, in nats; float32 [B].
+
+    The policy gradient takes answers for samples of the policy that is trained. This is how far they are from that: the
+    engine adds in another order, or rounds otherwise.
+
+    Args:
+        logprobs: of each target at temperature 1, as training computes them, [B, T].
+        prompt_tokens: the length of each answer's prompt.
+        answers: as the engine gave them, with log-probabilities.
+    """
+    gaps = torch.zeros(len(answers))
+    for row, (n_prompt, answer) in enumerate(zip(prompt_tokens, answers, strict=True)):
+        if answer.logprobs:
+            theirs = torch.tensor([token.logprob for token in answer.logprobs])
+            gaps[row] = (logprobs[row, n_prompt - 1 : n_prompt - 1 + len(theirs)] - theirs).abs().mean()
+    return gaps
+
+
 class Reward(Task):
     """Prompts, and answers that the model makes itself; a step's batch_size counts answers."""
 
@@ -189,6 +213,7 @@ class Reward(Task):
         fresh: bool,
         writes: bool,
         report: Callable[[str], None],
+        shares: Shares,
     ) -> None:
         if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
             raise UserError(
@@ -196,7 +221,7 @@ class Reward(Task):
                 "train.parallel.strategy=ddp and tensor_parallel=1."
             )
         self._function = load_reward(self.objective.reward)
-        self._model, self._engine, self._precision = model, engine, precision
+        self._model, self._engine, self._precision, self._shares = model, engine, precision, shares
         self._end = self._end_token(engine)
         self._prompts = {split: self._read_prompts(split, report) for split in self._examples}
         self._fits = {
@@ -292,36 +317,42 @@ class Reward(Task):
         shared = self.objective.steps_per_rollout
         number = step // shared
         if self._held is None or self._held[0] != number:
-            kept = self._read_rollouts(number, micro_steps) if step % shared else None
-            made = kept or {
-                i: self._answers(number, i, chosen.tolist()) for i, (chosen,) in zip(micro_steps, batches, strict=True)
-            }
+            prompts = {i: chosen.tolist() for i, (chosen,) in zip(micro_steps, batches, strict=True)}
+            kept = self._read_rollouts(number, prompts) if step % shared else None
+            made = kept or {i: self._answers(number, i, chosen) for i, chosen in prompts.items()}
             if shared > 1 and kept is None:
-                self._write_rollouts(number, made)
+                self._write_rollouts(number, made, prompts)
             self._held = (number, made)
         device = self._model.device
         there = [tuple(x.to(device) for x in self._held[1][i]) for i in micro_steps]
         return there, sum(map(self.count, there)), sum(batch[0].numel() for batch in there)
 
     def _answers(self, number: int, micro_step: int, chosen: list[int]) -> Batch:
-        """Inputs and targets, int64 [B, T]; rewards and advantages [B]; log-probabilities under the policy that
-        answered, and under the start where that is asked for, [B, T]."""
+        """Inputs and targets, int64 [B, T]; rewards, advantages and `sampling_gap`, [B]; log-probabilities under the
+        policy that answered, and under the start where that is asked for, [B, T].
+
+        The policy's are computed as a training step computes them, not taken from the engine: the first step on these
+        answers has ratios of 1 exactly, whatever the engine's kernels round."""
         prompts = [self._prompts["train"][i] for i in chosen]
         seeds = np.random.SeedSequence((self.recipe.seed, number, micro_step)).generate_state(len(chosen), np.uint32)
         answers = self._generate(prompts, seeds.tolist(), self.objective.group_size)
         pairs = [(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group]
-        name = self.objective.reward
-        rewards = torch.tensor([reward_of(self._function, name, a.text, p) for p, a in pairs], dtype=torch.float64)
+        rewards = torch.tensor([self._reward(prompt, answer) for prompt, answer in pairs], dtype=torch.float64)
         advantage = advantages(rewards, self.objective.group_size, self.objective.scale_by_deviation)
         inputs, targets = self._rows(pairs)
-        old = self._logprobs(self._model, inputs, targets)
-        batch = (inputs, targets, rewards.float(), advantage.float(), old)
+        old, plain = self._logprobs(self._model, inputs, targets, also_plain=True)
+        gap = sampling_gap(plain, [len(prompt.ids) for prompt, _ in pairs], [answer for _, answer in pairs])
+        batch = (inputs, targets, rewards.float(), advantage.float(), gap, old)
         if not self.objective.beta:
             return batch
         if self._reference is not None:
-            return (*batch, self._logprobs(self._reference, inputs, targets))
+            return (*batch, self._logprobs(self._reference, inputs, targets)[0])
         with without_adapter(self._model):
-            return (*batch, self._logprobs(self._model, inputs, targets))
+            return (*batch, self._logprobs(self._model, inputs, targets)[0])
+
+    def _reward(self, prompt: Prompt, answer: Completion) -> float:
+        self._shares.moved()  # the function is the user's, and may take long
+        return reward_of(self._function, self.objective.reward, answer.text, prompt)
 
     def _generate(self, prompts: list[Prompt], seeds: list[int], n_samples: int) -> list[list[Completion]]:
         """Answers to each prompt. An answer ends with the one end token that the model is to learn."""
@@ -333,10 +364,12 @@ class Reward(Task):
                 seed=seed,
                 ignore_eos=True,
                 stop_token_ids=(self._end,),
+                logprobs=0,
             )
             requests.append(self._engine.submit(prompt.ids, settings, n_samples=n_samples))
-        while self._engine.step():
-            pass
+        with generating(self._precision):
+            while self._engine.step():
+                pass
         for request in requests:
             if request.error is not None:
                 raise request.error
@@ -357,24 +390,31 @@ class Reward(Task):
             targets[row, len(start) - 1 : len(ids) - 1] = ids[len(start) :]
         return inputs, targets
 
-    def _logprobs(self, model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Without dropout; with gradients, though nobody wants them: so the kernels are those of training."""
-        device = model.device
+    def _logprobs(self, model: GPT, inputs: Tensor, targets: Tensor, also_plain: bool = False) -> tuple[Tensor, Tensor]:
+        """Of each target at the sampling temperature, and at temperature 1 where asked for; float32 [B, T] on the CPU.
+
+        Without dropout; with gradients, though nobody wants them: so the kernels are those of training.
+        """
+        inputs, targets = inputs.to(model.device), targets.to(model.device)
         with eval_mode(model), self._precision.autocast():
-            return self._policy(model, inputs.to(device), targets.to(device)).detach().float().cpu()
+            features = model.features(inputs)
+            sampled = plain = self._of_features(model, features, targets, self.objective.temperature)
+            if also_plain and self.objective.temperature != 1:
+                plain = self._of_features(model, features, targets, 1.0)
+        return sampled.detach().float().cpu(), plain.detach().float().cpu()
 
-    def _policy(self, model: GPT, inputs: Tensor, targets: Tensor, router_logits: list[Tensor] | None = None) -> Tensor:
-        """The log-probability of each target, [B, T], at the temperature that answers are sampled with."""
-        features = model.features(inputs, router_logits=router_logits) / self.objective.temperature
-        return target_logprobs(features, model.head_weight, targets)
+    @staticmethod
+    def _of_features(model: GPT, features: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        return target_logprobs(features / temperature, model.head_weight, targets)
 
-    def _write_rollouts(self, number: int, made: dict[int, Batch]) -> None:
+    def _write_rollouts(self, number: int, made: dict[int, Batch], prompts: dict[int, list[int]]) -> None:
         folder = self.recipe.run_dir / ROLLOUTS
         folder.mkdir(exist_ok=True)
         for micro_step, batch in made.items():
             path = folder / f"round-{number:06d}-{micro_step}.safetensors"
+            named = {str(i): x.contiguous() for i, x in enumerate(batch)}
             with replacing(path) as aside:
-                aside.write_bytes(save({str(i): x.contiguous() for i, x in enumerate(batch)}))
+                aside.write_bytes(save(named | {"prompts": torch.tensor(prompts[micro_step])}))
             for old in folder.glob(f"round-*-{micro_step}.safetensors"):
                 if old.name < f"round-{max(0, number - self._rounds_kept):06d}":
                     old.unlink()
@@ -385,40 +425,44 @@ class Reward(Task):
         train = self.recipe.train
         return (train.keep_checkpoints + 2) * -(-train.checkpoint_every // self.objective.steps_per_rollout)
 
-    def _read_rollouts(self, number: int, micro_steps: Sequence[int]) -> dict[int, Batch] | None:
-        """The answers of a round that other steps have used before; None where they are not there."""
+    def _read_rollouts(self, number: int, prompts: dict[int, list[int]]) -> dict[int, Batch] | None:
+        """The answers to each micro-step's prompts that other steps of the round have used before; None where they are
+        not there, or answer other prompts."""
         made = {}
-        for micro_step in micro_steps:
+        for micro_step, chosen in prompts.items():
             path = self.recipe.run_dir / ROLLOUTS / f"round-{number:06d}-{micro_step}.safetensors"
             with contextlib.suppress(UserError, KeyError):
                 tensors = read_tensors(path, None)
-                made[micro_step] = tuple(tensors[str(i)] for i in range(len(tensors)))
-        return made if len(made) == len(micro_steps) else None
+                if tensors.pop("prompts").tolist() == chosen:
+                    made[micro_step] = tuple(tensors[str(i)] for i in range(len(tensors)))
+        return made if len(made) == len(prompts) else None
 
     # ----------------------------------------------------------------------------------------------------- loss
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        inputs, targets, rewards, advantage, old, *reference = batch
+        inputs, targets, rewards, advantage, gap, old, *reference = batch
         router_logits: list[Tensor] = []
         counted = targets != IGNORED
-        logprobs = self._policy(model, inputs, targets, router_logits)
+        features = model.features(inputs, router_logits=router_logits)
+        logprobs = self._of_features(model, features, targets, self.objective.temperature)
         start = reference[0] if reference else None
         loss, figures = policy_loss(self.objective, logprobs, old, start, advantage, counted)
-        figures |= {"reward": rewards.sum(), "answer_tokens": counted.sum()}
+        figures |= {"reward": rewards.sum(), "answer_tokens": counted.sum(), "sampling_gap": gap.sum()}
         return with_routing(loss, loss, router_logits, model, self.count(batch), **self._routing, figures=figures)
 
     def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
         """The mean reward of one answer to each held-out prompt, sampled with the same seeds each time; the loss is its
-        negative. Every process answers them all."""
+        negative. Each process answers its share of them."""
         fitting = self._fits["validation"]
-        n_chosen = min(self.recipe.train.evaluate_sequences or len(fitting), len(fitting))
-        chosen = [fitting[place * len(fitting) // n_chosen] for place in range(n_chosen)]
-        prompts = [self._prompts["validation"][i] for i in chosen]
-        answers = self._generate(prompts, [self.recipe.seed + i for i in chosen], 1)
-        total = sum(
-            reward_of(self._function, self.objective.reward, answer.text, prompt)
-            for prompt, (answer,) in zip(prompts, answers, strict=True)
-        )
+        n_chosen = self.recipe.train.n_evaluated(len(fitting), self.context_length) or len(fitting)
+        chosen = torch.tensor([fitting[place * len(fitting) // n_chosen] for place in range(n_chosen)])
+        total = 0.0
+        for _, mine in shares.share((each, each) for each in chosen.split(EVALUATED_AT_ONCE)):
+            numbers = mine[mine != IGNORED].tolist()
+            prompts = [self._prompts["validation"][i] for i in numbers]
+            answers = self._generate(prompts, [self.recipe.seed + i for i in numbers], 1)
+            total += sum(self._reward(prompt, answer) for prompt, (answer,) in zip(prompts, answers, strict=True))
+        (total,) = shares.add_up([total])
         return LossReport(-total, n_chosen, unit="negative reward"), {"reward": total / n_chosen}
 
 

@@ -52,6 +52,7 @@ class Task:
         fresh: bool,
         writes: bool,
         report: Callable[[str], None],
+        shares: Shares,
     ) -> None:
         """What is done once, before the first step of a sitting.
 
@@ -59,6 +60,7 @@ class Task:
             model: has the weights that training starts from, or goes on from.
             fresh: whether the run begins, so that these are the weights of its start.
             writes: whether this process writes the run folder.
+            shares: how the run's processes divide work.
 
         Raises:
             UserError: something that the objective needs is missing or cannot be used.
