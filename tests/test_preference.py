@@ -200,8 +200,15 @@ def test_the_margin_on_held_out_pairs_rises_from_a_loss_that_is_known(base: Path
     assert "perplexity" not in (base / name / "model-card.md").read_text()
 
 
-def test_the_reference_is_what_the_start_gives(base: Path) -> None:
+@pytest.fixture(scope="module")
+def one_step(base: Path) -> Path:
+    """The folder with a run of one step beside the base."""
     train(parse_recipe(tree_of(base, "reference", train={"max_steps": 1, "precision": "fp32"})))
+    return base
+
+
+def test_the_reference_is_what_the_start_gives(one_step: Path) -> None:
+    base = one_step
     kept = load_file(base / "reference/reference.safetensors")
     described = json.loads((base / "reference/reference.json").read_text())
     assert set(described) >= {"data", "weights", "tensors", "sha256"}
@@ -220,7 +227,8 @@ def test_the_reference_is_what_the_start_gives(base: Path) -> None:
             assert answer.strip() == ("the quick fox", "over the lazy dog")[side]
 
 
-def test_evaluate_judges_the_preferred_answers(base: Path) -> None:
+def test_evaluate_judges_the_preferred_answers(one_step: Path) -> None:
+    base = one_step
     result = tiny.gptworks("evaluate", base / "reference", "--json", "--precision", "fp32")
     assert result.returncode == 0, result.stderr
     report, kept = json.loads(result.stdout), load_file(base / "reference/reference.safetensors")

@@ -10,6 +10,10 @@ IGNORED = -100
 """A target that carries no loss, as `torch.nn.functional.cross_entropy` has it."""
 
 
+EVALUATED_TOKENS = 2**20
+"""Tokens that an evaluation reads at most, where a recipe does not say."""
+
+
 def computes_again(activation_checkpointing: str, layer: int) -> bool:
     """Whether training keeps of a block its input alone: of each, or with `selective` of every second one."""
     return activation_checkpointing == "block" or (activation_checkpointing == "selective" and layer % 2 == 0)
@@ -100,8 +104,11 @@ class TrainConfig(Section):
         (), description="What is given the records of metrics.jsonl besides; each needs the extra of its name."
     )
     evaluate_every: Free[PositiveInt] = 250
-    evaluate_sequences: Measured[int] = Field(
-        0, ge=0, description="Validation windows per evaluation, evenly spaced. 0: all."
+    evaluate_sequences: Measured[int | None] = Field(
+        None,
+        ge=0,
+        description="Validation windows per evaluation, evenly spaced. 0: all. null: all, or as many as hold "
+        f"{EVALUATED_TOKENS:,} tokens at the full context where there are more.",
     )
     checkpoint_every: Free[PositiveInt] = 250
     keep_checkpoints: Free[PositiveInt] = Field(2, description="Newest checkpoints kept; the best is kept besides.")
@@ -137,6 +144,13 @@ class TrainConfig(Section):
                 f"warmup_steps={self.warmup_steps} leaves nothing of max_steps={self.max_steps}: warm up for less"
             )
         return self
+
+    def n_evaluated(self, n_there: int, context_length: int) -> int:
+        """How many of so many validation sequences an evaluation reads. 0: all."""
+        wanted = self.evaluate_sequences
+        if wanted is None:
+            wanted = max(1, EVALUATED_TOKENS // context_length)
+        return 0 if wanted >= n_there else wanted
 
     @property
     def accumulation_steps(self) -> int:

@@ -76,8 +76,8 @@ class GPT(nn.Module):
         self.norm = build_norm(config)
         self.untied_head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.activation_checkpointing = "none"
-        """In training, of which blocks only the input is kept, and the block computed again in the backward pass: none,
-        selective or block."""
+        """Where gradients are on, of which blocks only the input is kept, and the block computed again in the backward
+        pass: none, selective or block."""
         self.watched: list[Tensor] | None = None
         """A list is given the root mean square of each block's output, a scalar each."""
         initialize(self)
@@ -124,10 +124,11 @@ class GPT(nn.Module):
         if text_positions is not None:  # made once for all layers
             windows = set(self.config.layer_windows)
             biases = {window: texts_bias(text_positions, window, product_dtype(x)) for window in windows}
-        differentiates = self.training and torch.is_grad_enabled()
+        # In evaluation mode too: DPO and GRPO compute references with gradients.
+        keeps_graph = cache is None and torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):
             window = self.config.layer_windows[i]
-            again = differentiates and computes_again(self.activation_checkpointing, i)
+            again = keeps_graph and computes_again(self.activation_checkpointing, i)
             inputs = (x, rotary, cache.layers[i] if cache is not None else None, biases.get(window))
             x, routed = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
             if self.watched is not None:

@@ -79,12 +79,13 @@ def _results(recipe: Recipe, validation: list[Record]) -> dict[str, str]:
     rows = {"parameters": f"{count_parameters(recipe.model).total:,}"}
     if not validation:
         return rows
-    part = f" over {recipe.train.evaluate_sequences:,} windows" if recipe.train.evaluate_sequences else ""
     for name, record in (("best", min(validation, key=_loss)), ("last", validation[-1])):
         figures = f"{record['loss']:.4f} {record.get('unit', 'nats per token')}"
         figures += "" if record["perplexity"] is None else f", perplexity {significant(record['perplexity'])}"
         if record["bits_per_byte"] is not None:
             figures += f", {record['bits_per_byte']:.4f} bits per byte"
+        n_read, n_there = record.get("sequences"), record.get("sequences_held_out")
+        part = f" over {n_read:,} of {n_there:,} windows" if n_read and n_there and n_read < n_there else ""
         rows[f"{name} validation loss"] = f"{figures}, at step {record['step']:,}{part}"
     return rows
 

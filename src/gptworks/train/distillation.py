@@ -17,7 +17,7 @@ from gptworks.model import GPT
 from gptworks.model.loss import distillation_loss
 from gptworks.plan.objectives import teacher_config
 from gptworks.tokenizer import fingerprint, load_tokenizer
-from gptworks.train.objectives import Batch, Losses, count_targets, with_routing
+from gptworks.train.objectives import Batch, Losses, counted, with_routing
 from gptworks.train.task import Task
 
 
@@ -63,7 +63,7 @@ def distillation(
         features, model.head_weight, taught, teacher.head_weight, targets,
         objective.temperature, objective.ce_weight, objective.kl_weight,
     )  # fmt: skip
-    n_targets, figures = count_targets(batch), {"teacher_kl": kl}
+    n_targets, figures = counted(batch), {"teacher_kl": kl}
     return with_routing(total, nats, router_logits, model, n_targets, balance_weight, z_weight, figures)
 
 
@@ -87,6 +87,10 @@ class Distillation(Task):
     @property
     def samples_per_epoch(self) -> int:
         return super().samples_per_epoch if self._examples is None else self._examples.rows_per_epoch
+
+    @property
+    def n_validation(self) -> int:
+        return super().n_validation if self._examples is None else len(self._held_out.rows)
 
     def begin(
         self,
@@ -123,5 +127,5 @@ class Distillation(Task):
     def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
         if self._examples is None:
             return super().evaluate(model, shares, precision)
-        rows = evaluation_rows(self._held_out, self.recipe.train.evaluate_sequences)
+        rows = evaluation_rows(self._held_out, self.n_evaluated)
         return evaluate_loss(model, rows, shares=shares, autocast=precision.autocast), {}

@@ -5,7 +5,7 @@ import itertools
 import math
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from gptworks.train.layer_norms import LayerNorms
 from gptworks.train.metrics import MetricsLog, NoLog, Record, draw_curves, write_samples
 from gptworks.train.objectives import Objective
 from gptworks.train.optim import Optimizer
-from gptworks.train.parallel import Parallel, check_parallel, choose_parallel, run_layout
+from gptworks.train.parallel import Parallel, StopAsked, check_parallel, choose_parallel, run_layout
 from gptworks.train.preflight import check_memory, choose_allocation, run_setting
 from gptworks.train.progress import Progress
 from gptworks.train.ranks import ALONE, Ranks
@@ -118,10 +118,13 @@ def train(
         run.begin(resume)
         display.message(run.opening)
         with stop_signals() as stop_asked, display:
+            parallel.stop_asked = stop_asked
             while (reason := run.end_reason(ranks.asked(stop_asked()))) is None:
-                run.training_step()
-                if run.due(recipe.train.evaluate_every):
-                    run.evaluate()
+                again = run.progress.evaluation_cut  # by a stop: a resumed run makes up for it first
+                if not again:
+                    run.training_step()
+                if (again or run.due(recipe.train.evaluate_every)) and not run.evaluate():
+                    continue
                 if run.due(recipe.train.sample_every):
                     run.sample()
                 if run.due(recipe.train.checkpoint_every) or run.is_best:
@@ -162,7 +165,8 @@ class Run:
         self.recipe, self.settings, self.display = recipe, recipe.train, display
         self.ranks, self.parallel = ranks, parallel or Parallel(recipe.train)
         self.device, self.precision, self.tokenizer = device, precision, tokenizer
-        self.task = choose_task(recipe, data_folder, verify=ranks.is_first)
+        with ranks.busy():
+            self.task = choose_task(recipe, data_folder, verify=ranks.is_first)
         self.objective = objective or self.task.loss
         torch.manual_seed(recipe.seed)
         self._memory_before_bytes = reset_peak(device)
@@ -220,12 +224,13 @@ class Run:
         elif resume:
             self.display.message(f"{folder} has no checkpoint: starting from step 0")
         if checkpoint is None and self.recipe.initialize_from is not None:
-            weights = starting_weights(self.recipe, self.tokenizer, self.display.message)
+            with self.ranks.busy():
+                weights = starting_weights(self.recipe, self.tokenizer, self.display.message)
             self.model.load_state_dict(self.parallel.shares(weights), strict=self.recipe.adapter is None)
             self.average = WeightAverage(self.model, self.settings.ema_decay)
         fresh, writes = checkpoint is None, self.ranks.is_first
         with self.parallel.resting():
-            self.task.begin(self.model, self.engine, self.precision, fresh, writes, self.display.message)
+            self.task.begin(self.model, self.engine, self.precision, fresh, writes, self.display.message, self.parallel)
         if self.ranks.is_first:
             save_recipe(self.recipe, folder / "recipe.yaml")
             save_tokenizer(self.tokenizer, folder / "tokenizer")
@@ -288,7 +293,7 @@ class Run:
         loss, n_tokens = self._accumulate_gradients()
         with self.stopwatch.part("optimizer"):
             self.optimizer.unscale(self.scaler)
-            norm = self.parallel.gradient_norm()
+            loss, norm = self.ranks.agreed([loss, self.parallel.gradient_norm()])
             by_layer = self.layer_norms.finish()
             skipped = anomaly(settings, progress.gradient, loss, norm)
             if skipped is None:
@@ -396,7 +401,8 @@ class Run:
         self.display.message(f"step {progress.step:,} skipped: {reason} ({progress.skipped} so far)")
         if progress.skipped_in_a_row < settings.max_skipped_steps:
             return
-        self.writer.wait()
+        with self.ranks.busy():
+            self.writer.wait()
         before = progress.step - progress.skipped_in_a_row  # weights may have gone wrong before the first was skipped
         good = self._newest_whole(before)
         if good is not None and progress.rollbacks < settings.max_rollbacks:
@@ -426,11 +432,23 @@ class Run:
 
     # --------------------------------------------------------------------------- evaluate, sample, save
 
-    def evaluate(self) -> None:
-        """Loss over the validation split, or over the part of it that the recipe asks for."""
+    def evaluate(self) -> bool:
+        """Loss over the validation split, or over the part of it that the recipe asks for; whether it was finished, and
+        not cut short by a signal."""
         progress = self.progress
-        with self.stopwatch.part("evaluation"), self.average.applied(), self.parallel.resting():
-            report, figures = self.task.evaluate(self.model, self.parallel, self.precision)
+        try:
+            with self.stopwatch.part("evaluation"), self.average.applied(), self.parallel.resting():
+                report, figures = self.task.evaluate(self.model, self.parallel, self.precision)
+        except StopAsked:
+            progress.evaluation_cut = True
+            self.display.message(f"step {progress.step:,}: the evaluation is cut short, and made up for by --resume")
+            return False
+        progress.evaluation_cut = False
+        total, n_counted, *means = self.ranks.agreed([report.total_nats, report.n_tokens, *figures.values()])
+        report = replace(report, total_nats=total, n_tokens=round(n_counted))
+        figures = dict(zip(figures, means, strict=True))
+        n_there = self.task.n_validation
+        n_read = self.task.n_evaluated or n_there
         likelihood = report.unit == "nats per token"
         better = report.loss < progress.best_loss
         if better:
@@ -446,15 +464,19 @@ class Run:
                 "perplexity": report.perplexity if likelihood else None,
                 **({} if likelihood else {"unit": report.unit}),
                 "bits_per_byte": report.bits_per_byte,
+                "sequences": n_read,
+                "sequences_held_out": n_there,
                 **figures,
             }
         )
         bits = f"  perplexity {report.perplexity:.2f}" if likelihood else ""
         bits += "".join(f"  {name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
         bits += f"  {report.bits_per_byte:.4f} bits per byte" if report.bits_per_byte is not None else ""
+        bits += f"  of {n_read:,} of {n_there:,} held-out sequences" if n_read < n_there else ""
         self.display.validation(progress.step, report.loss, bits + ("  (best)" if better else ""))
         if self.ranks.is_first and time.monotonic() - self._curves_drawn >= CURVES_EVERY_SECONDS:
             self._draw_curves()
+        return True
 
     def _draw_curves(self) -> bool:
         folder = self.recipe.run_dir
@@ -493,6 +515,8 @@ class Run:
                 "optimizer": self.parallel.whole(self.optimizer.state_tensors() | self.average.own_tensors),
             }
             if self.ranks.is_first:
+                with self.ranks.busy():
+                    self.writer.wait()
                 self.writer.save(progress.step, tensors, asdict(progress))
             else:
                 deque(itertools.chain(*tensors.values()), maxlen=0)  # our part in making them whole
@@ -522,6 +546,8 @@ class Run:
         patience = self.settings.early_stopping_patience
         if stop_asked:
             return f"stopped by {stop_asked}"
+        if self.progress.evaluation_cut:
+            return None
         if self.share_done >= 1:
             return "finished"
         if patience is not None and self.progress.evaluations_since_best >= patience:

@@ -52,7 +52,7 @@ def next_token(model: GPT, batch: Batch, *, balance_weight: float = 0.0, z_weigh
     router_logits: list[Tensor] = []
     features = model.features(inputs, None, router_logits, *positions)
     loss = linear_cross_entropy(features, model.head_weight, targets)
-    return with_routing(loss, loss, router_logits, model, count_targets(batch), balance_weight, z_weight)
+    return with_routing(loss, loss, router_logits, model, counted(batch), balance_weight, z_weight)
 
 
 def with_routing(
@@ -60,7 +60,7 @@ def with_routing(
     loss: Tensor,
     router_logits: list[Tensor],
     model: GPT,
-    count: int,
+    count: int | Tensor,
     balance_weight: float,
     z_weight: float,
     figures: dict[str, Tensor] | None = None,
@@ -82,6 +82,11 @@ def with_routing(
     )
 
 
+def counted(batch: Batch) -> Tensor:
+    """How many targets of a batch carry loss, int64, where the batch is: an accelerator is not waited for."""
+    return (batch[1] != IGNORED).sum()
+
+
 def count_targets(batch: Batch) -> int:
-    """How many targets of a batch carry loss."""
-    return int((batch[1] != IGNORED).sum())
+    """The same as a number; of a batch on an accelerator, it waits for that."""
+    return int(counted(batch))

@@ -98,6 +98,10 @@ class Preference(Task):
     def samples_per_epoch(self) -> int:
         return len(self._pairs["train"])
 
+    @property
+    def n_validation(self) -> int:
+        return len(self._pairs["validation"])
+
     # ----------------------------------------------------------------------------------------------- reference
 
     def begin(
@@ -202,7 +206,7 @@ class Preference(Task):
     def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
         """The held-out pairs' mean loss, reward margin, and how often the chosen answer gained more than the other."""
         n_pairs = len(self._pairs["validation"])
-        n_chosen = self.recipe.train.n_evaluated(n_pairs, self.context_length) or n_pairs
+        n_chosen = self.n_evaluated or n_pairs
         chosen = [place * n_pairs // n_chosen for place in range(n_chosen)]
         sums = dict.fromkeys(("loss", "reward_margin", "reward_chosen", "accuracy"), 0.0)
         with eval_mode(model):

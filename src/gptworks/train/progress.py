@@ -42,6 +42,8 @@ class Progress:
     best_loss: Annotated[float, AfterValidator(_number)] = math.inf
     best_step: Count = 0
     evaluations_since_best: Count = 0
+    evaluation_cut: bool = False
+    """Whether a signal ended the evaluation of this step before it was done."""
     data_fingerprint: str = ""
     scaler: dict[str, float] = field(default_factory=dict)
 

@@ -248,7 +248,8 @@ def _collectives_issued() -> int:
         for group in list(distributed.distributed_c10d._world.pg_map):
             for device in group._device_types:
                 with contextlib.suppress(RuntimeError):  # a backend that does not count
-                    total += group._get_backend(device)._get_sequence_number_for_group()
+                    backend: Any = group._get_backend(device)
+                    total += backend._get_sequence_number_for_group()
     return total
 
 
@@ -384,9 +385,10 @@ class _Watch(threading.Thread):
         """The ranks for which the others wait: those that have begun fewer collectives than others, or else passed
         fewer common points. None where all are alike."""
         beats = {rank: beat for rank, (beat, _) in self._heard.items() if isinstance(beat, _Beat)}
-        for count in (lambda beat: beat.collectives, lambda beat: beat.marks):
-            most = max(map(count, beats.values()))
-            if fewer := [rank for rank, beat in beats.items() if count(beat) < most]:
+        collectives = {rank: beat.collectives for rank, beat in beats.items()}
+        marks = {rank: beat.marks for rank, beat in beats.items()}
+        for counts in (collectives, marks):
+            if fewer := [rank for rank, count in counts.items() if count < max(counts.values())]:
                 return fewer
         return []
 

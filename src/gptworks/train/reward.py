@@ -203,6 +203,10 @@ class Reward(Task):
         n_prompts = len(self._examples["train"].n_tokens)
         return n_prompts * self.objective.group_size * self.objective.steps_per_rollout
 
+    @property
+    def n_validation(self) -> int:
+        return len(self._fits["validation"])
+
     # --------------------------------------------------------------------------------------------------- begin
 
     def begin(
@@ -454,10 +458,11 @@ class Reward(Task):
         """The mean reward of one answer to each held-out prompt, sampled with the same seeds each time; the loss is its
         negative. Each process answers its share of them."""
         fitting = self._fits["validation"]
-        n_chosen = self.recipe.train.n_evaluated(len(fitting), self.context_length) or len(fitting)
+        n_chosen = self.n_evaluated or len(fitting)
         chosen = torch.tensor([fitting[place * len(fitting) // n_chosen] for place in range(n_chosen)])
+        lots = (chosen[first : first + EVALUATED_AT_ONCE] for first in range(0, n_chosen, EVALUATED_AT_ONCE))
         total = 0.0
-        for _, mine in shares.share((each, each) for each in chosen.split(EVALUATED_AT_ONCE)):
+        for _, mine in shares.share((lot, lot) for lot in lots):
             numbers = mine[mine != IGNORED].tolist()
             prompts = [self._prompts["validation"][i] for i in numbers]
             answers = self._generate(prompts, [self.recipe.seed + i for i in numbers], 1)

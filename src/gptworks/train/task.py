@@ -81,6 +81,16 @@ class Task:
         return self._windows.windows_per_epoch
 
     @property
+    def n_validation(self) -> int:
+        """Sequences in the whole validation split: windows, rows, pairs or prompts."""
+        return max(1, -(-(self.validation_shards.n_tokens - 1) // self.context_length))
+
+    @property
+    def n_evaluated(self) -> int:
+        """How many of them an evaluation reads, evenly spaced. 0: all."""
+        return self.recipe.train.n_evaluated(self.n_validation, self.context_length)
+
+    @property
     def total_steps(self) -> int | None:
         """Optimizer steps of the run, where that is known beforehand."""
         train, samples = self.recipe.train, self.samples_per_epoch
@@ -104,7 +114,7 @@ class Task:
 
     def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
         """The loss on held-out text, and other figures for the metrics, by name."""
-        shards, n_sequences = self.validation_shards, self.recipe.train.evaluate_sequences
+        shards, n_sequences = self.validation_shards, self.n_evaluated
         report = evaluate_loss(
             model,
             evaluation_windows(shards, self.context_length, n_sequences),
@@ -132,6 +142,10 @@ class Instruction(Task):
         return self._rows.rows_per_epoch
 
     @property
+    def n_validation(self) -> int:
+        return len(self._held_out.rows)
+
+    @property
     def tokens_per_epoch(self) -> int:
         return self._rows.rows_per_epoch * self.context_length
 
@@ -139,7 +153,7 @@ class Instruction(Task):
         return self._rows.batch(step, micro_step, size)
 
     def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
-        rows = evaluation_rows(self._held_out, self.recipe.train.evaluate_sequences)
+        rows = evaluation_rows(self._held_out, self.n_evaluated)
         return evaluate_loss(model, rows, shares=shares, autocast=precision.autocast), {}
 
 
