@@ -156,15 +156,23 @@ def _side(device: torch.device) -> int:
     return 2048 if device.type == "cpu" else 8192
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has done what it was given; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
 def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
     """The shortest time of a call, of those that `PROBE_SECONDS` allow."""
     best, end = float("inf"), time.perf_counter() + PROBE_SECONDS
     work()
+    synchronize(device)
     while time.perf_counter() < end or best == float("inf"):
         started = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         best = min(best, time.perf_counter() - started)
     return best
 

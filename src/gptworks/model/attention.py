@@ -44,9 +44,7 @@ def attend(
             bias = as_bias(causal_mask(n_queries, n_keys, window, q.device), q.dtype)
         return cpu.attention(q, k, v, bias, window, dropout, scale)
     if bias is not None:
-        return F.scaled_dot_product_attention(
-            q, k, v, bias[:, None], dropout_p=dropout, scale=scale, enable_gqa=q.size(1) != k.size(1)
-        )
+        return fused(q, k, v, bias[:, None], dropout=dropout, scale=scale)
     banded = window is not None and window < n_keys
     if window is not None and n_queries == n_keys >= 2 * window:
         return attend_banded(q, k, v, window=window, dropout=dropout, scale=scale)
@@ -56,6 +54,24 @@ def attend(
         mask, is_causal = None, True
     else:
         mask, is_causal = causal_mask(n_queries, n_keys, window, q.device), False
+    return fused(q, k, v, mask, dropout=dropout, is_causal=is_causal, scale=scale)
+
+
+def fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """torch's attention, so that a fused kernel serves: none on CUDA takes a mask and grouped keys at once (flash no
+    masks, memory-efficient no groups), and without one all T × S scores of every head stand in memory."""
+    n_per_group = q.size(1) // k.size(1)
+    if n_per_group > 1 and mask is not None and q.device.type == "cuda":
+        k, v = k.repeat_interleave(n_per_group, dim=1), v.repeat_interleave(n_per_group, dim=1)  # B H S D
     return F.scaled_dot_product_attention(
         q, k, v, mask, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=q.size(1) != k.size(1)
     )
@@ -81,7 +97,7 @@ def attend_banded(
     mask = causal_mask(window, 2 * window, window, q.device).repeat(n_blocks, 1, 1)  # n W 2W
     mask[0, :, :window] = False  # the first block has none before it
     mask = mask.repeat(batch, 1, 1).unsqueeze(1)  # B·n 1 W 2W
-    y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, scale=scale, enable_gqa=q.size(1) != k.size(1))
+    y = fused(q, k, v, mask, dropout=dropout, scale=scale)
     y = y.view(batch, n_blocks, *y.shape[1:]).transpose(1, 2)  # B H n W D
     return y.flatten(2, 3)[:, :, :length]
 
@@ -121,14 +137,8 @@ def _attend_slots_at_once(
     visible = key <= last[:, None]  # N S
     if window is not None:
         visible &= key > last[:, None] - window
-    y = F.scaled_dot_product_attention(
-        q[0].transpose(0, 1).unsqueeze(2),  # N H 1 D
-        cache.keys[slots, :, :longest],  # N G S D
-        cache.values[slots, :, :longest],
-        visible[:, None, None],
-        scale=scale,
-        enable_gqa=q.size(1) != k.size(1),
-    )
+    keys, values = cache.keys[slots, :, :longest], cache.values[slots, :, :longest]  # N G S D
+    y = fused(q[0].transpose(0, 1).unsqueeze(2), keys, values, visible[:, None, None], scale=scale)  # N H 1 D
     return y.squeeze(2).transpose(0, 1).unsqueeze(0)
 
 
@@ -191,12 +201,17 @@ class Rotary(nn.Module):
 
     def reset(self, device: torch.device | None = None) -> None:
         """Compute the tables of the original context, or of the whole where no length changes them."""
-        position = torch.arange(self.config.context_length, device=device, dtype=torch.float64)
-        self.cos, self.sin = self._tables(position, self.config.original_context_length)
+        position = torch.arange(self.config.context_length, device="cpu", dtype=torch.float64)
+        cos, sin = self._tables(position, self.config.original_context_length)
+        there = torch.get_default_device() if device is None else device
+        self.cos, self.sin = cos.to(there), sin.to(there)
 
     @torch.inference_mode(False)  # training reads them too
     def _tables(self, position: Tensor, text_length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at positions [...], float64, of a text of `text_length` tokens: [..., R/2], float32."""
+        """Cosines and sines at positions [...], float64, of a text of `text_length` tokens: [..., R/2], float32.
+
+        All on the CPU: not every accelerator has float64.
+        """
         frequency, factor = frequencies(self.config, text_length, position.device)
         angle = position[..., None] * frequency
         return (factor * angle.cos()).float(), (factor * angle.sin()).float()
@@ -215,8 +230,8 @@ class Rotary(nn.Module):
         if scaling is None or scaling.type != "dynamic" or text_length <= self.config.original_context_length:
             return self.cos[positions].to(dtype), self.sin[positions].to(dtype)
         if isinstance(positions, slice):
-            positions = torch.arange(self.config.context_length)[positions]
-        cos, sin = self._tables(positions.cpu().double(), text_length)  # not every accelerator has float64
+            positions = torch.arange(self.config.context_length, device="cpu")[positions]
+        cos, sin = self._tables(positions.cpu().double(), text_length)
         return cos.to(self.cos.device, dtype), sin.to(self.cos.device, dtype)
 
 

@@ -19,6 +19,7 @@ from gptworks.device import (
     peak_growth_bytes,
     reset_peak,
     return_freed_memory,
+    synchronize,
 )
 from gptworks.errors import RunError
 from gptworks.plan.run import Measured
@@ -90,11 +91,11 @@ def _steps(
     if several_texts:
         batch = (*batch, torch.arange(model.context_length, device=device).expand_as(tokens))
     seconds = 0.0
+    synchronize(device)
     for _ in range(N_STEPS):
         started = time.perf_counter()
         step(batch)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         seconds = time.perf_counter() - started
     return seconds
 

@@ -1,32 +1,62 @@
 """Where the time of a run goes, in seconds by part."""
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from gptworks.device import synchronize
+
 
 class Stopwatch:
-    """Adds up durations by name. On an accelerator each part ends with a wait for the device, or its work would be
-    counted where the next wait is."""
+    """Adds up durations by name.
+
+    A part on CUDA is timed between two events on the device's own stream, so that no step waits for its parts: what
+    the device does for a part counts there, and where the device waits for Python, that counts too. On MPS, whose
+    events do not time, each part ends with a wait for the device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.seconds: dict[str, float] = {}
+        self._running: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Count what runs inside as `name`."""
+        on_cuda = self._device.type == "cuda"
+        began = self._event() if on_cuda else None
         started = time.perf_counter()
         try:
             yield
         finally:
-            if self._device.type in ("cuda", "mps"):
-                torch.accelerator.synchronize()
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            if began is not None:
+                self._running.append((name, began, self._event()))
+                while self._running and self._running[0][2].query():
+                    self._count_first()
+            else:
+                synchronize(self._device)
+                self._add(name, time.perf_counter() - started)
 
     def take(self) -> dict[str, float]:
-        """The sums since the last call, in seconds rounded to 0.1 ms."""
+        """The sums since the last call, in seconds rounded to 0.1 ms. Waits for the device."""
+        if self._running:
+            self._running[-1][2].synchronize()
+        while self._running:
+            self._count_first()
         taken, self.seconds = self.seconds, {}
         return {name: round(seconds, 4) for name, seconds in taken.items()}
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _count_first(self) -> None:
+        name, began, ended = self._running.popleft()
+        self._add(name, began.elapsed_time(ended) / 1000)
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
