@@ -67,14 +67,20 @@ def fused(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """torch's attention, so that a fused kernel serves: none on CUDA takes a mask and grouped keys at once (flash no
-    masks, memory-efficient no groups), and without one all T × S scores of every head stand in memory."""
+    """torch's attention, arranged so that a fused kernel serves: without one, all T × S scores of every head stand in
+    memory. mask: boolean or added to the scores, [B, 1, T, S] or what broadcasts to it."""
     n_per_group = q.size(1) // k.size(1)
-    if n_per_group > 1 and mask is not None and q.device.type == "cuda":
+    if n_per_group > 1 and not takes_groups(q.device, mask is not None):
         k, v = k.repeat_interleave(n_per_group, dim=1), v.repeat_interleave(n_per_group, dim=1)  # B H S D
     return F.scaled_dot_product_attention(
         q, k, v, mask, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=q.size(1) != k.size(1)
     )
+
+
+def takes_groups(device: torch.device, masked: bool) -> bool:
+    """Whether a fused kernel takes grouped keys there. On CUDA none does with a mask: flash attention refuses masks, the
+    memory-efficient kernel groups."""
+    return not (masked and device.type == "cuda")
 
 
 def attend_banded(

@@ -34,7 +34,7 @@ class Stopwatch:
         finally:
             if began is not None:
                 self._running.append((name, began, self._event()))
-                while self._running and self._running[0][2].query():
+                while self._running and self._running[0][2].query():  # type: ignore[no-untyped-call]
                     self._count_first()
             else:
                 synchronize(self._device)
@@ -50,7 +50,7 @@ class Stopwatch:
         return {name: round(seconds, 4) for name, seconds in taken.items()}
 
     def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
