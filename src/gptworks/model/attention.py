@@ -78,8 +78,8 @@ def fused(
 
 
 def takes_groups(device: torch.device, masked: bool) -> bool:
-    """Whether a fused kernel takes grouped keys there. On CUDA none does with a mask: flash attention refuses masks, the
-    memory-efficient kernel groups."""
+    """Whether a fused kernel there takes grouped keys. On CUDA none does under a mask: flash attention refuses masks,
+    the memory-efficient kernel groups."""
     return not (masked and device.type == "cuda")
 
 
