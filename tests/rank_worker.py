@@ -85,8 +85,11 @@ def runs(recipes: list[dict], ranks: Ranks) -> None:
                 time.sleep(60)
             return next_token(model, batch)
 
+        recipe = load_recipe(case["path"], case["overrides"])
+        if case.get("blind") == ranks.rank:
+            recipe = recipe.model_copy(update={"run_dir": recipe.run_dir / "on another disk"})
         train(
-            load_recipe(case["path"], case["overrides"]),
+            recipe,
             resume=case.get("resume", False),
             objective=objective if case.keys() & {"seen", "sleeps"} else None,
             ranks=ranks,

@@ -71,6 +71,24 @@ def test_a_student_nears_its_teacher_and_resumes_exactly(folder: Path) -> None:
     assert validation[-1]["perplexity"] > 1, "held-out text is judged as for any run"
 
 
+def test_a_resumed_student_learns_from_the_teacher_of_its_start_or_not_at_all(tmp_path: Path) -> None:
+    """The teacher trains on meanwhile, has another best, and deletes what the student began with."""
+    tree = tiny.recipe_tree(tmp_path, max_steps=4, keep_checkpoints=1, evaluate_every=4, optimizer="adamw")
+    teacher = tree | {"run_dir": str(tmp_path / "teacher")}
+    train(parse_recipe(teacher))
+    short = student(tmp_path, "student", train=tree["train"] | {"max_steps": 2, "warmup_steps": 0})
+    train(parse_recipe(short))
+    longer = short | {"train": short["train"] | {"max_steps": 3}}
+    moved = (tmp_path / "teacher").rename(tmp_path / "moved")
+    longer |= {"objective": longer["objective"] | {"teacher": str(moved)}}
+    assert train(parse_recipe(longer), resume=True).step == 3, "the same teacher in another place"
+    longest = longer | {"train": short["train"] | {"max_steps": 4}}
+    more = teacher["train"] | {"max_steps": 8}
+    train(parse_recipe(teacher | {"run_dir": str(moved), "train": more}), resume=True)
+    with pytest.raises(UserError, match=r"step 4, which this run has learned from, is not there or has changed"):
+        train(parse_recipe(longest), resume=True)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -6,24 +6,28 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import chats
 import rank_worker
 import tiny
-from gptworks.checkpoint import checkpoints
+from gptworks.checkpoint import checkpoints, choose_checkpoint, save_checkpoint
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.train.agreed import agreed_checkpoint
 from gptworks.train.loop import train
 from gptworks.train.metrics import read_metrics
 from gptworks.train.parallel import check_parallel
-from gptworks.train.ranks import ALONE
+from gptworks.train.ranks import ALONE, Ranks
 from test_resume import assert_same_run
 
 WORKER = Path(__file__).with_name("rank_worker.py")
@@ -405,3 +409,66 @@ def test_what_stops_the_first_rank_stops_all_and_is_said_once(tmp_path: Path) ->
     assert launcher.returncode == 2, output
     assert output.count("error:") == 1
     assert "Traceback" not in output
+
+
+def test_a_rank_that_does_not_see_the_run_folder_is_named_and_none_starts_afresh(tmp_path: Path) -> None:
+    path = tiny.write_recipe(tmp_path, optimizer="adamw", max_steps=4)
+    train(load_recipe(path))
+    case = {"path": str(path), "overrides": ["train.max_steps=8"], "resume": True, "blind": 1}
+    (tmp_path / "cases").write_text(json.dumps([case]), encoding="utf-8")
+    said = torchrun(2, "train", tmp_path / "cases", fails=True)
+    assert "rank 1 of 2 does not see" in said
+    assert "step-000004 as rank 0 does" in said
+    assert [checkpoint.step for checkpoint in checkpoints(tmp_path / "run")] == [4]
+
+
+class InThreads(Ranks):
+    """One of two ranks, each a thread of this process."""
+
+    def __init__(self, rank: int, meeting: threading.Barrier, board: dict[str, Any]) -> None:
+        self.rank, self.size, self._meeting, self._board = rank, 2, meeting, board
+
+    def _meet(self, key: str, value: Any) -> list[Any]:
+        self._board[f"{key}/{self.rank}"] = value
+        self._meeting.wait(10)
+        values = [self._board[f"{key}/{rank}"] for rank in range(2)]
+        self._meeting.wait(10)
+        return values
+
+    def first(self, work: Callable[[], Any]) -> Any:
+        value: Any = None
+        try:
+            value = work() if self.is_first else None
+        except UserError as error:
+            value = error
+        value = self._meet("first", value)[0]
+        if isinstance(value, UserError):
+            raise value
+        return value
+
+    def add_up(self, numbers: list[float]) -> list[float]:
+        return [sum(each) for each in zip(*self._meet("sum", numbers), strict=True)]
+
+
+@pytest.mark.parametrize("other", ["the same", "gone", "of other weights"])
+def test_ranks_use_the_checkpoint_that_rank_0_chooses_or_none_does(other: str, tmp_path: Path) -> None:
+    """Rank 1 looks later, when the run that they start from has saved and deleted again."""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder, step, weight in ((0, 1, 1.0), (0, 2, 1.0), (1, 1, 3.0 if other == "of other weights" else 1.0)):
+        if (folder, other) != (1, "gone"):
+            save_checkpoint(folders[folder], step, {"w": torch.full((2,), weight)}, {}, {"best_step": 1})
+    (folders[0] / "recipe.yaml").touch()
+    meeting, board = threading.Barrier(2), dict[str, Any]()
+    with ThreadPoolExecutor(2) as pool:
+        found = [
+            pool.submit(
+                agreed_checkpoint, InThreads(rank, meeting, board), folder, lambda: choose_checkpoint(folders[0])
+            )
+            for rank, folder in enumerate(folders)
+        ]
+        for each in found:
+            if other == "the same":
+                assert each.result().step == 1
+            else:
+                with pytest.raises(UserError, match=r"rank 1 of 2 does not see .*step-000001 as rank 0 does"):
+                    each.result()

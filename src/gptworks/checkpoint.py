@@ -91,6 +91,14 @@ class Checkpoint:
         return files
 
     @property
+    def manifest_sha256(self) -> str | None:
+        """The sha256 of its manifest, which tells checkpoints of one step apart; None where it has none."""
+        try:
+            return sha256_file(self.folder / "manifest.json")
+        except OSError:
+            return None
+
+    @property
     def is_whole(self) -> bool:
         """Whether every file is as the manifest says."""
         try:
@@ -154,7 +162,7 @@ def save_checkpoint(
         RunError: the disk is full or refuses; earlier checkpoints are untouched and nothing half-written stays.
     """
     parent = run_dir / "checkpoints"
-    final = parent / f"step-{step:06d}"
+    final = checkpoint_of_step(run_dir, step).folder
     aside = parent / f".writing-step-{step:06d}"
     try:
         shutil.rmtree(aside, ignore_errors=True)
@@ -195,6 +203,11 @@ def remove_checkpoint(checkpoint: Checkpoint) -> None:
     checkpoint.folder.rename(aside)
     sync(aside.parent)
     shutil.rmtree(aside)
+
+
+def checkpoint_of_step(run_dir: Path, step: int) -> Checkpoint:
+    """The checkpoint of a step, whether it is there or not."""
+    return Checkpoint(run_dir / "checkpoints" / f"step-{step:06d}")
 
 
 def checkpoints(run_dir: Path) -> list[Checkpoint]:

@@ -1,24 +1,30 @@
 """Distillation (Hinton et al., 2015): a student learns a teacher's distribution over the next token, and the text."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from gptworks.checkpoint import load_run
+from gptworks.checkpoint import Checkpoint, Report, checkpoint_of_step, choose_checkpoint, load_run
 from gptworks.config import DistillationObjective, Recipe
 from gptworks.data.batches import Batches
 from gptworks.data.packing import ExampleBatches, Examples, evaluation_rows
 from gptworks.device import Precision
 from gptworks.errors import UserError
 from gptworks.evaluate.loss import LossReport, Shares, evaluate_loss
+from gptworks.files import sealed_json, unsealed_json, write_whole
 from gptworks.infer.engine import Engine
 from gptworks.model import GPT
 from gptworks.model.loss import distillation_loss
 from gptworks.plan.objectives import teacher_config
 from gptworks.tokenizer import fingerprint, load_tokenizer
+from gptworks.train.agreed import agreed_checkpoint
 from gptworks.train.objectives import Batch, Losses, counted, with_routing
 from gptworks.train.task import Task
+
+TEACHER = "teacher.json"
+"""In the run folder: which checkpoint of the teacher the run learns from."""
 
 
 def check_teacher(recipe: Recipe) -> None:
@@ -67,6 +73,27 @@ def distillation(
     return with_routing(total, nats, router_logits, model, n_targets, balance_weight, z_weight, figures)
 
 
+def _teacher_of_the_start(folder: Path, kept: Path, report: Report) -> Checkpoint:
+    """The checkpoint of the teacher that the run began with; the best one, where an older version kept no note of it.
+
+    Raises:
+        UserError: it is gone or has changed, or the note is damaged.
+    """
+    try:
+        note = unsealed_json(kept.read_bytes())
+        checkpoint = checkpoint_of_step(folder, note["step"])
+    except FileNotFoundError:
+        return choose_checkpoint(folder, report=report)
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{kept} is damaged ({error}): restore it from a copy, or start anew.") from None
+    if checkpoint.manifest_sha256 != note["manifest_sha256"]:
+        raise UserError(
+            f"objective.teacher={folder}: step {checkpoint.step}, which this run has learned from, is not there or has "
+            f"changed. Restore {checkpoint.folder} from a copy, or start anew with another run_dir=."
+        )
+    return checkpoint
+
+
 class Distillation(Task):
     """Text or conversations, read by teacher and student alike."""
 
@@ -108,15 +135,24 @@ class Distillation(Task):
                 f"the tokenizer is not that of objective.teacher={folder}, so its probabilities are of other tokens. "
                 f"Set tokenizer.type=file and tokenizer.path={folder / 'tokenizer'}."
             )
+        kept = self.recipe.run_dir / TEACHER
+        teacher = agreed_checkpoint(
+            self.ranks,
+            folder,
+            lambda: choose_checkpoint(folder, report=report) if fresh else _teacher_of_the_start(folder, kept, report),
+        )
+        assert teacher is not None
         with shares.busy():
-            loaded = load_run(folder, device=model.device, report=report)
+            loaded = load_run(folder, str(teacher.step), device=model.device)
         if loaded.model.config.vocab_size != model.config.vocab_size:
             raise UserError(
                 f"objective.teacher={folder} has a vocabulary of {loaded.model.config.vocab_size} and this model "
                 f"{model.config.vocab_size}: set model.vocab_size={loaded.model.config.vocab_size}."
             )
         self._teacher = loaded.model.requires_grad_(False)
-        report(f"the teacher is {folder}, step {loaded.checkpoint.step:,}")
+        if writes:
+            write_whole(kept, sealed_json({"step": teacher.step, "manifest_sha256": teacher.manifest_sha256}))
+        report(f"the teacher is {folder}, step {teacher.step:,}")
 
     def batch(self, step: int, micro_step: int, size: int) -> Batch:
         return (self._examples or self._windows).batch(step, micro_step, size)

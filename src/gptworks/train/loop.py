@@ -32,6 +32,7 @@ from gptworks.plan.params import count_parameters
 from gptworks.recipe import save_recipe, with_vocab_size
 from gptworks.tensors import Expected
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
+from gptworks.train.agreed import agreed_checkpoint
 from gptworks.train.anomalies import anomaly
 from gptworks.train.average import WeightAverage
 from gptworks.train.card import MemoryPeaks, write_model_card
@@ -167,6 +168,7 @@ class Run:
         self.device, self.precision, self.tokenizer = device, precision, tokenizer
         with ranks.busy():
             self.task = choose_task(recipe, data_folder, verify=ranks.is_first)
+        self.task.ranks = ranks
         self.objective = objective or self.task.loss
         torch.manual_seed(recipe.seed)
         self._memory_before_bytes = reset_peak(device)
@@ -214,10 +216,8 @@ class Run:
         """Start a new run folder, or restore the newest whole checkpoint of the one that is there."""
         folder = self.recipe.run_dir
         checkpoint = self._newest_whole() if resume else None
-        if checkpoint is None and checkpoints(folder):
-            raise UserError(
-                f"every checkpoint of {folder} is damaged: restore one from a copy, or give another run_dir=."
-            )
+        if checkpoint is None:
+            self.ranks.first(lambda: _refuse_damaged(folder))
         if checkpoint is not None:
             self._restore(checkpoint)
             self.display.message(f"resuming {folder} from step {self.progress.step:,}")
@@ -225,7 +225,7 @@ class Run:
             self.display.message(f"{folder} has no checkpoint: starting from step 0")
         if checkpoint is None and self.recipe.initialize_from is not None:
             with self.ranks.busy():
-                weights = starting_weights(self.recipe, self.tokenizer, self.display.message)
+                weights = starting_weights(self.recipe, self.tokenizer, self.display.message, self.ranks)
             self.model.load_state_dict(self.parallel.shares(weights), strict=self.recipe.adapter is None)
             self.average = WeightAverage(self.model, self.settings.ema_decay)
         fresh, writes = checkpoint is None, self.ranks.is_first
@@ -245,14 +245,8 @@ class Run:
 
     def _newest_whole(self, up_to_step: int | None = None) -> Checkpoint | None:
         """The newest checkpoint that rank 0 finds whole, on every rank."""
-        folder = self.recipe.run_dir
-
-        def find() -> int | None:
-            found = newest_verified(folder, self.display.message, up_to_step=up_to_step)
-            return None if found is None else found.step
-
-        step = self.ranks.first(find)
-        return next((checkpoint for checkpoint in checkpoints(folder) if checkpoint.step == step), None)
+        folder, report = self.recipe.run_dir, self.display.message
+        return agreed_checkpoint(self.ranks, folder, lambda: newest_verified(folder, report, up_to_step=up_to_step))
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state()
@@ -582,3 +576,8 @@ class Run:
             f"{reason} at step {progress.step:,} after {clock(progress.seconds)}, {progress.tokens:,} tokens. "
             f"Saved in {folder}.{left}"
         )
+
+
+def _refuse_damaged(run_dir: Path) -> None:
+    if checkpoints(run_dir):
+        raise UserError(f"every checkpoint of {run_dir} is damaged: restore one from a copy, or give another run_dir=.")

@@ -5,11 +5,13 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from gptworks.checkpoint import Report, checkpoints, load_run, require_full_weights
+from gptworks.checkpoint import Report, checkpoints, choose_checkpoint, load_run, require_full_weights
 from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe
 from gptworks.tokenizer import add_tokens, fingerprint, load_tokenizer, vocabulary_size
+from gptworks.train.agreed import agreed_checkpoint
+from gptworks.train.ranks import ALONE, Ranks
 
 FREE_TO_CHANGE = frozenset({
     "vocab_size", "context_length", "rope_scaling", "dropout_embedding", "dropout_attention", "dropout_residual",
@@ -67,8 +69,8 @@ def _check_new_tokens(recipe: Recipe, source: Path) -> None:
         )
 
 
-def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report) -> dict[str, Tensor]:
-    """The best weights of the run that `initialize_from` names.
+def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report, ranks: Ranks = ALONE) -> dict[str, Tensor]:
+    """The best weights of the run that `initialize_from` names, the same on every rank.
 
     Raises:
         UserError: its model or its tokenizer is another one, or its checkpoints are damaged.
@@ -83,7 +85,9 @@ def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report) -> di
             f"the tokenizer is not that of initialize_from={source}, so its embeddings stand for other tokens. "
             f"Set tokenizer.type=file and tokenizer.path={source / 'tokenizer'}; tokenizer.added_tokens may add to it."
         )
-    loaded = load_run(source, full=True, report=report)
+    best = agreed_checkpoint(ranks, source, lambda: choose_checkpoint(source, report=report))
+    assert best is not None
+    loaded = load_run(source, str(best.step), full=True)
     weights = with_new_tokens(loaded.model.state_dict(), n_before, vocabulary_size(tokenizer), recipe.model.vocab_size)
     for name, field in (("token_embedding", "vocab_size"), ("position_embedding", "context_length")):
         ours, theirs = getattr(recipe.model, field), getattr(loaded.recipe.model, field)

@@ -13,6 +13,7 @@ from gptworks.infer.engine import Engine
 from gptworks.model import GPT
 from gptworks.plan.run import planned_steps
 from gptworks.train.objectives import Batch, Losses, count_targets, next_token, routing_weights
+from gptworks.train.ranks import ALONE, Ranks
 
 
 class Task:
@@ -40,6 +41,9 @@ class Task:
         """Make what batches are read from."""
         recipe = self.recipe
         self._windows = Batches(self.train_shards, self.context_length, recipe.train.batch_size, recipe.seed)
+
+    ranks: Ranks = ALONE
+    """The processes that train together; the run sets it."""
 
     rolls_out = False
     """Whether a step's batches are made with the model as it is then (`roll_out`)."""
