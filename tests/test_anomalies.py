@@ -102,7 +102,7 @@ def test_after_many_skipped_steps_the_run_goes_back_and_on_past_their_batches(tm
     settings = {"max_steps": 24, "max_skipped_steps": 3, "checkpoint_every": 4, "evaluate_every": 100}
     run(tmp_path, exploding(range(10, 13), math.inf), max_rollbacks=1, **settings)
     state = checkpoints(tmp_path / "run")[0].state()
-    assert (state["step"], state["rollbacks"], state["batches_passed"], state["skipped"]) == (24, 1, 5, 3)
+    assert (state["step"], state["rollbacks"], state["samples_passed"], state["skipped"]) == (24, 1, 5 * 8, 3)
     [back] = records(tmp_path, "rollback")
     assert (back["step"], back["from_step"]) == (8, 13)
     steps = [record["step"] for record in records(tmp_path, "train")]

@@ -28,8 +28,8 @@ class Counting:
         return np.arange(start, start + length)
 
 
-def batches(n_tokens: int = 1000, context_length: int = 8, batch_size: int = 4, seed: int = 0) -> Batches:
-    return Batches(Counting(n_tokens), context_length, batch_size, seed)  # type: ignore[arg-type]
+def batches(n_tokens: int = 1000, context_length: int = 8, seed: int = 0) -> Batches:
+    return Batches(Counting(n_tokens), context_length, seed)  # type: ignore[arg-type]
 
 
 def windows(n_tokens: int, context_length: int, **settings: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -44,7 +44,7 @@ def keys(seed: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 
 def test_targets_are_the_inputs_shifted_once() -> None:
-    inputs, targets = batches().batch(3)
+    inputs, targets = batches().batch(12, 4)
     assert inputs.shape == targets.shape == (4, 8)
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(targets, inputs + 1)
@@ -73,36 +73,29 @@ def test_epochs_and_seeds_differ_and_a_new_object_does_not() -> None:
     first, second = source.starts(np.arange(n)), source.starts(np.arange(n, 2 * n))
     assert not np.array_equal(first, second)
     assert not np.array_equal(first, batches(seed=2).starts(np.arange(n)))
-    for step in (0, 7, 1000):
-        assert torch.equal(source.batch(step)[0], batches(seed=1).batch(step)[0])
+    for first in (0, 28, 4000):
+        assert torch.equal(source.batch(first, 4)[0], batches(seed=1).batch(first, 4)[0])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 12])
 def test_micro_batches_join_to_the_batch(size: int) -> None:
-    source = batches(batch_size=12)
-    for step in (0, 10, 11, 12):  # 123 windows in an epoch: a batch lies over its end
-        parts = [source.batch(step, micro, size) for micro in range(12 // size)]
-        for part, whole in zip(zip(*parts, strict=True), source.batch(step), strict=True):
+    source = batches()
+    for position in (0, 120, 132, 144):  # 123 windows in an epoch: a batch lies over its end
+        parts = [source.batch(position + first, size) for first in range(0, 12, size)]
+        for part, whole in zip(zip(*parts, strict=True), source.batch(position, 12), strict=True):
             assert torch.equal(torch.cat(part), whole)
 
 
-def test_the_order_of_samples_does_not_depend_on_the_batch_size() -> None:
-    small, large = batches(batch_size=2), batches(batch_size=6)
-    joined = torch.cat([small.batch(step)[0] for step in range(3)])
-    assert torch.equal(joined, large.batch(0)[0])
-
-
 def test_a_batch_may_be_larger_than_an_epoch() -> None:
-    source = batches(n_tokens=30, batch_size=10)
+    source = batches(n_tokens=30)
     assert source.windows_per_epoch == 2
-    assert source.steps_per_epoch == 0.2
-    assert source.batch(0)[0].shape == (10, 8)
+    assert source.batch(0, 10)[0].shape == (10, 8)
 
 
 def test_too_small_a_corpus_says_so() -> None:
     with pytest.raises(UserError, match=r"has 8 tokens and a window needs 9.*context_length=7 or less"):
         batches(n_tokens=8)
-    batches(n_tokens=8, context_length=7).batch(0)
+    batches(n_tokens=8, context_length=7).batch(0, 4)
 
 
 # --------------------------------------------------------------------------------------------------- permutation
@@ -170,8 +163,8 @@ def test_evaluation_refuses_what_cannot_be() -> None:
 
 def test_batches_of_real_shards(tmp_path: Path) -> None:
     shards = TokenShards(write(tmp_path), "train")
-    source = Batches(shards, context_length=6, batch_size=3, seed=0)
-    inputs, targets = source.batch(0)
+    source = Batches(shards, context_length=6, seed=0)
+    inputs, targets = source.batch(0, 3)
     for row, start in enumerate(source.starts(np.arange(3)).tolist()):
         assert inputs[row].tolist() == TOKENS[start : start + 6].tolist()
         assert targets[row].tolist() == TOKENS[start + 1 : start + 7].tolist()

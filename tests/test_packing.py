@@ -64,15 +64,14 @@ def test_rows_hold_the_examples_and_their_answers(shards: TokenShards) -> None:
 
 def test_batches_are_cut_in_any_way_and_each_epoch_visits_each_row_once(shards: TokenShards) -> None:
     examples = Examples(shards, T)
-    batches = ExampleBatches(examples, 4, seed=3)
-    whole = batches.batch(5)
+    batches = ExampleBatches(examples, seed=3)
+    whole = batches.batch(20, 4)
     for size in (1, 2):
-        parts = [batches.batch(5, i, size) for i in range(4 // size)]
+        parts = [batches.batch(first, size) for first in range(20, 24, size)]
         assert all(torch.equal(a, torch.cat(b)) for a, b in zip(whole, zip(*parts, strict=True), strict=True))
     n = batches.rows_per_epoch
-    one_by_one = ExampleBatches(examples, 1, seed=3)
     rows = {tuple(row[0].tolist()) for row in evaluation_rows(examples)}
-    epochs = [[tuple(one_by_one.batch(epoch * n + i)[0][0].tolist()) for i in range(n)] for epoch in (0, 1)]
+    epochs = [[tuple(batches.batch(epoch * n + i, 1)[0][0].tolist()) for i in range(n)] for epoch in (0, 1)]
     assert all(Counter(epoch) == Counter(rows) for epoch in epochs)
     assert epochs[0] != epochs[1]
 

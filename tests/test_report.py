@@ -152,7 +152,7 @@ def test_a_run_that_was_trained(tmp_path: Path) -> None:
     assert (ended["reason"], ended["step"], ended["tokens"]) == ("finished", 20, outcome.tokens)
     assert ended["best_validation_loss"] == outcome.best_validation_loss
     assert ended["measured_memory_bytes"] > 0
-    for fact in ("ended", "finished, step 20", "memory at the peak", "steps skipped as non-finite"):
+    for fact in ("ended", "finished, step 20", "memory at the peak", "steps skipped as non-finite or spikes"):
         assert fact in page
 
 

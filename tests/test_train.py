@@ -109,7 +109,7 @@ def test_the_first_loss_and_gradient_equal_plain_torch(tmp_path: Path) -> None:
     assert prepared is not None
     torch.manual_seed(recipe.seed)
     model = GPT(recipe.model)
-    inputs, targets = Batches(TokenShards(prepared.folder, "train"), 32, 8, recipe.seed).batch(0)
+    inputs, targets = Batches(TokenShards(prepared.folder, "train"), 32, recipe.seed).batch(0, 8)
     loss = torch.nn.functional.cross_entropy(model.eval()(inputs).flatten(0, 1), targets.flatten())
     loss.backward()
     norm = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm()  # type: ignore[union-attr]

@@ -1,11 +1,13 @@
 """Commands that make a run: prepare, train, launch."""
 
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gptworks.cli.common import AsJSON, Overrides, RecipeFile, console_of, print_json
+from gptworks.cli.common import AsJSON, Overrides, RecipeFile, console_of, notice, print_json
 
 if TYPE_CHECKING:
     from gptworks.config import Recipe
@@ -37,9 +39,7 @@ def train(
 
     Started by torchrun or `gptworks launch`, several processes train it together.
     """
-    from gptworks.recipe import load_recipe
-
-    settings = load_recipe(recipe, overrides or [])
+    settings = _settings(recipe, overrides or [], resume)
     from gptworks.device import choose_device, choose_precision
     from gptworks.train.loop import check_train
     from gptworks.train.loop import train as train_model
@@ -58,7 +58,7 @@ def train(
             prepare_with_progress(settings)
 
         ranks.first(check_and_prepare)
-        train_model(settings, resume=resume, force=force, ranks=ranks)
+        train_model(settings, resume=resume, force=force, ranks=ranks, overrides=overrides or [])
 
 
 def launch(
@@ -71,13 +71,25 @@ def launch(
     force: Annotated[bool, typer.Option("--force", help="Try also what should not fit in memory.")] = False,
 ) -> None:
     """Train the recipe's model in several processes of this machine, as train.parallel says."""
-    from gptworks.recipe import load_recipe
     from gptworks.train.launch import launch as start
     from gptworks.train.loop import check_train
 
-    check_train(load_recipe(recipe, overrides or []), resume, nproc)
+    check_train(_settings(recipe, overrides or [], resume), resume, nproc)
     options = [name for name, given in (("--resume", resume), ("--force", force)) if given]
     sys.exit(start(nproc, ["train", str(recipe), *(overrides or []), *options]))
+
+
+def _settings(recipe: Path, overrides: list[str], resume: bool) -> "Recipe":
+    """The recipe; of a run that goes on, with the settings of its earlier command lines, which are named."""
+    from gptworks.recipe import load_recipe
+    from gptworks.train.changes import load_to_resume
+
+    if not resume:
+        return load_recipe(recipe, overrides)
+    settings, kept = load_to_resume(recipe, overrides)
+    if kept and os.environ.get("RANK", "0") == "0":
+        notice(f"settings of the earlier command line are kept: {' '.join(kept)}")
+    return settings
 
 
 def prepare_with_progress(recipe: "Recipe") -> "Prepared":

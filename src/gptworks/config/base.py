@@ -52,6 +52,18 @@ class Role(Enum):
         return "recorded" if self is Role.STEERING else "allowed"
 
     @property
+    def words(self) -> str:
+        """What the setting decides, in words."""
+        return {
+            Role.MEASURED: "it decides what the validation loss measures",
+            Role.FIXED: "the weights, the optimizer's state or the order of the samples depend on it",
+            Role.STEERING: "the loss curve depends on it",
+            Role.START: "it says where the run started from",
+            Role.REPEAT: "the weights and the order of the samples depend on it",
+            Role.FREE: "nothing that is learned depends on it",
+        }[self]
+
+    @property
     def decides_curve(self) -> bool:
         """Whether the loss curve depends on the setting, beyond rounding and the noise between seeds."""
         return self not in (Role.REPEAT, Role.FREE)

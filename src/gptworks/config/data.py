@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gptworks.config.base import Free, Measured, PositiveInt, Section
+from gptworks.config.base import Free, Measured, PositiveInt, Repeat, Section
 
 
 class PythonStdlibSource(Section):
@@ -133,7 +133,7 @@ class DataConfig(Section):
     cache_dir: Free[Path] = Field(
         Path("data"), description="Prepared shards go to a folder of their own below this one."
     )
-    shard_tokens: Free[PositiveInt] = Field(
+    shard_tokens: Repeat[PositiveInt] = Field(
         100_000_000, description="A shard is closed when it holds this many tokens."
     )
     processes: Free[int] = Field(0, ge=0, description="Worker processes for preparing. 0: one for each core.")

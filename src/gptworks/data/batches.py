@@ -1,4 +1,4 @@
-"""Batches as a pure function of (shards, seed, step): nothing to restore but integers, the same on any machine."""
+"""Batches as a pure function of (shards, seed, position): nothing to restore but integers, the same on any machine."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -34,33 +34,23 @@ class Batches:
     """Windows of context_length + 1 tokens, in an order that is shuffled anew each epoch.
 
     An epoch lays windows side by side over the split from a random first position, so that from one epoch to the next
-    the cuts fall elsewhere, and visits each window once. Sample number step × batch_size + i is a function of the seed
-    alone: the micro-batch size decides only how a step is divided.
+    the cuts fall elsewhere, and visits each window once. A sample is a function of the seed and of its position alone,
+    which counts samples from the start of the run: batch and micro-batch size decide only how many are taken at once.
 
     Raises:
         UserError: the split is shorter than one window.
     """
 
-    def __init__(self, shards: TokenShards, context_length: int, batch_size: int, seed: int) -> None:
+    def __init__(self, shards: TokenShards, context_length: int, seed: int) -> None:
         _check_length(shards, context_length)
-        self._shards, self._context_length, self._batch_size, self._seed = shards, context_length, batch_size, seed
+        self._shards, self._context_length, self._seed = shards, context_length, seed
         targets = shards.n_tokens - 1
         # As many windows as fit behind the last of T first positions, so that every epoch has the same number.
         self.windows_per_epoch = max(1, (targets - (context_length - 1)) // context_length)
         self._phases = min(context_length, targets - self.windows_per_epoch * context_length + 1)
 
-    @property
-    def steps_per_epoch(self) -> float:
-        return self.windows_per_epoch / self._batch_size
-
-    def batch(self, step: int, micro_step: int = 0, micro_batch_size: int | None = None) -> Pair:
-        """Inputs and targets, each int64 [B, T]: a micro-batch of a step, or the whole step.
-
-        Micro-batches 0, 1, … of a step, put together, are the step's batch.
-        """
-        size = micro_batch_size or self._batch_size
-        assert 0 <= micro_step * size <= self._batch_size - size
-        first = step * self._batch_size + micro_step * size
+    def batch(self, first: int, size: int) -> Pair:
+        """Inputs and targets, each int64 [B, T], of the `size` samples from position `first` on."""
         starts = self.starts(np.arange(first, first + size))
         windows = torch.from_numpy(np.stack([self._shards.read(s, self._context_length + 1) for s in starts.tolist()]))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

@@ -61,15 +61,12 @@ class Examples:
 class ExampleBatches:
     """Rows of examples, in an order that is shuffled anew each epoch."""
 
-    def __init__(self, examples: Examples, batch_size: int, seed: int) -> None:
-        self.examples, self._batch_size, self._seed = examples, batch_size, seed
+    def __init__(self, examples: Examples, seed: int) -> None:
+        self.examples, self._seed = examples, seed
         self.rows_per_epoch = len(examples.rows)
 
-    def batch(self, step: int, micro_step: int = 0, micro_batch_size: int | None = None) -> Rows:
-        """Inputs, targets and positions, int64 [B, T] each: a micro-batch of a step, or the whole step."""
-        size = micro_batch_size or self._batch_size
-        assert 0 <= micro_step * size <= self._batch_size - size
-        first = step * self._batch_size + micro_step * size
+    def batch(self, first: int, size: int) -> Rows:
+        """Inputs, targets and positions, int64 [B, T] each, of the `size` rows from position `first` on."""
         return stack([self.examples.row(row) for row in self._rows(np.arange(first, first + size)).tolist()])
 
     def _rows(self, samples: Int64s) -> Int64s:

@@ -17,6 +17,7 @@ from gptworks.files import write_whole
 from gptworks.plan.fit import layout_words
 from gptworks.plan.memory import ONE_DEVICE, Layout
 from gptworks.plan.params import count_parameters
+from gptworks.train.changes import change_words, read_history
 from gptworks.train.display import clock
 from gptworks.train.metrics import Record, read_metrics
 from gptworks.train.outcome import RunOutcome, finite_or_none, write_outcome
@@ -37,7 +38,7 @@ def write_model_card(
     recipe: Recipe,
     progress: Progress,
     reason: str,
-    n_train_tokens: int,
+    samples_per_epoch: int,
     precision: Precision,
     memory: MemoryPeaks | None = None,
     layout: Layout = ONE_DEVICE,
@@ -50,11 +51,18 @@ def write_model_card(
         "Architecture": _architecture(recipe),
         "Training": training,
     }
+    history, repeats = read_history(recipe.run_dir), "`recipe.yaml` beside this file repeats the run."
+    if history.changes:
+        sections["Changed on the way"] = {
+            f"from step {change['step']:,}": change_words(change["settings"]) for change in history.changes
+        }
+    if history.steering(recipe):
+        repeats = "`recipe.yaml` beside this file has its last settings: it does not repeat the run, see the changes."
     parts = [f"# {recipe.name}", "A language model trained with gptworks. Every figure here was counted or measured."]
     for heading, rows in sections.items():
         table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
         parts.append(f"## {heading}\n\n| | |\n|---|---|\n{table}")
-    parts.append("Use it with `gptworks generate` and this folder; `recipe.yaml` beside this file repeats the run.")
+    parts.append(f"Use it with `gptworks generate` and this folder. {repeats}")
     write_whole(recipe.run_dir / "model-card.md", "\n\n".join(parts) + "\n")
     write_outcome(
         recipe.run_dir,
@@ -109,7 +117,7 @@ def _architecture(recipe: Recipe) -> dict[str, str]:
 
 
 def _training(
-    recipe: Recipe, progress: Progress, reason: str, n_train_tokens: int, precision: Precision
+    recipe: Recipe, progress: Progress, reason: str, samples_per_epoch: int, precision: Precision
 ) -> dict[str, str]:
     train = recipe.train
     speed = progress.tokens / progress.seconds if progress.seconds else 0.0
@@ -119,13 +127,13 @@ def _training(
         **({} if recipe.initialize_from is None else {"started from": f"the run {recipe.initialize_from.name}"}),
         "ended": f"{reason}, step {progress.step:,}",
         "sources": ", ".join(_source(source) for source in recipe.data.sources),
-        "tokens": f"{progress.tokens:,}, {progress.tokens / n_train_tokens:.2f} epochs of the training text",
+        "tokens": f"{progress.tokens:,}, {progress.samples / samples_per_epoch:.2f} epochs of the training text",
         "time": f"{clock(progress.seconds)} of training, {speed:,.0f} tokens/s",
         "batch": f"{train.batch_size} × {recipe.model.context_length:,} tokens{cut}",
         "optimizer": f"{train.optimizer}, peak rate {train.learning_rate:g}{matrices}, decay {train.weight_decay:g}",
         "schedule": f"{train.schedule}, {train.warmup_steps:,} steps of warmup",
         "precision": precision.name,
-        "steps skipped as non-finite": f"{progress.skipped:,}",
+        "steps skipped as non-finite or spikes": f"{progress.skipped:,}",
         "seed": str(recipe.seed),
         "device": device_name(torch.device(precision.device_type)),
         "gptworks, torch, Python": f"{__version__}, {torch.__version__}, {platform.python_version()}",

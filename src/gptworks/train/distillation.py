@@ -106,10 +106,10 @@ class Distillation(Task):
         self._examples: ExampleBatches | None = None
         if recipe.data.conversations:
             examples = Examples(self.train_shards, self.context_length)
-            self._examples = ExampleBatches(examples, recipe.train.batch_size, recipe.seed)
+            self._examples = ExampleBatches(examples, recipe.seed)
             self._held_out = Examples(self.validation_shards, self.context_length)
         else:
-            self._windows = Batches(self.train_shards, self.context_length, recipe.train.batch_size, recipe.seed)
+            self._windows = Batches(self.train_shards, self.context_length, recipe.seed)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -154,8 +154,8 @@ class Distillation(Task):
             write_whole(kept, sealed_json({"step": teacher.step, "manifest_sha256": teacher.manifest_sha256}))
         report(f"the teacher is {folder}, step {teacher.step:,}")
 
-    def batch(self, step: int, micro_step: int, size: int) -> Batch:
-        return (self._examples or self._windows).batch(step, micro_step, size)
+    def batch(self, position: int, micro_step: int, size: int) -> Batch:
+        return (self._examples or self._windows).batch(position + micro_step * size, size)
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
         return distillation(self.objective, self._teacher, model, batch, **self._routing)

@@ -5,6 +5,7 @@ import itertools
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,14 @@ from gptworks.model.moe import busiest_load
 from gptworks.plan.fit import layout_words
 from gptworks.plan.memory import Layout, training_peak
 from gptworks.plan.params import count_parameters
-from gptworks.recipe import save_recipe, with_vocab_size
+from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
 from gptworks.tensors import Expected
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
 from gptworks.train.agreed import agreed_checkpoint
 from gptworks.train.anomalies import anomaly
 from gptworks.train.average import WeightAverage
 from gptworks.train.card import MemoryPeaks, write_model_card
+from gptworks.train.changes import change_words, changed, record
 from gptworks.train.display import Display, clock
 from gptworks.train.distillation import check_teacher
 from gptworks.train.feed import Feed
@@ -85,6 +87,7 @@ def train(
     display: Display | None = None,
     objective: Objective | None = None,
     ranks: Ranks = ALONE,
+    overrides: Sequence[str] = (),
 ) -> Outcome:
     """Train the recipe's model until its length is reached, it stops improving, or a signal asks it to stop.
 
@@ -95,6 +98,7 @@ def train(
         force: try also where the run should not fit in memory.
         objective: a loss of your own instead of the recipe's.
         ranks: the processes that train together, from `gptworks.train.ranks.join`; each calls this.
+        overrides: the `key.path=value` settings of the command line, kept in the run folder for a later one.
 
     Raises:
         UserError: the recipe, its data or the run folder cannot be used, or the run does not fit in memory.
@@ -116,7 +120,7 @@ def train(
     parallel = choose_parallel(recipe, ranks, device, layout)
     run = Run(recipe, prepared.folder, prepared.tokenizer, device, precision, objective, display, ranks, parallel)
     with open_run_folder(recipe, resume) if ranks.is_first else contextlib.nullcontext(), run.writer:
-        run.begin(resume)
+        run.begin(resume, overrides)
         display.message(run.opening)
         with stop_signals() as stop_asked, display:
             parallel.stop_asked = stop_asked
@@ -188,7 +192,6 @@ class Run:
         self.engine = Engine(self.model, tokenizer, cache_dtype=precision.dtype, chat_template=template)
         for prompt in recipe.train.sample_prompts if recipe.train.sample_every else ():
             self.engine.encode_prompt(prompt)  # a prompt that cannot be used is refused now, not at the first sample
-        self.total_steps = self.task.total_steps
         self._saved_step = -1
         self._curves_drawn = time.monotonic()
         self._expert_tokens: Tensor | None = None  # [L, E], of the last step
@@ -212,14 +215,17 @@ class Run:
             f"{device}; {epoch}, and the run ends after {' or '.join(length)}"
         )
 
-    def begin(self, resume: bool) -> None:
+    def begin(self, resume: bool, overrides: Sequence[str] = ()) -> None:
         """Start a new run folder, or restore the newest whole checkpoint of the one that is there."""
         folder = self.recipe.run_dir
+        before = load_recipe(folder) if self.ranks.is_first and (folder / "recipe.yaml").exists() else None
+        self._batch_size_before = self.ranks.first(lambda: (before or self.recipe).train.batch_size)
         checkpoint = self._newest_whole() if resume else None
         if checkpoint is None:
             self.ranks.first(lambda: _refuse_damaged(folder))
         if checkpoint is not None:
             self._restore(checkpoint)
+            self.ranks.first(lambda: self._check_length(before))
             self.display.message(f"resuming {folder} from step {self.progress.step:,}")
         elif resume:
             self.display.message(f"{folder} has no checkpoint: starting from step 0")
@@ -232,11 +238,35 @@ class Run:
         with self.parallel.resting():
             self.task.begin(self.model, self.engine, self.precision, fresh, writes, self.display.message, self.parallel)
         if self.ranks.is_first:
+            changes = {} if before is None or checkpoint is None else changed(before, self.recipe)
+            record(folder, self.progress.step, changes, overrides, before)
+            if changes:
+                self.display.message(f"changed from step {self.progress.step:,} on: {change_words(changes)}")
             save_recipe(self.recipe, folder / "recipe.yaml")
             save_tokenizer(self.tokenizer, folder / "tokenizer")
             if self.engine.chat_template is not None:
                 save_chat_template(self.engine.chat_template, folder / "tokenizer")
         self.log = self._open_log()
+
+    def _check_length(self, before: Recipe | None) -> None:
+        """Refuse a length that was changed to less than what is done."""
+        train, progress, folder = self.settings, self.progress, self.recipe.run_dir
+        if self.total_steps is not None and self.total_steps < progress.step:
+            name = "max_steps" if train.max_steps == self.total_steps else "epochs"
+            done = f"{progress.step:,} steps"
+        elif (
+            train.max_minutes is not None
+            and before is not None
+            and train.max_minutes != before.train.max_minutes
+            and progress.seconds > 60 * train.max_minutes
+        ):
+            name, done = "max_minutes", f"{progress.seconds / 60:.1f} minutes"
+        else:
+            return
+        raise UserError(
+            f"train.{name}={getattr(train, name):g} and {folder} has done {done}: give more to go on, or use its "
+            f"checkpoints as they are."
+        )
 
     def _open_log(self) -> MetricsLog | NoLog:
         if not self.ranks.is_first:
@@ -250,7 +280,7 @@ class Run:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state()
-        progress = Progress.from_json(state, checkpoint.folder / "state.json")
+        progress = Progress.from_json(state, self._batch_size_before, checkpoint.folder / "state.json")
         folder = self.recipe.run_dir
         if not progress.data_fingerprint:
             raise UserError(
@@ -298,6 +328,7 @@ class Run:
                 progress.skipped_in_a_row += 1
             self.optimizer.zero_grad()
         progress.step += 1
+        progress.samples += settings.batch_size
         progress.tokens += n_tokens
         progress.seconds = self.ranks.latest(progress.seconds + time.perf_counter() - started)
         if skipped is None:
@@ -322,11 +353,11 @@ class Run:
         """
         step = self.progress.step
         with self.stopwatch.part("data"):
-            micro_batches, *own = self.feed.step(step + self.progress.batches_passed)
+            micro_batches, *own = self.feed.step(self.progress.position)
         if self.task.rolls_out:
             with self.stopwatch.part("rollouts"), self.parallel.resting():
-                number = step + self.progress.batches_passed
-                micro_batches, *own = self.task.roll_out(number, self.parallel.micro_steps, micro_batches)
+                position = self.progress.position
+                micro_batches, *own = self.task.roll_out(position, self.parallel.micro_steps, micro_batches)
         with self.stopwatch.part("data"):
             n_targets, n_tokens = map(round, self.parallel.add_up([float(number) for number in own]))
         total = torch.zeros((), device=self.device)
@@ -418,7 +449,7 @@ class Run:
         self.progress.seconds = seconds
         self.progress.rollbacks = broken.rollbacks + 1
         self.progress.skipped, self.progress.skipped_in_a_row = broken.skipped, 0
-        self.progress.batches_passed = broken.step + broken.batches_passed - self.progress.step
+        self.progress.samples_passed = broken.position - self.progress.samples
         self.log.close()
         self.log = self._open_log()
         self.log.write({"kind": "rollback", "step": self.progress.step, "from_step": broken.step})
@@ -519,6 +550,16 @@ class Run:
     # ---------------------------------------------------------------------------------------------- end
 
     @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the whole run, where that is known; after a change of batch_size, from where it is."""
+        train, progress, planned = self.settings, self.progress, self.task.total_steps
+        if train.epochs is None or progress.samples == progress.step * train.batch_size:
+            return planned
+        left = train.epochs * self.task.samples_per_epoch - progress.samples
+        by_epochs = progress.step + max(0, math.floor(left / train.batch_size + 0.5))
+        return min(by_epochs, train.max_steps or by_epochs)
+
+    @property
     def share_done(self) -> float:
         """How much of the run is done, from 0 to 1: by steps, or by the clock where that is further."""
         shares = [self.progress.step / self.total_steps] if self.total_steps else []
@@ -569,7 +610,7 @@ class Run:
             measured_bytes=peak_growth_bytes(self.device, self._memory_before_bytes),
         )
         write_model_card(
-            self.recipe, progress, reason, self.task.tokens_per_epoch, self.precision, memory, self.parallel.layout
+            self.recipe, progress, reason, self.task.samples_per_epoch, self.precision, memory, self.parallel.layout
         )
         left = " Go on with --resume." if self.share_done < 1 else ""
         self.display.message(

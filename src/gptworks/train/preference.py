@@ -176,9 +176,9 @@ class Preference(Task):
 
     # ------------------------------------------------------------------------------------------------- batches
 
-    def batch(self, step: int, micro_step: int, size: int) -> Batch:
+    def batch(self, position: int, micro_step: int, size: int) -> Batch:
         """Inputs and targets, int64 [2P, T]: the chosen conversations, then the rejected; and their reference [2P]."""
-        first = step * self.recipe.train.batch_size + micro_step * size
+        first = position + micro_step * size
         pairs = self._pairs["train"]
         return self._batch("train", shuffled(np.arange(first, first + size), len(pairs), self.recipe.seed).tolist())
 

@@ -29,15 +29,17 @@ class Progress:
 
     step: Count = 0
     """Optimizer steps done, skipped ones included."""
+    samples: Count = 0
+    """Samples trained on: the rows, pairs or answers that `batch_size` counts."""
     tokens: Count = 0
-    """Targets trained on."""
+    """Tokens that the model has read in training, padding included."""
     seconds: Seconds = 0.0
     """Of training, over all sittings."""
     skipped: Count = 0
     skipped_in_a_row: Count = 0
     rollbacks: Count = 0
-    batches_passed: Count = 0
-    """Batches that rollbacks have gone past: step n trains on batch n and these."""
+    samples_passed: Count = 0
+    """Samples that rollbacks have gone past without training on them."""
     gradient: GradientEstimate = field(default_factory=GradientEstimate)
     best_loss: Annotated[float, AfterValidator(_number)] = math.inf
     best_step: Count = 0
@@ -47,16 +49,26 @@ class Progress:
     data_fingerprint: str = ""
     scaler: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def position(self) -> int:
+        """Where the data goes on, in samples from the start of the run."""
+        return self.samples + self.samples_passed
+
     @classmethod
-    def from_json(cls, state: dict[str, Any], path: Path | None = None) -> Self:
+    def from_json(cls, state: dict[str, Any], batch_size: int, path: Path | None = None) -> Self:
         """What `dataclasses.asdict` gave, after a checkpoint's JSON.
 
         Args:
+            batch_size: that of the run so far, by which checkpoints are read that count batches instead of samples.
             path: the file that it was read from, for the message.
 
         Raises:
             UserError: a key is missing or unknown, or a value has another type, is negative or not a number.
         """
+        if "samples" not in state:
+            counts = {"samples": state.get("step", 0), "samples_passed": state.get("batches_passed", 0)}
+            counted = {name: batches * batch_size for name, batches in counts.items()}
+            state = {key: value for key, value in state.items() if key != "batches_passed"} | counted
         try:
             progress = TypeAdapter(cls).validate_json(json.dumps(state))
             said = int(path.parent.name.removeprefix("step-")) if path else progress.step

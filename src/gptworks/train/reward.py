@@ -307,8 +307,13 @@ class Reward(Task):
 
     # ------------------------------------------------------------------------------------------------- rollouts
 
-    def batch(self, step: int, micro_step: int, size: int) -> Batch:
+    def _step(self, position: int) -> int:
+        """The number of the step at a position: a run of this kind has steps of one size."""
+        return position // self.recipe.train.batch_size
+
+    def batch(self, position: int, micro_step: int, size: int) -> Batch:
         """Which prompts a micro-batch answers, int64 [size / G]."""
+        step = self._step(position)
         n_here = size // self.objective.group_size
         first = step // self.objective.steps_per_rollout * self._prompts_per_step + micro_step * n_here
         chosen = shuffled(np.arange(first, first + n_here), len(self._fits["train"]), self.recipe.seed)
@@ -317,7 +322,8 @@ class Reward(Task):
     def count(self, batch: Batch) -> int:
         return batch[0].size(0)
 
-    def roll_out(self, step: int, micro_steps: Sequence[int], batches: list[Batch]) -> tuple[list[Batch], int, int]:
+    def roll_out(self, position: int, micro_steps: Sequence[int], batches: list[Batch]) -> tuple[list[Batch], int, int]:
+        step = self._step(position)
         shared = self.objective.steps_per_rollout
         number = step // shared
         if self._held is None or self._held[0] != number:

@@ -19,7 +19,8 @@ from gptworks.train.ranks import ALONE, Ranks
 class Task:
     """Predicting every next token of the text. Other objectives override what differs.
 
-    Batches are a function of (shards, seed, step, micro-step) alone: that is what exact resume rests on.
+    Batches are a function of (shards, seed, position) alone: that is what exact resume rests on. A position counts
+    samples from the start of the run, those that rollbacks have passed included.
     """
 
     def __init__(self, recipe: Recipe, data_folder: Path, verify: bool = False) -> None:
@@ -40,7 +41,7 @@ class Task:
     def _open(self) -> None:
         """Make what batches are read from."""
         recipe = self.recipe
-        self._windows = Batches(self.train_shards, self.context_length, recipe.train.batch_size, recipe.seed)
+        self._windows = Batches(self.train_shards, self.context_length, recipe.seed)
 
     ranks: Ranks = ALONE
     """The processes that train together; the run sets it."""
@@ -70,8 +71,11 @@ class Task:
             UserError: something that the objective needs is missing or cannot be used.
         """
 
-    def roll_out(self, step: int, micro_steps: Sequence[int], batches: list[Batch]) -> tuple[list[Batch], int, int]:
-        """The step's micro-batches from what `batch` made, their count and their tokens; where `rolls_out`."""
+    def roll_out(self, position: int, micro_steps: Sequence[int], batches: list[Batch]) -> tuple[list[Batch], int, int]:
+        """The micro-batches of the step at a position from what `batch` made, their count and their tokens.
+
+        Called where `rolls_out`.
+        """
         raise NotImplementedError
 
     @property
@@ -104,9 +108,9 @@ class Task:
     def tokens_per_epoch(self) -> int:
         return self.train_shards.n_tokens
 
-    def batch(self, step: int, micro_step: int, size: int) -> Batch:
-        """Micro-batch number `micro_step` of a step, of `size` rows, on the CPU."""
-        return self._windows.batch(step, micro_step, size)
+    def batch(self, position: int, micro_step: int, size: int) -> Batch:
+        """Micro-batch number `micro_step`, of `size` rows, of the step that begins at a position, on the CPU."""
+        return self._windows.batch(position + micro_step * size, size)
 
     def count(self, batch: Batch) -> int:
         """What the sum of a batch's losses is divided by: its targets."""
@@ -136,9 +140,7 @@ class Instruction(Task):
         recipe = self.recipe
         assert isinstance(recipe.objective, InstructionObjective)
         packing = recipe.objective.packing
-        self._rows = ExampleBatches(
-            Examples(self.train_shards, self.context_length, packing), recipe.train.batch_size, recipe.seed
-        )
+        self._rows = ExampleBatches(Examples(self.train_shards, self.context_length, packing), recipe.seed)
         self._held_out = Examples(self.validation_shards, self.context_length, packing)
 
     @property
@@ -153,8 +155,8 @@ class Instruction(Task):
     def tokens_per_epoch(self) -> int:
         return self._rows.rows_per_epoch * self.context_length
 
-    def batch(self, step: int, micro_step: int, size: int) -> Batch:
-        return self._rows.batch(step, micro_step, size)
+    def batch(self, position: int, micro_step: int, size: int) -> Batch:
+        return self._rows.batch(position + micro_step * size, size)
 
     def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
         rows = evaluation_rows(self._held_out, self.n_evaluated)
