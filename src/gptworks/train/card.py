@@ -45,7 +45,7 @@ def write_model_card(
 ) -> None:
     """Write the card and `outcome.json` into the run folder, the results from the run's own metrics."""
     validation = [record for record in read_metrics(recipe.run_dir / "metrics.jsonl") if record["kind"] == "validation"]
-    training = _training(recipe, progress, reason, n_train_tokens, precision) | _layout(layout) | _memory(memory)
+    training = _training(recipe, progress, reason, samples_per_epoch, precision) | _layout(layout) | _memory(memory)
     sections = {
         "Results": _results(recipe, validation),
         "Architecture": _architecture(recipe),
