@@ -1,28 +1,31 @@
 """Chat templates: from messages to the text, and the tokens, that a model reads.
 
 A template is Jinja, as in `transformers`, kept as `tokenizer/chat_template.jinja` of a run. Training, `chat`, the
-server and an export use that one file. It runs in Jinja's sandbox, since it may come from anywhere.
+server and an export use that one file. A template that is not one of ours may come from anywhere: it is compiled and
+rendered in Jinja's sandbox in a process of its own, with limits of time and memory (`gptworks.confined`).
 """
 
 import json
 import re
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
+from gptworks.confined import Confined, Exceeded, Limits, Refused, Task
+from gptworks.confined.template import environment
 from gptworks.config import FileTokenizer, GPT2Tokenizer, TokenizerConfig
 from gptworks.errors import UserError, nearest
-from gptworks.tokenizer import special_token_names, special_tokens
+from gptworks.files import read_text
+from gptworks.tokenizer import encode_text, special_token_names, special_tokens
 
 TEMPLATE_FILE = "chat_template.jinja"
+MAX_TEMPLATE_BYTES = 1 << 20
+LIMITS = Limits(seconds=2, n_bytes=1 << 28)
+"""For compiling a template that is not one of ours, and for rendering a conversation with it."""
 
 Message = dict[str, Any]
 """{"role": "system" | "user" | "assistant", "content": str}."""
@@ -78,49 +81,50 @@ class ChatTemplate:
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
         """
         Raises:
-            UserError: the template does not compile.
+            UserError: the template does not compile, within the limits.
         """
         self.source, self.tokenizer = source, tokenizer
         self._names = special_token_names(tokenizer)
-        try:
-            self._template = _environment().from_string(source)
-        except TemplateSyntaxError as error:
-            raise UserError(f"the chat template does not compile: line {error.lineno}: {error.message}.") from None
+        self._render: _Render = _in_process(source) if source in BUILT_IN.values() else _confined(source)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, task: Task | None = None
+    ) -> str:
         """The conversation as text: the same bytes as `apply_chat_template(tokenize=False)` of `transformers`.
 
         Args:
             messages: the turns, oldest first.
             add_generation_prompt: end with what stands before an assistant's answer.
+            task: lets another thread abandon the rendering.
 
         Raises:
-            UserError: the template refuses these messages, or fails on them; the text says how.
+            UserError: the template refuses these messages, fails on them, or takes too long; the text says how.
+            Abandoned: the task was abandoned.
         """
         plain = json.loads(json.dumps(list(messages)))  # the template gets data alone, nothing with methods of ours
-        try:
-            return self._template.render(
-                messages=plain, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._names
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise UserError(f"the chat template refuses this conversation: {error}") from None
+        variables = {
+            "messages": plain, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt,
+        } | self._names  # fmt: skip
+        return self._render(variables, task)
 
-    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> list[int]:
+    def encode(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, task: Task | None = None
+    ) -> list[int]:
         """The token ids of `render`. What the template writes as a special token is one; a message's text never is."""
         guarded, guard = self.guarded(messages)
-        return self.encode_text(self.render(guarded, add_generation_prompt=add_generation_prompt), guard)
+        return self.encode_text(self.render(guarded, add_generation_prompt=add_generation_prompt, task=task), guard)
 
     def encode_text(self, text: str, guard: str) -> list[int]:
         """Token ids of rendered text in which `guard` stands inside special tokens' names that are only text."""
         if guard not in text:
-            return _ids(self._reader, text)
+            return encode_text(self._reader, text)
         parts = self._special.split(text) if self._special.pattern else [text]
         ids: list[int] = []
         for i, part in enumerate(parts):
             if i % 2:
                 ids += [token_id for token_id in (self.tokenizer.token_to_id(part),) if token_id is not None]
             elif part:
-                ids += _ids(self.tokenizer, part.replace(guard, ""))
+                ids += encode_text(self.tokenizer, part.replace(guard, ""))
         return ids
 
     def before_special(self, text: str) -> str:
@@ -187,12 +191,6 @@ class ChatTemplate:
         return [mark(message) for message in messages], guard
 
 
-def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text. A batch of one: for that, the library lets other threads run."""
-    ids: list[int] = tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
-    return ids
-
-
 _NAMES = re.compile(r"<\|[^|<>\s]+\|>")
 
 
@@ -209,43 +207,44 @@ def _unused_character(messages: Sequence[Message]) -> str:
     return free
 
 
-# ------------------------------------------------------------------------------------------------ environment
+# -------------------------------------------------------------------------------------------------- rendering
+
+_Render = Callable[[dict[str, Any], Task | None], str]
 
 
-class _Generation(Extension):
-    """`{% generation %}`, with which some templates mark an assistant's part: its content as it is."""
+def _in_process(source: str) -> _Render:
+    """A template of ours: it takes time and memory in proportion to the conversation."""
+    template = environment().from_string(source)
 
-    tags = {"generation"}  # noqa: RUF012 (jinja2's own type)
+    def render(variables: dict[str, Any], task: Task | None) -> str:
+        try:
+            return template.render(variables)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise UserError(f"the chat template refuses this conversation: {error}") from None
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """What the field's templates expect: `transformers` documents these settings, filters and functions."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+    return render
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as it is; Jinja's own filter escapes what HTML would."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _confined(source: str) -> _Render:
+    """A template of anyone's: whatever it does, it ends, and its errors are texts."""
+    children = Confined("template", source, LIMITS)
+    try:
+        children.start()
+    except Refused as error:
+        raise UserError(f"the chat template does not compile: {error}.") from None
+    except Exceeded as error:
+        raise UserError(f"the chat template does not compile: {error} Use a simpler template.") from None
 
+    def render(variables: dict[str, Any], task: Task | None) -> str:
+        try:
+            text: str = children.ask(variables, task)
+            return text
+        except Refused as error:
+            raise UserError(f"the chat template refuses this conversation: {error}") from None
+        except Exceeded as error:
+            raise UserError(f"the chat template cannot render this conversation: {error}") from None
 
-def _raise(message: str) -> None:
-    raise TemplateError(message)
+    return render
 
 
 # ----------------------------------------------------------------------------------------------- load and save
@@ -258,7 +257,7 @@ def load_chat_template(tokenizer_folder: Path, tokenizer: Tokenizer) -> ChatTemp
         UserError: it does not compile.
     """
     file = tokenizer_folder / TEMPLATE_FILE
-    return ChatTemplate(file.read_bytes().decode("utf-8"), tokenizer) if file.exists() else None
+    return ChatTemplate(read_text(file, MAX_TEMPLATE_BYTES), tokenizer) if file.exists() else None
 
 
 def find_chat_template(config: TokenizerConfig) -> str | None:
@@ -270,17 +269,17 @@ def find_chat_template(config: TokenizerConfig) -> str | None:
     if config.chat_template is None:
         path = config.path if isinstance(config, FileTokenizer | GPT2Tokenizer) else None
         file = Path() if path is None else path.expanduser() / TEMPLATE_FILE
-        return file.read_bytes().decode("utf-8") if file.is_file() else None
+        return read_text(file, MAX_TEMPLATE_BYTES) if file.exists() else None
     if config.chat_template in BUILT_IN:
         return BUILT_IN[config.chat_template]
     file = Path(config.chat_template).expanduser()
-    if not file.is_file():
+    if not file.exists():
         near = nearest(config.chat_template, list(BUILT_IN))
         hint = f" Did you mean {near}?" if near else ""
         raise UserError(
             f"tokenizer.chat_template={config.chat_template}: neither a file nor one of {', '.join(BUILT_IN)}.{hint}"
         )
-    return file.read_bytes().decode("utf-8")
+    return read_text(file, MAX_TEMPLATE_BYTES)
 
 
 def save_chat_template(template: ChatTemplate, tokenizer_folder: Path) -> None:

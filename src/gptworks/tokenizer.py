@@ -7,7 +7,8 @@ characters, never the special token. Special tokens are placed by their ids (`do
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,9 +17,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from gptworks.config import BPETokenizer, CharTokenizer, FileTokenizer, TokenizerConfig, WordTokenizer
 from gptworks.errors import UserError
+from gptworks.files import read_regular, read_text
 
 TOKENIZER_FILE = "tokenizer.json"
 SEPARATOR = "<|endoftext|>"
+MAX_TOKENIZER_BYTES = 1 << 28
+"""Of a tokenizer.json or a file of ranks; those with 260,000 tokens and their merges have 35 MB."""
 
 # What one BPE token may span. `code`: a word with the sign or space before it; up to three digits; a run of signs; a
 # line break with the blank lines before it and the indentation after it; other white space. With 4,096 tokens on the
@@ -162,7 +166,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     """The published file: on each line a token in base64 and its rank, in the order of the ranks."""
     ranks: dict[bytes, int] = {}
     try:
-        for line in path.read_bytes().splitlines():
+        for line in read_regular(path, MAX_TOKENIZER_BYTES).splitlines():
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
     except ValueError:
@@ -217,9 +221,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = Path(path).expanduser()
     file = path / TOKENIZER_FILE if path.is_dir() else path
     try:
-        return tokenizer_from_json(file.read_text(encoding="utf-8"))
+        return tokenizer_from_json(read_text(file, MAX_TOKENIZER_BYTES))
     except FileNotFoundError:
         raise UserError(f"{file}: no such file. Give a {TOKENIZER_FILE}, or a folder that holds one.") from None
+    except UserError:
+        raise
     except Exception as error:  # the library raises a bare Exception
         raise UserError(
             f"{file} is not a tokenizer of the Hugging Face `tokenizers` format: {_one_line(error)} "
@@ -228,8 +234,40 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
-    """The tokenizer written as JSON (`tokenizer.to_str()`), reading text as text."""
-    return _plain_text(Tokenizer.from_str(text))
+    """The tokenizer written as JSON (`tokenizer.to_str()`), reading text as text.
+
+    Raises:
+        UserError: the library gives up on it.
+        Exception: it is no such JSON.
+    """
+    with library_panics("this tokenizer is broken"):
+        return _plain_text(Tokenizer.from_str(text))
+
+
+@contextmanager
+def library_panics(what: str) -> Iterator[None]:
+    """Turn a panic of the `tokenizers` library into a UserError that says `what`.
+
+    A tokenizer's own regular expression can exhaust the library's matcher, which panics. The panic is no `Exception`,
+    so that nothing else that handles errors sees it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{what}: the tokenizers library gave up: {_one_line(error)}") from None
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text alone. A batch of one: for that, the library lets other threads run.
+
+    Raises:
+        UserError: the tokenizer's pattern cannot read the text.
+    """
+    with library_panics("this tokenizer's pattern cannot read the text"):
+        ids: list[int] = tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
+    return ids
 
 
 def _plain_text(tokenizer: Tokenizer) -> Tokenizer:
@@ -331,7 +369,7 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     prefix, _ = document_frame(tokenizer)
     if not text:
         return prefix
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    ids = encode_text(tokenizer, text)
     return ids if special_tokens(tokenizer).separator else prefix + ids
 
 

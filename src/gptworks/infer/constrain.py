@@ -1,9 +1,18 @@
 """Text that follows a JSON schema or a regular expression: which tokens may come next, by llguidance.
 
 The extra `constrain` holds the library: `pip install gptworks[constrain]`.
+
+llguidance bounds neither the time nor the memory of a compilation, and does not stop one. Each grammar is therefore
+compiled first in a process with limits (`gptworks.confined`), which dies where it passes them. What has proved cheap
+there is compiled again here, at the same cost, and kept: for one tokenizer, a grammar costs that once.
 """
 
+import hashlib
 import json
+import threading
+import time
+import weakref
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,34 +20,67 @@ import torch
 from tokenizers import Tokenizer, decoders
 from torch import Tensor
 
+from gptworks.confined import Confined, Exceeded, Limits, Refused, Task
+from gptworks.confined.grammar import compile_grammar, read_tokenizer
 from gptworks.errors import UserError
 from gptworks.infer.sampling import SamplingSettings
-from gptworks.tokenizer import BYTE_CHARACTERS, special_tokens, vocabulary_size
+from gptworks.infer.scheduler import QueueFull
+from gptworks.infer.schema import check_regex, check_schema
+from gptworks.tokenizer import BYTE_CHARACTERS, encode_text, special_tokens, vocabulary_size
 
 _SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As `json.dumps` writes it. Where any white space may stand, a small model may write nothing else."""
 
-_MAX_LEXER_STATES = 50_000
-"""Of one text, 1 to 2 kB each; other bounds are llguidance's own, some 20 ms for a token at most."""
+COMPILE_LIMITS = Limits(seconds=2, n_bytes=1 << 27)
+"""Of one grammar's compilation."""
+_START_LIMITS = Limits(seconds=60, n_bytes=1 << 31)
+"""Of reading the vocabulary, which is the model's own."""
+MAX_LIVE_BYTES = 1 << 29
+"""Of all grammars that are in use; who wants another waits."""
+_MAX_KEPT_BYTES = 1 << 26
+_MAX_KEPT = 64
+"""Grammars that are kept for the next who wants them."""
+_MAX_REFUSALS = 256
+"""Grammars of which it is known that they cannot be compiled."""
+_MASK_SECONDS = 1.0
+_MASK_SECONDS_PER_TOKEN = 0.02
+"""Processor time in which a text's tokens must be masked: all texts wait meanwhile."""
+
+
+class Grammar:
+    """A compiled grammar; `begin` starts a text that follows it."""
+
+    def __init__(self, matcher: Any, n_tokens: int, n_bytes: int) -> None:
+        self._matcher, self._n_tokens = matcher, n_tokens
+        self.n_bytes = n_bytes
+
+    def begin(self) -> "Constraint":
+        return Constraint(self._matcher.deep_copy(), self._n_tokens)
 
 
 class Constraint:
     """What one text may go on with. Tokens are those of the tokenizer, V of them."""
 
-    def __init__(self, matcher: Any, n_tokens: int, end_of_text: int | None) -> None:
-        self._matcher, self._n_tokens, self._end_of_text = matcher, n_tokens, end_of_text
+    def __init__(self, matcher: Any, n_tokens: int) -> None:
+        self._matcher, self._n_tokens = matcher, n_tokens
+        self._seconds_left = _MASK_SECONDS
 
     def allowed(self) -> Tensor:
         """Which tokens may come next, bool [V]; the end-of-text token where the text may end here.
 
         Raises:
-            UserError: none may, or telling takes more work than llguidance grants.
+            UserError: none may, or telling takes more work than llguidance, or we, grant.
         """
+        began = time.thread_time()
         bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         mask = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()[: self._n_tokens].bool()
         if self._matcher.is_error() or not mask.any():
             reason = " ".join(self._matcher.get_error().split()) or "no token of this tokenizer may come next."
             raise UserError(f"the constraint cannot go on: {reason}")
+        self._seconds_left += _MASK_SECONDS_PER_TOKEN - (time.thread_time() - began)
+        if self._seconds_left < 0:
+            raise UserError("the constraint cannot go on: finding the next tokens takes too long. Use a simpler one.")
+        self._seconds_left = min(self._seconds_left, _MASK_SECONDS)
         return mask
 
     def push(self, token: int) -> bool:
@@ -54,7 +96,7 @@ class Constraint:
 
 
 class Constraints:
-    """Makes constraints for one tokenizer, whose tokens it reads once."""
+    """Makes constraints for one tokenizer, whose tokens it reads once. From any thread."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """
@@ -67,68 +109,115 @@ class Constraints:
             raise UserError(
                 "json_schema and regex need the library llguidance: pip install 'gptworks[constrain]'."
             ) from None
-        self._library = llguidance
-        self._end_of_text = special_tokens(tokenizer).eos
+        self._library: Any = llguidance
         self._n_tokens = vocabulary_size(tokenizer)
-        self._tokenizer = self._read(tokenizer)
-
-    def _read(self, tokenizer: Tokenizer) -> Any:
-        spellings = token_spellings(tokenizer)
-        if spellings is not None:
-            wrapper = self._library.TokenizerWrapper(_Vocabulary(tokenizer, spellings))
-            return self._library.LLTokenizer(wrapper)
-        if isinstance(tokenizer.decoder, decoders.Sequence) and self._end_of_text is not None:  # SentencePiece
-            return self._library.LLTokenizer(tokenizer.to_str(), n_vocab=self._n_tokens, eos_token=self._end_of_text)
-        raise UserError(
-            "json_schema and regex need a tokenizer whose tokens spell text by themselves (bpe, char, gpt2), "
-            "not words that are joined by spaces."
-        )
+        setup = _setup(tokenizer, self._n_tokens)
+        self._tokenizer = read_tokenizer(setup, lambda text: encode_text(tokenizer, text))
+        self._children = Confined("grammar", setup, COMPILE_LIMITS, setup_limits=_START_LIMITS, keep_bytes=1 << 22)
+        self._lock = threading.Lock()
+        self._live: weakref.WeakValueDictionary[str, Grammar] = weakref.WeakValueDictionary()
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+        self._refusals: OrderedDict[str, str] = OrderedDict()
 
     def of(self, settings: SamplingSettings) -> Constraint:
-        """The constraint that the settings ask for.
+        """The constraint that the settings ask for; arguments and errors are those of `grammar`."""
+        return self.grammar(settings).begin()
+
+    def grammar(self, settings: SamplingSettings, task: Task | None = None) -> Grammar:
+        """The grammar that the settings ask for. While it is referred to, asking again costs nothing.
+
+        Args:
+            task: lets another thread abandon the compilation.
 
         Raises:
-            UserError: no such schema or expression.
+            UserError: no such schema or expression, or one that takes too much time or memory.
+            QueueFull: the grammars in use take all the memory that they may.
+            Abandoned: the task was abandoned.
         """
-        limits = self._library.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
-        matcher = self._library.LLMatcher(self._tokenizer, self._grammar(settings), log_level=0, limits=limits)
-        name = "regex" if settings.regex is not None else "json_schema"
-        if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())
-            raise UserError(f"{name}={getattr(settings, name)!r} cannot be followed: {reason}")
-        return Constraint(matcher, self._n_tokens, self._end_of_text)
+        source = self._source(settings)
+        key = hashlib.sha256(source.encode()).hexdigest()
+        name = "json_schema" if settings.regex is None else "regex"
+        with self._lock:
+            grammar, refusal = self._live.get(key), self._refusals.get(key)
+        if grammar is not None:
+            return grammar
+        if refusal is None:
+            try:
+                return self._compile(source, key, task)
+            except (Refused, ValueError) as error:
+                refusal = str(error)
+            except Exceeded as error:
+                refusal = f"{error} Use a simpler one."
+            with self._lock:
+                self._refusals[key] = refusal
+                if len(self._refusals) > _MAX_REFUSALS:
+                    self._refusals.popitem(last=False)
+        raise UserError(f"{name}={_shown(getattr(settings, name))} cannot be followed: {refusal}")
 
-    def _grammar(self, settings: SamplingSettings) -> str:
+    def close(self) -> None:
+        """End the processes that wait for the next grammar."""
+        self._children.close()
+
+    def _compile(self, source: str, key: str, task: Task | None) -> Grammar:
+        n_bytes: int = self._children.ask(source, task)
+        with self._lock:
+            if sum(grammar.n_bytes for grammar in self._live.values()) + n_bytes > MAX_LIVE_BYTES:
+                raise QueueFull("the schemas in use take all the memory that they may: try again later.")
+        grammar = Grammar(compile_grammar(self._tokenizer, source), self._n_tokens, n_bytes)
+        with self._lock:
+            self._live[key] = self._kept[key] = grammar
+            while len(self._kept) > _MAX_KEPT or sum(one.n_bytes for one in self._kept.values()) > _MAX_KEPT_BYTES:
+                self._kept.popitem(last=False)
+        return grammar
+
+    def _source(self, settings: SamplingSettings) -> str:
+        """llguidance's form of what the settings ask for."""
         matcher = self._library.LLMatcher
         if settings.regex is not None:
-            grammar: str = matcher.grammar_from_regex(settings.regex)
-            return grammar
+            check_regex(settings.regex)
+            source: str = matcher.grammar_from_regex(settings.regex)
+            return source
         schema = settings.json_schema
         try:
             tree = json.loads(schema) if isinstance(schema, str) else schema
             if not isinstance(tree, Mapping | bool):
                 raise ValueError("a schema is an object")
-            grammar = matcher.grammar_from_json_schema(json.dumps(tree), defaults=_SPACING)
-        except ValueError as error:
-            raise UserError(f"json_schema={schema!r} is no JSON schema: {error}.") from None
-        return grammar
+            text = json.dumps(tree)
+            check_schema(json.loads(text))
+            source = matcher.grammar_from_json_schema(text, defaults=_SPACING)
+        except UserError:
+            raise
+        except RecursionError:
+            raise UserError(f"json_schema={_shown(schema)} is nested too deeply.") from None
+        except (ValueError, TypeError) as error:
+            raise UserError(f"json_schema={_shown(schema)} is no JSON schema: {error}.") from None
+        return source
 
 
-class _Vocabulary:
-    """A tokenizer as llguidance wants it: the bytes of each token. Without an end-of-text token, one is made up."""
-
-    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes]) -> None:
-        special, n_tokens = special_tokens(tokenizer), len(tokens)
-        self.tokens = tokens if special.eos is not None else [*tokens, b"<end>"]
-        self.bos_token_id = special.bos
-        self.eos_token_id = n_tokens if special.eos is None else special.eos
+def _setup(tokenizer: Tokenizer, n_tokens: int) -> dict[str, Any]:
+    """The tokenizer as `read_tokenizer` takes it. Without an end-of-text token, one is made up."""
+    special, spellings = special_tokens(tokenizer), token_spellings(tokenizer)
+    if spellings is not None:
         added = tokenizer.get_added_tokens_decoder()
-        self.special_token_ids = [self.eos_token_id, *(index for index, token in added.items() if token.special)]
-        self._tokenizer = tokenizer
+        tokens = [token.decode("latin-1") for token in spellings]
+        eos = n_tokens if special.eos is None else special.eos
+        return {
+            "tokens": tokens if special.eos is not None else [*tokens, "<end>"],
+            "bos": special.bos,
+            "eos": eos,
+            "special": [eos, *(index for index, token in added.items() if token.special)],
+        }
+    if isinstance(tokenizer.decoder, decoders.Sequence) and special.eos is not None:  # SentencePiece
+        return {"json": tokenizer.to_str(), "n_tokens": n_tokens, "eos": special.eos}
+    raise UserError(
+        "json_schema and regex need a tokenizer whose tokens spell text by themselves (bpe, char, gpt2), "
+        "not words that are joined by spaces."
+    )
 
-    def __call__(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:100]} … {text[-80:]}"
 
 
 def token_spellings(tokenizer: Tokenizer) -> list[bytes] | None:

@@ -135,6 +135,7 @@ class Engine:
         self._scheduler = self._new_scheduler(0, invariant=False)
         self._weights: object = None
         self._constraints: Constraints | None = None
+        self._constraints_lock = threading.Lock()
         self._numbers = itertools.count()
         self._open: dict[int, Request] = {}
         self._request_of: dict[Job, Request] = {}
@@ -419,9 +420,18 @@ class Engine:
     def _constraint(self, settings: SamplingSettings) -> Constraint | None:
         if settings.json_schema is None and settings.regex is None:
             return None
-        if self._constraints is None:
-            self._constraints = Constraints(self.tokenizer)
-        return self._constraints.of(settings)
+        return self.constraints().of(settings)
+
+    def constraints(self) -> Constraints:
+        """Makes the grammars of constrained texts, for this engine's tokenizer.
+
+        Raises:
+            UserError: llguidance is not installed, or the tokens do not spell text by themselves.
+        """
+        with self._constraints_lock:
+            if self._constraints is None:
+                self._constraints = Constraints(self.tokenizer)
+            return self._constraints
 
     def _post(self, request: Request) -> None:
         with self._inbox_lock:

@@ -1,0 +1,232 @@
+"""Work on what strangers wrote (schemas, templates), in processes with limits of time and memory.
+
+    parent                                     child (confined/child.py and one of its kinds)
+    Confined.ask(question) ──► a line of JSON ──► set the limits, answer, lift them
+                           ◄── a line of JSON ◄──
+
+A child that passes a limit dies, or is killed where `Task.abandon` says that nobody waits for it; the next question
+starts another. A child that behaves answers the next question too: a start costs some 0.1 s, an answer 0.1 ms.
+
+Time is the child's own processor time, so that a busy machine refuses nothing that an idle one accepts. Memory is
+address space beyond what the child has when the question comes (RLIMIT_AS). macOS does not enforce RLIMIT_AS: there
+only the time is limited, and with it what can be allocated in that time.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_MAX_REPLY_BYTES = 1 << 27
+_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
+"""Of the environment: children see no API keys."""
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from gptworks.confined.{} import main; main()"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one answer may take."""
+
+    seconds: float
+    """Of processor time."""
+    n_bytes: int
+    """Of address space, beyond what the process has when the question comes."""
+
+
+class Exceeded(Exception):
+    """An answer passed a limit; the text says which."""
+
+
+class Abandoned(Exception):
+    """Nobody waits for the answer: its process was killed."""
+
+
+class Refused(Exception):
+    """The child's own error: the question has no answer."""
+
+
+class Task:
+    """A question's process while it works, for whoever may stop it. Each is for one call of `ask`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.abandoned = False
+
+    def abandon(self) -> None:
+        """Kill the process, now or as soon as there is one. From any thread."""
+        with self._lock:
+            self.abandoned = True
+            if self._process is not None:
+                self._process.kill()
+
+    def hold(self, process: "subprocess.Popen[bytes] | None") -> None:
+        """For `Confined`: this process works on the question."""
+        with self._lock:
+            if self.abandoned and process is not None:
+                raise Abandoned("nobody waits for this any more.")
+            self._process = process
+
+
+class Confined:
+    """Asks children of one kind, several at a time from several threads."""
+
+    def __init__(
+        self,
+        kind: str,
+        setup: Any,
+        limits: Limits,
+        *,
+        setup_limits: Limits | None = None,
+        n_processes: int = 2,
+        keep_bytes: int = 1 << 26,
+    ) -> None:
+        """
+        Args:
+            kind: the module of this package that answers.
+            setup: what a child is told when it starts, as JSON.
+            setup_limits: for that; None: the same.
+            n_processes: questions at a time; others wait.
+            keep_bytes: a child whose memory has grown by more is not asked again.
+        """
+        self.limits = limits
+        self._kind, self._setup, self._keep_bytes = kind, setup, keep_bytes
+        self._setup_limits = setup_limits or limits
+        self._places = threading.BoundedSemaphore(n_processes)
+        self._idle: list[_Child] = []
+        self._owner = os.getpid()
+        self._finalize = weakref.finalize(self, _kill_all, self._idle)
+
+    def ask(self, question: Any, task: Task | None = None) -> Any:
+        """The answer to a question, as JSON.
+
+        Raises:
+            Refused: there is none; the text is the child's.
+            Exceeded: it takes more than the limits.
+            Abandoned: the task was abandoned.
+        """
+        task = task or Task()
+        with self._places:
+            if task.abandoned:
+                raise Abandoned("nobody waits for this any more.")
+            child = self._take(task)
+            try:
+                with _held(task, child):
+                    reply = child.ask(question, self.limits)
+                if reply["grown_bytes"] > self._keep_bytes:
+                    child.kill()
+            except BaseException:
+                child.kill()
+                if task.abandoned:
+                    raise Abandoned("nobody waits for this any more.") from None
+                raise
+            if child.alive:
+                self._idle.append(child)
+        return _answer(reply)
+
+    def start(self) -> None:
+        """Have a child that is ready, and know that the setup is right.
+
+        Raises:
+            Refused, Exceeded: it is not.
+        """
+        with self._places:
+            self._idle.append(self._take(Task()))
+
+    def close(self) -> None:
+        """End the children that wait for questions. More may be asked: that starts others."""
+        _kill_all(self._idle)
+
+    def _take(self, task: Task) -> "_Child":
+        if self._owner != os.getpid():  # a fork must not read its parent's answers
+            self._idle.clear()
+            self._owner = os.getpid()
+        while self._idle:
+            with contextlib.suppress(IndexError):  # another thread has taken it
+                child = self._idle.pop()
+                if child.alive:
+                    return child
+        child = _Child(self._kind)
+        try:
+            with _held(task, child):
+                _answer(child.ask(self._setup, self._setup_limits))
+        except BaseException:
+            child.kill()
+            if task.abandoned:
+                raise Abandoned("nobody waits for this any more.") from None
+            raise
+        return child
+
+
+class _Child:
+    def __init__(self, kind: str) -> None:
+        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        command = [sys.executable, "-P", "-c", _START.format(kind), json.dumps(sys.path)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def ask(self, question: Any, limits: Limits) -> dict[str, Any]:
+        """The child's reply.
+
+        Raises:
+            Exceeded: it died of a limit.
+        """
+        assert self.process.stdin is not None and self.process.stdout is not None
+        line = json.dumps([asdict(limits), question]).encode("ascii") + b"\n"
+        with contextlib.suppress(BrokenPipeError):  # its end says why
+            self.process.stdin.write(line)
+            self.process.stdin.flush()
+        reply = self.process.stdout.readline(_MAX_REPLY_BYTES)
+        if not reply.endswith(b"\n"):
+            self.process.kill()
+            raise Exceeded(_cause(self.process.wait(), limits))
+        tree: dict[str, Any] = json.loads(reply)
+        if tree.get("out_of_memory"):
+            raise Exceeded(_cause(-signal.SIGABRT, limits))
+        return tree
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+
+
+@contextlib.contextmanager
+def _held(task: Task, child: _Child) -> Any:
+    task.hold(child.process)
+    try:
+        yield
+    finally:
+        task.hold(None)
+
+
+def _cause(code: int, limits: Limits) -> str:
+    if code in (-getattr(signal, "SIGPROF", 27), -getattr(signal, "SIGXCPU", 24)):
+        return f"it takes more than {limits.seconds:g} seconds of processor time."
+    return f"it takes more than {limits.n_bytes >> 20} MiB of memory."
+
+
+def _answer(reply: dict[str, Any]) -> Any:
+    if "error" in reply:
+        raise Refused(reply["error"])
+    return reply["answer"]
+
+
+def _kill_all(children: list[_Child]) -> None:
+    while children:
+        children.pop().kill()
