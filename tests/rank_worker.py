@@ -43,23 +43,18 @@ def gradients(cases: list[dict], ranks: Ranks) -> list[dict]:
         recipe = parse_recipe(case["recipe"])
         layout, train_settings = Layout(**case["layout"]), recipe.train
         inputs, targets = batch(recipe.model, train_settings.batch_size)
-        parallel = choose_parallel(recipe, ranks, CPU, layout)
-        size = parallel.micro_batch_size
+        alone = model_of(recipe.model, checkpoint_blocks=False)
+        with choose_precision(train_settings.precision, CPU).autocast():
+            (next_token(alone, (inputs, targets)).objective / targets.numel()).backward()
 
-        def accumulate(
-            model: GPT, micro_step: int, recipe=recipe, inputs=inputs, targets=targets, size=size
-        ) -> None:
-            part = slice(micro_step * size, (micro_step + 1) * size)
-            with choose_precision(recipe.train.precision, CPU).autocast():
+        parallel = choose_parallel(recipe, ranks, CPU, layout)
+        model = parallel.place(model_of(recipe.model, case["checkpoint_blocks"]), CPU)
+        size = parallel.micro_batch_size
+        for i in parallel.micro_steps:
+            part = slice(i * size, (i + 1) * size)
+            with choose_precision(train_settings.precision, CPU).autocast():
                 losses = next_token(model, (inputs[part], targets[part]))
             (losses.objective / targets.numel()).backward()
-
-        alone = model_of(recipe.model, checkpoint_blocks=False)
-        for i in range(train_settings.batch_size // size):
-            accumulate(alone, i)
-        model = parallel.place(model_of(recipe.model, case["checkpoint_blocks"]), CPU)
-        for i in parallel.micro_steps:
-            accumulate(model, i)
         parallel.finish_gradients()
         worst, wanted = 0.0, {name: p.grad for name, p in alone.named_parameters()}
         norm = torch.nn.utils.get_total_norm(wanted.values()).item()
