@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +110,27 @@ def write_run(folder: Path) -> Path:
     return folder
 
 
+def read_log(process: "subprocess.Popen[str]", log: list[str] | None) -> None:
+    """Take what a process writes to its standard error, so that the pipe is never full."""
+    assert process.stderr is not None
+    with suppress(ValueError):  # it is closed
+        for line in process.stderr:
+            if log is not None:
+                log.append(line.rstrip())
+
+
 @contextmanager
-def command(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    """`gptworks serve …` in a process of its own, and a client of it."""
+def command(
+    *arguments: str | Path, log: list[str] | None = None
+) -> Iterator[tuple["subprocess.Popen[str]", httpx.Client]]:
+    """`gptworks serve …` in a process of its own, and a client of it; `log` gets the lines of its log."""
     whole = [sys.executable, "-m", "gptworks", "serve", *map(str, arguments), "--port", "0", "--backend", "torch"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GPTWORKS_API_KEY": KEY}
     process = subprocess.Popen(whole, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     try:
         line = next(line for line in process.stderr if "serving" in line or "error" in line)
+        threading.Thread(target=read_log, args=(process, log), daemon=True).start()
         url = line.partition(" at ")[2].partition("/v1")[0]
         with httpx.Client(base_url=url, headers={"authorization": f"Bearer {KEY}"}, timeout=60) as http:
             yield process, http
@@ -135,9 +147,9 @@ def head(length: int, path: str = "/v1/completions") -> bytes:
     ).encode()
 
 
-def request(body: dict[str, Any]) -> bytes:
+def request(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
     content = json.dumps(body).encode()
-    return head(len(content)) + content
+    return head(len(content), path) + content
 
 
 def until(holds: Callable[[], bool], seconds: float = 20) -> None:

@@ -83,7 +83,7 @@ def test_tokens_of_several_characters_and_bytes(shared_data: Path) -> None:
     for made in one.complete("x", json_schema=PERSON, n_samples=3, seed=1, max_tokens=100):
         assert set(json.loads(made.text)) == {"name", "age", "tags"}
     for text in ('{"a": [1, 2.5e3, "é漢\\n"], "b": {}}', "[]", '"x"'):
-        constraint = Constraints(tokenizer).of(SamplingSettings(json_schema={}))
+        constraint = Constraints(tokenizer).grammar(SamplingSettings(json_schema={})).begin()
         for token in tokenizer.encode(text).ids:
             assert constraint.allowed()[token], (text, tokenizer.decode([token]))
             constraint.push(token)
@@ -91,7 +91,7 @@ def test_tokens_of_several_characters_and_bytes(shared_data: Path) -> None:
 
 def test_what_is_allowed_is_what_may_be_pushed() -> None:
     """Each token alone, against the matcher's own word for it."""
-    constraint = Constraints(CHARACTERS).of(SamplingSettings(regex=r"a(b|c)*d"))
+    constraint = Constraints(CHARACTERS).grammar(SamplingSettings(regex=r"a(b|c)*d")).begin()
     for character, following in (("a", "bcd"), ("b", "bcd"), ("c", "bcd")):
         constraint.push(CHARACTERS.encode(character).ids[0])
         allowed = torch.nonzero(constraint.allowed())[:, 0].tolist()

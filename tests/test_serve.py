@@ -316,12 +316,13 @@ def test_answers_in_json(client: openai.OpenAI) -> None:
 # ---------------------------------------------------------------------------------- embeddings, models, tokens
 
 
-def test_embeddings_are_means_of_the_last_hidden_states(client: openai.OpenAI, base: Engine) -> None:
+def test_embeddings_are_means_of_the_last_hidden_states_of_length_one(client: openai.OpenAI, base: Engine) -> None:
     texts = ["one", "another text"]
 
     def expected(text: str) -> list[float]:
         with torch.inference_mode():
-            return base.model.features(torch.tensor([base.encode_prompt(text)]))[0].mean(0).tolist()
+            mean = base.model.features(torch.tensor([base.encode_prompt(text)]))[0].mean(0)
+            return (mean / mean.square().sum().sqrt()).tolist()
 
     raw = client.embeddings.with_raw_response.create(model="base", input=texts, encoding_format="float")
     made = check(types.CreateEmbeddingResponse, raw.http_response.text)

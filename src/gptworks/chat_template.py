@@ -15,9 +15,9 @@ from typing import Any
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
+from gptworks.config import FileTokenizer, GPT2Tokenizer, TokenizerConfig
 from gptworks.confined import Confined, Exceeded, Limits, Refused, Task
 from gptworks.confined.template import environment
-from gptworks.config import FileTokenizer, GPT2Tokenizer, TokenizerConfig
 from gptworks.errors import UserError, nearest
 from gptworks.files import read_text
 from gptworks.tokenizer import encode_text, special_token_names, special_tokens

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptworks.cli.common import Backend, Device, WhichCheckpoint, notice
-from gptworks.cli.use import load_engine
+from gptworks.cli.common import Backend, Cache, Device, WhichCheckpoint, notice
+from gptworks.cli.use import drafter_of, load_engine
 from gptworks.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,11 +38,16 @@ def serve(
         int | None, typer.Option(min=1, help="Tokens of a text, prompt and answer together. Default: the model's.")
     ] = None,
     max_waiting: Annotated[int, typer.Option(min=1, help="Prompts that may wait for a slot; more get 429.")] = 128,
+    client_share: Annotated[
+        float, typer.Option(help="Of slots and places to wait, the most for one client; 1 behind a proxy.")
+    ] = 0.75,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 1 << 20,
     max_prompt_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a prompt's text.")] = 1 << 18,
     request_seconds: Annotated[float, typer.Option(help="Time in which a request must be answered whole.")] = 600,
     drain_seconds: Annotated[float, typer.Option(help="Time to finish what is begun, after SIGTERM.")] = 30,
+    guess: Annotated[int, typer.Option(min=0, help="Guess so many tokens at a time; the text stays the same.")] = 0,
     backend: Backend = "auto",
+    cache: Cache = "auto",
     checkpoint: WhichCheckpoint = "best",
     device: Device = "auto",
 ) -> None:
@@ -52,6 +57,7 @@ def serve(
 
     try:
         from gptworks.serve.app import create_app
+        from gptworks.serve.log import logged_to_stderr
         from gptworks.serve.models import check_name
         from gptworks.serve.server import make_server
         from gptworks.serve.settings import ServerSettings
@@ -61,7 +67,7 @@ def serve(
     settings = ServerSettings(
         api_keys=keys, cors_origins=tuple(cors_origin or ()), local_names_only=local and not keys,
         max_waiting=max_waiting, max_body_bytes=max_body_bytes, max_prompt_bytes=max_prompt_bytes,
-        request_seconds=request_seconds, drain_seconds=drain_seconds,
+        request_seconds=request_seconds, drain_seconds=drain_seconds, client_share=client_share,
     )  # fmt: skip
     for name in runs:
         check_name(name)
@@ -69,7 +75,10 @@ def serve(
     promised_bytes = 0
     for name, folder in runs.items():
         notice(f"loading {name} from {folder}")
-        engine = load_engine(folder, checkpoint, device, n_slots=slots, slot_tokens=context, backend=backend)
+        engine = load_engine(
+            folder, checkpoint, device, n_slots=slots, slot_tokens=context,
+            drafter=drafter_of(guess, None, device, backend), backend=backend, cache=cache,
+        )  # fmt: skip
         cache_bytes = engine.warm_up(promised_bytes=promised_bytes)
         notice(f"{slots} slots of {engine.context:,} tokens: {readable(cache_bytes, 'B')} of keys and values when full")
         engines[name], promised_bytes = engine, promised_bytes + cache_bytes
@@ -80,7 +89,12 @@ def serve(
     def started(actual_port: int) -> None:
         notice(f"serving {', '.join(engines)} at http://{shown}:{actual_port}/v1 (Ctrl-C ends)")
 
-    make_server(create_app(engines, settings), host, port, started).run()
+    app = create_app(engines, settings)
+    try:
+        with logged_to_stderr():
+            make_server(app, host, port, started).run()
+    finally:
+        notice(app.state.service.summary())
 
 
 def _runs(run: Path | None, named: list[str]) -> dict[str, Path]:

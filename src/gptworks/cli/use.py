@@ -98,7 +98,7 @@ def generate(
         raise UserError("--draft without --guess: say how many tokens it guesses at a time, such as --guess 4.")
     if (input_file is None) != (output_file is None) or (input_file is not None and prompt):
         raise UserError("--input and --output belong together, without a prompt beside them.")
-    drafter = _drafter(guess, draft, device, backend)
+    drafter = drafter_of(guess, draft, device, backend)
     engine = load_engine(
         run, checkpoint, device, overrides, n_slots=slots, drafter=drafter, backend=backend, cache=cache
     )
@@ -136,7 +136,7 @@ def _completion_json(completion: "Completion") -> dict[str, Any]:
     return tree
 
 
-def _drafter(guess: int, draft: Path | None, device: str, backend: str) -> "Drafter | None":
+def drafter_of(guess: int, draft: Path | None, device: str, backend: str) -> "Drafter | None":
     """What guesses tokens ahead, where that is asked for."""
     from gptworks.infer.engine import load
     from gptworks.infer.speculate import DraftModel, PromptLookup

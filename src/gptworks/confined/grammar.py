@@ -69,8 +69,15 @@ def compile_grammar(tokenizer: Any, grammar: str) -> Any:
     if probe is not matcher:
         probe.compute_bitmask()
     if probe.is_error():
-        raise ValueError(" ".join(probe.get_error().split()))
+        raise ValueError(_reason(probe.get_error()))
     return matcher
+
+
+def _reason(error: str) -> str:
+    """llguidance's word for what is wrong, in a line."""
+    if "NoExtensionBias" in error:
+        return "no text satisfies it"
+    return " ".join(error.replace("<non-verbose/>", "").split())
 
 
 def _prepare(setup: Any) -> Answer:

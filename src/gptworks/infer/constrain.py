@@ -119,10 +119,6 @@ class Constraints:
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
         self._refusals: OrderedDict[str, str] = OrderedDict()
 
-    def of(self, settings: SamplingSettings) -> Constraint:
-        """The constraint that the settings ask for; arguments and errors are those of `grammar`."""
-        return self.grammar(settings).begin()
-
     def grammar(self, settings: SamplingSettings, task: Task | None = None) -> Grammar:
         """The grammar that the settings ask for. While it is referred to, asking again costs nothing.
 
@@ -135,37 +131,47 @@ class Constraints:
             Abandoned: the task was abandoned.
         """
         source = self._source(settings)
-        key = hashlib.sha256(source.encode()).hexdigest()
-        name = "json_schema" if settings.regex is None else "regex"
+        if (known := self._find(source, settings)) is not None:
+            return known
+        try:
+            return self._compile(source, task)
+        except (Refused, ValueError) as error:
+            refusal = str(error)
+        except Exceeded as error:
+            refusal = f"{error} Use a simpler one."
         with self._lock:
-            grammar, refusal = self._live.get(key), self._refusals.get(key)
-        if grammar is not None:
-            return grammar
-        if refusal is None:
-            try:
-                return self._compile(source, key, task)
-            except (Refused, ValueError) as error:
-                refusal = str(error)
-            except Exceeded as error:
-                refusal = f"{error} Use a simpler one."
-            with self._lock:
-                self._refusals[key] = refusal
-                if len(self._refusals) > _MAX_REFUSALS:
-                    self._refusals.popitem(last=False)
-        raise UserError(f"{name}={_shown(getattr(settings, name))} cannot be followed: {refusal}")
+            self._refusals[_key(source)] = refusal
+            if len(self._refusals) > _MAX_REFUSALS:
+                self._refusals.popitem(last=False)
+        raise _unfollowable(settings, refusal)
+
+    def find(self, settings: SamplingSettings) -> Grammar | None:
+        """The grammar that the settings ask for, if it is there; None: it is to be compiled.
+
+        Raises:
+            UserError: no such schema or expression, or one that is known to take too much.
+        """
+        return self._find(self._source(settings), settings)
+
+    def _find(self, source: str, settings: SamplingSettings) -> Grammar | None:
+        with self._lock:
+            grammar, refusal = self._live.get(_key(source)), self._refusals.get(_key(source))
+        if refusal is not None:
+            raise _unfollowable(settings, refusal)
+        return grammar
 
     def close(self) -> None:
         """End the processes that wait for the next grammar."""
         self._children.close()
 
-    def _compile(self, source: str, key: str, task: Task | None) -> Grammar:
+    def _compile(self, source: str, task: Task | None) -> Grammar:
         n_bytes: int = self._children.ask(source, task)
         with self._lock:
             if sum(grammar.n_bytes for grammar in self._live.values()) + n_bytes > MAX_LIVE_BYTES:
                 raise QueueFull("the schemas in use take all the memory that they may: try again later.")
         grammar = Grammar(compile_grammar(self._tokenizer, source), self._n_tokens, n_bytes)
         with self._lock:
-            self._live[key] = self._kept[key] = grammar
+            self._live[_key(source)] = self._kept[_key(source)] = grammar
             while len(self._kept) > _MAX_KEPT or sum(one.n_bytes for one in self._kept.values()) > _MAX_KEPT_BYTES:
                 self._kept.popitem(last=False)
         return grammar
@@ -213,6 +219,15 @@ def _setup(tokenizer: Tokenizer, n_tokens: int) -> dict[str, Any]:
         "json_schema and regex need a tokenizer whose tokens spell text by themselves (bpe, char, gpt2), "
         "not words that are joined by spaces."
     )
+
+
+def _key(source: str) -> str:
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
+def _unfollowable(settings: SamplingSettings, reason: str) -> UserError:
+    name = "json_schema" if settings.regex is None else "regex"
+    return UserError(f"{name}={_shown(getattr(settings, name))} cannot be followed: {reason}")
 
 
 def _shown(value: Any) -> str:

@@ -41,7 +41,7 @@ from gptworks.checkpoint import Report, load_run
 from gptworks.device import choose_device, memory_bytes
 from gptworks.errors import RunError, UserError
 from gptworks.infer.backend import Backend, BackendName, Chunk, choose_backend
-from gptworks.infer.constrain import Constraint, Constraints
+from gptworks.infer.constrain import Constraints, Grammar
 from gptworks.infer.request import Completion, Listener, Overflow, Request, Statistics
 from gptworks.infer.sampling import SamplingSettings, TokenLogprob, sample, token_logprobs
 from gptworks.infer.scheduler import PREFILL_TOKENS, Copy, Job, QueueFull, Reuse, Scheduler, Work
@@ -251,6 +251,11 @@ class Engine:
         return ids
 
     @property
+    def most_texts(self) -> int:
+        """Texts that are generated at once, at most."""
+        return self._n_slots or MOST_SLOTS
+
+    @property
     def restart_tokens(self) -> int:
         """Tokens that a window restarts from when the context is full: the last half of the context."""
         return max(1, self.context // 2)
@@ -347,7 +352,7 @@ class Engine:
         Raises:
             UserError: the slots do not fit in memory.
         """
-        n_slots = self._n_slots or MOST_SLOTS
+        n_slots = self.most_texts
         with self._stepping:
             self._have_room(1, 1)
             assert self._backend is not None
@@ -409,18 +414,19 @@ class Engine:
                     f"{name} has token id {wrong[0]}, which is not in the vocabulary: "
                     f"ids go from 0 to {self.n_ids - 1}."
                 )
+        grammar = self._grammar(settings)
         samples = [
-            Sample(i, ids, settings, self.tokenizer, self.end_of_text, self._constraint(settings))
+            Sample(i, ids, settings, self.tokenizer, self.end_of_text, None if grammar is None else grammar.begin())
             for i in range(n_samples)
         ]
         request = Request(next(self._numbers), ids, samples, overflow, listener)
         request.score_top, request.score_from, request.generates = prompt_logprobs, score_from, generates
         return request
 
-    def _constraint(self, settings: SamplingSettings) -> Constraint | None:
+    def _grammar(self, settings: SamplingSettings) -> Grammar | None:
         if settings.json_schema is None and settings.regex is None:
             return None
-        return self.constraints().of(settings)
+        return self.constraints().grammar(settings)
 
     def constraints(self) -> Constraints:
         """Makes the grammars of constrained texts, for this engine's tokenizer.

@@ -12,6 +12,7 @@ async for batch in stream.batches(): ...        # lists of (number of the reques
 """
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -26,6 +27,8 @@ from gptworks.infer.engine import Engine, completions
 from gptworks.infer.request import Completion, Request, Statistics
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import Piece
+
+_LOG = logging.getLogger("gptworks.engine")
 
 
 class EngineStopped(RunError):
@@ -126,7 +129,9 @@ class EngineLoop:
         while True:
             try:
                 busy = self.engine.step()
-            except Exception:  # every request was told, and later ones may fare better
+            except Exception as error:  # every request was told, and later ones may fare better
+                _LOG.error("a step failed, and with it the requests that it was for", exc_info=error)
+                error.is_logged = True  # type: ignore[attr-defined]
                 busy = True
             self._wake_readers()
             if busy:

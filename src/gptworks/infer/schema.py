@@ -18,7 +18,7 @@ MAX_PATTERNS_AT_ONCE = 8
 MAX_MULTIPLE_OF = 10_000
 """Its automaton has as many states."""
 
-_COUNTED = re.compile(r"\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}")
+_COUNTED = re.compile(r"\s*\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}")
 _BRACED = "pPxuU"
 """After a backslash, these may be followed by braces that count nothing."""
 _MOST = 10**12
@@ -72,8 +72,8 @@ def _check_multiple(value: Any) -> None:
         n //= 10
     if n > MAX_MULTIPLE_OF:
         raise UserError(
-            f"json_schema: multipleOf={value!r:.40} has too many digits that count: the number without its trailing zeros "
-            f"and its decimal point may be at most {MAX_MULTIPLE_OF}. Use a rounder number, or minimum and maximum."
+            f"json_schema: multipleOf={value!r:.40} has too many digits that count: without its decimal point and the "
+            f"zeros at its end it may be at most {MAX_MULTIPLE_OF}. Use a rounder number, or minimum and maximum."
         )
 
 
@@ -95,7 +95,7 @@ def n_pattern_atoms(pattern: str) -> int:
     at = 0
     while at < len(pattern):
         character = pattern[at]
-        counted = _COUNTED.match(pattern, at) if character == "{" else None
+        counted = _COUNTED.match(pattern, at) if character == "{" or character.isspace() else None  # as (?x) allows
         if counted is not None:
             n = max(int(text[:12] or 1) for text in counted.groups("1"))
             atom = atom if is_class else min(_MOST, atom * max(1, n))

@@ -9,4 +9,5 @@ settings    every bound, in one place        errors      what goes wrong, in Ope
 openai      requests and responses           tokens      text to ids and back
 models      which models there are           embeddings  /v1/embeddings
 metrics     /metrics                         server      start, signals, drain
+caller      who asks: shares, costs          log         a line for each request
 """

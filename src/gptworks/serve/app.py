@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from gptworks import __version__
 from gptworks.infer.engine import Engine
 from gptworks.serve import chat, completions, documents, errors, openai
+from gptworks.serve.caller import caller_of
 from gptworks.serve.chat import conversation_ids
 from gptworks.serve.documents import takes
 from gptworks.serve.embeddings import embeddings
@@ -91,7 +92,7 @@ def _json(answer: BaseModel) -> Response:
 async def create_completion(request: Request) -> Response:
     """Continue texts."""
     body = await _body(request, openai.CompletionRequest)
-    generation = await completions.begin_completions(_service(request), body)
+    generation = await completions.begin_completions(_service(request), body, caller_of(request.scope))
     if body.stream:
         return EventStream(completions.stream(generation, body), generation.cancel)
     return _json(await completions.complete(generation, body))
@@ -106,7 +107,7 @@ async def create_completion(request: Request) -> Response:
 async def create_chat_completion(request: Request) -> Response:
     """Answer in a conversation."""
     body = await _body(request, openai.ChatRequest)
-    generation = await chat.begin_chat(_service(request), body)
+    generation = await chat.begin_chat(_service(request), body, caller_of(request.scope))
     if body.stream:
         return EventStream(chat.stream(generation, body), generation.cancel)
     return _json(await chat.complete(generation, body))
@@ -115,7 +116,9 @@ async def create_chat_completion(request: Request) -> Response:
 @router.post("/v1/embeddings", response_model=openai.EmbeddingResponse, openapi_extra=takes(openai.EmbeddingRequest))
 async def create_embeddings(request: Request) -> Response:
     """The mean of the last hidden states of each text."""
-    return _json(await embeddings(_service(request), await _body(request, openai.EmbeddingRequest)))
+    return _json(
+        await embeddings(_service(request), await _body(request, openai.EmbeddingRequest), caller_of(request.scope))
+    )
 
 
 @router.get("/v1/models", response_model=openai.ModelList)
@@ -136,9 +139,11 @@ async def tokenize(request: Request) -> Response:
     body = await _body(request, openai.TokenizeRequest)
     model = _service(request).models.get(body.model)
 
+    task = caller_of(request.scope).task()
+
     def read() -> list[int]:
         if body.messages is not None:
-            return conversation_ids(model, body.messages, add_generation_prompt=body.add_generation_prompt)
+            return conversation_ids(model, body.messages, add_generation_prompt=body.add_generation_prompt, task=task)
         return model.tokens.encode(body.prompt or "", "prompt")
 
     ids = await _in_thread(request, read)
@@ -153,6 +158,20 @@ async def detokenize(request: Request) -> Response:
     tokens = _service(request).models.get(body.model).tokens
     text = await _in_thread(request, lambda: tokens.decode(tokens.check(body.tokens, "tokens")))
     return _json(openai.DetokenizeResponse(prompt=text))
+
+
+@router.get("/", response_model=documents.About)
+async def about(request: Request) -> Response:
+    """What this server is, and where its interface begins."""
+    base = str(request.base_url)
+    return JSONResponse(
+        {
+            "name": "gptworks", "version": __version__,
+            "about": "language models behind an OpenAI-compatible interface",
+            "base_url": f"{base}v1", "models": f"{base}v1/models", "interface": f"{base}openapi.json",
+            "health": f"{base}health",
+        }
+    )  # fmt: skip
 
 
 @router.get("/health", response_model=documents.Health)

@@ -5,8 +5,10 @@ import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from gptworks.confined import Task
 from gptworks.errors import UserError
 from gptworks.serve import openai
+from gptworks.serve.caller import Caller
 from gptworks.serve.completions import sampling_settings
 from gptworks.serve.errors import APIError
 from gptworks.serve.generate import Delta, Entry, Generation, Order, Prompt, begin
@@ -15,7 +17,7 @@ from gptworks.serve.service import Service
 from gptworks.serve.settings import MAX_SCHEMA_BYTES
 
 
-async def begin_chat(service: Service, body: openai.ChatRequest) -> Generation:
+async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller) -> Generation:
     """Submit a conversation.
 
     Raises:
@@ -32,18 +34,25 @@ async def begin_chat(service: Service, body: openai.ChatRequest) -> Generation:
         stop_token_ids=() if body.ignore_eos else template.end_token_ids(),
     )
     order = Order(settings, n=body.n or 1, streams=bool(body.stream))
-    return await begin(service, model, order, [lambda: Prompt(conversation_ids(model, body.messages))])
+    task = caller.task()
+    return await begin(
+        service, model, order, [lambda: Prompt(conversation_ids(model, body.messages, task=task))], caller
+    )
 
 
 def conversation_ids(
-    model: ServedModel, messages: list[openai.ChatMessage], *, add_generation_prompt: bool = True
+    model: ServedModel,
+    messages: list[openai.ChatMessage],
+    *,
+    add_generation_prompt: bool = True,
+    task: Task | None = None,
 ) -> list[int]:
     """What the model reads of a conversation. Call it in a thread.
 
     Raises:
         APIError: it is too long, or the template refuses it.
     """
-    n_bytes = sum(len(message.text.encode()) for message in messages)
+    n_bytes = sum(len(message.text.encode()) + len((message.name or "").encode()) for message in messages)
     if n_bytes > model.tokens.max_bytes:
         raise APIError(
             400,
@@ -52,9 +61,9 @@ def conversation_ids(
             param="messages",
             code="context_length_exceeded",
         )
-    turns = [{"role": message.role, "content": message.text} for message in messages]
+    turns = [message.turn() for message in messages]
     try:
-        ids = model.chat_template.encode(turns, add_generation_prompt=add_generation_prompt)
+        ids = model.chat_template.encode(turns, add_generation_prompt=add_generation_prompt, task=task)
     except UserError as error:
         raise APIError(400, f"messages: {error}", param="messages") from None
     if not ids:

@@ -7,6 +7,7 @@ from typing import Any
 
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.serve import openai
+from gptworks.serve.caller import Caller
 from gptworks.serve.errors import APIError
 from gptworks.serve.generate import Choice, Delta, Entry, Generation, Order, Prompt, Reader, begin
 from gptworks.serve.models import ServedModel
@@ -26,11 +27,15 @@ def sampling_settings(body: openai.SamplingFields, **more: Any) -> SamplingSetti
         UserError: settings that do not go together.
     """
     given = {name: value for name in _PASSED_ON if (value := getattr(body, name)) is not None}
+    if given.get("top_k") == -1:  # vLLM's way to say all
+        given["top_k"] = 0
+    if given.get("top_p") == 0:  # the likeliest token alone
+        given |= {"top_p": 1.0, "top_k": 1}
     temperature = 1.0 if body.temperature is None else body.temperature
     return SamplingSettings(temperature=temperature, **given, **more)
 
 
-async def begin_completions(service: Service, body: openai.CompletionRequest) -> Generation:
+async def begin_completions(service: Service, body: openai.CompletionRequest, caller: Caller) -> Generation:
     """Submit a request's prompts.
 
     Raises:
@@ -52,7 +57,7 @@ async def begin_completions(service: Service, body: openai.CompletionRequest) ->
         prompt_logprobs=body.logprobs if body.echo else None,
         streams=bool(body.stream),
     )
-    return await begin(service, model, order, [_reader(model, prompt, order) for prompt in body.prompt])
+    return await begin(service, model, order, [_reader(model, prompt, order) for prompt in body.prompt], caller)
 
 
 def _reader(model: ServedModel, prompt: str | list[int], order: Order) -> Reader:

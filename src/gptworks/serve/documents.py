@@ -44,6 +44,17 @@ class Health(BaseModel):
     status: Literal["ok", "draining", "failed"]
 
 
+class About(BaseModel):
+    name: str
+    version: str
+    about: str
+    base_url: str
+    """For OpenAI's clients."""
+    models: str
+    interface: str
+    health: str
+
+
 def takes(kind: type[BaseModel]) -> dict[str, Any]:
     """A route's `openapi_extra`: it takes this as JSON."""
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}

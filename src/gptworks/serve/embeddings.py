@@ -1,4 +1,4 @@
-"""/v1/embeddings: a text's embedding is the mean of the last hidden states of its tokens, not normalized."""
+"""/v1/embeddings: a text's embedding is the mean of the last hidden states of its tokens, of length 1."""
 
 import asyncio
 import base64
@@ -10,11 +10,12 @@ from gptworks.errors import RunError
 from gptworks.infer.backend import eval_mode
 from gptworks.model import GPT
 from gptworks.serve import openai
+from gptworks.serve.caller import Caller
 from gptworks.serve.service import Service
 
 
 def embed(model: GPT, ids: list[int]) -> list[float]:
-    """The mean over a text's tokens of the last norm's output, C numbers.
+    """The mean over a text's tokens of the last norm's output, divided by its length: C numbers.
 
     Raises:
         RunError: they are not numbers.
@@ -24,13 +25,14 @@ def embed(model: GPT, ids: list[int]) -> list[float]:
         mean = features[0].float().mean(0)
     if not mean.isfinite().all():
         raise RunError("the model's hidden states are not numbers (NaN).")
-    numbers: list[float] = mean.tolist()
+    numbers: list[float] = torch.nn.functional.normalize(mean, dim=0).tolist()
     return numbers
 
 
-async def embeddings(service: Service, body: openai.EmbeddingRequest) -> openai.EmbeddingResponse:
+async def embeddings(service: Service, body: openai.EmbeddingRequest, caller: Caller) -> openai.EmbeddingResponse:
     """Embed one text after another in a thread of its own, which ends early where the client goes away."""
     model, gone = service.models.get(body.model), threading.Event()
+    service.take_places(caller, 1)
 
     def work() -> list[tuple[int, list[float]]]:
         found = []
@@ -45,7 +47,7 @@ async def embeddings(service: Service, body: openai.EmbeddingRequest) -> openai.
         found = await asyncio.get_running_loop().run_in_executor(service.embedding_thread, work)
     finally:
         gone.set()
-    n_tokens = sum(n for n, _ in found)
+    n_tokens = caller.n_tokens = sum(n for n, _ in found)
     as_text = body.encoding_format == "base64"
     return openai.EmbeddingResponse(
         object="list",

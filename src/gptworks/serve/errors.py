@@ -1,6 +1,7 @@
 """What goes wrong, as OpenAI's clients expect it: {"error": {"message", "type", "param", "code"}}."""
 
 import json
+import logging
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -64,6 +65,12 @@ class APIError(Exception):
         return JSONResponse(self.tree(), self.status, self.headers)
 
 
+def log_unforeseen(error: Exception) -> None:
+    """Have the log say how the server failed, where the client is told no more than that it did."""
+    if as_api_error(error).status == 500 and not getattr(error, "is_logged", False):
+        logging.getLogger("gptworks").error("a request failed", exc_info=error)
+
+
 def as_api_error(error: Exception) -> APIError:
     """What a client is told of an error. Of one that nobody foresaw, nothing."""
     if isinstance(error, APIError):
@@ -78,7 +85,7 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(503, str(error), code="stopped")
     if isinstance(error, RunError):
         return APIError(500, str(error))
-    return APIError(500, "the server failed; its log says how.")
+    return APIError(500, "the server failed; its log says how.", headers={"connection": "close"})  # as uvicorn will
 
 
 def _shortened(message: str) -> str:

@@ -7,7 +7,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from gptworks.serve.errors import as_api_error
+from gptworks.serve.errors import as_api_error, log_unforeseen
 
 
 class EventStream(StreamingResponse):
@@ -37,6 +37,7 @@ async def _events(chunks: AsyncGenerator[Sequence[BaseModel]]) -> AsyncGenerator
                         b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n" for chunk in several
                     )
     except Exception as error:
+        log_unforeseen(error)
         yield as_api_error(error).event()
         return
     yield b"data: [DONE]\n\n"

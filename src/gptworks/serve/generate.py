@@ -7,11 +7,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from gptworks.confined import Abandoned
+from gptworks.infer.constrain import Grammar
 from gptworks.infer.loop import Stream
 from gptworks.infer.request import Request
 from gptworks.infer.sampling import SamplingSettings, TokenLogprob
 from gptworks.infer.text import DECODER_CONTEXT_TOKENS, Piece
 from gptworks.serve import openai
+from gptworks.serve.caller import Caller
 from gptworks.serve.errors import APIError
 from gptworks.serve.metrics import ModelMetrics, RequestClock
 from gptworks.serve.models import ServedModel
@@ -162,6 +165,7 @@ class Generation:
     order: Order
     stream: Stream
     metrics: ModelMetrics
+    caller: Caller
     choices: list[Choice] = field(default_factory=list)
     prompts: list[Prompt] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
@@ -177,6 +181,7 @@ class Generation:
                 Choice(len(self.prompts) * order.n + i, prompt, order, self.model.tokens) for i in range(order.n)
             ]
             self.prompts.append(prompt)
+            self.caller.n_tokens += len(prompt.ids)
             self.stream.submit(
                 prompt.ids, order.settings, n_samples=order.n if order.generates else 1, generates=order.generates,
                 prompt_logprobs=order.prompt_logprobs,
@@ -195,6 +200,7 @@ class Generation:
                         choices = [self.choices[number * n + piece.sample]]
                     else:
                         choices = self.choices[number * n : (number + 1) * n]
+                    self.caller.n_tokens += piece.token_id is not None
                     for choice in choices:
                         found.append(choice.push(piece, request))
                         clock.tick(came_at, choice.index, request, choice.n_tokens, choice.finish_reason)
@@ -232,7 +238,38 @@ def check_size(model: ServedModel, order: Order, n_prompts: int) -> None:
                             f"one answer may hold {MAX_TOLD_TOKENS}.", param="logprobs")  # fmt: skip
 
 
-async def begin(service: Service, model: ServedModel, order: Order, readers: Sequence[Reader]) -> Generation:
+async def compiled(service: Service, model: ServedModel, settings: SamplingSettings, caller: Caller) -> Grammar | None:
+    """The grammar of constrained texts, compiled where it must be; None: they are free.
+
+    Raises:
+        APIError, UserError, QueueFull: it cannot be, or too many schemas wait.
+    """
+    if settings.json_schema is None and settings.regex is None:
+        return None
+    loop, limits, schemas = asyncio.get_running_loop(), service.settings, service.schemas
+    found = await loop.run_in_executor(service.threads, lambda: model.engine.constraints().find(settings))
+    if found is not None:
+        return found
+    if schemas[caller.client] >= limits.max_schemas_each or schemas.total() >= limits.max_schemas:
+        raise APIError(429, "too many schemas wait to be compiled: try again later.", code="too_many_schemas")
+    schemas[caller.client] += 1
+    task = caller.task()
+    try:
+        return await loop.run_in_executor(
+            service.schema_threads, lambda: model.engine.constraints().grammar(settings, task)
+        )
+    except Abandoned:
+        raise APIError(503, "the server is about to stop.", code="stopped") from None
+    finally:
+        task.abandon()  # where the client has gone
+        schemas[caller.client] -= 1
+        if not schemas[caller.client]:
+            del schemas[caller.client]
+
+
+async def begin(
+    service: Service, model: ServedModel, order: Order, readers: Sequence[Reader], caller: Caller
+) -> Generation:
     """Read the prompts in a thread, and submit each as soon as it is read.
 
     Args:
@@ -242,17 +279,21 @@ async def begin(service: Service, model: ServedModel, order: Order, readers: Seq
         APIError, UserError, QueueFull: the request cannot be taken; nothing of it goes on.
     """
     check_size(model, order, len(readers))
+    service.take_places(caller, len(readers))
+    grammar = await compiled(service, model, order.settings, caller)  # held until the engine has its own hold on it
     stream = model.loop.open(
         max_unread=service.settings.max_unread_pieces * len(readers) * order.n,
         patience=1 if order.streams else PIECES_AT_ONCE,
     )
-    generation = Generation(model, order, stream, service.metrics.of(model.name))
+    generation = Generation(model, order, stream, service.metrics.of(model.name), caller)
     loop = asyncio.get_running_loop()
     try:
         await loop.run_in_executor(service.threads, generation.submit, readers)
     except BaseException:
         stream.cancel()
+        caller.abandon()
         raise
+    del grammar
     return generation
 
 

@@ -6,16 +6,19 @@ goes away or the time is over, the work is cancelled, and with it the texts that
 
 import asyncio
 import hmac
+import time
 from collections.abc import AsyncIterator, Callable
 from hashlib import sha256
 from ipaddress import ip_address
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gptworks.serve.caller import Caller, introduce
 from gptworks.serve.errors import APIError
+from gptworks.serve.log import log_request
 from gptworks.serve.service import Service
 
-OPEN_PATHS = ("/health", "/openapi.json")
+OPEN_PATHS = ("/", "/health", "/openapi.json")
 """These need no key."""
 
 
@@ -35,12 +38,16 @@ class Guard:
             await self._app(scope, receive, send)
             return
         answer = _Answer(send, self._service.metrics.answered)
+        caller = Caller(self._client(scope))
+        introduce(scope, caller)
         if scope["path"] == "/health":
             await self._app(scope, receive, answer)
             return
         service = self._service
+        began = time.monotonic()
         service.in_flight += 1
         service.metrics.in_flight.inc()
+        service.enter(caller)
         try:
             await self._serve(scope, receive, answer)
         except APIError as error:
@@ -50,10 +57,21 @@ class Guard:
         except Exception:
             if not answer.started:
                 service.metrics.answered(500)
+                answer.status = 500
             raise  # to be answered and logged outside
         finally:
             service.in_flight -= 1
+            service.n_answered += 1
             service.metrics.in_flight.dec()
+            service.leave(caller)
+            log_request(scope, answer.status, time.monotonic() - began, caller.n_tokens)
+
+    def _client(self, scope: Scope) -> str:
+        """Whom a request's share is counted for: its key, where keys are needed, or its address."""
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        if self._keys and authorization:
+            return sha256(authorization.partition(b" ")[2].strip()).hexdigest()
+        return str((scope.get("client") or ("",))[0])
 
     async def _serve(self, scope: Scope, receive: Receive, answer: "_Answer") -> None:
         headers, incoming = dict(scope["headers"]), _Body(receive)
@@ -162,7 +180,7 @@ class Guard:
         if not in_time:
             await answer.end(APIError(504, f"the request took more than {seconds:g} seconds.", code="timeout"))
         elif not work.cancelled():
-            work.result()  # what went wrong
+            _raise_error(work)
 
 
 class _Answer:
@@ -171,10 +189,13 @@ class _Answer:
     def __init__(self, send: Send, answered: Callable[[int], None]) -> None:
         self._send, self._answered = send, answered
         self.started = self.is_stream = self.closes = False
+        self.status: int | None = None
+        """None: the client went away before there was an answer."""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.started = True
+            self.status = message["status"]
             self._answered(message["status"])
             headers = message.setdefault("headers", [])
             self.is_stream = any(value.startswith(b"text/event-stream") for _, value in headers)
@@ -213,6 +234,14 @@ class _Body:
                 raise _Gone
             self.complete = not message.get("more_body", False)
             yield message.get("body", b"")
+
+
+def _raise_error(work: "asyncio.Task[None]") -> None:
+    """What went wrong, where something did, as an `Exception`: a Rust library's panic is none, and has no handler."""
+    error = work.exception()
+    if error is not None and not isinstance(error, Exception):
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+    work.result()
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -44,8 +44,19 @@ REFUSED = {
     "use_beam_search": "the server samples",
     "store": "the server stores nothing",
     "metadata": "the server stores nothing",
+    "prediction": "the server takes no predicted text; --guess guesses by itself",
+    "reasoning_effort": "models here do not reason apart from their answer",
+    "service_tier": "there is one",
+    "verbosity": "models here write as they were trained",
+    "web_search_options": "models here search nothing",
+    "safety_identifier": "the server keeps no list of users",
+    "prompt_cache_key": "prompts that begin alike share what was computed by themselves",
 }
-"""Fields of others, and why they are not here."""
+"""Fields of others, and why they are not here. null says that they are not wanted, and is taken."""
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    return name in REFUSED and (value is None or (name == "store" and value is False))
 
 
 class Wire(BaseModel):
@@ -57,6 +68,7 @@ class Wire(BaseModel):
     @classmethod
     def _refuse_unknown(cls, tree: Any) -> Any:
         if isinstance(tree, dict):
+            tree = {name: value for name, value in tree.items() if not _asks_nothing(name, value)}
             for name in tree:
                 if name not in cls.known():
                     raise PydanticCustomError(
@@ -173,7 +185,7 @@ class SamplingFields(Wire):
 
     model: ModelName
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Count | None = None
     stop: Stops = ()
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -183,7 +195,7 @@ class SamplingFields(Wire):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=1024)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
@@ -269,10 +281,11 @@ Nothing = Annotated[Any, AfterValidator(_nothing), WithJsonSchema({"type": "null
 
 
 class ChatMessage(Wire):
-    """One turn. The fields after `content` are what clients send back of an answer, empty."""
+    """One turn. The fields after `name` are what clients send back of an answer, empty."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    name: Annotated[str, Field(max_length=256)] | None = None
     refusal: Nothing = None
     annotations: Nothing = None
     audio: Nothing = None
@@ -282,6 +295,11 @@ class ChatMessage(Wire):
     @property
     def text(self) -> str:
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    def turn(self) -> dict[str, str]:
+        """As the template gets it. `developer` is OpenAI's newer word for `system`, which templates know."""
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": self.text} | ({"name": self.name} if self.name is not None else {})
 
 
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]

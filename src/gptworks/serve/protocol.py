@@ -32,8 +32,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._waiting_since: float | None = time.monotonic()  # for headers
+        self._idle_since: float | None = self._waiting_since
         self._stuck_since: float | None = None
-        self._n_header_bytes = self._n_bytes = 0
+        self._in_headers, self._too_long = True, False
+        self._n_header_bytes = self._n_fed_bytes = self._n_bytes = 0
         super().connection_made(transport)
         with contextlib.suppress(OSError):
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
@@ -41,7 +43,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._make_room()
 
     def _make_room(self) -> None:
-        idle = [(c._waiting_since, c) for c in _guarded(self.connections) if c._waiting_since is not None and c != self]
+        idle = [(c._idle_since, c) for c in _guarded(self.connections) if c._idle_since is not None and c != self]
         if idle:
             min(idle, key=lambda pair: pair[0])[1].transport.abort()
         else:
@@ -51,12 +53,12 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._idle and self._waiting_since is None:
             self._waiting_since = time.monotonic()
         self._n_bytes += len(data)
-        self._n_header_bytes += len(data)
+        self._n_fed_bytes += len(data)
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if self._waiting_since is not None and self._n_header_bytes > self.settings.max_header_bytes:
-            self._refuse(APIError(431, "the headers are too long.", code="headers_too_long"))
+        if self._in_headers and self._n_fed_bytes > self.settings.max_header_bytes:  # one header, not yet whole
+            self._refuse_headers()
         elif self._n_bytes > 2 * self.settings.max_discarded_bytes:
             self.transport.abort()
 
@@ -67,24 +69,50 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._n_bytes = 0
+        self._n_bytes = self._n_header_bytes = 0
+        self._in_headers = True
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def _count(self, n_bytes: int) -> None:
+        """Headers are counted as the parser reads them: all of a long one may come in one piece, with its end."""
+        self._n_header_bytes += n_bytes
+        if self._n_header_bytes > self.settings.max_header_bytes:
+            self._too_long = True
+            raise ValueError("the headers are too long")  # answered with 431
 
     def on_headers_complete(self) -> None:
-        self._waiting_since = None
+        self._waiting_since = self._idle_since = None
+        self._in_headers = False
         if len(self.pipeline) >= self.settings.max_pipelined:
             raise ValueError("too many requests ahead of their answers")  # answered with 400
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._n_header_bytes = 0
+        self._n_fed_bytes = 0
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._idle:
+            self._idle_since = time.monotonic()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._waiting_since is not None:  # after the headers come trailers, which nobody reads
+        self._count(len(name) + len(value) + len(": \r\n"))
+        if self._in_headers:  # after them come trailers, which nobody reads
             super().on_header(name, value)
 
     def send_400_response(self, msg: str) -> None:
+        if self._too_long:
+            self._refuse_headers()
+            return
         self._refuse(APIError(400, f"this is not HTTP as it should be: {msg}", code="invalid_http"))
+
+    def _refuse_headers(self) -> None:
+        most = self.settings.max_header_bytes
+        self._refuse(APIError(431, f"the headers have more than {most} bytes.", code="headers_too_long"))
 
     def _refuse(self, error: APIError) -> None:
         """Answer before there is a request, and close."""

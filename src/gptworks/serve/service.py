@@ -1,12 +1,19 @@
 """What the routes share: the models, the settings, the metrics, and the threads for what takes long."""
 
+import time
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from gptworks.infer.engine import MOST_SLOTS, Engine
+from gptworks.infer.engine import Engine
+from gptworks.serve.caller import Caller
+from gptworks.serve.errors import APIError
 from gptworks.serve.metrics import Metrics
 from gptworks.serve.models import Models
 from gptworks.serve.settings import ServerSettings
+
+_NEED_NO_SLOT = 16
+"""Requests beside those that the engines take: tokenizing, embeddings, lists of models."""
 
 
 class Service:
@@ -21,7 +28,9 @@ class Service:
         self.models = Models(engines, settings)
         self.metrics = Metrics({model.name: model.engine.statistics for model in self.models})
         self.threads = ThreadPoolExecutor(2, "gptworks text")
-        """Tokenize, render templates, compile schemas."""
+        """Tokenize and render templates."""
+        self.schema_threads = ThreadPoolExecutor(2, "gptworks schemas")
+        """Wait for schemas to be compiled. Apart from the others, which so never wait for a schema."""
         self.embedding_thread = ThreadPoolExecutor(1, "gptworks embeddings")
         self.draining = False
         """Nothing new is taken: the server is about to end."""
@@ -31,7 +40,16 @@ class Service:
         """Of these, those whose bodies are read."""
         self.bodies_bytes = 0
         """Of bodies that are being read."""
-        self.max_in_flight = sum(settings.max_waiting + (MOST_SLOTS) for model in self.models)
+        self.max_prompts = sum(settings.max_waiting + model.engine.most_texts for model in self.models)
+        """That may run or wait."""
+        self.max_in_flight = self.max_prompts + _NEED_NO_SLOT
+        self.max_prompts_each = max(1, int(settings.client_share * self.max_prompts))
+        self.callers: set[Caller] = set()
+        self.schemas: Counter[str] = Counter()
+        """Schemas that are being compiled or wait for it, for each client."""
+        self.n_answered = 0
+        self._began = time.monotonic()
+        self._prompts: Counter[str] = Counter()
 
     def start(self) -> None:
         for model in self.models:
@@ -42,8 +60,47 @@ class Service:
         """End what still runs; its readers get a RunError."""
         for model in self.models:
             model.loop.close(drain=False)
-        for threads in (self.threads, self.embedding_thread):
+        for caller in list(self.callers):
+            caller.abandon()
+        for threads in (self.threads, self.schema_threads, self.embedding_thread):
             threads.shutdown(wait=False, cancel_futures=True)
+
+    def enter(self, caller: Caller) -> None:
+        """A request has come."""
+        self.callers.add(caller)
+
+    def leave(self, caller: Caller) -> None:
+        """It is answered, or its client has gone: what it held is free."""
+        caller.abandon()
+        self.callers.discard(caller)
+        self._prompts[caller.client] -= caller.n_prompts
+        if self._prompts[caller.client] <= 0:
+            del self._prompts[caller.client]
+
+    def take_places(self, caller: Caller, n_prompts: int) -> None:
+        """Let a request's prompts count as its client's, until `leave`.
+
+        Raises:
+            APIError: the client has as many as it may.
+        """
+        held = self._prompts[caller.client]
+        if held and held + n_prompts > self.max_prompts_each:
+            raise APIError(
+                429,
+                f"{held} prompts of this client are being worked on, and one client may have {self.max_prompts_each}: "
+                f"wait for some to end.",
+                code="client_share",
+            )
+        self._prompts[caller.client] += n_prompts
+        caller.n_prompts += n_prompts
+
+    def summary(self) -> str:
+        """What has been served so far, in a line."""
+        found = [model.engine.statistics() for model in self.models]
+        n_tokens = sum(one.prompt_tokens + one.generated_tokens for one in found)
+        return (
+            f"served {self.n_answered:,} requests and {n_tokens:,} tokens in {time.monotonic() - self._began:,.0f} s."
+        )
 
     @property
     def healthy(self) -> bool:

@@ -36,12 +36,20 @@ class ServerSettings:
     loaded (DNS rebinding), names another. For a loopback address without API keys."""
     max_waiting: int = 128
     """Prompts that may wait for a slot, for each model; the next is answered with 429."""
+    client_share: float = 0.75
+    """Of the slots and places to wait: the most that the prompts of one client may hold, so that others are served
+    beside it. A client is an API key, or an address where no keys are needed. 1: no bound, for use behind a proxy."""
+    max_schemas: int = 16
+    """Schemas that may wait to be compiled, two at a time; the next is answered with 429."""
+    max_schemas_each: int = 4
+    """Of these, those of one client."""
     max_body_bytes: int = 1 << 20
     max_prompt_bytes: int = 1 << 18
     """Bytes of one prompt's text. It is checked before the text is tokenized."""
     max_bodies_bytes: int = 1 << 26
     """Bytes of all bodies that are being read."""
     max_header_bytes: int = 1 << 15
+    """Bytes of a request's first line and headers."""
     max_discarded_bytes: int = 1 << 24
     """Bytes of a refused body that are read and forgotten, so that the client gets to read the answer."""
     max_connections: int = 1024
@@ -64,6 +72,8 @@ class ServerSettings:
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
                 raise UserError(f"{name}={value}: it must be above 0.")
+        if self.client_share > 1:
+            raise UserError(f"client_share={self.client_share}: it must be at most 1, which is all places.")
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise UserError(

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders
 from gptworks.infer.constrain import token_spellings
 from gptworks.serve.errors import APIError
 from gptworks.serve.settings import ServerSettings
-from gptworks.tokenizer import StreamDecoder, document_frame, special_tokens, token_bytes, vocabulary_size
+from gptworks.tokenizer import StreamDecoder, document_frame, encode_text, special_tokens, token_bytes, vocabulary_size
 
 
 class Tokens:
@@ -35,6 +35,7 @@ class Tokens:
 
         Raises:
             APIError: the text is too long, or no tokens come of it.
+            UserError: the tokenizer cannot read it.
         """
         n_bytes = len(text.encode())
         if n_bytes > self.max_bytes:
@@ -46,7 +47,7 @@ class Tokens:
                 code="context_length_exceeded",
             )
         before, _ = document_frame(self.tokenizer)
-        ids = self.encode_text(text) if text else []
+        ids = encode_text(self.tokenizer, text) if text else []
         if text and not ids:
             raise APIError(400, f"{param}: it has no token that this model's tokenizer knows.", param=param)
         if not text or not special_tokens(self.tokenizer).separator:
@@ -54,11 +55,6 @@ class Tokens:
         if not ids:
             raise APIError(400, f"{param}: it is empty, and this model has no token to begin a text.", param=param)
         return self.check(ids, param)
-
-    def encode_text(self, text: str) -> list[int]:
-        """The ids of the text alone. A batch of one: for that, the library lets other threads run."""
-        ids: list[int] = self.tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
-        return ids
 
     def check(self, ids: list[int], param: str) -> list[int]:
         """The ids, if the model can read them.

@@ -1,0 +1,64 @@
+"""The server's log: a line for each request, written by a thread of its own, so that a full pipe holds up nobody."""
+
+import logging
+import queue
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from logging.handlers import QueueHandler
+
+from starlette.types import Scope
+
+_REQUESTS = logging.getLogger("gptworks.requests")
+_ALL = logging.getLogger("gptworks")
+_MAX_LINES = 10_000
+"""That may wait to be written; those beyond are lost."""
+_LAST_LINES_SECONDS = 2.0
+"""In which they may be written at the end; a reader who does not read is not waited for."""
+
+
+def log_request(scope: Scope, status: int | None, seconds: float, n_tokens: int) -> None:
+    """One line: address, method, path, status, milliseconds, tokens read and written.
+
+    Args:
+        status: None where the client went away without an answer; 499 is written, as nginx has it.
+    """
+    if not _REQUESTS.isEnabledFor(logging.INFO):
+        return
+    path = scope.get("raw_path", b"").decode("latin-1")[:200]
+    shown = "".join(one if one.isascii() and one.isprintable() else "?" for one in path)
+    address = (scope.get("client") or ("-",))[0]
+    _REQUESTS.info(f"{address} {scope['method']} {shown} {status or 499} {seconds * 1000:.0f} ms {n_tokens} tokens")
+
+
+class _Lossy(QueueHandler):
+    def enqueue(self, record: logging.LogRecord) -> None:
+        with suppress(queue.Full):
+            self.queue.put_nowait(record)
+
+
+@contextmanager
+def logged_to_stderr() -> Iterator[None]:
+    """Write the log to standard error while the `with` lasts."""
+    lines: queue.Queue[logging.LogRecord | None] = queue.Queue(_MAX_LINES)
+    handler, writer = _Lossy(lines), logging.StreamHandler(sys.stderr)
+    writer.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+
+    def write() -> None:
+        while (record := lines.get()) is not None:
+            writer.handle(record)
+
+    thread = threading.Thread(target=write, name="gptworks log", daemon=True)
+    thread.start()
+    level = _ALL.level
+    _ALL.addHandler(handler)
+    _ALL.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _ALL.removeHandler(handler)
+        _ALL.setLevel(level)
+        with suppress(queue.Full):
+            lines.put_nowait(None)
+        thread.join(_LAST_LINES_SECONDS)
