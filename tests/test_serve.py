@@ -17,6 +17,7 @@ from openai import types
 from openai.types import chat as chat_types
 from pydantic import BaseModel, TypeAdapter
 
+from gptworks.chat_template import ChatTemplate
 from gptworks.infer import Engine, SamplingSettings
 from serving import CONTEXT, KEY, Running, running, tiny_engine
 
@@ -258,6 +259,38 @@ def test_an_answer_can_be_sent_back(client: openai.OpenAI) -> None:
     assert texts[0] == texts[1]
 
 
+def test_what_other_servers_take_is_taken(client: openai.OpenAI, talk: Engine) -> None:
+    """`developer` is OpenAI's newer word for `system`; null asks for nothing; top_k=-1 is vLLM's, top_p=0 OpenAI's."""
+
+    def answer(messages: list[Any], **asked: Any) -> str | None:
+        made = client.chat.completions.create(model="talk", messages=messages, max_tokens=9, **asked)
+        return made.choices[0].message.content
+
+    developer = [MESSAGES[0] | {"role": "developer"}, MESSAGES[1] | {"name": "Ada"}]
+    greedy = answer(MESSAGES, temperature=0)
+    assert answer(developer, temperature=0) == greedy, "this template does not write names"
+    nothing: dict[str, Any] = {"tools": None, "metadata": None, "service_tier": None, "store": False}
+    assert answer(MESSAGES, temperature=0, extra_body=nothing) == greedy
+    assert answer(MESSAGES, top_p=0, seed=3) == greedy, "the likeliest token alone"
+    assert answer(MESSAGES, seed=3, extra_body={"top_k": -1}) == answer(MESSAGES, seed=3)
+    with pytest.raises(openai.BadRequestError, match="stores nothing"):
+        answer(MESSAGES, extra_body={"store": True})
+
+
+def test_a_name_reaches_templates_that_write_it(server: Running) -> None:
+    engine = server.engine("talk")
+    kept = engine.chat_template
+    try:
+        engine.chat_template = ChatTemplate("{% for m in messages %}{{ m.name }}: {{ m.content }}{% endfor %}",
+                                            engine.tokenizer)  # fmt: skip
+        with server.http() as http:
+            made = http.post("/tokenize", json={"model": "talk", "messages": [MESSAGES[1] | {"name": "Ada"}]}).json()
+            text = http.post("/detokenize", json={"model": "talk", "tokens": made["tokens"]}).json()["prompt"]
+    finally:
+        engine.chat_template = kept
+    assert text == "Ada: Hello?"
+
+
 def test_chunks_of_a_chat(server: Running) -> None:
     asked = {"model": "talk", "messages": MESSAGES, "seed": 1, "max_tokens": 12, "stream": True, "n": 2,
              "logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}}  # fmt: skip
@@ -362,6 +395,9 @@ def test_what_the_server_says_of_itself(server: Running, client: openai.OpenAI) 
     client.completions.create(model="base", prompt=PROMPT, max_tokens=2)
     with httpx.Client(base_url=server.url) as nobody:
         assert nobody.get("/health").json() == {"status": "ok"}
+        about = nobody.get("/").json()
+        assert about["name"] == "gptworks" and about["base_url"] == f"{server.url}/v1"
+        assert nobody.get(about["interface"]).status_code == nobody.get(about["health"]).status_code == 200
         tree = nobody.get("/openapi.json").json()
     assert {"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/models"} <= tree["paths"].keys()
     assert "422" not in json.dumps(tree["paths"])

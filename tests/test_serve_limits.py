@@ -1,6 +1,7 @@
 """Clients that are slow, go away, or are too many; and the end: what they may hold, and that they give it back."""
 
 import asyncio
+import re
 import signal
 import socket
 import threading
@@ -17,6 +18,8 @@ import pytest
 from gptworks.errors import RunError
 from gptworks.infer.loop import EngineLoop, SlowReader
 from gptworks.serve import embeddings
+from gptworks.serve.service import Service
+from gptworks.serve.settings import ServerSettings
 from serving import KEY, Running, command, head, request, running, tiny_engine, until, write_run
 
 LONG: dict[str, Any] = {"model": "base", "prompt": "a", "max_tokens": 100_000, "logit_bias": {"256": -100}}
@@ -112,6 +115,30 @@ def test_what_is_not_a_request(server: Running, sent: bytes, status: int) -> Non
         except ConnectionError:  # closed before all was sent
             return
     assert received.startswith(b"HTTP/1.1 %d" % status) or not received
+
+
+@pytest.mark.parametrize("headers", [b"x-a: " + b"b" * 100_000 + b"\r\n", b"x-a: b\r\n" * 10_000], ids=["one", "many"])
+def test_headers_beyond_the_limit_are_refused_though_they_come_whole(server: Running, headers: bytes) -> None:
+    with connected(server) as one:
+        with suppress(ConnectionError):  # closed before all was sent
+            one.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + headers + b"\r\n")
+        received = read_all(one)
+    assert received.startswith(b"HTTP/1.1 431") or not received
+    with connected(server) as one:  # what is below the limit passes, in each request of a connection anew
+        for _ in range(3):
+            one.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-a: " + b"b" * 20_000 + b"\r\n\r\n")
+            received = b""
+            while not received.endswith(b"}"):
+                received += one.recv(65536)
+            assert received.startswith(b"HTTP/1.1 200")
+
+
+def test_requests_sent_ahead_keep_their_headers(server: Running) -> None:
+    """Each needs its key and its media type to be answered."""
+    short = request({"model": "base", "prompt": "a", "max_tokens": 1})
+    with connected(server) as one:
+        one.sendall(short + short)
+        assert read_all(one).count(b"HTTP/1.1 200 OK") == 2
 
 
 def test_a_client_that_asks_first_is_told_before_it_sends(server: Running) -> None:
@@ -222,6 +249,67 @@ def test_connections_that_wait_make_room_for_others() -> None:
             one.close()
 
 
+def test_idle_connections_make_room_too_though_they_were_answered_once() -> None:
+    with running({"base": tiny_engine()}, max_connections=8) as server:
+        idle = []
+        for _ in range(20):
+            one = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20)
+            one.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert one.recv(4096).startswith(b"HTTP/1.1 200")
+            idle.append(one)
+        for _ in range(3):
+            assert works(server)
+        for one in idle:
+            one.close()
+
+
+def test_one_client_leaves_places_for_others() -> None:
+    engine = tiny_engine(n_slots=2, context=CONTEXT, slot_tokens=CONTEXT)
+    short = LONG | {"max_tokens": 1}
+    with (
+        running({"base": engine}, api_keys=("one", "two"), max_waiting=6, client_share=0.5) as server,
+        ThreadPoolExecutor(1) as threads,
+        server.http(headers={"authorization": "Bearer one"}) as first,
+        server.http(headers={"authorization": "Bearer two"}) as second,
+    ):
+        begun = []
+        for _ in range(4):
+            one = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=60)
+            one.sendall(request(LONG).replace(KEY.encode(), b"one"))
+            begun.append(one)
+        until(lambda: server.service.n_working == 4 and engine.statistics().waiting == 2)
+        refused = first.post("/v1/completions", json=short)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "client_share")
+        served = threads.submit(second.post, "/v1/completions", json=short)
+        until(lambda: engine.statistics().waiting == 3)
+        for one in begun:
+            one.close()
+        assert served.result().status_code == 200
+        assert first.post("/v1/completions", json=short).status_code == 200, "its places are free again"
+
+
+def test_as_many_requests_go_on_as_there_are_slots_and_places_to_wait() -> None:
+    service = Service({"base": tiny_engine(n_slots=512)}, ServerSettings(max_waiting=128))
+    assert service.max_in_flight >= service.max_prompts == 640
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_how_a_step_failed_is_in_the_log_once(
+    server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("the accelerator is gone")
+
+    with monkeypatch.context() as patch, server.http() as http:
+        patch.setattr(server.engine("base"), "_step", fail)
+        response = http.post("/v1/completions", json=LONG | {"stream": stream})
+    assert "its log says how" in response.text and "accelerator" not in response.text
+    logged = [record for record in caplog.records if record.name.startswith("gptworks")]
+    assert [record.exc_info is not None for record in logged] == [True]
+    assert "the accelerator is gone" in caplog.text
+    assert works(server)
+
+
 def test_a_failing_engine_is_an_error_and_not_the_end(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> list[float]:
         raise RuntimeError("/a/path/nobody/should/see")
@@ -249,7 +337,9 @@ def test_a_failing_engine_is_an_error_and_not_the_end(server: Running, monkeypat
 def test_sigterm_lets_requests_finish_and_refuses_others(tmp_path: Path) -> None:
     run_folder = write_run(tmp_path / "tiny")
     long = LONG | {"model": "tiny", "max_tokens": 500}
-    with command(run_folder, "--model", f"second={run_folder}") as (process, http), ThreadPoolExecutor(2) as threads:
+    log: list[str] = []
+    options = ["--model", f"second={run_folder}", "--guess", "2", "--cache", "fp32"]
+    with command(run_folder, *options, log=log) as (process, http), ThreadPoolExecutor(2) as threads:
         assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["tiny", "second"]
         chat = {"model": "second", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
         assert http.post("/v1/chat/completions", json=chat).status_code == 200
@@ -264,6 +354,10 @@ def test_sigterm_lets_requests_finish_and_refuses_others(tmp_path: Path) -> None
         assert answered.status_code == 200 and answered.json()["usage"]["completion_tokens"] == 500
         assert streamed.result().text.endswith("data: [DONE]\n\n")
         assert process.wait(20) == 0
+        until(lambda: "served" in log[-1])
+    assert any(re.search(r" POST /v1/completions 200 \d+ ms 501 tokens$", line) for line in log), log
+    assert any(re.search(r" POST /v1/chat/completions 200 \d+ ms \d+ tokens$", line) for line in log), log
+    assert re.fullmatch(r"served \d+ requests and 1,0\d\d tokens in \d+ s\.", log[-1]), log[-1]
 
 
 def test_a_drain_has_an_end() -> None:
