@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,101 @@ def test_an_adapter_of_pefts_loads_here(family: str, kind: str, tmp_path: Path) 
     assert imported.adapter.rank == 4
 
 
+INITS = [True, False, "gaussian", "orthogonal", "eva", "pissa", "olora", "OLoRA"]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
+@pytest.mark.parametrize("init", INITS)
+def test_every_start_of_an_adapter_gives_pefts_logits(family: str, init: bool | str, tmp_path: Path) -> None:
+    """An untrained adapter of PiSSA or OLoRA moves nothing: what it took from the base, the adapter holds."""
+    run = make_run(tmp_path / "base-run", random_model(ModelConfig(**SMALL, **FAMILIES[family])))
+    base = tmp_path / "base"
+    export_huggingface(run, base, verify=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.no_grad():
+        plain = model(tokens()).logits
+    square = {"gpt2": ["attn.c_proj"], "gpt_neox": ["dense"], "llama": ["q_proj", "o_proj"]}  # as OLoRA needs of Conv1D
+    settings: dict[str, Any] = {"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM", "init_lora_weights": init}
+    settings["target_modules"] = square[family] if str(init).lower() == "olora" else "all-linear"
+    settings |= {"alpha_pattern": {"o_proj": 3}, "use_rslora": init == "pissa"}
+    torch.manual_seed(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of EVA, that its start needs data
+        theirs = peft.get_peft_model(model, peft.LoraConfig(**settings)).eval()
+    for name in ("untrained", "trained"):
+        if name == "trained":
+            with torch.no_grad():
+                for part, parameter in theirs.named_parameters():
+                    if "lora_" in part:
+                        parameter.add_(torch.randn(parameter.shape), alpha=0.05)
+        theirs.save_pretrained(tmp_path / name)
+        with torch.no_grad():
+            expected = theirs(tokens()).logits
+        moves = init in (False, "orthogonal") or (
+            family == "gpt2" and "olora" in str(init).lower()
+        )  # GPT-2's: PEFT's bug
+        if name == "untrained" and not moves:
+            assert (expected - plain).abs().max() <= 1e-5
+        for beside, place in (("folder", base), ("run", run)):
+            imported = import_adapter(tmp_path / name, tmp_path / f"{name}-{beside}", place)
+            assert (ours(imported.run_dir) - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
+            assert imported.logit_difference is not None and imported.logit_difference <= 1e-4
+
+
+def test_layers_that_peft_leaves_out_stay_plain(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "base-run", random_model(ModelConfig(**SMALL, **FAMILIES["llama"])))
+    base = tmp_path / "base"
+    export_huggingface(run, base, verify=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    some = {"layers_to_transform": [1], "target_modules": ["q_proj", "up_proj"], "exclude_modules": r".*\.up_proj"}
+    config = peft.LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", init_lora_weights=False, **some)
+    theirs = peft.get_peft_model(model, config).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    import_adapter(tmp_path / "adapter", tmp_path / "run", base)
+    with torch.no_grad():
+        expected = theirs(tokens()).logits
+    assert (ours(tmp_path / "run") - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+def test_a_missing_half_of_a_pair_is_named(half: str, tmp_path: Path) -> None:
+    run = adapted_run(tmp_path / "run", FAMILIES["llama"], {"rank": 2})
+    export_adapter(run, tmp_path / "out", verify=False)
+    path = tmp_path / "out/adapter_model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if half in name)
+    del tensors[name]
+    save_file(tensors, path)
+    with pytest.raises(UserError, match=f"has no `{name.removeprefix('base_model.model.')}`"):
+        import_adapter(tmp_path / "out", tmp_path / "back", tmp_path / "out/base")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_adapter_of_numbers_that_are_not_finite_is_refused(value: float, tmp_path: Path) -> None:
+    run = adapted_run(tmp_path / "run", FAMILIES["llama"], {"rank": 2})
+    export_adapter(run, tmp_path / "out", verify=False)
+    path = tmp_path / "out/adapter_model.safetensors"
+    tensors = load_file(path)
+    next(iter(tensors.values()))[0, 0] = value
+    save_file(tensors, path)
+    with pytest.raises(UserError, match="not finite"):
+        import_adapter(tmp_path / "out", tmp_path / "back", tmp_path / "out/base", verify=False)
+
+
+def test_an_import_that_computes_something_else_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison with PEFT stands behind the tables of settings."""
+    run = adapted_run(tmp_path / "run", FAMILIES["llama"], {"rank": 2})
+    export_adapter(run, tmp_path / "out", verify=False)
+    monkeypatch.setattr("gptworks.interop.peft.scale_of", lambda settings, module: 0.5)
+    with pytest.raises(RunError, match="the import does not compute what the original does"):
+        import_adapter(tmp_path / "out", tmp_path / "back", tmp_path / "out/base")
+    assert not (tmp_path / "back").exists()
+    assert (
+        import_adapter(tmp_path / "out", tmp_path / "back", tmp_path / "out/base", verify=False).logit_difference
+        is None
+    )
+
+
 def test_a_base_that_is_there_already_is_not_written_again(tmp_path: Path) -> None:
     run = adapted_run(tmp_path / "run", FAMILIES["llama"], {"rank": 2})
     export_adapter(run, tmp_path / "first")
@@ -160,6 +256,27 @@ def test_a_run_without_an_adapter_has_none_to_write(tmp_path: Path) -> None:
         ({"bias": "all"}, "bias `all`"),
         ({"use_dora": True}, "`use_dora`=True"),
         ({"modules_to_save": ["lm_head"]}, "`modules_to_save`"),
+        ({"layer_replication": [[0, 1], [0, 1]]}, "`layer_replication`.*repeats layers"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4.*random search"),
+        ({"init_lora_weights": "corda"}, "corda.*activations"),
+        ({"init_lora_weights": "loftq"}, "loftq.*quantized"),
+        ({"init_lora_weights": "lora_ga"}, "lora_ga.*gradients"),
+        ({"init_lora_weights": "of-next-year"}, "of-next-year.*does not know"),
+        ({"init_lora_weights": ["pissa"]}, "does not know this start"),
+        ({"loftq_config": {"loftq_bits": 4}}, "`loftq_config`"),
+        ({"of_next_year": {"mode": "fast"}}, "`of_next_year`.*does not know this setting"),
+        ({"r": 3}, r"rank in adapter_config.json make them \(3, 32\)"),
+        ({"r": 0}, "`r`=0"),
+        ({"r": True}, "`r`=True"),
+        ({"lora_alpha": float("nan")}, "`lora_alpha`=nan"),
+        ({"lora_alpha": 10**400}, "`lora_alpha`=1000"),
+        ({"rank_pattern": [1]}, "`rank_pattern`"),
+        ({"alpha_pattern": {"q_proj": "a"}}, "`q_proj`='a'"),
+        ({"alpha_pattern": {"(": 2}}, r"pattern '\('"),
+        ({"target_modules": r"((\w|\.)+)+!"}, "forever"),
+        ({"target_modules": ["q_proj"]}, "PEFT would ignore it"),
+        ({"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [0]}, "PEFT would ignore it"),
+        ({"exclude_modules": ["up_proj"]}, "PEFT would ignore it"),
     ],
 )
 def test_what_is_more_than_lora_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -148,9 +148,15 @@ def import_(
         Path | None,
         typer.Option(metavar="FOLDER", help="Of an adapter: the run or Hugging Face folder that it adapts."),
     ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(help="Compare logits with transformers or peft where installed, and keep only what is equal."),
+    ] = True,
     as_json: AsJSON = False,
 ) -> None:
     """Make a run folder of a Hugging Face folder, or of an adapter and its base."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder. Give a Hugging Face folder, or one that PEFT wrote.")
     is_adapter = (folder / "adapter_config.json").exists()
     if is_adapter != (base is not None):
         raise UserError(
@@ -159,18 +165,22 @@ def import_(
     if base is not None:
         from gptworks.interop.peft import import_adapter
 
-        made = import_adapter(folder, run, base, report=notice)
+        made = import_adapter(folder, run, base, verify=verify, report=notice)
         if as_json:
             print_json({**asdict(made), "adapter": made.adapter.model_dump(mode="json")})
         else:
             typer.echo(f"made {run}: LoRA of rank {made.adapter.rank}, {made.parameters:,} parameters, beside {base}")
+            if made.logit_difference is not None:
+                typer.echo(f"equal in peft: logits within {made.logit_difference:.2e}")
         return
     from gptworks.interop.huggingface import import_huggingface
 
-    imported = import_huggingface(folder, run, report=notice)
+    imported = import_huggingface(folder, run, verify=verify, report=notice)
     if as_json:
         print_json({**asdict(imported), "model": imported.model.model_dump(mode="json")})
         return
     typer.echo(f"made {run} of a {imported.architecture}: {imported.parameters:,} parameters")
+    if imported.logit_difference is not None:
+        typer.echo(f"equal in transformers: logits within {imported.logit_difference:.2e}")
     for note in imported.notes:
         typer.echo(f"note: {note}")

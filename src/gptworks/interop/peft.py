@@ -8,13 +8,12 @@ the sum of their ranks: the As below one another, the Bs as blocks of a diagonal
 """
 
 import json
-import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -28,7 +27,7 @@ from gptworks.files import check_free, sync, write_whole
 from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.exporting import export_huggingface
 from gptworks.interop.huggingface.family import Family
-from gptworks.interop.huggingface.importing import import_huggingface, read_config
+from gptworks.interop.huggingface.importing import import_huggingface, read_folder_config
 from gptworks.interop.huggingface.settings import attention_scale, biases
 from gptworks.interop.huggingface.tensors import (
     STACKED,
@@ -38,15 +37,19 @@ from gptworks.interop.huggingface.tensors import (
     Place,
     tensor_places,
 )
-from gptworks.interop.huggingface.verify import quiet, require_transformers, verify_logits
-from gptworks.model.lora import merge_lora
-from gptworks.recipe import save_recipe
+from gptworks.interop.huggingface.verify import load_theirs, quiet, require_transformers, verify_import, verify_logits
+from gptworks.interop.peft_settings import CONFIG_FILE, is_targeted, part_of_base, rank_of, read_settings, scale_of
+from gptworks.model.lora import is_adapter, merge_lora
+from gptworks.recipe import parse_section, save_recipe
 from gptworks.tensors import read_tensors
 from gptworks.tokenizer import load_tokenizer
 from gptworks.train.progress import Progress
 
-CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+TENSORS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+
+UPRIGHT = (TRANSPOSED, TRANSPOSED_THIRDS)
+"""Layouts of matrices that transformers keeps as [I, O]; PEFT's A and B stand beside them as beside all others."""
 
 Pair = tuple[Tensor, Tensor]
 """A [r, I] and B [O, r], multiplied by nothing but the adapter's own scale."""
@@ -72,6 +75,8 @@ class AdapterImport:
     run_dir: Path
     adapter: LoRAConfig
     parameters: int
+    logit_difference: float | None
+    """Largest, of the run beside base and adapter in PEFT; None: not compared."""
 
 
 def require_peft() -> Any:
@@ -122,7 +127,7 @@ def export_adapter(
         raise UserError(f"{run} has trained embeddings beside its adapter: export it merged, without --adapter.")
     config, tokenizer = loaded.model.config, load_tokenizer(loaded.tokenizer_folder)
     if base is not None and (Path(base) / "config.json").exists():
-        family, _ = read_config(json.loads((Path(base) / "config.json").read_text(encoding="utf-8")))
+        family, _ = read_folder_config(Path(base))
     else:
         family, _ = choose_family(config, tokenizer)
     if verify:
@@ -217,7 +222,7 @@ def _joined(parts: list[Pair | None], place: Place, config: ModelConfig, tensors
 
 def _upright(x: Tensor, place: Place) -> Tensor:
     """PEFT keeps B as [O, r] also where the model keeps its matrix as [I, O]."""
-    return x.T if place.layout in (TRANSPOSED, TRANSPOSED_THIRDS) else x
+    return x.T if place.layout in UPRIGHT else x
 
 
 def _write(folder: Path, pairs: dict[str, Pair], adapter: LoRAConfig, base: str, family: Family) -> None:
@@ -262,55 +267,60 @@ def _verify(folder: Path, base: Path, loaded: LoadedRun, tokenizer: Any) -> floa
 
 # ------------------------------------------------------------------------------------------------------- import
 
-_KNOWN = frozenset({
-    "peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "r", "lora_alpha",
-    "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "init_lora_weights", "layers_to_transform",
-    "layers_pattern", "rank_pattern", "alpha_pattern", "use_rslora", "peft_version", "auto_mapping", "megatron_config",
-    "megatron_core", "qalora_group_size", "runtime_config", "loftq_config", "eva_config", "corda_config",
-    "lora_ga_config", "layer_replication", "ensure_weight_tying", "bias",
-})  # fmt: skip
-"""Settings that the tensors speak of too, or that have done their work when training began. Others are refused, unless
-they are empty: they may make another kind of adapter."""
+
+class Pairs(NamedTuple):
+    """An adapter in our form."""
+
+    adapter: LoRAConfig
+    weights: dict[str, Tensor]
+    """A and B of each module, and the matrices of the base from which the adapter's start took a part."""
 
 
 def import_adapter(
-    folder: str | Path, run_dir: str | Path, base: str | Path, *, report: Report = lambda _: None
+    folder: str | Path,
+    run_dir: str | Path,
+    base: str | Path,
+    *,
+    verify: bool = True,
+    report: Report = lambda _: None,
 ) -> AdapterImport:
     """Make a run of an adapter of PEFT's and the model that it adapts.
 
     Args:
         base: a run folder, or a Hugging Face folder.
+        verify: compare the run with base and adapter in PEFT, where PEFT is installed.
 
     Raises:
         UserError: the folder holds no LoRA adapter, or one that does more than LoRA, or a tensor that has no place in
             the model; or `run_dir` holds something.
+        RunError: the run computes something else than PEFT does. Nothing is kept.
     """
     folder, run_dir, base = Path(folder), Path(run_dir), Path(base)
     check_free(run_dir)
-    settings, tensors = _read_settings(folder), _read_tensors(folder)
+    settings, tensors = read_settings(folder), _read_tensors(folder)
     aside = run_dir.with_name(f".{run_dir.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
         loaded, family = _load_base(base, aside / "base", report)
         weights = loaded.model.state_dict()
-        adapter, pairs = from_peft(family, loaded.model.config, settings, tensors, weights)
-        for module, (a, b) in pairs.items():
-            weights |= {f"{module}.lora_a": a, f"{module}.lora_b": b}
+        adapter, changed = from_peft(family, loaded.model.config, settings, tensors, weights)
         recipe = loaded.recipe.model_copy(update={"adapter": adapter, "freeze": None, "run_dir": run_dir})
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.absolute().name).strip("-._") or "imported"
         save_recipe(recipe.model_copy(update={"name": name}), aside / "recipe.yaml")
         shutil.copytree(loaded.tokenizer_folder, aside / "tokenizer")
-        save_checkpoint(aside, 0, weights, {}, asdict(Progress()))
+        save_checkpoint(aside, 0, weights | changed, {}, asdict(Progress()))
         text = f"# {name}\n\nA LoRA adapter that was imported, beside the model in `{base.name}`.\n"
         write_whole(aside / "model-card.md", text)
+        difference = _compare(aside, folder, base, report) if verify else None
         shutil.rmtree(aside / "base", ignore_errors=True)
         if run_dir.exists():
             run_dir.rmdir()
         aside.rename(run_dir)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return AdapterImport(run_dir, adapter, sum(a.numel() + b.numel() for a, b in pairs.values()))
+    n_parameters = sum(tensor.numel() for name, tensor in changed.items() if is_adapter(name))
+    return AdapterImport(run_dir, adapter, n_parameters, difference)
 
 
 def _load_base(base: Path, aside: Path, report: Report) -> tuple[LoadedRun, Family]:
@@ -318,9 +328,25 @@ def _load_base(base: Path, aside: Path, report: Report) -> tuple[LoadedRun, Fami
     if (base / "recipe.yaml").exists():
         loaded = load_run(base, full=True, report=report)
         return loaded, choose_family(loaded.model.config, load_tokenizer(loaded.tokenizer_folder))[0]
-    import_huggingface(base, aside, report=report)
-    family, _ = read_config(json.loads((base / "config.json").read_text(encoding="utf-8")))
-    return load_run(aside), family
+    import_huggingface(base, aside, verify=False, report=report)
+    return load_run(aside), read_folder_config(base)[0]
+
+
+def _compare(run: Path, adapter: Path, base: Path, report: Report) -> float | None:
+    """The largest difference of a logit between a run and base and adapter in PEFT; None where it is not installed."""
+    try:
+        peft = require_peft()
+    except UserError:
+        report("not compared with the original: peft or transformers is not installed")
+        return None
+    report("comparing it with base and adapter in peft")
+    folder = base
+    if (base / "recipe.yaml").exists():
+        folder = run / "base"
+        export_huggingface(base, folder, verify=False)
+    return verify_import(
+        load_run(run), lambda: peft.PeftModel.from_pretrained(load_theirs(folder), adapter, local_files_only=True)
+    )
 
 
 def from_peft(
@@ -329,28 +355,45 @@ def from_peft(
     settings: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
-) -> tuple[LoRAConfig, dict[str, Pair]]:
-    """An adapter of ours, A and B by module, from PEFT's settings and tensors (names without their prefix).
+) -> Pairs:
+    """An adapter of ours from PEFT's settings and tensors (names without their prefix).
 
-    All get the largest rank that occurs, filled up with zeros, and one scale, the rest of which B takes.
+    All modules get the largest rank that occurs, filled up with zeros, and one scale, the rest of which B takes.
+
+    Args:
+        weights: of the base.
 
     Raises:
-        UserError: a tensor has no place in the model, or has another shape.
+        UserError: a tensor has no place in the model, another shape or rank than the settings say, or no other half.
     """
     left = dict(tensors)
     found: dict[str, tuple[Tensor, Tensor, float]] = {}
+    changed: dict[str, Tensor] = {}
+    factor = attention_scale(config) / attention_scale(family.adapted(config)) if not config.qk_norm else 1.0
     for place, modules in _places(family, config, weights):
         theirs = place.theirs.removesuffix(".weight")
         a, b = left.pop(f"{theirs}.lora_A.weight", None), left.pop(f"{theirs}.lora_B.weight", None)
-        if a is None or b is None:
+        targeted = is_targeted(settings, theirs)
+        if a is None and b is None and not (targeted and settings.get("target_modules") != "all-linear"):
             continue
+        if a is None or b is None:
+            missing = " and ".join(f"`{theirs}.lora_{half}.weight`" for half, x in (("A", a), ("B", b)) if x is None)
+            raise UserError(f"{TENSORS_FILE} has no {missing}, and {CONFIG_FILE} names the module: the adapter is not "
+                            f"whole.")  # fmt: skip
+        if not targeted:
+            raise UserError(
+                f"{TENSORS_FILE} has an adapter of `{theirs}`, which target_modules, exclude_modules and "
+                f"layers_to_transform of {CONFIG_FILE} leave out: PEFT would ignore it. Correct the settings."
+            )
+        _check_shapes(theirs, a, b, rank_of(settings, theirs), place, config, weights)
         parts = place.layout.split(_upright(b.float(), place), config)
-        shapes = [weights[name].shape for name in place.ours]
-        if [len(part) for part in parts] != [shape[0] for shape in shapes] or a.size(1) != shapes[0][1]:
-            raise UserError(f"the adapter of `{theirs}` has shapes {tuple(a.shape)} and {tuple(b.shape)}: they are not "
-                            f"those of this model.")  # fmt: skip
-        scale = _scale(settings, theirs, len(a))
+        scale = scale_of(settings, theirs)
         found |= {module: (a.float(), part, scale) for module, part in zip(modules, parts, strict=True)}
+        scales = [factor if name.endswith(".query.weight") else 1.0 for name in place.ours]
+        whole = place.layout.join([weights[n].float() * s for n, s in zip(place.ours, scales, strict=True)], config)
+        if (taken := part_of_base(settings, theirs, whole, place.layout in UPRIGHT)) is not None:
+            rest = place.layout.split(whole - taken, config)
+            changed |= {n: (w / s).contiguous() for n, w, s in zip(place.ours, rest, scales, strict=True)}
     targets = {module.rpartition(".")[2] for module in found}
     strange = sorted(left) + sorted(targets.difference(*ADAPTED_MODULES.values()))
     if strange or not found:
@@ -360,11 +403,9 @@ def from_peft(
         )
     rank, scale = max(len(a) for a, _, _ in found.values()), next(iter(found.values()))[2]
     dropout = float(settings.get("lora_dropout") or 0)
-    adapter = LoRAConfig.model_validate(
-        {"rank": rank, "alpha": scale * rank, "dropout": dropout, "targets": sorted(targets)}
+    adapter = parse_section(
+        {"rank": rank, "alpha": scale * rank, "dropout": dropout, "targets": sorted(targets)}, LoRAConfig, CONFIG_FILE
     )
-    factor = attention_scale(config) / attention_scale(family.adapted(config)) if not config.qk_norm else 1.0
-    pairs = {}
     for name, weight in weights.items():
         module = name.removesuffix(".weight")
         if weight.dim() == 2 and adapter.adapts(module):
@@ -374,40 +415,34 @@ def from_peft(
                 a[: len(their_a)], b[:, : len(their_a)] = their_a, their_b * (their_scale / adapter.scale)
                 if module.endswith(".query"):
                     b /= factor
-            pairs[module] = (a, b)
-    return adapter, pairs
+            changed |= {f"{module}.lora_a": a, f"{module}.lora_b": b}
+    return Pairs(adapter, changed)
 
 
-def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """The factor of B·A, by the setting for all or by the first pattern that names the module."""
-    patterns: Mapping[str, float] = settings.get("alpha_pattern") or {}
-    alpha = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), None)
-    alpha = float(settings["lora_alpha"] if alpha is None else alpha)
-    return float(alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_FILE
-    try:
-        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file. Give a folder that PEFT's `save_pretrained` wrote.") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not readable JSON: {error}.") from None
-    if settings.get("peft_type") != "LORA":
-        raise UserError(f"{path} has peft_type `{settings.get('peft_type')}`: gptworks reads LORA alone.")
-    if settings.get("bias", "none") != "none":
-        raise UserError(f"{path} has bias `{settings['bias']}`: gptworks reads adapters that leave biases alone.")
-    for name, value in settings.items():
-        if name not in _KNOWN and value:
-            raise UserError(f"{path} has `{name}`={value!r}, which gptworks does not know: it may be more than LoRA.")
-    return settings
+def _check_shapes(
+    module: str, a: Tensor, b: Tensor, rank: int, place: Place, config: ModelConfig, weights: Mapping[str, Tensor]
+) -> None:
+    """Refuse an A and B that are not of this module and rank, or hold no finite numbers."""
+    outputs, inputs = (_upright(place.layout.join([weights[name] for name in place.ours], config), place)).shape
+    given, expected = (tuple(a.shape), tuple(b.shape)), ((rank, inputs), (outputs, rank))
+    if given != expected:
+        raise UserError(
+            f"the adapter of `{module}` has the shapes {given[0]} and {given[1]}; the model and the rank in "
+            f"{CONFIG_FILE} make them {expected[0]} and {expected[1]}."
+        )
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors, by their names without PEFT's prefix."""
     path = folder / TENSORS_FILE
-    if not path.exists():
+    if not path.is_file():
         raise UserError(f"{folder} has no {TENSORS_FILE}: gptworks reads safetensors alone.")
-    tensors = read_tensors(path, None, owner="an adapter", fix="Save the adapter again, or take another one.")
-    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in read_tensors(
+        path, None, owner="an adapter", fix="Save the adapter again, or take another one."
+    ).items():
+        short = name.removeprefix(PREFIX)
+        if short in tensors:
+            raise UserError(f"{path} has `{short}` twice, with and without `{PREFIX}`: keep one.")
+        tensors[short] = tensor
+    return tensors

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from gptworks.checkpoint import Report, save_checkpoint
+from gptworks.checkpoint import Report, load_run, save_checkpoint
 from gptworks.config import DataConfig, FileTokenizer, ModelConfig, PythonStdlibSource, Recipe, TrainConfig
 from gptworks.errors import UserError, nearest
 from gptworks.files import check_free, write_whole
@@ -27,6 +27,7 @@ from gptworks.interop.huggingface.architectures import FAMILIES, HARMLESS
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.settings import Settings, Values
 from gptworks.interop.huggingface.tensors import expected_tensors, tensor_places, their_shape
+from gptworks.interop.huggingface.verify import load_theirs, require_transformers, verify_import
 from gptworks.plan.params import count_parameters
 from gptworks.recipe import parse_model, save_recipe
 from gptworks.tokenizer import load_tokenizer, prompt_ids, save_tokenizer, special_tokens, vocabulary_size
@@ -48,14 +49,22 @@ class Import:
     parameters: int
     notes: tuple[str, ...]
     """What a reader of the original should know, in words."""
+    logit_difference: float | None
+    """Largest, of the run beside the folder in transformers; None: not compared."""
 
 
-def import_huggingface(folder: str | Path, run_dir: str | Path, *, report: Report = lambda _: None) -> Import:
+def import_huggingface(
+    folder: str | Path, run_dir: str | Path, *, verify: bool = True, report: Report = lambda _: None
+) -> Import:
     """Make a run folder, at step 0, of a Hugging Face folder. Weights become fp32, which holds bf16 and fp16 exactly.
+
+    Args:
+        verify: compare the run's logits with those of transformers, where it is installed.
 
     Raises:
         UserError: the folder is none, has no safetensors, or holds a setting or tensor that gptworks does not know; or
             `run_dir` holds something. The value is named.
+        RunError: the run computes something else than transformers does. Nothing is kept.
     """
     folder, run_dir = Path(folder), Path(run_dir)
     check_free(run_dir)
@@ -75,7 +84,8 @@ def import_huggingface(folder: str | Path, run_dir: str | Path, *, report: Repor
         save_tokenizer(tokenizer, aside / "tokenizer")
         _copy_chat_template(folder, aside / "tokenizer")
         save_checkpoint(aside, 0, tensors, {}, asdict(Progress()))
-        imported = Import(run_dir, family.architecture, model, count_parameters(model).total, notes)
+        difference = _compare(folder, aside, report) if verify else None
+        imported = Import(run_dir, family.architecture, model, count_parameters(model).total, notes, difference)
         write_whole(aside / "model-card.md", _card(recipe, imported))
         if run_dir.exists():
             run_dir.rmdir()
@@ -83,6 +93,22 @@ def import_huggingface(folder: str | Path, run_dir: str | Path, *, report: Repor
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return imported
+
+
+def _compare(folder: Path, run: Path, report: Report) -> float | None:
+    """The largest difference of a logit; None where transformers is not installed."""
+    try:
+        require_transformers()
+    except UserError:
+        report("not compared with the original: transformers is not installed")
+        return None
+    report("comparing it with the original in transformers")
+    return verify_import(load_run(run), lambda: load_theirs(folder))
+
+
+def read_folder_config(folder: Path) -> tuple[Family, ModelConfig]:
+    """The architecture and the model of a Hugging Face folder; see `read_config`."""
+    return read_config(_read_json(folder, "config.json"))
 
 
 def read_config(values: Values) -> tuple[Family, ModelConfig]:

@@ -6,7 +6,7 @@ The folder is loaded as its readers will load it, by stock transformers and with
 import contextlib
 import importlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from gptworks.checkpoint import LoadedRun
 from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError
 from gptworks.model import GPT, KVCache
-from gptworks.tokenizer import prompt_ids
+from gptworks.tokenizer import load_tokenizer, prompt_ids
 
 TOLERANCE = 1e-4
 """Largest difference of two logits, relative to the largest of them all or to 1."""
@@ -61,8 +62,8 @@ def require_transformers() -> Any:
             import transformers
     except ImportError:
         raise UserError(
-            "the export is compared with transformers, which is not installed: pip install 'gptworks[interop]', or "
-            "give --no-verify, which leaves the comparison out and says so in the folder's README.md."
+            "the model is compared with transformers, which is not installed: pip install 'gptworks[interop]', or "
+            "give --no-verify, which leaves the comparison out."
         ) from None
     return transformers
 
@@ -128,6 +129,38 @@ def verify_logits(model: GPT, theirs: Any, tokenizer: Tokenizer, texts: Sequence
     return difference, sum(map(len, sequences))
 
 
+def load_theirs(folder: Path) -> Any:
+    """The model in a Hugging Face folder as transformers loads it, in fp32; from safetensors, without its code."""
+    return require_transformers().AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
+    )
+
+
+@torch.no_grad()
+def verify_import(run: LoadedRun, load: Callable[[], Any]) -> float:
+    """The largest difference between the logits of a run that was made of other people's files and of their library.
+
+    Args:
+        load: makes the model of transformers or PEFT.
+
+    Raises:
+        RunError: it is above the bound.
+        UserError: their library does not load the files.
+    """
+    tokenizer = load_tokenizer(run.tokenizer_folder)
+    with quiet():
+        try:
+            theirs = load().eval()
+        except Exception as error:
+            raise UserError(
+                f"gptworks reads this and its own library does not, so the import cannot be compared: "
+                f"{type(error).__name__}: {str(error)[:300]}. Give --no-verify to import it without a comparison."
+            ) from error
+        sequences = _sequences(run.model, tokenizer, TEXTS)
+        difference, _ = _compare_logits(run.model, theirs, sequences, "the import", "the original")
+    return difference
+
+
 def logit_bound(largest_logit: float) -> float:
     """How far apart two logits may be."""
     return TOLERANCE * max(1.0, largest_logit)
@@ -163,7 +196,9 @@ def _prompt(sequence: list[int], config: ModelConfig) -> list[int]:
     return sequence[: max(1, min(length, config.context_length - GREEDY_TOKENS))]
 
 
-def _compare_logits(model: GPT, theirs: Any, sequences: Sequence[list[int]]) -> tuple[float, float]:
+def _compare_logits(
+    model: GPT, theirs: Any, sequences: Sequence[list[int]], what: str = "the export", original: str = "the model"
+) -> tuple[float, float]:
     """The largest difference, and the largest logit."""
     difference = largest = 0.0
     for ids in sequences:
@@ -173,7 +208,7 @@ def _compare_logits(model: GPT, theirs: Any, sequences: Sequence[list[int]]) -> 
         difference, largest = max(difference, apart), max(largest, size)
         if not apart <= logit_bound(size):
             raise RunError(
-                f"the export does not compute what the model does: over {len(ids)} tokens a logit is {apart:.2e} off, "
+                f"{what} does not compute what {original} does: over {len(ids)} tokens a logit is {apart:.2e} off, "
                 f"where {logit_bound(size):.2e} is allowed."
             )
     return difference, largest
