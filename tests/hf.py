@@ -1,5 +1,6 @@
 """Runs and Hugging Face folders with random weights, so small that a test can afford dozens."""
 
+import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def make_run(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Pa
 def save_theirs(folder: Path, config: Any, seed: int = 0, **options: Any) -> Any:
     """A folder written by stock transformers: random weights, norms and biases, and a tokenizer. Returns the model."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()  # `to` would change it for all
     shake(model, seed=seed)
     model.save_pretrained(folder, **options)
     save_tokenizer(byte_tokenizer(), folder)

@@ -443,3 +443,48 @@ def test_notes_say_where_text_is_read_or_ended_otherwise(folder: Path, tmp_path:
     assert imported.notes == ("generation ends at no token; config.json has `eos_token_id`=5",)
     assert imported.notes[0] in (tmp_path / "out" / "model-card.md").read_text()
     assert load_run(tmp_path / "out").checkpoint.step == 0
+
+
+def test_two_names_of_one_weight_are_refused(tmp_path: Path) -> None:
+    """transformers takes one of them, and which one is not said anywhere."""
+    hf.save_theirs(tmp_path / "theirs", t.GPT2Config(vocab_size=hf.VOCABULARY, n_embd=32, n_layer=2, n_head=4))
+    path = tmp_path / "theirs/model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"wpe.weight": tensors["transformer.wpe.weight"] + 1}, path, {"format": "pt"})
+    with pytest.raises(UserError, match=r"wpe\.weight.*two names of one weight"):
+        import_huggingface(tmp_path / "theirs", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"attention_layers": ["local", "global"]}, "contradict one another"),
+        ({"attention_types": [[["global", "local"], 10**15]]}, "of 2000000000000000 layers and 2 layers"),
+    ],
+)
+def test_gpt_neo_settings_that_contradict_one_another_are_refused(
+    change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    small = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+    hf.save_theirs(tmp_path / "theirs", t.GPTNeoConfig(vocab_size=hf.VOCABULARY, **small))
+    path = tmp_path / "theirs/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=words):
+        import_huggingface(tmp_path / "theirs", tmp_path / "run")
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    hf.save_theirs(tmp_path / "theirs", t.GPT2Config(vocab_size=hf.VOCABULARY, n_embd=32, n_layer=2, n_head=4))
+    path = tmp_path / "theirs/model.safetensors"
+    tensors = load_file(path)
+    tensors["transformer.h.1.mlp.c_fc.weight"][3, 4] = float("nan")
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(UserError, match=r"h\.1\.mlp\.c_fc\.weight` has values that are not finite"):
+        import_huggingface(tmp_path / "theirs", tmp_path / "run", verify=False)
+
+
+def test_a_model_whose_tokenizer_stands_in_the_way_is_told_so() -> None:
+    settings = LLAMA | {"attention_bias": "qkv", "window": 8}
+    with pytest.raises(UserError, match=r"`qwen2` does, but AutoTokenizer.*not this run's tokenizer's"):
+        choose_family(ModelConfig(**settings), hf.byte_tokenizer())

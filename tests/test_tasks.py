@@ -275,12 +275,84 @@ def test_programs_pass_fail_and_are_stopped() -> None:
     assert dict(zip(programs, outcomes, strict=True)) == programs
 
 
-def test_programs_have_no_network_where_the_system_can_cut_it_off() -> None:
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import socket\nassert [name for _, name in socket.if_nameindex()] in ([], ['lo'])",
+        "import os\nassert os.getuid() != 0 and os.geteuid() != 0",
+        "import os\nassert not os.path.exists('/etc/passwd') and not os.path.exists('/proc/self') and os.getpid() < 10",
+        "import os\nassert os.listdir('.') == ['program.py'] and not os.path.exists({own!r})",
+        "try: open('/usr/here', 'w')\nexcept OSError: pass\nelse: raise AssertionError",
+        "try: open('/here', 'w')\nexcept OSError: pass\nelse: raise AssertionError",
+        "import os\ntry: os.remove({own!r})\nexcept OSError: pass\nelse: raise AssertionError",
+        "import os\ntry: os.fork()\nexcept OSError: pass\nelse: raise AssertionError",
+        "import threading\ntry: threading.Thread(target=print).start()\nexcept RuntimeError: pass",
+        "import ctypes, os\nassert ctypes.CDLL(None).unshare(0x20000000) != 0",
+        "open('own', 'w').write('x')\nassert open('own').read() == 'x'",
+    ],
+)
+def test_a_program_is_closed_off_from_the_machine(program: str, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("of the user")
+    own.chmod(0o666)
+    assert Sandbox(1).run(program.replace("{own!r}", repr(str(own))), 20.0, 256) == "passed"
+    assert own.read_text() == "of the user"
+
+
+def test_a_program_fills_no_disk() -> None:
+    program = "for i in range(300):\n    with open(f'{i}', 'wb') as f: f.write(bytes(1 << 20))"
+    assert Sandbox(1).run(program, 20.0, 256) == "failed: OSError"
+
+
+def test_what_a_program_starts_does_not_outlive_it(tmp_path: Path) -> None:
     sandbox = Sandbox(1)
-    if not sandbox.cuts_off_network:
-        pytest.skip("this system lets a user make no network namespace")
-    program = "import socket\nassert [name for _, name in socket.if_nameindex()] in ([], ['lo'])"
-    assert sandbox.run(program, 5.0, 256) == "passed"
+    mark = f"outlives-{tmp_path.name}"
+    program = (
+        f"import os, time\nmark = {mark!r}\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\ntime.sleep(60)"
+    )
+    sandbox.run(program, 1.0, 256)
+    assert sandbox.run("import time\ntime.sleep(60)", 1.0, 256) == "timeout"
+    ours = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"program.py" in _read_if_there(path)]
+    assert not ours
+
+
+def _read_if_there(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it has ended meanwhile
+        return b""
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "import __main__\nfound = repr(vars(__main__))",
+        "import sys\nfound = repr(sys.argv) + repr(sys.orig_argv)",
+        "import os\nfound = repr(dict(os.environ))",
+        "import gc\nfound = repr([one for one in gc.get_objects() if isinstance(one, (str, bytes, dict, list))])",
+        "import sys\nframe, found = sys._getframe(), ''\nwhile frame: found += repr(frame.f_locals.get('token'));"
+        " frame = frame.f_back",
+    ],
+)
+def test_a_program_finds_no_proof_of_passing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token that says so is made when the program has ended, so that there is none to find before."""
+    monkeypatch.setattr("gptworks.evaluate.sandbox.secrets.token_hex", lambda n: "f00d" * 8)
+    program = f"{place}\nassert 'f00d' * 8 not in found"
+    assert Sandbox(1).run(program, 20.0, 256) == "passed"
+    stolen = (
+        "import os\nfor fd in range(64):\n    try: os.write(fd, b'f00d' * 8)\n    except OSError: pass\nos._exit(0)"
+    )
+    assert Sandbox(1).run(stolen, 20.0, 256) == "failed: it ended early"
+
+
+def test_programs_are_not_run_where_they_cannot_be_closed_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptworks.evaluate.sandbox.sys.platform", "darwin")
+    with pytest.raises(UserError, match="Linux's namespaces"):
+        Sandbox(1)
+    monkeypatch.undo()
+    monkeypatch.setattr(Sandbox, "run", lambda *_: "refused: unshare: Operation not permitted")
+    with pytest.raises(UserError, match=r"unshare: Operation not permitted.*kernel\.unprivileged_userns_clone"):
+        Sandbox(1)
 
 
 def test_what_a_model_writes_is_run_only_when_that_is_asked_for(engine: Engine, tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ def evaluate(
         bool,
         typer.Option(
             "--run-generated-code",
-            help="Let tasks run programs that the model wrote, on this machine and with your rights. Limits of time "
-            "and memory stop accidents, not malice: use a container.",
+            help="Let tasks run programs that the model wrote, closed off from this machine by Linux's namespaces and "
+            "limits of time, memory and disk. Refused where the system does not allow that.",
         ),
     ] = False,
     harness: Annotated[

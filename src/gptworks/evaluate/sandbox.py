@@ -1,69 +1,53 @@
-"""Programs that a model wrote, run in processes of their own, with little time, memory and nothing of the environment.
+"""Programs that a model wrote, run in processes that Linux's namespaces close off from the machine (jail.py).
 
-This keeps accidents in, not attacks: a process of the same user on the same machine can still read the user's files.
-Whoever runs programs of a model should do so in a container or a virtual machine.
+What holds: a program has no network, no file of the machine but the interpreter and the system's libraries, both
+read-only, and a folder in memory with a size limit. It is nobody, cannot start processes, has limits of time, memory
+and file sizes, and is gone when its time is over. Where the system does not allow namespaces, no program is run.
+
+What does not hold: tests and program share an interpreter, so a program that is written against this very harness can
+claim to have passed. It finds no secret to do so: that it ended is answered with a random token, which is made only
+then. And a kernel has bugs: programs that someone wrote to do harm belong in a virtual machine.
 """
 
 import contextlib
 import os
 import secrets
-import shutil
-import signal
+import selectors
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import cached_property
-from pathlib import Path
 
 from gptworks.errors import UserError
+from gptworks.evaluate import jail
 
-_CUT_OFF = ("unshare", "--user", "--map-root-user", "--net")
-
-# The first argument is the program, the second what is written at its end, the third and fourth limits.
-_CHILD = """
-import os, resource, sys
-path, proof, seconds, memory = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-for name, value in (("CPU", seconds), ("AS", memory), ("FSIZE", 1 << 20), ("CORE", 0), ("NOFILE", 64), ("NPROC", 0)):
-    most = resource.getrlimit(getattr(resource, "RLIMIT_" + name))[1]
-    value = value if most == resource.RLIM_INFINITY else min(value, most)
-    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
-out = os.dup(1)
-null = os.open(os.devnull, os.O_RDWR)
-for stream in (0, 1, 2):
-    os.dup2(null, stream)
-with open(path, encoding="utf-8") as file:
-    source = file.read()
-sys.argv = [path]
-try:
-    exec(compile(source, "program.py", "exec"), {"__name__": "__main__"})
-except BaseException as error:
-    os.write(out, ("failed: " + type(error).__name__).encode("ascii", "replace"))
-    os._exit(1)
-os.write(out, proof.encode("ascii"))
-os._exit(0)
-"""
+DISK_BYTES = 16 << 20
+_MOST_REPLY_BYTES = 4096
+_LAST_SECONDS = 10.0
 
 
 class Sandbox:
-    """Runs programs. Linux and macOS; the network is cut off where the system lets a user do that (Linux).
+    """Runs programs. Linux alone.
 
     Raises:
-        UserError: a system without resource limits.
+        UserError: the system does not let a program be closed off.
     """
 
     def __init__(self, n_processes: int | None = None) -> None:
-        if sys.platform == "win32":
-            raise UserError("generated programs need the resource limits of Linux or macOS: run them there.")
+        if not sys.platform.startswith("linux"):
+            raise UserError(
+                "generated programs are run only where Linux's namespaces close them off from the machine: run this "
+                "in Linux, such as a virtual machine or a container."
+            )
         self.n_processes = n_processes or os.cpu_count() or 1
-
-    @cached_property
-    def cuts_off_network(self) -> bool:
-        """Whether programs here have no network."""
-        if shutil.which(_CUT_OFF[0]) is None:
-            return False
-        return subprocess.run([*_CUT_OFF, "true"], capture_output=True, check=False).returncode == 0
+        if (outcome := self.run("pass", 20.0, 512)) != "passed":
+            raise UserError(
+                f"this system does not let generated programs be closed off ({outcome}), so they are not run. They "
+                f"need user, mount, pid and network namespaces: allow them (sysctl kernel.unprivileged_userns_clone=1 "
+                f"or kernel.apparmor_restrict_unprivileged_userns=0; of a container, --security-opt seccomp=unconfined), "
+                f"or run this in a virtual machine."
+            )
 
     def run_all(
         self,
@@ -87,33 +71,54 @@ class Sandbox:
 
     def run(self, program: str, timeout_seconds: float, memory_mib: int) -> str:
         """The outcome of one program."""
-        proof = secrets.token_hex(16)
-        with tempfile.TemporaryDirectory(prefix="gptworks-", ignore_cleanup_errors=True) as folder:
-            path = Path(folder) / "program.py"
-            path.write_text(program, encoding="utf-8", errors="replace")
-            limits = [str(int(timeout_seconds) + 1), str(memory_mib << 20)]
-            command = [sys.executable, "-I", "-S", "-c", _CHILD, path.name, proof, *limits]
-            process = subprocess.Popen(
-                [*_CUT_OFF, "--", *command] if self.cuts_off_network else command,
-                cwd=folder, env={"HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0"}, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+        source = program.encode("utf-8", "replace")
+        limits = [str(int(timeout_seconds) + 1), str(memory_mib << 20), str(DISK_BYTES)]
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", jail.__file__, *limits],
+            cwd="/", env={}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        try:
+            deadline = time.monotonic() + timeout_seconds
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(len(source).to_bytes(8, "big") + source)
+                process.stdin.flush()
+            reply, token = b"", None
+            while (part := _read(process.stdout.fileno(), deadline)) and len(reply) < _MOST_REPLY_BYTES:
+                reply += part
+                if reply == b"?" and token is None:
+                    token = secrets.token_hex(16).encode("ascii")
+                    with contextlib.suppress(BrokenPipeError):
+                        process.stdin.write(token)
+                        process.stdin.flush()
+            if part is None:
+                return "timeout"
+            if token is not None and reply == b"?" + token:
+                return "passed"
+            if reply.startswith(b"failed: "):
+                return reply.decode("ascii", "replace")
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may have closed its channel and go on
+                process.wait(max(0.1, deadline - time.monotonic()))
+            if process.returncode == jail.REFUSED:
+                return f"refused: {process.stderr.read(500).decode('utf-8', 'replace').strip()}"
+            return "failed: it ended early"
+        finally:
+            process.terminate()  # it ends all that it began, and then itself
             try:
-                told, _ = process.communicate(timeout=timeout_seconds)
+                process.wait(_LAST_SECONDS)
             except subprocess.TimeoutExpired:
-                told = b"timeout"
-            finally:
-                _kill_group(process)
-        text = told.decode("ascii", "replace")
-        if text == proof:
-            return "passed"
-        return text if text.startswith(("timeout", "failed: ")) else "failed: it ended early"
+                process.kill()  # the first process of the namespace dies with it, and so do all others
+                process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
 
 
-def _kill_group(process: "subprocess.Popen[bytes]") -> None:
-    """Whatever is left of a program and of what it started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+def _read(descriptor: int, deadline: float) -> bytes | None:
+    """The next bytes; b"" where the other side has closed, None where the time is over."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        if not selector.select(max(0.0, deadline - time.monotonic())):
+            return None
+    return os.read(descriptor, _MOST_REPLY_BYTES)

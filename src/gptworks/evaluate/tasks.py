@@ -53,8 +53,8 @@ def run_task(
     else:
         if sandbox is None:
             raise UserError(
-                f"{task.origin} runs programs that the model writes, with your rights. Where you accept that, add "
-                f"--run-generated-code; better in a container or a virtual machine."
+                f"{task.origin} runs programs that the model writes, closed off from the machine by Linux's "
+                f"namespaces. Where you accept that, add --run-generated-code."
             )
         metrics, items = _code(asked, settings, sandbox, progress)
     name = f"{settings.name}-{settings.shots}-shot" if settings.shots else settings.name

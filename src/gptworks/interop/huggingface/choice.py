@@ -24,8 +24,15 @@ def choose_family(config: ModelConfig, tokenizer: Tokenizer) -> tuple[Family, Mo
     obstacles = {family.model_type: family.obstacles(config) for family in families}
     fitting = [family for family in families if not obstacles[family.model_type]]
     if not fitting:
+        others = [family for family in FAMILIES.values() if family not in families and not family.obstacles(config)]
+        why = (
+            f" `{others[0].model_type}` does, but AutoTokenizer splits text for it by a pattern of its own, which is "
+            f"not this run's tokenizer's, so that it would read other tokens."
+            if others
+            else ""
+        )
         raise UserError(
-            f"no architecture of transformers computes this model: {_nearest(config, obstacles)}. "
+            f"no architecture of transformers computes this model: {_nearest(config, obstacles)}.{why} "
             f"gptworks runs it as it is; a model to be exported is to be trained with other settings."
         )
     pairs = [(family, family.adapted(config)) for family in fitting]

@@ -152,7 +152,7 @@ def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig)
         UserError: a tensor is missing, left over, of another shape or of a dtype that fp32 does not hold.
     """
     expected = expected_tensors(config)
-    theirs = {_known_as(name, family): name for name in files if not _BUFFERS.search(name)}
+    theirs = _by_known_name(files, family)
     tensors: dict[str, Tensor] = {}
     with ExitStack() as stack:
         opened = {path: stack.enter_context(_open(path)) for path in sorted(set(files.values()))}
@@ -165,6 +165,8 @@ def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig)
                 raise UserError(f"the tensor `{name}` has shape {tuple(tensor.shape)}; config.json makes it {shape}.")
             if tensor.dtype not in _DTYPES:
                 raise UserError(f"the tensor `{name}` is {tensor.dtype}: gptworks reads fp32, bf16 and fp16.")
+            if not tensor.isfinite().all():
+                raise UserError(f"the tensor `{name}` has values that are not finite numbers: the folder is damaged.")
             parts = place.layout.split(tensor.float(), config)
             tensors |= {ours: part.contiguous() for ours, part in zip(place.ours, parts, strict=True)}
         head = theirs.pop(_head(family), None) if config.tie_embeddings else None
@@ -178,6 +180,26 @@ def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig)
     missing = expected.keys() - tensors.keys()
     assert not missing, f"no place for {sorted(missing)[0]}"
     return {name: tensors[name] for name in expected}
+
+
+def _by_known_name(files: Mapping[str, Path], family: Family) -> dict[str, str]:
+    """The tensors that are weights: the name that this version of transformers has → the name in the files.
+
+    Raises:
+        UserError: two stand for one.
+    """
+    theirs: dict[str, str] = {}
+    for name in files:
+        if _BUFFERS.search(name):
+            continue
+        known = _known_as(name, family)
+        if known in theirs:
+            raise UserError(
+                f"the tensors `{theirs[known]}` and `{name}` are two names of one weight, `{known}`: the folder "
+                f"contradicts itself. Save it again with the one that is right."
+            )
+        theirs[known] = name
+    return theirs
 
 
 def _known_as(name: str, family: Family) -> str:

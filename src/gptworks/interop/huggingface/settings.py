@@ -351,13 +351,18 @@ class WindowByPattern:
         return {"attention_types": types, "window_size": config.window or 256}
 
     def read(self, theirs: Settings, ours: Values) -> Values:
-        theirs.take("attention_layers")  # the same, written out
+        layers = theirs.take("attention_layers")
         types = theirs.take("attention_types") or [[["global", "local"], 12]]
+        if (n_kinds := sum(len(pattern) * repeats for pattern, repeats in types)) != ours["n_layers"]:
+            raise UserError(f"config.json has `attention_types` of {n_kinds} layers and {ours['n_layers']} layers.")
         kinds = [kind for pattern, repeats in types for kind in pattern * repeats]
         if unknown := set(kinds) - {"global", "local"}:
             raise UserError(f"config.json has `attention_types` with {unknown.pop()!r}: gptworks has global and local.")
-        if len(kinds) != ours["n_layers"]:
-            raise UserError(f"config.json has `attention_types` of {len(kinds)} layers and {ours['n_layers']} layers.")
+        if layers is not None and layers != kinds:
+            raise UserError(
+                f"config.json has `attention_layers`={layers} and `attention_types` that make {kinds}: they contradict "
+                f"one another. Delete the one that is wrong."
+            )
         return _windowed(theirs.take("window_size", 256), [kind == "local" for kind in kinds], ours)
 
 
