@@ -1,5 +1,6 @@
 """Any text, calibration, memorization and the command: against float64 arithmetic and plain Python."""
 
+import hashlib
 import json
 import math
 import shutil
@@ -27,7 +28,7 @@ from gptworks.evaluate.run import EvaluatedRun
 from gptworks.evaluate.text import PASSAGE_CHARACTERS, evaluate_text
 from gptworks.infer.engine import Engine
 from gptworks.model import GPT
-from gptworks.tokenizer import train_tokenizer
+from gptworks.tokenizer import load_tokenizer, train_tokenizer
 
 TEXT = "The naïve café, née 1899 — “quoted”; 日本語 and more.\n\n" * 60
 BYTES = hf.byte_tokenizer("<|endoftext|>")
@@ -210,3 +211,35 @@ def test_the_command_keeps_its_results_and_compares_runs(
     assert "Loss by position" in (first / "report.html").read_text(encoding="utf-8")
     code, out, err = command("evaluate", first, "--shots", "1")
     assert (code, out) == (2, "") and "--shots is for tasks" in err
+
+
+def test_a_moved_run_is_measured_on_the_shards_it_was_trained_on(trained_run: Path, tmp_path: Path) -> None:
+    """Its raw texts may be gone; and shards that have changed on the disk are an error."""
+    tree = yaml.safe_load((trained_run / "recipe.yaml").read_text())
+    before = EvaluatedRun(trained_run, device="cpu").validation()
+    moved, shards = tmp_path / "moved", tmp_path / "shards"
+    shutil.copytree(trained_run, moved)
+    shutil.copytree(Path(tree["data"]["cache_dir"]), shards)
+    tree["data"] |= {"sources": [{"type": "text", "path": str(tmp_path / "gone")}], "cache_dir": str(shards)}
+    (moved / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    assert EvaluatedRun(moved, device="cpu").validation() == before
+
+    [file] = shards.glob("*/validation-00000.tokens")
+    content = bytearray(file.read_bytes())
+    content[2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"validation-00000\.tokens is corrupt"):
+        EvaluatedRun(moved, device="cpu").validation()
+
+
+def test_line_ends_of_a_text_are_measured_as_they_are(trained_run: Path, tmp_path: Path) -> None:
+    contents = b"the quick brown\r\nfox\r\n" * 20
+    (tmp_path / "dos.txt").write_bytes(contents)
+    done = tiny.gptworks("evaluate", trained_run, "--text", tmp_path / "dos.txt", "--no-save", "--json")
+    assert done.returncode == 0, done.stderr
+    [found] = json.loads(done.stdout)
+    assert found["fingerprint"] == hashlib.sha256(contents).hexdigest()
+    model = load_run(trained_run).model
+    tokenizer = load_tokenizer(trained_run / "tokenizer")
+    expected = evaluate_text(model, tokenizer, contents.decode()).measured()["bits per byte"].value
+    assert found["metrics"]["bits per byte"]["value"] == pytest.approx(expected, rel=1e-3)

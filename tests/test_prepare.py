@@ -297,8 +297,20 @@ def test_whatever_changes_goes_to_a_folder_of_its_own(make: Make, tmp_path: Path
     other.append(prepare(make(validation=half)))
     folders = {prepared.folder for prepared in (first, *other)}
     assert len(folders) == 7
-    assert all(folder.name.startswith("test-") and len(folder.name) == 13 for folder in folders)
+    assert all(folder.name.startswith("shards-") and len(folder.name) == 15 for folder in folders)
     assert contents(first) == before
+
+
+def test_recipes_of_any_name_share_the_shards_of_one_text(make: Make, tmp_path: Path) -> None:
+    write(tmp_path, *essays(30))
+    recipe = make(validation={"fraction": 0.3})
+    first = prepare(recipe)
+    for name in ("another", "test", "a-third"):
+        again = prepare(recipe.model_copy(update={"name": name}))
+        assert again.reused and again.folder == first.folder
+    old = first.folder.rename(first.folder.with_name(first.folder.name.replace("shards-", "of-an-old-version-")))
+    assert prepare(recipe).folder == old
+    assert [path.name for path in recipe.data.cache_dir.glob("[!.]*")] == [old.name]
 
 
 def test_processes_do_not_change_the_shards(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +350,12 @@ def test_a_damaged_folder_is_refused(make: Make, tmp_path: Path) -> None:
     folder = prepare(recipe).folder
     tokenizer = (folder / "tokenizer" / "tokenizer.json").read_text()
     (folder / "tokenizer" / "tokenizer.json").write_text(tokenizer.replace('"a":', '"ä":'))
-    with pytest.raises(UserError, match="is not the tokenizer that made these tokens"):
+    with pytest.raises(UserError, match=r"tokenizer\.json is missing or not what was written"):
+        prepare(recipe)
+    (folder / "tokenizer" / "tokenizer.json").write_text(tokenizer)
+    config = folder / "tokenizer" / "tokenizer_config.json"
+    config.write_text(config.read_text().replace("false", "true"))
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is missing or not what was written"):
         prepare(recipe)
     (folder / "train-00000.tokens").unlink()
     with pytest.raises(UserError, match=rf"train-00000\.tokens is missing\. Delete {folder}"):

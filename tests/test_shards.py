@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from gptworks.data.shards import FORMAT_VERSION, Dtype, Manifest, ShardWriter, TokenShards, dtype_for, write_manifest
 from gptworks.errors import UserError
+from gptworks.files import sealed_json, sha256_file
 
 DOCUMENTS = [np.arange(start, start + length) for start, length in ((0, 7), (100, 3), (200, 25), (300, 1), (400, 14))]
 TOKENS = np.concatenate(DOCUMENTS)
@@ -22,7 +24,7 @@ def write(folder: Path, shard_tokens: int = 10, dtype: Dtype = "uint16", shift: 
         format_version=FORMAT_VERSION,
         created_by="test",
         dtype=dtype,
-        vocab_size=1000,
+        vocab_size=shift + 414,
         tokenizer_sha256="",
         made_from={},
         round_trips=True,
@@ -35,7 +37,7 @@ def write(folder: Path, shard_tokens: int = 10, dtype: Dtype = "uint16", shift: 
 @pytest.mark.parametrize("shard_tokens", [1, 10, 1000])
 @pytest.mark.parametrize(("dtype", "shift"), [("uint16", 60_000), ("uint32", 4_000_000_000)])
 def test_what_is_written_is_read_over_any_shards(tmp_path: Path, shard_tokens: int, dtype: Dtype, shift: int) -> None:
-    shards = TokenShards(write(tmp_path, shard_tokens, dtype, shift), "train", verify=True)
+    shards = TokenShards(write(tmp_path, shard_tokens, dtype, shift), "train")
     assert (shards.n_tokens, shards.n_documents, shards.text_bytes) == (50, 5, 100)
     for start in range(51):
         for length in range(51 - start):
@@ -88,9 +90,36 @@ def test_missing_truncated_and_corrupt_files_are_named(tmp_path: Path, name: str
         TokenShards(folder, "train")
 
     (folder / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    TokenShards(folder, "train")  # a quick look does not see it
+    TokenShards(folder, "train", verify=False)  # for who reads no tokens
     with pytest.raises(UserError, match=rf"{name} is corrupt.*{fix}"):
-        TokenShards(folder, "train", verify=True)
+        TokenShards(folder, "train")
+
+
+def test_a_file_that_changes_after_it_was_verified_is_verified_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, hashed = write(tmp_path, shard_tokens=1000), []
+    monkeypatch.setattr("gptworks.data.shards.sha256_file", lambda path: hashed.append(path.name) or sha256_file(path))
+    for _ in range(3):
+        TokenShards(folder, "train")
+    assert hashed == ["train-00000.tokens", "train-00000.offsets"], "each once"
+    file = folder / "train-00000.tokens"
+    content = bytearray(file.read_bytes())
+    content[9] ^= 4
+    file.write_bytes(content)
+    os.utime(file, ns=(0, 0))
+    with pytest.raises(UserError, match=r"train-00000\.tokens is corrupt"):
+        TokenShards(folder, "train")
+
+
+def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    """The sums are right: whoever wrote the ids wrote the sums too."""
+    folder = write(tmp_path)
+    tree = json.loads((folder / "manifest.json").read_text()) | {"vocab_size": 413}
+    del tree["sha256"]
+    (folder / "manifest.json").write_text(sealed_json(tree))
+    with pytest.raises(UserError, match="holds the token 413 and the vocabulary of its manifest has 413"):
+        TokenShards(folder, "train")
 
 
 def test_a_missing_broken_or_newer_manifest_is_refused(tmp_path: Path) -> None:

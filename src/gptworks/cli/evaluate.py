@@ -118,7 +118,10 @@ def _validation(one: "EvaluatedRun", stride: int | None, by_position: bool, comp
     )
     typer.echo(f"perplexity       {result['perplexity']:.3f}")
     if result["bits_per_byte"] is None:
-        typer.echo("bits per byte    undefined: this tokenizer does not keep the whole text")
+        why = "this tokenizer does not keep the whole text"
+        if one.prepared.manifest.holds_examples:
+            why = "the text is conversations, of which not every byte is predicted"
+        typer.echo(f"bits per byte    undefined: {why}")
     else:
         typer.echo(f"bits per byte    {result['bits_per_byte']:.4f} over {result['text_bytes']:,} bytes")
     _show_positions(result.get("positions", []))
@@ -135,9 +138,9 @@ def _show_positions(positions: list[dict[str, Any]]) -> None:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file.") from None
+        return path.read_bytes().decode("utf-8")  # line ends as they are
+    except OSError as error:
+        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}. Give a text file.") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: byte {error.start} is wrong.") from None
 

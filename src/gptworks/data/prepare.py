@@ -37,6 +37,7 @@ from gptworks.data.examples import write_examples
 from gptworks.data.preferences import iter_pairs, write_pairs
 from gptworks.data.shards import (
     FORMAT_VERSION,
+    MANIFEST_FILE,
     Manifest,
     Origin,
     ShardWriter,
@@ -61,6 +62,7 @@ from gptworks.tokenizer import (
 )
 
 TOKENIZER_FOLDER = "tokenizer"
+_PREFIX = "shards"
 _BPE_TRAINING_BYTES = 200_000_000
 _DOCUMENTS_WORTH_A_SPLIT = 20
 _DECODED_TOKENS = 1 << 16
@@ -100,7 +102,7 @@ def prepare(recipe: Recipe, *, report: Report = lambda stage, done_bytes, total_
     with _alone(folder, report):
         if folder.exists():  # made by another process while this one waited
             return open_prepared(folder)
-        _remove_stale(data.cache_dir, recipe.name)
+        _remove_stale(data.cache_dir)
         partial = _partial(folder)
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -133,6 +135,21 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
     return open_prepared(folder) if folder.exists() else None
 
 
+def find_by_fingerprint(cache_dir: Path, fingerprint: str) -> Prepared | None:
+    """The folder of the shards with a fingerprint, such as those that a run was trained on; their sources may be gone.
+
+    Raises:
+        UserError: it is there, and something in it is missing or was changed.
+    """
+    for file in sorted(cache_dir.glob(f"[!.]*/{MANIFEST_FILE}")):
+        with contextlib.suppress(UserError):  # of another version, or broken: `prepare` says so where it is needed
+            if read_manifest(file.parent).fingerprint == fingerprint:
+                break
+    else:
+        return None
+    return open_prepared(file.parent)
+
+
 def open_prepared(folder: str | Path) -> Prepared:
     """Open a folder that `prepare` made.
 
@@ -142,7 +159,14 @@ def open_prepared(folder: str | Path) -> Prepared:
     folder = Path(folder)
     manifest = read_manifest(folder)
     for split in manifest.splits:
-        TokenShards(folder, split)
+        TokenShards(folder, split, verify=False)
+    for name, expected in manifest.tokenizer_files.items():
+        file = folder / TOKENIZER_FOLDER / name
+        if not file.is_file() or sha256_file(file) != expected:
+            raise UserError(
+                f"{file} is missing or not what was written: its sha256 is not the manifest's. "
+                f"Delete {folder} and run `gptworks prepare` again."
+            )
     tokenizer = load_tokenizer(folder / TOKENIZER_FOLDER)
     if fingerprint(tokenizer) != manifest.tokenizer_sha256:
         raise UserError(
@@ -212,8 +236,11 @@ def _check_template(recipe: Recipe) -> None:
 
 
 def _folder(recipe: Recipe, made_from: dict[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode("utf-8")).hexdigest()
-    return recipe.data.cache_dir / f"{recipe.name}-{digest[:8]}"
+    """Where the shards are or will be. Recipes of any name share them; folders of old versions begin with a name."""
+    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode("utf-8")).hexdigest()[:8]
+    named = recipe.data.cache_dir.glob(f"*-{digest}") if recipe.data.cache_dir.is_dir() else ()
+    others = sorted(folder for folder in named if not folder.name.startswith(".") and folder.is_dir())
+    return next(iter(others), recipe.data.cache_dir / f"{_PREFIX}-{digest}")
 
 
 def _tokenizer_files(config: TokenizerConfig) -> list[str]:
@@ -248,9 +275,9 @@ def _alone(folder: Path, report: Report) -> Iterator[None]:
         lock.release()
 
 
-def _remove_stale(cache_dir: Path, name: str) -> None:
-    """Remove what killed processes left: hidden folders of this recipe whose lock nobody holds."""
-    for partial in cache_dir.glob(f".partial-{name}-????????"):
+def _remove_stale(cache_dir: Path) -> None:
+    """Remove what killed processes left: hidden folders whose lock nobody holds."""
+    for partial in cache_dir.glob(".partial-*-????????"):
         with contextlib.suppress(Timeout), _lock(partial.name.removeprefix(".partial-"), cache_dir).acquire(timeout=0):
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -338,6 +365,9 @@ def _fill(folder: Path, recipe: Recipe, made_from: dict[str, Any], report: Repor
         dtype=dtype,
         vocab_size=vocabulary_size(tokenizer),
         tokenizer_sha256=fingerprint(tokenizer),
+        tokenizer_files={
+            path.name: sha256_file(path) for path in sorted((folder / TOKENIZER_FOLDER).iterdir()) if path.is_file()
+        },
         made_from=made_from,
         round_trips=round_trips,
         splits=written,

@@ -84,6 +84,8 @@ class Manifest(Section):
     dtype: Dtype
     vocab_size: int
     tokenizer_sha256: str
+    tokenizer_files: dict[str, str] = Field(default_factory=dict)
+    """sha256 of each file of `tokenizer/`; empty in folders of old versions."""
     made_from: dict[str, Any]
     round_trips: bool
     """Whether decoding gave back the text of every validation document: bits per byte is defined only then."""
@@ -251,14 +253,20 @@ def read_manifest(folder: Path) -> Manifest:
 class TokenShards:
     """The tokens of one split, read where they lie: the shards are memory-mapped as one sequence.
 
+    Args:
+        verify: compare every byte with its sha256 and every id with the vocabulary. A process does so once for a file,
+            until its size or time changes. False: the caller reads no tokens, or another process has verified them.
+
     Raises:
         UserError: a file is missing or its size is not what the manifest says; with `verify`, also changed bytes.
     """
 
-    def __init__(self, folder: str | Path, split: Split, verify: bool = False) -> None:
+    def __init__(self, folder: str | Path, split: Split, verify: bool = True) -> None:
         self.folder, self.split = Path(folder), split
         self.manifest = read_manifest(self.folder)
         assert split in get_args(Split)
+        if split not in self.manifest.splits:
+            raise UserError(f"{self.folder} has no {split} split. {_fix(self.folder)}")
         self._files = self.manifest.splits[split]
         dtype = _little_endian(self.manifest.dtype)
         for shard in self._files.shards:
@@ -341,12 +349,29 @@ class TokenShards:
         for shard in self._files.shards:
             more = ((_beside(shard, ending), sha256) for ending, sha256 in shard.more_sha256.items())
             for name, expected in ((shard.file, shard.sha256), (shard.offsets_file, shard.offsets_sha256), *more):
+                if (known := (*_identity(self.folder / name), expected)) in _verified:
+                    continue
                 actual = sha256_file(self.folder / name)
                 if actual != expected:
                     raise UserError(
                         f"{self.folder / name} is corrupt: its sha256 is {actual[:12]}… and the manifest states "
                         f"{expected[:12]}…. {_fix(self.folder)}"
                     )
+                if name == shard.file:
+                    self._check_ids(shard)
+                _verified.add(known)
+
+    def _check_ids(self, shard: ShardFile) -> None:
+        """Refuse ids that the vocabulary does not have: whoever wrote them wrote the sums too."""
+        if not shard.tokens:
+            return
+        ids = np.memmap(self.folder / shard.file, _little_endian(self.manifest.dtype), mode="r")
+        highest = max(int(ids[at : at + _CHECKED_IDS].max()) for at in range(0, len(ids), _CHECKED_IDS))
+        if highest >= self.manifest.vocab_size:
+            raise UserError(
+                f"{self.folder / shard.file} holds the token {highest} and the vocabulary of its manifest has "
+                f"{self.manifest.vocab_size}: ids go from 0 to {self.manifest.vocab_size - 1}. {_fix(self.folder)}"
+            )
 
     def _check_size(self, name: str, expected_bytes: int) -> None:
         file = self.folder / name
@@ -354,6 +379,16 @@ class TokenShards:
             raise UserError(f"{file} is missing. {_fix(self.folder)}")
         if (actual := file.stat().st_size) != expected_bytes:
             raise UserError(f"{file} has {actual} bytes and the manifest states {expected_bytes}. {_fix(self.folder)}")
+
+
+_verified: set[tuple[str | int, ...]] = set()
+"""Files that this process has compared with their sums: place, inode, bytes, time of the last change, sha256."""
+_CHECKED_IDS = 1 << 22
+
+
+def _identity(path: Path) -> tuple[str | int, ...]:
+    status = path.stat()
+    return str(path.absolute()), status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _beside(shard: ShardFile, ending: str) -> str:

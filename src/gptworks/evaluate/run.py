@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from gptworks.checkpoint import Report, choose_checkpoint
-from gptworks.config import Recipe
+from gptworks.config import PythonStdlibSource, Recipe
 from gptworks.data.batches import evaluation_windows
 from gptworks.data.packing import held_out_rows
-from gptworks.data.prepare import Prepared, held_out_text, prepare
+from gptworks.data.prepare import Prepared, find_by_fingerprint, held_out_text, prepare
 from gptworks.data.shards import TokenShards
 from gptworks.device import choose_device, choose_precision
 from gptworks.errors import UserError
@@ -27,6 +27,9 @@ from gptworks.evaluate.text import evaluate_text, positions_table, text_fingerpr
 from gptworks.infer.engine import load
 from gptworks.recipe import load_recipe
 from gptworks.tokenizer import fingerprint, token_bytes
+
+PLACEHOLDER_SOURCES = (PythonStdlibSource(type="python-stdlib"),)
+"""What stands in the recipe of an imported run, whose text nobody knows."""
 
 
 class EvaluatedRun:
@@ -57,18 +60,38 @@ class EvaluatedRun:
             UserError: no such run, checkpoint or device, or damaged files.
         """
         self.folder = Path(run_dir)
-        self.step = choose_checkpoint(self.folder, checkpoint, report).step
+        chosen = choose_checkpoint(self.folder, checkpoint, report)
+        self.step, self._trained_on = chosen.step, str(chosen.state().get("data_fingerprint", ""))
         self.recipe = load_recipe(self.folder, overrides)
         self.name = self.folder.resolve().name
         self.precision = choose_precision(precision or self.recipe.train.precision, choose_device(device))
         self.engine = load(self.folder, self.step, overrides=overrides, device=device, n_slots=SLOTS)
         self.model, self.tokenizer = self.engine.model, self.engine.tokenizer
         self._prepare, self._progress = prepare, progress
+        self._own_text = not any(override.startswith(("data.", "tokenizer.")) for override in overrides)
 
     @cached_property
     def prepared(self) -> Prepared:
-        """The run's own text."""
-        return self._prepare(self.recipe)
+        """The run's own text: the shards that it was trained on where they are, or its recipe's text.
+
+        Raises:
+            UserError: the run was imported and has none; the text is not there; or its tokens are not the model's.
+        """
+        found = None
+        if self._own_text and self._trained_on:
+            found = find_by_fingerprint(self.recipe.data.cache_dir, self._trained_on)
+        elif self._own_text and self.recipe.data.sources == PLACEHOLDER_SOURCES:
+            raise UserError(
+                f"{self.folder} was imported and has no held-out text: the `data` of its recipe is a placeholder. Give "
+                f"--text FILE, --task FILE, or a text such as data.sources.0.type=text data.sources.0.path=texts/."
+            )
+        prepared = self._prepare(self.recipe) if found is None else found
+        if prepared.manifest.vocab_size > self.model.config.vocab_size:
+            raise UserError(
+                f"{prepared.folder} has tokens of a vocabulary of {prepared.manifest.vocab_size} and the model one of "
+                f"{self.model.config.vocab_size}: this is not the run's text."
+            )
+        return prepared
 
     def validation(
         self, stride: int | None = None, by_position: bool = False, compressors: bool = False

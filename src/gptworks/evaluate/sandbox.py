@@ -45,7 +45,8 @@ class Sandbox:
             raise UserError(
                 f"this system does not let generated programs be closed off ({outcome}), so they are not run. They "
                 f"need user, mount, pid and network namespaces: allow them (sysctl kernel.unprivileged_userns_clone=1 "
-                f"or kernel.apparmor_restrict_unprivileged_userns=0; of a container, --security-opt seccomp=unconfined), "
+                f"or kernel.apparmor_restrict_unprivileged_userns=0; of a container, --security-opt "
+                f"seccomp=unconfined), "
                 f"or run this in a virtual machine."
             )
 

@@ -20,8 +20,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from gptworks.checkpoint import Report, load_run, save_checkpoint
-from gptworks.config import DataConfig, FileTokenizer, ModelConfig, PythonStdlibSource, Recipe, TrainConfig
+from gptworks.config import DataConfig, FileTokenizer, ModelConfig, Recipe, TrainConfig
 from gptworks.errors import UserError, nearest
+from gptworks.evaluate.run import PLACEHOLDER_SOURCES
 from gptworks.files import check_free, write_whole
 from gptworks.interop.huggingface.architectures import FAMILIES, HARMLESS
 from gptworks.interop.huggingface.family import Family
@@ -310,7 +311,7 @@ def _recipe(run_dir: Path, model: ModelConfig) -> Recipe:
         run_dir=run_dir,
         model=model,
         tokenizer=FileTokenizer(type="file", path=run_dir / "tokenizer"),
-        data=DataConfig(sources=(PythonStdlibSource(type="python-stdlib"),)),
+        data=DataConfig(sources=PLACEHOLDER_SOURCES),
         train=TrainConfig(max_steps=1000, batch_size=8, learning_rate=3e-5, warmup_steps=100),
     )
 
