@@ -93,7 +93,7 @@ def test_the_imported_run_is_evaluated_on_its_recipes_text_and_trained_further(f
     recipe = folder / "back" / "recipe.yaml"
     tree = yaml.safe_load(recipe.read_text())
     assert tree["data"]["sources"] == [{"type": "python-stdlib"}]
-    with pytest.raises(UserError, match="was imported and has no held-out text.*Give --text FILE"):
+    with pytest.raises(UserError, match=r"was imported and has no held-out text.*Give --text FILE"):
         gptworks("evaluate", folder / "back", "--json")
     data = recipe_tree(folder)["data"]
     recipe.write_text(yaml.safe_dump(tree | {"data": tree["data"] | data}))

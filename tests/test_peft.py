@@ -194,7 +194,7 @@ def test_an_adapter_of_numbers_that_are_not_finite_is_refused(value: float, tmp_
     tensors = load_file(path)
     next(iter(tensors.values()))[0, 0] = value
     save_file(tensors, path)
-    with pytest.raises(UserError, match="not finite"):
+    with pytest.raises(UserError, match=r"finite|NaN|no number"):
         import_adapter(tmp_path / "out", tmp_path / "back", tmp_path / "out/base", verify=False)
 
 
