@@ -2,23 +2,32 @@
 
 import json
 import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import tiny
+from gptworks.checkpoint import save_checkpoint
 from gptworks.cli import app
+from gptworks.config import settings
+from gptworks.data.prepare import prepare
 from gptworks.errors import UserError
-from gptworks.recipe import load_recipe
+from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.runs.bands import Band, find_band, judge, make_band, read_band, shipped_bands, write_band
+from gptworks.runs.comparable import comparability
 from gptworks.runs.compare import Comparison, compare
 from gptworks.runs.compare_page import to_html
 from gptworks.runs.history import History, read_history
 from gptworks.runs.settings import decisive, fingerprint, settings_fingerprint
 from gptworks.runs.statistics import binomial_quantile, known_spread, t_quantile, t_two_sided, welch
+from gptworks.train.progress import Progress
 from histories import curve, training, validation, write_run
 from test_html import Reader
 
@@ -234,7 +243,8 @@ def test_single_runs_take_their_spread_from_the_band(tmp_path: Path) -> None:
     deviation = float(np.std([losses[-1] for losses in CURVES], ddof=1))
     assert finding.difference == known_spread([2.2], [1.7], deviation, 3)
     (unknown,) = plain(first, second).findings
-    assert unknown.difference is None and "no band" in str(unknown)
+    assert unknown.difference is None
+    assert "One run each gives no interval" in str(unknown) and "seed=1" in str(unknown)
 
 
 def test_a_run_counts_once_and_to_its_end(tmp_path: Path) -> None:
@@ -255,20 +265,184 @@ def test_settings_that_differ_are_named(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_other_tokens_are_compared_in_bits_or_not_at_all(tmp_path: Path) -> None:
-    words = {"type": "bpe", "vocab_size": 300}
-    first = write_run(tmp_path / "a", [training(1, 3.0), validation(1, 3.0, 1.5)])
-    bits = write_run(tmp_path / "b", [training(1, 5.0), validation(1, 5.0, 1.25)])
-    tree = (bits.folder / "recipe.yaml").read_text(encoding="utf-8")
-    tree = tree.replace("type: char", "type: bpe\n  vocab_size: 300").replace("vocab_size: 43", "vocab_size: 300")
-    (bits.folder / "recipe.yaml").write_text(tree, encoding="utf-8")
-    bits = read_history(bits.folder)
-    assert bits.recipe.tokenizer.type == words["type"]
-    (finding,) = plain(first, bits).findings
-    assert (finding.measure, finding.value) == ("bits_per_byte", -0.25)
-    elsewhere = write_run(tmp_path / "c", curve([2.0]), data={"validation": {"fraction": 0.3, "by": "tail"}})
-    assert plain(first, elsewhere).findings == []
-    assert any("not compared" in note for note in plain(first, elsewhere).notes)
+def evaluated_on(run: History, tokens: str, text: str = "") -> History:
+    """The run with a checkpoint that says which token files and which held-out text it was evaluated on."""
+    progress = asdict(Progress(data_fingerprint=tokens, validation_text_sha256=text))
+    save_checkpoint(run.folder, 0, {"w": torch.zeros(1)}, {"w": torch.zeros(1)}, progress)
+    return read_history(run.folder)
+
+
+def with_words(folder: Path, bits_per_byte: float | None) -> History:
+    """A run of a byte-level BPE, evaluated on all of the held-out text."""
+    run = write_run(folder, [training(1, 5.0), validation(1, 5.0, bits_per_byte)], train={"evaluate_sequences": 0})
+    path = run.folder / "recipe.yaml"
+    tree = path.read_text(encoding="utf-8").replace("type: char", "type: bpe\n  vocab_size: 300")
+    path.write_text(tree.replace("vocab_size: 43", "vocab_size: 300"), encoding="utf-8")
+    return read_history(folder)
+
+
+def test_other_tokens_are_compared_in_bits_per_byte_of_the_same_text(tmp_path: Path) -> None:
+    records = [training(1, 3.0), validation(1, 3.0, 1.5)]
+    letters = evaluated_on(write_run(tmp_path / "a", records, train={"evaluate_sequences": 0}), "t1", "same")
+    words = evaluated_on(with_words(tmp_path / "b", 1.25), "t2", "same")
+    (finding,) = plain(letters, words).findings
+    assert (finding.measure, finding.value, finding.unit) == ("bits_per_byte", -0.25, "bits per byte")
+    assert "after 256 tokens" in str(finding)  # a step of other tokens is other work
+
+    (refusal,) = plain(letters, evaluated_on(with_words(tmp_path / "c", 1.25), "t3", "other")).refusals
+    assert "evaluated on different text" in str(refusal)
+    (refusal,) = plain(letters, evaluated_on(with_words(tmp_path / "d", 1.25), "t4")).refusals
+    assert "d does not record which text it was evaluated on" in str(refusal)
+    (refusal,) = plain(letters, evaluated_on(with_words(tmp_path / "e", None), "t5", "same")).refusals
+    assert "e has no bits per byte: train.evaluate_sequences=0" in str(refusal)
+
+
+def test_the_held_out_text_has_one_sum_whatever_the_tokenizer(tmp_path: Path) -> None:
+    trees = [tiny.recipe_tree(tmp_path) for _ in range(3)]
+    trees[1]["tokenizer"] = {"type": "bpe", "vocab_size": 300}
+    trees[2]["data"]["sources"] = [{"type": "text", "path": str(tmp_path / "other.txt")}]
+    (tmp_path / "other.txt").write_text(tiny.TEXT.replace("fox", "cat"), encoding="utf-8")
+    sums = [prepare(parse_recipe(tree)).manifest.validation_text_sha256 for tree in trees]
+    assert sums[0] == sums[1] != sums[2]
+    assert sums[0] is not None
+
+
+def preference(folder: Path, **objective: Any) -> History:
+    run = write_run(folder, curve([0.6, 0.5]))
+    tree = run.recipe.model_dump(mode="json", exclude_defaults=True)
+    tree["objective"] = {"type": "preference", **objective}
+    tree["data"] = {"sources": [{"type": "preferences", "path": "x.jsonl"}]}
+    return replace(run, recipe=parse_recipe(tree))
+
+
+INCOMPARABLE: dict[str, tuple[Callable[[Path], History], Callable[[Path], History], str]] = {
+    "another text, the same recipe": (
+        lambda folder: evaluated_on(write_run(folder / "a", curve([2.0])), "t1", "x"),
+        lambda folder: evaluated_on(write_run(folder / "b", curve([2.0])), "t2", "y"),
+        "evaluated on different text",
+    ),
+    "another validation split": (
+        lambda folder: write_run(folder / "a", curve([2.0])),
+        lambda folder: write_run(folder / "b", curve([2.0]), data={"validation": {"fraction": 0.3, "by": "tail"}}),
+        "data.validation.fraction is 0.1 and 0.3",
+    ),
+    "dpo and ipo": (
+        lambda folder: preference(folder / "a"),
+        lambda folder: preference(folder / "b", loss="ipo"),
+        "objective.loss is dpo and ipo",
+    ),
+    "another beta": (
+        lambda folder: preference(folder / "a"),
+        lambda folder: preference(folder / "b", beta=0.5),
+        "objective.beta is 0.1 and 0.5",
+    ),
+    "another objective": (
+        lambda folder: write_run(folder / "a", curve([2.0])),
+        lambda folder: preference(folder / "b"),
+        "objective.type is next_token and preference",
+    ),
+    "another context over a part of the text": (
+        lambda folder: write_run(folder / "a", curve([2.0])),
+        lambda folder: write_run(folder / "b", curve([2.0]), model={"context_length": 16}),
+        "contexts of 32 and 16 tokens are evaluated on other text",
+    ),
+    "another part of the text": (
+        lambda folder: write_run(folder / "a", curve([2.0])),
+        lambda folder: write_run(folder / "b", curve([2.0]), train={"evaluate_sequences": 16}),
+        "train.evaluate_sequences is 8 and 16",
+    ),
+    "never evaluated at the same point": (
+        lambda folder: write_run(folder / "a", curve([3.0, 2.0], every=5)),
+        lambda folder: write_run(folder / "b", curve([3.0, 2.0], every=7), model={"d_ff": 64}),
+        "never evaluated after the same number of steps (last: a 10, b 14)",
+    ),
+    "a run that diverged": (
+        lambda folder: write_run(folder / "a", curve([2.0])),
+        lambda folder: write_run(folder / "b", curve([math.nan]), model={"d_ff": 64}),
+        "the loss of b after 5 steps is nan",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INCOMPARABLE)
+def test_what_is_not_comparable_is_refused_with_its_reason(tmp_path: Path, case: str) -> None:
+    make_first, make_second, reason = INCOMPARABLE[case]
+    comparison = plain(make_first(tmp_path), make_second(tmp_path))
+    assert comparison.findings == []
+    assert any("is not compared with" in note and reason in note for note in comparison.notes), comparison.notes
+    assert json.loads(json.dumps(comparison.to_json()))["refusals"]
+
+
+def test_every_setting_that_decides_the_measure_stops_a_comparison(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", curve([2.0]))
+    measured = [one.path for one in settings(run.recipe) if one.role.decides_measure]
+    assert len(measured) > 5
+    for path in measured:
+        assert comparability(run, replace(run, recipe=changed(run.recipe, path))).measure is None, path
+
+
+def changed(recipe: Any, path: str) -> Any:
+    """The recipe with another value at a path, whatever its type."""
+    key, _, rest = path.partition(".")
+    if isinstance(recipe, tuple):
+        return tuple(changed(item, rest) if i == int(key) and rest else item for i, item in enumerate(recipe))
+    value = changed(getattr(recipe, key), rest) if rest else "something else"
+    return recipe.model_copy(update={key: value})
+
+
+def test_a_longer_context_over_all_of_the_text_is_compared(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a", curve([2.0]), train={"evaluate_sequences": 0})
+    second = write_run(tmp_path / "b", curve([1.9]), train={"evaluate_sequences": 0}, model={"context_length": 16})
+    (finding,) = plain(first, second).findings
+    assert finding.value == pytest.approx(-0.1)
+    assert finding.after == "after 1,280 tokens"  # a step of another context is other work
+
+
+def test_finished_runs_are_compared_with_unfinished_ones_where_both_were_evaluated(tmp_path: Path) -> None:
+    """The same losses at equal steps are no difference, however far the first went."""
+    ours = repeats(tmp_path / "ours")
+    theirs = repeats(tmp_path / "theirs", tuple([losses[0]] for losses in CURVES), 11, model={"d_ff": 64})
+    (finding,) = plain(*ours, *theirs).findings
+    assert finding.value == pytest.approx(0.0) and finding.after == "after 5 steps"
+    assert finding.difference is not None and finding.difference.p == pytest.approx(1.0)
+    assert "trained on to 15 steps" in str(finding)
+
+
+def test_runs_of_other_lengths_are_compared_at_equal_tokens_and_say_so(tmp_path: Path) -> None:
+    short = write_run(tmp_path / "short", curve([3.0, 2.5]), train={"max_steps": 10})
+    long = write_run(tmp_path / "long", curve([3.0, 2.6, 2.0, 1.5]), train={"max_steps": 20})
+    (finding,) = plain(short, long).findings
+    assert finding.value == pytest.approx(0.1) and finding.after == "after 10 steps"
+    assert "the runs have other lengths" in str(finding)
+
+
+def test_all_seeds_of_runs_that_end_by_the_clock_count(tmp_path: Path) -> None:
+    def by_the_clock(name: str, losses: list[float], seed: int, **model: Any) -> History:
+        records = curve(losses)
+        for record in records:
+            if "seconds" in record:
+                record["seconds"] = 60.0 * record["step"] / (5 * len(losses))
+        return write_run(tmp_path / name, records, seed, train={"max_minutes": 1.0, "max_steps": None}, model=model)
+
+    ours = [by_the_clock(f"a{i}", [3.0, 2.5, 2.0][: 2 + i % 2], i) for i in range(1, 4)]
+    theirs = [by_the_clock(f"b{i}", [3.0, 2.0, 1.0][: 2 + i % 2], i, d_ff=64) for i in range(1, 4)]
+    comparison = plain(*ours, *theirs)
+    assert comparison.uncounted == []
+    (finding,) = comparison.findings
+    assert finding.n_runs == (3, 3) and "after 1 minute of training each" in finding.after
+    assert finding.difference == welch([2.0, 2.5, 2.0], [1.0, 2.0, 1.0])
+
+
+def test_runs_of_one_recipe_on_other_text_are_no_repeats(tmp_path: Path) -> None:
+    runs = [evaluated_on(run, f"t{i}", f"x{i}") for i, run in enumerate(repeats(tmp_path))]
+    assert [len(group.runs) for group in plain(*runs).groups] == [1] * 4
+
+
+def test_the_table_is_printed_beside_the_page(tmp_path: Path) -> None:
+    runs = [str(run.folder) for run in repeats(tmp_path)[:2]]
+    result = CliRunner().invoke(app, ["compare", *runs, "--out", str(tmp_path / "page.html")])
+    assert (tmp_path / "page.html").exists()
+    assert "tokens/s" in result.output and "seed-2" in result.output
 
 
 def test_time_lies_between_that_of_the_records(tmp_path: Path) -> None:
@@ -297,7 +471,7 @@ def test_the_commands(tmp_path: Path) -> None:
     assert result["runs"][0]["verdict"]["inside"] is True
     assert result["runs"][0]["last_validation_loss"] == 2.2
     assert "inside the band of tiny" in CliRunner().invoke(app, arguments).output.replace("\n", " ")
-    assert "no band has this recipe's settings" in CliRunner().invoke(app, ["compare", str(new.folder)]).output
+    assert "No band has this recipe's settings" in CliRunner().invoke(app, ["compare", str(new.folder)]).output
     two = json.loads(CliRunner().invoke(app, ["compare", *runs[:2], "--json"]).output)
     assert two["differing_settings"] == {"seed": {"seed-1": 1, "seed-2": 2}}
     assert two["findings"] == []

@@ -103,7 +103,10 @@ def starts(sweep: Sweep) -> list[int]:
         ("train.schedule", {"choices": ["cosine", "sine"]}, "reaches sine, which the recipe refuses"),
         ("model.n_heads", {"low": 1, "high": 3}, "reaches 3, which the recipe refuses"),
         ("seed", {"low": 1, "high": 9}, "the same in all trials"),
-        ("tokenizer.vocab_size", {"low": 300, "high": 900}, "`tokenizer` is the same in all trials"),
+        ("tokenizer.vocab_size", {"low": 300, "high": 900}, "`tokenizer.vocab_size` is the same in all trials"),
+        ("data.sources.0.path", {"choices": ["a", "b"]}, "the same in all trials"),
+        ("train.evaluate_sequences", {"choices": [8, 16]}, "decides what the validation loss measures"),
+        ("model.context_length", {"choices": [16, 32]}, "each context is evaluated on other text"),
         ("sweep.n_trials", {"low": 1, "high": 9}, "the same in all trials"),
     ],
 )  # fmt: skip
@@ -114,6 +117,29 @@ def test_bad_ranges_are_refused_before_work(tmp_path: Path, key: str, values: di
     assert message in str(refused.value)
     assert key.rpartition(".")[2] in str(refused.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("objective", "key", "choices"),
+    [
+        ({"type": "preference"}, "objective.beta", [0.1, 0.5]),
+        ({"type": "preference"}, "objective.loss", ["dpo", "ipo"]),
+        ({"type": "preference"}, "objective.label_smoothing", [0.0, 0.1]),
+        ({"type": "preference"}, "objective.type", ["preference", "next_token"]),
+        ({"type": "reward", "reward": "r.py:f", "group_size": 4}, "objective.reward", ["r.py:f", "r.py:g"]),
+        ({"type": "reward", "reward": "r.py:f", "group_size": 4}, "objective.max_tokens", [8, 16]),
+    ],
+)
+def test_what_the_loss_measures_is_not_tuned(
+    tmp_path: Path, objective: dict[str, Any], key: str, choices: list[Any]
+) -> None:
+    path = write_sweep(tmp_path, {key: {"choices": choices}})
+    tree = yaml.safe_load(path.read_text(encoding="utf-8")) | {"objective": objective}
+    kind = "preferences" if objective["type"] == "preference" else "conversations"
+    tree["data"] = {"sources": [{"type": kind, "path": "x.jsonl"}]}
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    with pytest.raises(UserError, match="decides what the validation loss measures"):
+        load_sweep(path)
 
 
 def test_a_recipe_without_a_sweep_is_refused(tmp_path: Path) -> None:

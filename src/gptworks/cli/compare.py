@@ -61,7 +61,7 @@ def compare(
         notice(f"wrote {out}")
     if as_json:
         print_json(comparison.to_json())
-    elif out is None:
+    else:
         console_of().print(comparison)
 
 

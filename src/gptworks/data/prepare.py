@@ -341,7 +341,7 @@ def _fill(folder: Path, recipe: Recipe, made_from: dict[str, Any], report: Repor
     splits: tuple[Split, ...] = ("train", "validation")
     writers = {split: ShardWriter(folder, split, dtype, data.shard_tokens) for split in splits}
     origins: tuple[Origin, ...] = ()
-    round_trips = False
+    round_trips, text_sha256 = False, None
     try:
         if template is not None and data.conversations:
             conversations = iter_conversations(data.conversations)
@@ -350,7 +350,7 @@ def _fill(folder: Path, recipe: Recipe, made_from: dict[str, Any], report: Repor
             pairs = iter_pairs(data.preferences)
             origins = write_pairs(writers, template, pairs, validation.fraction, data.processes, report)
         else:
-            round_trips = _write_documents(writers, tokenizer, data, validation, total, report)
+            round_trips, text_sha256 = _write_documents(writers, tokenizer, data, validation, total, report)
         written = {split: writer.finish() for split, writer in writers.items()}
     except BaseException:
         for writer in writers.values():
@@ -372,6 +372,7 @@ def _fill(folder: Path, recipe: Recipe, made_from: dict[str, Any], report: Repor
         round_trips=round_trips,
         splits=written,
         origins=origins,
+        validation_text_sha256=text_sha256,
     )
     write_manifest(manifest, folder)
     sync(folder)
@@ -418,10 +419,12 @@ def _write_documents(
     validation: ValidationSplit,
     total: int | None,
     report: Report,
-) -> bool:
-    """Encode and write the text of both splits; returns whether its tokens give it back."""
+) -> tuple[bool, str]:
+    """Encode and write the text of both splits; returns whether its tokens give it back, and the sha256 of the
+    validation text, its documents apart."""
     prefix, suffix = (np.array(ids, dtype=np.uint32) for ids in document_frame(tokenizer))
     round_trips, done_bytes, at_first_tail = True, 0, validation.by == "tail"
+    held_out = hashlib.sha256()
     parts = split_documents(iter_documents(data.texts), validation)
     for (split, piece), encoded in encode_all(tokenizer, parts, data.processes):
         opens = piece.starts_document
@@ -429,10 +432,12 @@ def _write_documents(
             opens = at_first_tail = False  # it goes on where a training text stopped: nothing separates them
         ids = [prefix[: len(prefix) * opens], encoded.ids, suffix[: len(suffix) * piece.ends_document]]
         writers[split].add(np.concatenate(ids), encoded.text_bytes, piece.starts_document, encoded.unknown_tokens)
+        if split == "validation":
+            held_out.update(piece.text.encode("utf-8") + b"\0" * piece.ends_document)
         round_trips &= encoded.round_trips
         done_bytes += encoded.text_bytes
         report("shards", done_bytes, total)
-    return round_trips
+    return round_trips, held_out.hexdigest()
 
 
 def _counted(texts: Iterable[str], limit_bytes: int | None, total: int | None, report: Report) -> Iterator[str]:

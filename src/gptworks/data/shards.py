@@ -91,6 +91,8 @@ class Manifest(Section):
     """Whether decoding gave back the text of every validation document: bits per byte is defined only then."""
     splits: dict[Split, SplitFiles]
     origins: tuple[Origin, ...] = ()
+    validation_text_sha256: str | None = None
+    """Of the held-out text before it is encoded: equal for equal text, whatever the tokenizer. null: not text."""
 
     @property
     def holds_examples(self) -> bool:

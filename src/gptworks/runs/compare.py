@@ -1,6 +1,5 @@
 """`gptworks compare`: runs side by side, and differences told from noise."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -13,17 +12,16 @@ from rich.text import Text
 from gptworks.errors import UserError
 from gptworks.plan.tables import Table
 from gptworks.runs.bands import Band, Verdict, judge
+from gptworks.runs.comparable import Place, by_clock, common_place, comparability, finished_by_clock
 from gptworks.runs.history import History
 from gptworks.runs.settings import decisive, differences, fingerprint
 from gptworks.runs.statistics import Difference, known_spread, welch
 from gptworks.train.display import clock
 
-MEASURES = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
-
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one recipe, each with another seed."""
+    """Runs of one recipe on one text, each with another seed."""
 
     runs: tuple[History, ...]
 
@@ -31,35 +29,49 @@ class Group:
     def names(self) -> str:
         return ", ".join(run.name for run in self.runs)
 
-    def finals(self, measure: str) -> list[float]:
-        """Of each run, the last evaluation."""
-        return [float(run.last[measure]) for run in self.runs if run.last is not None]
-
 
 @dataclass(frozen=True)
 class Finding:
-    """What the last evaluations of two groups say."""
+    """What two groups of runs come to at a point of training that they have in common."""
 
     first: str
     second: str
+    n_runs: tuple[int, int]
     measure: str
+    """loss or bits_per_byte."""
+    unit: str
+    after: str
+    """The point of training."""
     how: str
-    """The test, and where the spread is from; or why there is none."""
+    """Where the spread is from; or why there is no interval, and what to do."""
     difference: Difference | None
     value: float
+    caveats: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        unit, found = MEASURES[self.measure], self.difference
-        text = f"{self.second} − {self.first}: {_signed(self.value)} {unit}"
+        text = f"{self.second} − {self.first}, {self.after}: {_signed(self.value)} {self.unit}"
+        found, more = self.difference, "".join(f" Note: {caveat}." for caveat in self.caveats)
         if found is None:
-            return f"{text}; {self.how}"
+            return f"{text}. {self.how}{more}"
         verdict = "a difference" if found.p < 0.05 else "within noise"
-        interval = f"95% from {_signed(found.low)} to {_signed(found.high)}"
-        return f"{text}, {interval}, p = {found.p:.2g}: {verdict} ({self.how})"
+        interval = f"95% interval {_signed(found.low)} to {_signed(found.high)}"
+        return f"{text}, {interval}, p = {found.p:.2g}: {verdict} ({self.how}).{more}"
 
     def to_json(self) -> dict[str, Any]:
         found = None if self.difference is None else asdict(self.difference)
         return {**vars(self), "difference": found}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Two groups of runs that are not compared."""
+
+    first: str
+    second: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.second} is not compared with {self.first}: {'; '.join(self.reasons)}."
 
 
 @dataclass(frozen=True)
@@ -72,18 +84,19 @@ class Comparison:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """By the settings that decide a curve. Counted are those that got furthest, and one of each seed."""
-        found: dict[str, list[History]] = {}
+        """By the text and the settings that decide a curve. Counted are one run of each seed, and those that got
+        furthest; of runs that end by the clock, all that came to their end."""
+        found: dict[tuple[str, str | None], list[History]] = {}
         for run in self.runs:
             if run.last is not None:
-                found.setdefault(fingerprint(run.recipe), []).append(run)
+                found.setdefault((fingerprint(run.recipe), run.data_fingerprint), []).append(run)
         groups = []
         for runs in found.values():
             furthest = max(run.validation[-1]["step"] for run in runs)
+            ended = [run for run in runs if finished_by_clock(run)] if by_clock(runs) else []
             by_seed: dict[int, History] = {}
-            for run in runs:
-                if run.validation[-1]["step"] == furthest:
-                    by_seed.setdefault(run.recipe.seed, run)
+            for run in ended or [run for run in runs if run.validation[-1]["step"] == furthest]:
+                by_seed.setdefault(run.recipe.seed, run)
             groups.append(Group(tuple(by_seed.values())))
         return groups
 
@@ -105,61 +118,69 @@ class Comparison:
         return [None if band is None else judge(run, band) for run, band in pairs]
 
     @cached_property
-    def measure(self) -> str | None:
-        """What can be compared: loss where all predict the same tokens, else bits per byte, where all have them."""
-        evaluated = [run for run in self.runs if run.last is not None]
-        texts = {run.data_fingerprint for run in evaluated} - {None}
-        same = ("tokenizer", "data.sources", "data.validation", "train.evaluate_sequences")
-        if len(texts) <= 1 and not any(key.startswith(same) for key in self.differing if not key.endswith(".path")):
-            return "loss"
-        sources = ("data.sources", "data.validation")
-        if any(key.startswith(sources) for key in self.differing):
-            return None
-        return "bits_per_byte" if all(run.last and run.last.get("bits_per_byte") for run in evaluated) else None
+    def results(self) -> list[Finding | Refusal]:
+        """Every further group against the first: what it comes to, or why that cannot be said."""
+        return [self._result(self.groups[0], other) for other in self.groups[1:]]
 
-    @cached_property
+    @property
     def findings(self) -> list[Finding]:
-        """Every further group against the first."""
-        if self.measure is None:
-            return []
-        groups = [group for group in self.groups if all(map(math.isfinite, group.finals(self.measure)))]
-        return [self._finding(groups[0], other, self.measure) for other in groups[1:]]
+        return [result for result in self.results if isinstance(result, Finding)]
 
-    def _finding(self, first: Group, second: Group, measure: str) -> Finding:
-        a, b = first.finals(measure), second.finals(measure)
-        value = fmean(b) - fmean(a)
+    @property
+    def refusals(self) -> list[Refusal]:
+        return [result for result in self.results if isinstance(result, Refusal)]
+
+    def _result(self, first: Group, second: Group) -> Finding | Refusal:
+        found = comparability(first.runs[0], second.runs[0])
+        if found.measure is None:
+            return Refusal(first.names, second.names, found.reasons)
+        place = common_place(first.runs, second.runs, found.measure)
+        if isinstance(place, str):
+            return Refusal(first.names, second.names, (place,))
+        difference, how = self._test(first, second, place, found.measure)
+        a, b = place.values
+        return Finding(
+            first=first.names, second=second.names, n_runs=(len(a), len(b)), measure=found.measure,
+            unit=first.runs[0].loss_unit if found.measure == "loss" else "bits per byte", after=place.words, how=how,
+            difference=difference, value=fmean(b) - fmean(a), caveats=tuple(filter(None, (found.caveat, place.caveat))),
+        )  # fmt: skip
+
+    def _test(self, first: Group, second: Group, place: Place, measure: str) -> tuple[Difference | None, str]:
+        """The difference with its interval, and in words where the spread is from."""
+        a, b = place.values
+        counts = f"{_runs(len(a))} and {_runs(len(b))}"
         if len(a) > 1 and len(b) > 1:
-            how = f"Welch's t-test, {len(a)} and {len(b)} seeds"
-            return Finding(first.names, second.names, measure, how, welch(a, b), value)
-        for group, finals in ((first, a), (second, b)):
-            if len(finals) > 1:
-                found = known_spread(a, b, stdev(finals), len(finals) - 1)
-                how = f"with the spread of {group.names} for both"
-                return Finding(first.names, second.names, measure, how, found, value)
+            return welch(a, b), f"Welch's t-test, {counts}"
+        for group, values in ((first, a), (second, b)):
+            if len(values) > 1:
+                how = f"{counts}, taking the spread of {group.names} for both"
+                return known_spread(a, b, stdev(values), len(values) - 1), how
         for group in (first, second):
             band = self.bands[self.runs.index(group.runs[0])]
-            if band is not None and measure == "loss":
-                last = band.points[-1]
-                found = known_spread(a, b, last.standard_deviation, last.n - 1)
-                how = f"with the spread of the band of {band.name}, {last.n} seeds"
-                return Finding(first.names, second.names, measure, how, found, value)
-        how = "one seed each and no band: repeat with other seeds to know what noise makes"
-        return Finding(first.names, second.names, measure, how, None, value)
+            point = next((point for point in band.points if point.step == place.step), None) if band else None
+            if band is not None and point is not None and measure == "loss":
+                how = f"{counts}, taking the spread of the band of {band.name}, which has {_runs(point.n)}, for both"
+                return known_spread(a, b, point.standard_deviation, point.n - 1), how
+        return None, (
+            "One run each gives no interval, so this may be noise. Train each recipe again with other seeds "
+            "(seed=1, seed=2, …) and compare all the runs: two of each recipe give an interval."
+        )
 
     @property
     def notes(self) -> list[str]:
         """What the tables do not say."""
         lines = [f"{run.name}: {verdict}" for run, verdict in zip(self.runs, self.verdicts, strict=True) if verdict]
-        lines += [str(finding) for finding in self.findings]
-        if len(self.groups) > 1 and self.measure is None:
-            lines.append("losses are not compared: the runs are evaluated on other text or other tokens.")
+        lines += [str(result) for result in self.results]
+        lines += [f"{run.name}: {run.skipped}." for run in self.runs if run.skipped]
         if self.uncounted:
-            why = "another run of the same recipe got further, or has the same seed and is no other observation"
-            lines.append(f"not counted: {', '.join(self.uncounted)} ({why})")
+            lines.append(
+                f"Not counted: {', '.join(self.uncounted)}. A run is left out where it has no evaluation, where "
+                f"another run of the same recipe got further, or where one with the same seed is counted already."
+            )
         if len(self.runs) == 1 and self.bands[0] is None:
             lines.append(_why_no_band(self.runs[0]))
         elif len(self.runs) == 1 and self.verdicts[0] is None:
-            lines.append(f"{self.runs[0].name} has no evaluation yet at a step of the band.")
+            lines.append(f"{self.runs[0].name} has no evaluation yet at a step that the band has.")
         return lines
 
     def to_json(self) -> dict[str, Any]:
@@ -188,6 +209,7 @@ class Comparison:
                 for key, values in self.differing.items()
             },
             "findings": [finding.to_json() for finding in self.findings],
+            "refusals": [asdict(refusal) for refusal in self.refusals],
             "notes": self.notes,
         }
 
@@ -230,6 +252,10 @@ def _row(run: History) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def _runs(n: int) -> str:
+    return f"{n} run{'s' * (n != 1)}"
+
+
 def _signed(value: float) -> str:
     return f"{value:+.4f}".replace("-", "−")
 
@@ -256,7 +282,8 @@ def _why_no_band(run: History) -> str:
         if band.name == run.recipe.name:
             ours = decisive(run.recipe)
             other = [key for key in {**ours, **band.settings} if ours.get(key) != band.settings.get(key)]
-            return f"no band: the one of {band.name} was made with other {', '.join(other)}."
+            return f"No band: the band of {band.name} was made with another {', '.join(other)}."
     return (
-        "no band has this recipe's settings: `gptworks compare --make-band FILE RUN RUN RUN` makes one of three seeds."
+        "No band has this recipe's settings. `gptworks compare --make-band FILE RUN RUN RUN` makes one from three runs "
+        "with different seeds."
     )

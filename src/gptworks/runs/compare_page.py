@@ -29,7 +29,7 @@ def to_html(comparison: Comparison) -> str:
     notes = together(paragraph(note, "verdict") for note in comparison.notes)
     parts = [
         section("Runs", _runs(comparison)),
-        *([section("What it says", notes)] if notes else []),
+        *([section("What can be concluded", notes)] if notes else []),
         section("Validation loss by tokens", figure(_by_tokens(comparison))),
         section("Validation loss by time", figure(_by_time(comparison))),
         section("Training loss by tokens", figure(_training(comparison))),
@@ -66,7 +66,7 @@ def _by_tokens(comparison: Comparison) -> Markup:
     for i, run in enumerate(comparison.runs):
         records = run.validation
         series.append(Series(points(records, "loss"), run.name, colour(i), "both", dot_titles(records)))
-    return chart("by-tokens", "Validation loss by tokens", series, x_label="tokens", y_label="nats per token",
+    return chart("by-tokens", "Validation loss by tokens", series, x_label="tokens", y_label=_unit(comparison),
                  width=WIDE, height=400)  # fmt: skip
 
 
@@ -79,12 +79,12 @@ def _by_time(comparison: Comparison) -> Markup:
         for i, run in enumerate(comparison.runs)
     ]  # fmt: skip
     return chart("by-time", "Validation loss by time", series, x_label="minutes of training",
-                 y_label="nats per token", width=WIDE, height=320)  # fmt: skip
+                 y_label=_unit(comparison), width=WIDE, height=320)  # fmt: skip
 
 
 def _training(comparison: Comparison) -> Markup:
     series = [Series(smoothed(points(run.train, "loss")), run.name, colour(i)) for i, run in enumerate(comparison.runs)]
-    return chart("training", "Training loss by tokens", series, x_label="tokens", y_label="nats per token",
+    return chart("training", "Training loss by tokens", series, x_label="tokens", y_label=_unit(comparison),
                  width=WIDE, height=320)  # fmt: skip
 
 
@@ -94,10 +94,17 @@ def _settings(comparison: Comparison) -> Markup:
     return table(header, "l" + "r" * len(comparison.runs), rows)
 
 
+def _unit(comparison: Comparison) -> str:
+    units = {run.loss_unit for run in comparison.runs}
+    return units.pop() if len(units) == 1 else "loss (the units differ: do not compare the curves)"
+
+
 def _conventions() -> str:
     return (
-        "Tests compare the last evaluations. A band's shade is the mean of its seeds ± t·s·√(1 + 1/n), the interval "
-        "that one more run of the recipe falls into with 95% probability at each point. Groups of runs differ in more "
-        "than their seed; each is compared with the first, and p is not corrected for their number. Training loss is a "
-        "moving average of single batches. Time counts training steps alone. Written by gptworks compare."
+        "Runs are compared at the last point of training at which all were evaluated: at equal steps where a step is "
+        "the same work, else at equal tokens, or at their ends where all train for the same minutes. Runs with equal "
+        "settings and different seeds form a group; each group is compared with the first, and p is not corrected for "
+        "the number of groups. A band's shade is the mean of its runs ± t·s·√(1 + 1/n), the interval that holds one "
+        "more run of the recipe with 95% probability at each point. Training loss is a moving average of single "
+        "batches. Time counts training steps alone. Written by gptworks compare."
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from gptworks.config import PreferenceObjective, Recipe
 from gptworks.errors import UserError
@@ -134,17 +135,31 @@ class History:
         share = (step - before["step"]) / max(1, after["step"] - before["step"])
         return float(before["seconds"] + share * (after["seconds"] - before["seconds"]))
 
-    @cached_property
+    @property
     def data_fingerprint(self) -> str | None:
-        """What its token files sum to, as the newest checkpoint says; None without one."""
+        """A sha256 of its token files, as the newest checkpoint says; None without one."""
+        return self._recorded("data_fingerprint")
+
+    @property
+    def text_fingerprint(self) -> str | None:
+        """A sha256 of the held-out text itself, whatever the tokenizer; None where no checkpoint says it."""
+        return self._recorded("validation_text_sha256")
+
+    def _recorded(self, key: str) -> str | None:
+        value = self._state.get(key)
+        return value if isinstance(value, str) and value else None
+
+    @cached_property
+    def _state(self) -> dict[str, Any]:
+        """The state of the newest checkpoint that can be read."""
         from gptworks.checkpoint import checkpoints
 
         for checkpoint in checkpoints(self.folder):
             try:
-                return str(checkpoint.state()["data_fingerprint"]) or None
-            except (OSError, ValueError, KeyError):  # being deleted, or damaged
+                return dict(checkpoint.state())
+            except (UserError, OSError, ValueError, KeyError, TypeError):  # being deleted, or damaged
                 continue
-        return None
+        return {}
 
 
 def read_history(folder: Path) -> History:

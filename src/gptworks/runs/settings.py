@@ -5,32 +5,17 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gptworks.config import Recipe
-
-FREE: Any = {
-    "name": True,
-    "run_dir": True,
-    "seed": True,
-    "sweep": True,
-    "model": {"vocab_size"},
-    "data": {"cache_dir", "processes", "shard_tokens"},
-    "train": {
-        "micro_batch_size", "activation_checkpointing", "compile", "precision", "device", "loggers", "log_every",
-        "evaluate_every", "checkpoint_every", "keep_checkpoints", "sample_every", "sample_prompts", "sample_tokens",
-        "early_stopping_patience", "max_skipped_steps",
-    },
-}  # fmt: skip
-"""Settings that do not decide where a loss curve runs, up to rounding: the seed is what repeats differ in. The size of
-the vocabulary follows from the tokenizer and the data, and stands in a run's recipe alone."""
+from gptworks.config import Recipe, role_of
 
 
 def decisive(recipe: Recipe) -> dict[str, Any]:
-    """The settings that decide a loss curve, flat, less those at their defaults: a new setting changes nothing."""
-    tree = recipe.model_dump(mode="json", exclude=FREE, exclude_defaults=True)
-    settings = dict(flat(tree))
-    for i, _ in enumerate(recipe.data.sources):
-        settings.pop(f"data.sources.{i}.path", None)  # where a text lies is not what it says
-    return settings
+    """The settings that decide a loss curve, flat, less those at their defaults: a new setting changes nothing.
+
+    Each setting declares beside its type whether it does (`gptworks.config.Role`): the seed is what repeats differ in,
+    and where a text lies is not what it says.
+    """
+    tree = recipe.model_dump(mode="json", exclude={"sweep"}, exclude_defaults=True)
+    return {key: value for key, value in flat(tree) if role_of(recipe, key).decides_curve}
 
 
 def fingerprint(recipe: Recipe) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import filelock
 
-from gptworks.config import Recipe, SweepConfig, SweepRange
+from gptworks.config import Recipe, Role, SweepConfig, SweepRange, settings
 from gptworks.errors import RunError, UserError
 from gptworks.recipe import load_recipe, save_recipe
 from gptworks.runs.settings import flat
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     import optuna
 
 Report = Callable[[str], None]
-
-FIXED = ("name", "run_dir", "seed", "sweep", "tokenizer", "data", "train.evaluate_sequences")
-"""What a trial may not change: losses over other tokens, or of other seeds, do not tell which settings are better."""
 
 MOST_FAILURES = 3
 """Processes in a row that may fail before the sweep ends: it is then no setting's fault."""
@@ -105,9 +102,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), resume: bool = F
     if find_spec("optuna") is None:
         raise UserError("a sweep needs Optuna, which is not installed: pip install 'gptworks[sweep]'.")
     for key, values in recipe.sweep.ranges.items():
-        fixed = next((name for name in FIXED if key == name or key.startswith(f"{name}.")), None)
-        if fixed is not None:
-            raise UserError(f"sweep.ranges.{key}: `{fixed}` is the same in all trials, so that their losses compare.")
+        _check_tunable(recipe, key)
         for value in _probes(values):
             try:
                 load_recipe(path, [*overrides, _override(key, value)])
@@ -115,6 +110,29 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), resume: bool = F
                 raise UserError(f"sweep.ranges.{key} reaches {value}, which the recipe refuses: {error}") from None
     _check_folder(recipe, resume)
     return recipe
+
+
+def _check_tunable(recipe: Recipe, key: str) -> None:
+    """Refuse a setting that decides what the loss measures, or which repeat this is: the trials' losses would not say
+    which value is better."""
+    if key.partition(".")[0] in ("name", "run_dir", "sweep", "data", "tokenizer"):
+        raise UserError(f"sweep.ranges.{key}: `{key}` is the same in all trials, so that their losses compare.")
+    # a key that the recipe does not have is refused by name where its values are tried
+    roles = [
+        one.role
+        for one in settings(recipe)
+        if f"{one.path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{one.path}.")
+    ]
+    if any(role.decides_measure or role is Role.REPEAT for role in roles):
+        raise UserError(
+            f"sweep.ranges.{key}: `{key}` is the same in all trials. It decides what the validation loss measures, or "
+            f"is the seed, so that the losses of other values would not say which is better."
+        )
+    if key == "model.context_length" and recipe.train.evaluate_sequences:
+        raise UserError(
+            f"sweep.ranges.{key}: with train.evaluate_sequences={recipe.train.evaluate_sequences}, each context is "
+            f"evaluated on other text: set it to 0, which evaluates all of the held-out text."
+        )
 
 
 def _probes(values: SweepRange) -> Sequence[Any]:
@@ -259,7 +277,7 @@ class _Sweeper:
         return Trial(self.study, left[0]._trial_id) if left else self.study.ask()
 
     def _run_trial(self, trial: "optuna.Trial") -> None:
-        """Train with the trial's settings, and tell Optuna how it ended; one that was asked to stop has not."""
+        """Train with the trial's settings, and report to Optuna how it ended, unless it was asked to stop."""
         from optuna.trial import TrialState
 
         values = {key: _suggest(trial, key, values) for key, values in self.settings.ranges.items()}

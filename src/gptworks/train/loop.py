@@ -187,7 +187,10 @@ class Run:
         self.throughput = Throughput(recipe.model, device, precision, ranks.size)
         self.layer_norms = LayerNorms(self.model, self.parallel, recipe.train.log_every)
         self.writer = CheckpointWriter(recipe.run_dir, recipe.train.keep_checkpoints, recipe.train.keep_every)
-        self.progress = Progress(data_fingerprint=self.task.data_fingerprint)
+        held_out_sha256 = self.task.validation_shards.manifest.validation_text_sha256
+        self.progress = Progress(
+            data_fingerprint=self.task.data_fingerprint, validation_text_sha256=held_out_sha256 or ""
+        )
         template = load_chat_template(data_folder / "tokenizer", tokenizer)
         self.engine = Engine(self.model, tokenizer, cache_dtype=precision.dtype, chat_template=template)
         for prompt in recipe.train.sample_prompts if recipe.train.sample_every else ():

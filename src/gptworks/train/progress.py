@@ -47,6 +47,8 @@ class Progress:
     evaluation_cut: bool = False
     """Whether a signal ended the evaluation of this step before it was done."""
     data_fingerprint: str = ""
+    validation_text_sha256: str = ""
+    """Of the held-out text itself: what tells whether runs of other tokenizers were evaluated on the same."""
     scaler: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -1,0 +1,168 @@
+"""What makes the losses of two runs comparable, and where in their training they are compared."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gptworks.config import Recipe, settings
+from gptworks.runs.history import History
+from gptworks.train.metrics import Record
+
+FINISHED = 0.98
+"""Share of its minutes after which a run that ends by the clock counts as finished."""
+
+
+@dataclass(frozen=True)
+class Comparability:
+    """What two runs can be compared in, or why in nothing."""
+
+    measure: str | None
+    """loss, bits_per_byte, or None."""
+    reasons: tuple[str, ...] = ()
+    """Why the losses are not comparable."""
+    caveat: str = ""
+    """What is taken for granted."""
+
+
+def comparability(first: History, second: History) -> Comparability:
+    """Whether two runs measure the same thing on the same text.
+
+    Losses are comparable where every setting that decides the measure is equal, and the held-out tokens are. Where the
+    tokens differ and the held-out text does not, bits per byte are.
+    """
+    ours, theirs = _measured(first.recipe), _measured(second.recipe)
+    differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+    reasons = [
+        f"{key} is {_words(ours.get(key))} and {_words(theirs.get(key))}"
+        for key in differing
+        if not key.startswith("tokenizer")
+    ]
+    contexts = [run.recipe.model.context_length for run in (first, second)]
+    windows = first.recipe.train.evaluate_sequences
+    if contexts[0] != contexts[1] and windows:
+        reasons.append(
+            f"with train.evaluate_sequences={windows}, contexts of {contexts[0]:,} and {contexts[1]:,} tokens are "
+            f"evaluated on other text: set it to 0, which evaluates all of it"
+        )
+    if reasons:
+        return Comparability(None, tuple(reasons))
+    tokens, texts = (first.data_fingerprint, second.data_fingerprint), (first.text_fingerprint, second.text_fingerprint)
+    if differing or (None not in tokens and tokens[0] != tokens[1]):
+        return _in_bits(first, second, differing, texts)
+    if None in tokens:
+        name = (first if tokens[0] is None else second).name
+        return Comparability("loss", caveat=f"{name} has no checkpoint that says which text it was evaluated on")
+    return Comparability("loss")
+
+
+def _in_bits(
+    first: History, second: History, differing: Sequence[str], texts: tuple[str | None, str | None]
+) -> Comparability:
+    """Runs whose tokens differ: bits per byte, where the text is the same for sure."""
+    why = f"{differing[0]} differs" if differing else "their token files differ"
+    if None in texts:
+        name = (first if texts[0] is None else second).name
+        return Comparability(None, (f"{why}, and {name} does not record which text it was evaluated on",))
+    if texts[0] != texts[1]:
+        return Comparability(None, (f"{why}, and they were evaluated on different text",))
+    for run in (first, second):
+        if run.last is None or not isinstance(run.last["bits_per_byte"], int | float):
+            return Comparability(None, (
+                f"{why}, and {run.name} has no bits per byte: train.evaluate_sequences=0 and a tokenizer that keeps "
+                f"the whole text give them",
+            ))  # fmt: skip
+    return Comparability("bits_per_byte")
+
+
+def _measured(recipe: Recipe) -> dict[str, Any]:
+    return {setting.path: setting.value for setting in settings(recipe) if setting.role.decides_measure}
+
+
+def _words(value: Any) -> str:
+    return "absent" if value is None else f"{value:g}" if isinstance(value, float) else str(value)[:80]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A point of training that runs have in common."""
+
+    words: str
+    """after 500 steps, …"""
+    step: int | None
+    """Where it is a step; None where runs are compared at equal tokens or time."""
+    values: tuple[tuple[float, ...], tuple[float, ...]]
+    """The measure of each run of both groups."""
+    caveat: str = ""
+
+
+def common_place(first: Sequence[History], second: Sequence[History], measure: str) -> Place | str:
+    """Where the runs of two groups are compared: the last point at which all were evaluated; or why there is none.
+
+    Runs that all end after the same minutes are compared at their ends, whatever the steps; others at equal steps
+    where a step is the same work for both, and at equal tokens where it is not.
+    """
+    runs = [*first, *second]
+    if by_clock(runs):
+        minutes = runs[0].recipe.train.max_minutes
+        late = next((run.name for run in runs if not finished_by_clock(run)), None)
+        if late is not None:
+            return f"{late} has not trained for its {minutes:g} minutes"
+        ends = [run.validation[-1] for run in runs]
+        words = f"after {minutes:g} minute{'s' * (minutes != 1)} of training each"
+        return _place(words, None, first, second, ends, measure)
+    key = "step" if len({_step_of(run.recipe) for run in runs}) == 1 else "tokens"
+    unit = "steps" if key == "step" else "tokens"
+    points = [{record[key]: record for record in run.validation} for run in runs]
+    common = set(points[0]).intersection(*points[1:])
+    if not common:
+        last = ", ".join(f"{run.name} {run.validation[-1][key]:,}" for run in (first[0], second[0]))
+        return (
+            f"they were never evaluated after the same number of {unit} (last: {last}): give both the same "
+            f"train.evaluate_every and train them to the same length"
+        )
+    at = max(common)
+    words = f"after {at:,} {unit}"
+    beyond = [run for run in runs if run.validation[-1][key] > at]
+    caveat = ""
+    if beyond:
+        caveat = f"{beyond[0].name} trained on to {beyond[0].validation[-1][key]:,} {unit}"
+        if len({run.planned_steps for run in runs}) > 1:
+            caveat += "; the runs have other lengths, so their learning rates were at other points of their schedules"
+    chosen = [points[i][at] for i in range(len(runs))]
+    return _place(words, at if key == "step" else None, first, second, chosen, measure, caveat)
+
+
+def _place(
+    words: str, step: int | None, first: Sequence[History], second: Sequence[History], records: Sequence[Record],
+    measure: str, caveat: str = "",
+) -> Place | str:  # fmt: skip
+    values = [record[measure] for record in records]
+    for run, value in zip((*first, *second), values, strict=True):
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return f"the {measure.replace('_', ' ')} of {run.name} {words} is {value}"
+    return Place(words, step, (tuple(values[: len(first)]), tuple(values[len(first) :])), caveat)
+
+
+def by_clock(runs: Sequence[History]) -> bool:
+    """Whether all runs end after the same minutes."""
+    minutes = {run.recipe.train.max_minutes for run in runs}
+    return len(minutes) == 1 and None not in minutes
+
+
+def finished_by_clock(run: History) -> bool:
+    """Whether a run that ends by the clock has come to its end."""
+    train = run.recipe.train
+    if train.max_steps is not None and run.step >= train.max_steps:
+        return True
+    return run.seconds >= FINISHED * 60 * (train.max_minutes or 0.0)
+
+
+def _step_of(recipe: Recipe) -> tuple[Any, ...]:
+    """What a step is: equal for runs that do the same work in a step."""
+    return (
+        recipe.train.batch_size,
+        recipe.model.context_length,
+        recipe.objective.type,
+        _measured(recipe)["tokenizer.type"],
+    )
