@@ -198,3 +198,11 @@ print(model.generate("line ", max_tokens=5, seed=1))
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment).stdout
+
+
+def test_the_list_of_commands_fits_a_terminal_of_80_columns() -> None:
+    shown = tiny.gptworks("-h", env={"COLUMNS": "80"}).stdout
+    commands = shown.partition("Commands:")[2]
+    assert len(commands.splitlines()) > 15
+    assert "..." not in commands
+    assert max(map(len, shown.splitlines())) <= 80

@@ -15,7 +15,7 @@ app = typer.Typer(
     name="gptworks",
     help="Design, plan, train, evaluate and run your own GPT-family language models.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

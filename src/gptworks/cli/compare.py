@@ -13,7 +13,10 @@ def report(
     run: RunFolder,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Default: RUN/report.html.")] = None,
 ) -> None:
-    """Write a run as a page: curves, evaluations, samples, architecture. It may be going on, or have crashed."""
+    """Write a run as a page: curves, evaluations, samples.
+
+    The run may still be training, or have crashed.
+    """
     from gptworks.runs.history import read_history
     from gptworks.runs.report import write_report
 
@@ -36,7 +39,10 @@ def compare(
     ] = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Set runs side by side, and tell differences from noise; or hold a run against the band of its recipe."""
+    """Compare runs, and tell differences from noise.
+
+    Or compare a run with the band of its recipe.
+    """
     from gptworks.runs import bands
     from gptworks.runs.compare import compare as compare_runs
     from gptworks.runs.compare_page import write_comparison
@@ -73,7 +79,10 @@ def sweep(
     ] = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Search for better settings: many trials of a recipe, by its `sweep` section."""
+    """Search for better settings with many trials.
+
+    The recipe's `sweep` section says which settings, and how many trials.
+    """
     from gptworks.runs.sweep import load_sweep, run_sweep
 
     prepare_with_progress(load_sweep(recipe, overrides or [], resume))

@@ -41,7 +41,10 @@ def export(
     checkpoint: WhichCheckpoint = "best",
     as_json: AsJSON = False,
 ) -> None:
-    """Write the model for other programs: a Hugging Face folder, or a GGUF file. An adapter is merged, or kept."""
+    """Write a Hugging Face folder or a GGUF file.
+
+    An adapter is merged, or kept.
+    """
     if form not in EXPORT_FORMATS:
         raise UserError(f"--format={form}: it must be one of {', '.join(EXPORT_FORMATS)}.")
     option, known = EXPORT_FORMATS[form]
@@ -121,7 +124,10 @@ def quantize(
     device: Device = "auto",
     as_json: AsJSON = False,
 ) -> None:
-    """Write a run with smaller weights, and say what that costs on held-out text."""
+    """Write a run with smaller weights.
+
+    Prints what that costs on held-out text.
+    """
     from gptworks.device import choose_device
     from gptworks.quantize.run import quantize_run
 
@@ -154,7 +160,10 @@ def import_(
     ] = True,
     as_json: AsJSON = False,
 ) -> None:
-    """Make a run folder of a Hugging Face folder, or of an adapter and its base."""
+    """Make a run of a Hugging Face folder or an adapter.
+
+    An adapter needs its base.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder. Give a Hugging Face folder, or one that PEFT wrote.")
     is_adapter = (folder / "adapter_config.json").exists()

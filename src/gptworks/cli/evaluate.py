@@ -62,7 +62,9 @@ def evaluate(
     ] = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Measure a run: loss, perplexity and bits per byte over the whole validation split, or what is asked for.
+    """Measure a run: loss, perplexity, bits per byte, tasks.
+
+    The whole validation split is read, or what is asked for.
 
     What --text, --task, --harness, --calibration and --memorization find is kept in RUN/evaluations and told in the
     model card. KEY=VALUE settings win over the run's: model.context_length=1024 model.rope_scaling.type=yarn.

@@ -24,7 +24,10 @@ def inspect(
     validation: Annotated[bool, typer.Option("--validation", help="Show held-out examples.")] = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Show what a recipe's conversations or pairs teach: figures, faults, and examples coloured by what is learned."""
+    """Show what conversations or pairs of answers teach.
+
+    Figures, faults, and examples coloured by what is learned.
+    """
     from gptworks.data.inspection import Inspection, inspect_records
     from gptworks.data.packing import Examples
     from gptworks.data.shards import TokenShards

@@ -44,7 +44,10 @@ def describe(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Draw an architecture: data flow with shapes, every parameter group, exact totals beside published ones."""
+    """Draw an architecture: shapes, parameters, exact totals.
+
+    The totals stand beside published ones where there are any.
+    """
     from gptworks.plan.sheet import describe as describe_model
 
     config, name = _architecture(target, overrides or [])
@@ -79,7 +82,10 @@ def plan(
     measure: Annotated[bool, typer.Option("--measure", help="Take two real steps on this machine too.")] = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Say what a training run comes to, before data or weights exist: FLOPs, memory, what fits, time, disk."""
+    """Estimate a run's FLOPs, memory, time and disk.
+
+    Nothing is allocated: neither data nor weights need exist.
+    """
     from dataclasses import replace
 
     from gptworks.plan.arrange import check_figures, choose_layout, plan_preset

@@ -35,7 +35,9 @@ def train(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Try also what should not fit in memory.")] = False,
 ) -> None:
-    """Train the recipe's model; everything it leaves is in the run folder (run_dir=...).
+    """Train the recipe's model.
+
+    Everything it writes is in the run folder (run_dir=...).
 
     Started by torchrun or `gptworks launch`, several processes train it together.
     """
@@ -70,7 +72,10 @@ def launch(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Try also what should not fit in memory.")] = False,
 ) -> None:
-    """Train the recipe's model in several processes of this machine, as train.parallel says."""
+    """Train in several processes of this machine.
+
+    How they share the work is set by train.parallel.
+    """
     from gptworks.train.launch import launch as start
     from gptworks.train.loop import check_train
 

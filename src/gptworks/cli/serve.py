@@ -51,7 +51,10 @@ def serve(
     checkpoint: WhichCheckpoint = "best",
     device: Device = "auto",
 ) -> None:
-    """Serve models over HTTP, as OpenAI's interface has it: completions, chat, embeddings."""
+    """Serve models through an OpenAI-compatible API.
+
+    Completions, chat and embeddings.
+    """
     runs = _runs(run, model or [])
     from gptworks.units import readable
 

@@ -84,7 +84,7 @@ def generate(
     device: Device = "auto",
     as_json: AsJSON = False,
 ) -> None:
-    """Continue a prompt, the text streaming as it comes; or every prompt of a file."""
+    """Continue a prompt, streaming, or every prompt of a file."""
     from gptworks.infer.sampling import SamplingSettings
 
     schema = None if json_schema is None else json_schema.read_text(encoding="utf-8")
