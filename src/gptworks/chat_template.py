@@ -268,8 +268,8 @@ def find_chat_template(config: TokenizerConfig) -> str | None:
     """
     if config.chat_template is None:
         path = config.path if isinstance(config, FileTokenizer | GPT2Tokenizer) else None
-        file = Path() if path is None else path.expanduser() / TEMPLATE_FILE
-        return read_text(file, MAX_TEMPLATE_BYTES) if file.exists() else None
+        file = None if path is None else path.expanduser() / TEMPLATE_FILE
+        return read_text(file, MAX_TEMPLATE_BYTES) if file is not None and file.exists() else None
     if config.chat_template in BUILT_IN:
         return BUILT_IN[config.chat_template]
     file = Path(config.chat_template).expanduser()
