@@ -272,7 +272,7 @@ def test_a_measurement_is_made_once_and_kept_for_later_processes(
     builds: list[str], fresh: Path, monkeypatch: pytest.MonkeyPatch, kind: torch.dtype
 ) -> None:
     monkeypatch.setattr(native_choice, "TRIES", 1)
-    monkeypatch.setattr(native_choice, "_SHAPE", {**native_choice._SHAPE, "d_model": 128, "vocab_size": 32})
+    monkeypatch.setattr(native_choice, "_SHAPE", {**native_choice._SHAPE, "d_model": 128, "vocab_size": 256})
     state = torch.get_rng_state()
     first = native_choice.seconds_of_both(kind)
     assert torch.equal(torch.get_rng_state(), state) and min(first) > 0

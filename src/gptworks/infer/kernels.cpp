@@ -489,8 +489,9 @@ template <int N> INLINE void prefetch(const void *at, int64_t line) {
 // Each kind of weights has a Tile: sums<N>(first, step, row, out) multiplies four weight rows, first, first + step …,
 // with N activation rows from `row` on; out[r][j] is the sum for weight row j.
 template <class Weight> struct FloatTile {
-    static constexpr int64_t AT_ONCE = MANY_REGISTERS ? 6 : 1;  // activation rows whose accumulators stay in registers
     static constexpr bool WIDENS = !std::is_same_v<Weight, float>;
+    // Activation rows whose accumulators stay in registers. Other weights are made float32 first where rows are short.
+    static constexpr int64_t AT_ONCE = WIDENS && !MANY_REGISTERS ? 1 : REGISTERS >= 32 ? 6 : 3;
     const Weight *weight;
     int64_t k;
     const Rows &x;
@@ -503,6 +504,31 @@ template <class Weight> struct FloatTile {
         Lanes total[N][TILE] = {};
         const Weight *w = weight + first * k;
         const float *in = x.x + row * x.stride;
+#ifndef __AVX512F__
+        if constexpr (N > 1) {  // one register of each 16 lanes at a time, so that the accumulators fit
+            static_assert(!WIDENS);
+            typedef Lanes::Part Part;
+            repeat<PARTS>([&](auto part) EACH {
+                const auto at = [&](const float *p) EACH {
+                    Part x;
+                    std::memcpy(&x, p + part * (REGISTER / 4), sizeof x);
+                    return x;
+                };
+                Part sum[N][TILE] = {};
+                for (int64_t i = 0; i < k; i += LANES) {
+                    Part activation[N];
+                    repeat<N>([&](auto r) EACH { activation[r] = at(in + r * x.stride + i); });
+                    repeat<TILE>([&](auto j) EACH {
+                        const Part weights = at(w + j * step * k + i);
+                        repeat<N>([&](auto r) EACH { sum[r][j] += weights * activation[r]; });
+                    });
+                }
+                repeat<N>([&](auto r) EACH { repeat<TILE>([&](auto j) EACH { total[r][j].part[part] = sum[r][j]; }); });
+            });
+            repeat<N>([&](auto r) EACH { out[r] = sums(total[r]); });
+            return;
+        }
+#endif
         for (int64_t i = 0; i < k; i += LANES) {
             Lanes activation[N];
             repeat<N>([&](auto r) EACH { activation[r] = load(in + r * x.stride + i); });
