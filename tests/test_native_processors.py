@@ -1,0 +1,182 @@
+"""The native kernels as other processors run them: each built for one of them, AArch64 under an emulator.
+
+Python writes models, tokens and the logits that the model's own forward pass gives in float64; native_cases.cpp computes
+them with kernels.cpp and compares. Debian's packages for AArch64: g++-aarch64-linux-gnu, qemu-user.
+"""
+
+import ctypes
+import platform
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gptworks.infer import native
+from gptworks.infer.backend import Unavailable
+from gptworks.infer.native_library import FLAGS, SOURCE, library
+from gptworks.model import GPT
+from gptworks.plan.devices import cpu_flags
+from test_native import KINDS, VARIANTS, copy_of, expected, pack, text, variant
+
+pytestmark = pytest.mark.processors
+
+LENGTHS = (30, 1, 3)
+"""Tokens of the texts that are computed in one step: queries come in fours and alone."""
+
+AVX2 = {"avx2", "fma", "f16c", "bmi2"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
+X86 = {
+    "x86-64": set[str](),
+    "haswell": AVX2,
+    "skylake-avx512": AVX512,
+    "znver4": AVX512 | {"avx512_bf16", "avx512_vnni", "avx512_vbmi2", "gfni", "avx512_vpopcntdq"},
+    "sapphirerapids": AVX512 | {"avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile"},
+}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of them all."""
+    try:
+        library()
+    except Unavailable as error:
+        pytest.skip(f"the cases are laid out by the native backend, which is not here: {error}")
+    written = [case_bytes(*case) for case in all_cases()]
+    file = tmp_path_factory.mktemp("cases") / "cases.bin"
+    file.write_bytes(struct.pack("<q", len(written)) + b"".join(written))
+    return file
+
+
+def all_cases() -> Iterator[tuple[str, GPT, GPT, str, torch.dtype, float, float]]:
+    """Name, model, model with the same values in float32, kind of weights, dtype of the cache, allowed differences as
+    shares of the largest logit."""
+    for name in VARIANTS:
+        model = variant(name)
+        yield name, model, copy_of(model), "fp32", torch.float32, 3e-6, 3e-6
+    for name in ("qwen3", "gpt2", "narrow"):
+        for kind in KINDS[1:]:
+            model = variant(name)
+            twin = pack(model, kind)
+            rounded = {"bf16": 0.03, "fp16": 3e-6, "int8": 3e-4, "int4": 3e-4}[kind]
+            yield f"{name}, {kind}", twin, model, kind, torch.float32, 3e-6, rounded
+    for cache, near in ((torch.bfloat16, 0.02), (torch.int8, 0.02)):
+        model = variant("llama")
+        yield f"cache in {cache}", model, copy_of(model), "fp32", cache, near, near
+    for kind in KINDS:
+        model = variant("qwen3")
+        twin = model if kind == "fp32" else pack(model, kind)
+        twin.blocks[1].norm1.weight.data[17] = float("nan")  # type: ignore[union-attr]
+        yield f"NaN, {kind}", twin, twin, kind, torch.float32, 0, 0
+
+
+def case_bytes(
+    name: str, model: GPT, plain: GPT, kind: str, cache: torch.dtype, near: float, near_rounded: float
+) -> bytes:
+    """A case as native_cases.cpp reads it: an image of memory in which pointers are positions, and where those lie."""
+    texts = [text(length, seed=length) for length in LENGTHS]
+    if name.startswith("NaN"):
+        wanted = torch.full((sum(LENGTHS), plain.config.vocab_size), float("nan"))
+    else:
+        double = copy_of(plain)
+        wanted = torch.cat([expected(double, ids, len(ids)) for ids in texts])
+    backend = native.try_backend(model, len(LENGTHS), 64, dtype=cache)
+    for vectors in (*backend.cache.keys, *backend.cache.values):
+        vectors.data.zero_()
+    image = Image()
+    for tensor in backend._kept:
+        image.add(tensor.data_ptr(), tensor)
+    layers = backend._model.kept
+    image.add_structure(ctypes.addressof(layers), layers)
+    at_model = image.add_structure(0, backend._model)
+    rows = [(token, slot, i) for slot, ids in enumerate(texts) for i, token in enumerate(ids)]
+    numbers = [torch.tensor(column) for column in (*zip(*rows, strict=True), range(len(rows)))]
+    logits = torch.zeros_like(wanted)
+    for tensor in (*numbers, logits):
+        image.add(tensor.data_ptr(), tensor)
+    addresses = [tensor.data_ptr() for tensor in (*numbers, logits)]
+    at_batch = image.add_structure(0, native._Batch(len(rows), len(texts), len(rows), *addresses))
+    at_wanted = image.add(0, wanted)
+    largest = float(wanted.abs().max()) if wanted.isfinite().all() else 0.0
+    bounds = (near * largest, near_rounded * largest)
+    places = (len(image.data), len(image.relocations), at_model, at_batch, at_wanted, wanted.numel())
+    header = struct.pack("<6q2dq64s", *places, *bounds, KINDS.index(kind), name.encode()[:63])
+    return header + bytes(image.data) + struct.pack(f"<{len(image.relocations)}q", *image.relocations)
+
+
+class Image:
+    """Memory that can be moved to another machine."""
+
+    def __init__(self) -> None:
+        self.data = bytearray(64)  # no pointer is 0 but the null pointer
+        self.relocations: list[int] = []
+        self._positions: dict[int, int] = {}
+
+    def add(self, address: int, tensor: torch.Tensor) -> int:
+        """Take in a tensor's bytes; returns their position."""
+        return self._add(address, tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+    def add_structure(self, address: int, structure: Any) -> int:
+        """Take in a structure or an array of them, whose pointers lead to what was taken in before."""
+        content = bytearray(bytes(structure))
+        pointers = list(_pointers(type(structure), 0))
+        for at in pointers:
+            pointer = int.from_bytes(content[at : at + 8], "little")
+            content[at : at + 8] = (self._positions[pointer] if pointer else 0).to_bytes(8, "little")
+        position = self._add(address, bytes(content))
+        filled = [at for at in pointers if any(content[at : at + 8])]
+        self.relocations += [position + at for at in filled]
+        return position
+
+    def _add(self, address: int, content: bytes) -> int:
+        position = len(self.data)
+        self.data += content + bytes(-len(content) % 64)
+        self._positions[address] = position
+        return position
+
+
+def _pointers(kind: Any, start: int) -> Iterator[int]:
+    """Where a structure, or an array of structures, has its pointers."""
+    if issubclass(kind, ctypes.Array):
+        for i in range(kind._length_):
+            yield from _pointers(kind._type_, start + i * ctypes.sizeof(kind._type_))
+    elif issubclass(kind, ctypes.Structure):
+        for name, field in kind._fields_:  # type: ignore[misc]
+            yield from _pointers(field, start + getattr(kind, name).offset)
+    elif kind is ctypes.c_void_p:
+        yield start
+
+
+def compiled(compiler: str, options: list[str], folder: Path) -> Path:
+    program = folder / "native_cases"
+    flags = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC")]
+    source = Path(__file__).with_name("native_cases.cpp")
+    command = [compiler, *flags, "-fopenmp", *options, f"-I{SOURCE.parent}", str(source), "-o", str(program)]
+    subprocess.run(command, check=True)
+    return program
+
+
+def run(command: list[str | Path]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}exit code {done.returncode}"
+
+
+@pytest.mark.parametrize("name", X86)
+def test_kernels_built_for_a_processor_compute_what_the_model_does(name: str, cases: Path, tmp_path: Path) -> None:
+    compiler = shutil.which("g++")
+    if compiler is None or platform.machine() != "x86_64":
+        pytest.skip("no g++ here, or another kind of processor")
+    if missing := X86[name] - cpu_flags():
+        pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
+    run([compiled(compiler, [f"-march={name}"], tmp_path), cases])
+
+
+def test_kernels_built_for_aarch64_compute_what_the_model_does(cases: Path, tmp_path: Path) -> None:
+    compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+    if compiler is None or emulator is None:
+        pytest.skip("no cross compiler or no emulator here: apt-get install g++-aarch64-linux-gnu qemu-user")
+    run([emulator, compiled(compiler, ["-static"], tmp_path), cases])
