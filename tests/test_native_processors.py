@@ -1,7 +1,7 @@
 """The native kernels as other processors run them: each built for one of them, AArch64 under an emulator.
 
-Python writes models, tokens and the logits that the model's own forward pass gives in float64; native_cases.cpp computes
-them with kernels.cpp and compares. Debian's packages for AArch64: g++-aarch64-linux-gnu, qemu-user.
+Python writes models, tokens and the logits of the model's own forward pass in float64; native_cases.cpp computes them
+with kernels.cpp and compares. Debian's packages for AArch64: g++-aarch64-linux-gnu, qemu-user.
 """
 
 import ctypes

@@ -9,7 +9,13 @@ The building blocks are imported on first use, so that `import gptworks` costs n
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & set(os.environ):
+    # A thread that waits for others gives its core to whoever can use it. OpenMP reads this as torch loads it, so it is
+    # set before; in a program that has imported torch already, it changes nothing.
+    os.environ["OMP_WAIT_POLICY"] = "passive"
 
 __version__ = "0.1.0"
 

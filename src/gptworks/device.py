@@ -2,9 +2,11 @@
 
 import contextlib
 import ctypes
+import math
+import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +124,58 @@ def _resident(field: str) -> int | None:
         return None
     line = next((line for line in status.read_text("ascii").splitlines() if line.startswith(f"{field}:")), None)
     return None if line is None else int(line.split()[1]) * 1024
+
+
+@contextlib.contextmanager
+def cpu_threads(n: int | None) -> Iterator[None]:
+    """torch and the native kernels compute with n threads inside; None: as many as before."""
+    before = torch.get_num_threads()
+    if n is not None:
+        torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class BusyCores:
+    """How many cores the programs beside this process keep busy, by the system's own counts."""
+
+    def __init__(self) -> None:
+        self._before = self._counts()
+
+    def by_others(self) -> float | None:
+        """Cores, on average since the last call; None where the system does not tell, or after less than a second."""
+        before, self._before = self._before, self._counts()
+        if before is None or self._before is None:
+            return None
+        seconds, busy, own = (after - then for after, then in zip(self._before, before, strict=True))
+        return max(0.0, busy - own) / seconds if seconds > 1 else None
+
+    @staticmethod
+    def _counts() -> tuple[float, float, float] | None:
+        """Seconds by the clock, of all cores at work, and of this process and its children at work."""
+        try:
+            fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
+            ticks = os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError):
+            return None
+        user, nice, system, _, _, irq, soft_irq, *_ = map(int, fields)
+        return time.monotonic(), (user + nice + system + irq + soft_irq) / ticks, sum(os.times()[:4])
+
+
+def advice_on_threads(by_others: float | None, device: torch.device) -> str | None:
+    """What to do where other programs take cores that this process has threads for; None: nothing."""
+    n_threads, n_cores = torch.get_num_threads(), os.cpu_count() or 1
+    if device.type != "cpu" or by_others is None or n_threads < 2 or n_threads + by_others < n_cores + 0.5:
+        return None
+    fewer = max(1, n_cores - math.ceil(by_others - 0.25))
+    if fewer >= n_threads:
+        return None
+    return (
+        f"other programs keep {by_others:.1f} of {n_cores} cores busy, and {n_threads} threads wait for one another: "
+        f"train.threads={fewer} may be faster."
+    )
 
 
 PROBE_SECONDS = 0.4

@@ -98,6 +98,11 @@ class TrainConfig(Section):
         "auto", description="auto: bf16 autocast where the hardware multiplies bf16 natively, else fp32."
     )
     device: Free[Literal["auto", "cpu", "cuda", "mps"]] = "auto"
+    threads: Free[PositiveInt | None] = Field(
+        None,
+        description="CPU threads that a process computes with. null: OMP_NUM_THREADS, else one for each core. Fewer "
+        "where other programs keep cores busy: all threads wait for the slowest.",
+    )
 
     log_every: Free[PositiveInt] = 10
     loggers: Free[tuple[Literal["tensorboard", "wandb"], ...]] = Field(

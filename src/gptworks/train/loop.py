@@ -21,7 +21,17 @@ from gptworks.checkpoint import Checkpoint, checkpoints, newest_verified
 from gptworks.config import Recipe
 from gptworks.data.inspection import check_records
 from gptworks.data.prepare import prepare
-from gptworks.device import Precision, choose_device, choose_precision, device_name, peak_growth_bytes, reset_peak
+from gptworks.device import (
+    BusyCores,
+    Precision,
+    advice_on_threads,
+    choose_device,
+    choose_precision,
+    cpu_threads,
+    device_name,
+    peak_growth_bytes,
+    reset_peak,
+)
 from gptworks.errors import RunError, UserError
 from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
@@ -119,7 +129,8 @@ def train(
     choose_allocation(peak, device, ranks.local_size)
     parallel = choose_parallel(recipe, ranks, device, layout)
     run = Run(recipe, prepared.folder, prepared.tokenizer, device, precision, objective, display, ranks, parallel)
-    with open_run_folder(recipe, resume) if ranks.is_first else contextlib.nullcontext(), run.writer:
+    folder = open_run_folder(recipe, resume) if ranks.is_first else contextlib.nullcontext()
+    with folder, run.writer, cpu_threads(recipe.train.threads):
         run.begin(resume, overrides)
         display.message(run.opening)
         with stop_signals() as stop_asked, display:
@@ -170,6 +181,7 @@ class Run:
         self.recipe, self.settings, self.display = recipe, recipe.train, display
         self.ranks, self.parallel = ranks, parallel or Parallel(recipe.train)
         self.device, self.precision, self.tokenizer = device, precision, tokenizer
+        self._cores, self._advised = BusyCores(), False
         with ranks.busy():
             self.task = choose_task(recipe, data_folder, verify=ranks.is_first)
         self.task.ranks = ranks
@@ -391,6 +403,10 @@ class Run:
         progress, settings = self.progress, self.settings
         if progress.step % settings.log_every == 0 or self.share_done >= 1:
             pace = self.throughput.pace(progress.tokens, progress.seconds)
+            if self.ranks.size == 1 and not self._advised and (by_others := self._cores.by_others()) is not None:
+                if advice := advice_on_threads(by_others, self.device):
+                    self.display.message(advice)
+                self._advised = advice is not None
             load = None if self._expert_tokens is None else round(busiest_load(self._expert_tokens), 3)
             self.log.write(
                 {

@@ -1,0 +1,92 @@
+"""Threads of the CPU: how they wait, how many compute, and what is said where other programs take their cores."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from gptworks.config import Recipe
+from gptworks.device import BusyCores, advice_on_threads, cpu_threads
+from gptworks.recipe import parse_recipe
+from gptworks.train.loop import Run, train
+
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"OMP_WAIT_POLICY": "passive"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+        ({"KMP_BLOCKTIME": "1"}, {"KMP_BLOCKTIME": "1"}),
+    ],
+)
+def test_waiting_threads_give_up_their_core_unless_the_user_says_otherwise(
+    given: dict[str, str], expected: dict[str, str]
+) -> None:
+    """In the environment before torch is loaded, when OpenMP reads it."""
+    environment = {key: value for key, value in os.environ.items() if key not in WAITING} | given
+    found = f"{{k: os.environ[k] for k in {WAITING} if k in os.environ}}"
+    code = f"import gptworks.cli, os, sys; print('torch' in sys.modules, {found})"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"False {expected}"
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_run_computes_with_the_threads_that_its_recipe_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: None
+) -> None:
+    seen: list[int] = []
+    step = Run.training_step
+    monkeypatch.setattr(Run, "training_step", lambda run: (seen.append(torch.get_num_threads()), step(run))[1])
+    torch.set_num_threads(2)
+    recipe: Recipe = parse_recipe(tiny.recipe_tree(tmp_path, max_steps=2, warmup_steps=0, threads=3))
+    train(recipe)
+    assert seen == [3, 3] and torch.get_num_threads() == 2
+
+
+def test_threads_are_as_before_after_an_error(threads: None) -> None:
+    torch.set_num_threads(2)
+    with pytest.raises(KeyError), cpu_threads(1):
+        assert torch.get_num_threads() == 1
+        raise KeyError
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(
+    ("n_threads", "n_cores", "by_others", "fewer"),
+    [
+        (2, 2, 0.9, 1), (2, 2, 0.2, None), (2, 2, None, None), (1, 2, 1.0, None), (8, 8, 1.0, 7), (8, 8, 3.6, 4),
+        (4, 8, 3.0, None), (4, 8, 7.0, 1), (2, 2, 9.0, 1),
+    ],
+)  # fmt: skip
+def test_advice_follows_the_cores_that_others_keep_busy(
+    monkeypatch: pytest.MonkeyPatch, n_threads: int, n_cores: int, by_others: float | None, fewer: int | None
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: n_threads)
+    monkeypatch.setattr(os, "cpu_count", lambda: n_cores)
+    advice = advice_on_threads(by_others, torch.device("cpu"))
+    assert advice_on_threads(by_others, torch.device("cuda")) is None
+    assert advice is None if fewer is None else advice is not None and f"train.threads={fewer} may" in advice
+
+
+def test_busy_cores_are_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: Any = iter([(0.0, 10.0, 5.0), (10.0, 28.0, 14.0), (10.5, 29.0, 14.0), None, (20.0, 30.0, 15.0)])
+    monkeypatch.setattr(BusyCores, "_counts", staticmethod(lambda: next(counts)))
+    cores = BusyCores()
+    assert cores.by_others() == pytest.approx(0.9)  # 18 seconds of work in 10, 9 of them our own
+    assert cores.by_others() is None  # half a second tells nothing
+    assert cores.by_others() is None and cores.by_others() is None
