@@ -38,6 +38,9 @@ ATTEMPTS: tuple[tuple[str, ...], ...] = (
 MARCH = "GPTWORKS_NATIVE_MARCH"
 """Environment variable: build for this processor, such as haswell, instead of for the one that is here."""
 
+_OLDER_NAMES = {"znver4": ("cooperlake",), "sapphirerapids": ("cooperlake",)}
+"""For compilers that do not know a processor yet: one with the instructions that the kernels use."""
+
 _lock = threading.Lock()
 
 
@@ -116,7 +119,10 @@ def forget() -> None:
 def attempts() -> tuple[tuple[str, ...], ...]:
     """The compilers' options that are tried, in this order."""
     march = os.environ.get(MARCH)
-    return ((f"-march={march}", "-fopenmp"), (f"-march={march}",)) if march else ATTEMPTS
+    if not march:
+        return ATTEMPTS
+    names = (march, *_OLDER_NAMES.get(march, ()))
+    return tuple((f"-march={name}", *threads) for threads in (("-fopenmp",), ()) for name in names)
 
 
 def _load(compiler: str) -> Library:
