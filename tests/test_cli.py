@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import tiny
+from gptworks.cli import app
+from gptworks.errors import UserError
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import train
 
@@ -206,3 +209,32 @@ def test_the_list_of_commands_fits_a_terminal_of_80_columns() -> None:
     assert len(commands.splitlines()) > 15
     assert "..." not in commands
     assert max(map(len, shown.splitlines())) <= 80
+
+
+IDLE = [
+    (["evaluate", "RUN", "--text", "FILE", "--by-position"], "--by-position is for the validation split"),
+    (["evaluate", "RUN", "--text", "FILE", "--compressors"], "--compressors is for the validation split"),
+    (["evaluate", "RUN", "--task", "FILE", "--by-position"], "--by-position is for the validation split"),
+    (["evaluate", "RUN", "--task", "FILE", "--compressors"], "--compressors is for the validation split"),
+    (["evaluate", "RUN", "--task", "FILE", "--stride", "8"], "--stride is for text"),
+    (["evaluate", "RUN", "--task", "FILE", "--precision", "bf16"], "--precision does nothing with tasks"),
+    (["evaluate", "RUN", "--harness", "NAME", "--precision", "bf16"], "--precision does nothing with tasks"),
+    (["compare", "RUN", "RUN", "--evaluations", "--out", "FILE"], "--out does nothing with --evaluations"),
+    (["compare", "RUN", "RUN", "--evaluations", "--make-band", "FILE"], "--make-band does nothing with --evaluations"),
+    (["compare", "RUN", "RUN", "--evaluations", "--against", "FILE"], "--against does nothing with --evaluations"),
+    (["compare", "RUN", "--make-band", "FILE", "--json"], "--json does nothing with --make-band"),
+    (["compare", "RUN", "--make-band", "FILE", "--out", "FILE"], "--out does nothing with --make-band"),
+    (["compare", "RUN", "--make-band", "FILE", "--against", "FILE"], "--against does nothing with --make-band"),
+    (["generate", "RUN", "--input", "FILE", "--output", "FILE", "--json"], "--json does nothing with --input"),
+    (["generate", "RUN", "a prompt", "--logprobs", "2"], "--logprobs is for --json"),
+    (["export", "RUN", "OUT", "--format", "gguf", "--no-verify"], "--no-verify does nothing with --format gguf"),
+    (["describe", "gpt2", "--json", "--markdown"], "--markdown does nothing with --json"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), IDLE, ids=[" ".join(command) for command, _ in IDLE])
+def test_an_option_that_would_do_nothing_is_refused_before_any_work(command: list[str], message: str) -> None:
+    """The run does not exist: what is refused first is the option."""
+    with pytest.raises(UserError) as refused:
+        CliRunner().invoke(app, command, catch_exceptions=False)
+    assert message in str(refused.value) and "leave it out" in str(refused.value)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gptworks.errors import UserError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -34,6 +36,22 @@ PresencePenalty = Annotated[float, typer.Option(help="Taken from a token's logit
 BACKENDS, CACHES = ("auto", "torch", "native"), ("auto", "fp32", "bf16", "int8")
 Cache = Annotated[str, typer.Option("--cache", help="How keys and values are kept: auto, fp32, bf16 or int8.")]
 Backend = Annotated[str, typer.Option(help="auto, torch or native (C++, on a CPU).")]
+
+
+def refuse_unused(because: str, **options: Any) -> None:
+    """Refuse options that were given and would do nothing, by name.
+
+    Args:
+        because: why they would, in words that follow the option: `does nothing with --input`.
+        options: each option as the command's parameter is called, with its value; one that is false or None is not
+            given.
+
+    Raises:
+        UserError: one was given.
+    """
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise UserError(f"--{name.replace('_', '-')} {because}: leave it out.")
 
 
 def notice(text: str) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from gptworks.cli.common import AsJSON, Overrides, RecipeFile, RunFolder, console_of, notice, print_json
+from gptworks.cli.common import AsJSON, Overrides, RecipeFile, RunFolder, console_of, notice, print_json, refuse_unused
 from gptworks.cli.make import prepare_with_progress
 
 
@@ -48,6 +48,10 @@ def compare(
     from gptworks.runs.compare_page import write_comparison
     from gptworks.runs.history import read_history
 
+    if evaluations:
+        refuse_unused("does nothing with --evaluations", out=out, make_band=make_band, against=against)
+    if make_band is not None:
+        refuse_unused("does nothing with --make-band", out=out, against=against, json=as_json)
     histories = [read_history(run) for run in runs]
     if evaluations:
         from gptworks.runs.evaluations import compare_evaluations

@@ -6,7 +6,16 @@ from typing import Annotated, Any
 
 import typer
 
-from gptworks.cli.common import AsJSON, Device, RunFolder, WhichCheckpoint, console_of, notice, print_json
+from gptworks.cli.common import (
+    AsJSON,
+    Device,
+    RunFolder,
+    WhichCheckpoint,
+    console_of,
+    notice,
+    print_json,
+    refuse_unused,
+)
 from gptworks.cli.make import prepare_with_progress
 from gptworks.errors import UserError
 
@@ -57,6 +66,8 @@ def export(
             raise UserError(f"{other}={value} with --format={form}: that format has {option}.")
     if form == "hf" and not tokenizer:
         raise UserError("--no-tokenizer with --format=hf: such a folder always has its tokenizer; drop the option.")
+    if form == "gguf":
+        refuse_unused("does nothing with --format gguf, which is not verified", no_verify=not verify)
     if adapter and (form != "hf" or dtype is not None):
         raise UserError("--adapter is for --format=hf, in fp32: leave the other option out.")
     if base is not None and not adapter:

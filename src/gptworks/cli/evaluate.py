@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gptworks.cli.common import AsJSON, Device, Overrides, RunFolder, WhichCheckpoint, console_of, notice, print_json
+from gptworks.cli.common import (
+    AsJSON,
+    Device,
+    Overrides,
+    RunFolder,
+    WhichCheckpoint,
+    console_of,
+    notice,
+    print_json,
+    refuse_unused,
+)
 from gptworks.cli.make import prepare_with_progress
 from gptworks.errors import UserError
 
@@ -72,6 +82,13 @@ def evaluate(
     from gptworks.evaluate.run import EvaluatedRun
     from gptworks.evaluate.task import load_task
 
+    if text or task or harness or calibration or memorization:
+        only = "is for the validation split: it does nothing with --text, --task or another measurement"
+        refuse_unused(only, by_position=by_position, compressors=compressors)
+        if not text:
+            refuse_unused("is for text: give --text FILE", stride=stride)
+        if not (text or calibration or memorization):
+            refuse_unused("does nothing with tasks, which are computed as texts are generated", precision=precision)
     tasks = [load_task(path, shots=n, limit=limit) for path in task or [] for n in shots or (None,)]
     texts = {path: _read_text(path) for path in text or []}
     _check_options(

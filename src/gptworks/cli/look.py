@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptworks.cli.common import AsJSON, Overrides, console_of, notice, print_json
+from gptworks.cli.common import AsJSON, Overrides, console_of, notice, print_json, refuse_unused
 from gptworks.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def describe(
     """
     from gptworks.plan.sheet import describe as describe_model
 
+    if as_json:
+        refuse_unused("does nothing with --json", markdown=markdown)
     config, name = _architecture(target, overrides or [])
     sheet = describe_model(config, name)
     if html is not None:

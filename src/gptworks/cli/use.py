@@ -31,6 +31,7 @@ from gptworks.cli.common import (
     console_of,
     notice,
     print_json,
+    refuse_unused,
 )
 from gptworks.errors import RunError, UserError
 
@@ -98,6 +99,10 @@ def generate(
         raise UserError("--draft without --guess: say how many tokens it guesses at a time, such as --guess 4.")
     if (input_file is None) != (output_file is None) or (input_file is not None and prompt):
         raise UserError("--input and --output belong together, without a prompt beside them.")
+    if input_file is not None:
+        refuse_unused("does nothing with --input, whose results are JSON lines in --output", json=as_json)
+    elif not as_json:
+        refuse_unused("is for --json: add it, or", logprobs=logprobs)
     drafter = drafter_of(guess, draft, device, backend)
     engine = load_engine(
         run, checkpoint, device, overrides, n_slots=slots, drafter=drafter, backend=backend, cache=cache
