@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-gguf test-harness test-trl test-memory test-ranks test-kills test-schema test-overload test-processors lint bench clean
+.PHONY: help demo pipeline bands test test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-schema test-overload test-processors lint bench clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-harness  compare lm-evaluation-harness's scores of a run and of its export (about a minute on 2 cores)"
 	@echo "make test-trl  compare preference tuning with trl, which it installs (about a minute)"
 	@echo "make test-memory  hold the planned memory of every preset against its traced step (about 15 minutes on 2 cores)"
+	@echo "make test-arrangements  500 drawn recipes: what is planned and advised, training accepts (about half a minute)"
 	@echo "make test-kills  kill runs fifty times, in one process and in two, and resume them (about 10 minutes on 2 cores)"
 	@echo "make test-schema  5,000 requests to the server, made from its schema (about 10 minutes on 2 cores)"
 	@echo "make test-overload  the server with too many clients, slow ones, and ones that leave (about 3 minutes on 2 cores)"
@@ -54,8 +55,11 @@ test-trl: .venv/.installed-dev
 test-memory: .venv/.installed-dev
 	$(BIN)/python -m pytest -m grid tests/test_memory.py
 
+test-arrangements: .venv/.installed-dev
+	$(BIN)/python -m pytest -m arrangements -rP tests/test_arrangements.py
+
 test-ranks: .venv/.installed-dev
-	$(BIN)/python -m pytest -m ranks tests/test_parallel.py
+	$(BIN)/python -m pytest -m ranks tests/test_parallel.py tests/test_memory_of_ranks.py
 
 test-kills: .venv/.installed-dev
 	$(BIN)/python -m pytest -m kills -rP tests/test_kills.py

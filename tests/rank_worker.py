@@ -1,21 +1,27 @@
-"""What tests/test_parallel.py has several processes do: `torchrun … rank_worker.py gradients|train JSON [TIMEOUT]`."""
+"""What tests of several processes have them do: `torchrun … rank_worker.py gradients|memory|train JSON [TIMEOUT]`."""
 
 import hashlib
 import json
 import sys
 import time
+import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from gptworks.config import ModelConfig
 from gptworks.device import choose_precision
 from gptworks.model import GPT
-from gptworks.plan.memory import Layout
+from gptworks.plan.layout import Layout
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.train.loop import train
 from gptworks.train.objectives import Batch, Losses, next_token
+from gptworks.train.optim import Optimizer
 from gptworks.train.parallel import choose_parallel
 from gptworks.train.ranks import Ranks, join
 
@@ -43,18 +49,21 @@ def gradients(cases: list[dict], ranks: Ranks) -> list[dict]:
         recipe = parse_recipe(case["recipe"])
         layout, train_settings = Layout(**case["layout"]), recipe.train
         inputs, targets = batch(recipe.model, train_settings.batch_size)
-        alone = model_of(recipe.model, checkpoint_blocks=False)
-        with choose_precision(train_settings.precision, CPU).autocast():
-            (next_token(alone, (inputs, targets)).objective / targets.numel()).backward()
-
         parallel = choose_parallel(recipe, ranks, CPU, layout)
-        model = parallel.place(model_of(recipe.model, case["checkpoint_blocks"]), CPU)
         size = parallel.micro_batch_size
-        for i in parallel.micro_steps:
-            part = slice(i * size, (i + 1) * size)
-            with choose_precision(train_settings.precision, CPU).autocast():
+
+        def accumulate(model: GPT, micro_step: int, recipe=recipe, inputs=inputs, targets=targets, size=size) -> None:
+            part = slice(micro_step * size, (micro_step + 1) * size)
+            with choose_precision(recipe.train.precision, CPU).autocast():
                 losses = next_token(model, (inputs[part], targets[part]))
             (losses.objective / targets.numel()).backward()
+
+        alone = model_of(recipe.model, checkpoint_blocks=False)
+        for i in range(train_settings.batch_size // size):
+            accumulate(alone, i)
+        model = parallel.place(model_of(recipe.model, case["checkpoint_blocks"]), CPU)
+        for i in parallel.micro_steps:
+            accumulate(model, i)
         parallel.finish_gradients()
         worst, wanted = 0.0, {name: p.grad for name, p in alone.named_parameters()}
         norm = torch.nn.utils.get_total_norm(wanted.values()).item()
@@ -70,6 +79,79 @@ def gradients(cases: list[dict], ranks: Ranks) -> list[dict]:
             mine, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (shares[name], parameter.detach()))
             assert torch.equal(mine, theirs), name
     return results
+
+
+class HeldBytes(TorchDispatchMode):
+    """Counts the bytes of this process's storages while they live, as they grow and shrink: FSDP frees what it has
+    gathered by resizing its storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_bytes = self.peak_bytes = 0
+        self._sizes: weakref.WeakKeyDictionary[torch.UntypedStorage, list[int]] = weakref.WeakKeyDictionary()
+
+    def __enter__(self) -> "HeldBytes":
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, n_bytes: int) -> Any:
+            result = resize(storage, n_bytes)
+            self._count(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resized
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # what it does to this rank's part comes here again
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self._sizes:
+            self._sizes[storage] = size = [0]
+            weakref.finalize(storage, self._change, size, 0)
+        self._change(self._sizes[storage], storage.nbytes())
+
+    def _change(self, size: list[int], n_bytes: int) -> None:
+        self.now_bytes += n_bytes - size[0]
+        size[0] = n_bytes
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+
+def memory(cases: list[dict], ranks: Ranks) -> list[int]:
+    """The most that this rank's tensors hold in a step after the first, in each case."""
+    peaks = []
+    for case in cases:
+        recipe, layout = parse_recipe(case["recipe"]), Layout(**case["layout"])
+        precision, config = choose_precision(recipe.train.precision, CPU), recipe.model
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        with HeldBytes() as held:
+            parallel = choose_parallel(recipe, ranks, CPU, layout)
+            model = parallel.place(GPT(config).train(), CPU)
+            model.activation_checkpointing = recipe.train.activation_checkpointing
+            optimizer = Optimizer(model, recipe.train)
+            for _ in range(2):
+                held.peak_bytes = 0
+                for _ in parallel.micro_steps:
+                    inputs, targets = batch(config, parallel.micro_batch_size)
+                    with precision.autocast():
+                        losses = next_token(model, (inputs, targets))
+                    (losses.objective / targets.numel()).backward()
+                parallel.finish_gradients()
+                parallel.clip_gradients(1.0, parallel.gradient_norm())
+                optimizer.step(scaler)
+                optimizer.zero_grad()
+            peaks.append(held.peak_bytes)
+        del model, optimizer, parallel, losses, inputs, targets
+    return peaks
 
 
 def runs(recipes: list[dict], ranks: Ranks) -> None:
@@ -101,8 +183,8 @@ if __name__ == "__main__":
     what, path = sys.argv[1], Path(sys.argv[2])
     with join(float(sys.argv[3]) if len(sys.argv) > 3 else 60, CPU) as ranks:
         cases = json.loads(path.read_text(encoding="utf-8"))
-        if what == "gradients":
-            results = gradients(cases, ranks)
+        if what in ("gradients", "memory"):
+            results = gradients(cases, ranks) if what == "gradients" else memory(cases, ranks)
             if ranks.is_first:
                 path.with_suffix(".results").write_text(json.dumps(results), encoding="utf-8")
         else:

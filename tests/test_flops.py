@@ -1,5 +1,7 @@
 """FLOPs in closed form against torch's counter and against figures worked out by hand."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -10,7 +12,10 @@ from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.plan import forward_flops
 from gptworks.plan.flops import visible_pairs
+from gptworks.plan.work import training_work
 from gptworks.presets import preset
+from gptworks.recipe import parse_recipe
+from gptworks.train.trained import trained_part
 from test_params import random_config
 
 
@@ -46,6 +51,48 @@ def test_training_is_three_times_forward() -> None:
     config = preset("gpt2-mini")
     flops = forward_flops(config)
     assert flops.training_per_token_dense * flops.length == counted_flops(config, flops.length, backward=True)
+
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "all": {},
+    "adapter": {"adapter": {"rank": 4}},
+    "adapter of queries": {"adapter": {"rank": 4, "targets": ["query"]}},
+    "adapter of the MLP, embeddings too": {"adapter": {"rank": 3, "targets": ["mlp"], "embeddings": True}},
+    "first block frozen": {"freeze": {"first_blocks": 1, "embeddings": True}},
+    "norms alone": {"freeze": {"embeddings": True, "patterns": ["*.attention.*", "*.mlp.*"]}},
+    "last MLP alone": {"freeze": {"embeddings": True, "first_blocks": 2, "patterns": ["*norm*", "*attention*"]}},
+    "values alone": {"freeze": {"embeddings": True, "patterns": ["*norm*", "*query*", "*key*", "*out*", "*mlp*"]}},
+}
+
+
+@pytest.mark.parametrize("kind", ["dense", "grouped", "untied", "parallel", "windowed"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_frozen_parts_and_adapters_cost_what_torch_counts(name: str, kind: str) -> None:
+    """Backward passes end at the first thing that is trained, and a frozen matrix has no gradient of its own."""
+    changes = {
+        "dense": {}, "grouped": {"n_kv_heads": 2, "mlp": "swiglu", "qk_norm": True},
+        "untied": {"tie_embeddings": False},
+        "parallel": {"parallel_residual": True}, "windowed": {"window": 8, "window_pattern": ("full", "window")},
+    }[kind]  # fmt: skip
+    model = {"vocab_size": 50, "context_length": 32, "n_layers": 3, "d_model": 48, "n_heads": 4} | changes
+    recipe = parse_recipe({
+        "model": model, "tokenizer": {"type": "char"}, "data": {"sources": [{"type": "python-stdlib"}]},
+        "train": {"max_steps": 1}, **TRAINED[name],
+    })  # fmt: skip
+    work = training_work(recipe)
+    counted: dict[bool, int] = {}
+    for backward in (False, True):
+        with torch.device("meta"):
+            built = trained_part(GPT(recipe.model), recipe.adapter, recipe.freeze).eval()
+            tokens = torch.zeros(1, 32, dtype=torch.long)
+            with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+                with torch.set_grad_enabled(backward):
+                    logits = built(tokens)
+                if backward:
+                    logits.sum().backward()
+        counted[backward] = counter.get_total_flops()
+    assert sum(work.forward.values()) * 32 == pytest.approx(counted[False])
+    assert work.per_token * 32 == pytest.approx(counted[True])
 
 
 def test_causal_pairs_by_counting_them() -> None:

@@ -13,9 +13,11 @@ from gptworks.model import GPT, KVCache, cpu
 from gptworks.model import loss as model_loss
 from gptworks.plan import memory, stages
 from gptworks.plan.inference import inference_memory
-from gptworks.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS, Layout, Setting, training_peak
+from gptworks.plan.layout import Layout, rank_config
+from gptworks.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS, Setting, training_peak
 from gptworks.plan.objectives import recipe_setting
 from gptworks.plan.params import count_parameters
+from gptworks.plan.stages import MLP
 from gptworks.presets import PRESETS, preset
 from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
@@ -150,30 +152,17 @@ def test_persistent_parts_are_exact() -> None:
     assert saving.total_bytes - training_peak(replace(SETTING, on_cpu=True)).total_bytes == 12 * total
 
 
-def test_shares_of_sharded_parts() -> None:
-    whole = training_peak(replace(SETTING, accumulates=True)).parts
-    fsdp = training_peak(replace(SETTING, accumulates=True, layout=Layout("fsdp", 4))).parts
-    zero2 = training_peak(replace(SETTING, accumulates=True, layout=Layout("zero2", 4))).parts
-    for part in (WEIGHTS, GRADIENTS, OPTIMIZER):
-        assert fsdp[part] == whole[part] // 4
-    assert (zero2[WEIGHTS], zero2[OPTIMIZER]) == (whole[WEIGHTS], whole[OPTIMIZER] // 4)
-    assert memory.COMMUNICATION not in whole
-    block = 7_087_872  # 12 C² + 13 C of gpt2
-    outside = 124_439_808 - 12 * block
-    assert fsdp[memory.COMMUNICATION] == 4 * block + 2 * (2 * block + outside)
-
-
 def test_tensor_parallel_ranks_hold_shares_of_the_matrices() -> None:
     model = preset("gpt2")
-    rank = memory.rank_config(model, 4)
+    rank = rank_config(model, 4)
     groups, whole = count_parameters(rank).groups, count_parameters(model).groups
     for name in ("attention_weights", "mlp_weights"):
         assert groups[name].total == whole[name].total // 4
     for name in ("norms", "token_embedding"):
         assert groups[name].total == whole[name].total
     split, alone = (training_peak(replace(SETTING, layout=Layout("none", 1, n))) for n in (4, 1))
-    assert split.parts["MLP"] == alone.parts["MLP"] // 4
-    assert split.parts["logits and loss"] == alone.parts["logits and loss"]
+    assert split.parts[MLP] == alone.parts[MLP] // 4
+    assert split.parts[memory.LOSS] == alone.parts[memory.LOSS]
     assert split.total_bytes < alone.total_bytes
 
 

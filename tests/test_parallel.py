@@ -81,6 +81,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def case(model: str, layout: tuple[str, int, int], checkpoint_blocks: bool = False, **train: Any) -> dict[str, Any]:
     sharding, data, tensor = layout
+    gathers = train.get("precision", "fp32") if sharding != "none" else "fp32"
     fields = {"vocab_size": 43, "context_length": 16, "n_layers": 2, "d_model": 32, "n_heads": 4}
     return {
         "recipe": {
@@ -89,7 +90,7 @@ def case(model: str, layout: tuple[str, int, int], checkpoint_blocks: bool = Fal
             "data": {"sources": [{"type": "python-stdlib"}]},
             "train": {"max_steps": 1, "batch_size": 8, "micro_batch_size": 2, "precision": "fp32"} | train,
         },
-        "layout": {"sharding": sharding, "data_parallel": data, "tensor_parallel": tensor},
+        "layout": {"sharding": sharding, "data_parallel": data, "tensor_parallel": tensor, "gathers": gathers},
         "checkpoint_blocks": checkpoint_blocks,
     }
 
@@ -101,6 +102,10 @@ GRADIENT_CASES = {
         "fsdp, own head": case("biased", ("fsdp", 2, 1)),
         "fsdp, checkpointed": case("grouped", ("fsdp", 2, 1), checkpoint_blocks=True),
         "fsdp without resharding": case("grouped", ("zero2", 2, 1)),
+        "fsdp gathering bf16": case("grouped", ("fsdp", 2, 1), precision="bf16"),
+        "fsdp gathering bf16, biased": case("biased", ("fsdp", 2, 1), precision="bf16", micro_batch_size=4),
+        "fsdp gathering bf16, experts": case("experts", ("fsdp", 2, 1), precision="bf16"),
+        "fsdp gathering bf16, checkpointed": case("grouped", ("fsdp", 2, 1), checkpoint_blocks=True, precision="bf16"),
         "tensor": case("grouped", ("none", 1, 2)),
         "tensor, biased": case("biased", ("none", 1, 2)),
         "tensor, checkpointed": case("grouped", ("none", 1, 2), checkpoint_blocks=True),
@@ -111,6 +116,7 @@ GRADIENT_CASES = {
         "ddp × tensor": case("grouped", ("none", 2, 2)),
         "fsdp × tensor": case("grouped", ("fsdp", 2, 2)),
         "fsdp × tensor, biased": case("biased", ("fsdp", 2, 2)),
+        "fsdp gathering bf16": case("biased", ("zero2", 4, 1), precision="bf16"),
         "fsdp × tensor, checkpointed": case("grouped", ("fsdp", 2, 2), checkpoint_blocks=True),
     },
 }
@@ -118,6 +124,7 @@ GRADIENT_CASES = {
 
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_gradients_are_those_of_one_process(n_ranks: int, tmp_path: Path) -> None:
+    """In bf16 too: a gathered matrix is rounded as autocast rounds it, and all else is float32."""
     cases = GRADIENT_CASES[n_ranks]
     (tmp_path / "cases").write_text(json.dumps(list(cases.values())), encoding="utf-8")
     torchrun(n_ranks, "gradients", tmp_path / "cases")

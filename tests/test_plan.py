@@ -18,10 +18,14 @@ import tiny
 from gptworks.config import Recipe
 from gptworks.device import choose_precision
 from gptworks.errors import UserError
-from gptworks.plan.arrange import choose_layout, largest_divisor, plan_preset, rank_setting
+from gptworks.plan.advice import changes_that_fit
+from gptworks.plan.arrange import Refusal, arrange, rank_setting
+from gptworks.plan.assumed import preset_recipe
 from gptworks.plan.devices import Device, custom_device, find_device
-from gptworks.plan.fit import alternatives, changes_that_fit, largest_micro_batch
-from gptworks.plan.memory import Layout, Setting, training_peak
+from gptworks.plan.fit import alternatives, divisors, largest_micro_batch
+from gptworks.plan.flops import forward_flops
+from gptworks.plan.layout import Layout, parallel_overrides
+from gptworks.plan.memory import Setting, training_peak
 from gptworks.plan.run import Plan, plan
 from gptworks.presets import preset
 from gptworks.recipe import parse_recipe
@@ -33,14 +37,14 @@ H100 = find_device("h100")
 
 
 def planned(name: str = "gpt2", *overrides: str, device: Device = H100, ranks: int = 1, sharding: str = "auto") -> Plan:
-    recipe, layout = plan_preset(name, overrides, device, ranks, 1, sharding)
-    return plan(recipe, device=device, layout=layout)
+    recipe, reason = preset_recipe(name, [*parallel_overrides(sharding, None), *overrides], device, ranks)
+    return plan(recipe, device=device, n_ranks=ranks, steps_reason=reason)
 
 
 def gptworks_plan(*arguments: str) -> dict[str, Any]:
     result = tiny.gptworks("plan", *arguments, "--json")
-    assert result.returncode == 0, result.stderr
     sheet: dict[str, Any] = json.loads(result.stdout)
+    assert result.returncode == (0 if sheet["fit"]["fits"] else 3), result.stderr
     return sheet
 
 
@@ -96,9 +100,9 @@ def test_a_recipe_is_planned_on_this_machine(tmp_path: Path) -> None:
         ("gpt2 --flops 1e12", "--memory-gib"),
         ("gpt2 --device h100 --memory-gib 8", "give one"),
         ("gpt2 --sharding fdsp", "use auto, none, zero2, fsdp"),
-        ("gpt2 --world-size 6 --tensor-parallel 4", "is not a multiple of --tensor-parallel 4"),
-        ("gpt2 --world-size 5 --tensor-parallel 5", "does not divide n_heads=12"),
-        ("gpt2 train.batch_size=12 --world-size 8", "train.batch_size=12 is not a multiple of 8"),
+        ("gpt2 --world-size 6 --tensor-parallel 4", "6 ranks are not a multiple of train.parallel.tensor_parallel=4"),
+        ("gpt2 --world-size 5 --tensor-parallel 5", "model.n_heads=12 is not a multiple of"),
+        ("gpt2 train.batch_size=12 --world-size 8", "train.batch_size=12 is not a multiple of 8 ranks"),
         ("gpt2 train.batch_size=x", "train.batch_size"),
         ("gpt2 train.precision=fp16", "needs a CUDA device"),
         ("gpt2 --world-size 2 --trace", "leave --world-size out"),
@@ -115,6 +119,7 @@ def test_the_sheet_prints_within_100_columns() -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     for each in (planned("gpt3-175b", ranks=1024), planned("moe-115m"), planned("gpt3-13b")):
         console.print(each)
+        console.print(each.detailed())
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 100
     assert "…" not in text
@@ -142,40 +147,47 @@ def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
     ],
 )
 def test_each_change_makes_it_fit_with_the_peak_that_is_said(name: str, gib: int, overrides: tuple[str, ...]) -> None:
-    before = gptworks_plan(name, *overrides, "--memory-gib", str(gib), "--sharding", "none")
+    given = (*overrides, "--memory-gib", str(gib), "--sharding", "none")
+    before = gptworks_plan(name, *given)
     assert not before["fit"]["fits"]
     assert before["fit"]["changes"]
     for change in before["fit"]["changes"]:
-        words = shlex.split(change["words"])
-        options = words if "--sharding" in words else [*words, "--sharding", "none"]
-        after = gptworks_plan(name, *overrides, "--memory-gib", str(gib), *options)
+        after = gptworks_plan(name, *given, *shlex.split(change["words"]))
         assert change["fits"] and after["fit"]["fits"], change
         assert after["memory"]["peak_bytes"] == change["peak_bytes"]
 
 
+def a_recipe(name: str, *overrides: str) -> Recipe:
+    return preset_recipe(name, overrides, H100)[0]
+
+
 def test_changes_are_ordered_by_cost_and_devices_come_last() -> None:
-    setting = Setting(preset("gpt2"), 64, "fp32", on_cpu=False, accumulates=True)
-    changes = changes_that_fit(setting, H100, 7 * 10**9)
-    kinds = [[word.partition("=")[0] for word in change.words.split()] for change in changes]
-    micro, half, block = "train.micro_batch_size", "train.precision", "train.activation_checkpointing"
-    assert kinds == [[micro], [micro, half], *2 * [[micro, block], [micro, half, block]]]
-    assert [kind in changes[2].words for kind in ("=selective", "=block")] == [True, False]
-    assert [kind in changes[4].words for kind in ("=selective", "=block")] == [False, True]
-    sharded = changes_that_fit(replace(setting, model=preset("gpt3-13b"), micro_batch_size=1), H100, 80 * 10**9)
-    assert "--sharding fsdp" in sharded[0].words
+    recipe = a_recipe("gpt2", "train.batch_size=128", "train.micro_batch_size=64", "train.precision=fp32")
+    changes = changes_that_fit(recipe, 1, replace(H100, memory_bytes=7 * 10**9))
+    words = [change.words for change in changes]
+    assert words[0].startswith("train.micro_batch_size=")
+    order = ["precision=bf16", "checkpointing=selective", "checkpointing=block", "optimizer=muon", "adapter.rank"]
+    firsts = [next((i for i, each in enumerate(words) if setting in each), None) for setting in order]
+    there = [first for first in firsts if first is not None]
+    assert len(there) > 2 and there == sorted(there)
+    assert "--world-size" in words[-1] and all("--world-size" not in each for each in words[:-1])
+    assert all(change.fits and change.costs for change in changes)
 
 
 def test_where_nothing_helps_the_furthest_try_is_told() -> None:
-    found = changes_that_fit(Setting(preset("gpt3-175b"), 1, "bf16", on_cpu=False), H100, 10**9)
+    found = changes_that_fit(a_recipe("gpt3-175b"), 1, replace(H100, memory_bytes=10**9))
     assert len(found) == 1 and not found[0].fits
 
 
-def test_alternatives_agree_with_plans_of_their_own() -> None:
-    setting = Setting(preset("gpt2"), 4, "bf16", on_cpu=False)
-    for each in alternatives(setting, ("fp32", "bf16")):
+def test_alternatives_are_peaks_of_layouts_that_may_be() -> None:
+    found = alternatives(a_recipe("gpt2", "train.micro_batch_size=4"), 1, H100)
+    assert {each.setting.micro_batch_size for each in found} == {4}
+    for each in found:
         assert each.peak_bytes == training_peak(each.setting).total_bytes
-    ways = {(each.setting.checkpointing, each.setting.layout) for each in alternatives(setting, ("fp32",))}
+    ways = {(each.setting.checkpointing, each.setting.layout.sharding) for each in found}
     assert len(ways) == 2 * 3  # 12 heads do not divide among 8 tensor-parallel ranks
+    muon = alternatives(a_recipe("gpt2", "train.optimizer=muon"), 1, H100)
+    assert {each.setting.layout for each in muon} == {Layout()}
 
 
 # devices and batches ----------------------------------------------------------------------------------------
@@ -186,16 +198,15 @@ def test_a_layout_is_as_little_as_fits() -> None:
     assert recipe.layout == Layout()
     assert planned("gpt2", ranks=8).setting.layout == Layout("none", 8)
     assert planned("gpt3-13b", ranks=16).setting.layout.sharding == "fsdp"
-    assert planned("gpt2", ranks=8, sharding="zero2").setting.layout == Layout("zero2", 8)
+    assert planned("gpt2", ranks=8, sharding="zero2").setting.layout == Layout("zero2", 8, gathers="bf16")
 
 
 def test_ranks_share_the_batch() -> None:
-    recipe, _ = plan_preset("gpt2", ["train.batch_size=96", "train.micro_batch_size=32"], H100, 8, 1, "none")
-    setting = rank_setting(recipe, H100, Layout("none", 8))
+    recipe = a_recipe("gpt2", "train.batch_size=96", "train.micro_batch_size=32")
+    setting = rank_setting(recipe, "bf16", on_cpu=False, layout=Layout("none", 8))
     assert (setting.micro_batch_size, setting.accumulates) == (12, False)
-    setting = rank_setting(recipe, H100, Layout("none", 2))
-    assert (setting.micro_batch_size, setting.accumulates) == (24, True)
-    assert largest_divisor(12, 5) == 4
+    assert isinstance(arrange(recipe, 2, H100), Refusal)  # 48 sequences are no whole number of micro-batches
+    assert divisors(12) == [12, 6, 4, 3, 2, 1]
 
 
 def test_a_presets_micro_batch_is_as_large_as_fits() -> None:
@@ -214,12 +225,14 @@ def test_a_device_without_bf16_multiplies_in_fp16() -> None:
 
 
 def test_time_is_flops_over_rate() -> None:
-    recipe, layout = plan_preset("gpt2", ["train.max_steps=100"], H100, 4, 1, "none")
-    found = plan(recipe, device=H100, layout=layout, utilization=0.5)
+    recipe, _ = preset_recipe("gpt2", ["train.max_steps=100"], H100, 4)
+    found = plan(recipe, device=H100, n_ranks=4, utilization=0.5)
     assert found.seconds == pytest.approx(found.total_flops / (4 * 0.5 * 989e12))  # type: ignore[operator]
-    again = replace(found, setting=replace(found.setting, checkpointing="block"))
-    blocks = found.forward.total_dense - found.forward.head
-    assert again.seconds / found.seconds == pytest.approx(1 + blocks / (3 * found.forward.total_dense))  # type: ignore[operator]
+    train_again = recipe.train.model_copy(update={"activation_checkpointing": "block"})
+    again = plan(recipe.model_copy(update={"train": train_again}), device=H100, n_ranks=4, utilization=0.5)
+    forward = forward_flops(recipe.model)
+    blocks = forward.total_dense - forward.head
+    assert again.seconds / found.seconds == pytest.approx(1 + blocks / (3 * forward.total_dense))  # type: ignore[operator]
     assert plan(recipe, device=custom_device(80, None, None)).seconds is None
 
 
@@ -286,7 +299,16 @@ def test_freed_memory_is_kept_only_where_there_is_room(monkeypatch: pytest.Monke
 
 
 def test_an_auto_layout_needs_only_what_the_recipe_says() -> None:
-    given, _ = plan_preset("gpt2", ["train.batch_size=8"], H100, 1, 1, "auto")
-    assert choose_layout(given, H100, 4) == Layout("none", 4)
-    with pytest.raises(UserError, match="not a multiple of 3 data-parallel ranks"):
-        choose_layout(given, H100, 3)
+    given = a_recipe("gpt2", "train.batch_size=12", "train.micro_batch_size=1")
+    assert arrange(given, 4, H100) == Layout("none", 4)
+    assert isinstance(refused := arrange(given, 5, H100), Refusal)
+    assert "not a multiple of 5 ranks" in refused.rule and "multiple of 5" in refused.fix
+
+
+def test_the_readmes_example_is_right() -> None:
+    """It does not fit, and the change that the README names lets it."""
+    example = planned("gpt3-175b", ranks=1024)
+    assert not example.fits
+    assert "train.activation_checkpointing=selective" in [change.words for change in example.changes]
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    assert "`gptworks plan gpt3-175b --device h100 --world-size 1024` answers in half a second: it does not fit" in readme

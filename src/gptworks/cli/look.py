@@ -1,5 +1,6 @@
 """Commands that look, without work: presets, describe, plan, schema."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from gptworks.config import ModelConfig, Recipe
     from gptworks.data.prepare import Prepared
     from gptworks.plan.devices import Device as PlannedDevice
+    from gptworks.plan.tokens import DataSize
 
 
 def presets(as_json: AsJSON = False) -> None:
@@ -76,43 +78,61 @@ def plan(
     memory_gib: Annotated[float | None, typer.Option(help="Memory of a GPU that is not listed.")] = None,
     flops: Annotated[float | None, typer.Option(help="Its dense FLOP/s in the precision trained in.")] = None,
     bandwidth: Annotated[float | None, typer.Option(help="Its bytes/s.")] = None,
-    world_size: Annotated[int, typer.Option(help="How many devices.")] = 1,
-    sharding: Annotated[str, typer.Option(help="none, zero2 or fsdp; auto: as little as fits.")] = "auto",
-    tensor_parallel: Annotated[int, typer.Option(help="Devices that share each matrix.")] = 1,
+    world_size: Annotated[int, typer.Option(min=1, help="How many devices.")] = 1,
+    sharding: Annotated[
+        str | None, typer.Option(help="none, zero2 or fsdp: sets train.parallel. auto: as little as fits.")
+    ] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, help="Sets train.parallel.tensor_parallel: devices that share each matrix.")
+    ] = None,
     utilization: Annotated[float, typer.Option(help="Share of the device's FLOP/s that training reaches.")] = 0.4,
     trace: Annotated[bool, typer.Option("--trace", help="Count a step's memory on fake tensors too.")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Take two real steps on this machine too.")] = False,
+    details: Annotated[
+        bool, typer.Option("--details", help="FLOPs by part, other precisions and layouts, inference.")
+    ] = False,
     as_json: AsJSON = False,
 ) -> None:
     """Estimate a run's FLOPs, memory, time and disk.
 
-    Nothing is allocated: neither data nor weights need exist.
+    Nothing is allocated: neither data nor weights need exist. Exit code 3: the run does not fit on the device.
+    2: a setting is wrong, or the data is missing.
     """
     from dataclasses import replace
 
-    from gptworks.plan.arrange import check_figures, choose_layout, plan_preset
+    from gptworks.plan.assumed import preset_recipe
+    from gptworks.plan.devices import check_figures
+    from gptworks.plan.layout import parallel_overrides
     from gptworks.plan.run import plan as plan_recipe
     from gptworks.presets import PRESETS, preset
     from gptworks.recipe import load_recipe
 
     check_figures(memory_gib=memory_gib, flops=flops, bandwidth=bandwidth, utilization=utilization)
-    recipe, n_train_tokens, samples = None, None, None
+    given = [*parallel_overrides(sharding, tensor_parallel), *(overrides or [])]
+    data, reason, loaded = None, None, None
     if target not in PRESETS:
         if not (Path(target).exists() or target.endswith((".yaml", ".yml"))):
             preset(target)  # says which preset is nearest
-        recipe, prepared = with_what_is_prepared(load_recipe(target, overrides or []))
-        if prepared is not None:
-            n_train_tokens = prepared.manifest.splits["train"].tokens
-            samples = _samples_per_epoch(recipe, prepared)
-    place = _planned_device(device, memory_gib, flops, bandwidth, recipe)
-    if recipe is None:
-        recipe, layout = plan_preset(target, overrides or [], place, world_size, tensor_parallel, sharding)
+        loaded = load_recipe(target, given)
+    place = _planned_device(device, memory_gib, flops, bandwidth, loaded)
+    if loaded is None:
+        recipe, reason = preset_recipe(target, given, place, world_size)
     else:
-        layout = choose_layout(recipe, place, world_size, tensor_parallel, sharding)
+        recipe, data = _planned_data(loaded)
+
+    def apply(more: Sequence[str], n_ranks: int) -> "Recipe":
+        if loaded is None:
+            return preset_recipe(target, [*given, *more], place, n_ranks)[0]
+        changed = load_recipe(target, [*given, *more])
+        model = changed.model.model_copy(update={"vocab_size": recipe.model.vocab_size})
+        return changed.model_copy(update={"model": model})
+
     sheet = plan_recipe(
-        recipe, n_train_tokens, samples_per_epoch=samples, device=place, layout=layout, utilization=utilization
-    )
-    if (trace or measure) and layout.world_size > 1:
+        recipe, data.train_tokens if data else None, samples_per_epoch=data.samples_per_epoch if data else None,
+        tokens_estimated=data is not None and data.estimated, steps_reason=reason, device=place, n_ranks=world_size,
+        utilization=utilization, apply=apply,
+    )  # fmt: skip
+    if (trace or measure) and world_size > 1:
         raise UserError("--trace and --measure follow one device's step: leave --world-size out.")
     part = (recipe.adapter, recipe.freeze, recipe.objective, sheet.setting.several_texts)
     if trace:
@@ -131,7 +151,33 @@ def plan(
     if as_json:
         print_json(sheet.to_json())
     else:
-        console_of().print(sheet)
+        console_of().print(sheet.detailed() if details else sheet)
+    if data is not None and data.missing is not None:
+        raise UserError(f"{data.missing} What depends on its tokens is unknown in this plan.")
+    if not sheet.fits:
+        raise typer.Exit(DOES_NOT_FIT)
+
+
+DOES_NOT_FIT = 3
+"""Exit code of `plan` for a run that does not fit on its device."""
+
+
+def _planned_data(recipe: "Recipe") -> tuple["Recipe", "DataSize"]:
+    """The recipe with its vocabulary where that is known, and the size of its data: exact where it is prepared."""
+    from gptworks.plan.tokens import DataSize, data_size
+
+    recipe, prepared = with_what_is_prepared(recipe)
+    if prepared is None:
+        size = data_size(recipe)
+        if size.missing is not None and not recipe.model.vocab_size:
+            raise UserError(size.missing)
+        return recipe, size
+    samples = None
+    if recipe.data.records:
+        from gptworks.train.task import choose_task
+
+        samples = choose_task(recipe, prepared.folder).samples_per_epoch
+    return recipe, DataSize(prepared.manifest.splits["train"].tokens, samples, estimated=False)
 
 
 def _planned_device(
@@ -174,15 +220,6 @@ def _architecture(target: str, overrides: list[str]) -> tuple["ModelConfig", str
         recipe, _ = with_what_is_prepared(load_recipe(target, overrides))
         return recipe.model, recipe.name
     return parse_model({"preset": target}), target  # says which preset is nearest
-
-
-def _samples_per_epoch(recipe: "Recipe", prepared: "Prepared") -> int | None:
-    """Rows of examples or pairs of answers in the prepared data; None: it is text."""
-    if not recipe.data.records:
-        return None
-    from gptworks.train.task import choose_task
-
-    return choose_task(recipe, prepared.folder).samples_per_epoch
 
 
 def with_what_is_prepared(recipe: "Recipe") -> tuple["Recipe", "Prepared | None"]:

@@ -1,133 +1,186 @@
-"""How a run is arranged on devices: its precision, how batch and model are divided, and a preset's own training."""
+"""Where a run may run: how its model and batches lie on so many devices, or the rule that forbids it.
 
-from collections.abc import Sequence
-from dataclasses import replace
-from math import ceil
-from typing import Any
+`plan`, the advice that it gives, the check before training and `launch` all ask here: what one accepts, all accept.
+"""
 
-from gptworks.config import Recipe
+from dataclasses import dataclass, replace
+
+from gptworks.config import ModelConfig, Recipe, RewardObjective
 from gptworks.errors import UserError
 from gptworks.plan.devices import Device
-from gptworks.plan.fit import can_split, largest_micro_batch
-from gptworks.plan.memory import SHARDINGS, Layout, Setting, training_peak
+from gptworks.plan.layout import ONE_DEVICE, Layout
+from gptworks.plan.memory import Setting, training_peak
 from gptworks.plan.objectives import recipe_setting
-from gptworks.plan.params import count_parameters
-from gptworks.recipe import apply_overrides, parse_model, parse_recipe
-
-COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER = 20
-"""Hoffmann et al. (2022), table 3: about 20 tokens for each parameter at every size."""
-
-DEFAULT_BATCH_TOKENS = 2**19
-"""Tokens of a step where no recipe says: GPT-3's smaller sizes took 0.5M (Brown et al., 2020, table 2.1)."""
 
 
-_UNSET_STEPS = 10**12
-"""Stands for the steps of a preset until its batch is known."""
+@dataclass(frozen=True)
+class Refusal:
+    """Why a recipe cannot run on so many devices."""
+
+    rule: str
+    """What is asked for, and the rule that it breaks."""
+    fix: str
+    """What to change."""
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.fix}"
 
 
-def check_figures(**figures: float | None) -> None:
-    """Refuse figures of a device that are not above 0, and a utilization above 1."""
-    for name, figure in figures.items():
-        option = f"--{name.replace('_', '-')}"
-        if figure is not None and not figure > 0:
-            raise UserError(f"{option} {figure:g} is not above 0.")
-        if name == "utilization" and figure is not None and figure > 1:
-            raise UserError(f"{option} {figure:g} is above 1: it is a share of the device's rate, such as 0.4.")
+def arrange(recipe: Recipe, n_ranks: int, device: Device) -> Layout | Refusal:
+    """How the recipe's model and batches lie on `n_ranks` such devices, as `train.parallel` says.
 
-
-def plan_preset(
-    name: str, overrides: Sequence[str], device: Device, world_size: int, tensor_parallel: int, sharding: str
-) -> tuple[Recipe, Layout]:
-    """How a preset is taken to be trained where `overrides` do not say, and the layout of `choose_layout`.
-
-    AdamW, compute-optimal tokens, half a million of them a step (or a sequence for each rank, where that is more), in
-    the largest micro-batches that fit.
-    """
-    tree: dict[str, Any] = apply_overrides({"model": {"preset": name}}, overrides)
-    model, given = parse_model(tree["model"], name), tree.pop("train", {})
-    ranks = max(1, world_size // tensor_parallel)
-    sequences = max(1, DEFAULT_BATCH_TOKENS // model.context_length // ranks)
-    anything = {"tokenizer": {"type": "char"}, "data": {"sources": [{"type": "python-stdlib"}]}}
-    train = given
-    if isinstance(given, dict):
-        end = {} if {"max_steps", "epochs", "max_minutes"} & given.keys() else {"max_steps": _UNSET_STEPS}
-        train = {"batch_size": sequences * ranks} | end | given
-    recipe = parse_recipe({"name": name, **anything, **tree, "train": train}, name)
-    if recipe.train.max_steps == _UNSET_STEPS:
-        tokens = COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER * count_parameters(model).total
-        recipe = _with(recipe, max_steps=ceil(tokens / (recipe.train.batch_size * model.context_length)))
-    layout = choose_layout(recipe, device, world_size, tensor_parallel, sharding)
-    if "micro_batch_size" in recipe.train.model_fields_set:
-        return recipe, layout
-    setting = rank_setting(recipe, device, layout)
-    largest = largest_micro_batch(replace(setting, accumulates=True), device.memory_bytes)
-    micro = largest_divisor(recipe.train.batch_size // layout.data_parallel, max(1, largest))
-    return _with(recipe, micro_batch_size=micro), layout
-
-
-def _with(recipe: Recipe, **train: int) -> Recipe:
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update=train)})
-
-
-def choose_layout(
-    recipe: Recipe, device: Device, world_size: int = 1, tensor_parallel: int = 1, sharding: str = "auto"
-) -> Layout:
-    """How the model lies on `world_size` devices; auto shards no more than one sequence at a time needs to fit.
+    With `strategy: auto` the model is whole on each device if a step then fits, else in shares. Whether a step fits in
+    the layout returned is for `training_peak` of its `rank_setting` to say.
 
     Raises:
-        UserError: a number or a word that makes no layout.
+        UserError: the recipe of a teacher cannot be read.
     """
-    if world_size < 1 or tensor_parallel < 1 or world_size % tensor_parallel:
-        raise UserError(
-            f"--world-size {world_size} is not a multiple of --tensor-parallel {tensor_parallel}: "
-            f"each group of tensor-parallel ranks holds one copy of the model."
+    if recipe.train.precision == "fp16" and device.kind != "cuda":
+        return Refusal(f"precision fp16 needs a CUDA device and this is {device.kind}", "use auto, bf16 or fp32.")
+    precision = planned_precision(recipe.train.precision, device)
+    if (refused := refusal(recipe, n_ranks, precision)) is not None:
+        return refused
+    settings, tensor = recipe.train.parallel, recipe.train.parallel.tensor_parallel
+    whole = Layout("none", n_ranks // tensor, tensor)
+    if settings.strategy == "ddp" or whole.data_parallel == 1:
+        return whole
+    sharding, gathers = "fsdp" if settings.reshard_after_forward else "zero2", "bf16" if precision == "bf16" else "fp32"
+    sharded = replace(whole, sharding=sharding, gathers=gathers)
+    if settings.strategy == "fsdp":
+        return sharded
+    if _not_in_shares(recipe, precision, "") is not None:
+        return whole
+    peak = training_peak(rank_setting(recipe, precision, device.on_cpu, whole))
+    return whole if peak.total_bytes <= device.memory_bytes else sharded
+
+
+def layout_of(recipe: Recipe, n_ranks: int, device: Device) -> Layout:
+    """`arrange`, where a refusal is an error.
+
+    Raises:
+        UserError: the refusal.
+    """
+    arranged = arrange(recipe, n_ranks, device)
+    if isinstance(arranged, Refusal):
+        raise UserError(str(arranged))
+    return arranged
+
+
+def refusal(recipe: Recipe, n_ranks: int, precision: str = "auto") -> Refusal | None:
+    """The first rule that the recipe breaks on `n_ranks` devices of any size; None: it can be arranged.
+
+    Args:
+        precision: fp32, bf16 or fp16; auto where it is not known yet, which breaks no rule.
+    """
+    model, train, tensor = recipe.model, recipe.train, recipe.train.parallel.tensor_parallel
+    if n_ranks % tensor:
+        return Refusal(
+            f"{n_ranks} ranks are not a multiple of train.parallel.tensor_parallel={tensor}",
+            f"start a multiple of {tensor} processes with torchrun or `gptworks launch`, or set tensor_parallel to a "
+            f"divisor of {n_ranks}.",
         )
-    data_parallel = world_size // tensor_parallel
-    if sharding in SHARDINGS:
-        return Layout(sharding, data_parallel, tensor_parallel)
-    if sharding != "auto":
-        raise UserError(f"--sharding {sharding} is not known: use auto, {', '.join(SHARDINGS)}.")
-    useful = SHARDINGS if data_parallel > 1 else ("none",)
-    layouts = [Layout(each, data_parallel, tensor_parallel) for each in useful]
-    for layout in layouts:
-        setting = replace(rank_setting(recipe, device, layout), micro_batch_size=1)
-        if training_peak(setting).total_bytes <= device.memory_bytes:
-            return layout
-    return layouts[-1]
+    n_data = n_ranks // tensor
+    if (refused := _batch_refusal(recipe, n_data)) is not None:
+        return refused
+    if tensor > 1:
+        return (
+            _tensor_refusal(model, tensor)
+            or _not_in_shares(recipe, precision, f"tensor_parallel={tensor}")
+            or _adapter_refusal(recipe, tensor)
+        )
+    if n_ranks > 1 and train.parallel.strategy == "fsdp":
+        return _not_in_shares(recipe, precision, "strategy=fsdp")
+    return None
+
+
+def _batch_refusal(recipe: Recipe, n_data: int) -> Refusal | None:
+    """Whether each data-parallel rank has the same number of whole micro-batches."""
+    train, objective = recipe.train, recipe.objective
+    tensor = train.parallel.tensor_parallel
+    micro = train.rank_micro_batch_size(n_data)
+    what = f"{n_data} ranks" if tensor == 1 else f"{n_data} groups of {tensor} ranks"
+    if train.batch_size % (n_data * micro):
+        return Refusal(
+            f"train.batch_size={train.batch_size} is not a multiple of {what} × micro_batch_size={micro}",
+            f"each has the same number of micro-batches. Change batch_size to a multiple of {n_data * micro}, or "
+            f"micro_batch_size.",
+        )
+    if isinstance(objective, RewardObjective) and micro % objective.group_size:
+        least = n_data * objective.group_size
+        return Refusal(
+            f"train.batch_size={train.batch_size} gives each of {what} micro-batches of {micro} answers, and the "
+            f"objective.group_size={objective.group_size} answers to a prompt are judged together",
+            f"change batch_size to a multiple of {least}, or take fewer ranks.",
+        )
+    return None
+
+
+def _tensor_refusal(model: ModelConfig, tensor: int) -> Refusal | None:
+    for name in ("n_heads", "n_kv_heads", "d_ff"):
+        if getattr(model, name) % tensor:
+            return Refusal(
+                f"model.{name}={getattr(model, name)} is not a multiple of train.parallel.tensor_parallel={tensor}",
+                "each rank has the same share. Choose a tensor_parallel that divides n_heads, n_kv_heads and d_ff.",
+            )
+    if model.n_experts:
+        return Refusal(
+            f"train.parallel.tensor_parallel={tensor} does not divide experts (model.n_experts={model.n_experts})",
+            "use strategy=fsdp and tensor_parallel=1.",
+        )
+    if model.dropout_attention:
+        return Refusal(
+            f"train.parallel.tensor_parallel={tensor} would drop the same attention weights in each rank's heads "
+            f"(model.dropout_attention={model.dropout_attention:g})",
+            "set dropout_attention to 0.",
+        )
+    return None
+
+
+def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | None:
+    """Why the recipe's tensors cannot be divided among ranks."""
+    if recipe.train.optimizer == "muon":
+        return Refusal(
+            f"train.optimizer=muon works on whole matrices and train.parallel.{setting} divides them",
+            "use strategy=ddp with tensor_parallel=1, or optimizer=adamw.",
+        )
+    if precision == "fp16":
+        return Refusal(
+            f"precision fp16 scales the loss by what each rank sees of the gradients, and train.parallel.{setting} "
+            f"divides them",
+            "use bf16 or fp32.",
+        )
+    if isinstance(recipe.objective, RewardObjective):
+        return Refusal(
+            f"objective.type=reward samples with whole weights and train.parallel.{setting} divides them",
+            "use strategy=ddp and tensor_parallel=1.",
+        )
+    return None
+
+
+def _adapter_refusal(recipe: Recipe, tensor: int) -> Refusal | None:
+    if recipe.adapter is None:
+        return None
+    rule = f"train.parallel.tensor_parallel={tensor} with an adapter, whose A and B are not divided"
+    return Refusal(rule, "set tensor_parallel=1.")
 
 
 def planned_precision(name: str, device: Device) -> str:
     """The precision called `name` on a device, as `gptworks.device.choose_precision` takes it."""
-    if name == "fp16" and device.kind != "cuda":
-        raise UserError(f"precision fp16 needs a CUDA device and this is {device.kind}: use auto, bf16 or fp32.")
     if name != "auto":
         return name
     return "bf16" if device.has_bf16 else "fp16" if device.kind == "cuda" else "fp32"
 
 
-def rank_setting(recipe: Recipe, device: Device, layout: Layout) -> Setting:
-    """The step of one of the layout's devices, checkpoints included.
-
-    Raises:
-        UserError: the batch or the model cannot be divided.
-    """
+def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = ONE_DEVICE) -> Setting:
+    """The step of one of the layout's devices, checkpoints included; the least that it may be where the vocabulary is
+    not known yet."""
     model, train = recipe.model, recipe.train
-    whole = recipe_setting(recipe, planned_precision(train.precision, device), device.on_cpu)
-    sequences, rest = divmod(train.batch_size, layout.data_parallel)
-    if rest or not sequences:
-        raise UserError(
-            f"train.batch_size={train.batch_size} is not a multiple of {layout.data_parallel} data-parallel ranks: "
-            f"each takes as many sequences; change train.batch_size or --world-size."
-        )
-    if layout.tensor_parallel > 1 and not can_split(whole, layout.tensor_parallel):
-        raise UserError(
-            f"--tensor-parallel {layout.tensor_parallel} does not divide n_heads={model.n_heads}, "
-            f"n_kv_heads={model.n_kv_heads} and d_ff={model.d_ff}: every rank takes whole heads."
-        )
-    micro = largest_divisor(sequences, train.micro_batch_size)
-    return replace(whole, micro_batch_size=micro, accumulates=micro < sequences, layout=layout)
-
-
-def largest_divisor(n: int, most: int) -> int:
-    """The largest divisor of n that is at most `most`."""
-    return next(size for size in range(min(n, most), 0, -1) if n % size == 0)
+    if not model.vocab_size:
+        recipe = recipe.model_copy(update={"model": model.model_copy(update={"vocab_size": 1})})
+    micro = train.rank_micro_batch_size(layout.data_parallel)
+    return replace(
+        recipe_setting(recipe, precision, on_cpu),
+        micro_batch_size=micro,
+        accumulates=micro < train.batch_size // layout.data_parallel,
+        layout=layout,
+    )

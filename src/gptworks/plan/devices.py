@@ -113,6 +113,16 @@ def custom_device(memory_gib: float, flops: float | None, bandwidth: float | Non
     return Device("custom", kind, round(memory_gib * 2**30), flops, flops, bandwidth, "given")
 
 
+def check_figures(**figures: float | None) -> None:
+    """Refuse figures of a device that are not above 0, and a utilization above 1."""
+    for name, figure in figures.items():
+        option = f"--{name.replace('_', '-')}"
+        if figure is not None and not figure > 0:
+            raise UserError(f"{option} {figure:g} is not above 0.")
+        if name == "utilization" and figure is not None and figure > 1:
+            raise UserError(f"{option} {figure:g} is above 1: it is a share of the device's rate, such as 0.4.")
+
+
 # --------------------------------------------------------------------------------------------- this machine
 
 

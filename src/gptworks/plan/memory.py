@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from gptworks.config import ModelConfig, TrainConfig, computes_again
+from gptworks.plan.layout import BUCKET_BYTES, ONE_DEVICE, Layout, rank_config, shards_of
 from gptworks.plan.params import ParameterCount, count_parameters
 from gptworks.plan.stages import (
     ATTENTION,
@@ -30,16 +31,16 @@ from gptworks.plan.trained import Trained
 
 WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, LOSS, TEMPORARY, COMMUNICATION, TOKENS, CHECKPOINT, ADAPTER, OTHER_MODELS = (
     "weights",
-    "weights' average",
+    "weights_average",
     "gradients",
-    "optimizer state",
-    "logits and loss",
+    "optimizer_state",
+    "logits_and_loss",
     "temporary",
     "communication",
     "tokens",
-    "checkpoint being written",
-    "adapter's inputs",
-    "weights of a teacher or of the start",
+    "checkpoint_being_written",
+    "adapter_inputs",
+    "other_models",
 )
 """Parts beside the kinds of saved tensors in `gptworks.plan.stages`."""
 
@@ -48,34 +49,6 @@ CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS, CPU_CACHE_BYTES, CHUNK_TOKENS = 1024, 2 * 2*
 
 MUON_TOGETHER = 2**22
 """Of `gptworks.train.muon`, likewise."""
-
-
-SHARDINGS = ("none", "zero2", "fsdp")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a model and its batches lie on devices."""
-
-    sharding: str = "none"
-    """none: all on each device (DDP where there are several); zero2: gradients and optimizer state in equal shares;
-    fsdp: weights too, gathered for each block as it is used (Zhao et al., 2023)."""
-    data_parallel: int = 1
-    """Ranks that see different sequences."""
-    tensor_parallel: int = 1
-    """Ranks that share each matrix: heads and inner width (Shoeybi et al., 2019)."""
-
-    @property
-    def world_size(self) -> int:
-        return self.data_parallel * self.tensor_parallel
-
-    def shards(self, part: str) -> int:
-        """Into how many pieces a part is cut over the data-parallel ranks."""
-        sharded = {"none": (), "zero2": (GRADIENTS, OPTIMIZER), "fsdp": (WEIGHTS, GRADIENTS, OPTIMIZER)}[self.sharding]
-        return self.data_parallel if part in sharded else 1
-
-
-ONE_DEVICE = Layout()
 
 
 @dataclass(frozen=True)
@@ -178,6 +151,8 @@ class _Step:
         self.setting, self.layout = setting, setting.layout
         self.model = rank_config(setting.model, self.layout.tensor_parallel)
         self.parameters = count_parameters(self.model)
+        self.shards = shards_of(self.parameters, self.model, setting.trained)
+        self.sharded = self.layout.sharding != "none" and self.layout.data_parallel > 1
         self.shapes = Shapes(
             config=self.model,
             batch_size=setting.micro_batch_size * setting.rows_per_sample,
@@ -187,7 +162,10 @@ class _Step:
             several_texts=setting.several_texts,
         )
         self.n_still = 0 if setting.trained is None else setting.trained.n_still
-        self.gathers = self.layout.sharding == "fsdp"  # then the gathered weights are the copies
+        self.gathered_bytes = 2 if self.layout.gathers == "bf16" else 4  # of an element of a block's matrices
+        self.no_copies = self.sharded and self.gathered_bytes == self.shapes.product_bytes  # what is gathered is used
+        self.reducing_bytes = 0  # of the input of a reduction that may still be under way
+        self.block_gradients_bytes = 0  # of a block's matrices, whole, before they are reduced
         self.blocks = {
             window: [self._without_copies(stage) for stage in block_stages(self.shapes, window)]
             for window in set(self.model.layer_windows)
@@ -206,9 +184,11 @@ class _Step:
         hold, trained = self.timeline.hold, self.setting.trained
         n_trained = self.parameters.total if trained is None else trained.parameters
         n_all = self.parameters.total + (0 if trained is None else trained.added)
-        weights = 4 * n_all // self.layout.shards(WEIGHTS)
-        state = trained_state_bytes(self.parameters, self.setting.optimizer, trained) // self.layout.shards(OPTIMIZER)
-        average = 4 * n_trained // self.layout.shards(WEIGHTS) if self.setting.averages else 0
+        weights = self._shared(4 * n_all, 4 * self.shards.whole)
+        state = trained_state_bytes(self.parameters, self.setting.optimizer, trained)
+        state = self._shared(state, 8 * self.shards.trained_whole)
+        gradients = self._shared(4 * n_trained, 4 * self.shards.trained_whole)
+        average = gradients if self.setting.averages else 0
         hold(WEIGHTS, weights)
         hold(OTHER_MODELS, self.setting.other_models_bytes)
         hold(OPTIMIZER, state)
@@ -217,16 +197,26 @@ class _Step:
             hold(CHECKPOINT, weights + state + average)
         hold(TOKENS, (3 if self.setting.several_texts else 2) * 8 * self.shapes.n_tokens)
         hold(ATTENTION, rotary_tables_bytes(self.shapes))
-        hold(COMMUNICATION, communication_bytes(self.parameters, self.model, self.layout, self.shapes.product_bytes))
         if self.setting.accumulates:
-            hold(GRADIENTS, 4 * n_trained // self.layout.shards(GRADIENTS))
+            hold(GRADIENTS, gradients)
+
+    def _shared(self, n_bytes: int, whole_bytes: int) -> int:
+        """What this rank has of so many bytes, of which some are whole on each rank."""
+        return (n_bytes - whole_bytes) // self.layout.data_parallel + whole_bytes if self.sharded else n_bytes
 
     def _forward(self) -> None:
         self.timeline.hold(ATTENTION, bias_bytes(self.shapes))
+        if self.sharded:  # embedding, head and last norm: gathered until the end of the backward pass
+            self.timeline.mark("embedding, gathered", 2 * 4 * self.shards.outside, COMMUNICATION)
+            self.timeline.hold(COMMUNICATION, 4 * self.shards.outside)
         for part, n_bytes in embedding_stage(self.shapes).saved.items():
             self.timeline.hold(part, n_bytes)
+        gathered = self.gathered_bytes * self.shards.block if self.sharded else 0
+        kept = gathered if self.layout.sharding == "zero2" else 0
+        self.timeline.hold(COMMUNICATION, kept * self.n_still)
         for layer in range(self.n_still, self.model.n_layers):
             again = computes_again(self.setting.checkpointing, layer)
+            self.timeline.hold(COMMUNICATION, kept)
             for stage in self.blocks[self.model.layer_windows[layer]]:
                 for part, n_bytes in stage.saved.items():
                     if not again or part == COPIES:  # autocast keeps copies until it ends
@@ -235,6 +225,7 @@ class _Step:
                 self.timeline.hold(RESIDUAL, self.shapes.floats(self.model.d_model))
             else:
                 self.timeline.hold(ADAPTER, self._adapter_bytes)
+            self.timeline.mark(f"layer {layer + 1}, forward", 2 * gathered - kept, COMMUNICATION)  # and as it arrived
         if not self._keeps_bias:
             self.timeline.hold(ATTENTION, -bias_bytes(self.shapes))
         for part, n_bytes in self._final_norm().saved.items():
@@ -268,6 +259,7 @@ class _Step:
         self._go_back(replace(self._final_norm(), merges=False), "final norm, backward")
         for layer in reversed(range(self.n_still, self.model.n_layers)):
             stages = self.blocks[self.model.layer_windows[layer]]
+            self._gather(layer)
             if computes_again(self.setting.checkpointing, layer):  # the block's input is the first norm's now
                 self.timeline.hold(RESIDUAL, -self.shapes.floats(self.model.d_model))
                 for stage in stages:
@@ -277,10 +269,17 @@ class _Step:
             for stage in reversed(stages):
                 self._go_back(stage, f"{stage.name} of layer {layer + 1}, backward")
             self.timeline.hold(ADAPTER, -self._adapter_bytes)
+            self._reduce_block(layer)
         if self._keeps_bias:
             self.timeline.hold(ATTENTION, -bias_bytes(self.shapes))
-        if self.setting.trained is not None and not self.setting.trained.embedding:
-            return
+        if self.setting.trained is None or self.setting.trained.embedding:
+            self._embedding_backward()
+        if self.sharded:
+            self._reduce(self.shards.trained_outside, 4 * self.shards.outside, "embedding, reduced")
+            self._end_reduction()
+        self._add_up_over_ranks()
+
+    def _embedding_backward(self) -> None:
         self._go_back(embedding_stage(self.shapes), "embedding, backward")
         table = self.model.vocab_size * self.model.d_model
         if self.model.position == "learned":
@@ -291,6 +290,46 @@ class _Step:
             self.timeline.mark("token embedding, backward", 2 * 4 * table)
             self.timeline.hold(LOSS, -self.timeline.held[LOSS])
         self._gain(table)
+
+    def _gather(self, layer: int) -> None:
+        """FSDP2 before a block's backward pass: the block, and the one whose turn is next, as it arrives."""
+        if self.sharded and self.layout.sharding == "fsdp":
+            last = layer == self.model.n_layers - 1
+            gathered = self.gathered_bytes * self.shards.block
+            self.timeline.hold(COMMUNICATION, gathered if last else 0)  # others' arrived during the block before
+            self.timeline.mark(f"layer {layer + 1}, gathered", gathered, COMMUNICATION)
+            self.timeline.hold(COMMUNICATION, gathered if layer > 0 else 0)
+
+    def _reduce_block(self, layer: int) -> None:
+        if self.sharded:
+            gathered = self.gathered_bytes * self.shards.block
+            self._reduce(self.shards.trained_block, gathered, f"layer {layer + 1}, gradients reduced")
+
+    def _reduce(self, elements: int, gathered_bytes: int, moment: str) -> None:
+        """FSDP2 after a group's backward pass: its weights go, and its gradients become float32 shares."""
+        self.timeline.hold(COMMUNICATION, -gathered_bytes)
+        self._end_reduction()
+        whole, share = 4 * elements, 4 * elements // self.layout.data_parallel
+        self.timeline.mark(moment, whole, COMMUNICATION)
+        self.timeline.hold(GRADIENTS, -self.block_gradients_bytes)
+        self.block_gradients_bytes = 0
+        copy = whole if self.shapes.on_cpu else 0  # gloo adds up in a copy
+        self.timeline.mark(moment, whole + copy + share, COMMUNICATION)
+        self.timeline.hold(GRADIENTS, 0 if self.setting.accumulates else share)
+        self.timeline.hold(COMMUNICATION, whole)
+        self.reducing_bytes = whole
+
+    def _end_reduction(self) -> None:
+        self.timeline.hold(COMMUNICATION, -self.reducing_bytes)
+        self.reducing_bytes = 0
+
+    def _add_up_over_ranks(self) -> None:
+        """Gradients that are whole on each rank, in pieces."""
+        if self.layout.data_parallel > 1:
+            trained = self.parameters.total if self.setting.trained is None else self.setting.trained.parameters
+            there = 4 * (self.shards.trained_whole if self.sharded else trained)
+            largest = 0 if self.sharded else 4 * self.shards.largest
+            self.timeline.mark("gradients added up over ranks", min(there, BUCKET_BYTES + largest), COMMUNICATION)
 
     def _optimize(self) -> None:
         self.timeline.mark("optimizer", optimizer_scratch_bytes(self.parameters, self.setting.optimizer))
@@ -306,9 +345,9 @@ class _Step:
         if stage.merges:
             self.timeline.mark(moment, gradient + stage.leaves)
             hold(TEMPORARY, -stage.leaves)
-        if self.shapes.autocast:
+        if self.shapes.autocast and not self.no_copies:
             self.timeline.mark(moment, (product + 4) * stage.matrices)
-        self._gain(stage.matrices + stage.vectors)
+        self._gain(stage.matrices, stage.vectors)
 
     @property
     def _keeps_bias(self) -> bool:
@@ -326,20 +365,29 @@ class _Step:
         kept = self.shapes.products(trained.inputs) + self.shapes.mask(trained.inputs) if trained.dropout else 0
         return round(share * (self.shapes.products(trained.rank * trained.n_adapted) + kept))
 
-    def _gain(self, parameters: int) -> None:
-        """Gradients come to stand, or are added to those that do."""
+    def _gain(self, matrices: int, vectors: int = 0) -> None:
+        """Gradients come to stand, or are added to those that do; of matrices in shares whole, until they are reduced.
+
+        A vector or a router of a block is never in shares.
+        """
         if (trained := self.setting.trained) is not None:
             in_blocks = self.parameters.total - self.parameters.embedding
-            parameters = round(parameters * trained.share) + trained.added * parameters // in_blocks
-        self.timeline.mark("gradients added up", 4 * parameters if self.setting.accumulates else 0)
+            matrices = round(matrices * trained.share) + trained.added * matrices // in_blocks
+            vectors = round(vectors * trained.share)
+        if self.sharded:
+            before_bytes = self.gathered_bytes * matrices
+            self.block_gradients_bytes += before_bytes
+            self.timeline.hold(GRADIENTS, before_bytes)
+            matrices = 0
+        self.timeline.mark("gradients added up", 4 * (matrices + vectors) if self.setting.accumulates else 0)
         if not self.setting.accumulates:
-            self.timeline.hold(GRADIENTS, 4 * parameters // self.layout.shards(GRADIENTS))
+            self.timeline.hold(GRADIENTS, 4 * (matrices + vectors))
 
     def _final_norm(self) -> Stage:
         return norm_stage(self.shapes, "final norm")
 
     def _without_copies(self, stage: Stage) -> Stage:
-        if not self.gathers:
+        if not self.no_copies:
             return stage
         return replace(stage, saved={part: n for part, n in stage.saved.items() if part != COPIES})
 
@@ -399,28 +447,3 @@ def optimizer_scratch_bytes(parameters: ParameterCount, optimizer: str) -> int:
         making, orthogonalizing = 4 * a * b + 2 * together * a * b, 4 * together * (a * b + min(a, b) ** 2)
         most = max(most, making, orthogonalizing)
     return most
-
-
-def communication_bytes(parameters: ParameterCount, model: ModelConfig, layout: Layout, product_bytes: int) -> int:
-    """Buffers of collective operations: a block's gradients in float32 where these are sharded; with fsdp, what is
-    gathered in the products' precision: two blocks, one ahead of its use, and all that is outside the blocks."""
-    if layout.data_parallel == 1 or layout.sharding == "none":
-        return 0  # DDP's buckets are the gradients
-    in_blocks = sum(group.total for group in parameters.groups.values() if group.in_block)
-    block, outside = in_blocks // model.n_layers, parameters.total - in_blocks
-    gathered = product_bytes * (2 * block + outside) if layout.sharding == "fsdp" else 0
-    return 4 * block + gathered
-
-
-def rank_config(config: ModelConfig, tensor_parallel: int) -> ModelConfig:
-    """The model that one tensor-parallel rank holds: its share of heads and inner width, and all of the vocabulary."""
-    if tensor_parallel == 1:
-        return config
-    return config.model_copy(
-        update={
-            "n_heads": config.n_heads // tensor_parallel,
-            "n_kv_heads": max(1, config.n_kv_heads // tensor_parallel),
-            "d_ff": -(-config.d_ff // tensor_parallel),
-            "d_ff_shared": -(-config.d_ff_shared // tensor_parallel),
-        }
-    )

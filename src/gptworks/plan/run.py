@@ -2,20 +2,25 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil, lcm
 from typing import Any
 
 from rich.console import Group, RenderableType
 
-from gptworks.config import Recipe, TrainConfig, computes_again
+from gptworks.config import Recipe, RewardObjective, TrainConfig
 from gptworks.errors import UserError
-from gptworks.plan.arrange import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER, rank_setting
+from gptworks.plan.advice import Apply, Change, changes_that_fit
+from gptworks.plan.arrange import layout_of, planned_precision, rank_setting
+from gptworks.plan.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from gptworks.plan.devices import UTILIZATION, Device, this_cpu
-from gptworks.plan.fit import Alternative, Change, alternatives, changes_that_fit, largest_micro_batch
-from gptworks.plan.flops import BACKWARD_PER_FORWARD, ForwardFlops, forward_flops
+from gptworks.plan.fit import Alternative, alternatives, largest_micro_batch
 from gptworks.plan.inference import InferenceMemory, inference_memory
-from gptworks.plan.memory import ONE_DEVICE, Layout, Peak, Setting, trained_state_bytes, training_peak
-from gptworks.plan.objectives import teacher_flops_per_token
+from gptworks.plan.memory import Peak, Setting, trained_state_bytes, training_peak
 from gptworks.plan.params import ParameterCount, count_parameters
+from gptworks.plan.work import Work, training_work
+
+SLOTS = 32
+"""Answers that are sampled at once: `gptworks.infer.engine.MOST_SLOTS`, which importing would import torch."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +39,25 @@ class Measured:
 class Plan:
     """What a run comes to before it starts."""
 
-    name: str
-    train: TrainConfig
+    recipe: Recipe
     parameters: ParameterCount
-    forward: ForwardFlops
-    """Of one sequence of the training length."""
+    work: Work
     steps: int | None
     """Optimizer steps; None where nothing known bounds them."""
     steps_reason: str
     """Which setting gives the steps, or why they are unknown."""
     n_train_tokens: int | None
+    tokens_estimated: bool
+    """Whether the number of training tokens is an estimate from the size of the files."""
+    samples_per_epoch: int | None
+    """Rows of examples or pairs of answers of an epoch, where they are known."""
     setting: Setting
     """The step on each device."""
     device: Device
     utilization: float
     """Share of the device's rate that the step is taken to reach, recomputation included."""
-    teacher_flops_per_token: float = 0.0
-    """Of the forward pass of a model that is learned from."""
+    apply: Apply | None = None
+    """How overrides become another recipe; None: over this one."""
     traced_bytes: int | None = None
     """Peak of the step run on fake tensors."""
     measured: Measured | None = None
@@ -58,10 +65,18 @@ class Plan:
     # ------------------------------------------------------------------------------------------ work
 
     @property
+    def name(self) -> str:
+        return self.recipe.name
+
+    @property
+    def train(self) -> TrainConfig:
+        return self.recipe.train
+
+    @property
     def flops_per_token(self) -> float:
-        """Forward and backward, at the training length, attention dense; a teacher's forward pass too. What is frozen
-        counts as the rest."""
-        return self.forward.training_per_token_dense + self.teacher_flops_per_token
+        """Forward and backward of what is trained, at the training length, attention dense, and what the objective
+        computes besides."""
+        return self.work.per_token
 
     @property
     def tokens_per_step(self) -> int:
@@ -78,21 +93,24 @@ class Plan:
         return self.flops_per_token * self.tokens_per_step
 
     @property
+    def flops_before_first_step(self) -> float | None:
+        """Of what is computed once, over the training split; None where its size is unknown."""
+        if not self.work.before_first_step_per_token:
+            return 0.0
+        if self.samples_per_epoch is None:
+            return None
+        rows = self.samples_per_epoch * self.setting.rows_per_sample
+        return self.work.before_first_step_per_token * rows * self.setting.model.context_length
+
+    @property
     def total_flops(self) -> float | None:
-        return None if self.steps is None else self.steps * self.flops_per_step
+        before = self.flops_before_first_step
+        return None if self.steps is None or before is None else before + self.steps * self.flops_per_step
 
     @property
     def flops_by_part(self) -> dict[str, tuple[float, float]]:
-        """FLOPs a token of each kind of product, forward and backward."""
-        f = self.forward
-        parts = {
-            "query, key, value": f.query + f.key + f.value,
-            "scores and weighted sum": f.attention_dense,
-            "output projection": f.out,
-            "MLP": f.mlp,
-            "head": f.head,
-        }
-        return {part: (n / f.length, BACKWARD_PER_FORWARD * n / f.length) for part, n in parts.items()}
+        """FLOPs a token of each kind of work, forward and backward; together `flops_per_token`."""
+        return {part: (n, self.work.backward[part]) for part, n in self.work.forward.items()}
 
     @property
     def tokens_per_parameter(self) -> float | None:
@@ -129,17 +147,19 @@ class Plan:
     @cached_property
     def largest_micro_batch_size(self) -> int:
         """The most sequences at a time whose step the device holds; 0 where one is too many."""
-        return largest_micro_batch(self.setting, self.device.memory_bytes)
+        sequences = self.train.batch_size // self.setting.layout.data_parallel
+        return largest_micro_batch(self.setting, self.device.memory_bytes, sequences)
 
     @cached_property
     def changes(self) -> list[Change]:
         """What would make the run fit, where it does not."""
-        return [] if self.fits else changes_that_fit(self.setting, self.device, self.device.memory_bytes)
+        ranks = self.setting.layout.world_size
+        return [] if self.fits else changes_that_fit(self.recipe, ranks, self.device, self.apply)
 
     @cached_property
     def alternatives(self) -> list[Alternative]:
         """The same step in each precision, with and without checkpointing, sharded and not."""
-        return alternatives(self.setting, ("fp32", "bf16") if self.device.on_cpu else ("fp32", "bf16", "fp16"))
+        return alternatives(self.recipe, self.setting.layout.world_size, self.device)
 
     @cached_property
     def inference(self) -> list[InferenceMemory]:
@@ -148,25 +168,44 @@ class Plan:
     # ------------------------------------------------------------------------------------------ time
 
     @property
+    def _rate(self) -> float | None:
+        """FLOP/s of all devices together at the utilization."""
+        rate = self.device.flops(self.setting.precision)
+        return None if rate is None else rate * self.utilization * self.setting.layout.world_size
+
+    @property
+    def sampling_seconds_per_step(self) -> float | None:
+        """Of the answers that a step is trained on; None where the device's bandwidth is unknown. Each token of each
+        round of answers reads all the weights, in float32, once; the products are counted with the others."""
+        objective = self.recipe.objective
+        if not isinstance(objective, RewardObjective):
+            return 0.0
+        if self.device.bandwidth is None:
+            return None
+        rounds = ceil(self.train.batch_size / self.setting.layout.data_parallel / SLOTS)
+        reading = rounds * objective.max_tokens * self.weights_bytes / self.device.bandwidth
+        return reading / objective.steps_per_rollout
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Measured; or of all devices together at the utilization; None where the device's rate is unknown."""
         if self.measured is not None:
             return self.measured.tokens_per_second
-        rate = self.device.flops(self.setting.precision)
-        if rate is None:
+        sampling = self.sampling_seconds_per_step
+        if self._rate is None or sampling is None:
             return None
-        blocks, n_layers = self.forward.total_dense - self.forward.head, self.setting.model.n_layers
-        n_again = sum(computes_again(self.setting.checkpointing, layer) for layer in range(n_layers))
-        again = blocks * n_again / n_layers
-        flops_per_token = self.flops_per_token + again / self.forward.length
-        return rate * self.utilization * self.setting.layout.world_size / flops_per_token
+        flops = self.flops_per_step + self.work.again_per_token * self.tokens_per_step
+        return self.tokens_per_step / (flops / self._rate + sampling)
 
     @property
     def seconds(self) -> float | None:
-        """Of all training steps; evaluation, samples and checkpoints are not counted."""
-        if self.tokens is None or self.tokens_per_second is None:
+        """Of all training steps, and of what is computed once before them; evaluation, samples and checkpoints are not
+        counted."""
+        before = self.flops_before_first_step
+        if self.tokens is None or self.tokens_per_second is None or before is None:
             return None
-        return self.tokens / self.tokens_per_second
+        at_first = before / self._rate if before and self._rate else 0.0
+        return at_first + self.tokens / self.tokens_per_second
 
     # ------------------------------------------------------------------------------------------ disk
 
@@ -191,9 +230,23 @@ class Plan:
         return self.weights_bytes + average + self.optimizer_state_bytes
 
     @property
-    def checkpoints_bytes(self) -> int:
-        """Of the newest that are kept, the best, and one being written."""
-        return (self.train.keep_checkpoints + 2) * self.checkpoint_bytes
+    def most_checkpoints(self) -> int | None:
+        """That are on disk at once: the newest, the best, one being written, and with `keep_every` those at its
+        multiples, which stay; None where it depends on a length that is unknown."""
+        train = self.train
+        moving = train.keep_checkpoints + 2
+        if not train.keep_every:
+            return moving
+        if self.steps is None:
+            return None
+        saves = [lcm(train.keep_every, every) for every in (train.checkpoint_every, train.evaluate_every)]
+        kept = sum(self.steps // every for every in saves) - self.steps // lcm(*saves)
+        at_the_end = self.steps % train.keep_every == 0 and all(self.steps % every for every in saves)
+        return moving + kept + at_the_end
+
+    @property
+    def checkpoints_bytes(self) -> int | None:
+        return None if self.most_checkpoints is None else self.most_checkpoints * self.checkpoint_bytes
 
     @property
     def shard_bytes_per_token(self) -> int:
@@ -216,13 +269,19 @@ class Plan:
         """The plan as tables."""
         from gptworks.plan.run_tables import tables
 
-        body = "\n\n".join(table.markdown() for table in tables(self))
+        body = "\n\n".join(table.markdown() for table in tables(self, details=True))
         return f"# {self.name}: plan\n\n{body}\n"
 
     def __rich__(self) -> RenderableType:
+        """What a reader needs; `detailed` has every table."""
         from gptworks.plan.run_tables import tables
 
         return Group(*(table.rich() for table in tables(self)))
+
+    def detailed(self) -> RenderableType:
+        from gptworks.plan.run_tables import tables
+
+        return Group(*(table.rich() for table in tables(self, details=True)))
 
 
 def plan(
@@ -230,47 +289,66 @@ def plan(
     n_train_tokens: int | None = None,
     *,
     samples_per_epoch: int | None = None,
+    tokens_estimated: bool = False,
+    steps_reason: str | None = None,
     device: Device | None = None,
-    layout: Layout = ONE_DEVICE,
+    n_ranks: int = 1,
     utilization: float = UTILIZATION,
+    apply: Apply | None = None,
 ) -> Plan:
     """What training `recipe` comes to.
 
     Args:
         n_train_tokens: the size of its prepared training split, if known.
         samples_per_epoch: rows or pairs of it, if known; None: windows of the text.
+        tokens_estimated: whether these are estimates from the size of the files.
+        steps_reason: why it has so many steps, where no setting says.
         device: what it runs on; None: this machine's CPU.
-        layout: how many devices, and how model and batches lie on them.
+        n_ranks: how many devices; `train.parallel` says how model and batches lie on them.
         utilization: share of the device's rate that the step reaches.
+        apply: how advice becomes another recipe; None: as overrides of this one.
 
     Raises:
-        UserError: the vocabulary is not known yet, the training split is shorter than one window, or the batch or the
-            model cannot be divided among the devices.
+        UserError: the vocabulary is not known yet, the training split is shorter than one window, or the recipe cannot
+            be arranged on so many devices.
     """
     device, model, train = device or this_cpu(), recipe.model, recipe.train
     windows = samples_per_epoch is None and not recipe.data.records
     steps, reason = planned_steps(
-        train, model.context_length, n_train_tokens if windows else None, windows_per_epoch=samples_per_epoch
+        train,
+        model.context_length,
+        n_train_tokens if windows else None,
+        windows_per_epoch=samples_per_epoch,
+        estimated=tokens_estimated,
     )
+    parameters, layout = count_parameters(model), layout_of(recipe, n_ranks, device)
+    precision = planned_precision(train.precision, device)
     return Plan(
-        name=recipe.name,
-        train=train,
-        parameters=count_parameters(model),
-        forward=forward_flops(model),
+        recipe=recipe,
+        parameters=parameters,
+        work=training_work(recipe),
         steps=steps,
-        steps_reason=reason,
+        steps_reason=steps_reason or reason,
         n_train_tokens=n_train_tokens,
-        setting=rank_setting(recipe, device, layout),
-        teacher_flops_per_token=teacher_flops_per_token(recipe),
+        tokens_estimated=tokens_estimated,
+        samples_per_epoch=samples_per_epoch,
+        setting=rank_setting(recipe, precision, device.on_cpu, layout),
         device=device,
         utilization=utilization,
+        apply=apply,
     )
 
 
 def planned_steps(
-    train: TrainConfig, context_length: int, n_train_tokens: int | None, windows_per_epoch: int | None = None
+    train: TrainConfig,
+    context_length: int,
+    n_train_tokens: int | None,
+    windows_per_epoch: int | None = None,
+    estimated: bool = False,
 ) -> tuple[int | None, str]:
     """Optimizer steps and the setting that gives them: the first reached of max_steps and epochs, as far as known.
+
+    `estimated`: whether tokens or windows are an estimate, which the words then say.
 
     An epoch visits each window of `gptworks.data.batches.Batches` once, or `windows_per_epoch` rows that are cut
     otherwise; a run is a whole number of steps.
@@ -284,9 +362,10 @@ def planned_steps(
     unknown: list[str] = []
     if train.max_steps is not None:
         bounds.append((train.max_steps, f"max_steps={train.max_steps}"))
-    windows, text = windows_per_epoch, f"{windows_per_epoch:,} samples" if windows_per_epoch else ""
+    about = "about " if estimated else ""
+    windows, text = windows_per_epoch, f"{about}{windows_per_epoch:,} samples" if windows_per_epoch else ""
     if windows is None and n_train_tokens is not None:
-        windows, text = max(1, (n_train_tokens - context_length) // context_length), f"{n_train_tokens:,} tokens"
+        windows, text = max(1, (n_train_tokens - context_length) // context_length), f"{about}{n_train_tokens:,} tokens"
     if train.epochs is not None and windows is not None:
         bounds.append(
             (max(1, round(train.epochs * windows / train.batch_size)), f"epochs={train.epochs:g} over {text}")

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from gptworks.config import ModelConfig
 
 RESIDUAL, ATTENTION, WEIGHTS_KEPT, MLP, COPIES, DROPOUT = (
-    "residual stream and norms",
+    "residual_stream_and_norms",
     "attention",
-    "attention weights",
-    "MLP",
-    "product-precision copies of weights",
-    "dropout masks",
+    "attention_weights",
+    "mlp",
+    "weight_copies",
+    "dropout_masks",
 )
 """Kinds of saved tensors."""
 

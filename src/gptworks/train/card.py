@@ -15,7 +15,7 @@ from gptworks.errors import UserError
 from gptworks.evaluate.results import write_card_section
 from gptworks.files import write_whole
 from gptworks.plan.fit import layout_words
-from gptworks.plan.memory import ONE_DEVICE, Layout
+from gptworks.plan.layout import ONE_DEVICE, Layout
 from gptworks.plan.params import count_parameters
 from gptworks.train.changes import change_words, read_history
 from gptworks.train.display import clock

@@ -38,7 +38,8 @@ from gptworks.infer.sampling import SamplingSettings
 from gptworks.model import GPT
 from gptworks.model.moe import busiest_load
 from gptworks.plan.fit import layout_words
-from gptworks.plan.memory import Layout, training_peak
+from gptworks.plan.layout import Layout
+from gptworks.plan.memory import training_peak
 from gptworks.plan.params import count_parameters
 from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
 from gptworks.tensors import Expected

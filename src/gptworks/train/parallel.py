@@ -7,15 +7,15 @@
     tensor    ranks have the same micro-batches and a share of each block's heads and inner width. Embeddings, norms and
               the head are whole on each.
 
-Gradients are sums over ranks, because the loss is divided by the targets of the whole step beforehand. Everything is
-float32 between ranks, whatever the products are done in.
+Gradients are sums over ranks, because the loss is divided by the targets of the whole step beforehand. They are float32
+between ranks. A block's matrices are gathered in the precision of the products, which rounds them as autocast would;
+shares, embedding, head, vectors and routers are float32, and so is the residual stream.
 """
 
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -36,14 +36,12 @@ from gptworks.config import IGNORED, ModelConfig, PreferenceObjective, Recipe, R
 from gptworks.device import Precision
 from gptworks.errors import UserError
 from gptworks.model import GPT
-from gptworks.plan.memory import ONE_DEVICE, Layout, training_peak
-from gptworks.train.preflight import rank_memory_bytes, run_setting
+from gptworks.plan.arrange import layout_of, refusal
+from gptworks.plan.layout import BUCKET_BYTES, ONE_DEVICE, Layout
+from gptworks.train.preflight import this_device
 from gptworks.train.ranks import Ranks
 
 Rows = tuple[Tensor, ...]
-
-BUCKET_BYTES = 32 * 2**20
-"""Gradients are added up in pieces of about this size: fewer messages, and little memory besides."""
 
 
 class StopAsked(Exception):
@@ -129,21 +127,12 @@ class Parallel:
 
 
 def run_layout(recipe: Recipe, ranks: Ranks, device: torch.device, precision: Precision) -> Layout:
-    """How the recipe's model lies on these ranks. Where the recipe leaves it open: whole on each, if a step fits so.
+    """How the recipe's model lies on these ranks, as `gptworks.plan.arrange` says.
 
     Raises:
         UserError: it cannot be trained on them; which setting stands in the way, and what to do.
     """
-    check_parallel(recipe, ranks.size, precision.name)
-    settings, tensor = recipe.train.parallel, recipe.train.parallel.tensor_parallel
-    whole = Layout("none", ranks.size // tensor, tensor)
-    sharded = replace(whole, sharding="fsdp" if settings.reshard_after_forward else "zero2")
-    if settings.strategy != "auto" or whole.data_parallel == 1:
-        return sharded if settings.strategy == "fsdp" and whole.data_parallel > 1 else whole
-    if recipe.train.optimizer == "muon" or precision.needs_scaler:
-        return whole
-    peak = training_peak(run_setting(recipe, device, precision, whole))
-    return whole if peak.total_bytes <= rank_memory_bytes(device, ranks.local_size) else sharded
+    return layout_of(recipe, ranks.size, this_device(device, ranks.local_size))
 
 
 def choose_parallel(recipe: Recipe, ranks: Ranks, device: torch.device, layout: Layout) -> Parallel:
@@ -162,62 +151,13 @@ def has_varying_widths(recipe: Recipe) -> bool:
 
 
 def check_parallel(recipe: Recipe, n_ranks: int, precision: str = "auto") -> None:
-    """Refuse what so many ranks cannot do, before any work.
+    """Refuse what so many ranks cannot do, before any work; the rules are those of `gptworks.plan.arrange`.
 
     Raises:
         UserError: as it says.
     """
-    model, train, tensor = recipe.model, recipe.train, recipe.train.parallel.tensor_parallel
-    if n_ranks % tensor:
-        raise UserError(
-            f"{n_ranks} ranks are not a multiple of train.parallel.tensor_parallel={tensor}: start a multiple of "
-            f"{tensor} processes with torchrun or `gptworks launch`, or set tensor_parallel to a divisor of {n_ranks}."
-        )
-    n_data = n_ranks // tensor
-    micro = train.rank_micro_batch_size(n_data)
-    if train.batch_size % (n_data * micro):
-        what = f"{n_data} ranks" if tensor == 1 else f"{n_data} groups of {tensor} ranks"
-        raise UserError(
-            f"train.batch_size={train.batch_size} is not a multiple of {what} × micro_batch_size={micro}: each has the "
-            f"same number of micro-batches. Change batch_size to a multiple of {n_data * micro}, or micro_batch_size."
-        )
-    if tensor > 1:
-        _check_tensor_parallel(model, tensor)
-        _check_sharded(train, precision, f"tensor_parallel={tensor}")
-    elif n_ranks > 1 and train.parallel.strategy == "fsdp":
-        _check_sharded(train, precision, "strategy=fsdp")
-
-
-def _check_tensor_parallel(model: ModelConfig, tensor: int) -> None:
-    for name in ("n_heads", "n_kv_heads", "d_ff"):
-        if getattr(model, name) % tensor:
-            raise UserError(
-                f"model.{name}={getattr(model, name)} is not a multiple of train.parallel.tensor_parallel={tensor}: "
-                f"each rank has the same share. Choose a tensor_parallel that divides n_heads, n_kv_heads and d_ff."
-            )
-    if model.n_experts:
-        raise UserError(
-            f"train.parallel.tensor_parallel={tensor} does not divide experts (model.n_experts={model.n_experts}): use "
-            f"strategy=fsdp and tensor_parallel=1."
-        )
-    if model.dropout_attention:
-        raise UserError(
-            f"train.parallel.tensor_parallel={tensor} would drop the same attention weights in each rank's heads "
-            f"(model.dropout_attention={model.dropout_attention:g}): set dropout_attention to 0."
-        )
-
-
-def _check_sharded(train: TrainConfig, precision: str, setting: str) -> None:
-    if train.optimizer == "muon":
-        raise UserError(
-            f"train.optimizer=muon works on whole matrices and train.parallel.{setting} divides them: use strategy=ddp "
-            f"with tensor_parallel=1, or optimizer=adamw."
-        )
-    if precision == "fp16":
-        raise UserError(
-            f"precision fp16 scales the loss by what each rank sees of the gradients, and train.parallel.{setting} "
-            f"divides them: use bf16 or fp32."
-        )
+    if (refused := refusal(recipe, n_ranks, precision)) is not None:
+        raise UserError(str(refused))
 
 
 class ManyDevices(Parallel):
@@ -253,11 +193,15 @@ class ManyDevices(Parallel):
             model.features = set_checkpoint_early_stop(False)(model.features)  # type: ignore[method-assign]
         compile_blocks(model, self.compile, device, self.varying_widths)  # before FSDP's hooks come around them
         if self._sharded:
-            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+            gathered = torch.bfloat16 if self.layout.gathers == "bf16" else None
+            policy = MixedPrecisionPolicy(gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
             for block in model.blocks:
+                whole = {parameter for name, parameter in block.named_parameters() if is_whole(name, parameter)}
                 fully_shard(
-                    block, mesh=self._data, mp_policy=policy, reshard_after_forward=self.layout.sharding == "fsdp"
-                )
+                    block, mesh=self._data, mp_policy=policy, ignored_params=whole,
+                    reshard_after_forward=self.layout.sharding == "fsdp",
+                )  # fmt: skip
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
             fully_shard(model, mesh=self._data, mp_policy=policy, reshard_after_forward=False)
             register_fsdp_forward_method(model, "features")  # after it the root stays gathered: the loss uses the head
             for module in _sharded_modules(model):
@@ -273,8 +217,10 @@ class ManyDevices(Parallel):
 
     @contextmanager
     def resting(self) -> Iterator[None]:
+        gathered = self._sharded and self.layout.gathers == "bf16"  # such matrices multiply under autocast alone
         try:
-            yield
+            with torch.autocast(self._mesh.device_type, dtype=torch.bfloat16, enabled=gathered):
+                yield
         finally:
             if isinstance(self.model, FSDPModule):
                 self.model.reshard()  # without a backward pass the root would stay gathered, and stale after a step
@@ -293,8 +239,11 @@ class ManyDevices(Parallel):
         self._ranks.mark()
         if self._tensor.size() > 1:
             self._agree_over_tensor_ranks()
-        if not self._sharded and self._data.size() > 1:
-            for bucket in _buckets(self._local_gradients().values()):
+        if self._data.size() > 1:
+            whole = (
+                g for name, g in self._local_gradients().items() if "data" not in divided_over(self.parameters[name])
+            )
+            for bucket in _buckets(whole):
                 joined = torch.cat([gradient.flatten() for gradient in bucket])
                 distributed.all_reduce(joined, group=self._data.get_group())
                 for gradient, part in zip(bucket, torch.split(joined, [g.numel() for g in bucket]), strict=True):
@@ -401,6 +350,12 @@ def tensor_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
         "mlp.up": ColwiseParallel(),
         "mlp.down": RowwiseParallel(),
     }
+
+
+def is_whole(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter of a block stays whole and float32 on each data-parallel rank where the rest is in shares:
+    vectors and routers, which are small, and which no product rounds."""
+    return parameter.ndim < 2 or name == "mlp.router.weight"
 
 
 def divided_over(parameter: Tensor) -> list[str]:

@@ -1,16 +1,22 @@
 """Whether a run fits this machine, before its first step."""
 
-from dataclasses import replace
-
 import torch
 
 from gptworks.config import Recipe
-from gptworks.device import Precision, device_name, keep_freed_memory, memory_bytes, return_freed_memory
+from gptworks.device import (
+    Precision,
+    device_name,
+    keep_freed_memory,
+    memory_bytes,
+    multiplies_bf16_natively,
+    return_freed_memory,
+)
 from gptworks.errors import UserError
+from gptworks.plan.advice import changes_that_fit
+from gptworks.plan.arrange import rank_setting
 from gptworks.plan.devices import Device
-from gptworks.plan.fit import changes_that_fit
-from gptworks.plan.memory import ONE_DEVICE, Layout, Peak, Setting, training_peak
-from gptworks.plan.objectives import recipe_setting
+from gptworks.plan.layout import ONE_DEVICE, Layout
+from gptworks.plan.memory import Peak, Setting, training_peak
 from gptworks.units import readable
 
 KEPT_SHARE = 1.5
@@ -20,14 +26,14 @@ KEPT_SHARE = 1.5
 
 def run_setting(recipe: Recipe, device: torch.device, precision: Precision, layout: Layout = ONE_DEVICE) -> Setting:
     """The step of one device with checkpoints; the least that it may be where the vocabulary is not known yet."""
-    model = recipe.model.model_copy(update={"vocab_size": recipe.model.vocab_size or 1})
-    micro = recipe.train.rank_micro_batch_size(layout.data_parallel)
-    return replace(
-        recipe_setting(recipe.model_copy(update={"model": model}), precision.name, device.type == "cpu"),
-        micro_batch_size=micro,
-        accumulates=micro < recipe.train.batch_size // layout.data_parallel,
-        layout=layout,
-    )
+    return rank_setting(recipe, precision.name, device.type == "cpu", layout)
+
+
+def this_device(device: torch.device, n_local_ranks: int = 1) -> Device:
+    """What one of this machine's ranks trains on, as a plan sees it: its share of the memory, rates unknown."""
+    memory = rank_memory_bytes(device, n_local_ranks)
+    bf16 = multiplies_bf16_natively(device)
+    return Device(device_name(device), device.type, memory, None, None, None, "this machine", bf16)
 
 
 def check_memory(
@@ -46,17 +52,22 @@ def check_memory(
     Raises:
         UserError: it does not fit, and `force` is false; the message names what would make it fit.
     """
-    setting, there_bytes = run_setting(recipe, device, precision, layout), rank_memory_bytes(device, n_local_ranks)
-    peak = training_peak(setting)
-    if force or peak.total_bytes <= there_bytes:
+    place = this_device(device, n_local_ranks)
+    peak = training_peak(run_setting(recipe, device, precision, layout))
+    if force or peak.total_bytes <= place.memory_bytes:
         return peak
-    has_bf16 = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_bf16_supported())
-    place = Device(device_name(device), device.type, there_bytes, None, None, None, "this machine", has_bf16)
-    change = changes_that_fit(setting, place, there_bytes)[0]
+    changes = changes_that_fit(recipe, layout.world_size, place)
+    advice = ""
+    if changes:
+        what = f"{' '.join(changes[0].overrides)}"
+        if changes[0].more_devices:
+            what += f" on {changes[0].n_ranks} devices (`gptworks launch --nproc`, or torchrun)"
+        so = "would hold" if changes[0].fits else "would still hold"
+        advice = f" {what} {so} {readable(changes[0].peak_bytes, 'B')}."
     raise UserError(
         f"this run does not fit: it holds {readable(peak.total_bytes, 'B')} at its peak, and "
-        f"{readable(there_bytes, 'B')} are available on {place.name}. {change.words} would hold "
-        f"{readable(change.peak_bytes, 'B')}; `gptworks plan` shows more, and --force tries nevertheless."
+        f"{readable(place.memory_bytes, 'B')} are available on {place.name}.{advice} `gptworks plan` shows more, and "
+        f"--force tries nevertheless."
     )
 
 

@@ -1,0 +1,208 @@
+"""What to change so that a run fits. Each piece of advice is applied as its reader would apply it, arranged and planned
+again before it is given."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from gptworks.config import Recipe, RewardObjective
+from gptworks.errors import UserError
+from gptworks.plan.arrange import Refusal, arrange, planned_precision, rank_setting
+from gptworks.plan.devices import Device
+from gptworks.plan.fit import divisors
+from gptworks.plan.layout import Layout
+from gptworks.plan.memory import training_peak
+from gptworks.recipe import apply_overrides, parse_recipe
+
+Apply = Callable[[Sequence[str], int], Recipe]
+"""The recipe with some overrides, on so many devices."""
+
+MOST_DEVICES = 4096
+
+LORA_RANK = 8
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings to change, and the peak that results."""
+
+    overrides: tuple[str, ...]
+    """`key.path=value` each, as a user writes them."""
+    n_ranks: int
+    more_devices: bool
+    """Whether these are more than before."""
+    costs: str
+    """What is given up."""
+    peak_bytes: int
+    fits: bool
+
+    @property
+    def words(self) -> str:
+        """As arguments of `gptworks plan`."""
+        return " ".join((*self.overrides, *([f"--world-size {self.n_ranks}"] if self.more_devices else [])))
+
+
+@dataclass(frozen=True)
+class _Remedy:
+    """One way to hold less."""
+
+    overrides: tuple[str, ...]
+    costs: str
+
+
+def recipe_with(recipe: Recipe) -> Apply:
+    """How overrides are applied to a recipe that is read already."""
+    tree = recipe.model_dump(mode="json", exclude_unset=True)
+    return lambda overrides, n_ranks: parse_recipe(apply_overrides(tree, overrides))
+
+
+def changes_that_fit(recipe: Recipe, n_ranks: int, device: Device, apply: Apply | None = None) -> list[Change]:
+    """What to change so that the step fits, the cheapest first, more devices last; where nothing does, the furthest
+    change tried. Empty where every change is refused.
+
+    Args:
+        apply: how overrides become a recipe; None: over this one.
+    """
+    search = _Search(n_ranks, device, apply or recipe_with(recipe))
+    found: list[tuple[frozenset[_Remedy], Change]] = []
+    furthest: Change | None = None
+    for remedies in _on_the_same_devices(recipe, device):
+        if any(given < frozenset(remedies) and not _smaller(change) for given, change in found):
+            continue  # less is enough already
+        change = search.tried(remedies, n_ranks)
+        if change is None:
+            continue
+        if not change.fits:
+            furthest = change
+        elif not any(given < frozenset(remedies) and _micro(other) >= _micro(change) for given, other in found):
+            found.append((frozenset(remedies), change))
+    changes = [change for _, change in found]
+    for each in _more_devices(recipe, n_ranks, device):
+        for ways, n in each:
+            change = search.tried(ways, n)
+            if change is not None and change.fits:
+                return [*changes, change]
+            furthest = change or furthest
+    return changes or ([furthest] if furthest is not None else [])
+
+
+class _Search:
+    """Tries changes as a user would make them."""
+
+    def __init__(self, n_ranks: int, device: Device, apply: Apply) -> None:
+        self.n_ranks, self.device, self.apply = n_ranks, device, apply
+
+    def tried(self, remedies: Sequence[_Remedy], n_ranks: int) -> Change | None:
+        """The change with the largest micro-batch that fits, or the smallest; None where it is refused."""
+        overrides = tuple(override for remedy in remedies for override in remedy.overrides)
+        costs = [remedy.costs for remedy in remedies]
+        found = self._changed(overrides, n_ranks, costs)
+        if found is None or found[0].fits:
+            return None if found is None else found[0]
+        last, recipe, layout = found
+        group = recipe.objective.group_size if isinstance(recipe.objective, RewardObjective) else 1
+        micro = recipe.train.rank_micro_batch_size(layout.data_parallel)
+        sizes = divisors(recipe.train.batch_size // layout.data_parallel)
+        for size in [size for size in sizes if size < micro and size % group == 0]:
+            also = (*overrides, f"train.micro_batch_size={size}")
+            smaller = self._changed(also, n_ranks, ["more, smaller passes a step", *costs])
+            if smaller is not None:
+                last = smaller[0]
+                if last.fits:
+                    break
+        return last
+
+    def _changed(
+        self, overrides: tuple[str, ...], n_ranks: int, costs: Sequence[str]
+    ) -> tuple[Change, Recipe, Layout] | None:
+        try:
+            recipe = self.apply(overrides, n_ranks)
+        except UserError:
+            return None
+        layout = arrange(recipe, n_ranks, self.device)
+        if isinstance(layout, Refusal):
+            return None
+        precision = planned_precision(recipe.train.precision, self.device)
+        peak_bytes = training_peak(rank_setting(recipe, precision, self.device.on_cpu, layout)).total_bytes
+        fits, more = peak_bytes <= self.device.memory_bytes, n_ranks != self.n_ranks
+        return Change(overrides, n_ranks, more, "; ".join(costs), peak_bytes, fits), recipe, layout
+
+
+def _smaller(change: Change) -> bool:
+    return any(override.startswith("train.micro_batch_size=") for override in change.overrides)
+
+
+def _micro(change: Change) -> float:
+    sizes = [each.partition("=")[2] for each in change.overrides if each.startswith("train.micro_batch_size=")]
+    return int(sizes[-1]) if sizes else float("inf")
+
+
+def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Remedy, ...]]:
+    """What to try without more devices, the cheapest first. No remedy at all is a smaller micro-batch alone.
+
+    The loss's chunks are not among them: logits never stand whole in memory.
+    """
+    train = recipe.train
+    yield ()
+    mild: list[_Remedy] = []
+    if planned_precision(train.precision, device) == "fp32" and (device.has_bf16 or device.kind == "cuda"):
+        half = "bf16" if device.has_bf16 else "fp16"
+        mild.append(_Remedy((f"train.precision={half}",), "products are rounded"))
+        yield (mild[0],)
+    if train.ema_decay:
+        mild.append(_Remedy(("train.ema_decay=0",), "no average of the weights"))
+        yield (mild[-1],)
+    further = {"none": ("selective", "block"), "selective": ("block",), "block": ()}[train.activation_checkpointing]
+    again = {"selective": "a sixth more work", "block": "a third more work"}
+    blocks = [_Remedy((f"train.activation_checkpointing={kind}",), again[kind]) for kind in further]
+    for block in blocks:
+        yield (block,)
+        if mild:
+            yield (*mild, block)
+    furthest = (*mild, *blocks[-1:])
+    smaller = _Remedy(("train.optimizer=muon",), "another optimizer, with half the state")
+    if train.optimizer == "adamw" and recipe.adapter is None:
+        yield (smaller,)
+        if furthest:
+            yield (*furthest, smaller)
+    if recipe.adapter is None and recipe.freeze is None:
+        source = "" if recipe.initialize_from else ", of a run that initialize_from names"
+        adamw = () if train.optimizer == "adamw" else ("train.optimizer=adamw",)
+        lora = _Remedy((f"adapter.rank={LORA_RANK}", *adamw), f"trains an adapter alone{source}")
+        yield (lora,)
+        if furthest:
+            yield (*furthest, lora)
+
+
+def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list[tuple[list[_Remedy], int]]]:
+    """Layouts on more devices, in kinds, each from the fewest devices to the most; none where the ranks of a machine
+    share its memory."""
+    train, tensor = recipe.train, recipe.train.parallel.tensor_parallel
+    if device.kind != "cuda":
+        return
+    strategy = ["train.parallel.strategy=fsdp"]
+    if not train.parallel.reshard_after_forward:
+        strategy.append("train.parallel.reshard_after_forward=true")
+    if train.optimizer == "muon":
+        strategy.append("train.optimizer=adamw")
+    if planned_precision(train.precision, device) == "fp16":
+        strategy.append("train.precision=fp32")
+    shares = _Remedy(tuple(strategy), "weights and state in shares, over a network")
+    same = _Remedy(("train.activation_checkpointing=block",), "a third more work")
+    now = arrange(recipe, n_ranks, device)
+    in_shares = isinstance(now, Layout) and now.sharding == "fsdp"
+    counts = [n * tensor for n in reversed(divisors(_whole_batch(recipe))) if n * tensor <= MOST_DEVICES]
+    counts = [n for n in counts if n > n_ranks or (n == n_ranks > 1 and not in_shares)]
+    yield [([shares], n) for n in counts]
+    yield [([shares, same], n) for n in counts]
+    for parts in (2, 4, 8):
+        if parts > tensor:
+            split = _Remedy((f"train.parallel.tensor_parallel={parts}",), "matrices in shares, over a fast network")
+            sets = [n * parts for n in reversed(divisors(_whole_batch(recipe))) if n * parts <= MOST_DEVICES]
+            yield [([shares, same, split], n) for n in sets if n > n_ranks]
+
+
+def _whole_batch(recipe: Recipe) -> int:
+    """What data-parallel ranks divide: sequences, or groups of answers."""
+    group = recipe.objective.group_size if isinstance(recipe.objective, RewardObjective) else 1
+    return recipe.train.batch_size // gcd(recipe.train.batch_size, group)

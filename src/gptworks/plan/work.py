@@ -1,0 +1,154 @@
+"""Floating-point operations of training, by part: what is frozen has no gradients, and an objective may ask for more
+than a forward and a backward pass.
+
+A product y = x·W has in its backward pass a product of the same size for the gradient of x, where something that is
+trained lies before it, and one for the gradient of W, where W is trained.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from gptworks.config import Recipe, RewardObjective, computes_again
+from gptworks.plan.flops import formed_pairs, forward_flops
+from gptworks.plan.objectives import teacher_flops_per_token
+from gptworks.plan.trained import trained
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs a token of a training step: rows at the full context, attention dense."""
+
+    forward: dict[str, float]
+    """By part; a part is an identifier."""
+    backward: dict[str, float]
+    again_per_token: float
+    """Of forward passes that activation checkpointing computes again. No part of the totals: see PaLM's MFU."""
+    before_first_step_per_token: float = 0.0
+    """Of a forward pass over each of the samples, once."""
+
+    @property
+    def per_token(self) -> float:
+        return sum(self.forward.values()) + sum(self.backward.values())
+
+
+def training_work(recipe: Recipe) -> Work:
+    """What the recipe's training computes.
+
+    Raises:
+        UserError: the vocabulary is not known yet, or a teacher's recipe cannot be read.
+    """
+    length, model = recipe.model.context_length, recipe.model
+    walk = _Walk(recipe)
+    walk.run()
+    forward = {part: n / length for part, n in walk.forward.items()}
+    backward = {part: n / length for part, n in walk.backward.items()}
+    part = trained(model, recipe.adapter, recipe.freeze)
+    n_still = 0 if part is None else part.n_still
+    plain = forward_flops(model).per_token_dense + forward.get("adapter", 0.0)
+    per_layer = (plain - forward["head"]) / model.n_layers
+    layers = range(n_still, model.n_layers)
+    again = per_layer * sum(computes_again(recipe.train.activation_checkpointing, layer) for layer in layers)
+    if (teacher := teacher_flops_per_token(recipe)) > 0:
+        forward["teacher"] = teacher
+    if isinstance(objective := recipe.objective, RewardObjective):
+        answered, rounds = min(1.0, objective.max_tokens / length), objective.steps_per_rollout
+        prompts = (1 - answered) / objective.group_size  # read once for all the answers of a group
+        forward["sampling"] = plain * (answered + prompts) / rounds
+        forward["sampling_policy"] = plain / rounds
+        if objective.beta:
+            forward["reference"] = (plain - forward.get("adapter", 0.0)) / rounds
+    return Work(
+        forward=forward,
+        backward={name: backward.get(name, 0.0) for name in forward},
+        again_per_token=again,
+        before_first_step_per_token=plain if recipe.objective.type == "preference" else 0.0,
+    )
+
+
+class _Walk:
+    """Through the model in the order of the forward pass, noting what has a gradient."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.model, self.adapter, self.freeze = recipe.model, recipe.adapter, recipe.freeze
+        self.length = recipe.model.context_length
+        self.forward: Counter[str] = Counter()
+        self.backward: Counter[str] = Counter()
+
+    def run(self) -> None:
+        m = self.model
+        moving = self._trains("token_embedding.weight")
+        moving |= m.position == "learned" and self._trains("position_embedding.weight")
+        for layer in range(m.n_layers):
+            moving = self._block(f"blocks.{layer}.", moving, m.layer_windows[layer])
+        moving |= self._norm("norm", moving)
+        head = "token_embedding.weight" if m.tie_embeddings else "untied_head.weight"
+        n = 2 * self.length * m.d_model * m.vocab_size
+        self.forward["head"] += n
+        self.backward["head"] += n * moving + n * self._trains(head)
+        if not self.forward["adapter"]:
+            del self.forward["adapter"]
+
+    def _trains(self, name: str) -> bool:
+        if self.adapter is not None:
+            return self.adapter.trains(name)
+        return self.freeze is None or not self.freeze.freezes(name)
+
+    def _norm(self, name: str, moving: bool) -> bool:
+        return moving or self._trains(f"{name}.weight") or (self.model.norm_bias and self._trains(f"{name}.bias"))
+
+    def _linear(
+        self, part: str, module: str, sizes: tuple[int, int], moving: bool, biased: bool, n_tokens: float
+    ) -> bool:
+        """A product of inputs × outputs; whether its result has a gradient."""
+        n_in, n_out = sizes
+        n = round(2 * n_tokens * n_in * n_out)
+        weight, bias = self._trains(f"{module}.weight"), biased and self._trains(f"{module}.bias")
+        self.forward[part] += n
+        self.backward[part] += n * moving + n * weight
+        adapted = self.adapter is not None and self.adapter.adapts(module)
+        if self.adapter is not None and adapted:
+            a, b = (round(2 * n_tokens * self.adapter.rank * width) for width in (n_in, n_out))
+            self.forward["adapter"] += a + b
+            self.backward["adapter"] += 2 * b + a + a * moving
+        return moving or weight or bias or adapted
+
+    def _block(self, prefix: str, moving: bool, window: int | None) -> bool:
+        m, n_tokens = self.model, self.length
+        queries, keys = m.n_heads * m.d_head, m.n_kv_heads * m.d_head
+        normed = self._norm(f"{prefix}norm1", moving)
+        q, k, v = (
+            self._linear(
+                "query_key_value", f"{prefix}attention.{name}", (m.d_model, width), normed, m.qkv_bias, n_tokens
+            )
+            for name, width in (("query", queries), ("key", keys), ("value", keys))
+        )
+        if m.qk_norm:
+            q = q or self._trains(f"{prefix}attention.query_norm.weight")
+            k = k or self._trains(f"{prefix}attention.key_norm.weight")
+        scores = 2 * queries * formed_pairs(self.length, window)  # and as much again for the weighted sum
+        self.forward["attention_scores"] += 2 * scores
+        self.backward["attention_scores"] += scores * (q + k + (q or k) + v)
+        out = self._linear(
+            "attention_output", f"{prefix}attention.out", (queries, m.d_model), q or k or v, m.out_bias, n_tokens
+        )
+        entry = moving if m.parallel_residual else moving or out
+        inner = self._mlp(prefix, self._norm(f"{prefix}norm2", entry))
+        return moving or out or inner
+
+    def _mlp(self, prefix: str, normed: bool) -> bool:
+        m = self.model
+        if not m.n_experts:
+            return self._one_mlp(f"{prefix}mlp", m.d_ff, normed, self.length)
+        routed = self._linear("mlp", f"{prefix}mlp.router", (m.d_model, m.n_experts), normed, False, self.length)
+        share = self.length * m.n_experts_per_token / m.n_experts
+        given = [self._one_mlp(f"{prefix}mlp.experts.{e}", m.d_ff, normed, share) for e in range(m.n_experts)]
+        shared = m.d_ff_shared > 0 and self._one_mlp(f"{prefix}mlp.shared", m.d_ff_shared, normed, self.length)
+        return routed or any(given) or shared
+
+    def _one_mlp(self, module: str, inner: int, normed: bool, n_tokens: float) -> bool:
+        m = self.model
+        names = ("gate", "up") if m.gated else ("up",)
+        wide = [
+            self._linear("mlp", f"{module}.{name}", (m.d_model, inner), normed, m.mlp_bias, n_tokens) for name in names
+        ]
+        return self._linear("mlp", f"{module}.down", (inner, m.d_model), any(wide), m.mlp_bias, n_tokens)

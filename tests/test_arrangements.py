@@ -1,0 +1,241 @@
+"""One rule book: what a plan arranges, training accepts; what training refuses, a plan refuses too; and every piece of
+advice, applied as it is written, is accepted and fits as it says."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptworks.config import Recipe
+from gptworks.errors import UserError
+from gptworks.plan.advice import Change, changes_that_fit, recipe_with
+from gptworks.plan.arrange import Refusal, arrange, planned_precision, rank_setting
+from gptworks.plan.devices import DEVICES, Device, custom_device, find_device
+from gptworks.plan.fit import largest_micro_batch
+from gptworks.plan.layout import Layout
+from gptworks.plan.memory import training_peak
+from gptworks.recipe import apply_overrides, parse_recipe
+from gptworks.train.parallel import check_parallel
+
+SOURCES = {
+    "next_token": {"type": "python-stdlib"},
+    "instruction": {"type": "conversations", "path": "chats.jsonl"},
+    "preference": {"type": "preferences", "path": "pairs.jsonl"},
+    "distillation": {"type": "python-stdlib"},
+    "reward": {"type": "conversations", "path": "chats.jsonl"},
+}
+
+
+def tree_of(draw: random.Random, teacher: Path) -> dict[str, Any]:
+    """A recipe of any kind; not every one can be read."""
+    objective = draw.choice(list(SOURCES))
+    batch_size = draw.choice([1, 2, 4, 6, 8, 12, 16, 24, 64])
+    model = {
+        "vocab_size": 500, "context_length": draw.choice([64, 256, 3000]), "n_layers": draw.choice([1, 2, 4]),
+        "d_model": draw.choice([96, 192]), "n_heads": draw.choice([3, 4, 6]), "norm": "rmsnorm",
+        "mlp": draw.choice(["gelu", "swiglu"]), "tie_embeddings": draw.random() < 0.5,
+        "dropout_attention": draw.choice([0.0, 0.0, 0.1]),
+    }  # fmt: skip
+    if draw.random() < 0.2:
+        model |= {"n_experts": 4, "n_experts_per_token": 2}
+    if draw.random() < 0.3:
+        model |= {"n_kv_heads": draw.choice([d for d in (1, 2, 3) if model["n_heads"] % d == 0])}
+    tree: dict[str, Any] = {
+        "name": "drawn",
+        "model": model,
+        "tokenizer": {"type": "char"} | ({} if "python" in SOURCES[objective]["type"] else {"chat_template": "plain"}),
+        "data": {"sources": [SOURCES[objective]]},
+        "objective": {"type": objective},
+        "train": {
+            "max_steps": 10, "batch_size": batch_size,
+            "micro_batch_size": draw.choice([d for d in range(1, batch_size + 1) if batch_size % d == 0]),
+            "optimizer": draw.choice(["adamw", "adamw", "muon"]),
+            "precision": draw.choice(["auto", "fp32", "bf16", "fp16"]),
+            "activation_checkpointing": draw.choice(["none", "selective", "block"]),
+            "ema_decay": draw.choice([0.0, 0.0, 0.99]),
+            "parallel": {
+                "strategy": draw.choice(["auto", "ddp", "fsdp"]), "tensor_parallel": draw.choice([1, 1, 1, 2, 3, 4]),
+                "reshard_after_forward": draw.random() < 0.7,
+            },
+        },
+    }  # fmt: skip
+    if objective == "distillation":
+        tree["objective"]["teacher"] = str(teacher)
+    if objective == "reward":
+        tree["objective"] |= {"reward": "reward.py:score", "group_size": draw.choice([2, 4]), "beta": 0.1}
+    kind = draw.choice(["whole", "whole", "adapter", "freeze"])
+    if kind == "adapter":
+        tree["adapter"] = {"rank": 4}
+    if kind == "freeze":
+        tree["freeze"] = {"first_blocks": 1}
+    return tree
+
+
+def drawn(seed: int, teacher: Path) -> tuple[Recipe, int, Device]:
+    """A recipe, a number of devices, and a device that holds between a fifth and twice what a step needs."""
+    draw = random.Random(seed)
+    while True:
+        try:
+            recipe = parse_recipe(tree_of(draw, teacher))
+            break
+        except UserError:
+            continue  # the recipe itself is refused: no run has it
+    kind, has_bf16 = draw.choice([("cpu", False), ("cpu", True), ("cuda", True), ("cuda", False), ("mps", False)])
+    device = Device("drawn", kind, 10**12, 1e12, 1e12, 1e11, "drawn", has_bf16)
+    n_ranks = draw.choice([1, 1, 2, 3, 4, 6, 8, 12])
+    layout = arrange(recipe, n_ranks, device)
+    setting = rank_setting(
+        recipe, "fp32" if isinstance(layout, Refusal) else planned_precision(recipe.train.precision, device),
+        device.on_cpu, Layout() if isinstance(layout, Refusal) else layout,
+    )  # fmt: skip
+    share = draw.choice([0.2, 0.4, 0.6, 0.9, 2.0])
+    return recipe, n_ranks, replace(device, memory_bytes=int(share * training_peak(setting).total_bytes))
+
+
+def accepted(recipe: Recipe, n_ranks: int, device: Device) -> bool:
+    """Whether training takes the recipe, by its own check and the precision that it would run in."""
+    try:
+        check_parallel(recipe, n_ranks, planned_precision(recipe.train.precision, device))
+    except UserError:
+        return False
+    return not (recipe.train.precision == "fp16" and device.kind != "cuda")  # `choose_precision` refuses it
+
+
+def peak_bytes(recipe: Recipe, layout: Layout, device: Device) -> int:
+    precision = planned_precision(recipe.train.precision, device)
+    return training_peak(rank_setting(recipe, precision, device.on_cpu, layout)).total_bytes
+
+
+def check(seed: int, teacher: Path) -> tuple[bool, list[Change]]:
+    """Holds one drawn arrangement; whether it was accepted, and the advice given."""
+    recipe, n_ranks, device = drawn(seed, teacher)
+    layout = arrange(recipe, n_ranks, device)
+    assert isinstance(layout, Layout) == accepted(recipe, n_ranks, device), (seed, layout)
+    if isinstance(layout, Refusal):
+        assert layout.rule and layout.fix.endswith(".")
+        return False, []
+    assert layout.world_size == n_ranks
+    assert layout.tensor_parallel == recipe.train.parallel.tensor_parallel
+    if recipe.train.parallel.strategy != "auto" and layout.data_parallel > 1:
+        assert (layout.sharding == "none") == (recipe.train.parallel.strategy == "ddp")
+    if peak_bytes(recipe, layout, device) <= device.memory_bytes:
+        return True, []
+    changes = changes_that_fit(recipe, n_ranks, device)
+    for change in changes:
+        applied = recipe_with(recipe)(change.overrides, change.n_ranks)
+        there = arrange(applied, change.n_ranks, device)
+        assert isinstance(there, Layout), (seed, change, there)
+        assert accepted(applied, change.n_ranks, device), (seed, change)
+        assert peak_bytes(applied, there, device) == change.peak_bytes, (seed, change)
+        assert change.fits == (change.peak_bytes <= device.memory_bytes)
+        assert change.fits or len(changes) == 1, (seed, changes)
+    return True, changes
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher")
+    tree = {
+        "name": "teacher",
+        "model": {"vocab_size": 500, "context_length": 4096, "n_layers": 2, "d_model": 192, "n_heads": 4},
+        "tokenizer": {"type": "char"},
+        "data": {"sources": [{"type": "python-stdlib"}]},
+        "train": {"max_steps": 1},
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(tree), encoding="utf-8")
+    return folder
+
+
+def hold(seeds: range, teacher: Path) -> None:
+    results = [check(seed, teacher) for seed in seeds]
+    advised = [changes for _, changes in results if any(change.fits for change in changes)]
+    shares = [sum(taken for taken, _ in results) / len(seeds), len(advised) / len(seeds)]
+    assert 0.2 < shares[0] < 0.8, "nearly all drawn arrangements are accepted, or nearly none"
+    assert shares[1] > 0.05, "hardly any has advice"
+    print(f"{len(seeds)} arrangements: {shares[0]:.0%} accepted, {len(advised)} with advice that fits")
+
+
+def test_what_a_plan_arranges_and_advises_training_accepts(teacher: Path) -> None:
+    hold(range(100), teacher)
+
+
+@pytest.mark.arrangements
+def test_five_hundred_arrangements(teacher: Path) -> None:
+    hold(range(500), teacher)
+
+
+# known cases ------------------------------------------------------------------------------------------------
+
+
+def recipe_of(**train: Any) -> Recipe:
+    return parse_recipe({
+        "name": "known",
+        "model": {"preset": "gpt2"} | train.pop("model", {}),
+        "tokenizer": {"type": "char"},
+        "data": {"sources": [{"type": "python-stdlib"}]},
+        "train": {"max_steps": 10, "precision": "bf16"} | train,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"batch_size": 6, "micro_batch_size": 1},
+        {"batch_size": 8, "micro_batch_size": 1, "optimizer": "muon"},
+        {"batch_size": 8, "micro_batch_size": 1, "model": {"n_experts": 4, "n_experts_per_token": 2}},
+        {"batch_size": 1},
+    ],
+)
+def test_more_devices_are_advised_only_as_training_takes_them(train: dict[str, Any]) -> None:
+    recipe = recipe_of(**train)
+    device = custom_device(1.2, 1e12, 1e11)
+    changes = changes_that_fit(recipe, 1, device)
+    for change in changes:
+        check_parallel(recipe_with(recipe)(change.overrides, change.n_ranks), change.n_ranks, "bf16")
+    many = [change for change in changes if change.n_ranks > 1]
+    assert all(train["batch_size"] % change.n_ranks == 0 for change in many)
+
+
+def test_one_processor_is_never_advised_to_be_many() -> None:
+    device = Device("one", "cpu", 10**8, None, None, None, "this machine", True)
+    changes = changes_that_fit(recipe_of(batch_size=64), 1, device)
+    assert changes and all(change.n_ranks == 1 for change in changes)
+
+
+def test_advice_for_one_gpu_tries_all_that_it_can_do_itself_before_more_of_them() -> None:
+    recipe = recipe_of(model={"preset": "gpt2-xl"}, batch_size=64, micro_batch_size=64)
+    changes = changes_that_fit(recipe, 1, find_device("rtx-4090"))
+    words = [change.words for change in changes]
+    for setting in ("train.micro_batch_size=", "activation_checkpointing=", "optimizer=muon", "adapter.rank=8"):
+        assert any(setting in each for each in words[:-1]), setting
+    assert "--world-size" in words[-1] and not any("--world-size" in each for each in words[:-1])
+    assert all(change.fits for change in changes)
+
+
+def test_plan_follows_the_recipes_own_parallel_settings() -> None:
+    recipe = recipe_of(
+        batch_size=8, parallel={"strategy": "fsdp", "tensor_parallel": 2}, model={"dropout_attention": 0}
+    )
+    assert arrange(recipe, 8, DEVICES["h100-sxm"]) == Layout("fsdp", 4, 2, "bf16")
+    changed = parse_recipe(
+        apply_overrides(
+            recipe.model_dump(mode="json"), ["train.precision=fp32", "train.parallel.reshard_after_forward=false"]
+        )
+    )
+    assert arrange(changed, 8, DEVICES["h100-sxm"]) == Layout("zero2", 4, 2, "fp32")
+
+
+def test_the_largest_micro_batch_accumulates_only_where_the_step_has_several() -> None:
+    """Gradients stand during the forward pass of all but a whole step at once."""
+    recipe = recipe_of(batch_size=16, micro_batch_size=4)
+    setting = rank_setting(recipe, "bf16", on_cpu=False)
+    for capacity in (3e9, 6e9, 9e9, 12e9):
+        largest = largest_micro_batch(setting, int(capacity), 16)
+        fits = [
+            size for size in range(1, 60)
+            if training_peak(replace(setting, micro_batch_size=size, accumulates=size < 16)).total_bytes <= capacity
+        ]  # fmt: skip
+        assert largest == max(fits, default=0)

@@ -1,0 +1,90 @@
+"""The planned memory of sharded and tensor-parallel training against what the tensors of real ranks hold."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptworks.plan.arrange import rank_setting
+from gptworks.plan.layout import Layout
+from gptworks.plan.memory import training_peak
+from gptworks.recipe import parse_recipe
+from test_parallel import torchrun
+
+MODEL = {
+    "vocab_size": 2000, "context_length": 128, "n_layers": 4, "d_model": 256, "n_heads": 4, "norm": "rmsnorm",
+    "mlp": "swiglu", "d_ff": 768,
+}  # fmt: skip
+NARROW = {"vocab_size": 300, "context_length": 32, "d_model": 512, "n_heads": 8, "d_ff": 2048}
+"""So few tokens that weights and what gathers and reduces them are nearly all."""
+GELU = {"norm": "layernorm", "mlp": "gelu", "tie_embeddings": False, "attention_bias": True, "mlp_bias": True}
+
+
+def case(
+    sharding: str, data: int, tensor: int, precision: str = "bf16", model: Any = None, **train: Any
+) -> dict[str, Any]:
+    gathers = precision if sharding != "none" else "fp32"
+    return {
+        "recipe": {
+            "model": MODEL | (model or {}),
+            "tokenizer": {"type": "char"},
+            "data": {"sources": [{"type": "python-stdlib"}]},
+            "train": {"max_steps": 1, "batch_size": 4 * data, "micro_batch_size": 4, "precision": precision} | train,
+        },
+        "layout": {"sharding": sharding, "data_parallel": data, "tensor_parallel": tensor, "gathers": gathers},
+    }
+
+
+FEW = {
+    2: {
+        "fsdp, bf16": case("fsdp", 2, 1),
+        "fsdp, bf16, little but weights": case("fsdp", 2, 1, model=NARROW, batch_size=4, micro_batch_size=1),
+        "tensor, bf16": case("none", 1, 2),
+    }
+}
+
+MANY = {
+    2: {
+        "fsdp, fp32": case("fsdp", 2, 1, "fp32"),
+        "fsdp, fp32, little but weights": case("fsdp", 2, 1, "fp32", NARROW, batch_size=2, micro_batch_size=1),
+        "fsdp, accumulating": case("fsdp", 2, 1, batch_size=16),
+        "fsdp, checkpointed": case("fsdp", 2, 1, activation_checkpointing="block"),
+        "fsdp, biased and untied": case("fsdp", 2, 1, model=GELU),
+        "fsdp, experts": case("fsdp", 2, 1, model={"n_experts": 4, "d_ff": 256}),
+        "without resharding": case("zero2", 2, 1),
+        "without resharding, little but weights": case("zero2", 2, 1, model=NARROW, batch_size=2, micro_batch_size=1),
+        "ddp": case("none", 2, 1),
+        "tensor, fp32": case("none", 1, 2, "fp32"),
+    },
+    4: {
+        "fsdp, bf16": case("fsdp", 4, 1),
+        "fsdp, bf16, little but weights": case("fsdp", 4, 1, model=NARROW, batch_size=8, micro_batch_size=1),
+        "fsdp × tensor": case("fsdp", 2, 2),
+        "tensor": case("none", 1, 4),
+    },
+}
+
+
+def hold(n_ranks: int, cases: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "cases").write_text(json.dumps(list(cases.values())), encoding="utf-8")
+    torchrun(n_ranks, "memory", tmp_path / "cases")
+    measured = json.loads((tmp_path / "cases.results").read_text(encoding="utf-8"))
+    off = {}
+    for (name, each), peak_bytes in zip(cases.items(), measured, strict=True):
+        recipe, layout = parse_recipe(each["recipe"]), Layout(**each["layout"])
+        setting = replace(rank_setting(recipe, recipe.train.precision, on_cpu=True, layout=layout), saves=False)
+        off[name] = training_peak(setting).total_bytes / peak_bytes - 1
+        print(f"{n_ranks} ranks, {name}: {peak_bytes / 1e6:.1f} MB measured, planned is off by {off[name]:+.1%}")
+    assert {name: share for name, share in off.items() if abs(share) > 0.05} == {}
+
+
+def test_two_ranks_hold_what_is_planned(tmp_path: Path) -> None:
+    hold(2, FEW[2], tmp_path)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_every_layout_holds_what_is_planned(n_ranks: int, tmp_path: Path) -> None:
+    hold(n_ranks, MANY[n_ranks], tmp_path)
