@@ -1,0 +1,137 @@
+"""The figures of a plan: they add up, whatever is learned; keys are identifiers; what is unknown or missing is said."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from gptworks.plan.devices import find_device
+from gptworks.plan.run import Plan, plan
+from gptworks.plan.run_tables import tables
+from gptworks.recipe import parse_recipe
+
+H100 = find_device("h100")
+UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+
+KINDS: dict[str, dict[str, Any]] = {
+    "next_token": {},
+    "instruction": {"objective": {"type": "instruction"}},
+    "preference": {"objective": {"type": "preference"}},
+    "distillation": {"objective": {"type": "distillation"}},
+    "reward": {"objective": {"type": "reward", "reward": "r.py:f", "group_size": 4, "beta": 0.1, "max_tokens": 64}},
+    "adapter": {"adapter": {"rank": 8}},
+    "freeze": {"freeze": {"first_blocks": 2, "embeddings": True}},
+}
+
+
+def planned(kind: str, folder: Path, **train: Any) -> Plan:
+    changes = KINDS[kind]
+    objective = changes.get("objective", {"type": "next_token"})
+    texts = {"type": "python-stdlib"}
+    records = {
+        "instruction": {"type": "conversations", "path": "chats.jsonl"},
+        "preference": {"type": "preferences", "path": "pairs.jsonl"},
+        "reward": {"type": "conversations", "path": "chats.jsonl"},
+    }.get(objective["type"])
+    tree: dict[str, Any] = {
+        "name": kind,
+        "model": {"vocab_size": 4000, "context_length": 256, "n_layers": 4, "d_model": 256, "n_heads": 4},
+        "tokenizer": {"type": "char"} | ({"chat_template": "plain"} if records else {}),
+        "data": {"sources": [records or texts]},
+        "train": {"max_steps": 1000, "batch_size": 16, "micro_batch_size": 8} | train,
+    } | changes
+    if objective["type"] == "distillation":
+        (folder / "recipe.yaml").write_text(json.dumps(tree | {"objective": {"type": "next_token"}}), encoding="utf-8")
+        tree["objective"] = objective | {"teacher": str(folder)}
+    return plan(parse_recipe(tree), samples_per_epoch=500 if records else None, device=H100)
+
+
+def size(cell: str) -> float:
+    """`12.3 MB` as a number."""
+    found = re.fullmatch(r"([\d.,]+) ([kMGTP]?)(?:B|FLOP)", cell)
+    assert found, cell
+    return float(found[1].replace(",", "")) * UNITS[found[2]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rows_of_every_table_add_up_to_its_total(kind: str, tmp_path: Path) -> None:
+    sheet = planned(kind, tmp_path)
+    with_totals = [table for table in tables(sheet, details=True) if table.rows and table.rows[-1][0] == "total"]
+    assert len(with_totals) == 2
+    for table in with_totals:
+        *rows, total = table.rows
+        for column in range(1, len(total)):
+            if total[column]:
+                parts = [size(row[column]) for row in rows]
+                assert sum(parts) == pytest.approx(size(total[column]), rel=2e-3), table.header
+    assert sum(sheet.peak.parts.values()) == sheet.peak.total_bytes
+    by_part = sheet.flops_by_part.values()
+    assert sum(map(sum, by_part)) == pytest.approx(sheet.flops_per_token)
+
+
+def test_what_is_frozen_or_adapted_costs_less_and_what_is_read_besides_costs_more(tmp_path: Path) -> None:
+    flops = {kind: planned(kind, tmp_path).flops_per_token for kind in KINDS}
+    whole = flops["next_token"]
+    assert flops["freeze"] < 0.8 * whole and flops["adapter"] < 0.8 * whole
+    assert flops["distillation"] == pytest.approx(whole * 4 / 3)  # a teacher as large as the student
+    sampled = (64 + 192 / 4) / 256  # answers, and prompts once a group
+    assert flops["reward"] == pytest.approx(whole * (3 + 2 + sampled) / 3)
+    pairs = planned("preference", tmp_path)
+    assert pairs.flops_before_first_step == pytest.approx(500 * 2 * 256 * whole / 3)
+    assert pairs.total_flops == pytest.approx(pairs.flops_before_first_step + 1000 * 16 * 2 * 256 * whole)
+    answers = planned("reward", tmp_path)
+    assert answers.sampling_seconds_per_step == pytest.approx(64 * 4 * answers.parameters.total / H100.bandwidth)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", ["next_token", "distillation", "reward", "adapter"])
+def test_keys_of_the_json_are_identifiers(kind: str, tmp_path: Path) -> None:
+    def keys(node: Any) -> Any:
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+            if isinstance(key, str):
+                yield key
+            if key != "tensors":  # of which each has its name in the model
+                yield from keys(value)
+
+    found = set(keys(planned(kind, tmp_path).to_json()))
+    assert {key for key in found if not re.fullmatch(r"[a-z][a-z0-9_]*", key)} == set()
+
+
+def test_checkpoints_on_disk_count_those_that_stay(tmp_path: Path) -> None:
+    """Saved are multiples of 100 and of 150 steps; of those, multiples of 50 stay: ten, and seven, less four."""
+    settings = {"checkpoint_every": 100, "evaluate_every": 150, "max_steps": 1050}
+    without, kept = (planned("next_token", tmp_path, **settings, keep_every=every) for every in (0, 50))
+    assert without.most_checkpoints == 2 + 2  # the newest, the best, and one being written
+    steps = {step for step in range(1, 1051) if (step % 100 == 0 or step % 150 == 0 or step == 1050) and step % 50 == 0}
+    assert kept.most_checkpoints == 4 + len(steps)
+    assert kept.checkpoints_bytes == kept.most_checkpoints * kept.checkpoint_bytes
+
+
+def write(tmp_path: Path, **changes: Any) -> Path:
+    tree = tiny.recipe_tree(tmp_path)
+    tree["model"]["vocab_size"] = 64
+    del tree["train"]["max_steps"]
+    tree["train"] |= {"epochs": 2, "warmup_steps": 0}
+    path = tmp_path / "mine.yaml"
+    path.write_text(json.dumps(tree | changes), encoding="utf-8")
+    return path
+
+
+def test_tokens_of_data_that_is_not_prepared_are_estimated_from_its_size(tmp_path: Path) -> None:
+    result = tiny.gptworks("plan", write(tmp_path), "--json")
+    assert result.returncode == 0, result.stderr
+    sheet = json.loads(result.stdout)
+    assert sheet["train_tokens"] == int(0.9 * len(tiny.TEXT.encode()))
+    assert sheet["train_tokens_estimated"] and sheet["steps"] > 0
+    assert "about" in sheet["steps_reason"]
+
+
+def test_a_plan_whose_data_is_missing_is_printed_and_ends_with_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    (tmp_path / "text.txt").unlink()
+    result = tiny.gptworks("plan", path)
+    assert result.returncode == 2
+    assert "text.txt: no such file or folder" in result.stderr and "unknown" in result.stderr
+    assert "memory of a device" in result.stdout and "unknown" in result.stdout
