@@ -179,6 +179,20 @@ def test_the_loss_is_that_of_one_process(n_ranks: int, tmp_path: Path) -> None:
         assert f"{n_ranks}: " in (tmp_path / name / "model-card.md").read_text(encoding="utf-8")
 
 
+def test_in_bf16_the_loss_is_that_of_one_process_too(tmp_path: Path) -> None:
+    """Gathered matrices are rounded as autocast rounds them; evaluations and samples multiply with them as well."""
+    common = {"max_steps": 12, "evaluate_every": 6, "sample_every": 6, "sample_tokens": 8}
+    path = tiny.write_recipe(tmp_path, optimizer="adamw", precision="bf16", checkpoint_every=12, **common)
+    train(load_recipe(path, [f"run_dir={tmp_path / 'alone'}", *NO_DROPOUT]))
+    overrides = [f"run_dir={tmp_path / 'fsdp'}", *NO_DROPOUT, "train.parallel.strategy=fsdp"]
+    (tmp_path / "cases").write_text(json.dumps([{"path": str(path), "overrides": overrides}]), encoding="utf-8")
+    torchrun(2, "train", tmp_path / "cases")
+    alone, shared = (list(read_metrics(tmp_path / run / "metrics.jsonl")) for run in ("alone", "fsdp"))
+    assert [record["kind"] for record in shared] == [record["kind"] for record in alone]
+    losses = [[record["loss"] for record in run if "loss" in record] for run in (alone, shared)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+
+
 TUNED: dict[str, dict[str, Any]] = {
     "packed, frozen, fsdp": {"freeze": {"first_blocks": 1}},
     "adapter, ddp": {"adapter": {"rank": 4}},
