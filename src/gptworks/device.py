@@ -21,6 +21,7 @@ from gptworks.plan.devices import (
     cpu_flags,
     cpu_name,
 )
+from gptworks.units import counted
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -87,7 +88,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = cpu_name() if device.type == "cpu" else ""
-    return f"{model or platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{model or platform.processor() or platform.machine()}, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -17,7 +17,12 @@ def significant(value: float, digits: int = 4) -> str:
     """So many significant digits and thousands apart, without an exponent where a person can do without one."""
     if not math.isfinite(value):
         return f"{value}"
-    size = 0 if value == 0 else math.floor(math.log10(abs(value)))
+    size = int(f"{value:.{digits - 1}e}".partition("e")[2])
     if not -5 <= size < 9:
         return f"{value:.{digits}g}"
     return f"{value:,.{max(0, digits - 1 - size)}f}"
+
+
+def counted(n: int, noun: str) -> str:
+    """1 thread, 2 threads."""
+    return f"{n:,} {noun}{'s' * (n != 1)}"

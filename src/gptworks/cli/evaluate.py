@@ -19,6 +19,7 @@ from gptworks.cli.common import (
 )
 from gptworks.cli.make import prepare_with_progress
 from gptworks.errors import UserError
+from gptworks.units import significant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,7 +77,7 @@ def evaluate(
 
     The whole validation split is read, or what is asked for.
 
-    What --text, --task, --harness, --calibration and --memorization find is kept in RUN/evaluations and told in the
+    What --text, --task, --harness, --calibration and --memorization find is kept in RUN/evaluations and in the
     model card. KEY=VALUE settings win over the run's: model.context_length=1024 model.rope_scaling.type=yarn.
     """
     from gptworks.evaluate.run import EvaluatedRun
@@ -135,7 +136,7 @@ def _validation(one: "EvaluatedRun", stride: int | None, by_position: bool, comp
     typer.echo(
         f"validation loss  {result['loss']:.4f} nats per token, {result['tokens']:,} tokens, step {result['step']:,}"
     )
-    typer.echo(f"perplexity       {result['perplexity']:.3f}")
+    typer.echo(f"perplexity       {significant(result['perplexity'])}")
     if result["bits_per_byte"] is None:
         why = "this tokenizer does not keep the whole text"
         if one.prepared.manifest.holds_examples:
@@ -182,7 +183,7 @@ def _show(found: "list[Evaluation]", as_json: bool, saved_in: Path | None) -> No
         for note in one.notes:
             notice(f"{one.name}: {note}.")
     if saved_in is not None:
-        notice(f"kept in {saved_in / 'evaluations'}, told in {saved_in / 'model-card.md'}")
+        notice(f"saved in {saved_in / 'evaluations'} and in {saved_in / 'model-card.md'}")
 
 
 @contextmanager

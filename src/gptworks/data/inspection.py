@@ -137,7 +137,7 @@ def _about_answers(flags: npt.NDArray[np.uint64], look: Look) -> list[Finding]:
             "each answer.",
         ),
         *fault(
-            "answers-altered", ALTERED, "have an answer that the template writes otherwise than it is given, or more",
+            "answers-altered", ALTERED, "have an answer whose text the chat template changes or adds to",
             "What is learned is not the answer: look at the template.",
         ),
     ]  # fmt: skip

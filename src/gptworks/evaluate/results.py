@@ -18,6 +18,7 @@ from gptworks.evaluate.bootstrap import Floats, Interval, interval
 from gptworks.evaluate.metrics import figure_of
 from gptworks.files import write_whole
 from gptworks.plan.tables import Table
+from gptworks.units import significant
 
 FOLDER = "evaluations"
 HEADING = "## Evaluations"
@@ -94,8 +95,8 @@ def table(evaluations: Iterable[Evaluation]) -> Table:
 
 
 def number(value: float) -> str:
-    """Four digits after the point, two for what is 10 or more."""
-    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
+    """Four digits after the point, two for what is 10 or more, five significant ones for what is 1,000 or more."""
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}" if abs(value) < 1000 else significant(value, 5)
 
 
 def save_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gptworks.infer.backend import Chunk, Unavailable
 from gptworks.infer.native_library import library
 from gptworks.model import GPT, SlotCache
+from gptworks.units import counted
 
 STEP_TOKENS = 128
 """Tokens of one chunk in a step: enough that reading the weights again for the next ones costs little."""
@@ -119,7 +120,9 @@ class NativeBackend:
             raise Unavailable(reason)
         kernels = library()
         self._step = kernels.functions.gptworks_step
-        n_threads = f"{torch.get_num_threads()} threads" if kernels.has_threads else "one thread, built without OpenMP"
+        n_threads = (
+            counted(torch.get_num_threads(), "thread") if kernels.has_threads else "one thread, built without OpenMP"
+        )
         self.description = f"native ({kernels.instructions}, {n_threads})"
         kind = model.token_embedding.weight.dtype
         dtype = dtype or (torch.float32 if kind == torch.float32 else torch.bfloat16)

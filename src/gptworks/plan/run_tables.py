@@ -116,7 +116,7 @@ def _objective(plan: Plan) -> str:
         "reward": "rows at the full context; sampling reads the weights once a token",
     }
     words = counted.get(plan.setting.objective)
-    return f"{plan.setting.objective}: counted are {words}" if words else ""
+    return f"{plan.setting.objective}: the figures count {words}" if words else ""
 
 
 def _batch(plan: Plan) -> str:

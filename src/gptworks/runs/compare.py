@@ -17,6 +17,7 @@ from gptworks.runs.history import History
 from gptworks.runs.settings import decisive, differences, fingerprint
 from gptworks.runs.statistics import Difference, known_spread, welch
 from gptworks.train.display import clock
+from gptworks.units import counted
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class Comparison:
     def _test(self, first: Group, second: Group, place: Place, measure: str) -> tuple[Difference | None, str]:
         """The difference with its interval, and in words where the spread is from."""
         a, b = place.values
-        counts = f"{_runs(len(a))} and {_runs(len(b))}"
+        counts = f"{counted(len(a), 'run')} and {counted(len(b), 'run')}"
         if len(a) > 1 and len(b) > 1:
             return welch(a, b), f"Welch's t-test, {counts}"
         for group, values in ((first, a), (second, b)):
@@ -159,7 +160,8 @@ class Comparison:
             band = self.bands[self.runs.index(group.runs[0])]
             point = next((point for point in band.points if point.step == place.step), None) if band else None
             if band is not None and point is not None and measure == "loss":
-                how = f"{counts}, taking the spread of the band of {band.name}, which has {_runs(point.n)}, for both"
+                spread = f"the spread of the band of {band.name}, which has {counted(point.n, 'run')}"
+                how = f"{counts}, taking {spread}, for both"
                 return known_spread(a, b, point.standard_deviation, point.n - 1), how
         return None, (
             "One run each gives no interval, so this may be noise. Train each recipe again with other seeds "
@@ -250,10 +252,6 @@ def _row(run: History) -> tuple[str, ...]:
         run.name, f"{run.parameters:,}", f"{run.tokens:,}", clock(run.seconds), f"{run.tokens_per_second:,.0f}",
         *map(_figure, losses(run)),
     )  # fmt: skip
-
-
-def _runs(n: int) -> str:
-    return f"{n} run{'s' * (n != 1)}"
 
 
 def _signed(value: float) -> str:

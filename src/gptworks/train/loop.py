@@ -72,7 +72,7 @@ from gptworks.train.task import choose_task
 from gptworks.train.throughput import Throughput
 from gptworks.train.trained import check_trained, trained_part
 from gptworks.train.writers import check_writers, open_log
-from gptworks.units import readable
+from gptworks.units import readable, significant
 
 CURVES_EVERY_SECONDS = 60.0
 """How often an evaluation draws curves.png anew; the end of a run always does."""
@@ -126,7 +126,7 @@ def train(
     peak = check_memory(recipe, device, precision, force or not ranks.is_first, layout, ranks.local_size)
     if ranks.size > 1:
         display.message(f"{ranks.size} ranks: {layout_words(layout)}")
-    display.message(f"memory: {readable(peak.total_bytes, 'B')} at the peak ({peak.moment})")
+    display.message(f"memory: {readable(peak.total_bytes, 'B')} planned at the peak, reached during: {peak.moment}")
     choose_allocation(peak, device, ranks.local_size)
     parallel = choose_parallel(recipe, ranks, device, layout)
     run = Run(recipe, prepared.folder, prepared.tokenizer, device, precision, objective, display, ranks, parallel)
@@ -514,7 +514,7 @@ class Run:
                 **figures,
             }
         )
-        bits = f"  perplexity {report.perplexity:.2f}" if likelihood else ""
+        bits = f"  perplexity {significant(report.perplexity)}" if likelihood else ""
         bits += "".join(f"  {name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
         bits += f"  {report.bits_per_byte:.4f} bits per byte" if report.bits_per_byte is not None else ""
         bits += f"  of {n_read:,} of {n_there:,} held-out sequences" if n_read < n_there else ""

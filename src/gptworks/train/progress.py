@@ -34,7 +34,7 @@ class Progress:
     tokens: Count = 0
     """Tokens that the model has read in training, padding included."""
     seconds: Seconds = 0.0
-    """Of training, over all sittings."""
+    """Of training, over all sessions."""
     skipped: Count = 0
     skipped_in_a_row: Count = 0
     rollbacks: Count = 0

@@ -82,7 +82,7 @@ def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report, ranks
     n_before = vocabulary_size(before)
     if fingerprint(add_tokens(before, recipe.tokenizer.added_tokens)) != fingerprint(tokenizer):
         raise UserError(
-            f"the tokenizer is not that of initialize_from={source}, so its embeddings stand for other tokens. "
+            f"the tokenizer differs from that of initialize_from={source}: its ids would select the wrong embeddings. "
             f"Set tokenizer.type=file and tokenizer.path={source / 'tokenizer'}; tokenizer.added_tokens may add to it."
         )
     best = agreed_checkpoint(ranks, source, lambda: choose_checkpoint(source, report=report))
