@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-schema test-overload test-processors lint bench clean
+.PHONY: help demo pipeline bands test test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-crashes test-schema test-overload test-processors lint bench clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-memory  hold the planned memory of every preset against its traced step (about 15 minutes on 2 cores)"
 	@echo "make test-arrangements  500 drawn recipes: what is planned and advised, training accepts (about half a minute)"
 	@echo "make test-kills  kill runs fifty times, in one process and in two, and resume them (about 10 minutes on 2 cores)"
+	@echo "make test-crashes  every state that a crash or a failing disk can leave (about 10 minutes on 2 cores; needs strace)"
 	@echo "make test-schema  5,000 requests to the server, made from its schema (about 10 minutes on 2 cores)"
 	@echo "make test-overload  the server with too many clients, slow ones, and ones that leave (about 3 minutes on 2 cores)"
 	@echo "make lint    ruff, mypy and the import contract"
@@ -63,6 +64,9 @@ test-ranks: .venv/.installed-dev
 
 test-kills: .venv/.installed-dev
 	$(BIN)/python -m pytest -m kills -rP tests/test_kills.py
+
+test-crashes: .venv/.installed-dev
+	$(BIN)/python -m pytest -m "crashes or not crashes" -rP tests/test_crash_consistency.py
 
 test-schema: .venv/.installed-dev
 	$(BIN)/python -m pytest -m schemathesis -rP tests/test_serve_schema.py

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gptworks.config import LoRAConfig, ModelConfig, Recipe
 from gptworks.errors import RunError, UserError
-from gptworks.files import sealed_json, sha256_file, sync, unsealed_json, why_not_written
+from gptworks.files import make_folder, sealed_json, sha256_file, sync, unsealed_json, why_not_written
 from gptworks.model import GPT
 from gptworks.model.lora import add_lora, has_adapter, merge_lora
 from gptworks.quantize.convert import packed_kinds
@@ -166,7 +166,8 @@ def save_checkpoint(
     aside = parent / f".writing-step-{step:06d}"
     try:
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        make_folder(parent)
+        aside.mkdir()
         for name, tensors in (("model", model_tensors), ("optimizer", optimizer_tensors)):
             whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
             save_file(whole, aside / f"{name}.safetensors", {"format": "pt"})

@@ -103,6 +103,14 @@ def sync(path: Path) -> None:
             os.close(descriptor)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, whose names a crash does not lose."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        sync(folder.parent)
+
+
 @contextlib.contextmanager
 def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
     """A path beside `path` to write to, which takes its place at the end: a reader sees the old file or the new, never
@@ -116,6 +124,7 @@ def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
         yield aside
         sync(aside)
         aside.replace(path)
+        sync(path.parent)
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise

@@ -49,7 +49,7 @@ from gptworks.data.shards import (
 )
 from gptworks.data.sources import Piece, check_sources, count_documents, iter_documents, source_signature, total_bytes
 from gptworks.errors import RunError, UserError
-from gptworks.files import sha256_file, sync
+from gptworks.files import make_folder, sha256_file, sync
 from gptworks.recipe import with_vocab_size
 from gptworks.tokenizer import (
     StreamDecoder,
@@ -98,7 +98,7 @@ def prepare(recipe: Recipe, *, report: Report = lambda stage, done_bytes, total_
         return open_prepared(folder)
     check_sources(data.texts)
     _check_template(recipe)
-    data.cache_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(data.cache_dir)
     with _alone(folder, report):
         if folder.exists():  # made by another process while this one waited
             return open_prepared(folder)

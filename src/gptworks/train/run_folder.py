@@ -7,6 +7,7 @@ import filelock
 
 from gptworks.config import Recipe
 from gptworks.errors import RunError, UserError
+from gptworks.files import make_folder
 from gptworks.recipe import load_recipe
 from gptworks.train.changes import check_changes
 
@@ -22,7 +23,7 @@ def open_run_folder(recipe: Recipe, resume: bool) -> Iterator[None]:
     folder = recipe.run_dir
     check_run_folder(recipe, resume)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         lock = filelock.FileLock(folder / ".lock", timeout=0)
         lock.acquire()
     except filelock.Timeout:

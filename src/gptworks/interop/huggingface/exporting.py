@@ -17,7 +17,7 @@ from gptworks.chat_template import load_chat_template
 from gptworks.checkpoint import Report, load_run
 from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError
-from gptworks.files import check_free, sync
+from gptworks.files import check_free, make_folder, sync
 from gptworks.interop.huggingface.adapt import adapt_weights
 from gptworks.interop.huggingface.card import write_card
 from gptworks.interop.huggingface.choice import choose_family
@@ -90,7 +90,8 @@ def export_huggingface(
     aside = out.with_name(f".{out.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        aside.mkdir(parents=True)
+        make_folder(out.absolute().parent)
+        aside.mkdir()
         report(f"writing a {family.architecture} of {sum(w.numel() for w in weights.values()):,} parameters")
         _write_settings(aside, family, config, tokenizer, precision)
         _write_tokenizer(aside, loaded.tokenizer_folder, tokenizer, config)

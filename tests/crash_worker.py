@@ -1,0 +1,80 @@
+"""What test_crash_consistency.py has a process do while it is traced: `crash_worker.py SCENARIO FOLDER`."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from gptworks.errors import RunError, UserError
+
+
+def mark(name: str) -> None:
+    try:
+        os.open(f"/MARK/{name}", os.O_RDONLY)
+    except OSError:
+        return
+
+
+def save(run_dir: Path, step: int, best: int) -> None:
+    from gptworks.checkpoint import save_checkpoint
+    from gptworks.train.saving import remove_old
+
+    tensors = {"w": torch.full((64,), float(step))}
+    save_checkpoint(run_dir, step, tensors, {"w/own": tensors["w"] + 1}, {"step": step, "best_step": best})
+    mark(f"saved {step}")
+    remove_old(run_dir, keep=1)
+
+
+def checkpoints(root: Path) -> None:
+    """Three saves, of which the first is the best and the third deletes the second, and a rollback to the first."""
+    from gptworks.files import make_folder
+    from gptworks.train.saving import remove_newer
+
+    make_folder(root / "run")
+    for step in (1, 2, 3):
+        save(root / "run", step, best=1)
+    mark("rolling back to 1")
+    remove_newer(root / "run", 1)
+    mark("rolled back to 1")
+
+
+def one_more(root: Path) -> None:
+    """One save more than there are."""
+    save(root / "run", 5, best=1)
+
+
+def prepare(root: Path) -> None:
+    import tiny
+    from gptworks.data.prepare import prepare
+    from gptworks.recipe import parse_recipe
+
+    tree = tiny.recipe_tree(root.parent)
+    tree["data"] |= {"cache_dir": str(root / "data"), "shard_tokens": 20_000}
+    prepare(parse_recipe(tree))
+    mark("done")
+
+
+def train(root: Path) -> None:
+    from gptworks.recipe import load_recipe
+    from gptworks.train.loop import train
+
+    recipe = load_recipe((root.parent / "recipe").read_text(encoding="utf-8"))
+    train(recipe.model_copy(update={"run_dir": root / "run"}))
+
+
+def export(root: Path) -> None:
+    from gptworks.interop.huggingface.exporting import export_huggingface
+
+    export_huggingface(root.parent / "source" / "run", root / "out")
+    mark("done")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    try:
+        known = (checkpoints, one_more, prepare, train, export)
+        {scenario.__name__: scenario for scenario in known}[sys.argv[1]](Path(sys.argv[2]))
+    except (RunError, UserError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,207 @@
+"""After a crash at any moment, a folder holds what it held before or what was to be written, whole: by enumeration.
+
+`make test` tries the saving of checkpoints; `make test-crashes` prepared data and exports too, a disk that is full or
+fails at each operation, and runs that go on from what was left.
+"""
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+import tiny
+from crashes import WORKER, Disk, Operation, Tree, available, every_state, read_tree, record, run, write_tree
+from gptworks.checkpoint import checkpoints, newest_verified
+from gptworks.train.saving import remove_old
+
+pytestmark = [pytest.mark.skipif(not available(), reason="strace is not installed, or may not trace here")]
+
+
+def enumerate_states(
+    operations: list[Operation], root: Path, folder: Path, check: Callable[[list[str], Path], None]
+) -> None:
+    """Check each state in a folder of its own, and say how many there were."""
+    n_states = 0
+    for marks, tree in every_state(operations, root):
+        place = write_tree(tree, folder / "state")
+        try:
+            check(marks, place)
+        except BaseException as error:
+            raise AssertionError(f"after {marks}, state {n_states}: {sorted(_names(tree))}") from error
+        shutil.rmtree(place)
+        n_states += 1
+    changes = [operation for operation in operations if operation.kind != "mark"]
+    print(f"{len(changes)} operations, {len(changes) + 1} prefixes, {n_states} different states, all consistent")
+    assert n_states > len(changes)
+
+
+def _names(tree: Tree, path: str = "") -> list[str]:
+    names = []
+    for key, node in tree.items():
+        whole = f"{path}{key}"
+        names += [f"{whole} ({len(node)} bytes)"] if isinstance(node, bytes) else [whole, *_names(node, f"{whole}/")]
+    return names
+
+
+def whole_steps(run_dir: Path) -> list[int]:
+    """The steps of the checkpoints, newest first: each has its own weights, and the best that it names is there."""
+    found = checkpoints(run_dir)
+    for checkpoint in found:
+        checkpoint.verify()
+        step = checkpoint.step
+        assert load_file(checkpoint.folder / "model.safetensors")["w"].unique().tolist() == [step]
+        assert load_file(checkpoint.folder / "optimizer.safetensors")["w/own"].unique().tolist() == [step + 1]
+    steps = [checkpoint.step for checkpoint in found]
+    assert not steps or found[0].state()["best_step"] in steps, "the best is lost"
+    return steps
+
+
+def test_a_crash_while_checkpoints_are_saved_and_deleted_leaves_whole_ones(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    operations = record("checkpoints", root, tmp_path / "trace")
+    disk_now = read_tree(root)
+
+    def check(marks: list[str], disk: Path) -> None:
+        steps, last = whole_steps(disk / "run"), marks[-1] if marks else "saved 0"
+        number = int(last.split()[-1])
+        allowed = {"saved": {number, number + 1}, "rolling": {1, 3}, "rolled": {1}}[last.split()[0]]
+        assert (steps[0] if steps else 0) in allowed, f"{steps} after {last}"
+        remove_old(disk / "run", keep=1)
+        assert whole_steps(disk / "run")[:1] == steps[:1]
+        if steps:
+            assert not list((disk / "run" / "checkpoints").glob(".*")), "a leftover stays"
+
+    enumerate_states(operations, root, tmp_path, check)
+    disk = Disk(str(root))
+    for operation in operations:
+        disk.apply(operation)
+    assert disk.now() == disk_now, "the trace is all that has happened"
+    folders = {operation.path for operation in operations if operation.kind == "mkdir"} | {str(root)}
+    for of_folders in (False, True):  # saves that forget to sync: the enumeration finds that
+        fewer = [each for each in operations if each.kind != "sync" or (each.path in folders) != of_folders]
+        with pytest.raises(AssertionError, match="state"):
+            enumerate_states(fewer, root, tmp_path, check)
+        shutil.rmtree(tmp_path / "state")
+
+
+def whole_or_absent(
+    operations: list[Operation], root: Path, tmp_path: Path, find: Callable[[Path], Path | None]
+) -> None:
+    """Each state holds the folder that the scenario has made byte for byte, or none; and it does once all is done."""
+    made = find(root)
+    assert made is not None
+    wanted = read_tree(made)
+
+    def check(marks: list[str], disk: Path) -> None:
+        found = find(disk)
+        assert found is not None or "done" not in marks, "it was done, and is lost"
+        assert found is None or read_tree(found) == wanted, "it is there in part"
+
+    enumerate_states(operations, root, tmp_path, check)
+
+
+@pytest.mark.crashes
+def test_a_crash_while_data_is_prepared_leaves_all_of_it_or_none(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    operations = record("prepare", root, tmp_path / "trace")
+
+    def find(disk: Path) -> Path | None:
+        return next((path for path in disk.glob("data/*") if path.is_dir() and not path.name.startswith(".")), None)
+
+    whole_or_absent(operations, root, tmp_path, find)
+
+
+@pytest.mark.crashes
+def test_a_crash_while_a_run_is_exported_leaves_all_of_it_or_none(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    tiny.trained(tmp_path / "source", steps=12)
+    root = tmp_path / "disk"
+    root.mkdir()
+    operations = record("export", root, tmp_path / "trace")
+    whole_or_absent(operations, root, tmp_path, lambda disk: disk / "out" if (disk / "out").exists() else None)
+
+
+@pytest.mark.crashes
+@pytest.mark.timeout(3000)
+def test_a_full_or_failing_disk_at_any_operation_is_named_and_costs_no_checkpoint(tmp_path: Path) -> None:
+    """strace makes each call fail in turn, with no space left and with an input/output error."""
+    template = tmp_path / "template"
+    template.mkdir()
+    command = [sys.executable, str(WORKER), "checkpoints", str(template)]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    root = tmp_path / "disk"
+    shutil.copytree(template, root)
+    operations = [each for each in record("one_more", root, tmp_path / "trace") if each.call]
+    n_failures = n_saved = 0
+    calls = sorted({(each.call, each.number) for each in operations})
+    for (call, number), error in itertools.product(calls, ("ENOSPC", "EIO")):
+        shutil.rmtree(root)
+        shutil.copytree(template, root)
+        inject = ("-e", f"inject={call}:error={error}:when={number}")
+        result = run("one_more", root, tmp_path / "trace", *inject)
+        steps = whole_steps(root / "run")
+        assert steps in ([1], [5, 1]), f"{call} {number}: {steps}"
+        if result.returncode:
+            n_failures += 1
+            assert result.returncode == 1, f"{call} {number}: {result.stderr}"
+            assert "Traceback" not in result.stderr, f"{call} {number}: {result.stderr}"
+            said = result.stderr.lower()
+            assert str(root) in said, result.stderr
+            assert "no space left" in said if error == "ENOSPC" else "input/output error" in said, result.stderr
+            if "could not be written" in said:
+                assert re.search(r"needs [\d,]+ bytes, and [\d,]+ are free on the disk mounted at /", said), said
+                assert not list((root / "run" / "checkpoints").glob(".writing-*")), f"{call} {number}: a part stays"
+        else:
+            n_saved += 1
+            assert steps == [5, 1], f"{call} {number}: nothing is said, and nothing saved"
+    print(f"{len(calls)} operations, each with no space left and with an error of the disk: {n_failures} named, "
+          f"{n_saved} done all the same")  # fmt: skip
+    assert n_failures > len(calls)
+
+
+@pytest.mark.crashes
+@pytest.mark.timeout(3000)
+def test_runs_go_on_bit_for_bit_from_what_a_crash_has_left(tmp_path: Path) -> None:
+    """A run killed while it saved, in each state of its folder that differs in what there is to resume from."""
+    from gptworks.recipe import load_recipe
+    from gptworks.train.loop import train
+
+    settings: dict[str, Any] = {"max_steps": 6, "checkpoint_every": 2, "evaluate_every": 2, "optimizer": "adamw"}
+    (tmp_path / "whole").mkdir()
+    path = tiny.write_recipe(tmp_path / "whole", **settings)
+    root = tmp_path / "disk"
+    root.mkdir()
+    train(load_recipe(path))
+    wanted = [
+        (checkpoints(tmp_path / "whole" / "run")[0].folder / file).read_bytes()
+        for file in ("model.safetensors", "optimizer.safetensors")
+    ]
+    trace = tmp_path / "trace"
+    (tmp_path / "recipe").write_text(str(path), encoding="utf-8")
+    operations = record("train", root, trace)
+    seen = set[str]()
+    for marks, tree in every_state(operations, root):
+        place = write_tree(tree, tmp_path / "state")
+        kind = f"{marks}{[(c.step, c.is_whole) for c in checkpoints(place / 'run')]}{sorted(_names(tree))}"
+        kind = re.sub(r"\d+ bytes", "", kind)
+        if kind not in seen and len(seen) < 25:
+            seen.add(kind)
+            found = newest_verified(place / "run")
+            assert found is not None or not checkpoints(place / "run")
+            if (place / "run" / "recipe.yaml").exists() or not any((place / "run").glob("*")):
+                train(load_recipe(path).model_copy(update={"run_dir": place / "run"}), resume=True)
+                newest = checkpoints(place / "run")[0]
+                names = ("model.safetensors", "optimizer.safetensors")
+                assert [(newest.folder / file).read_bytes() for file in names] == wanted, kind
+        shutil.rmtree(place)
+    print(f"{len(seen)} kinds of folders, each resumed to the same weights")
