@@ -303,6 +303,9 @@ def load_run(
         UserError: as `choose_checkpoint`; or the weights do not belong to the recipe's model, or are quantized.
     """
     run_dir = Path(run_dir)
+    if run_dir.is_file() and run_dir.suffix in (".yaml", ".yml"):
+        made = load_recipe(run_dir).run_dir
+        raise UserError(f"{run_dir} is a file, not a run folder. Give the folder that training it makes: {made}.")
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run folder. `gptworks train RECIPE` makes one below runs/.")
     checkpoint = choose_checkpoint(run_dir, which, report)

@@ -17,6 +17,8 @@ class RunError(RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like `name`, or None where nothing is close."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    """The known name most like `name`, or with these initials (`lr`: `learning_rate`); None where nothing is close."""
+    names = list(known)
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    matches += [one for one in names if name == "".join(word[:1] for word in one.split("_"))]
     return matches[0] if matches else None

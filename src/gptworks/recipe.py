@@ -5,12 +5,13 @@ A recipe is one YAML file with the sections `model`, `tokenizer`, `data` and `tr
 work begins.
 """
 
+import contextlib
 import copy
 import json
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -19,7 +20,9 @@ from gptworks.config import FileTokenizer, ModelConfig, Recipe, Section, known_v
 from gptworks.errors import UserError, nearest
 from gptworks.files import write_whole
 from gptworks.presets import expand_preset
+from gptworks.yaml_files import parse_yaml, read_yaml
 
+_SHOWN_CHARACTERS = 200
 AnySection = TypeVar("AnySection", bound=Section)
 
 
@@ -53,22 +56,31 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     run_dir = path if path.is_dir() else None
     path = path / "recipe.yaml" if path.is_dir() else path
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"{path}: no such recipe file. `gptworks presets` lists what can be described by name."
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not readable YAML: {' '.join(str(error).split())}") from None
+        tree = read_yaml(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(_no_such_recipe(path)) from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
     if not isinstance(tree, dict):
         raise UserError(
             f"{path} holds {type(tree).__name__}, not a mapping with the sections model, tokenizer, data, train."
         )
+    if strange := next((key for key in tree if not isinstance(key, str)), None):
+        raise UserError(f"{path} has the key {strange!r}: keys are names, such as model.")
     tree.setdefault("name", path.stem if path.stem != "recipe" else path.absolute().parent.name)
     if run_dir is not None:
         tree["run_dir"] = str(run_dir)  # a run folder may have been moved or copied
-    recipe = parse_recipe(apply_overrides(tree, overrides), str(path))
+    given = {override.partition("=")[0].strip(): override for override in overrides}
+    recipe = parse_recipe(apply_overrides(tree, overrides), str(path), given)
     return recipe if run_dir is None else _with_tokenizer_at_hand(recipe, run_dir)
+
+
+def _no_such_recipe(path: Path) -> str:
+    folder = path.parent if path.parent.is_dir() else Path()
+    near = nearest(path.name, (one.name for one in folder.iterdir() if one.suffix in (".yaml", ".yml")))
+    if near:
+        return f"{path}: no such recipe file; did you mean {folder / near}?"
+    return f"{path}: no such recipe file. `gptworks presets` lists what can be described by name."
 
 
 def _with_tokenizer_at_hand(recipe: Recipe, run_dir: Path) -> Recipe:
@@ -83,14 +95,19 @@ def _with_tokenizer_at_hand(recipe: Recipe, run_dir: Path) -> Recipe:
     return recipe.model_copy(update={"tokenizer": tokenizer.model_copy(update=changes)}) if changes else recipe
 
 
-def parse_recipe(tree: dict[str, Any], origin: str = "recipe") -> Recipe:
-    """Validate a recipe given as plain dictionaries; `model.preset` is replaced by the preset's settings."""
+def parse_recipe(tree: dict[str, Any], origin: str = "recipe", overrides: Mapping[str, str] | None = None) -> Recipe:
+    """Validate a recipe given as plain dictionaries; `model.preset` is replaced by the preset's settings.
+
+    Args:
+        origin: where it stands, for messages.
+        overrides: those that were applied, by key: what is wrong with them is said of them, not of the origin.
+    """
     if isinstance(tree.get("model"), dict):
         tree = {**tree, "model": expand_preset(tree["model"])}
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
-        raise UserError(_explain(error, Recipe, origin)) from None
+        raise UserError(_explain(error, Recipe, origin, overrides or {})) from None
     known = known_vocab_size(recipe.tokenizer)
     return recipe if known is None else with_vocab_size(recipe, known)
 
@@ -147,12 +164,9 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     parts = key.strip().split(".")
-    if not separator or not all(parts):
+    if not separator or not all(parts) or "\0" in override:
         raise UserError(f"override `{override}` is not of the form key.path=value, such as train.max_steps=200.")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = text
+    value = _value_of(tuple(int(part) if part.isdigit() else part for part in parts), text)
     node: Any = tree
     index: Any
     for depth, part in enumerate(parts):
@@ -177,17 +191,71 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             node = node[index]
 
 
+_NOTHING = ("null", "~", "None", "")
+
+
+def _value_of(location: tuple[Any, ...], text: str) -> Any:
+    """What an override's text stands for, by the type of the setting: paths and names are taken as they are typed.
+
+    Lists, sections and settings of several types are read as YAML.
+    """
+    leaves: set[Any] = set()
+    for section in _sections_at(location[:-1], Recipe):
+        if field := section.model_fields.get(str(location[-1])):
+            leaves |= set(_leaves(field.annotation))
+    optional = type(None) in leaves
+    words = {leaf for leaf in leaves if leaf in (str, Path) or _is_word(leaf)}
+    if leaves and not _is_list(location):
+        if leaves - {type(None)} == words:
+            return None if optional and text in _NOTHING else text
+        if leaves <= {int, float, type(None)}:
+            return None if optional and text in _NOTHING else _number(text)
+    try:
+        return parse_yaml(text, text)
+    except UserError:
+        return text
+
+
+def _number(text: str) -> int | float | str:
+    """A number as a person writes it (YAML reads 1:30 as 90 and 010 as 8); other text as it is, to be refused."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def _is_word(leaf: Any) -> bool:
+    return get_origin(leaf) is Literal and all(isinstance(value, str) for value in get_args(leaf))
+
+
+def _is_list(location: tuple[Any, ...]) -> bool:
+    """Whether a setting, some kind of which the location may be, is a list, which `_leaves` looks into."""
+    return any(
+        any(get_origin(part) is tuple for part in (field.annotation, *get_args(field.annotation)))
+        for section in _sections_at(location[:-1], Recipe)
+        if (field := section.model_fields.get(str(location[-1])))
+    )
+
+
 # --------------------------------------------------------------------------------------------------- errors
 
 
-def _explain(error: ValidationError, root: type[Section], origin: str) -> str:
+def _explain(
+    error: ValidationError, root: type[Section], origin: str, overrides: Mapping[str, str] | None = None
+) -> str:
     items: list[dict[str, Any]] = [
         dict(item) for item in error.errors() if item["type"] != "default_factory_not_called"
     ]
     inner = {item["loc"][:depth] for item in items for depth in range(len(item["loc"]))}
     items = [item for item in items if not (item["type"] == "too_short" and item["loc"] in inner)]  # a mere consequence
-    lines = list(dict.fromkeys(_explain_one(item, root) for item in items))
-    return "\n".join(f"{origin}: {line}" for line in lines)
+    lines = []
+    for item in items:
+        key = ".".join(str(part) for part in _visible(item["loc"], root))
+        given = next(
+            (text for name, text in (overrides or {}).items() if name == key or key.startswith(f"{name}.")), None
+        )
+        lines.append(f"{origin if given is None else f'override `{given}`'}: {_explain_one(item, root)}")
+    return "\n".join(dict.fromkeys(lines))
 
 
 def _explain_one(item: dict[str, Any], root: type[Section]) -> str:
@@ -195,7 +263,7 @@ def _explain_one(item: dict[str, Any], root: type[Section]) -> str:
     key = ".".join(str(part) for part in _visible(location, root))
     if item["type"] == "extra_forbidden":
         known = sorted({name for section in _sections_at(location[:-1], root) for name in section.model_fields})
-        near = nearest(str(location[-1]), known)
+        near = _elsewhere(str(location[-1]), root) or nearest(str(location[-1]), known)
         return f"unknown key `{key}`" + (f"; did you mean `{near}`?" if near else f"; known here: {', '.join(known)}.")
     if item["type"] == "missing":
         return f"`{key}` is missing."
@@ -209,8 +277,23 @@ def _explain_one(item: dict[str, Any], root: type[Section]) -> str:
     message = message[0].lower() + message[1:] if message.startswith(("Input", "Field")) else message
     if not key:
         return message
-    given = "" if item["type"] == "value_error" else f"={json.dumps(item['input'], default=str)}"
+    shown = json.dumps(item["input"], default=str)
+    shown = shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}…"
+    given = "" if item["type"] == "value_error" else f"={shown}"
     return f"`{key}`{given}: {message.removeprefix('input ')}"
+
+
+def _elsewhere(name: str, root: type[Section], path: str = "") -> str | None:
+    """Where a section inside has a setting of this name: `learning_rate` is `train.learning_rate`."""
+    for field_name, field in root.model_fields.items():
+        for leaf in _leaves(field.annotation):
+            if isinstance(leaf, type) and issubclass(leaf, Section) and "type" not in leaf.model_fields:
+                inner = f"{path}{field_name}."
+                if name in leaf.model_fields:
+                    return f"{inner}{name}"
+                if (found := _elsewhere(name, leaf, inner)) is not None:
+                    return found
+    return None
 
 
 def _tags(location: tuple[Any, ...], root: type[Section]) -> str:

@@ -1,5 +1,6 @@
 """Commands that use a run: generate, chat."""
 
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     from gptworks.infer.request import Completion
     from gptworks.infer.sampling import SamplingSettings
     from gptworks.infer.speculate import Drafter
+
+
+_SETTING = re.compile(r"(model|tokenizer|data|train)\.[a-z0-9_.]+=\S*")
+"""What stands where a prompt may stand and is a setting; such a text can be given as a prompt by standard input."""
 
 
 def generate(
@@ -88,6 +93,8 @@ def generate(
     """Continue a prompt, streaming, or every prompt of a file."""
     from gptworks.infer.sampling import SamplingSettings
 
+    if _SETTING.fullmatch(prompt):
+        prompt, overrides = "", [prompt, *(overrides or [])]
     schema = None if json_schema is None else json_schema.read_text(encoding="utf-8")
     settings = SamplingSettings(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
