@@ -207,7 +207,9 @@ def _value_of(location: tuple[Any, ...], text: str) -> Any:
     words = {leaf for leaf in leaves if leaf in (str, Path) or _is_word(leaf)}
     if leaves and not _is_list(location):
         if leaves - {type(None)} == words:
-            return None if optional and text in _NOTHING else text
+            if optional and text in _NOTHING:
+                return None
+            return text if words & {str, Path} else _unquoted(text)
         if leaves <= {int, float, type(None)}:
             return None if optional and text in _NOTHING else _number(text)
     try:
@@ -222,6 +224,11 @@ def _number(text: str) -> int | float | str:
         with contextlib.suppress(ValueError):
             return kind(text)
     return text
+
+
+def _unquoted(word: str) -> str:
+    """One of a few words, with or without quotes."""
+    return word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'" else word
 
 
 def _is_word(leaf: Any) -> bool:
