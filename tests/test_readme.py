@@ -66,7 +66,11 @@ def test_each_reference_architecture_has_a_recipe() -> None:
 
 
 def test_parameter_counts_in_the_readme_are_exact() -> None:
-    for name, shown in re.findall(r"^\| `([\w.-]+)` \| ([\d,]+) \|", README, re.MULTILINE):
+    table = re.search(r"tested parameter counts:\n\n((?: *\|.*\n)+)", README)
+    assert table, "the table of parameter counts does not follow what announces it"
+    rows = re.findall(r"^ *\| `([\w.-]+)` \| ([\d,]+) \|$", table[1], re.MULTILINE)
+    assert len(rows) == table[1].count("\n") - 2 > 3
+    for name, shown in rows:
         assert f"{count_parameters(PRESETS[name]()).total:,}" == shown, name
 
 
