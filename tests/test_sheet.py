@@ -281,6 +281,7 @@ def test_plan_of_a_run_with_max_steps() -> None:
     assert sheet["flops"] == {
         "per_token": per_token,
         "per_step": per_token * 8192,
+        "before_first_step": 0.0,
         "total": per_token * 8192 * 200,
     }
     assert sheet["disk"]["shards_bytes"] is None
