@@ -121,18 +121,20 @@ def tree_of(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.learning
-@pytest.mark.parametrize("settings", [{}, {"adapter": {"rank": 8}, "objective": {"beta": 0.01}}])
-def test_the_mean_reward_rises_clearly(folder: Path, settings: dict[str, Any]) -> None:
-    """The margin is half of the least rise of ten seeds, each in fp32 and bf16: 0.43, and 0.21 with the adapter, whose
-    frozen head bounds it. (At a rate of 0.02 the adapter's policy collapsed for some steps in 8 of those 20
-    runs, so that rounding decided where it was after 16; at 0.005 in none.)"""
+@pytest.mark.parametrize(
+    ("settings", "margin"), [({}, 0.21), ({"adapter": {"rank": 8}, "objective": {"beta": 0.01}}, 0.09)]
+)
+def test_the_mean_reward_rises_clearly(folder: Path, settings: dict[str, Any], margin: float) -> None:
+    """A margin is half of the least rise of ten seeds, each in fp32 and bf16, and of this seed as four processors round
+    it: 0.43, and 0.18 with the adapter, whose frozen head bounds it. (At a rate of 0.02 the adapter's policy collapsed
+    for some steps in 8 of 20 runs, so that rounding decided where it was after 16 steps; at 0.005 in none.)"""
     name = "-".join(["rises", *settings])
     rate = {"train": {"learning_rate": 0.005}} if settings else {}
     train(parse_recipe(tree_of(folder, name, **settings, **rate)))
     records = list(read_metrics(folder / name / "metrics.jsonl"))
     rewards = [record["reward"] for record in records if record["kind"] == "train"]
     assert len(rewards) == 16
-    assert np.mean(rewards[-4:]) > rewards[0] + 0.1, rewards
+    assert np.mean(rewards[-4:]) > rewards[0] + margin, rewards
     held_out = records[[record["kind"] for record in records].index("validation")]
     assert held_out["reward"] == pytest.approx(-held_out["loss"])
 
@@ -141,7 +143,7 @@ def test_the_mean_reward_rises_clearly(folder: Path, settings: dict[str, Any]) -
         answers = load(folder / run).complete("User: number 7\nAssistant:", max_tokens=10, seed=3, n_samples=40)
         return float(np.mean([sum(c.isdigit() for c in answer.text) / len(answer.text) for answer in answers]))
 
-    assert share(name) > share("base") + 0.1
+    assert share(name) > share("base") + margin
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -322,10 +322,17 @@ class _Watch(threading.Thread):
                 if not self._over.is_set():
                     self._end("the launcher does not answer: it has died, or its machine cannot be reached.")
                 return
-            silent = self._still(self._timeout)
-            stuck = time.monotonic() - self._moved_at > self._timeout
-            if (silent or stuck) and not self._over.is_set():
-                self._end(self._accuse(silent or self._still(3 * self._interval) or self._behind()))
+            verdict = self.verdict()
+            if verdict is not None and not self._over.is_set():
+                self._end(verdict)
+
+    def verdict(self) -> str | None:
+        """Why the run is over, in words; None while it lives."""
+        silent = self._still(self._timeout)
+        stuck = time.monotonic() - self._moved_at > self._timeout
+        if not silent and not stuck:
+            return None
+        return self._accuse(silent or self._still(3 * self._interval) or self._behind())
 
     def who_is_gone(self) -> str | None:
         """After a failed collective: whose beats have stopped, in words; "" where a rank has failed that speaks for
