@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-crashes test-schema test-overload test-processors lint bench clean
+.PHONY: help demo pipeline bands test test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-crashes test-schema test-overload test-processors test-margins lint bench clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
 	@echo "make pipeline  from text to an assistant: a small base model, instruction tuning, DPO, held-out questions (about 12 minutes)"
 	@echo "make test    run the tests, in a random order that the first line names (about 8 minutes on 2 cores)"
+	@echo "make test-margins  tests that a run learns, with ten seeds in two precisions (about 15 minutes on 2 cores)"
 	@echo "make test-processors  run the numeric tests as other processors would compute them (about 4 minutes each on 2 cores)"
 	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
 	@echo "make test-harness  compare lm-evaluation-harness's scores of a run and of its export (about a minute on 2 cores)"
@@ -60,7 +61,12 @@ test-arrangements: .venv/.installed-dev
 	$(BIN)/python -m pytest -m arrangements -rP tests/test_arrangements.py
 
 test-ranks: .venv/.installed-dev
-	$(BIN)/python -m pytest -m ranks tests/test_parallel.py tests/test_memory_of_ranks.py
+	$(BIN)/python -m pytest -m ranks tests/test_parallel.py tests/test_ranks.py tests/test_memory_of_ranks.py
+
+test-margins: .venv/.installed-dev
+	for seed in 0 1 2 3 4 5 6 7 8 9; do for precision in fp32 bf16; do \
+	  GPTWORKS_TEST_SEED=$$seed GPTWORKS_TEST_PRECISION=$$precision $(BIN)/python -m pytest -m learning -n 2 --dist loadfile || exit 1; \
+	done; done
 
 test-kills: .venv/.installed-dev
 	$(BIN)/python -m pytest -m kills -rP tests/test_kills.py

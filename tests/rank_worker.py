@@ -157,6 +157,16 @@ def memory(cases: list[dict], ranks: Ranks) -> list[int]:
 def runs(recipes: list[dict], ranks: Ranks) -> None:
     """Train each recipe, noting what each rank has seen where a file is named, while one sleeps where one is named."""
     for case in recipes:
+        if "pause" in case:  # each pass of a model takes so long
+            features = GPT.features
+
+            def slow(
+                model: GPT, *arguments: Any, features: Any = features, seconds: float = case["pause"], **options: Any
+            ) -> Tensor:
+                time.sleep(seconds)
+                return features(model, *arguments, **options)
+
+            GPT.features = slow  # type: ignore[method-assign]
         seen = Path(case["seen"]) if "seen" in case else None
 
         def objective(model: GPT, batch: Batch, seen: Path | None = seen, case: dict = case) -> Losses:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,17 @@ from gptworks.config import IGNORED, ModelConfig, PreferenceObjective, Preferenc
 from gptworks.data.preferences import Pairs, iter_pairs
 from gptworks.data.prepare import find_prepared
 from gptworks.data.shards import TokenShards
+from gptworks.device import choose_precision
 from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.model.loss import target_logprobs
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import train
 from gptworks.train.metrics import read_metrics
-from gptworks.train.preference import answer_logprobs, preference_loss
+from gptworks.train.objectives import Batch
+from gptworks.train.parallel import Parallel
+from gptworks.train.preference import Preference, answer_logprobs, preference_loss
+from gptworks.train.task import choose_task
 from halves import assert_resumes_exactly
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -184,8 +189,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.learning
 @pytest.mark.parametrize("settings", [{}, {"adapter": {"rank": 4}}, {"objective": {"loss": "ipo"}}])
 def test_the_margin_on_held_out_pairs_rises_from_a_loss_that_is_known(base: Path, settings: dict[str, Any]) -> None:
+    """Between the evaluations it rose by 47% and more in fp32 and bf16: less than half of that must be there. All
+    held-out answers were told apart."""
     name = "-".join(["plain", *settings])
     train(parse_recipe(tree_of(base, name, **settings)))
     records = list(read_metrics(base / name / "metrics.jsonl"))
@@ -194,7 +202,7 @@ def test_the_margin_on_held_out_pairs_rises_from_a_loss_that_is_known(base: Path
     assert first["loss"] == pytest.approx(at_start, abs=1e-4)
     assert first["reward_margin"] == pytest.approx(0, abs=1e-4)
     held_out = [record for record in records if record["kind"] == "validation"]
-    assert held_out[-1]["reward_margin"] > held_out[0]["reward_margin"] > 0
+    assert held_out[-1]["reward_margin"] > 1.2 * held_out[0]["reward_margin"] > 0
     assert held_out[-1]["accuracy"] > 0.9
     assert held_out[-1]["perplexity"] is None and held_out[-1]["unit"] == "nats per pair"
     assert "perplexity" not in (base / name / "model-card.md").read_text()
@@ -225,6 +233,39 @@ def test_the_reference_is_what_the_start_gives(one_step: Path) -> None:
             assert kept["validation"][pair, side].item() == pytest.approx(expected, abs=1e-4)
             answer = prepared.tokenizer.decode(ids[learned].tolist())
             assert answer.strip() == ("the quick fox", "over the lazy dog")[side]
+
+
+class Half:
+    """One of two processes, as the other sees it: every second batch, and sums that the test makes."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.n_batches = rank, 0
+
+    def share(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        batches = list(batches)
+        for first in range(0, len(batches), 2):
+            spare = first + self.rank >= len(batches)
+            inputs, targets, *rest = batches[min(first + self.rank, len(batches) - 1)]
+            self.n_batches += not spare
+            yield inputs, torch.full_like(targets, IGNORED) if spare else targets, *rest
+
+    def summed(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+
+def test_two_processes_share_the_reference_and_get_the_same_numbers(one_step: Path) -> None:
+    recipe = parse_recipe(tree_of(one_step, "reference", train={"precision": "fp32"}))
+    prepared = find_prepared(recipe)
+    assert prepared is not None
+    task = choose_task(recipe, prepared.folder)
+    assert isinstance(task, Preference)
+    model, precision = load_run(one_step / "base").model, choose_precision("fp32", torch.device("cpu"))
+    alone = task._logprobs(model, precision, "train", Parallel(recipe.train))
+    halves = [Half(rank) for rank in range(2)]
+    parts = [task._logprobs(model, precision, "train", half) for half in halves]  # type: ignore[arg-type]
+    assert torch.equal(parts[0] + parts[1], alone)
+    assert ((parts[0] != 0) ^ (parts[1] != 0)).all(), "each pair is one process's"
+    assert abs(halves[0].n_batches - halves[1].n_batches) <= 1
 
 
 def test_evaluate_judges_the_preferred_answers(one_step: Path) -> None:

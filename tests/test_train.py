@@ -37,14 +37,16 @@ def records(folder: Path, kind: str) -> list[dict[str, Any]]:
 NO_DROPOUT = {"dropout_residual": 0.0, "dropout_attention": 0.0}
 
 
+@pytest.mark.learning
 def test_a_run_learns_and_leaves_everything_in_its_folder(tmp_path: Path) -> None:
     outcome = run(tmp_path, max_steps=60, evaluate_every=20, sample_every=30, sample_prompts=["line "], warmup_steps=5)
     validation = records(tmp_path, "validation")
     assert [record["step"] for record in validation] == [20, 40, 60]
-    assert validation[-1]["loss"] < math.log(43) - 1.5  # far below a uniform guess
+    assert validation[-1]["loss"] < math.log(43) - 1.1  # half of how far below a uniform guess fp32 and bf16 came
     names = {path.name for path in (tmp_path / "run").iterdir()} - {".lock"}
     assert names == {
         "recipe.yaml", "tokenizer", "checkpoints", "metrics.jsonl", "curves.png", "samples.md", "model-card.md",
+        "outcome.json",
     }  # fmt: skip
     assert "line " in (tmp_path / "run" / "samples.md").read_text(encoding="utf-8")
     card = (tmp_path / "run" / "model-card.md").read_text(encoding="utf-8")
@@ -210,6 +212,7 @@ def test_the_seed_decides_weights_and_order(tmp_path: Path) -> None:
 REFERENCES = ["custom-300m", "gpt3-125m-banded", "gpt2-small-untied", "vaani-427m", "llm-200m", "gpt2"]
 
 
+@pytest.mark.learning
 @pytest.mark.parametrize("name", REFERENCES)
 def test_each_reference_architecture_trains_and_generates(tmp_path: Path, name: str) -> None:
     tree = tiny.recipe_tree(tmp_path, max_steps=12, evaluate_every=6, warmup_steps=2, learning_rate=0.01)
@@ -218,7 +221,8 @@ def test_each_reference_architecture_trains_and_generates(tmp_path: Path, name: 
     tree["model"] = {"preset": name, **small, **band}
     train(parse_recipe(tree))
     first, last = records(tmp_path, "validation")
-    assert last["loss"] < first["loss"] < math.log(43) + 0.5
+    assert last["loss"] < first["loss"] - 0.1  # less than half of the least fall, 0.24, in fp32 and bf16
+    assert first["loss"] < math.log(43) + 0.5
     engine = gptworks.load(tmp_path / "run")
     assert len(engine.complete("line ", max_tokens=5, temperature=0)[0].token_ids) == 5
 

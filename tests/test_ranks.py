@@ -1,14 +1,21 @@
-"""The watch over ranks: it ends a run in which nothing moves, names who is waited for, and leaves long work alone."""
+"""Ranks: what they agree on, and the watch, which names who is waited for and leaves long work alone."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
+import chats
+from gptworks.recipe import parse_recipe
 from gptworks.train import ranks
+from gptworks.train.loop import train
 from gptworks.train.ranks import _Watch
+from test_parallel import torchrun
 
 TIMEOUT = 600.0
 
@@ -115,7 +122,7 @@ def test_a_rank_whose_beats_stop_is_named(world: World) -> None:
     assert str(world.watches[0].verdict()).startswith("rank 1 (process ")
 
 
-def test_collectives_are_counted_in_every_group(tmp_path: Any) -> None:
+def test_collectives_are_counted_in_every_group(tmp_path: Path) -> None:
     """By the process group itself, so that those that torch issues for sharded weights count too."""
     from torch import distributed
 
@@ -131,3 +138,41 @@ def test_collectives_are_counted_in_every_group(tmp_path: Any) -> None:
         assert before < after < ranks._collectives_issued()
     finally:
         distributed.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------- runs of two ranks
+
+
+@pytest.mark.ranks
+def test_a_reward_by_chance_ends_all_ranks_at_once(tmp_path: Path) -> None:
+    """Each rank measures another reward; patience is counted on the one that all agree on."""
+    train(parse_recipe(chats.base_tree(tmp_path, max_steps=20, optimizer="adamw", checkpoint_every=20)))
+    (tmp_path / "chance.py").write_text(
+        "import random\n\ndef reward(completion, prompt, answer):\n    return random.random()\n"
+    )
+    tree = chats.tune_tree(tmp_path, max_steps=60, optimizer="adamw", evaluate_every=1, early_stopping_patience=2,
+                           batch_size=8, micro_batch_size=4, learning_rate=1e-5)  # fmt: skip
+    tree["tokenizer"] |= {"added_tokens": [], "chat_template": "plain"}
+    tree["objective"] = {"type": "reward", "reward": f"{tmp_path / 'chance.py'}:reward", "group_size": 4,
+                         "max_tokens": 4, "allow": ["little-learned"]}  # fmt: skip
+    path = tmp_path / "chance.yaml"
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    (tmp_path / "cases").write_text(json.dumps([{"path": str(path), "overrides": []}]), encoding="utf-8")
+    assert "no better validation loss in 2 evaluations" in torchrun(2, "train", tmp_path / "cases")
+
+
+@pytest.mark.ranks
+def test_a_reference_that_takes_longer_than_the_timeout_is_no_hang(tmp_path: Path) -> None:
+    """Forty pairs, two at a time on two ranks, each pass 0.6 s long: 6 s in which no step begins, and 3 are allowed."""
+    train(parse_recipe(chats.base_tree(tmp_path, max_steps=2, optimizer="adamw", checkpoint_every=2, warmup_steps=0)))
+    pairs = [row | {"chosen": row["output"], "rejected": row["output"][::-1]} for row in chats.records(40)]
+    chats.write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    tree = chats.tune_tree(tmp_path, max_steps=1, micro_batch_size=2, optimizer="adamw")
+    tree["tokenizer"] |= {"added_tokens": [], "chat_template": "plain"}
+    tree["objective"] = {"type": "preference"}
+    tree["data"] |= {"sources": [{"type": "preferences", "path": str(tmp_path / "pairs.jsonl")}]}
+    path = tmp_path / "pairs.yaml"
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    cases = [{"path": str(path), "overrides": [], "pause": 0.6}]
+    (tmp_path / "cases").write_text(json.dumps(cases), encoding="utf-8")
+    assert "finished at step 1" in torchrun(2, "train", tmp_path / "cases", "3")
