@@ -121,7 +121,7 @@ def test_another_tokenizer_is_refused(folder: Path) -> None:
 
 @pytest.mark.learning
 def test_it_learns_the_answers_and_chats_in_turns(folder: Path) -> None:
-    """The loss fell to 0.09 of the first in fp32 and bf16."""
+    """The loss fell to 0.12 of the first or less with three seeds in fp32 and bf16."""
     run = tuned(folder, max_steps=80, learning_rate=0.02, evaluate_every=80)
     assert losses(run)[-1] < 0.5 * losses(run)[0]
     engine = load(run, backend="torch")

@@ -146,7 +146,7 @@ def test_without_numbers_the_shares_are_even() -> None:
 @pytest.mark.learning
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_it_trains_and_reports_the_busiest_expert(tmp_path: Path, optimizer: str) -> None:
-    """The loss fell by 0.52 and 0.59 in fp32 and bf16: less than half of that must be there."""
+    """The loss fell by 0.49 and more with three seeds in fp32 and bf16: less than half of that must be there."""
     tree = tiny.recipe_tree(tmp_path, optimizer=optimizer, max_steps=12)
     tree["model"] |= {"n_experts": 4, "n_experts_per_token": 2, "mlp": "swiglu", "d_ff": 16}
     train(parse_recipe(tree))

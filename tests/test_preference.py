@@ -192,7 +192,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.learning
 @pytest.mark.parametrize("settings", [{}, {"adapter": {"rank": 4}}, {"objective": {"loss": "ipo"}}])
 def test_the_margin_on_held_out_pairs_rises_from_a_loss_that_is_known(base: Path, settings: dict[str, Any]) -> None:
-    """Between the evaluations it rose by 47% and more in fp32 and bf16: less than half of that must be there. All
+    """Between the evaluations it rose by 37% and more with three seeds in fp32 and bf16: half of that must be there. All
     held-out answers were told apart."""
     name = "-".join(["plain", *settings])
     train(parse_recipe(tree_of(base, name, **settings)))
@@ -202,7 +202,7 @@ def test_the_margin_on_held_out_pairs_rises_from_a_loss_that_is_known(base: Path
     assert first["loss"] == pytest.approx(at_start, abs=1e-4)
     assert first["reward_margin"] == pytest.approx(0, abs=1e-4)
     held_out = [record for record in records if record["kind"] == "validation"]
-    assert held_out[-1]["reward_margin"] > 1.2 * held_out[0]["reward_margin"] > 0
+    assert held_out[-1]["reward_margin"] > 1.18 * held_out[0]["reward_margin"] > 0
     assert held_out[-1]["accuracy"] > 0.9
     assert held_out[-1]["perplexity"] is None and held_out[-1]["unit"] == "nats per pair"
     assert "perplexity" not in (base / name / "model-card.md").read_text()

@@ -221,7 +221,7 @@ def test_each_reference_architecture_trains_and_generates(tmp_path: Path, name: 
     tree["model"] = {"preset": name, **small, **band}
     train(parse_recipe(tree))
     first, last = records(tmp_path, "validation")
-    assert last["loss"] < first["loss"] - 0.1  # less than half of the least fall, 0.24, in fp32 and bf16
+    assert last["loss"] < first["loss"] - 0.08  # half of the least fall of three seeds in fp32 and bf16
     assert first["loss"] < math.log(43) + 0.5
     engine = gptworks.load(tmp_path / "run")
     assert len(engine.complete("line ", max_tokens=5, temperature=0)[0].token_ids) == 5
