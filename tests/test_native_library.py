@@ -20,6 +20,7 @@ from gptworks.errors import UserError
 from gptworks.infer import backend as backends
 from gptworks.infer import native, native_choice, native_library
 from gptworks.infer.backend import Chunk, TorchBackend, Unavailable, choose_backend
+from gptworks.infer.engine import load
 from gptworks.infer.native_library import library
 from gptworks.model import GPT
 from test_native import CONTEXT, VARIANTS, check, pack, text, variant
@@ -310,3 +311,13 @@ def test_a_processor_without_vector_instructions_computes_the_same(
         assert logits.isnan().all()
     assert not library().has_threads
     assert len(list(fresh.glob("kernels-*.so"))) == 1
+
+
+def test_an_engine_says_what_computes(built: bytes, trained_run: Path) -> None:
+    engine = load(trained_run, backend="native")
+    assert engine.backend_description is None
+    engine.generate("line", max_tokens=1)
+    assert str(engine.backend_description).startswith(f"native ({library().instructions}, ")
+    other = load(trained_run, backend="torch")
+    other.generate("line", max_tokens=1)
+    assert other.backend_description == "torch on cpu"

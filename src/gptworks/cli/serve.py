@@ -84,6 +84,7 @@ def serve(
         )  # fmt: skip
         cache_bytes = engine.warm_up(promised_bytes=promised_bytes)
         notice(f"{slots} slots of {engine.context:,} tokens: {readable(cache_bytes, 'B')} of keys and values when full")
+        notice(f"computed by {engine.backend_description}")
         engines[name], promised_bytes = engine, promised_bytes + cache_bytes
     if not local and not keys:
         notice(f"warning: anyone who reaches {host} can use this server; --api-key asks for a key.")

@@ -338,6 +338,11 @@ class Engine:
             slots_used=scheduler.n_slots_used,
         )
 
+    @property
+    def backend_description(self) -> str | None:
+        """What computes, with what, and where it was chosen why; None before anything was computed."""
+        return None if self._backend is None else self._backend.description
+
     def warm_up(self, *, promised_bytes: int = 0) -> int:
         """Allocate all slots, each as long as a text may become, and compute a token.
 
