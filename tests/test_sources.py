@@ -11,7 +11,15 @@ import pytest
 
 from gptworks.config import HuggingFaceSource, JSONLSource, ParquetSource, PythonStdlibSource, SourceConfig, TextSource
 from gptworks.data import sources
-from gptworks.data.sources import Piece, check_sources, count_documents, iter_documents, source_signature, total_bytes
+from gptworks.data.sources import (
+    Piece,
+    check_sources,
+    count_documents,
+    iter_documents,
+    source_signature,
+    total_bytes,
+    unread_files,
+)
 from gptworks.errors import RunError, UserError
 
 
@@ -283,3 +291,9 @@ def test_a_local_dataset_folder_is_read_by_the_library(tmp_path: Path, monkeypat
     (folder / "train.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     source = HuggingFaceSource(type="huggingface", dataset=str(folder))
     assert [piece.text for piece in iter_documents([source])] == [f"document {i}" for i in range(5)]
+
+
+def test_files_that_are_not_read_are_counted(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.pdf", "c.pdf", "d.docx", ".hidden", "LICENSE"):
+        (tmp_path / name).write_text("x")
+    assert unread_files([text(tmp_path)]) == {".pdf": 2, ".docx": 1, "LICENSE": 1}

@@ -102,6 +102,7 @@ def prepare_with_progress(recipe: "Recipe") -> "Prepared":
     from rich.progress import BarColumn, Progress, TextColumn, TransferSpeedColumn
 
     from gptworks.data.prepare import prepare as prepare_data
+    from gptworks.data.sources import unread_files
 
     names = {"waiting": "waiting for another prepare", "tokenizer": "training the tokenizer", "shards": "encoding"}
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TransferSpeedColumn())
@@ -116,6 +117,9 @@ def prepare_with_progress(recipe: "Recipe") -> "Prepared":
 
         prepared = prepare_data(recipe, report=report)
     tokens = prepared.manifest.splits["train"].tokens
+    if not prepared.reused and (unread := unread_files(recipe.data.texts)):
+        kinds = ", ".join(f"{n} × {ending}" for ending, n in unread.most_common(5))
+        typer.echo(f"not read, since they do not end in a source's `extensions`: {kinds}", err=True)
     said = "nothing has changed, using" if prepared.reused else "prepared"
     typer.echo(f"{said} {prepared.folder}: {tokens:,} training tokens", err=True)
     return prepared

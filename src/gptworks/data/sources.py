@@ -195,6 +195,20 @@ def _files_of_folder(folder: Path, extensions: tuple[str, ...]) -> list[Path]:
     return sorted(files)
 
 
+def unread_files(sources: Iterable[TextualSource]) -> Counter[str]:
+    """How many files of each ending are in the folders of the sources and are not read, by their names."""
+    found: Counter[str] = Counter()
+    for source in sources:
+        if isinstance(source, TextSource) and source.path is not None and (folder := _expanded(source.path)).is_dir():
+            names = (file.name for file in _walk(folder) if not file.name.startswith("."))
+            found.update(Path(name).suffix or name for name in names if not name.endswith(source.extensions))
+    return found
+
+
+def _expanded(path: str | Path) -> Path:
+    return Path(path).expanduser()
+
+
 def _walk(folder: Path, skipped_folders: Collection[str] = ()) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in skipped_folders]

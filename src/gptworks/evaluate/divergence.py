@@ -1,6 +1,6 @@
 """How far a model's predictions lie from another's, on the same text."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,11 +29,17 @@ class Divergence:
     """Share of the tokens for which both find the same token likeliest."""
 
 
-def measure_divergence(model: GPT, reference: GPT, windows: Iterable[tuple[Tensor, Tensor]]) -> Divergence:
+def measure_divergence(
+    model: GPT,
+    reference: GPT,
+    windows: Iterable[tuple[Tensor, Tensor]],
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> Divergence:
     """Compare two models of one vocabulary, in their own dtypes, without dropout.
 
     Args:
         windows: pairs (inputs, targets), as for `evaluate_loss`; targets of −100 are not counted.
+        progress: called after each batch with the tokens compared so far.
 
     Raises:
         UserError: there is nothing to count.
@@ -44,6 +50,7 @@ def measure_divergence(model: GPT, reference: GPT, windows: Iterable[tuple[Tenso
         for inputs, targets in batches_of(windows):
             n_tokens += int((targets != IGNORED).sum())
             sums += _compare(model, reference, inputs.to(model.device), targets.to(model.device)).cpu()
+            progress(n_tokens)
     if not n_tokens:
         raise UserError("there is no token to evaluate: the split is empty or shorter than two tokens.")
     nats, reference_nats, divergence, agreements = sums.tolist()

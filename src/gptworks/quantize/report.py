@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from gptworks.config import IGNORED
 from gptworks.evaluate.divergence import Divergence, measure_divergence
 from gptworks.infer.engine import Engine
 from gptworks.model import GPT
@@ -105,13 +106,16 @@ def make_report(
     weights: str,
     rounding: str,
     calibration_tokens: int,
+    progress: Callable[[int, int], None] = lambda done_tokens, tokens: None,
 ) -> QuantizationReport:
     """Measure a quantized model beside the one it was made from.
 
     Args:
         windows: held-out text, as for `evaluate_loss`.
+        progress: called with the tokens compared so far, and all.
     """
     windows = list(windows)
+    n_tokens = sum(int((targets != IGNORED).sum()) for _, targets in windows)
     prompt = windows[0][0][:_PROMPT_TOKENS].tolist()
     speed, speed_after = (_decode_speed(Engine(one, tokenizer), prompt) for one in (model, quantized))
     return QuantizationReport(
@@ -120,7 +124,7 @@ def make_report(
         calibration_tokens=calibration_tokens,
         matrices=_parameters_by_kind(quantized),
         n_bytes=(_bytes(model), _bytes(quantized)),
-        divergence=measure_divergence(quantized, model, windows),
+        divergence=measure_divergence(quantized, model, windows, lambda done: progress(done, n_tokens)),
         tokens_per_second=(speed, speed_after),
     )
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -32,6 +33,9 @@ CALIBRATION_TOKENS = 32_768
 
 REPORT_TOKENS = 65_536
 """About as many held-out tokens are evaluated, evenly spaced over the validation split."""
+
+SECONDS_BETWEEN_SIGNS = 10.0
+"""A comparison that takes longer says how far it is."""
 
 
 def quantize_run(
@@ -80,9 +84,27 @@ def quantize_run(
         weights=weights,
         rounding=rounding,
         calibration_tokens=sum(batch.numel() for batch in batches),
+        progress=_SignOfLife(report),
     )
     _write(out, run, loaded, quantized, measured)
     return measured
+
+
+class _SignOfLife:
+    """Says how far a long comparison is, and how long it will still take: after its first batch, then each 10 s."""
+
+    def __init__(self, report: Report) -> None:
+        self._report, self._started = report, time.monotonic()
+        self._next = self._started
+
+    def __call__(self, done_tokens: int, n_tokens: int) -> None:
+        now = time.monotonic()
+        if now < self._next or done_tokens >= n_tokens:
+            return
+        self._next = now + SECONDS_BETWEEN_SIGNS
+        left = (now - self._started) * (n_tokens - done_tokens) / done_tokens
+        minutes, seconds = divmod(round(left), 60)
+        self._report(f"compared {done_tokens:,} of {n_tokens:,} tokens, about {minutes}:{seconds:02d} left")
 
 
 def _check_rounding(weights: Weights, rounding: Rounding | None, calibration_tokens: int | None) -> Rounding:
