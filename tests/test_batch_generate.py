@@ -16,7 +16,7 @@ SETTINGS = SamplingSettings(seed=1, max_tokens=8)
 
 def engine() -> Engine:
     tokenizer = char_tokenizer()
-    return Engine(random_model(tokenizer, init_std=0.2).eval(), tokenizer, backend="torch", n_slots=4)
+    return Engine(random_model(tokenizer, init_std=0.2).double().eval(), tokenizer, backend="torch", n_slots=4)
 
 
 def write(path: Path, *lines: Any) -> Path:

@@ -102,6 +102,8 @@ def test_thirty_two_requests_get_what_each_gets_alone(model: Any, options: dict[
     """Mixed settings, random arrivals and cancellations, shared beginnings, several samples, sliding windows."""
     if "backend" in options:
         needs_native(model)
+    else:  # what is computed beside a text changes the last digits, and in float64 they decide no draw
+        model = copy.deepcopy(model).double()
     chance = random.Random(1)
     asked: list[tuple[list[int], dict[str, Any]]] = []
     for i in range(32):

@@ -1,5 +1,6 @@
 """The engine against a naive loop without a cache, and what a user sees of it: text, stops, seeds, errors, chat."""
 
+import random
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,7 +98,7 @@ def test_tokens_equal_those_of_the_naive_loop_over_several_windows(
     settings: dict[str, Any], temperature: float, n_prompt: int
 ) -> None:
     tokenizer = char_tokenizer()
-    model = random_model(tokenizer, **settings).eval()
+    model = random_model(tokenizer, **settings).double().eval()
     prompt = torch.randint(2, 12, (n_prompt,), generator=torch.Generator().manual_seed(1)).tolist()
     sampling = SamplingSettings(temperature=temperature, repetition_penalty=1.2, seed=3, max_tokens=3 * CONTEXT)
     (completion,) = Engine(model, tokenizer).complete(prompt, sampling, overflow="slide")
@@ -108,7 +109,7 @@ def test_tokens_equal_those_of_the_naive_loop_over_several_windows(
 
 def test_samples_that_end_at_different_times_do_not_disturb_one_another() -> None:
     tokenizer = char_tokenizer()
-    model = random_model(tokenizer, position="learned", init_std=0.15).eval()
+    model = random_model(tokenizer, position="learned", init_std=0.15).double().eval()
     prompt, eos = tokenizer.encode("abc").ids, special_tokens(tokenizer).eos
     sampling = SamplingSettings(temperature=1.0, seed=5, max_tokens=40)
     completions = Engine(model, tokenizer).complete(prompt, sampling, n_samples=8, overflow="slide")
@@ -268,11 +269,21 @@ def test_rows_of_a_padded_vocabulary_are_never_chosen() -> None:
 def test_a_seed_repeats_a_text_and_its_samples_differ() -> None:
     tokenizer = char_tokenizer()
     one = Engine(random_model(tokenizer), tokenizer)
-    texts = [c.text for c in one.complete("ab", n_samples=4, seed=1, max_tokens=12)]
-    assert texts == [c.text for c in one.complete("ab", n_samples=4, seed=1, max_tokens=12)]
-    assert texts[0] == one.generate("ab", seed=1, max_tokens=12)
+    settings = SamplingSettings(seed=1, max_tokens=12, ignore_eos=True)
+    texts = [c.text for c in one.complete("ab", settings, n_samples=4)]
+    assert texts == [c.text for c in one.complete("ab", settings, n_samples=4)]
+    assert texts[0] == one.generate("ab", settings)
     assert len(set(texts)) == 4
-    assert one.generate("ab", max_tokens=12) != one.generate("ab", max_tokens=12)
+
+
+def test_without_a_seed_each_text_has_a_source_of_chance_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's entropy is stood in for by known numbers."""
+    tokenizer, known, made = char_tokenizer(), random.Random, iter(("first", "second"))
+    one = Engine(random_model(tokenizer), tokenizer)
+    monkeypatch.setattr(random, "Random", lambda *seed: known(*seed) if seed else known(next(made)))
+    texts = [one.generate("ab", max_tokens=12, ignore_eos=True) for _ in range(2)]
+    assert texts[0] != texts[1]
+    assert next(made, None) is None, "each took one"
 
 
 # -------------------------------------------------------------------------------------------- the model's own state

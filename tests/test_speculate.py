@@ -22,7 +22,7 @@ def engine(model: Any, **options: Any) -> Engine:
 
 def noisy_twin(model: Any, noise: float) -> Any:
     """A model that nearly agrees with another."""
-    twin = random_model(TOKENIZER, seed=0).eval()
+    twin = random_model(TOKENIZER, seed=0).double().eval()
     twin.load_state_dict(model.state_dict())
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -31,7 +31,8 @@ def noisy_twin(model: Any, noise: float) -> Any:
     return twin
 
 
-MODEL = random_model(TOKENIZER, init_std=0.2).eval()
+MODEL = random_model(TOKENIZER, init_std=0.2).double().eval()
+"""In float64: what is computed beside a text, or in other parts, changes no draw on any processor."""
 
 
 @pytest.mark.parametrize(
@@ -86,11 +87,11 @@ class OneGuess:
 
 
 def test_sampled_texts_have_the_probabilities_of_the_model() -> None:
-    """3,000 unseeded texts of three tokens over a vocabulary of five, the last two guessed: by Pearson's chi-square."""
+    """3,000 texts of three tokens over a vocabulary of five, the last two guessed: by Pearson's chi-square."""
     tokenizer = byte_tokenizer()
     model = random_model(tokenizer, vocab_size=256, init_std=0.1).eval()
     only = {token: -float("inf") for token in range(256) if token not in (65, 66, 67)}
-    settings = SamplingSettings(temperature=1.0, max_tokens=3, logit_bias=only)
+    settings = SamplingSettings(temperature=1.0, max_tokens=3, logit_bias=only, seed=1)
     with torch.no_grad():
         keep = torch.tensor([65, 66, 67])
 
