@@ -177,7 +177,7 @@ def _fault(record: Any) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
+    return type(value) is float or (type(value) is int and -(2**63) < value < 2**63)
 
 
 def _is_count(value: Any) -> bool:
@@ -190,7 +190,9 @@ def _checked(record: Record) -> Record:
         return record
     checked: Record = {} if record["kind"] != "validation" else {"perplexity": None, "bits_per_byte": None}
     for key, value in record.items():
-        if key in _TEXTS:
+        if type(value) is float:  # nearly all are
+            checked[sys.intern(key)] = value
+        elif key in _TEXTS:
             if isinstance(value, str):
                 checked[sys.intern(key)] = value.encode("utf-8", "replace").decode("utf-8")  # half of a pair is no text
         elif isinstance(value, str):
