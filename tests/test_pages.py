@@ -117,7 +117,7 @@ def hostile_recipe(folder: Path, payload: str) -> Recipe:
     tree = tiny.recipe_tree(folder.parent) | {"run_dir": str(folder)}
     tree["model"] |= {"vocab_size": 43}
     tree["train"] |= {"sample_prompts": ["prompt"]}
-    short = payload[:2000]
+    short = payload[:2000].replace("\0", "")  # no recipe is read with one
     return parse_recipe(with_payload(tree, short, parse_recipe))
 
 

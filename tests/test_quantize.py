@@ -33,6 +33,7 @@ from gptworks.quantize.run import _SignOfLife, quantize_run
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.tokenizer import load_tokenizer
 from gptworks.train.loop import train
+from gptworks.units import significant
 
 KINDS: tuple[Weights, ...] = ("bf16", "fp16", "int8", "int4")
 
@@ -384,7 +385,7 @@ def test_the_report_says_what_it_is(trained: Path, quantized: Path) -> None:
     assert report["made_from"] == {"run": "tiny", "folder": "run", "step": checkpoints(quantized)[0].step}
     card = (quantized / "model-card.md").read_text()
     assert card.startswith((trained / "model-card.md").read_text().rstrip())
-    assert f"{report['perplexity']['quantized']:.4f}" in card
+    assert f"| {significant(report['perplexity']['quantized'])} (" in card
 
 
 def command(*arguments: str | Path) -> int:

@@ -78,7 +78,7 @@ def test_another_tokenizer_is_refused(source: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text(tiny.TEXT.replace("q", "Q"), encoding="utf-8")
     tree["data"]["sources"] = [{"type": "text", "path": str(other)}]
-    with pytest.raises(UserError, match=r"the tokenizer is not that of initialize_from=.*tokenizer\.type=file"):
+    with pytest.raises(UserError, match=r"the tokenizer differs from that of initialize_from=.*tokenizer\.type=file"):
         train(parse_recipe(tree))
 
 
