@@ -191,7 +191,7 @@ def test_a_run_folder_in_use(trained: Path, tmp_path: Path, command: Command) ->
 def test_resuming_with_another_model(trained: Path, tmp_path: Path, command: Command) -> None:
     run_dir = copy_of(trained, tmp_path)
     code, error = command("train", run_dir, "--resume", "model.n_layers=3")
-    assert_clear(code, error, "another `model`", "`n_layers` was 2 and is now 3")
+    assert_clear(code, error, "was started with model.n_layers=2, and it is now 3", "Resume with model.n_layers=2")
 
 
 def test_resuming_on_text_that_has_changed(trained: Path, tmp_path: Path, command: Command) -> None:

@@ -1,6 +1,7 @@
 """Quantized matrices, models and runs: what is stored, what it stands for, what it costs, and what is refused."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -33,7 +34,6 @@ from gptworks.quantize.run import _SignOfLife, quantize_run
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.tokenizer import load_tokenizer
 from gptworks.train.loop import train
-from gptworks.units import significant
 
 KINDS: tuple[Weights, ...] = ("bf16", "fp16", "int8", "int4")
 
@@ -385,7 +385,14 @@ def test_the_report_says_what_it_is(trained: Path, quantized: Path) -> None:
     assert report["made_from"] == {"run": "tiny", "folder": "run", "step": checkpoints(quantized)[0].step}
     card = (quantized / "model-card.md").read_text()
     assert card.startswith((trained / "model-card.md").read_text().rstrip())
-    assert f"| {significant(report['perplexity']['quantized'])} (" in card
+    [row] = [line for line in card.splitlines() if line.startswith("| perplexity |")]
+    shown = re.fullmatch(r"\| perplexity \| ([\d.,]+) \| ([\d.,]+) \(([+-][\d.]+)%\) \|", row)
+    assert shown, row
+    before, after, change = (float(text.replace(",", "")) for text in shown.groups())
+    measured = report["perplexity"]
+    assert before == pytest.approx(measured["fp32"], rel=5e-4), "four significant digits"
+    assert after == pytest.approx(measured["quantized"], rel=5e-4), "four significant digits"
+    assert change == pytest.approx(100 * (measured["quantized"] / measured["fp32"] - 1), abs=5.1e-4), "in percent"
 
 
 def command(*arguments: str | Path) -> int:

@@ -3,6 +3,8 @@
 import json
 import math
 import random
+import secrets
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import hf
 from gptworks.chat_template import BUILT_IN, ChatTemplate
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
+from gptworks.evaluate import jail
 from gptworks.evaluate.bootstrap import interval, paired_difference
 from gptworks.evaluate.metrics import figure_of, means, pass_at_k, text_statistics
 from gptworks.evaluate.results import HEADING, Evaluation, Measured, read_evaluations, save_evaluations
@@ -304,16 +307,27 @@ def test_a_program_fills_no_disk() -> None:
     assert Sandbox(1).run(program, 20.0, 256) == "failed: OSError"
 
 
-def test_what_a_program_starts_does_not_outlive_it(tmp_path: Path) -> None:
+def test_what_a_program_starts_does_not_outlive_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = f"outlives-{secrets.token_hex(8)}"  # on the command line of the program and of all that it forks, alone
+    marked = Path(jail.__file__).read_text(encoding="utf-8").replace('CHILD = """', f'CHILD = """# {mark}', 1)
+    (tmp_path / "jail.py").write_text(marked, encoding="utf-8")
+    monkeypatch.setattr(jail, "__file__", str(tmp_path / "jail.py"))
+
+    def alive() -> set[str]:
+        lines = Path("/proc").glob("[0-9]*/cmdline")
+        return {path.parent.name for path in lines if mark.encode() in _read_if_there(path)}
+
     sandbox = Sandbox(1)
-    mark = f"outlives-{tmp_path.name}"
-    program = (
-        f"import os, time\nmark = {mark!r}\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\ntime.sleep(60)"
-    )
-    sandbox.run(program, 1.0, 256)
-    assert sandbox.run("import time\ntime.sleep(60)", 1.0, 256) == "timeout"
-    ours = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"program.py" in _read_if_there(path)]
-    assert not ours
+    forks = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\ntime.sleep(60)"
+    seen: set[str] = set()
+    with ThreadPoolExecutor(1) as pool:
+        for program in (forks, "import time\ntime.sleep(60)"):
+            running = pool.submit(sandbox.run, program, 2.0, 256)
+            while not running.done():
+                seen |= alive()
+    assert running.result() == "timeout"
+    assert seen, "the program is seen while it runs"
+    assert not alive()
 
 
 def _read_if_there(path: Path) -> bytes:
