@@ -84,7 +84,7 @@ def nested(n: int) -> Any:
 
 SCHEMAS: list[tuple[str, Any, str]] = [
     ("patterns at once", {"type": "string", "allOf": patterns(20)}, "allOf with 20 patterns"),
-    ("patterns by reference", all_by_reference(14), "more than 0.5 seconds"),
+    ("patterns by reference", all_by_reference(14), "more than"),
     ("copies of copies", doubling(22), "more than"),
     ("a large prime", {"type": "integer", "multipleOf": 999983}, "multipleOf=999983"),
     ("two primes", {"type": "integer", "allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}, "more than"),
@@ -188,6 +188,7 @@ def sent(server: Running, body: dict[str, Any]) -> socket.socket:
 
 
 def test_others_are_served_while_schemas_are_compiled_which_end_with_their_clients(patient: Running) -> None:
+    before = set(children_of(patient))  # idle ones, of this server and of other tests
     evil = [sent(patient, asking_for(all_by_reference(16, first=20 * i))) for i in range(4)]
     until(lambda: patient.service.schemas.total() == 4)
     with patient.http() as http:
@@ -200,7 +201,7 @@ def test_others_are_served_while_schemas_are_compiled_which_end_with_their_clien
             one.close()
         until(lambda: not patient.service.schemas)
         if Path("/proc/self/stat").exists():
-            until(lambda: not children_of(patient))
+            until(lambda: not set(children_of(patient)) - before)
         assert http.post("/v1/chat/completions", json=asking_for({"type": "null"})).status_code == 200
 
 
@@ -219,16 +220,16 @@ def test_the_end_waits_for_no_compilation(patient: Running) -> None:
 TEMPLATES: list[tuple[str, str]] = [
     ("{{ 'a' * 10**9 }}", "more than"),
     ("{{ [0] * 10**9 }}", "more than"),
-    ("{{ 9 ** 99999999 }}", "more than 0.5 seconds"),
-    ("{{ 'a'|center(10**9) }}", "more than 64 MiB"),
+    ("{{ 9 ** 99999999 }}", "more than"),
+    ("{{ 'a'|center(10**9) }}", "more than"),
     ("{{ '%0999999999d' % 1 }}", "more than"),
     ("{{ '{:999999999}'.format(1) }}", "more than"),
-    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 0.5 seconds"),
+    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than"),
     ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-     "more than 0.5 seconds"),
+     "more than"),
     ("{% set n = namespace(x=['aaaa']) %}{% for i in range(90) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
      "more than"),
-    ("{% set n = namespace(x='a') %}{% for i in range(90) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "more than 64 MiB"),
+    ("{% set n = namespace(x='a') %}{% for i in range(90) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "more than"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ("{{ range(10**9) }}", "Range too big"),
     ("{{ 1 / 0 }}", "division by zero"),
@@ -259,7 +260,7 @@ def test_a_template_goes_on_after_a_conversation_that_it_could_not_render(monkey
     monkeypatch.setattr(chat_template, "LIMITS", SHORT)
     template = ChatTemplate("{{ 'ab' * (messages[0].content | int) }}", byte_tokenizer())
     for _ in range(2):
-        with pytest.raises(UserError, match="more than 64 MiB"):
+        with pytest.raises(UserError, match="more than"):
             template.render([{"role": "user", "content": "1000000000"}])
         assert template.render([{"role": "user", "content": "3"}]) == "ababab"
 
