@@ -1,4 +1,4 @@
-"""What tests of several processes have them do: `torchrun … rank_worker.py gradients|memory|train JSON [TIMEOUT]`."""
+"""What tests of several processes have them do: `torchrun … rank_worker.py gradients|memory|muon|train JSON [TIMEOUT]`."""
 
 import hashlib
 import json
@@ -19,6 +19,7 @@ from gptworks.device import choose_precision
 from gptworks.model import GPT
 from gptworks.plan.layout import Layout
 from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.train import muon
 from gptworks.train.loop import train
 from gptworks.train.objectives import Batch, Losses, next_token
 from gptworks.train.optim import Optimizer
@@ -154,6 +155,44 @@ def memory(cases: list[dict], ranks: Ranks) -> list[int]:
     return peaks
 
 
+def muon_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
+    """Three steps of Muon by ranks that divide the matrices, beside three of an optimizer that has them all: whether
+    weights and state are the same bits on this rank, and the share of the work that each rank has done."""
+    results = []
+    for case in cases:
+        recipe, layout = parse_recipe(case["recipe"]), Layout(**case["layout"])
+        parallel = choose_parallel(recipe, ranks, CPU, layout)
+        models = [model_of(recipe.model, checkpoint_blocks=False) for _ in range(2)]
+        models[0] = parallel.place(models[0], CPU)
+        optimizers = [Optimizer(models[0], recipe.train, parallel.replicas), Optimizer(models[1], recipe.train)]
+        work = [0.0, 0.0]
+        orthogonalized = muon.orthogonalized
+        for step in range(3):
+            for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+
+                def counted(x: Tensor, *settings: Any, i: int = i) -> Tensor:
+                    short, long = sorted(x.shape[1:])
+                    work[i] += len(x) * (4 * short**2 * long + 2 * short**3)
+                    return orthogonalized(x, *settings)
+
+                muon.orthogonalized = counted
+                generator = torch.Generator().manual_seed(step)
+                for name, parameter in model.named_parameters():
+                    if name != "blocks.1.attention.key.weight":  # has no gradient
+                        parameter.grad = torch.randn(parameter.shape, generator=generator)
+                optimizer.step(torch.amp.GradScaler("cpu", enabled=False))
+        muon.orthogonalized = orthogonalized
+        pairs = [zip(*(m.parameters() for m in models), strict=True)]
+        states = [optimizer.state_tensors() for optimizer in optimizers]
+        assert states[0].keys() == states[1].keys()
+        pairs.append((states[0][key], states[1][key]) for key in states[0])
+        differing = sum(not torch.equal(a, b) for each in pairs for a, b in each)
+        (differing_anywhere,) = ranks.add_up([differing])
+        shares = ranks.add_up([work[0] / work[1] if rank == ranks.rank else 0 for rank in range(ranks.size)])
+        results.append({"differing": differing_anywhere, "shares": shares})
+    return results
+
+
 def runs(recipes: list[dict], ranks: Ranks) -> None:
     """Train each recipe, noting what each rank has seen where a file is named, while one sleeps where one is named."""
     for case in recipes:
@@ -193,8 +232,8 @@ if __name__ == "__main__":
     what, path = sys.argv[1], Path(sys.argv[2])
     with join(float(sys.argv[3]) if len(sys.argv) > 3 else 60, CPU) as ranks:
         cases = json.loads(path.read_text(encoding="utf-8"))
-        if what in ("gradients", "memory"):
-            results = gradients(cases, ranks) if what == "gradients" else memory(cases, ranks)
+        if what != "train":
+            results = {"gradients": gradients, "memory": memory, "muon": muon_steps}[what](cases, ranks)
             if ranks.is_first:
                 path.with_suffix(".results").write_text(json.dumps(results), encoding="utf-8")
         else:

@@ -7,7 +7,7 @@ from torch import nn
 
 from gptworks.config import ModelConfig, TrainConfig
 from gptworks.model import GPT
-from gptworks.train.muon import TOGETHER, Muon, batches
+from gptworks.train.muon import TOGETHER, Muon, batches, divided
 from gptworks.train.optim import Optimizer, parameter_groups
 
 CONFIG = ModelConfig(
@@ -88,6 +88,18 @@ def test_matrices_of_one_shape_go_together_up_to_a_limit() -> None:
     many = [nn.Parameter(torch.empty(1024, 1024)) for _ in range(6)]
     other, large = nn.Parameter(torch.empty(8, 8)), nn.Parameter(torch.empty(4096, 2048))
     assert [len(batch) for batch in batches([*many, other, large])] == [4, 2, 1, 1]
+
+
+def test_each_rank_gets_about_the_same_work_and_no_matrix_goes_twice() -> None:
+    """By the cost of an iteration: 4 s²l + 2 s³ for s the shorter side and l the longer."""
+    shapes = [(768, 768), (192, 768), (192, 768), (768, 768), (2048, 768), (2048, 768), (768, 2048)] * 12
+    matrices = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    for n_ranks in (1, 2, 3, 8):
+        shares = divided(matrices, n_ranks)
+        assert sorted(id(m) for share in shares for m in share) == sorted(map(id, matrices))
+        work = [sum(4 * min(m.shape) ** 2 * max(m.shape) + 2 * min(m.shape) ** 3 for m in share) for share in shares]
+        assert max(work) < 1.1 * sum(work) / n_ranks, n_ranks
+    assert [len(share) for share in divided(matrices[:1], 2)] == [1, 0]
 
 
 def test_state_round_trips_and_the_next_step_is_identical() -> None:

@@ -135,6 +135,16 @@ def test_gradients_are_those_of_one_process(n_ranks: int, tmp_path: Path) -> Non
         assert result["norm"] == pytest.approx(1, rel=1e-5), name
 
 
+def test_ranks_divide_what_muon_orthogonalizes_and_end_with_the_same_bits(tmp_path: Path) -> None:
+    cases = [case(model, ("none", 2, 1), optimizer="muon") for model in ("grouped", "experts")]
+    (tmp_path / "cases").write_text(json.dumps(cases), encoding="utf-8")
+    torchrun(2, "muon", tmp_path / "cases")
+    for result in json.loads((tmp_path / "cases.results").read_text(encoding="utf-8")):
+        assert result["differing"] == 0
+        assert sum(result["shares"]) == pytest.approx(1)
+        assert max(result["shares"]) < 0.55
+
+
 # ------------------------------------------------------------------------------------------------------ runs
 
 LAYOUTS = {

@@ -191,7 +191,7 @@ class Run:
         self._memory_before_bytes = reset_peak(device)
         self.model = self.parallel.place(trained_part(GPT(recipe.model), recipe.adapter, recipe.freeze), device)
         self.model.activation_checkpointing = recipe.train.activation_checkpointing
-        self.optimizer = Optimizer(self.model, recipe.train)
+        self.optimizer = Optimizer(self.model, recipe.train, self.parallel.replicas)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.needs_scaler)
         self.average = WeightAverage(self.model, recipe.train.ema_decay)
         self.feed = Feed(self.task, self.parallel.micro_batch_size, self.parallel.micro_steps, device)

@@ -2,13 +2,16 @@
 
 torch's own goes matrix by matrix, which takes up to twice as long where they are small and many, as in a small model or
 in experts (bench/passes.py). The arithmetic is the same (tests/test_optim.py).
+
+Ranks that hold the same model divide the matrices: each orthogonalizes its part, and all receive every update.
 """
 
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 TOGETHER = 2**22
 """Elements orthogonalized at once, at most: larger matrices gain nothing from company, and need scratch memory each."""
@@ -17,18 +20,55 @@ TOGETHER = 2**22
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon` with the settings it has by default, Nesterov's momentum included."""
 
+    def __init__(self, *arguments: Any, replicas: distributed.ProcessGroup | None = None, **settings: Any) -> None:
+        """
+        Args:
+            replicas: the ranks that hold the same parameters and gradients and step together; None: this one alone.
+        """
+        super().__init__(*arguments, **settings)
+        self._replicas = replicas
+        self._rank, self._n_ranks = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters from their gradients."""
+        """Update the parameters from their gradients; the same bits on every rank, because one makes each update."""
         assert closure is None, "no closure is used here"
         for group in self.param_groups:
-            for matrices in batches([p for p in group["params"] if p.grad is not None]):
-                self._step(matrices, group)
+            shares = divided([p for p in group["params"] if p.grad is not None], self._n_ranks)
+            for turn in zip_longest(*map(batches, shares)):
+                self._turn(turn, group)
 
-    def _step(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> None:
-        updates = orthogonalized(
-            self._directions(matrices, group["momentum"]), group["ns_coefficients"], group["ns_steps"], group["eps"]
-        )
+    def _turn(self, turn: tuple[list[nn.Parameter] | None, ...], group: dict[str, Any]) -> None:
+        """One batch of each rank, None where it has no more: beside its own updates a rank holds one other's."""
+        mine = turn[self._rank]
+        updates = None if mine is None else self._updates(mine, group)
+        for rank, matrices in enumerate(turn):
+            if matrices is None:
+                continue
+            if rank == self._rank:
+                assert updates is not None
+                self._send(updates, rank)
+                self._apply(matrices, updates, group)
+            else:
+                for parameter in matrices:
+                    self._momentum(parameter, group["momentum"])
+                theirs = torch.empty(
+                    len(matrices), *matrices[0].shape, dtype=torch.bfloat16, device=matrices[0].device
+                )
+                self._send(theirs, rank)
+                self._apply(matrices, theirs, group)
+
+    def _send(self, updates: Tensor, rank: int) -> None:
+        """The rank's updates to all others, which receive them into theirs."""
+        if self._replicas is not None:
+            distributed.broadcast(updates.view(torch.uint8), group=self._replicas, group_src=rank)
+
+    def _updates(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> Tensor:
+        """Nesterov's direction of each, orthogonalized, [N, rows, columns] in bfloat16."""
+        directions = self._directions(matrices, group["momentum"])
+        return orthogonalized(directions, group["ns_coefficients"], group["ns_steps"], group["eps"]).contiguous()
+
+    def _apply(self, matrices: list[nn.Parameter], updates: Tensor, group: dict[str, Any]) -> None:
         rows, columns = matrices[0].shape
         rate = group["lr"] * max(1, rows / columns) ** 0.5
         for parameter, update in zip(matrices, updates, strict=True):
@@ -40,12 +80,18 @@ class Muon(torch.optim.Muon):
         directions = torch.empty(len(matrices), *matrices[0].shape, dtype=torch.bfloat16, device=matrices[0].device)
         for parameter, direction in zip(matrices, directions, strict=True):
             assert parameter.grad is not None
-            state = self.state[parameter]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
-            direction.copy_(parameter.grad.lerp(state["momentum_buffer"], momentum))
+            direction.copy_(parameter.grad.lerp(self._momentum(parameter, momentum), momentum))
         return directions
+
+    def _momentum(self, parameter: nn.Parameter, momentum: float) -> Tensor:
+        """The parameter's momentum with this step's gradient in it. Every rank keeps it for every matrix, so that any
+        rank can save it and any number of ranks go on with it."""
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        buffer: Tensor = state["momentum_buffer"]
+        return buffer.lerp_(parameter.grad, 1 - momentum)
 
 
 def orthogonalized(x: Tensor, coefficients: tuple[float, float, float], n_steps: int, eps: float) -> Tensor:
@@ -73,3 +119,25 @@ def batches(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     for shape, alike in by_shape.items():
         n = max(1, TOGETHER // shape.numel())
         yield from (alike[i : i + n] for i in range(0, len(alike), n))
+
+
+def divided(matrices: list[nn.Parameter], n_ranks: int) -> list[list[nn.Parameter]]:
+    """A share of the matrices for each rank, about equal in work: the costliest first, each to whom has least to do.
+
+    It follows from shapes and order alone, so all ranks divide alike. One rank has all, in their order.
+    """
+    if n_ranks == 1:
+        return [matrices]
+    shares: list[list[nn.Parameter]] = [[] for _ in range(n_ranks)]
+    work = [0] * n_ranks
+    for matrix in sorted(matrices, key=products, reverse=True):  # equals keep their order
+        least = work.index(min(work))
+        shares[least].append(matrix)
+        work[least] += products(matrix)
+    return shares
+
+
+def products(matrix: Tensor) -> int:
+    """Multiplications of one iteration of `orthogonalized` on a matrix [rows, columns]: X Xᵀ, its square, times X."""
+    short, long = sorted(matrix.shape)
+    return short * short * (2 * long + short)

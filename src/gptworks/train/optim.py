@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from gptworks.config import TrainConfig
 from gptworks.model import GPT
@@ -49,7 +49,11 @@ def parameter_groups(model: GPT, train: TrainConfig) -> list[ParameterGroup]:
 class Optimizer:
     """One or two of torch's optimizers, driven as one. State is kept by parameter name."""
 
-    def __init__(self, model: GPT, train: TrainConfig) -> None:
+    def __init__(self, model: GPT, train: TrainConfig, replicas: distributed.ProcessGroup | None = None) -> None:
+        """
+        Args:
+            replicas: the ranks that hold the same whole model and divide what need not be computed by each.
+        """
         self.groups = parameter_groups(model, train)
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._optimizers: list[tuple[torch.optim.Optimizer, list[ParameterGroup]]] = []
@@ -70,7 +74,7 @@ class Optimizer:
                 fused = all(parameter.device.type in ("cpu", "cuda", "mps") for parameter in self.parameters.values())
                 optimizer = torch.optim.AdamW(settings, betas=train.betas, eps=train.eps, fused=fused)
             else:
-                optimizer = Muon(settings, momentum=train.muon_momentum)
+                optimizer = Muon(settings, momentum=train.muon_momentum, replicas=replicas)
             self._optimizers.append((optimizer, groups))
 
     def set_rate(self, factor: float) -> None:

@@ -54,6 +54,8 @@ class Parallel:
     layout = ONE_DEVICE
     samples = True
     """Whether this rank takes part in making samples."""
+    replicas: distributed.ProcessGroup | None = None
+    """The ranks that hold the same whole model, this one included; None where there is none but this."""
 
     def __init__(self, train: TrainConfig, varying_widths: bool = False) -> None:
         """
@@ -172,6 +174,8 @@ class ManyDevices(Parallel):
         n_data, index = self._data.size(), self._data.get_local_rank()
         self.micro_batch_size = train.rank_micro_batch_size(n_data)
         self.micro_steps = range(index, train.batch_size // self.micro_batch_size, n_data)
+        if n_data > 1 and not self._sharded and self._tensor.size() == 1:
+            self.replicas = self._data.get_group()
         self.samples = ranks.is_first or self._sharded or self._tensor.size() > 1
         # DTensor warns that a matrix divided over both dimensions is gathered in two steps, which is what is meant.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
