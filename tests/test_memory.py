@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from gptworks.config import ModelConfig, TrainConfig
-from gptworks.model import GPT, KVCache, cpu
+from gptworks.model import GPT, KVCache, attention, cpu
 from gptworks.model import loss as model_loss
 from gptworks.plan import memory, stages
 from gptworks.plan.inference import inference_memory
@@ -22,7 +23,7 @@ from gptworks.presets import PRESETS, preset
 from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
 from gptworks.train import muon
-from gptworks.train.trace import trace_step
+from gptworks.train.trace import LiveBytes, trace_step
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 """Tracing for a GPU runs nothing on it, and yet torch wants to see one."""
@@ -135,6 +136,66 @@ def test_the_constants_are_the_models() -> None:
             for name in ("chunk_tokens", "softmax_tokens"):
                 in_the_plan, in_the_model = getattr(memory, name), getattr(model_loss, name)
                 assert in_the_plan(shapes, vocab_size) == in_the_model(torch.device(place), vocab_size)
+
+
+class EfficientKernel:
+    """torch's functions, with attention by the kernel that CUDA has for masks: as a GPU's own, it takes no groups."""
+
+    pad = staticmethod(torch.nn.functional.pad)
+
+    @staticmethod
+    def scaled_dot_product_attention(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float | None, enable_gqa: bool, **_: Any
+    ) -> Tensor:
+        assert not enable_gqa
+        bias = attention.as_bias(mask, q.dtype) if mask.dtype == torch.bool else mask
+        bias = bias.expand(q.size(0), q.size(1), q.size(2), k.size(2))
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        return kernel(q, k, v, bias, True, 0.0, False, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n_kv_heads", [1, 2])
+@pytest.mark.parametrize(
+    ("length", "window", "several_texts"), [(256, 200, False), (1024, 128, False), (256, None, True), (256, 64, True)]
+)
+def test_grouped_queries_under_a_mask_on_cuda(
+    length: int,
+    window: int | None,
+    several_texts: bool,
+    n_kv_heads: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What autograd saves of attention on tensors without numbers, and the most that its backward pass adds: keys and
+    values are repeated in any precision."""
+    takes_groups = attention.takes_groups
+    monkeypatch.setattr(attention, "takes_groups", lambda _, masked: takes_groups(torch.device("cuda"), masked))
+    monkeypatch.setattr(attention, "F", EfficientKernel)
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+        return x
+
+    leaves = [torch.empty(2, heads, length, 64, device="meta", dtype=dtype) for heads in (4, n_kv_heads, n_kv_heads)]
+    with LiveBytes() as live:
+        q, k, v = (leaf.requires_grad_() * 1 for leaf in leaves)
+        bias = torch.zeros(2, length, length, device="meta", dtype=dtype) if several_texts else None
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = attention.attend(q, k, v, window=window, bias=bias)
+        saved = sum(kept.values()) - (0 if bias is None else bias.nbytes)  # which all layers share
+        gradient = torch.empty_like(out)
+        before_bytes = live.peak_bytes = live.now_bytes
+        out.backward(gradient)  # type: ignore[no-untyped-call]
+    model = ModelConfig(
+        vocab_size=9, context_length=length, n_layers=1, d_model=256, n_heads=4, n_kv_heads=n_kv_heads, window=window,
+        window_pattern=("full",) if window is None else ("window",),
+    )  # fmt: skip
+    shapes = stages.Shapes(model, 2, length, dtype.itemsize, on_cpu=False, several_texts=several_texts)
+    stage = stages.attention_core(shapes, window)
+    assert sum(stage.saved.values()) == pytest.approx(saved, rel=1e-3)
+    assert stage.leaves + stage.scratch == pytest.approx(live.peak_bytes - before_bytes, rel=0.02)
 
 
 # what must hold of any sum ----------------------------------------------------------------------------------

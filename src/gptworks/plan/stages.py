@@ -185,7 +185,7 @@ def attention_stages(s: Shapes, window: int | None) -> Iterator[Stage]:
     yield attention_core(s, window)
     yield Stage(
         "attention out",
-        {ATTENTION: 0 if output_is_shared(s) else q} | s.copies(c.d_model * q_width),
+        {ATTENTION: 0 if output_is_shared(s, window) else q} | s.copies(c.d_model * q_width),
         arrives=_branch_gradient(s),
         leaves=q,
         matrices=c.d_model * q_width,
@@ -203,22 +203,34 @@ def is_blocked(s: Shapes) -> bool:
     return s.on_cpu and s.length <= LONGEST_BLOCKED
 
 
-def is_plain(s: Shapes) -> bool:
+def is_masked(s: Shapes, window: int | None) -> bool:
+    """Whether attention takes a mask, where its kernel does not know by itself what a query may see."""
+    return s.several_texts or (window is not None and window < s.length)
+
+
+def is_grouped(s: Shapes) -> bool:
+    """Whether a key/value head serves several query heads."""
+    return s.config.n_kv_heads != s.config.n_heads
+
+
+def is_plain(s: Shapes, window: int | None) -> bool:
     """Whether torch does attention as plain products with all weights, in float32, for want of a fused kernel.
 
-    So it does with grouped queries in float32 on an accelerator, and with dropout on a CPU.
+    So it does with grouped queries in float32 on an accelerator, unless a mask has their keys repeated, and with
+    dropout on a CPU.
     """
-    c = s.config
-    return c.dropout_attention > 0 if s.on_cpu else c.n_kv_heads != c.n_heads and not s.autocast
+    if s.on_cpu:
+        return s.config.dropout_attention > 0
+    return is_grouped(s) and not s.autocast and not is_masked(s, window)
 
 
-def output_is_shared(s: Shapes) -> bool:
+def output_is_shared(s: Shapes, window: int | None) -> bool:
     """Whether attention's result, which it saves, is laid out as the output projection wants it.
 
     A fused kernel lays it out as the queries are; rotation, and on an accelerator QK-norm, changes that. torch's
     float32 kernel for GPUs lays it out right in any case.
     """
-    if is_blocked(s) or is_plain(s):
+    if is_blocked(s) or is_plain(s, window):
         return False
     as_projected = s.config.position != "rope" and (s.on_cpu or not s.config.qk_norm)
     return as_projected or (not s.on_cpu and not s.autocast)
@@ -229,6 +241,7 @@ def attention_core(s: Shapes, window: int | None) -> Stage:
     c = s.config
     q, k = s.products(c.n_heads * c.d_head), s.products(c.n_kv_heads * c.d_head)
     leaves = q + 2 * k
+    repeated = not s.on_cpu and is_grouped(s) and is_masked(s, window)  # `gptworks.model.attention.takes_groups`
     heads = s.batch_size * c.n_heads
     if is_blocked(s):  # keys and values are repeated for each query head
         blocks = [heads * rows * keys for rows, keys in score_blocks(s.length, window)]
@@ -244,13 +257,17 @@ def attention_core(s: Shapes, window: int | None) -> Stage:
         )
     if s.several_texts:
         window = None  # the bias holds it
+    if repeated:
+        k = q
     padded, keys_seen, scratch = 1.0, s.length, 0
     if window is not None and s.length >= 2 * window:  # banded: each block of keys and values stands twice
         padded, keys_seen = -(-s.length // window) * window / s.length, 2 * window
         q, k = round(q * padded), round(2 * k * padded)
         scratch = q + 3 * k
+    if repeated:
+        scratch = q + 2 * k - leaves  # gradients of the repeated keys and values, before they are added up
     pairs = round(s.length * padded) * keys_seen
-    if is_plain(s):
+    if is_plain(s, window):
         weights = 4 * heads * pairs
         dropped = heads * pairs * 4 + weights if c.dropout_attention else 0  # the factors, and the weights under them
         return Stage(
