@@ -158,7 +158,7 @@ def memory(cases: list[dict], ranks: Ranks) -> list[int]:
 def muon_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
     """Three steps of Muon by ranks that divide the matrices, beside three of an optimizer that has them all: whether
     weights and state are the same bits on this rank, and the share of the work that each rank has done."""
-    results = []
+    results, orthogonalized = [], muon.orthogonalized
     for case in cases:
         recipe, layout = parse_recipe(case["recipe"]), Layout(**case["layout"])
         parallel = choose_parallel(recipe, ranks, CPU, layout)
@@ -166,11 +166,10 @@ def muon_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
         models[0] = parallel.place(models[0], CPU)
         optimizers = [Optimizer(models[0], recipe.train, parallel.replicas), Optimizer(models[1], recipe.train)]
         work = [0.0, 0.0]
-        orthogonalized = muon.orthogonalized
         for step in range(3):
             for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
 
-                def counted(x: Tensor, *settings: Any, i: int = i) -> Tensor:
+                def counted(x: Tensor, *settings: Any, i: int = i, work: list[float] = work) -> Tensor:
                     short, long = sorted(x.shape[1:])
                     work[i] += len(x) * (4 * short**2 * long + 2 * short**3)
                     return orthogonalized(x, *settings)

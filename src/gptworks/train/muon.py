@@ -52,9 +52,7 @@ class Muon(torch.optim.Muon):
             else:
                 for parameter in matrices:
                     self._momentum(parameter, group["momentum"])
-                theirs = torch.empty(
-                    len(matrices), *matrices[0].shape, dtype=torch.bfloat16, device=matrices[0].device
-                )
+                theirs = torch.empty(len(matrices), *matrices[0].shape, dtype=torch.bfloat16, device=matrices[0].device)
                 self._send(theirs, rank)
                 self._apply(matrices, theirs, group)
 
