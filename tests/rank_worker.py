@@ -1,4 +1,4 @@
-"""What tests of several processes have them do: `torchrun … rank_worker.py gradients|memory|muon|train JSON [TIMEOUT]`."""
+"""What tests of several processes do: `torchrun … rank_worker.py gradients|memory|muon|train JSON [TIMEOUT]`."""
 
 import hashlib
 import json
