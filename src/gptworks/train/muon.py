@@ -55,6 +55,7 @@ class Muon(torch.optim.Muon):
                 theirs = torch.empty(len(matrices), *matrices[0].shape, dtype=torch.bfloat16, device=matrices[0].device)
                 self._send(theirs, rank)
                 self._apply(matrices, theirs, group)
+                del theirs  # before the next rank's stand
 
     def _send(self, updates: Tensor, rank: int) -> None:
         """The rank's updates to all others, which receive them into theirs."""
@@ -63,8 +64,10 @@ class Muon(torch.optim.Muon):
 
     def _updates(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> Tensor:
         """Nesterov's direction of each, orthogonalized, [N, rows, columns] in bfloat16."""
-        directions = self._directions(matrices, group["momentum"])
-        return orthogonalized(directions, group["ns_coefficients"], group["ns_steps"], group["eps"]).contiguous()
+        updates = orthogonalized(
+            self._directions(matrices, group["momentum"]), group["ns_coefficients"], group["ns_steps"], group["eps"]
+        )
+        return updates if self._replicas is None else updates.contiguous()  # as they are sent
 
     def _apply(self, matrices: list[nn.Parameter], updates: Tensor, group: dict[str, Any]) -> None:
         rows, columns = matrices[0].shape
