@@ -44,13 +44,13 @@ def one_more(root: Path) -> None:
     save(root / "run", 5, best=1)
 
 
-def prepare(root: Path) -> None:
+def prepare(root: Path, shard_tokens: int = 20_000) -> None:
     import tiny
     from gptworks.data.prepare import prepare
     from gptworks.recipe import parse_recipe
 
     tree = tiny.recipe_tree(root.parent)
-    tree["data"] |= {"cache_dir": str(root / "data"), "shard_tokens": 20_000}
+    tree["data"] |= {"cache_dir": str(root / "data"), "shard_tokens": shard_tokens}
     prepare(parse_recipe(tree))
     mark("done")
 
@@ -63,17 +63,22 @@ def train(root: Path) -> None:
     train(recipe.model_copy(update={"run_dir": root / "run"}))
 
 
-def export(root: Path) -> None:
+def export(root: Path, verify: bool = True) -> None:
     from gptworks.interop.huggingface.exporting import export_huggingface
 
-    export_huggingface(root.parent / "source" / "run", root / "out")
+    export_huggingface(root.parent / "source" / "run", root / "out", verify=verify)
     mark("done")
+
+
+def export_unverified(root: Path) -> None:
+    """Without the comparison, which writes nothing and takes long."""
+    export(root, verify=False)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     try:
-        known = (checkpoints, one_more, prepare, train, export)
+        known = (checkpoints, one_more, prepare, train, export, export_unverified)
         {scenario.__name__: scenario for scenario in known}[sys.argv[1]](Path(sys.argv[2]))
     except (RunError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -48,7 +48,7 @@ class Operation:
     at: int = 0
     call: str = ""
     number: int = 0
-    """The how-manieth call of this name it was, from 1: what strace's `inject` counts."""
+    """The how-manieth call of this name in its thread it was, from 1: what strace's `inject` counts."""
 
 
 def run(scenario: str, root: Path, trace: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -73,13 +73,13 @@ def parse(lines: Iterable[str], root: str) -> Iterator[Operation]:
     offsets: dict[str, int] = {}
     appends: set[str] = set()
     sizes: dict[str, int] = {}
-    numbers: dict[str, Iterator[int]] = {}
+    numbers: dict[tuple[str, str], Iterator[int]] = {}
     for line in _joined(lines):
         match = _LINE.match(line)
         if match is None:
             continue
-        _, call, arguments, result, opened, _ = match.groups()
-        number = next(numbers.setdefault(call, count(1)))
+        thread, call, arguments, result, opened, _ = match.groups()
+        number = next(numbers.setdefault((thread, call), count(1)))
         said = [_bytes(text) for text in _STRING.findall(arguments)]
         folders = {name: _bytes(path).decode() for name, path in _DESCRIPTOR.findall(arguments)}
         paths = [_absolute(text, folders) for text in _paths(call, said)]

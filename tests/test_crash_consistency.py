@@ -1,7 +1,7 @@
 """After a crash at any moment, a folder holds what it held before or what was to be written, whole: by enumeration.
 
-`make test` tries the saving of checkpoints; `make test-crashes` prepared data and exports too, a disk that is full or
-fails at each operation, and runs that go on from what was left.
+`make test` tries the saving of checkpoints and an export onto a full disk; `make test-crashes` prepared data and
+exports too, a disk that is full or fails at each operation, and runs that go on from what was left.
 """
 
 import itertools
@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+import crash_worker
 import tiny
 from crashes import WORKER, Disk, Operation, Tree, available, every_state, read_tree, record, run, write_tree
 from gptworks.checkpoint import checkpoints, newest_verified
+from gptworks.errors import RunError
 from gptworks.train.saving import remove_old
 
 pytestmark = [pytest.mark.skipif(not available(), reason="strace is not installed, or may not trace here")]
@@ -68,32 +70,39 @@ def whole_steps(run_dir: Path) -> list[int]:
     return steps
 
 
+def check_checkpoints(marks: list[str], disk: Path) -> None:
+    steps, last = whole_steps(disk / "run"), marks[-1] if marks else "saved 0"
+    number = int(last.split()[-1])
+    allowed = {"saved": {number, number + 1}, "rolling": {1, 3}, "rolled": {1}}[last.split()[0]]
+    assert (steps[0] if steps else 0) in allowed, f"{steps} after {last}"
+    remove_old(disk / "run", keep=1)
+    assert whole_steps(disk / "run")[:1] == steps[:1]
+    if steps:
+        assert not list((disk / "run" / "checkpoints").glob(".*")), "a leftover stays"
+
+
 def test_a_crash_while_checkpoints_are_saved_and_deleted_leaves_whole_ones(tmp_path: Path) -> None:
     root = tmp_path / "disk"
     root.mkdir()
     operations = record("checkpoints", root, tmp_path / "trace")
     disk_now = read_tree(root)
-
-    def check(marks: list[str], disk: Path) -> None:
-        steps, last = whole_steps(disk / "run"), marks[-1] if marks else "saved 0"
-        number = int(last.split()[-1])
-        allowed = {"saved": {number, number + 1}, "rolling": {1, 3}, "rolled": {1}}[last.split()[0]]
-        assert (steps[0] if steps else 0) in allowed, f"{steps} after {last}"
-        remove_old(disk / "run", keep=1)
-        assert whole_steps(disk / "run")[:1] == steps[:1]
-        if steps:
-            assert not list((disk / "run" / "checkpoints").glob(".*")), "a leftover stays"
-
-    enumerate_states(operations, root, tmp_path, check)
+    enumerate_states(operations, root, tmp_path, check_checkpoints)
     disk = Disk(str(root))
     for operation in operations:
         disk.apply(operation)
     assert disk.now() == disk_now, "the trace is all that has happened"
+
+
+@pytest.mark.crashes
+def test_saves_that_forgot_to_sync_files_or_folders_are_found(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    operations = record("checkpoints", root, tmp_path / "trace")
     folders = {operation.path for operation in operations if operation.kind == "mkdir"} | {str(root)}
     for of_folders in (False, True):  # saves that forget to sync: the enumeration finds that
         fewer = [each for each in operations if each.kind != "sync" or (each.path in folders) != of_folders]
         with pytest.raises(AssertionError, match="state"):
-            enumerate_states(fewer, root, tmp_path, check)
+            enumerate_states(fewer, root, tmp_path, check_checkpoints)
         shutil.rmtree(tmp_path / "state")
 
 
@@ -171,6 +180,83 @@ def test_a_full_or_failing_disk_at_any_operation_is_named_and_costs_no_checkpoin
     print(f"{len(calls)} operations, each with no space left and with an error of the disk: {n_failures} named, "
           f"{n_saved} done all the same")  # fmt: skip
     assert n_failures > len(calls)
+
+
+def fail_at_each_operation(
+    scenario: str, again: Callable[[Path], None], template: Path, tmp_path: Path, says: str
+) -> None:
+    """strace makes each call fail in turn: the error is named, what was there stays, and what is made is whole or
+    absent; where it failed, doing it again makes it."""
+    root = tmp_path / "disk"
+    shutil.copytree(template, root)
+    before = read_tree(root)
+    operations = [each for each in record(scenario, root, tmp_path / "trace") if each.call]
+    whole = visible(read_tree(root))
+    calls = sorted({(each.call, each.number) for each in operations})
+    n_failures = 0
+    for (call, number), error in itertools.product(calls, ("ENOSPC", "EIO")):
+        where = f"{call} {number} {error}"
+        shutil.rmtree(root)
+        shutil.copytree(template, root)
+        result = run(scenario, root, tmp_path / "trace", "-e", f"inject={call}:error={error}:when={number}")
+        left = visible(read_tree(root))
+        assert left in (visible(before), whole), where
+        assert result.returncode in (0, 1), f"{where}: {result.stderr}"
+        if result.returncode:
+            n_failures += 1
+            assert "Traceback" not in result.stderr, f"{where}: {result.stderr}"
+            said = result.stderr.lower()
+            assert str(root) in said and says in said, f"{where}: {said}"
+            assert "no space left" in said if error == "ENOSPC" else "input/output error" in said, f"{where}: {said}"
+            assert re.search(r"[\d,]+( bytes)? are free on the disk mounted at /", said), f"{where}: {said}"
+            again(root)
+        assert visible(read_tree(root)) == whole, f"{where}: nothing is said, and it is not whole"
+    print(f"{len(calls)} operations, each with no space left and with an error of the disk: {n_failures} named, "
+          f"{2 * len(calls) - n_failures} done all the same")  # fmt: skip
+    assert n_failures > len(calls)
+
+
+def visible(tree: Tree) -> Tree:
+    """Without hidden names: locks and what a later run removes."""
+    return {name: node if isinstance(node, bytes) else visible(node) for name, node in tree.items() if name[0] != "."}
+
+
+@pytest.mark.crashes
+@pytest.mark.timeout(3000)
+def test_a_full_or_failing_disk_while_data_is_prepared_is_named_and_it_can_be_done_again(tmp_path: Path) -> None:
+    (tmp_path / "template").mkdir()
+    crash_worker.prepare(tmp_path / "template", shard_tokens=10_000)  # of another recipe: it stays
+    fail_at_each_operation("prepare", crash_worker.prepare, tmp_path / "template", tmp_path, "data.cache_dir")
+
+
+@pytest.mark.crashes
+@pytest.mark.timeout(3000)
+def test_a_full_or_failing_disk_while_a_run_is_exported_is_named_and_it_can_be_done_again(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    tiny.trained(tmp_path / "source", steps=12)
+    source = read_tree(tmp_path / "source")
+    (tmp_path / "template").mkdir()
+    (tmp_path / "template" / "beside").write_text("stays", encoding="utf-8")
+    again = crash_worker.export_unverified
+    fail_at_each_operation("export_unverified", again, tmp_path / "template", tmp_path, "needs")
+    assert read_tree(tmp_path / "source") == source
+
+
+def test_an_export_onto_a_full_disk_names_bytes_and_disk_and_leaves_nothing(tmp_path: Path, trained_run: Path) -> None:
+    shutil.copytree(trained_run, tmp_path / "source" / "run")
+    (tmp_path / "disk").mkdir()
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # the weights are larger
+    try:
+        with pytest.raises(RunError, match=r"File too large .*needs [\d,]+ bytes, and [\d,]+ are free on the disk"):
+            crash_worker.export_unverified(tmp_path / "disk")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list((tmp_path / "disk").iterdir())
+    crash_worker.export_unverified(tmp_path / "disk")
+    assert (tmp_path / "disk" / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.crashes

@@ -450,7 +450,11 @@ def test_a_full_disk_is_said_and_leaves_nothing(make: Make, tmp_path: Path) -> N
     process = start(make(validation={"fraction": 0.3}), limit, tmp_path)
     _, errors = process.communicate()
     assert process.returncode != 0
-    assert "RunError" in errors and "no room to write the shards" in errors and "data.cache_dir" in errors
+    assert (
+        "RunError" in errors
+        and "the data could not be prepared: File too large" in errors
+        and "data.cache_dir" in errors
+    )
     assert leftovers(tmp_path / "data") == []
     assert not [path for path in (tmp_path / "data").iterdir() if not path.name.startswith(".")]
 

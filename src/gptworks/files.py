@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ from gptworks.errors import RunError, UserError
 
 NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 """Numbers of the errors that a full disk gives."""
+_DISK_FAILS = NO_SPACE | {errno.EIO, errno.EROFS}
+_OF_A_LIBRARY = re.compile(r"\(os error (\d+)\)")
+"""How a library in Rust gives the number of a system's error in its text."""
 
 
 def check_regular(path: Path, max_bytes: int | None = None) -> None:
@@ -145,19 +149,43 @@ def write_whole(path: Path, text: str) -> None:
         aside.write_text(text, encoding="utf-8")
 
 
-def why_not_written(error: Exception, folder: Path, needed_bytes: int) -> str:
-    """Why files could not be written into a folder: the system's reason, the disk, its free bytes and those needed.
+@contextlib.contextmanager
+def naming_disk_errors(what: str, folder: Path, advice: str, needed_bytes: int | None = None) -> Iterator[None]:
+    """Say of a full, failing or read-only disk what could not be made in `folder`, why, and what to do: `advice`.
+
+    Other errors pass as they are. `needed_bytes` is None where it is not known beforehand.
+
+    Raises:
+        RunError: the disk, as an error of Python or of a library in Rust tells it.
+    """
+    try:
+        yield
+    except (RunError, UserError):
+        raise
+    except Exception as error:
+        of_library = _OF_A_LIBRARY.search(str(error))
+        number = error.errno if isinstance(error, OSError) else int(of_library[1]) if of_library else None
+        if number not in _DISK_FAILS:
+            raise
+        raise RunError(f"{what}: {why_not_written(error, folder, needed_bytes)}. {advice}") from error
+
+
+def why_not_written(error: Exception, folder: Path, needed_bytes: int | None) -> str:
+    """Why files could not be written into a folder: the system's reason, the file where it is known, the disk, its free
+    bytes and, where known, those needed.
 
     Of an error that a library has made into text of its own, the system's reason stands in that text.
     """
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    file = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
     while not folder.exists():
         folder = folder.parent
     disk = folder.absolute()
     while not disk.is_mount():
         disk = disk.parent
     free_bytes = shutil.disk_usage(folder).free
-    return f"{reason}; it needs {needed_bytes:,} bytes, and {free_bytes:,} are free on the disk mounted at {disk}"
+    needs = "" if needed_bytes is None else f"it needs {needed_bytes:,} bytes, and "
+    return f"{reason}{file}; {needs}{free_bytes:,}{'' if needs else ' bytes'} are free on the disk mounted at {disk}"
 
 
 def check_free(out: Path) -> None:

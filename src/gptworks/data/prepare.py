@@ -5,7 +5,6 @@ it, which takes its name when it is complete: what has the name can be trusted, 
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import shutil
@@ -48,8 +47,8 @@ from gptworks.data.shards import (
     write_manifest,
 )
 from gptworks.data.sources import Piece, check_sources, count_documents, iter_documents, source_signature, total_bytes
-from gptworks.errors import RunError, UserError
-from gptworks.files import make_folder, sha256_file, sync
+from gptworks.errors import UserError
+from gptworks.files import make_folder, naming_disk_errors, sha256_file, sync
 from gptworks.recipe import with_vocab_size
 from gptworks.tokenizer import (
     StreamDecoder,
@@ -66,7 +65,6 @@ _PREFIX = "shards"
 _BPE_TRAINING_BYTES = 200_000_000
 _DOCUMENTS_WORTH_A_SPLIT = 20
 _DECODED_TOKENS = 1 << 16
-_NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 Report = Callable[[str, int, int | None], None]
 """Told what is being done ("waiting", "tokenizer", "shards"), bytes of text done, and bytes in all where known."""
@@ -90,7 +88,7 @@ def prepare(recipe: Recipe, *, report: Report = lambda stage, done_bytes, total_
 
     Raises:
         UserError: something wrong with the sources or the tokenizer, or a split without text.
-        RunError: the disk is full, or a worker process died. Nothing is left behind.
+        RunError: the disk is full or fails, or a worker process died. Nothing half-written is left behind.
     """
     data, made_from = recipe.data, _made_from(recipe)
     folder = _folder(recipe, made_from)
@@ -98,27 +96,22 @@ def prepare(recipe: Recipe, *, report: Report = lambda stage, done_bytes, total_
         return open_prepared(folder)
     check_sources(data.texts)
     _check_template(recipe)
-    make_folder(data.cache_dir)
-    with _alone(folder, report):
-        if folder.exists():  # made by another process while this one waited
-            return open_prepared(folder)
-        _remove_stale(data.cache_dir)
-        partial = _partial(folder)
-        shutil.rmtree(partial, ignore_errors=True)
-        try:
-            partial.mkdir()
-            _fill(partial, recipe, made_from, report)
-            partial.rename(folder)
-            sync(folder.parent)
-        except OSError as error:
-            if error.errno not in _NO_SPACE:
-                raise
-            raise RunError(
-                f"{data.cache_dir}: no room to write the shards ({error.strerror}). What was written is removed. "
-                f"Free space, or set data.cache_dir to another disk."
-            ) from error
-        finally:
+    advice = "What was written in part is removed. Free space, or set data.cache_dir to another disk, and run it again."
+    with naming_disk_errors(f"{data.cache_dir}: the data could not be prepared", data.cache_dir, advice):
+        make_folder(data.cache_dir)
+        with _alone(folder, report):
+            if folder.exists():  # made by another process while this one waited
+                return open_prepared(folder)
+            _remove_stale(data.cache_dir)
+            partial = _partial(folder)
             shutil.rmtree(partial, ignore_errors=True)
+            try:
+                partial.mkdir()
+                _fill(partial, recipe, made_from, report)
+                partial.rename(folder)
+                sync(folder.parent)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
     return replace(open_prepared(folder), reused=False)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, processors
 from torch import Tensor
@@ -16,8 +15,8 @@ from torch import Tensor
 from gptworks.chat_template import load_chat_template
 from gptworks.checkpoint import Report, load_run
 from gptworks.config import ModelConfig
-from gptworks.errors import RunError, UserError
-from gptworks.files import check_free, make_folder, sync
+from gptworks.errors import UserError
+from gptworks.files import check_free, make_folder, naming_disk_errors, sync
 from gptworks.interop.huggingface.adapt import adapt_weights
 from gptworks.interop.huggingface.card import write_card
 from gptworks.interop.huggingface.choice import choose_family
@@ -73,7 +72,7 @@ def export_huggingface(
     Raises:
         UserError: no such run; `out` holds something; no architecture of transformers computes the model; transformers
             is not installed and `verify` is true.
-        RunError: the folder differs from the model, or the disk is full. Nothing is kept.
+        RunError: the folder differs from the model, or the disk is full or fails. Nothing half-written is kept.
     """
     out = Path(out)
     check_free(out)
@@ -89,32 +88,41 @@ def export_huggingface(
     rounded = _rounded(weights, DTYPES[precision])
     aside = out.with_name(f".{out.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
-    try:
-        make_folder(out.absolute().parent)
-        aside.mkdir()
-        report(f"writing a {family.architecture} of {sum(w.numel() for w in weights.values()):,} parameters")
-        _write_settings(aside, family, config, tokenizer, precision)
-        _write_tokenizer(aside, loaded.tokenizer_folder, tokenizer, config)
-        write_tensors(aside, family, adapted, rounded, SHARD_BYTES)
-        verification = None
-        if verify:
-            report("comparing it with the run in transformers")
-            reference = loaded.model
-            if precision != "fp32":
-                _check_adapted(loaded.model, model_of(adapted, weights))
-                reference = model_of(adapted, {name: tensor.float() for name, tensor in rounded.items()})
-            verification = verify_folder(aside, reference, tokenizer, loaded.recipe.train.sample_prompts)
-        parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
-        export = Export(out, family.architecture, precision, parameters, loaded.checkpoint.step, verification, notes)
-        write_card(aside, export, loaded.recipe, family)
-        for path in (*aside.iterdir(), aside):
-            sync(path)
-        if out.exists():
-            out.rmdir()
-        aside.rename(out)
-        sync(out.absolute().parent)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    needed_bytes = sum(tensor.nbytes for tensor in rounded.values())
+    advice = "Nothing half-written is kept. Free space, or give another place, and export again."
+    with naming_disk_errors(f"{out} could not be written", out.absolute().parent, advice, needed_bytes):
+        try:
+            make_folder(out.absolute().parent)
+            aside.mkdir()
+            report(f"writing a {family.architecture} of {sum(w.numel() for w in weights.values()):,} parameters")
+            _write_settings(aside, family, config, tokenizer, precision)
+            _write_tokenizer(aside, loaded.tokenizer_folder, tokenizer, config)
+            write_tensors(aside, family, adapted, rounded, SHARD_BYTES)
+            verification = None
+            if verify:
+                report("comparing it with the run in transformers")
+                reference = loaded.model
+                if precision != "fp32":
+                    _check_adapted(loaded.model, model_of(adapted, weights))
+                    reference = model_of(adapted, {name: tensor.float() for name, tensor in rounded.items()})
+                verification = verify_folder(aside, reference, tokenizer, loaded.recipe.train.sample_prompts)
+            parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+            export = Export(
+                out, family.architecture, precision, parameters, loaded.checkpoint.step, verification, notes
+            )
+            write_card(aside, export, loaded.recipe, family)
+            for path in (*aside.iterdir(), aside):
+                sync(path)
+            if out.exists():
+                out.rmdir()
+            aside.rename(out)
+            try:
+                sync(out.absolute().parent)
+            except OSError:  # a crash may still lose its name: then it is not done, and can be done again
+                out.rename(aside)
+                raise
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
     return export
 
 
@@ -231,7 +239,4 @@ def _shards(there: list[Place], config: ModelConfig, item_bytes: int, shard_byte
 
 def _save(path: Path, there: list[Place], config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
     whole = {place.theirs: place.layout.join([tensors[name] for name in place.ours], config) for place in there}
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in whole.items()}, path, {"format": "pt"})
-    except SafetensorError as error:
-        raise RunError(f"{path} could not be written: {error}. Nothing is kept.") from error
+    save_file({name: tensor.contiguous() for name, tensor in whole.items()}, path, {"format": "pt"})
