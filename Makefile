@@ -17,7 +17,7 @@ help:
 	@echo "make test-memory  hold the planned memory of every preset against its traced step (about 15 minutes on 2 cores)"
 	@echo "make test-arrangements  500 drawn recipes: what is planned and advised, training accepts (about half a minute)"
 	@echo "make test-kills  kill runs fifty times, in one process and in two, and resume them (about 10 minutes on 2 cores)"
-	@echo "make test-crashes  every state that a crash or a failing disk can leave (about 10 minutes on 2 cores; needs strace)"
+	@echo "make test-crashes  every state that a crash or a failing disk can leave (takes long; needs strace)"
 	@echo "make test-schema  5,000 requests to the server, made from its schema (about 10 minutes on 2 cores)"
 	@echo "make test-overload  the server with too many clients, slow ones, and ones that leave (about 3 minutes on 2 cores)"
 	@echo "make test-engine  the engine in 5,000 random events against a loop without a cache (about 5 minutes)"
