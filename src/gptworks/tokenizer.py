@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from gptworks.config import BPETokenizer, CharTokenizer, FileTokenizer, TokenizerConfig, WordTokenizer
 from gptworks.errors import UserError
-from gptworks.files import read_regular, read_text
+from gptworks.files import SUMS_FILE, check_sums, read_regular, read_text, write_whole
 
 TOKENIZER_FILE = "tokenizer.json"
 SEPARATOR = "<|endoftext|>"
@@ -216,11 +216,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a tokenizer.json, or the one in a folder.
 
     Raises:
-        UserError: it is missing or broken.
+        UserError: it is missing or broken, or a file beside it is not the one whose sum a run has kept.
     """
     path = Path(path).expanduser()
     file = path / TOKENIZER_FILE if path.is_dir() else path
     try:
+        check_sums(file.parent, MAX_TOKENIZER_BYTES)
         return tokenizer_from_json(read_text(file, MAX_TOKENIZER_BYTES))
     except FileNotFoundError:
         raise UserError(f"{file}: no such file. Give a {TOKENIZER_FILE}, or a folder that holds one.") from None
@@ -278,16 +279,17 @@ def _plain_text(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json, and tokenizer_config.json so that `transformers.AutoTokenizer` reads the folder."""
+    """Write tokenizer.json, and tokenizer_config.json so that `transformers.AutoTokenizer` reads the folder. Sums of
+    what was there before are removed."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **special_token_names(tokenizer),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    written = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    (folder / "tokenizer_config.json").write_text(written, encoding="utf-8")
+    (folder / SUMS_FILE).unlink(missing_ok=True)
+    write_whole(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
+    write_whole(folder / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 from gptworks.checkpoint import LoadedRun, Report, load_run, save_checkpoint
 from gptworks.config import ADAPTED_MODULES, LoRAConfig, ModelConfig
 from gptworks.errors import RunError, UserError
-from gptworks.files import check_free, sync, write_whole
+from gptworks.files import check_free, sync, write_sums, write_whole
 from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.exporting import export_huggingface
 from gptworks.interop.huggingface.family import Family
@@ -309,6 +309,7 @@ def import_adapter(
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.absolute().name).strip("-._") or "imported"
         save_recipe(recipe.model_copy(update={"name": name}), aside / "recipe.yaml")
         shutil.copytree(loaded.tokenizer_folder, aside / "tokenizer")
+        write_sums(aside / "tokenizer")
         save_checkpoint(aside, 0, weights | changed, {}, asdict(Progress()))
         text = f"# {name}\n\nA LoRA adapter that was imported, beside the model in `{base.name}`.\n"
         write_whole(aside / "model-card.md", text)

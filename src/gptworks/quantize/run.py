@@ -18,7 +18,7 @@ from gptworks.data.prepare import prepare as prepare_data
 from gptworks.data.shards import TokenShards
 from gptworks.errors import RunError, UserError
 from gptworks.evaluate.loss import batches_of
-from gptworks.files import check_free, sync, write_whole
+from gptworks.files import check_free, sync, write_sums, write_whole
 from gptworks.quantize.convert import matrix_kinds, quantize_model
 from gptworks.quantize.formats import Weights
 from gptworks.quantize.linear import QuantizedGPT
@@ -136,6 +136,7 @@ def _write(out: Path, run: Path, loaded: LoadedRun, quantized: QuantizedGPT, mea
         aside.mkdir(parents=True)
         save_recipe(loaded.recipe.model_copy(update={"run_dir": out}), aside / "recipe.yaml")
         shutil.copytree(loaded.tokenizer_folder, aside / "tokenizer")
+        write_sums(aside / "tokenizer")
         save_checkpoint(aside, step, quantized.state_dict(), {}, loaded.checkpoint.state() | {"best_step": step})
         figures = json.dumps({"made_from": origin, **measured.to_json()}, indent=2)
         write_whole(aside / "quantization.json", figures + "\n")

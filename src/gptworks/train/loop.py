@@ -33,6 +33,7 @@ from gptworks.device import (
     reset_peak,
 )
 from gptworks.errors import RunError, UserError
+from gptworks.files import write_sums
 from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.model import GPT
@@ -262,6 +263,7 @@ class Run:
             save_tokenizer(self.tokenizer, folder / "tokenizer")
             if self.engine.chat_template is not None:
                 save_chat_template(self.engine.chat_template, folder / "tokenizer")
+            write_sums(folder / "tokenizer")
         self.log = self._open_log()
 
     def _check_length(self, before: Recipe | None) -> None:

@@ -7,8 +7,9 @@ import filelock
 
 from gptworks.config import Recipe
 from gptworks.errors import RunError, UserError
-from gptworks.files import make_folder
+from gptworks.files import check_sums, make_folder
 from gptworks.recipe import load_recipe
+from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 from gptworks.train.changes import check_changes
 
 
@@ -18,7 +19,7 @@ def open_run_folder(recipe: Recipe, resume: bool) -> Iterator[None]:
 
     Raises:
         UserError: another process is using it; or it holds a run and `resume` is false; or it holds something else;
-            or the run in it was started with settings that a run cannot change, or has done more steps than asked for.
+            or the run in it was started with settings that a run cannot change, or its tokenizer's files have changed.
     """
     folder = recipe.run_dir
     check_run_folder(recipe, resume)
@@ -54,5 +55,6 @@ def check_run_folder(recipe: Recipe, resume: bool) -> None:
                 f"give another run_dir=, or delete the folder."
             )
         check_changes(load_recipe(folder), recipe)
+        check_sums(folder / "tokenizer", MAX_TOKENIZER_BYTES)
     elif folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir()):
         raise UserError(f"run_dir={folder} exists and holds other files, not a run: give another run_dir=.")

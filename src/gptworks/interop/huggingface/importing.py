@@ -23,7 +23,7 @@ from gptworks.checkpoint import Report, load_run, save_checkpoint
 from gptworks.config import DataConfig, FileTokenizer, ModelConfig, Recipe, TrainConfig
 from gptworks.errors import UserError, nearest
 from gptworks.evaluate.run import PLACEHOLDER_SOURCES
-from gptworks.files import check_free, write_whole
+from gptworks.files import check_free, write_sums, write_whole
 from gptworks.interop.huggingface.architectures import FAMILIES, HARMLESS
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.settings import Settings, Values
@@ -84,6 +84,7 @@ def import_huggingface(
         save_recipe(recipe, aside / "recipe.yaml")
         save_tokenizer(tokenizer, aside / "tokenizer")
         _copy_chat_template(folder, aside / "tokenizer")
+        write_sums(aside / "tokenizer")
         save_checkpoint(aside, 0, tensors, {}, asdict(Progress()))
         difference = _compare(folder, aside, report) if verify else None
         imported = Import(run_dir, family.architecture, model, count_parameters(model).total, notes, difference)
