@@ -128,6 +128,26 @@ def test_a_full_context_is_said_and_slide_goes_past_it(folder: Path) -> None:
     assert len(text) > len(short.stdout)
 
 
+def generated(folder: Path, prompt: str, n_tokens: int, given: str | None = None) -> Any:
+    arguments = ["generate", str(folder / "run"), prompt, "--max-tokens", str(n_tokens)]
+    return CliRunner().invoke(app, arguments, input=given)
+
+
+def test_a_setting_where_a_prompt_may_stand_is_a_setting(folder: Path) -> None:
+    refused = generated(folder, "model.context_length=0", 3)
+    assert isinstance(refused.exception, UserError) and "override `model.context_length=0`" in str(refused.exception)
+    short = generated(folder, "model.context_length=8", 30)
+    assert short.exit_code == 0
+    assert len(short.stdout.rstrip("\n")) <= 8, "a token is a character, and the context has room for 8"
+
+
+def test_a_prompt_may_contain_an_equals_sign(folder: Path) -> None:
+    with pytest.warns(UserWarning, match="does not know '='"):  # it is no part of the text that was trained on
+        for prompt in ("line 3 = 9", "n=3", "model.x =3"):
+            assert generated(folder, prompt, 3).stdout.startswith(prompt)
+        assert generated(folder, "-", 3, given="model.n=3").stdout.startswith("model.n=3")
+
+
 def test_a_prompt_from_standard_input(folder: Path) -> None:
     command = [sys.executable, "-m", "gptworks", "generate", str(folder / "run"), "-", "--max-tokens", "3"]
     result = subprocess.run(command, input="line 1", capture_output=True, text=True, check=True)

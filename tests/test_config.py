@@ -9,8 +9,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from typer.testing import CliRunner
 
 import tiny
+from gptworks.cli import app
 from gptworks.config import (
     LoRAConfig,
     ModelConfig,
@@ -391,3 +393,43 @@ def test_settings_are_named_as_overrides_name_them(tmp_path: Path) -> None:
     assert role_of(recipe, "adapter.rank").on_resume == "refused"
     with pytest.raises(KeyError):
         role_of(recipe, "train.lr")
+
+
+# ---------------------------------------------------------------------------------------------------- absurd values
+
+TRIED_BY_A_SWEEP = {"low", "high", "step", "choices"}  # each trial checks them, as the setting that they are tried for
+
+
+@pytest.mark.parametrize("section", sorted(all_sections(Recipe), key=lambda one: one.__name__))
+def test_no_setting_accepts_an_absurd_number_or_text(section: type[Section]) -> None:
+    """A number of 31 digits and a text of a million characters, for each setting that takes numbers or texts."""
+    for name, field in section.model_fields.items():
+        leaves = set(kinds(field.annotation))
+        values = [10**30] * (int in leaves) + ["x" * 10**6] * (not leaves.isdisjoint({str, Path}))
+        for value in values if name not in TRIED_BY_A_SWEEP else ():
+            for given in (value, [value]):
+                with pytest.raises(ValidationError) as error:
+                    section.model_validate({name: given})
+                assert any(item["loc"] and item["loc"][0] == name for item in error.value.errors()), (name, value)
+
+
+@pytest.mark.parametrize("command", ["describe", "plan", "prepare", "train"])
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        (f"model.n_layers={10**30}", "less than or equal to 10000"),
+        (f"model.d_model={10**30}", "less than or equal to 1000000"),
+        (f"model.vocab_size={10**30}", "less than or equal to 10000000"),
+        (f"train.max_steps={'9' * 5000}", "`train.max_steps`"),
+        ("name=" + "x" * 10**6, "at most 200 characters"),
+        ("run_dir=" + "x" * 10**6, "it may have 4,096"),
+        ("data.sources.0.path=" + "x" * 10**6, "at most 100000 characters"),
+    ],
+    ids=lambda value: value.partition("=")[0],
+)
+def test_an_absurd_setting_is_refused_in_a_few_words(command: str, override: str, rule: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [command, str(tiny.write_recipe(tmp_path)), override])
+    assert isinstance(result.exception, UserError)
+    message = str(result.exception)
+    assert rule in message and override.partition("=")[0] in message and len(message) < 1000
+    assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "tiny.yaml"}, "nothing is made"

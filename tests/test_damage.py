@@ -1,4 +1,4 @@
-"""Single bits turned and files cut short, at random, in checkpoints, in prepared data and in a run's tokenizer: each is noticed."""
+"""Single bits turned and files cut short, at random, in checkpoints, prepared data and tokenizers: each is noticed."""
 
 import random
 import shutil

@@ -9,6 +9,7 @@ import pytest
 import chats
 from gptworks.chat_template import BUILT_IN
 from gptworks.cli.inspect import inspect
+from gptworks.data.findings import refuse_faults
 from gptworks.data.inspection import check_records, inspect_conversations, inspect_records
 from gptworks.data.pair_inspection import inspect_pairs
 from gptworks.data.prepare import prepare
@@ -165,6 +166,22 @@ def test_a_planted_fault_stops_the_run_by_its_name(tree: Tree, fault: str) -> No
     recipe, told = parse_recipe(tree), []
     check_records(recipe, prepare(recipe), told.append)
     assert any(line.startswith(f"allowed: {fault}: ") for line in told)
+
+
+def test_tokens_that_are_not_special_are_said_alone_and_what_follows_from_them_is_not_let_through(tree: Tree) -> None:
+    tokens_left_out(tree)
+    recipe = parse_recipe(tree)
+    found = inspect_records(recipe, prepare(recipe)).findings
+    assert {"no-end-token", "answers-altered"} < {finding.name for finding in found}, "as `inspect` shows them"
+    with pytest.raises(UserError) as refusal:
+        refuse_faults(found, ())
+    explained = [line.strip().partition(":")[0] for line in str(refusal.value).splitlines() if line.startswith("  ")]
+    assert explained == ["tokens-not-special"]
+    assert 'Set tokenizer.added_tokens=["<|im_start|>", "<|im_end|>"]' in str(refusal.value)
+    with pytest.raises(UserError, match=r"  no-end-token: .*\n  answers-altered: "):
+        refuse_faults(found, ["tokens-not-special"])
+    tree["tokenizer"]["added_tokens"] = ["<|im_start|>", "<|im_end|>"]
+    assert names(tree) == []
 
 
 # ------------------------------------------------------------------------------------------------- pairs of answers

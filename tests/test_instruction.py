@@ -16,6 +16,7 @@ import yaml
 import chats
 from gptworks.chat_template import BUILT_IN
 from gptworks.checkpoint import checkpoints, load_run
+from gptworks.cli.evaluate import evaluate
 from gptworks.config import IGNORED
 from gptworks.data.packing import Examples, evaluation_rows, stack
 from gptworks.data.prepare import open_prepared, prepare
@@ -270,3 +271,13 @@ def test_evaluate_counts_answers_alone(folder: Path, capsys: pytest.CaptureFixtu
     [during] = [record["loss"] for record in lines if record["kind"] == "validation"]
     evaluate(run, as_json=True)
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(during, rel=1e-6)
+
+
+def test_evaluate_of_conversations_does_not_blame_the_tokenizer(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tuned(folder)
+    assert load_tokenizer(run / "tokenizer").decode(load_tokenizer(run / "tokenizer").encode("a ü\n").ids) == "a ü\n"
+    evaluate(run)
+    said = capsys.readouterr().out
+    assert "bits per byte    undefined: the text is conversations, of which not every byte is predicted" in said

@@ -53,6 +53,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_what_is_not_there_and_what_is_no_adapter_are_told_apart(folder: Path, tmp_path: Path) -> None:
+    missing = tiny.gptworks("import", tmp_path / "missing", tmp_path / "made", "--base", folder / "run")
+    assert missing.returncode == 2 and "missing: no such folder" in missing.stderr
+    plain = tiny.gptworks("import", folder / "hf", tmp_path / "made", "--base", folder / "run")
+    assert plain.returncode == 2 and "hf is no adapter: drop --base" in plain.stderr
+    assert not (tmp_path / "made").exists()
+
+
 def test_the_folder_has_what_its_readers_look_for(folder: Path) -> None:
     assert {path.name for path in (folder / "hf").iterdir()} == {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",

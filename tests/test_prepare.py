@@ -263,6 +263,22 @@ def test_an_empty_split_is_refused(
     assert leftovers(tmp_path / "data") == []
 
 
+@pytest.mark.parametrize("kind", ["char", "word", "file"])
+def test_another_vocabulary_than_the_tokenizer_s_is_refused_before_any_text_is_encoded(
+    kind: str, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, *essays(30))
+    first = prepare(make({"type": kind} if kind != "file" else None))
+    size = first.manifest.vocab_size
+    tokenizer = {"type": kind} if kind != "file" else {"type": kind, "path": first.folder / "tokenizer"}
+    recipe = make(tokenizer, cache_dir=tmp_path / "other")
+    wrong = recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": size - 1})})
+    monkeypatch.setattr("gptworks.data.prepare._write_documents", lambda *_: pytest.fail("text is encoded"))
+    with pytest.raises(UserError, match=rf"model\.vocab_size={size - 1} and the tokenizer has {size} tokens"):
+        prepare(wrong)
+    assert leftovers(tmp_path / "other") == []
+
+
 # --------------------------------------------------------------------------------------------- reuse and identity
 
 

@@ -261,6 +261,7 @@ def _explain(
         given = next(
             (text for name, text in (overrides or {}).items() if name == key or key.startswith(f"{name}.")), None
         )
+        given = given if given is None or len(given) <= _SHOWN_CHARACTERS else f"{given[:_SHOWN_CHARACTERS]}…"
         lines.append(f"{origin if given is None else f'override `{given}`'}: {_explain_one(item, root)}")
     return "\n".join(dict.fromkeys(lines))
 

@@ -3,18 +3,34 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-PositiveInt = Annotated[int, Field(gt=0)]
+MOST_NAME_CHARACTERS = 200
+"""Of a name that becomes a folder: systems allow 255 bytes."""
+MOST_PATH_CHARACTERS = 4096
+
+
+def _short(path: Any) -> Any:
+    if isinstance(path, str | Path) and len(str(path)) > MOST_PATH_CHARACTERS:
+        raise ValueError(f"a path of {len(str(path)):,} characters; it may have {MOST_PATH_CHARACTERS:,}")
+    return path
+
+
+# Bounds that no real run reaches: they keep a slip of the keyboard from costing hours or all memory.
+PositiveInt = Annotated[int, Field(gt=0, le=10**9)]
+ShortPath = Annotated[Path, BeforeValidator(_short)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """A frozen group of settings that accepts only the keys it knows."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), str_max_length=100_000
+    )
 
 
 def derived(name: str, function: Callable[[Any], Any] = lambda value: value) -> Any:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gptworks.config.base import Free, Measured, PositiveInt, Repeat, Section
+from gptworks.config.base import Free, Measured, PositiveInt, Repeat, Section, ShortPath
 
 
 class PythonStdlibSource(Section):
@@ -130,13 +130,13 @@ class ValidationSplit(Section):
 class DataConfig(Section):
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
     validation: ValidationSplit = ValidationSplit()
-    cache_dir: Free[Path] = Field(
+    cache_dir: Free[ShortPath] = Field(
         Path("data"), description="Prepared shards go to a folder of their own below this one."
     )
     shard_tokens: Repeat[PositiveInt] = Field(
         100_000_000, description="A shard is closed when it holds this many tokens."
     )
-    processes: Free[int] = Field(0, ge=0, description="Worker processes for preparing. 0: one for each core.")
+    processes: Free[int] = Field(0, ge=0, le=1024, description="Worker processes for preparing. 0: one for each core.")
 
     @property
     def conversations(self) -> tuple[ConversationsSource, ...]:

@@ -43,21 +43,26 @@ class RopeScaling(Section):
 class ModelConfig(Section):
     """A decoder-only transformer. Names follow the GPT-3 paper (Brown et al., 2020, table 2.1)."""
 
-    vocab_size: Repeat[int] = Field(0, ge=0, description="Number of token ids. 0: taken from the tokenizer.")
+    vocab_size: Repeat[int] = Field(
+        0, ge=0, le=10_000_000, description="Number of token ids. 0: taken from the tokenizer."
+    )
     context_length: Fixed[PositiveInt] = Field(description="Longest sequence in tokens (T).")
-    n_layers: Fixed[PositiveInt] = Field(description="Number of blocks (L).")
-    d_model: Fixed[PositiveInt] = Field(description="Width of the residual stream (C).")
-    n_heads: Fixed[PositiveInt] = Field(description="Query heads per layer (H).")
+    n_layers: Fixed[PositiveInt] = Field(le=10_000, description="Number of blocks (L).")
+    d_model: Fixed[PositiveInt] = Field(le=1_000_000, description="Width of the residual stream (C).")
+    n_heads: Fixed[PositiveInt] = Field(le=1_000_000, description="Query heads per layer (H).")
     n_kv_heads: Fixed[PositiveInt] = Field(
         default_factory=derived("n_heads"),
+        le=1_000_000,
         description="Key/value heads; fewer than n_heads is grouped-query attention.",
     )
     d_head: Fixed[PositiveInt] = Field(
         default_factory=lambda data: data["d_model"] // data["n_heads"] or 1,
+        le=1_000_000,
         description="Width of one head (D). Default: d_model / n_heads, which must then divide.",
     )
     d_ff: Fixed[PositiveInt] = Field(
         default_factory=derived("d_model", lambda width: 4 * width),
+        le=10_000_000,
         description="Inner width of the MLP. Default: 4 × d_model.",
     )
 
@@ -98,11 +103,13 @@ class ModelConfig(Section):
     )
 
     n_experts: Fixed[int] = Field(
-        0, ge=0, description="MLPs a layer, of which a router chooses for each token. 0: one, dense."
+        0, ge=0, le=10_000, description="MLPs a layer, of which a router chooses for each token. 0: one, dense."
     )
-    n_experts_per_token: Fixed[PositiveInt] = Field(2, description="Experts that a token is sent to (top-k).")
+    n_experts_per_token: Fixed[PositiveInt] = Field(
+        2, le=10_000, description="Experts that a token is sent to (top-k)."
+    )
     d_ff_shared: Fixed[int] = Field(
-        0, ge=0, description="Inner width of one more expert that sees every token. 0: none."
+        0, ge=0, le=10_000_000, description="Inner width of one more expert that sees every token. 0: none."
     )
 
     dropout_embedding: Fixed[Fraction] = 0.0
@@ -151,8 +158,11 @@ class ModelConfig(Section):
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """For each layer, the tokens it sees, or None for all of them."""
-        pattern = self.window_pattern
-        return tuple(self.window if pattern[i % len(pattern)] == "window" else None for i in range(self.n_layers))
+        return tuple(map(self.layer_window, range(self.n_layers)))
+
+    def layer_window(self, layer: int) -> int | None:
+        """The tokens that one layer sees, or None for all of them."""
+        return self.window if self.window_pattern[layer % len(self.window_pattern)] == "window" else None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,11 +1,10 @@
 """What is learned."""
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gptworks.config.base import Fixed, Free, Measured, PositiveInt, Section, Start
+from gptworks.config.base import Fixed, Free, Measured, PositiveInt, Section, ShortPath, Start
 
 DataFault = Literal[
     "nothing-learned", "little-learned", "prompts-learned", "unanswered", "empty-answers", "swapped-roles",
@@ -66,7 +65,7 @@ class DistillationObjective(_Objective):
     ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ student), both softened by the temperature."""
 
     type: Measured[Literal["distillation"]]
-    teacher: Start[Path] = Field(description="A run folder, trained or imported, with the same tokenizer.")
+    teacher: Start[ShortPath] = Field(description="A run folder, trained or imported, with the same tokenizer.")
     temperature: Fixed[float] = Field(2.0, gt=0)
     kl_weight: Fixed[float] = Field(0.5, gt=0)
     ce_weight: Fixed[float] = Field(0.5, ge=0)
@@ -83,7 +82,7 @@ class RewardObjective(_Objective):
         description="`path/to/file.py:function`, which is called as function(completion, prompt=..., answer=...), "
         "all text, and returns a number. It is run as it is.",
     )
-    group_size: Fixed[int] = Field(8, ge=2, description="Answers to each prompt.")
+    group_size: Fixed[int] = Field(8, ge=2, le=1_000_000_000, description="Answers to each prompt.")
     max_tokens: Measured[PositiveInt] = Field(128, description="Of an answer.")
     temperature: Measured[float] = Field(1.0, gt=0)
     clip: Fixed[float] = Field(

@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from gptworks.config.base import Fixed, Free, Repeat, Section, Start
+from gptworks.config.base import MOST_NAME_CHARACTERS, Fixed, Free, Repeat, Section, ShortPath, Start
 from gptworks.config.data import DataConfig
 from gptworks.config.model import ModelConfig
 from gptworks.config.objective import (
@@ -24,10 +24,15 @@ from gptworks.config.trained import FreezeConfig, LoRAConfig
 class Recipe(Section):
     """A model, its tokenizer, its data and its training: everything a command needs to know."""
 
-    name: Free[str] = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Default: the file's name.")
-    run_dir: Free[Path] = Field(default_factory=lambda data: Path("runs") / data["name"])
+    name: Free[str] = Field(
+        "run",
+        max_length=MOST_NAME_CHARACTERS,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Default: the file's name.",
+    )
+    run_dir: Free[ShortPath] = Field(default_factory=lambda data: Path("runs") / data["name"])
     seed: Repeat[int] = Field(1337, ge=0, lt=2**32)
-    initialize_from: Start[Path | None] = Field(
+    initialize_from: Start[ShortPath | None] = Field(
         None, description="A run folder whose best weights this run starts from. None: random ones, as model.init says."
     )
     model: ModelConfig

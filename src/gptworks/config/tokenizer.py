@@ -1,11 +1,10 @@
 """The kinds of tokenizer."""
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gptworks.config.base import Measured, Section
+from gptworks.config.base import Measured, Section, ShortPath
 
 
 class _Tokenizer(Section):
@@ -31,7 +30,9 @@ class BPETokenizer(_Tokenizer):
     """Byte-level byte-pair encoding trained on the recipe's own training text. Every byte sequence round-trips."""
 
     type: Measured[Literal["bpe"]]
-    vocab_size: Measured[int] = Field(4096, ge=257, description="256 bytes, one document separator, the rest merges.")
+    vocab_size: Measured[int] = Field(
+        4096, ge=257, le=10_000_000, description="256 bytes, one document separator, the rest merges."
+    )
     pattern: Measured[Literal["llama3", "gpt2", "code"]] = Field(
         "llama3",
         description="What one token may span. llama3 and gpt2: as those models have it, which llama.cpp knows (export "
@@ -50,7 +51,7 @@ class WordTokenizer(_Tokenizer):
 
     type: Measured[Literal["word"]]
     vocab_size: Measured[int] = Field(
-        16_000, ge=5, description="At most this many tokens, the four special ones included."
+        16_000, ge=5, le=10_000_000, description="At most this many tokens, the four special ones included."
     )
 
 
@@ -58,7 +59,7 @@ class GPT2Tokenizer(_Tokenizer):
     """GPT-2's 50,257 tokens."""
 
     type: Measured[Literal["gpt2"]]
-    path: Measured[Path | None] = Field(
+    path: Measured[ShortPath | None] = Field(
         None, description="The published ranks file (r50k_base.tiktoken) or a Hugging Face folder. None: the hub."
     )
 
@@ -67,7 +68,7 @@ class FileTokenizer(_Tokenizer):
     """Any `tokenizer.json`, or a folder that holds one."""
 
     type: Measured[Literal["file"]]
-    path: Measured[Path]
+    path: Measured[ShortPath]
 
 
 TokenizerConfig = Annotated[

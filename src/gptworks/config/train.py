@@ -81,7 +81,7 @@ class TrainConfig(Section):
     schedule: Steering[Literal["cosine", "wsd", "constant"]] = Field(
         "cosine", description="After warmup: cosine to the end; or constant, then linear decay (WSD); or constant."
     )
-    warmup_steps: Steering[int] = Field(0, ge=0, description="Optimizer steps of linear warmup.")
+    warmup_steps: Steering[int] = Field(0, ge=0, le=1_000_000_000, description="Optimizer steps of linear warmup.")
     decay_fraction: Steering[float] = Field(
         0.2, gt=0, le=1, description="wsd: share of the run that decays, at its end."
     )
@@ -100,6 +100,7 @@ class TrainConfig(Section):
     device: Free[Literal["auto", "cpu", "cuda", "mps"]] = "auto"
     threads: Free[PositiveInt | None] = Field(
         None,
+        le=1024,
         description="CPU threads that a process computes with. null: OMP_NUM_THREADS, else one for each core. Fewer "
         "where other programs keep cores busy: all threads wait for the slowest.",
     )
@@ -112,13 +113,16 @@ class TrainConfig(Section):
     evaluate_sequences: Measured[int | None] = Field(
         None,
         ge=0,
+        le=1_000_000_000,
         description="Validation windows per evaluation, evenly spaced. 0: all. null: all, or as many as hold "
         f"{EVALUATED_TOKENS:,} tokens at the full context where there are more.",
     )
     checkpoint_every: Free[PositiveInt] = 250
     keep_checkpoints: Free[PositiveInt] = Field(2, description="Newest checkpoints kept; the best is kept besides.")
-    keep_every: Free[int] = Field(0, ge=0, description="Checkpoints at multiples of this are kept too. 0: none.")
-    sample_every: Free[int] = Field(0, ge=0, description="Steps between samples. 0: none.")
+    keep_every: Free[int] = Field(
+        0, ge=0, le=1_000_000_000, description="Checkpoints at multiples of this are kept too. 0: none."
+    )
+    sample_every: Free[int] = Field(0, ge=0, le=1_000_000_000, description="Steps between samples. 0: none.")
     sample_prompts: Free[tuple[str, ...]] = ("",)
     sample_tokens: Free[PositiveInt] = 100
 
@@ -132,6 +136,7 @@ class TrainConfig(Section):
     max_rollbacks: Steering[int] = Field(
         0,
         ge=0,
+        le=1_000_000_000,
         description="How often a run may go back to its last checkpoint and on, past the batches that broke it.",
     )
 

@@ -49,7 +49,7 @@ class FreezeConfig(Section):
     """Parameters that training leaves as they are."""
 
     embeddings: Fixed[bool] = Field(False, description="Token and position embeddings; with them a tied head.")
-    first_blocks: Fixed[int] = Field(0, ge=0, description="So many blocks, from the first on.")
+    first_blocks: Fixed[int] = Field(0, ge=0, le=1_000_000_000, description="So many blocks, from the first on.")
     patterns: Fixed[tuple[str, ...]] = Field(
         (), description="Names of parameters, such as `blocks.*.mlp.*` or `norm.weight`."
     )

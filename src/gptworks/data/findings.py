@@ -25,16 +25,23 @@ class Finding:
     text: str
 
 
+_CONSEQUENCES: dict[DataFault, frozenset[DataFault]] = {
+    "tokens-not-special": frozenset({"no-end-token", "answers-altered"}),
+}
+"""Faults that another one makes, of which a person need not read before that one is gone."""
+
+
 def refuse_faults(findings: Sequence[Finding], allowed: Sequence[str]) -> None:
     """Stop for a fault that the recipe does not allow.
 
     Raises:
-        UserError: each fault by its name, with what to do.
+        UserError: each fault by its name, with what to do. Those that follow from another one are not explained.
     """
     stops = [finding for finding in findings if finding.name not in allowed]
     if stops:
         names = ", ".join(finding.name for finding in stops)
-        listed = "\n".join(f"  {finding.name}: {finding.text}" for finding in stops)
+        follow = frozenset[DataFault]().union(*(_CONSEQUENCES.get(finding.name, ()) for finding in stops))
+        listed = "\n".join(f"  {finding.name}: {finding.text}" for finding in stops if finding.name not in follow)
         raise UserError(
             f"the examples would not teach what you want:\n{listed}\n"
             f"`gptworks inspect` shows examples. To train nevertheless, set objective.allow=[{names}]."

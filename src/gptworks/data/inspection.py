@@ -75,10 +75,10 @@ def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
     order = np.argsort(-examples.n_tokens, kind="stable")[:_N_LONGEST]
     look = Look(manifest, columns["record"].astype(np.int64))
     findings = [
+        *about_tokens(recipe, manifest, template),
         *_about_answers(columns["flags"], look),
         *_about_length(learned, kept, int(n_inputs.sum()), context, look),
         *_about_repetition(columns, validation, look),
-        *about_tokens(recipe, manifest, template),
     ]
     return Inspection(
         files=[origin.model_dump() for origin in manifest.origins],

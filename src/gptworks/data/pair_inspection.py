@@ -66,13 +66,13 @@ def inspect_pairs(recipe: Recipe, prepared: Prepared) -> PairInspection:
     look = Look(manifest, columns["record"].astype(np.int64)[::2], "pairs")
     longer = "Raise model.context_length, or leave these pairs out."
     findings = [
+        *about_tokens(recipe, manifest, template),
         *look.fault("answers-alike", alike, _MOST_ALIKE, "teach nothing: their answers are equal, or begin beyond the "
                     f"context of {context:,} tokens", "Give pairs that differ, or a longer model.context_length."),
         *look.fault("answers-cut-away", (kept == 0).any(1), 0.1, "have an answer that begins beyond the "
                     f"context of {context:,} tokens", longer),
         *look.fault("no-end-token", no_end[::2] | no_end[1::2], 0.01, "have an answer without an end token",
                     "Let the template write eos_token or a special token after each answer."),
-        *about_tokens(recipe, manifest, template),
     ]  # fmt: skip
     return PairInspection(
         files=[origin.model_dump() for origin in manifest.origins],

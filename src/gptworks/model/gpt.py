@@ -127,7 +127,7 @@ class GPT(nn.Module):
         # In evaluation mode too: DPO and GRPO compute references with gradients.
         keeps_graph = cache is None and torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):
-            window = self.config.layer_windows[i]
+            window = self.config.layer_window(i)
             again = keeps_graph and computes_again(self.activation_checkpointing, i)
             inputs = (x, rotary, cache.layers[i] if cache is not None else None, biases.get(window))
             x, routed = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)

@@ -217,7 +217,7 @@ class _Step:
         for layer in range(self.n_still, self.model.n_layers):
             again = computes_again(self.setting.checkpointing, layer)
             self.timeline.hold(COMMUNICATION, kept)
-            for stage in self.blocks[self.model.layer_windows[layer]]:
+            for stage in self.blocks[self.model.layer_window(layer)]:
                 for part, n_bytes in stage.saved.items():
                     if not again or part == COPIES:  # autocast keeps copies until it ends
                         self.timeline.hold(part, n_bytes)
@@ -246,7 +246,7 @@ class _Step:
         self.timeline.hold(LOSS, 4 * head)
         for layer in range(self.n_still, self.model.n_layers):  # autocast has ended, and nothing else keeps these
             if computes_again(self.setting.checkpointing, layer):
-                for stage in self.blocks[self.model.layer_windows[layer]]:
+                for stage in self.blocks[self.model.layer_window(layer)]:
                     self.timeline.hold(COPIES, -stage.saved.get(COPIES, 0))
         self.timeline.mark("loss, backward", features + 4 * head)  # each gradient scaled into a new tensor
         self.timeline.hold(LOSS, -features)
@@ -258,7 +258,7 @@ class _Step:
     def _backward(self) -> None:
         self._go_back(replace(self._final_norm(), merges=False), "final norm, backward")
         for layer in reversed(range(self.n_still, self.model.n_layers)):
-            stages = self.blocks[self.model.layer_windows[layer]]
+            stages = self.blocks[self.model.layer_window(layer)]
             self._gather(layer)
             if computes_again(self.setting.checkpointing, layer):  # the block's input is the first norm's now
                 self.timeline.hold(RESIDUAL, -self.shapes.floats(self.model.d_model))

@@ -79,7 +79,7 @@ class _Walk:
         moving = self._trains("token_embedding.weight")
         moving |= m.position == "learned" and self._trains("position_embedding.weight")
         for layer in range(m.n_layers):
-            moving = self._block(f"blocks.{layer}.", moving, m.layer_windows[layer])
+            moving = self._block(f"blocks.{layer}.", moving, m.layer_window(layer))
         moving |= self._norm("norm", moving)
         head = "token_embedding.weight" if m.tie_embeddings else "untied_head.weight"
         n = 2 * self.length * m.d_model * m.vocab_size
