@@ -13,7 +13,7 @@ from gptworks.errors import RunError, UserError
 from gptworks.infer import Completion, Engine, SamplingSettings, native
 from gptworks.infer.backend import Unavailable
 from gptworks.infer.engine import completions
-from gptworks.infer.loop import EngineLoop
+from gptworks.infer.loop import EngineLoop, Stream
 from gptworks.infer.request import Request
 from gptworks.infer.scheduler import QueueFull
 from gptworks.infer.speculate import PromptLookup
@@ -360,6 +360,24 @@ def test_a_loop_streams_to_many_readers_and_forgets_those_who_leave(model: Any) 
     statistics = one.statistics()
     assert (statistics.running, statistics.waiting, statistics.slots_used) == (0, 0, 0)
     assert statistics.finished == 10
+
+
+@pytest.mark.parametrize("read", [Stream.__aiter__, Stream.batches], ids=["pieces", "batches"])
+def test_a_loop_that_closes_does_not_generate_what_its_reader_left(model: Any, read: Any) -> None:
+    """The text would never end; closing holds up asyncio, which could otherwise end the abandoned generator."""
+    one = engine(model)
+
+    async def go() -> list[Piece]:
+        with EngineLoop(one) as loop:
+            kept = loop.stream([1], max_tokens=20, ignore_eos=True)
+            async for _ in read(loop.stream([9], seed=1, max_tokens=10**9, overflow="slide", ignore_eos=True)):
+                break
+        return [piece async for piece in kept]
+
+    pieces = asyncio.run(go())
+    assert (len(pieces), pieces[-1].finish_reason) == (20, "length"), "closing finishes what may still be read"
+    statistics = one.statistics()
+    assert (statistics.cancelled, statistics.finished, statistics.slots_used) == (1, 1, 0)
 
 
 def test_a_loop_hands_errors_to_the_request_they_concern(model: Any) -> None:

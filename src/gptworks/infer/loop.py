@@ -20,13 +20,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from gptworks.errors import RunError
 from gptworks.infer.engine import Engine, completions
 from gptworks.infer.request import Completion, Request, Statistics
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import Piece
+
+T = TypeVar("T")
 
 _LOG = logging.getLogger("gptworks.engine")
 
@@ -47,6 +49,7 @@ class EngineLoop:
         self._wake, self._ending = threading.Event(), False
         self._streams: set[Stream] = set()
         self._to_wake: deque[Stream] = deque()
+        self._left: deque[Stream] = deque()  # by their readers, who may be gone with asyncio's loop held up
         self._thread = threading.Thread(target=self._run, name="gptworks engine", daemon=True)
 
     def start(self) -> Self:
@@ -55,7 +58,10 @@ class EngineLoop:
         return self
 
     def close(self, *, drain: bool = True) -> None:
-        """Stop, and wait until no step runs. drain: finish the requests there are; else they end with a RunError."""
+        """Stop, and wait until no step runs.
+
+        drain: finish the requests that have a reader, or may still get one; else they end with a RunError.
+        """
         if not drain:
             for stream in list(self._streams):
                 stream.cancel()
@@ -127,6 +133,8 @@ class EngineLoop:
 
     def _run(self) -> None:
         while True:
+            while self._left:
+                self._left.popleft().cancel()
             try:
                 busy = self.engine.step()
             except Exception as error:  # every request was told, and later ones may fare better
@@ -223,8 +231,19 @@ class Stream:
                 self._loop.engine.cancel(request)
         self._loop._wake.set()
 
-    async def batches(self) -> AsyncGenerator[list[tuple[int, Piece, float]]]:
+    def leave(self) -> None:
+        """Nobody reads any more: the engine cancels before its next step. Takes no lock: a finalizer may call it."""
+        if self._n_unfinished and not self._cancelled:
+            self._loop._left.append(self)
+
+    def batches(self) -> "_Reading[list[tuple[int, Piece, float]]]":
         """What has come since the last time: the number of the request that a piece is of, it, and when it came."""
+        return _Reading(self, self._batches())
+
+    def __aiter__(self) -> "_Reading[Piece]":
+        return _Reading(self, self._pieces())
+
+    async def _batches(self) -> AsyncGenerator[list[tuple[int, Piece, float]]]:
         try:
             while self._n_unfinished:
                 self._event.clear()
@@ -244,8 +263,28 @@ class Stream:
                 self.cancel()
             self._loop._streams.discard(self)
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        async with aclosing(self.batches()) as batches:
+    async def _pieces(self) -> AsyncGenerator[Piece]:
+        async with aclosing(self._batches()) as batches:
             async for batch in batches:
                 for _, piece, _ in batch:
                     yield piece
+
+
+class _Reading(AsyncIterator[T]):
+    """What a reader iterates over. The stream is left when this goes away, by `break` for instance.
+
+    A bare generator would be finalized by asyncio's loop, later: never, while `EngineLoop.close` holds that loop up.
+    """
+
+    def __init__(self, stream: Stream, generator: AsyncGenerator[T]) -> None:
+        self._stream, self._generator = stream, generator
+
+    async def __anext__(self) -> T:
+        return await anext(self._generator)
+
+    async def aclose(self) -> None:
+        """Leave now."""
+        await self._generator.aclose()
+
+    def __del__(self) -> None:
+        self._stream.leave()
