@@ -1,12 +1,12 @@
 """The engine in any order of events against a naive loop: one full forward a token, alone, without a cache.
 
 A machine submits requests that begin alike, steps, cancels, fills the queue, and lets everything end. Each text must be
-the naive loop's, each cancelled one a beginning of it. Nothing is compared within a tolerance. Instead, a request is
+the naive loop's, each cancelled one a beginning of it. No text is compared within a tolerance. Instead, a request is
 only submitted if none of the naive loop's draws comes near the border between two tokens, where another rounding could
 decide: with the next seed the same prompt serves as well.
 
-GPTWORKS_MACHINE_STEPS=5000 sets the number of the machine's steps (`make test-engine`); a plain run takes 300. Each run takes
-the same ones; GPTWORKS_MACHINE_SEED=1 gives others.
+GPTWORKS_MACHINE_STEPS=5000 sets the number of the machine's steps (`make test-engine`); a plain run takes 300.
+Each run takes the same ones; GPTWORKS_MACHINE_SEED=1 gives others.
 """
 
 import math
