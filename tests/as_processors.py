@@ -18,7 +18,7 @@ TESTS = Path(__file__).parent
 NUMERIC = [
     "attention", "backend", "batch_generate", "concurrency", "cpu", "distillation", "engine", "engine_machine",
     "equivalence", "instruction", "lora", "loss", "model", "moe", "native", "optim", "packing", "preference",
-    "quantize", "resume", "reward", "rope", "sampling", "speculate", "train",
+    "quantize", "resume", "reuse", "reward", "rope", "sampling", "speculate", "train", "training_evaluation",
 ]
 # fmt: on
 """The tests whose results depend on arithmetic: the model, the training step, losses, learning, the engine, quantized
