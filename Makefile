@@ -20,7 +20,7 @@ help:
 	@echo "make test-crashes  every state that a crash or a failing disk can leave (takes long; needs strace)"
 	@echo "make test-schema  5,000 requests to the server, made from its schema (about 10 minutes on 2 cores)"
 	@echo "make test-overload  the server with too many clients, slow ones, and ones that leave (about 3 minutes on 2 cores)"
-	@echo "make test-engine  the engine in 5,000 random events against a loop without a cache (about 5 minutes)"
+	@echo "make test-engine  the engine in 5,000 random events against a loop without a cache (about 2 minutes)"
 	@echo "make lint    ruff, mypy and the import contract"
 	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about an hour on 2 cores)"
 	@echo "make bench   speed beside textbook loops, torch's own passes and other engines and servers; memory beside what was planned"

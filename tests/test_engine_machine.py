@@ -58,13 +58,13 @@ NEAR_PROBABILITY, NEAR_LOGIT = 1e-4, 1e-3
 BEGINNINGS = [random.Random(i).choices(range(FIRST, LAST + 1), k=CONTEXT) for i in range(8)]
 """What prompts begin with: some that slots hold already, and some that are new."""
 
-CUTS = [1, PREFILL - 1, PREFILL, PREFILL + 1, 15, 2 * PREFILL, 17, 3 * PREFILL, 30]
+CUTS = [1, PREFILL - 1, PREFILL, PREFILL + 1, 15, 2 * PREFILL, 17, 3 * PREFILL, 30, CONTEXT - 4]
 """Lengths of prompts that are seen often: at and beside the borders of prefill chunks."""
 
 ARRIVALS = st.tuples(
     st.none() | st.sampled_from(CUTS),  # what it has of the beginning; None: its prompt is that of the others
     st.lists(st.integers(FIRST, LAST), max_size=4),  # and what comes after that
-    st.sampled_from([(1, 1), (1, 1), (2, 9), (3, 12), (2, 1)]),  # samples, and tokens of each at most
+    st.sampled_from([(1, 1), (1, 1), (2, 9), (3, 12), (2, 1), (2, 24)]),  # samples, and tokens of each at most
     st.integers(0, 1),  # steps of the engine before the next one comes
 )
 
