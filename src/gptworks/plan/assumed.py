@@ -20,8 +20,8 @@ DEFAULT_BATCH_TOKENS = 2**19
 
 ASSUMED_STEPS = f"{COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER} tokens a parameter, as no length is given"
 
-_UNSET_STEPS = 10**12
-"""Stands for the steps of a preset until its batch is known."""
+_UNSET_STEPS = 10**9
+"""Stands for the steps of a preset until its batch is known: more than any warmup, and as many as a recipe may have."""
 
 
 def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: int = 1) -> tuple[Recipe, str | None]:
@@ -36,16 +36,16 @@ def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: 
     tree: dict[str, Any] = apply_overrides({"model": {"preset": name}}, overrides)
     model, given = parse_model(tree["model"], name), tree.pop("train", {})
     anything = {"tokenizer": {"type": "char"}, "data": {"sources": [{"type": "python-stdlib"}]}}
-    train = given
+    train, has_end = given, True
     if isinstance(given, dict):
         tensor = given["parallel"].get("tensor_parallel", 1) if isinstance(given.get("parallel"), dict) else 1
         n_data = max(1, n_ranks // tensor) if isinstance(tensor, int) and tensor > 0 else 1
         batch_size = max(1, DEFAULT_BATCH_TOKENS // model.context_length // n_data) * n_data
-        end = {} if {"max_steps", "epochs", "max_minutes"} & given.keys() else {"max_steps": _UNSET_STEPS}
-        train = {"batch_size": batch_size} | end | given
+        has_end = not given.keys().isdisjoint({"max_steps", "epochs", "max_minutes"})
+        train = {"batch_size": batch_size} | ({} if has_end else {"max_steps": _UNSET_STEPS}) | given
     recipe = parse_recipe({"name": name, **anything, **tree, "train": train}, name)
     reason = None
-    if recipe.train.max_steps == _UNSET_STEPS:
+    if not has_end:
         tokens = COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER * count_parameters(model).total
         recipe = _with(recipe, max_steps=ceil(tokens / (recipe.train.batch_size * model.context_length)))
         reason = ASSUMED_STEPS
