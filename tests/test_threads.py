@@ -22,7 +22,7 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, {"OMP_WAIT_POLICY": "passive"}),
+        ({}, {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}),
         ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
         ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
         ({"KMP_BLOCKTIME": "1"}, {"KMP_BLOCKTIME": "1"}),
