@@ -221,15 +221,15 @@ TEMPLATES: list[tuple[str, str]] = [
     ("{{ 'a' * 10**9 }}", "more than"),
     ("{{ [0] * 10**9 }}", "more than"),
     ("{{ 9 ** 99999999 }}", "more than"),
-    ("{{ 'a'|center(10**9) }}", "more than"),
+    ("{{ 'a'|center(10**9) }}", "more than 64 MiB"),
     ("{{ '%0999999999d' % 1 }}", "more than"),
     ("{{ '{:999999999}'.format(1) }}", "more than"),
-    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than"),
+    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 0.5 seconds"),
     ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-     "more than"),
+     "more than 0.5 seconds"),
     ("{% set n = namespace(x=['aaaa']) %}{% for i in range(90) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
      "more than"),
-    ("{% set n = namespace(x='a') %}{% for i in range(90) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "more than"),
+    ("{% set n = namespace(x='a') %}{% for i in range(90) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "more than 64 MiB"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ("{{ range(10**9) }}", "Range too big"),
     ("{{ 1 / 0 }}", "division by zero"),
@@ -260,7 +260,7 @@ def test_a_template_goes_on_after_a_conversation_that_it_could_not_render(monkey
     monkeypatch.setattr(chat_template, "LIMITS", SHORT)
     template = ChatTemplate("{{ 'ab' * (messages[0].content | int) }}", byte_tokenizer())
     for _ in range(2):
-        with pytest.raises(UserError, match="more than"):
+        with pytest.raises(UserError, match="more than 64 MiB"):
             template.render([{"role": "user", "content": "1000000000"}])
         assert template.render([{"role": "user", "content": "3"}]) == "ababab"
 
