@@ -380,6 +380,26 @@ def test_a_loop_that_closes_does_not_generate_what_its_reader_left(model: Any, r
     assert (statistics.cancelled, statistics.finished, statistics.slots_used) == (1, 1, 0)
 
 
+def test_a_failed_step_is_logged_before_its_requests_learn_of_it(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reader in another thread may answer at once, and must find that nothing is left to log."""
+    one = engine(model)
+    logged_before: list[list[str]] = []
+
+    def fail() -> None:
+        raise RuntimeError("the accelerator is gone")
+
+    monkeypatch.setattr(one, "_step", fail)
+    with EngineLoop(one):
+
+        def listen(_: Piece | Exception) -> None:
+            logged_before.append([str(record.exc_info[1]) for record in caplog.records if record.exc_info])
+
+        request = one.submit([1], max_tokens=5, listener=listen)
+    assert request.done and logged_before == [["the accelerator is gone"]]
+
+
 def test_a_loop_hands_errors_to_the_request_they_concern(model: Any) -> None:
     one = engine(model, n_slots=2, max_waiting=1)
 

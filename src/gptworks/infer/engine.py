@@ -27,7 +27,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -306,8 +306,10 @@ class Engine:
             finally:
                 self._stepping.release()
 
-    def step(self) -> bool:
+    def step(self, on_failure: Callable[[Exception], None] = lambda _: None) -> bool:
         """Take one step with all requests; whether any is left.
+
+        on_failure: called with what the backend raised, before any request learns of it.
 
         Raises:
             Exception: what the backend raised. Every request has then ended with it.
@@ -318,6 +320,7 @@ class Engine:
                 try:
                     self._step()
                 except Exception as error:
+                    on_failure(error)
                     for request in list(self._open.values()):
                         self._fail(request, error)
                     self._scheduler.forget()

@@ -136,10 +136,8 @@ class EngineLoop:
             while self._left:
                 self._left.popleft().cancel()
             try:
-                busy = self.engine.step()
-            except Exception as error:  # every request was told, and later ones may fare better
-                _LOG.error("a step failed, and with it the requests that it was for", exc_info=error)
-                error.is_logged = True  # type: ignore[attr-defined]
+                busy = self.engine.step(on_failure=_log_failure)
+            except Exception:  # every request was told, and later ones may fare better
                 busy = True
             self._wake_readers()
             if busy:
@@ -161,6 +159,11 @@ class EngineLoop:
             except RuntimeError:  # the readers' loop is closed
                 for stream in streams:
                     stream.cancel()
+
+
+def _log_failure(error: Exception) -> None:
+    _LOG.error("a step failed, and with it the requests that it was for", exc_info=error)
+    error.is_logged = True  # type: ignore[attr-defined]
 
 
 def _wake_all(streams: list["Stream"]) -> None:
