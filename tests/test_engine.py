@@ -410,6 +410,14 @@ def test_a_chat_keeps_what_was_generated_before_it_was_interrupted() -> None:
     assert "".join(chat.send("")) == "de"
 
 
+def test_a_chat_goes_on_after_a_text_that_it_cannot_read() -> None:
+    chat = ChatSession(writing("abcde"), temperature=0, max_tokens=3)
+    assert "".join(chat.send("ab")) == "cde"
+    with pytest.raises(UserError, match="half of a surrogate pair"):
+        chat.send("a\udce9")
+    assert "".join(chat.send("a")) == "bcd"
+
+
 def test_a_seeded_chat_repeats_and_its_turns_differ() -> None:
     tokenizer = char_tokenizer()
     one = Engine(chain_model(tokenizer, [2]), tokenizer)  # every token is as likely as the others, nearly

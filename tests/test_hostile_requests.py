@@ -25,7 +25,7 @@ from gptworks.files import read_regular
 from gptworks.infer import constrain
 from gptworks.infer.schema import n_pattern_atoms
 from gptworks.serve import tokens
-from gptworks.tokenizer import encode_text, load_tokenizer
+from gptworks.tokenizer import load_tokenizer
 from serving import Running, byte_tokenizer, request, running, tiny_engine, until
 
 pytest.importorskip("llguidance")
@@ -294,8 +294,6 @@ def catastrophic_tokenizer() -> Tokenizer:
 
 def test_a_tokenizer_whose_pattern_gives_up_is_an_error_in_words(http: httpx.Client, server: Running) -> None:
     text = "a" * 60 + "!"
-    with pytest.raises(UserError, match="pattern cannot read the text"):
-        encode_text(catastrophic_tokenizer(), text)
     model = server.service.models.get("base")
     kept, model.tokens.tokenizer = model.tokens.tokenizer, catastrophic_tokenizer()
     try:

@@ -1,3 +1,4 @@
+import ast
 import base64
 import random
 import re
@@ -10,14 +11,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
+import gptworks
 from gptworks.config import BPETokenizer, CharTokenizer, FileTokenizer, GPT2Tokenizer, WordTokenizer
 from gptworks.errors import UserError
 from gptworks.tokenizer import (
     SEPARATOR,
     StreamDecoder,
     document_frame,
+    encode_text,
+    encodings,
     fingerprint,
     load_tokenizer,
     prompt_ids,
@@ -346,3 +350,63 @@ def test_token_bytes_add_up_to_the_text(kind: str) -> None:
 
 def test_words_have_no_bytes_of_their_own() -> None:
     assert token_bytes(train_tokenizer(WordTokenizer(type="word"), ["some words, and a comma"])) is None
+
+
+# ------------------------------------------------------------------------------------------- hostile texts and files
+
+
+def gives_up() -> Tokenizer:
+    """Its pattern backtracks without end on a run of a's."""
+    tokenizer = bpe()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a|a|aa)+$"), "isolated")
+    return tokenizer
+
+
+@pytest.mark.parametrize("offsets", [False, True], ids=["ids", "offsets"])
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "words"),
+    [
+        (gives_up(), "a" * 60 + "!", "pattern cannot read the text"),
+        (Tokenizer(models.WordLevel({"a": 0})), "b", "cannot read the text: .*UNK"),
+        (BPE, "caf\udce9", "U\\+DCE9, half of a surrogate pair, at character 3"),  # a byte of Latin-1 on a command line
+    ],
+    ids=["pattern", "no unk", "half a pair"],
+)
+def test_a_text_that_cannot_be_read_is_the_users_mistake(
+    tokenizer: Tokenizer, text: str, words: str, offsets: bool
+) -> None:
+    with pytest.raises(UserError, match=words):
+        encodings(tokenizer, ["a", text], offsets=offsets)
+
+
+def test_ids_are_the_same_with_and_without_offsets() -> None:
+    for tokenizer in (BPE, CHAR, WORD):
+        (plain,), (whole,) = encodings(tokenizer, [MIXED]), encodings(tokenizer, [MIXED], offsets=True)
+        assert plain.ids == whole.ids == encode_text(tokenizer, MIXED) == tokenizer.encode(MIXED).ids
+        assert whole.offsets == tokenizer.encode(MIXED).offsets
+
+
+OUR_ENCODERS = ("self", "template", "_template", "chat_template", "tokens")
+"""Names of objects whose `encode` is our own: those of `ChatTemplate`, and of the server's `Tokens`."""
+
+
+def test_one_function_alone_gives_texts_to_the_library() -> None:
+    """A text from elsewhere ends in a clear error everywhere, since nothing else calls a tokenizer's `encode`."""
+    root = Path(gptworks.__file__).parent
+    found = [
+        (file.relative_to(root).as_posix(), ast.unparse(node))
+        for file in root.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if _is_of_a_tokenizer(node)
+    ]
+    assert [file for file, _ in found] == ["tokenizer.py"] * 2, found
+
+
+def _is_of_a_tokenizer(node: ast.AST) -> bool:
+    """Whether it is `x.encode_batch…`, or a call `x.encode(text)`, which is no `x.encode("the name of a codec")`."""
+    if isinstance(node, ast.Attribute):
+        return node.attr.startswith("encode_batch")
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr != "encode":
+        return False
+    named = all(isinstance(argument, ast.Constant) for argument in node.args) and not node.keywords
+    return not named and ast.unparse(node.func.value).split(".")[-1] not in OUR_ENCODERS

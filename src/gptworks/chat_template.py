@@ -152,7 +152,7 @@ class ChatTemplate:
         except UserError:  # a template that wants other turns: then eos alone ends an answer
             return None
         after = answered[answered.rindex(_PROBE[1]["content"]) :] if _PROBE[1]["content"] in answered else ""
-        return next((i for i in self._reader.encode(after, add_special_tokens=False).ids if i in special), None)
+        return next((i for i in encode_text(self._reader, after) if i in special), None)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

@@ -7,13 +7,14 @@ characters, never the special token. Special tokens are placed by their ids (`do
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Encoding, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from gptworks.config import BPETokenizer, CharTokenizer, FileTokenizer, TokenizerConfig, WordTokenizer
 from gptworks.errors import UserError
@@ -261,14 +262,44 @@ def library_panics(what: str) -> Iterator[None]:
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text alone. A batch of one: for that, the library lets other threads run.
+    """The ids of a text alone.
 
     Raises:
-        UserError: the tokenizer's pattern cannot read the text.
+        UserError: as `encodings`.
     """
-    with library_panics("this tokenizer's pattern cannot read the text"):
-        ids: list[int] = tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
+    ids: list[int] = encodings(tokenizer, [text])[0].ids
     return ids
+
+
+def encodings(
+    tokenizer: Tokenizer, texts: Sequence[str], *, offsets: bool = False, add_special_tokens: bool = False
+) -> list[Encoding]:
+    """What the library reads in each text: the one place that calls it. Given a batch, it lets other threads run.
+
+    Args:
+        offsets: also the characters of the text that each id stands for; they cost time.
+        add_special_tokens: add those that the tokenizer's own post-processor adds.
+
+    Raises:
+        UserError: a text is no Unicode, or the tokenizer cannot read it.
+    """
+    read = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
+    try:
+        with library_panics("this tokenizer's pattern cannot read the text"):
+            found: list[Encoding] = read(list(texts), add_special_tokens=add_special_tokens)
+    except UserError:
+        raise
+    except Exception as error:  # the library raises a bare Exception, and a TypeError for half a surrogate pair
+        if half := next(filter(None, map(_HALF_A_PAIR.search, texts)), None):
+            raise UserError(
+                f"the text holds U+{ord(half[0]):04X}, half of a surrogate pair, at character {half.start()}: it was "
+                f"no UTF-8. Give valid UTF-8."
+            ) from None
+        raise UserError(f"this tokenizer cannot read the text: {_one_line(error)}") from None
+    return found
+
+
+_HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def _plain_text(tokenizer: Tokenizer) -> Tokenizer:

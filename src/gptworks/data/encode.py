@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from gptworks.data.shards import Ids, Split
 from gptworks.data.sources import Piece
 from gptworks.errors import RunError
-from gptworks.tokenizer import special_tokens, tokenizer_from_json
+from gptworks.tokenizer import encode_text, encodings, special_tokens, tokenizer_from_json
 
 _BATCH_BYTES = 1 << 20
 _BATCHES_WORTH_A_POOL = 16  # below this the tokenizer's own threads are done before processes have started
@@ -45,9 +45,8 @@ def _text_encoder(tokenizer_json: str) -> Callable[[list[Part]], list[Encoded]]:
 
 def _encode(tokenizer: Tokenizer, batch: list[Part]) -> list[Encoded]:
     unknown = special_tokens(tokenizer).unk
-    encodings = tokenizer.encode_batch_fast([piece.text for _, piece in batch], add_special_tokens=False)
     encoded = []
-    for (split, piece), encoding in zip(batch, encodings, strict=True):
+    for (split, piece), encoding in zip(batch, encodings(tokenizer, [p.text for _, p in batch]), strict=True):
         ids = encoding.ids
         unknown_tokens = 0 if unknown is None else ids.count(unknown)
         round_trips = split == "train" or _round_trips(tokenizer, piece, ids)
@@ -61,7 +60,7 @@ def _round_trips(tokenizer: Tokenizer, piece: Piece, ids: list[int]) -> bool:
     if piece.starts_document:
         return bool(tokenizer.decode(ids) == piece.text)
     before = piece.text[:1]
-    return bool(tokenizer.decode(tokenizer.encode(before, add_special_tokens=False).ids + ids) == before + piece.text)
+    return bool(tokenizer.decode(encode_text(tokenizer, before) + ids) == before + piece.text)
 
 
 def encode_all(tokenizer: Tokenizer, parts: Iterator[Part], processes: int) -> Iterator[tuple[Part, Encoded]]:

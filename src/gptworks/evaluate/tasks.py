@@ -13,6 +13,7 @@ from gptworks.evaluate.scoring import Progress, Scored, complete_all, encode_pai
 from gptworks.evaluate.task import Code, ExactMatch, Generation, Item, MultipleChoice, Sampled, Task
 from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
+from gptworks.tokenizer import encode_text
 
 Found = tuple[dict[str, Measured], list[dict[str, Any]]]
 
@@ -104,16 +105,12 @@ class Asked:
 
     def pairs(self, item: Item, choices: Sequence[str]) -> list[tuple[list[int], list[int]]]:
         """Context and continuation of each choice; all have the same shots."""
-        longest = max(len(self._tokens(choice)) for choice in choices)
+        longest = max(len(encode_text(self.engine.tokenizer, choice)) for choice in choices)
         text, ids = self.context(item, longest + 1)  # a token more, should the border be encoded otherwise
         if self.template is not None:
-            return [(ids, self._tokens(choice)) for choice in choices]
+            return [(ids, encode_text(self.engine.tokenizer, choice)) for choice in choices]
         delimiter = self.task.settings.delimiter
         return [encode_pair(self.engine.encode_prompt, text, delimiter + choice) for choice in choices]
-
-    def _tokens(self, text: str) -> list[int]:
-        ids: list[int] = self.engine.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
 
     def write(self, settings: Sampled, n_samples: int, progress: Progress) -> list[list[str]]:
         """What the model writes after each item, n texts each."""

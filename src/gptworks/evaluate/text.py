@@ -17,7 +17,7 @@ from gptworks.evaluate.bootstrap import Floats
 from gptworks.evaluate.loss import LossReport, PositionLoss, each_nats, evaluate_by_position
 from gptworks.evaluate.results import Measured
 from gptworks.model import GPT
-from gptworks.tokenizer import document_frame, token_bytes
+from gptworks.tokenizer import document_frame, encodings, token_bytes
 
 PASSAGE_CHARACTERS = 1000
 """A text is cut into passages of so many characters, the items of which its figures are sums."""
@@ -31,9 +31,9 @@ class TextTokens:
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
         """
         Raises:
-            UserError: the text is empty.
+            UserError: the text is empty, or the tokenizer cannot read it.
         """
-        encoding = tokenizer.encode(text, add_special_tokens=False)
+        encoding = encodings(tokenizer, [text], offsets=True)[0]
         if not encoding.ids:
             raise UserError("the text is empty: give one with words in it.")
         begin = document_frame(tokenizer)[0]

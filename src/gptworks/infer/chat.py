@@ -9,6 +9,7 @@ from gptworks.errors import UserError
 from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import Piece
+from gptworks.tokenizer import encode_text
 
 
 class ChatSession:
@@ -41,12 +42,12 @@ class ChatSession:
         Empty text lets the model go on. A stream that is not read to its end leaves what was generated so far.
 
         Raises:
-            UserError: no tokens come of the first text.
+            UserError: no tokens come of the first text, or the tokenizer cannot read the text.
         """
         if not self.token_ids:
             self.token_ids = self.engine.encode_prompt(text)
         else:
-            self.token_ids += self.engine.tokenizer.encode(text, add_special_tokens=False).ids
+            self.token_ids += encode_text(self.engine.tokenizer, text)
         self._forget()
         seed = None if self.settings.seed is None else self.settings.seed + self.n_turns  # each turn draws anew
         self.n_turns += 1

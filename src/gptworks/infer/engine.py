@@ -48,7 +48,7 @@ from gptworks.infer.scheduler import PREFILL_TOKENS, Copy, Job, QueueFull, Reuse
 from gptworks.infer.speculate import Draftable, Drafter
 from gptworks.infer.text import Piece, Sample
 from gptworks.model import GPT
-from gptworks.tokenizer import load_tokenizer, prompt_ids, special_tokens, vocabulary_size
+from gptworks.tokenizer import encodings, load_tokenizer, prompt_ids, special_tokens, vocabulary_size
 from gptworks.units import readable
 
 MOST_SLOTS = 32
@@ -768,7 +768,7 @@ class Engine:
         unknown = special_tokens(self.tokenizer).unk
         if unknown is None or unknown not in ids:
             return
-        encoding = self.tokenizer.encode(prompt, add_special_tokens=False)
+        encoding = encodings(self.tokenizer, [prompt], offsets=True)[0]
         spans = [span for token, span in zip(encoding.ids, encoding.offsets, strict=True) if token == unknown]
         known_by_name = ", ".join(dict.fromkeys(repr(prompt[start:end]) for start, end in spans))
         warnings.warn(f"the tokenizer does not know {known_by_name}: the model reads <unk> there.", stacklevel=5)

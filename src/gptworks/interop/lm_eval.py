@@ -21,7 +21,7 @@ from gptworks.evaluate.results import Evaluation, Measured
 from gptworks.evaluate.scoring import SLOTS, complete_all, score_pairs
 from gptworks.infer.engine import Engine, load
 from gptworks.infer.sampling import SamplingSettings
-from gptworks.tokenizer import document_frame, special_tokens, tokenizer_from_json
+from gptworks.tokenizer import document_frame, encode_text, special_tokens, tokenizer_from_json
 
 try:
     from lm_eval import evaluator
@@ -87,7 +87,7 @@ class GptworksLM(TemplateLM):  # type: ignore[misc]
         return "gptworks"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(string, add_special_tokens=False).ids
+        ids = encode_text(self._tokenizer, string)
         begins = bool(self._begin) and ids[:1] == self._begin
         return ids if add_special_tokens is False or begins else self._begin + ids
 

@@ -25,7 +25,7 @@ from gptworks.interop.huggingface.tensors import Place, expected_tensors, tensor
 from gptworks.interop.huggingface.verify import Verification, logit_bound, require_transformers, verify_folder
 from gptworks.model import GPT
 from gptworks.model.lora import remove_lora
-from gptworks.tokenizer import load_tokenizer, prompt_ids, special_tokens, tokenizer_from_json
+from gptworks.tokenizer import encodings, load_tokenizer, prompt_ids, special_tokens, tokenizer_from_json
 
 SHARD_BYTES = 5_000_000_000
 """A file of tensors is closed before it grows beyond this."""
@@ -186,7 +186,7 @@ def _write_tokenizer(folder: Path, source: Path, tokenizer: Tokenizer, config: M
     """
     exported = tokenizer_from_json(tokenizer.to_str())
     prefix, sample = prompt_ids(tokenizer, ""), "a"
-    if exported.encode(sample, add_special_tokens=True).ids != prompt_ids(tokenizer, sample):
+    if encodings(exported, [sample], add_special_tokens=True)[0].ids != prompt_ids(tokenizer, sample):
         starts = [] if special_tokens(tokenizer).separator else [tokenizer.id_to_token(i) for i in prefix]
         exported.post_processor = processors.TemplateProcessing(
             single=[*starts, "$A"], pair=[*starts, "$A", "$B"], special_tokens=[*zip(starts, prefix, strict=False)]

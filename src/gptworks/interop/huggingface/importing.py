@@ -31,7 +31,14 @@ from gptworks.interop.huggingface.tensors import expected_tensors, tensor_places
 from gptworks.interop.huggingface.verify import load_theirs, require_transformers, verify_import
 from gptworks.plan.params import count_parameters
 from gptworks.recipe import parse_model, save_recipe
-from gptworks.tokenizer import load_tokenizer, prompt_ids, save_tokenizer, special_tokens, vocabulary_size
+from gptworks.tokenizer import (
+    encodings,
+    load_tokenizer,
+    prompt_ids,
+    save_tokenizer,
+    special_tokens,
+    vocabulary_size,
+)
 from gptworks.train.progress import Progress
 
 _BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
@@ -297,7 +304,7 @@ def _notes(values: Values, tokenizer: Tokenizer) -> Iterator[str]:
     if special.eos not in ends:
         ours = "no token" if special.eos is None else f"`{tokenizer.id_to_token(special.eos)}`"
         yield f"generation ends at {ours}; config.json has `eos_token_id`={values.get('eos_token_id')}"
-    theirs = tokenizer.encode(sample, add_special_tokens=True).ids
+    theirs = encodings(tokenizer, [sample], add_special_tokens=True)[0].ids
     if theirs != (ours_ids := prompt_ids(tokenizer, sample)):
         yield f"a prompt `{sample}` is read as {ours_ids}; tokenizer.json makes it {theirs}"
 
