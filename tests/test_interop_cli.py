@@ -1,6 +1,8 @@
 """`gptworks export` and `gptworks import`: from a trained run to a Hugging Face folder, and back to one trained on."""
 
 import json
+import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import tiny
 from gptworks.checkpoint import load_run
 from gptworks.cli import app
 from gptworks.config import FileTokenizer
-from gptworks.errors import UserError
+from gptworks.errors import RunError, UserError
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.tokenizer import load_tokenizer, prompt_ids
 from gptworks.train.loop import train
@@ -118,6 +120,35 @@ def test_the_imported_run_is_evaluated_on_its_recipes_text_and_trained_further(f
     metrics = [json.loads(line) for line in (folder / "further" / "metrics.jsonl").read_text().splitlines()]
     assert next(record["loss"] for record in metrics if record["kind"] == "validation") < before + 0.05
     gptworks("export", folder / "further", folder / "hf3")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of a file as Linux does")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("export", "run"),
+        ("export", "run", "--format", "gguf"),
+        ("quantize", "run", "--weights", "int8"),
+        ("import", "hf"),
+    ],
+    ids=["hf", "gguf", "quantize", "import"],
+)
+def test_a_disk_that_is_full_or_refuses_is_named_and_nothing_is_left(
+    folder: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    name, source, *options = command
+    arguments = [*options, *(["--no-verify"] if name != "quantize" and "gguf" not in options else [])]
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"file/new could not be written: (Not a directory|File exists) \(.*file.*\)\."):
+        gptworks(name, folder / source, tmp_path / "file" / "new", *arguments)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # the weights are larger
+    try:
+        with pytest.raises(RunError, match=r"could not be written: (File too large|\d+ requested).* free on the disk"):
+            gptworks(name, folder / source, tmp_path / "new", *arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_run_that_no_class_computes_is_refused_with_exit_code_2(tmp_path: Path) -> None:

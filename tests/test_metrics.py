@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import os
 import re
 from pathlib import Path
 
@@ -149,23 +150,26 @@ def test_values_that_are_no_figures_are_left_out_of_a_record(tmp_path: Path) -> 
     assert list(read_metrics(path)) == [{"kind": "sample", "step": 1, "prompt": "nan", "text": "inf?"}]
 
 
-def test_a_full_disk_leaves_the_old_file_and_nothing_half_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES])
+def test_a_full_failing_or_refusing_disk_leaves_the_old_file_and_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     path = tmp_path / "report.html"
     write_whole(path, "old")
 
-    def full(self: Path, *_: object, **__: object) -> int:
+    def fails(self: Path, *_: object, **__: object) -> int:
         with self.open("wb") as file:
             file.write(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+        raise OSError(number, os.strerror(number), str(self))
 
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(RunError, match=r"report\.html could not be written: No space left on device"):
+    monkeypatch.setattr(Path, "write_text", fails)
+    with pytest.raises(RunError, match=rf"report\.html could not be written: {os.strerror(number)} \(.*report.html"):
         write_whole(path, "new")
     monkeypatch.undo()
     assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {"report.html": "old"}
     with pytest.raises(ZeroDivisionError), replacing(path) as aside:
         aside.write_text("half")
         1 / 0  # noqa: B018
+    with pytest.raises(FileNotFoundError), replacing(path):  # of something else than what is written
+        (tmp_path / "other").read_text()
     assert [each.name for each in tmp_path.iterdir()] == ["report.html"]

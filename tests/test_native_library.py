@@ -4,6 +4,7 @@ Without a C++ compiler these tests are skipped; what is said then, is tested non
 """
 
 import ctypes
+import errno
 import json
 import os
 import shutil
@@ -283,6 +284,13 @@ def test_a_measurement_is_made_once_and_kept_for_later_processes(
     for text_of_it in ("[]", "{", json.dumps(dict.fromkeys(json.loads((fresh / "choice.json").read_text()), "x"))):
         (fresh / "choice.json").write_text(text_of_it, encoding="utf-8")
         assert native_choice.seconds_of_both(kind) == (1.0, 2.0)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (fresh / "choice.json").unlink()
+    monkeypatch.setattr("gptworks.files.sync", full)
+    assert native_choice.seconds_of_both(kind) == (1.0, 2.0), "what cannot be kept is measured again next time"
 
 
 def test_a_build_with_one_thread_says_so(built: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

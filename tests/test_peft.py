@@ -212,6 +212,17 @@ def test_an_import_that_computes_something_else_is_not_kept(tmp_path: Path, monk
     )
 
 
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    run = adapted_run(tmp_path / "run", FAMILIES["llama"], {"rank": 2})
+    export_adapter(run, tmp_path / "out", verify=False)
+    (tmp_path / "file").touch()
+    refused = r"file/new could not be written: (Not a directory|File exists) \(.*file.*\)\."
+    with pytest.raises(RunError, match=refused):
+        export_adapter(run, tmp_path / "file/new", verify=False)
+    with pytest.raises(RunError, match=refused):
+        import_adapter(tmp_path / "out", tmp_path / "file/new", tmp_path / "out/base", verify=False)
+
+
 def test_a_base_that_is_there_already_is_not_written_again(tmp_path: Path) -> None:
     run = adapted_run(tmp_path / "run", FAMILIES["llama"], {"rank": 2})
     export_adapter(run, tmp_path / "first")

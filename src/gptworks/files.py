@@ -14,11 +14,11 @@ from typing import Any
 
 from gptworks.errors import RunError, UserError
 
-NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
-"""Numbers of the errors that a full disk gives."""
-_DISK_FAILS = NO_SPACE | {errno.EIO, errno.EROFS}
-_OF_A_LIBRARY = re.compile(r"\(os error (\d+)\)")
-"""How a library in Rust gives the number of a system's error in its text."""
+_DISK_FAILS = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EIO, errno.EROFS}
+_NUMBER = re.compile(r"(?:\(os error |\[Errno )(\d+)")
+"""How libraries in Rust, and `shutil` of several files, give the number of a system's error in a text."""
+_SHORT_WRITE = re.compile(r"^\d+ requested and \d+ written$")
+"""All that numpy says when a disk does not take an array whole."""
 
 
 def check_regular(path: Path, max_bytes: int | None = None) -> None:
@@ -166,39 +166,72 @@ def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
     a part. Where the writing fails, what was written is removed and the old file stays. `suffix` ends the path's name.
 
     Raises:
-        RunError: the disk is full.
+        RunError: the disk is full, fails or refuses.
     """
     aside = path.with_name(f".{path.name}.writing{suffix}")
-    try:
-        yield aside
-        sync(aside)
-        aside.replace(path)
-        sync(path.parent)
-    except OSError as error:
-        if error.errno not in NO_SPACE:
-            raise
-        raise RunError(
-            f"{path} could not be written: {error.strerror}. Nothing of it is left behind; free space and try again."
-        ) from error
-    finally:
-        aside.unlink(missing_ok=True)
+    advice = "Nothing of it is left behind; make room or permission there and try again."
+    with naming_disk_errors(f"{path} could not be written", aside, advice):
+        try:
+            yield aside
+            sync(aside)
+            aside.replace(path)
+            sync(path.parent)
+        finally:
+            aside.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, text: str) -> None:
     """Replace a small file at once; see `replacing`.
 
     Raises:
-        RunError: the disk is full.
+        RunError: the disk is full, fails or refuses.
     """
     with replacing(path) as aside:
         aside.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
-def naming_disk_errors(what: str, folder: Path, advice: str, needed_bytes: int | None = None) -> Iterator[None]:
-    """Say of a full, failing or read-only disk what could not be made in `folder`, why, and what to do: `advice`.
+def new_folder(out: Path, needed_bytes: int | None = None) -> Iterator[Path]:
+    """A folder beside `out` to fill, which becomes `out` at the end, flushed: it is there whole or not at all.
 
-    Other errors pass as they are. `needed_bytes` is None where it is not known beforehand.
+    Args:
+        out: nothing, or an empty folder; see `check_free`.
+        needed_bytes: what will be written, for the message; None: not known.
+
+    Raises:
+        RunError: the disk is full, fails or refuses.
+    """
+    aside = out.with_name(f".{out.name}.writing")
+    advice = "Nothing half-written is kept. Make room or permission there, or give another place, and do it again."
+    with naming_disk_errors(f"{out} could not be written", aside, advice, needed_bytes):
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            make_folder(out.absolute().parent)
+            aside.mkdir()
+            yield aside
+            for path in (*aside.rglob("*"), aside):
+                sync(path)
+            if out.exists():
+                out.rmdir()
+            aside.rename(out)
+            try:
+                sync(out.absolute().parent)
+            except OSError:  # a crash may still lose its name: then it is not done, and can be done again
+                out.rename(aside)
+                raise
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def naming_disk_errors(what: str, place: Path, advice: str, needed_bytes: int | None = None) -> Iterator[None]:
+    """Say why something could not be written, and what to do: `advice`. Other errors pass as they are.
+
+    Named are a full, failing or read-only disk, and whatever the system refuses of `place` and the folders above it.
+
+    Args:
+        place: what is written: a file or a folder, there or not.
+        needed_bytes: None where it is not known beforehand.
 
     Raises:
         RunError: the disk, as an error of Python or of a library in Rust tells it.
@@ -208,23 +241,36 @@ def naming_disk_errors(what: str, folder: Path, advice: str, needed_bytes: int |
     except (RunError, UserError):
         raise
     except Exception as error:
-        of_library = _OF_A_LIBRARY.search(str(error))
-        number = error.errno if isinstance(error, OSError) else int(of_library[1]) if of_library else None
-        if number not in _DISK_FAILS:
+        if not _is_of_the_disk(error) and not _concerns(error, place.absolute()):
             raise
-        raise RunError(f"{what}: {why_not_written(error, folder, needed_bytes)}. {advice}") from error
+        raise RunError(f"{what}: {why_not_written(error, place, needed_bytes)}. {advice}") from error
 
 
-def why_not_written(error: Exception, folder: Path, needed_bytes: int | None) -> str:
-    """Why files could not be written into a folder: the system's reason, the file where it is known, the disk, its free
-    bytes and, where known, those needed.
+def _is_of_the_disk(error: Exception) -> bool:
+    """Whether the disk is full, fails or is read-only, also where a library has made a text of its own of it."""
+    in_text = _NUMBER.search(str(error))
+    number = error.errno if isinstance(error, OSError) and error.errno else int(in_text[1]) if in_text else None
+    return number in _DISK_FAILS or bool(_SHORT_WRITE.search(str(error)))
+
+
+def _concerns(error: Exception, place: Path) -> bool:
+    if not isinstance(error, OSError) or not isinstance(error.filename, str | os.PathLike):
+        return False
+    path = Path(error.filename).absolute()
+    return path.is_relative_to(place) or place.is_relative_to(path)
+
+
+def why_not_written(error: Exception, place: Path, needed_bytes: int | None) -> str:
+    """Why files could not be written: the system's reason, and the file where it is known. Of a disk that fails, also
+    which it is, its free bytes and, where known, those needed.
 
     Of an error that a library has made into text of its own, the system's reason stands in that text.
     """
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     file = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
-    while not folder.exists():
-        folder = folder.parent
+    if not _is_of_the_disk(error):
+        return reason + file
+    folder = next(folder for folder in (place, *place.absolute().parents) if folder.is_dir())
     disk = folder.absolute()
     while not disk.is_mount():
         disk = disk.parent

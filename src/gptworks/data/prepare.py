@@ -97,7 +97,7 @@ def prepare(recipe: Recipe, *, report: Report = lambda stage, done_bytes, total_
     check_sources(data.texts)
     _check_template(recipe)
     advice = "What was written in part is removed. Free space, or set data.cache_dir to another disk, and run it again."
-    with naming_disk_errors(f"{data.cache_dir}: the data could not be prepared", data.cache_dir, advice):
+    with naming_disk_errors(f"{data.cache_dir}: the data could not be prepared", _partial(folder), advice):
         make_folder(data.cache_dir)
         with _alone(folder, report):
             if folder.exists():  # made by another process while this one waited

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from gptworks.config import ModelConfig
+from gptworks.errors import RunError
 from gptworks.files import write_whole
 from gptworks.infer.backend import Backend, Chunk, TorchBackend
 from gptworks.infer.native import NativeBackend
@@ -51,7 +52,7 @@ def seconds_of_both(kind: torch.dtype) -> tuple[float, float]:
         return found[0], found[1]
     measured = measure(kind)
     if file is not None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(RunError):
             write_whole(file, json.dumps({**known, key: measured}, indent=2))
     return measured
 

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from gptworks.checkpoint import LoadedRun, Report, load_run, save_checkpoint
 from gptworks.config import ADAPTED_MODULES, LoRAConfig, ModelConfig
-from gptworks.errors import RunError, UserError
-from gptworks.files import check_free, sync, write_sums, write_whole
+from gptworks.errors import UserError
+from gptworks.files import check_free, new_folder, write_sums, write_whole
 from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.exporting import export_huggingface
 from gptworks.interop.huggingface.family import Family
@@ -115,7 +114,7 @@ def export_adapter(
 
     Raises:
         UserError: the run has no adapter, or one that PEFT's format does not hold; `out` holds something.
-        RunError: they differ, or the disk is full. Nothing is kept.
+        RunError: they differ, or the disk is full, fails or refuses. Nothing is kept.
     """
     out = Path(out).absolute()
     check_free(out)
@@ -133,10 +132,7 @@ def export_adapter(
     if verify:
         require_peft()
     theirs = to_peft(family, config, adapter, loaded.model.state_dict())
-    aside = out.with_name(f".{out.name}.writing")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
+    with new_folder(out) as aside:
         if base is None:
             report("writing the model that it adapts")
             export_huggingface(run, aside / "base", checkpoint=checkpoint, verify=verify, merge=False, report=report)
@@ -148,16 +144,6 @@ def export_adapter(
                 raise UserError(f"--base {base} is no folder here, so nothing can be compared: give --no-verify.")
             report("comparing it with the run in peft")
             difference = _verify(aside, here, loaded, tokenizer)
-        for path in (*(path for path in aside.iterdir() if path.is_file()), aside):
-            sync(path)
-        if out.exists():
-            out.rmdir()
-        aside.rename(out)
-        sync(out.parent)
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"{out} could not be written: {error}. Nothing is kept.") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     n_parameters = sum(a.numel() + b.numel() for a, b in theirs.values())
     return AdapterExport(out, str(out / "base" if base is None else base), len(theirs), n_parameters, difference)
 
@@ -293,15 +279,13 @@ def import_adapter(
     Raises:
         UserError: the folder holds no LoRA adapter, or one that does more than LoRA, or a tensor that has no place in
             the model; or `run_dir` holds something.
-        RunError: the run computes something else than PEFT does. Nothing is kept.
+        RunError: the run computes something else than PEFT does, or the disk is full, fails or refuses. Nothing
+            is kept.
     """
     folder, run_dir, base = Path(folder), Path(run_dir), Path(base)
     check_free(run_dir)
     settings, tensors = read_settings(folder), _read_tensors(folder)
-    aside = run_dir.with_name(f".{run_dir.name}.writing")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
+    with new_folder(run_dir) as aside:
         loaded, family = _load_base(base, aside / "base", report)
         weights = loaded.model.state_dict()
         adapter, changed = from_peft(family, loaded.model.config, settings, tensors, weights)
@@ -315,11 +299,6 @@ def import_adapter(
         write_whole(aside / "model-card.md", text)
         difference = _compare(aside, folder, base, report) if verify else None
         shutil.rmtree(aside / "base", ignore_errors=True)
-        if run_dir.exists():
-            run_dir.rmdir()
-        aside.rename(run_dir)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     n_parameters = sum(tensor.numel() for name, tensor in changed.items() if is_adapter(name))
     return AdapterImport(run_dir, adapter, n_parameters, difference)
 

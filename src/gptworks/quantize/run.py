@@ -16,9 +16,9 @@ from gptworks.data.batches import evaluation_windows
 from gptworks.data.prepare import Prepared
 from gptworks.data.prepare import prepare as prepare_data
 from gptworks.data.shards import TokenShards
-from gptworks.errors import RunError, UserError
+from gptworks.errors import UserError
 from gptworks.evaluate.loss import batches_of
-from gptworks.files import check_free, sync, write_sums, write_whole
+from gptworks.files import check_free, new_folder, write_sums, write_whole
 from gptworks.quantize.convert import matrix_kinds, quantize_model
 from gptworks.quantize.formats import Weights
 from gptworks.quantize.linear import QuantizedGPT
@@ -61,7 +61,7 @@ def quantize_run(
     Raises:
         UserError: no such run, or a quantized one; `out` holds something; settings that contradict one another; text
             that is not there, or a weight that the kind cannot hold.
-        RunError: the disk is full or refuses. Nothing half-written is kept.
+        RunError: the disk is full, fails or refuses. Nothing half-written is kept.
     """
     run, out = Path(run), Path(out)
     check_free(out)
@@ -130,10 +130,7 @@ def _write(out: Path, run: Path, loaded: LoadedRun, quantized: QuantizedGPT, mea
     """The folder, written aside and renamed: it is there whole or not at all."""
     step = loaded.checkpoint.step
     origin = {"run": loaded.recipe.name, "folder": run.name, "step": step}
-    aside = out.with_name(f".{out.name}.writing")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
+    with new_folder(out) as aside:
         save_recipe(loaded.recipe.model_copy(update={"run_dir": out}), aside / "recipe.yaml")
         shutil.copytree(loaded.tokenizer_folder, aside / "tokenizer")
         write_sums(aside / "tokenizer")
@@ -141,16 +138,6 @@ def _write(out: Path, run: Path, loaded: LoadedRun, quantized: QuantizedGPT, mea
         figures = json.dumps({"made_from": origin, **measured.to_json()}, indent=2)
         write_whole(aside / "quantization.json", figures + "\n")
         write_whole(aside / "model-card.md", _card(run, loaded, measured))
-        for path in (*(aside / "tokenizer").iterdir(), aside / "tokenizer", aside):
-            sync(path)
-        if out.exists():
-            out.rmdir()
-        aside.rename(out)
-        sync(out.absolute().parent)
-    except OSError as error:
-        raise RunError(f"{out} could not be written: {error.strerror or error}. Nothing is kept.") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _card(run: Path, loaded: LoadedRun, measured: QuantizationReport) -> str:

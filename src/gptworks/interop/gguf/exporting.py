@@ -1,5 +1,6 @@
 """A run as a GGUF file, written aside, tensor by tensor, and then renamed."""
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -8,8 +9,8 @@ import numpy as np
 
 from gptworks.chat_template import load_chat_template
 from gptworks.checkpoint import Report, load_run
-from gptworks.errors import RunError, UserError
-from gptworks.files import sync
+from gptworks.errors import UserError
+from gptworks.files import make_folder, replacing
 from gptworks.interop.gguf.architectures import APPROXIMATE_GELU, add_settings, choose_architecture, their_tensors
 from gptworks.interop.gguf.vocabulary import add_vocabulary, read_vocabulary
 from gptworks.tokenizer import load_tokenizer
@@ -58,7 +59,7 @@ def export_gguf(
     Raises:
         UserError: no such run; `out` exists; llama.cpp has no architecture or no tokenizer like the run's; the `gguf`
             package is not installed.
-        RunError: the disk is full or refuses. Nothing is kept.
+        RunError: the disk is full, fails or refuses. Nothing is kept.
     """
     out = Path(out)
     if out.exists():
@@ -78,40 +79,29 @@ def export_gguf(
     if vocabulary is not None and vocabulary.note:
         notes.append(vocabulary.note)
 
-    aside = out.with_name(f".{out.name}.writing")
-    writer = gguf.GGUFWriter(aside, architecture.name)
-    writer.add_type("model")
-    writer.add_name(loaded.recipe.name)
-    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[quantization]])
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    add_settings(writer, architecture, config)
-    add_vocabulary(writer, vocabulary)
-    if template is not None:
-        writer.add_chat_template(template.source)
-        if (end := template.written_end()) is not None:
-            writer.add_eot_token_id(end)
-    kinds = {}
-    for name, tensor in their_tensors(architecture, config, {name: x.to("meta") for name, x in weights.items()}):
-        kinds[name] = kind = stored_as(name, tuple(tensor.shape), quantization)
-        block_weights, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        n_bytes = tensor.numel() // block_weights * block_bytes
-        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), n_bytes, raw_dtype=kind)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out) as aside, closing(gguf.GGUFWriter(aside, architecture.name)) as writer:
+        writer.add_type("model")
+        writer.add_name(loaded.recipe.name)
+        writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[quantization]])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        add_settings(writer, architecture, config)
+        add_vocabulary(writer, vocabulary)
+        if template is not None:
+            writer.add_chat_template(template.source)
+            if (end := template.written_end()) is not None:
+                writer.add_eot_token_id(end)
+        kinds = {}
+        for name, tensor in their_tensors(architecture, config, {name: x.to("meta") for name, x in weights.items()}):
+            kinds[name] = kind = stored_as(name, tuple(tensor.shape), quantization)
+            block_weights, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+            n_bytes = tensor.numel() // block_weights * block_bytes
+            writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), n_bytes, raw_dtype=kind)
+        make_folder(out.absolute().parent)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, tensor in their_tensors(architecture, config, weights):
             writer.write_tensor_data(gguf.quantize(tensor.float().contiguous().numpy(), kinds[name]))
-        writer.close()
-        sync(aside)
-        aside.rename(out)
-        sync(out.absolute().parent)
-    except OSError as error:
-        raise RunError(f"{out} could not be written: {error.strerror or error}. Nothing is kept.") from error
-    finally:
-        writer.close()
-        aside.unlink(missing_ok=True)
     return Export(
         file=out,
         architecture=architecture.name,

@@ -16,7 +16,7 @@ from gptworks.chat_template import load_chat_template
 from gptworks.checkpoint import Report, load_run
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
-from gptworks.files import check_free, make_folder, naming_disk_errors, sync
+from gptworks.files import check_free, new_folder
 from gptworks.interop.huggingface.adapt import adapt_weights
 from gptworks.interop.huggingface.card import write_card
 from gptworks.interop.huggingface.choice import choose_family
@@ -86,43 +86,22 @@ def export_huggingface(
     weights, changes = adapt_weights(family, config, adapted, loaded.model.state_dict())
     notes = (*changes, *_left_out(config, adapted))
     rounded = _rounded(weights, DTYPES[precision])
-    aside = out.with_name(f".{out.name}.writing")
-    shutil.rmtree(aside, ignore_errors=True)
-    needed_bytes = sum(tensor.nbytes for tensor in rounded.values())
-    advice = "Nothing half-written is kept. Free space, or give another place, and export again."
-    with naming_disk_errors(f"{out} could not be written", out.absolute().parent, advice, needed_bytes):
-        try:
-            make_folder(out.absolute().parent)
-            aside.mkdir()
-            report(f"writing a {family.architecture} of {sum(w.numel() for w in weights.values()):,} parameters")
-            _write_settings(aside, family, config, tokenizer, precision)
-            _write_tokenizer(aside, loaded.tokenizer_folder, tokenizer, config)
-            write_tensors(aside, family, adapted, rounded, SHARD_BYTES)
-            verification = None
-            if verify:
-                report("comparing it with the run in transformers")
-                reference = loaded.model
-                if precision != "fp32":
-                    _check_adapted(loaded.model, model_of(adapted, weights))
-                    reference = model_of(adapted, {name: tensor.float() for name, tensor in rounded.items()})
-                verification = verify_folder(aside, reference, tokenizer, loaded.recipe.train.sample_prompts)
-            parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
-            export = Export(
-                out, family.architecture, precision, parameters, loaded.checkpoint.step, verification, notes
-            )
-            write_card(aside, export, loaded.recipe, family)
-            for path in (*aside.iterdir(), aside):
-                sync(path)
-            if out.exists():
-                out.rmdir()
-            aside.rename(out)
-            try:
-                sync(out.absolute().parent)
-            except OSError:  # a crash may still lose its name: then it is not done, and can be done again
-                out.rename(aside)
-                raise
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+    with new_folder(out, sum(tensor.nbytes for tensor in rounded.values())) as aside:
+        report(f"writing a {family.architecture} of {sum(w.numel() for w in weights.values()):,} parameters")
+        _write_settings(aside, family, config, tokenizer, precision)
+        _write_tokenizer(aside, loaded.tokenizer_folder, tokenizer, config)
+        write_tensors(aside, family, adapted, rounded, SHARD_BYTES)
+        verification = None
+        if verify:
+            report("comparing it with the run in transformers")
+            reference = loaded.model
+            if precision != "fp32":
+                _check_adapted(loaded.model, model_of(adapted, weights))
+                reference = model_of(adapted, {name: tensor.float() for name, tensor in rounded.items()})
+            verification = verify_folder(aside, reference, tokenizer, loaded.recipe.train.sample_prompts)
+        parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+        export = Export(out, family.architecture, precision, parameters, loaded.checkpoint.step, verification, notes)
+        write_card(aside, export, loaded.recipe, family)
     return export
 
 

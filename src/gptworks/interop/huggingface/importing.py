@@ -23,7 +23,7 @@ from gptworks.checkpoint import Report, load_run, save_checkpoint
 from gptworks.config import DataConfig, FileTokenizer, ModelConfig, Recipe, TrainConfig
 from gptworks.errors import UserError, nearest
 from gptworks.evaluate.run import PLACEHOLDER_SOURCES
-from gptworks.files import check_free, write_sums, write_whole
+from gptworks.files import check_free, new_folder, write_sums, write_whole
 from gptworks.interop.huggingface.architectures import FAMILIES, HARMLESS
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.settings import Settings, Values
@@ -72,7 +72,8 @@ def import_huggingface(
     Raises:
         UserError: the folder is none, has no safetensors, or holds a setting or tensor that gptworks does not know; or
             `run_dir` holds something. The value is named.
-        RunError: the run computes something else than transformers does. Nothing is kept.
+        RunError: the run computes something else than transformers does, or the disk is full, fails or refuses. Nothing
+            is kept.
     """
     folder, run_dir = Path(folder), Path(run_dir)
     check_free(run_dir)
@@ -84,10 +85,7 @@ def import_huggingface(
     report(f"reading a {family.architecture} of {count_parameters(model).total:,} parameters")
     tensors = read_tensors(files, family, model)
     notes = tuple(_notes(values, tokenizer))
-    aside = run_dir.with_name(f".{run_dir.name}.writing")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
+    with new_folder(run_dir) as aside:
         save_recipe(recipe, aside / "recipe.yaml")
         save_tokenizer(tokenizer, aside / "tokenizer")
         _copy_chat_template(folder, aside / "tokenizer")
@@ -96,11 +94,6 @@ def import_huggingface(
         difference = _compare(folder, aside, report) if verify else None
         imported = Import(run_dir, family.architecture, model, count_parameters(model).total, notes, difference)
         write_whole(aside / "model-card.md", _card(recipe, imported))
-        if run_dir.exists():
-            run_dir.rmdir()
-        aside.rename(run_dir)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return imported
 
 
