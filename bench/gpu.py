@@ -20,7 +20,7 @@ from gptworks.device import choose_precision, device_name, product_rate
 from gptworks.plan.flops import forward_flops
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import train
-from gptworks.train.metrics import Record, read_metrics
+from gptworks.train.record.metrics import Record, read_metrics
 
 CONTEXT = 1024
 

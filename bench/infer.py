@@ -29,11 +29,11 @@ from torch import Tensor
 
 from gptworks.checkpoint import save_checkpoint
 from gptworks.device import device_name
-from gptworks.infer.backend import Backend, Chunk, TorchBackend, choose_backend
-from gptworks.infer.native import move_to_large_pages
-from gptworks.infer.native_library import read_memory
 from gptworks.interop.gguf import export_gguf
 from gptworks.model import GPT
+from gptworks.model.backend import Backend, Chunk, TorchBackend, choose_backend
+from gptworks.native.backend import move_to_large_pages
+from gptworks.native.library import read_memory
 from gptworks.plan.flops import forward_flops
 from gptworks.presets import preset
 from gptworks.quantize.convert import quantize_model

@@ -14,8 +14,8 @@ from gptworks.device import device_name
 from gptworks.plan.memory import Setting, training_peak
 from gptworks.plan.params import count_parameters
 from gptworks.presets import preset
-from gptworks.train.measure import measure_step
-from gptworks.train.trace import trace_step
+from gptworks.train.rehearsal.measure import measure_step
+from gptworks.train.rehearsal.trace import trace_step
 from gptworks.units import readable
 
 CASES = (

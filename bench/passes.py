@@ -14,7 +14,7 @@ from torch import Tensor
 from gptworks.device import device_name, keep_freed_memory
 from gptworks.model import cpu
 from gptworks.model.attention import attend, causal_mask
-from gptworks.train.muon import Muon
+from gptworks.train.optim.muon import Muon
 
 SHAPES = ((16, 6, 256, 64), (4, 12, 512, 64), (4, 12, 1024, 64))
 """Attention: batch × heads × length × head width."""

@@ -19,10 +19,10 @@ from pathlib import Path
 import stdlib_instructions
 from gptworks.chat_template import BUILT_IN, ChatTemplate
 from gptworks.config import Recipe
-from gptworks.data.conversations import Conversation, is_held_out, iter_conversations
+from gptworks.data.conversations.reading import Conversation, is_held_out, iter_conversations
 from gptworks.infer import SamplingSettings, load
 from gptworks.recipe import load_recipe
-from gptworks.train.metrics import read_metrics
+from gptworks.train.record.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 PHASES = {

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.config import PreferencesSource
-from gptworks.data.preferences import iter_pairs
+from gptworks.data.conversations.preferences import iter_pairs
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import train
-from gptworks.train.metrics import read_metrics
+from gptworks.train.record.metrics import read_metrics
 
 HELD_OUT = 0.1
 

@@ -18,8 +18,8 @@ from gptworks.device import choose_precision, device_name, peak_growth_bytes, re
 from gptworks.model.loss import linear_cross_entropy_reference
 from gptworks.plan.memory import Setting, training_peak
 from gptworks.presets import preset
-from gptworks.train import objectives
-from gptworks.train.trace import Step, trace_step
+from gptworks.train.objectives import next_token as objectives
+from gptworks.train.rehearsal.trace import Step, trace_step
 from gptworks.units import readable
 
 GPT2 = preset("gpt2")

@@ -35,10 +35,10 @@ from gptworks.data.shards import TokenShards
 from gptworks.device import choose_device, choose_precision, device_name, keep_freed_memory
 from gptworks.plan.flops import forward_flops
 from gptworks.recipe import parse_recipe
-from gptworks.train.display import Display
 from gptworks.train.loop import Run
-from gptworks.train.metrics import MetricsLog
-from gptworks.train.objectives import next_token
+from gptworks.train.objectives.next_token import next_token
+from gptworks.train.record.display import Display
+from gptworks.train.record.metrics import MetricsLog
 from textbook import Shape, textbook_step
 
 WORKLOADS = {

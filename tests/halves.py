@@ -9,7 +9,7 @@ import pytest
 from gptworks.checkpoint import checkpoints
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import Run, train
-from gptworks.train.metrics import TIMINGS, read_metrics
+from gptworks.train.record.metrics import TIMINGS, read_metrics
 
 
 class BrokenOff(Exception):

@@ -19,12 +19,12 @@ from gptworks.device import choose_precision
 from gptworks.model import GPT
 from gptworks.plan.layout import Layout
 from gptworks.recipe import load_recipe, parse_recipe
-from gptworks.train import muon
+from gptworks.train.distributed.parallel import choose_parallel
+from gptworks.train.distributed.ranks import Ranks, join
 from gptworks.train.loop import train
-from gptworks.train.objectives import Batch, Losses, next_token
-from gptworks.train.optim import Optimizer
-from gptworks.train.parallel import choose_parallel
-from gptworks.train.ranks import Ranks, join
+from gptworks.train.objectives.next_token import Batch, Losses, next_token
+from gptworks.train.optim import muon
+from gptworks.train.optim.optimizer import Optimizer
 
 CPU = torch.device("cpu")
 

@@ -17,9 +17,9 @@ from gptworks import device as devices
 from gptworks.config import ModelConfig, RopeScaling
 from gptworks.model import GPT, attention
 from gptworks.model.attention import texts_bias
-from gptworks.train.objectives import next_token
-from gptworks.train.parallel import compile_blocks
-from gptworks.train.stopwatch import Stopwatch
+from gptworks.train.distributed.parallel import compile_blocks
+from gptworks.train.objectives.next_token import next_token
+from gptworks.train.record.stopwatch import Stopwatch
 
 # ------------------------------------------------------------------------------------------------- attention
 

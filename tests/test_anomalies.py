@@ -18,12 +18,12 @@ from gptworks.evaluate.loss import LossReport
 from gptworks.model import GPT
 from gptworks.recipe import parse_recipe
 from gptworks.train import loop, saving
-from gptworks.train.anomalies import MEMORY_STEPS, WARMUP_STEPS, GradientEstimate, anomaly
-from gptworks.train.average import WeightAverage
 from gptworks.train.loop import Run, train
-from gptworks.train.metrics import TIMINGS, read_metrics
-from gptworks.train.objectives import Batch, Losses, next_token
-from gptworks.train.task import Task
+from gptworks.train.objectives.base import Task
+from gptworks.train.objectives.next_token import Batch, Losses, next_token
+from gptworks.train.optim.anomalies import MEMORY_STEPS, WARMUP_STEPS, GradientEstimate, anomaly
+from gptworks.train.optim.average import WeightAverage
+from gptworks.train.record.metrics import TIMINGS, read_metrics
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 

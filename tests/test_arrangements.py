@@ -18,7 +18,7 @@ from gptworks.plan.fit import largest_micro_batch
 from gptworks.plan.layout import Layout
 from gptworks.plan.memory import training_peak
 from gptworks.recipe import apply_overrides, parse_recipe
-from gptworks.train.parallel import check_parallel
+from gptworks.train.distributed.parallel import check_parallel
 
 SOURCES = {
     "next_token": {"type": "python-stdlib"},

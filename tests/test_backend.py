@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from gptworks.config import ModelConfig
-from gptworks.infer import backend as backends
-from gptworks.infer.backend import Chunk, TorchBackend
 from gptworks.model import GPT
+from gptworks.model import backend as backends
+from gptworks.model.backend import Chunk, TorchBackend
 
 VOCABULARY, CONTEXT = 50, 64
 

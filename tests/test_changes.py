@@ -21,7 +21,7 @@ from gptworks.model import GPT
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.train.changes import changed, load_to_resume, read_history, record
 from gptworks.train.loop import train
-from gptworks.train.objectives import Batch, Losses, next_token
+from gptworks.train.objectives.next_token import Batch, Losses, next_token
 from gptworks.train.progress import Progress
 
 pytestmark = pytest.mark.usefixtures("without_curves")

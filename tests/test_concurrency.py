@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from gptworks.errors import RunError, UserError
-from gptworks.infer import Completion, Engine, SamplingSettings, native
-from gptworks.infer.backend import Unavailable
+from gptworks.infer import Completion, Engine, SamplingSettings
 from gptworks.infer.engine import completions
 from gptworks.infer.loop import EngineLoop, Stream
 from gptworks.infer.request import Request
 from gptworks.infer.scheduler import QueueFull
 from gptworks.infer.speculate import PromptLookup
 from gptworks.infer.text import Piece
+from gptworks.model.backend import Unavailable
+from gptworks.native import backend as native
 from test_engine import byte_tokenizer, char_tokenizer, random_model
 
 CONTEXT = 64

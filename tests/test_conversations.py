@@ -9,7 +9,7 @@ import pytest
 
 from chats import write_jsonl
 from gptworks.config import ConversationsSource
-from gptworks.data.conversations import Conversation, iter_conversations
+from gptworks.data.conversations.reading import Conversation, iter_conversations
 from gptworks.errors import UserError
 
 ALPACA = {"instruction": "Translate.", "input": "Guten Tag", "output": "Good day"}

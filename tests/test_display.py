@@ -10,9 +10,9 @@ from rich.console import Console
 
 import tiny
 from gptworks.recipe import parse_recipe
-from gptworks.train import display as display_module
-from gptworks.train.display import Display
 from gptworks.train.loop import train
+from gptworks.train.record import display as display_module
+from gptworks.train.record.display import Display
 
 
 class Clock:

@@ -12,7 +12,7 @@ from gptworks.errors import UserError
 from gptworks.model.loss import distillation_loss
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import check_train, train
-from gptworks.train.metrics import read_metrics
+from gptworks.train.record.metrics import read_metrics
 from halves import assert_resumes_exactly
 
 pytestmark = pytest.mark.usefixtures("without_curves")

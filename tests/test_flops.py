@@ -15,7 +15,7 @@ from gptworks.plan.flops import visible_pairs
 from gptworks.plan.work import training_work
 from gptworks.presets import preset
 from gptworks.recipe import parse_recipe
-from gptworks.train.trained import trained_part
+from gptworks.train.optim.trainable import trained_part
 from test_params import random_config
 
 

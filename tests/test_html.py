@@ -13,10 +13,10 @@ import pytest
 
 import tiny
 from gptworks.config import ModelConfig
+from gptworks.describe.page import to_html, write_html
 from gptworks.errors import UserError
 from gptworks.pages.drawing import text_width
 from gptworks.plan import Sheet, describe
-from gptworks.plan.html import to_html, write_html
 from gptworks.presets import PRESETS
 from gptworks.recipe import parse_model
 

@@ -9,9 +9,9 @@ import pytest
 import chats
 from gptworks.chat_template import BUILT_IN
 from gptworks.cli.inspect import inspect
-from gptworks.data.findings import refuse_faults
-from gptworks.data.inspection import check_records, inspect_conversations, inspect_records
-from gptworks.data.pair_inspection import inspect_pairs
+from gptworks.data.conversations.findings import refuse_faults
+from gptworks.data.conversations.inspection import check_records, inspect_conversations, inspect_records
+from gptworks.data.conversations.pair_inspection import inspect_pairs
 from gptworks.data.prepare import prepare
 from gptworks.errors import UserError
 from gptworks.recipe import parse_recipe, save_recipe

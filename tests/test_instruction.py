@@ -18,7 +18,7 @@ from gptworks.chat_template import BUILT_IN
 from gptworks.checkpoint import checkpoints, load_run
 from gptworks.cli.evaluate import evaluate
 from gptworks.config import IGNORED
-from gptworks.data.packing import Examples, evaluation_rows, stack
+from gptworks.data.conversations.packing import Examples, evaluation_rows, stack
 from gptworks.data.prepare import open_prepared, prepare
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
@@ -26,7 +26,7 @@ from gptworks.infer import TurnSession, load
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.tokenizer import load_tokenizer
 from gptworks.train.loop import train
-from gptworks.train.objectives import next_token
+from gptworks.train.objectives.next_token import next_token
 
 
 @pytest.fixture(scope="module")

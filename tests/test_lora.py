@@ -21,7 +21,7 @@ from gptworks.plan.trained import trained
 from gptworks.presets import preset
 from gptworks.recipe import load_recipe, parse_recipe, with_vocab_size
 from gptworks.train.loop import check_train, train
-from gptworks.train.trace import trace_step
+from gptworks.train.rehearsal.trace import trace_step
 from halves import assert_resumes_exactly
 
 pytestmark = pytest.mark.usefixtures("without_curves")

@@ -22,8 +22,8 @@ from gptworks.plan.stages import MLP
 from gptworks.presets import PRESETS, preset
 from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
-from gptworks.train import muon
-from gptworks.train.trace import LiveBytes, trace_step
+from gptworks.train.optim import muon
+from gptworks.train.rehearsal.trace import LiveBytes, trace_step
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 """Tracing for a GPU runs nothing on it, and yet torch wants to see one."""

@@ -15,9 +15,9 @@ from gptworks.device import choose_precision
 from gptworks.errors import RunError
 from gptworks.files import replacing, write_whole
 from gptworks.recipe import parse_recipe, with_vocab_size
-from gptworks.train.card import write_model_card
-from gptworks.train.metrics import MetricsLog, Record, Skipped, draw_curves, read_metrics, write_samples
 from gptworks.train.progress import Progress
+from gptworks.train.record.card import write_model_card
+from gptworks.train.record.metrics import MetricsLog, Record, Skipped, draw_curves, read_metrics, write_samples
 
 
 def validation(step: int, loss: float) -> Record:

@@ -14,8 +14,8 @@ from gptworks.model import GPT, KVCache
 from gptworks.model.moe import MoE, balance_loss, busiest_load, expert_tokens, route, tokens_per_expert, z_loss
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import train
-from gptworks.train.metrics import read_metrics
-from gptworks.train.objectives import next_token
+from gptworks.train.objectives.next_token import next_token
+from gptworks.train.record.metrics import read_metrics
 
 
 def config(**changes: Any) -> ModelConfig:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from gptworks.config import ModelConfig
-from gptworks.infer import native
-from gptworks.infer.backend import Chunk, TorchBackend, Unavailable
-from gptworks.infer.native_library import library
 from gptworks.model import GPT
+from gptworks.model.backend import Chunk, TorchBackend, Unavailable
+from gptworks.native import backend as native
+from gptworks.native.library import library
 from gptworks.quantize.convert import quantize_model
 from hf import random_model
 

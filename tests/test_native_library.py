@@ -18,12 +18,14 @@ import torch
 
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
-from gptworks.infer import backend as backends
-from gptworks.infer import native, native_choice, native_library
-from gptworks.infer.backend import Chunk, TorchBackend, Unavailable, choose_backend
+from gptworks.infer import choice as native_choice
 from gptworks.infer.engine import load
-from gptworks.infer.native_library import library
 from gptworks.model import GPT
+from gptworks.model import backend as backends
+from gptworks.model.backend import Chunk, TorchBackend, Unavailable, choose_backend
+from gptworks.native import backend as native
+from gptworks.native import library as native_library
+from gptworks.native.library import library
 from test_native import CONTEXT, VARIANTS, check, pack, text, variant
 
 assert VARIANTS

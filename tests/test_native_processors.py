@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from gptworks.infer import native
-from gptworks.infer.backend import Chunk, TorchBackend, Unavailable
-from gptworks.infer.native_library import FLAGS, SOURCE, library
 from gptworks.model import GPT
+from gptworks.model.backend import Chunk, TorchBackend, Unavailable
+from gptworks.native import backend as native
+from gptworks.native.library import FLAGS, SOURCE, library
 from gptworks.plan.devices import cpu_flags
 from test_native import KINDS, VARIANTS, copy_of, expected, pack, text, variant
 

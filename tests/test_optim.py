@@ -7,8 +7,8 @@ from torch import nn
 
 from gptworks.config import ModelConfig, TrainConfig
 from gptworks.model import GPT
-from gptworks.train.muon import TOGETHER, Muon, batches, divided
-from gptworks.train.optim import Optimizer, parameter_groups
+from gptworks.train.optim.muon import TOGETHER, Muon, batches, divided
+from gptworks.train.optim.optimizer import Optimizer, parameter_groups
 
 CONFIG = ModelConfig(
     vocab_size=30, context_length=16, n_layers=2, d_model=16, n_heads=2, position="learned", attention_bias=True,

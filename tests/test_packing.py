@@ -14,14 +14,14 @@ from torch import Tensor
 
 import chats
 from gptworks.config import IGNORED, ModelConfig
-from gptworks.data.packing import ExampleBatches, Examples, evaluation_rows, pack, stack
+from gptworks.data.conversations.packing import ExampleBatches, Examples, evaluation_rows, pack, stack
 from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.model.attention import attend, attend_reference, texts_bias
 from gptworks.recipe import parse_recipe
-from gptworks.train.objectives import next_token
+from gptworks.train.objectives.next_token import next_token
 
 T = 128
 

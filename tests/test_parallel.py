@@ -23,11 +23,11 @@ import tiny
 from gptworks.checkpoint import checkpoints, choose_checkpoint, save_checkpoint
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, parse_recipe
-from gptworks.train.agreed import agreed_checkpoint
+from gptworks.train.distributed.agreed import agreed_checkpoint
+from gptworks.train.distributed.parallel import check_parallel
+from gptworks.train.distributed.ranks import ALONE, Ranks
 from gptworks.train.loop import train
-from gptworks.train.metrics import read_metrics
-from gptworks.train.parallel import check_parallel
-from gptworks.train.ranks import ALONE, Ranks
+from gptworks.train.record.metrics import read_metrics
 from test_resume import assert_same_run
 
 WORKER = Path(__file__).with_name("rank_worker.py")

@@ -28,9 +28,9 @@ from gptworks.plan.memory import Setting, training_peak
 from gptworks.plan.run import Plan, plan
 from gptworks.presets import preset
 from gptworks.recipe import parse_recipe
-from gptworks.train import preflight
-from gptworks.train.display import Display
 from gptworks.train.loop import train
+from gptworks.train.record.display import Display
+from gptworks.train.rehearsal import preflight
 
 H100 = find_device("h100")
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import tiny
+from gptworks.describe.plan_tables import tables
 from gptworks.plan.devices import find_device
 from gptworks.plan.run import Plan, plan
-from gptworks.plan.run_tables import tables
 from gptworks.recipe import parse_recipe
 
 H100 = find_device("h100")

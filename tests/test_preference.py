@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import tiny
 from gptworks.checkpoint import checkpoints, load_run
 from gptworks.config import IGNORED, ModelConfig, PreferenceObjective, PreferencesSource
-from gptworks.data.preferences import Pairs, iter_pairs
+from gptworks.data.conversations.preferences import Pairs, iter_pairs
 from gptworks.data.prepare import find_prepared
 from gptworks.data.shards import TokenShards
 from gptworks.device import choose_precision
@@ -22,12 +22,12 @@ from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.model.loss import target_logprobs
 from gptworks.recipe import parse_recipe
+from gptworks.train.distributed.parallel import Parallel
 from gptworks.train.loop import train
-from gptworks.train.metrics import read_metrics
-from gptworks.train.objectives import Batch
-from gptworks.train.parallel import Parallel
-from gptworks.train.preference import Preference, answer_logprobs, preference_loss
-from gptworks.train.task import choose_task
+from gptworks.train.objectives.base import choose_task
+from gptworks.train.objectives.next_token import Batch
+from gptworks.train.objectives.preference import Preference, answer_logprobs, preference_loss
+from gptworks.train.record.metrics import read_metrics
 from halves import assert_resumes_exactly
 
 pytestmark = pytest.mark.usefixtures("without_curves")

@@ -12,9 +12,9 @@ import yaml
 
 import chats
 from gptworks.recipe import parse_recipe
-from gptworks.train import ranks
+from gptworks.train.distributed import ranks
+from gptworks.train.distributed.ranks import _Watch
 from gptworks.train.loop import train
-from gptworks.train.ranks import _Watch
 from test_parallel import torchrun
 
 TIMEOUT = 600.0

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import tiny
 from gptworks.checkpoint import checkpoints
-from gptworks.train.metrics import TIMINGS, read_metrics
+from gptworks.train.record.metrics import TIMINGS, read_metrics
 
 STEPS = 40
 KILLS = 5

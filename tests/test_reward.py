@@ -17,8 +17,8 @@ from gptworks.infer.request import Completion
 from gptworks.infer.sampling import TokenLogprob
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import check_train, train
-from gptworks.train.metrics import read_metrics
-from gptworks.train.reward import advantages, policy_loss, sampling_gap
+from gptworks.train.objectives.reward import advantages, policy_loss, sampling_gap
+from gptworks.train.record.metrics import read_metrics
 from halves import assert_resumes_exactly
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -160,7 +160,7 @@ def test_the_first_step_on_new_answers_is_on_policy(
         ratios.append((logprobs - old).abs().max().item())
         return policy_loss(objective, logprobs, old, *rest)
 
-    monkeypatch.setattr("gptworks.train.reward.policy_loss", recorded)
+    monkeypatch.setattr("gptworks.train.objectives.reward.policy_loss", recorded)
     tree = tree_of(
         folder, f"on-policy-{precision}", objective={"steps_per_rollout": 2, "temperature": 0.7},
         train={"precision": precision, "max_steps": 4, "micro_batch_size": 16},

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gptworks.config import TrainConfig
-from gptworks.train.schedule import rate_factor
+from gptworks.train.optim.schedule import rate_factor
 
 
 def factors(train: TrainConfig, steps: int) -> list[float]:

@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from gptworks.config import ModelConfig
 from gptworks.data.batches import Batches
 from gptworks.data.shards import TokenShards
+from gptworks.describe.diagram import diagram
+from gptworks.describe.published import published_figures, reference_architectures_markdown
 from gptworks.errors import UserError
 from gptworks.model import GPT, KVCache
 from gptworks.plan import Plan, describe, plan
-from gptworks.plan.diagram import diagram
-from gptworks.plan.published import published_figures, reference_architectures_markdown
 from gptworks.presets import PRESETS, preset
 from gptworks.recipe import parse_model, parse_recipe
 from gptworks.units import readable

@@ -15,13 +15,13 @@ from gptworks.model import GPT
 from gptworks.plan.flops import forward_flops
 from gptworks.presets import preset
 from gptworks.recipe import parse_recipe
-from gptworks.train import throughput
-from gptworks.train.layer_norms import LayerNorms
+from gptworks.train.distributed.parallel import Parallel
 from gptworks.train.loop import train
-from gptworks.train.metrics import read_metrics
-from gptworks.train.objectives import next_token
-from gptworks.train.parallel import Parallel
-from gptworks.train.throughput import Throughput
+from gptworks.train.objectives.next_token import next_token
+from gptworks.train.record import throughput
+from gptworks.train.record.layer_norms import LayerNorms
+from gptworks.train.record.metrics import read_metrics
+from gptworks.train.record.throughput import Throughput
 
 CPU = torch.device("cpu")
 

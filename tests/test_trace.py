@@ -17,11 +17,11 @@ from gptworks.errors import UserError
 from gptworks.plan.memory import Setting, training_peak
 from gptworks.presets import preset
 from gptworks.recipe import parse_recipe, with_vocab_size
-from gptworks.train.display import Display
 from gptworks.train.loop import Run
-from gptworks.train.measure import measure_step
-from gptworks.train.metrics import MetricsLog
-from gptworks.train.trace import LiveBytes, Step, trace_step
+from gptworks.train.record.display import Display
+from gptworks.train.record.metrics import MetricsLog
+from gptworks.train.rehearsal.measure import measure_step
+from gptworks.train.rehearsal.trace import LiveBytes, Step, trace_step
 
 CPU = torch.device("cpu")
 MODEL = preset("gpt2-tiny").model_copy(update={"dropout_residual": 0.1, "dropout_attention": 0.1})

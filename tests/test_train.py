@@ -18,8 +18,8 @@ from gptworks.evaluate.loss import evaluate_loss
 from gptworks.model import GPT
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.train.loop import Outcome, train
-from gptworks.train.metrics import read_metrics
-from gptworks.train.objectives import Batch, Losses, next_token
+from gptworks.train.objectives.next_token import Batch, Losses, next_token
+from gptworks.train.record.metrics import read_metrics
 
 PLAIN = {"precision": "fp32", "optimizer": "adamw"}
 
@@ -84,7 +84,7 @@ def test_accumulation_weighs_micro_batches_by_their_tokens(tmp_path: Path) -> No
         kept = 1 + targets.sum(1, keepdim=True) % (targets.size(1) - 1)
         return targets.where(torch.arange(targets.size(1)) < kept, -100)
 
-    from gptworks.train import task
+    from gptworks.train.objectives import base as task
 
     count = task.count_targets
     losses = {}

@@ -16,10 +16,10 @@ from gptworks.config import IGNORED, ModelConfig, TrainConfig
 from gptworks.config.train import EVALUATED_TOKENS
 from gptworks.model import GPT
 from gptworks.recipe import parse_recipe
+from gptworks.train.distributed.ranks import Ranks
 from gptworks.train.loop import Run, train
-from gptworks.train.metrics import TIMINGS, read_metrics
-from gptworks.train.preference import answer_logprobs
-from gptworks.train.ranks import Ranks
+from gptworks.train.objectives.preference import answer_logprobs
+from gptworks.train.record.metrics import TIMINGS, read_metrics
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 

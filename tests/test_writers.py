@@ -14,8 +14,8 @@ import tiny
 from gptworks.errors import UserError
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import train
-from gptworks.train.metrics import TIMINGS, Record, read_metrics
-from gptworks.train.writers import check_writers, open_log, scalars, texts
+from gptworks.train.record.metrics import TIMINGS, Record, read_metrics
+from gptworks.train.record.writers import check_writers, open_log, scalars, texts
 
 FAKE_WANDB = '''
 import json, os
@@ -83,7 +83,7 @@ def test_a_record_becomes_scalars() -> None:
 def test_what_is_not_installed_is_refused_before_work(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gptworks.train.writers.find_spec", lambda _: None)
+    monkeypatch.setattr("gptworks.train.record.writers.find_spec", lambda _: None)
     recipe = parse_recipe(tiny.recipe_tree(tmp_path, loggers=[name]))
     with pytest.raises(UserError, match=rf"pip install 'gptworks\[{name}\]'"):
         train(recipe)

@@ -10,7 +10,7 @@ from gptworks.cli.make import prepare_with_progress
 from gptworks.errors import UserError
 
 if TYPE_CHECKING:
-    from gptworks.data.packing import Examples
+    from gptworks.data.conversations.packing import Examples
     from gptworks.data.prepare import Prepared
 
 Part = dict[str, Any]
@@ -28,8 +28,8 @@ def inspect(
 
     Figures, faults, and examples coloured by what is learned.
     """
-    from gptworks.data.inspection import Inspection, inspect_records
-    from gptworks.data.packing import Examples
+    from gptworks.data.conversations.inspection import Inspection, inspect_records
+    from gptworks.data.conversations.packing import Examples
     from gptworks.data.shards import TokenShards
     from gptworks.recipe import load_recipe
 

@@ -50,14 +50,14 @@ def describe(
 
     The totals stand beside published ones where there are any.
     """
-    from gptworks.plan.sheet import describe as describe_model
+    from gptworks.describe.sheet import describe as describe_model
 
     if as_json:
         refuse_unused("does nothing with --json", markdown=markdown)
     config, name = _architecture(target, overrides or [])
     sheet = describe_model(config, name)
     if html is not None:
-        from gptworks.plan.html import write_html
+        from gptworks.describe.page import write_html
 
         write_html(sheet, html)
         notice(f"wrote {html}")
@@ -136,13 +136,13 @@ def plan(
         raise UserError("--trace and --measure follow one device's step: leave --world-size out.")
     part = (recipe.adapter, recipe.freeze, recipe.objective, sheet.setting.several_texts)
     if trace:
-        from gptworks.train.trace import trace_step
+        from gptworks.train.rehearsal.trace import trace_step
 
         traced = trace_step(recipe.model, sheet.one_step, place.kind, sheet.setting.precision, *part)
         sheet = replace(sheet, traced_bytes=traced.peak_bytes)
     if measure:
         from gptworks.device import choose_device
-        from gptworks.train.measure import measure_step
+        from gptworks.train.rehearsal.measure import measure_step
 
         here = choose_device(place.kind)
         sheet = replace(
@@ -174,7 +174,7 @@ def _planned_data(recipe: "Recipe") -> tuple["Recipe", "DataSize"]:
         return recipe, size
     samples = None
     if recipe.data.records:
-        from gptworks.train.task import choose_task
+        from gptworks.train.objectives.base import choose_task
 
         samples = choose_task(recipe, prepared.folder).samples_per_epoch
     return recipe, DataSize(prepared.manifest.splits["train"].tokens, samples, estimated=False)

@@ -43,11 +43,11 @@ def train(
     """
     settings = _settings(recipe, overrides or [], resume)
     from gptworks.device import choose_device, choose_precision
+    from gptworks.train.distributed.parallel import run_layout
+    from gptworks.train.distributed.ranks import join
     from gptworks.train.loop import check_train
     from gptworks.train.loop import train as train_model
-    from gptworks.train.parallel import run_layout
-    from gptworks.train.preflight import check_memory
-    from gptworks.train.ranks import join
+    from gptworks.train.rehearsal.preflight import check_memory
 
     device = choose_device(settings.train.device)
     precision = choose_precision(settings.train.precision, device)  # refused before preparing
@@ -76,7 +76,7 @@ def launch(
 
     How they share the work is set by train.parallel.
     """
-    from gptworks.train.launch import launch as start
+    from gptworks.train.distributed.launch import launch as start
     from gptworks.train.loop import check_train
 
     check_train(_settings(recipe, overrides or [], resume), resume, nproc)

@@ -29,11 +29,11 @@ from gptworks.config import (
     TokenizerConfig,
     ValidationSplit,
 )
-from gptworks.data.conversations import conversations_signature, is_held_out, iter_conversations
-from gptworks.data.conversations import origins as origins_of
+from gptworks.data.conversations.examples import write_examples
+from gptworks.data.conversations.preferences import iter_pairs, write_pairs
+from gptworks.data.conversations.reading import conversations_signature, is_held_out, iter_conversations
+from gptworks.data.conversations.reading import origins as origins_of
 from gptworks.data.encode import encode_all
-from gptworks.data.examples import write_examples
-from gptworks.data.preferences import iter_pairs, write_pairs
 from gptworks.data.shards import (
     FORMAT_VERSION,
     MANIFEST_FILE,

@@ -13,8 +13,8 @@ from gptworks.errors import UserError
 from gptworks.evaluate.bootstrap import Floats
 from gptworks.evaluate.loss import batches_of
 from gptworks.evaluate.results import Measured
-from gptworks.infer.backend import eval_mode
 from gptworks.model import GPT
+from gptworks.model.backend import eval_mode
 
 _LOGITS_AT_ONCE = 2**22
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from gptworks.config import IGNORED
 from gptworks.errors import UserError
 from gptworks.evaluate.loss import LossReport, batches_of
-from gptworks.infer.backend import eval_mode
 from gptworks.model import GPT
+from gptworks.model.backend import eval_mode
 
 _LOGITS_AT_ONCE = 2**22
 """Numbers of a matrix of logits that stand in memory at once; there are a few such matrices."""

@@ -17,7 +17,7 @@ from gptworks.errors import UserError
 from gptworks.evaluate.bootstrap import Floats, Interval, interval
 from gptworks.evaluate.metrics import figure_of
 from gptworks.files import write_whole
-from gptworks.plan.tables import Table
+from gptworks.pages.tables import Table
 from gptworks.units import significant
 
 FOLDER = "evaluations"

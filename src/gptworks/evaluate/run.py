@@ -10,7 +10,7 @@ import torch
 from gptworks.checkpoint import Report, choose_checkpoint
 from gptworks.config import PythonStdlibSource, Recipe
 from gptworks.data.batches import evaluation_windows
-from gptworks.data.packing import held_out_rows
+from gptworks.data.conversations.packing import held_out_rows
 from gptworks.data.prepare import Prepared, find_by_fingerprint, held_out_text, prepare
 from gptworks.data.shards import TokenShards
 from gptworks.device import choose_device, choose_precision

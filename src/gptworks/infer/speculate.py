@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from gptworks.errors import UserError
-from gptworks.infer.backend import Backend, BackendName, Chunk, choose_backend
 from gptworks.infer.sampling import pick
 from gptworks.infer.scheduler import PREFILL_TOKENS, n_common_tokens
 from gptworks.infer.text import Sample
 from gptworks.model import GPT
+from gptworks.model.backend import Backend, BackendName, Chunk, choose_backend
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """What an architecture and a run cost, by arithmetic alone: nothing is allocated and torch is not imported."""
 
+from gptworks.describe.sheet import Sheet, describe
 from gptworks.plan.flops import ForwardFlops, forward_flops
 from gptworks.plan.params import ParameterCount, ParameterGroup, count_parameters
 from gptworks.plan.run import Plan, plan
-from gptworks.plan.sheet import Sheet, describe
 
 __all__ = [
     "ForwardFlops",

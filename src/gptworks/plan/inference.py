@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from math import prod
 
 from gptworks.config import ModelConfig
+from gptworks.describe.published import kv_cache_bytes
 from gptworks.plan.params import ParameterCount, Shape, count_parameters
-from gptworks.plan.published import kv_cache_bytes
 
 BATCHES = (1, 8, 32)
 """Sequences at once for which the cache is shown."""

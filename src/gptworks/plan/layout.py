@@ -75,7 +75,7 @@ class Shards:
 
 
 def shards_of(parameters: ParameterCount, model: ModelConfig, trained: Trained | None) -> Shards:
-    """The groups of `gptworks.train.parallel.ManyDevices.place`."""
+    """The groups of `gptworks.train.distributed.parallel.ManyDevices.place`."""
     groups = parameters.groups.values()
     in_blocks = sum(group.total for group in groups if group.in_block)
     whole = sum(

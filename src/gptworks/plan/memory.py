@@ -48,7 +48,7 @@ CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS, CPU_CACHE_BYTES, CHUNK_TOKENS = 1024, 2 * 2*
 """Of `gptworks.model.loss`, which importing would import torch."""
 
 MUON_TOGETHER = 2**22
-"""Of `gptworks.train.muon`, likewise."""
+"""Of `gptworks.train.optim.muon`, likewise."""
 
 
 @dataclass(frozen=True)

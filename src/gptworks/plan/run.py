@@ -261,25 +261,25 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Stable keys; null where a figure is unknown before the run."""
-        from gptworks.plan.run_tables import plan_json
+        from gptworks.describe.plan_tables import plan_json
 
         return plan_json(self)
 
     def to_markdown(self) -> str:
         """The plan as tables."""
-        from gptworks.plan.run_tables import tables
+        from gptworks.describe.plan_tables import tables
 
         body = "\n\n".join(table.markdown() for table in tables(self, details=True))
         return f"# {self.name}: plan\n\n{body}\n"
 
     def __rich__(self) -> RenderableType:
         """What a reader needs; `detailed` has every table."""
-        from gptworks.plan.run_tables import tables
+        from gptworks.describe.plan_tables import tables
 
         return Group(*(table.rich() for table in tables(self)))
 
     def detailed(self) -> RenderableType:
-        from gptworks.plan.run_tables import tables
+        from gptworks.describe.plan_tables import tables
 
         return Group(*(table.rich() for table in tables(self, details=True)))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gptworks.config import Recipe, settings
 from gptworks.runs.history import History
-from gptworks.train.metrics import Record
+from gptworks.train.record.metrics import Record
 
 FINISHED = 0.98
 """Share of its minutes after which a run that ends by the clock counts as finished."""

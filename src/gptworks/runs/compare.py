@@ -10,13 +10,13 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from gptworks.errors import UserError
-from gptworks.plan.tables import Table
+from gptworks.pages.tables import Table
 from gptworks.runs.bands import Band, Verdict, judge
 from gptworks.runs.comparable import Place, by_clock, common_place, comparability, finished_by_clock
 from gptworks.runs.history import History
 from gptworks.runs.settings import decisive, differences, fingerprint
 from gptworks.runs.statistics import Difference, known_spread, welch
-from gptworks.train.display import clock
+from gptworks.train.record.display import clock
 from gptworks.units import counted
 
 

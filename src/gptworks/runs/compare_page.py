@@ -9,7 +9,7 @@ from gptworks.pages.page import page, write_page
 from gptworks.pages.parts import Cell, figure, key, number, paragraph, section, table, together
 from gptworks.runs.compare import HEADER, Comparison, losses, text_of
 from gptworks.runs.report import dot_titles, points, smoothed
-from gptworks.train.display import clock
+from gptworks.train.record.display import clock
 
 
 def write_comparison(comparison: Comparison, path: Path) -> None:

@@ -15,7 +15,7 @@ from gptworks.evaluate.results import Evaluation, number, read_evaluations, tabl
 from gptworks.pages.chart import NARROW, Series, chart, colour
 from gptworks.pages.parts import figure, section, together
 from gptworks.pages.parts import table as html_table
-from gptworks.plan.tables import Table
+from gptworks.pages.tables import Table
 
 _OF_TOKENS = ("loss", "perplexity")
 """Figures of a text that compare only between runs of one tokenizer."""

@@ -14,7 +14,7 @@ from gptworks.errors import UserError
 from gptworks.plan.params import count_parameters
 from gptworks.plan.run import planned_steps
 from gptworks.recipe import load_recipe
-from gptworks.train.metrics import Record, Skipped, read_metrics
+from gptworks.train.record.metrics import Record, Skipped, read_metrics
 
 MOST_RECORDS = 20_000
 """Records of each kind that are kept; of more, evenly spread ones, the first, the last and the best."""

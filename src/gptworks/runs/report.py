@@ -7,6 +7,8 @@ from typing import TypeGuard
 
 from markupsafe import Markup
 
+from gptworks.describe.figure import architecture_svg
+from gptworks.describe.sheet import describe, summary, traits
 from gptworks.pages.chart import NARROW, WIDE, Format, Series, chart, colour, compact
 from gptworks.pages.drawing import Point
 from gptworks.pages.page import page, write_page
@@ -28,13 +30,11 @@ from gptworks.pages.parts import (
     together,
     unbroken,
 )
-from gptworks.plan.figure import architecture_svg
-from gptworks.plan.sheet import describe, summary, traits
 from gptworks.runs.evaluations import evaluations_section
 from gptworks.runs.history import History
-from gptworks.train.display import clock
-from gptworks.train.metrics import Record, smooth
-from gptworks.train.outcome import read_outcome
+from gptworks.train.record.display import clock
+from gptworks.train.record.metrics import Record, smooth
+from gptworks.train.record.outcome import read_outcome
 from gptworks.units import readable, significant
 
 MOST_ROWS = 24

@@ -24,7 +24,7 @@ from gptworks.config import Recipe, Role, SweepConfig, SweepRange, settings
 from gptworks.errors import RunError, UserError
 from gptworks.recipe import load_recipe, save_recipe
 from gptworks.runs.settings import flat
-from gptworks.train.metrics import Record, read_metrics
+from gptworks.train.record.metrics import Record, read_metrics
 from gptworks.train.signals import stop_signals
 
 if TYPE_CHECKING:

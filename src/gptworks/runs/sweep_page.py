@@ -10,11 +10,11 @@ from rich.console import RenderableType
 from gptworks.pages.chart import NARROW, WIDE, Series, chart, compact
 from gptworks.pages.page import page, write_page
 from gptworks.pages.parts import Cell, bold, figure, figures, key_figures, number, section, settings, table
-from gptworks.plan.tables import Table
+from gptworks.pages.tables import Table
 from gptworks.runs.history import History, loss_unit, read_history
 from gptworks.runs.report import points
 from gptworks.runs.sweep import Sweep, TrialResult
-from gptworks.train.display import clock
+from gptworks.train.record.display import clock
 
 
 def sweep_table(sweep: Sweep) -> RenderableType:

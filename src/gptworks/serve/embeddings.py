@@ -7,8 +7,8 @@ import threading
 import torch
 
 from gptworks.errors import RunError
-from gptworks.infer.backend import eval_mode
 from gptworks.model import GPT
+from gptworks.model.backend import eval_mode
 from gptworks.serve import openai
 from gptworks.serve.caller import Caller
 from gptworks.serve.service import Service

@@ -5,8 +5,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from gptworks.train.objectives import Batch
-from gptworks.train.task import Task
+from gptworks.train.objectives.base import Task
+from gptworks.train.objectives.next_token import Batch
 
 
 class Feed:

@@ -19,7 +19,7 @@ from torch import Tensor
 from gptworks.chat_template import load_chat_template, save_chat_template
 from gptworks.checkpoint import Checkpoint, checkpoints, newest_verified
 from gptworks.config import Recipe
-from gptworks.data.inspection import check_records
+from gptworks.data.conversations.inspection import check_records
 from gptworks.data.prepare import prepare
 from gptworks.device import (
     BusyCores,
@@ -45,34 +45,34 @@ from gptworks.plan.params import count_parameters
 from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
 from gptworks.tensors import Expected
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
-from gptworks.train.agreed import agreed_checkpoint
-from gptworks.train.anomalies import anomaly
-from gptworks.train.average import WeightAverage
-from gptworks.train.card import MemoryPeaks, write_model_card
 from gptworks.train.changes import change_words, changed, record
-from gptworks.train.display import Display, clock
-from gptworks.train.distillation import check_teacher
+from gptworks.train.distributed.agreed import agreed_checkpoint
+from gptworks.train.distributed.parallel import Parallel, StopAsked, check_parallel, choose_parallel, run_layout
+from gptworks.train.distributed.ranks import ALONE, Ranks
 from gptworks.train.feed import Feed
 from gptworks.train.generating import generating
-from gptworks.train.layer_norms import LayerNorms
-from gptworks.train.metrics import MetricsLog, NoLog, Record, draw_curves, write_samples
-from gptworks.train.objectives import Objective
-from gptworks.train.optim import Optimizer
-from gptworks.train.parallel import Parallel, StopAsked, check_parallel, choose_parallel, run_layout
-from gptworks.train.preflight import check_memory, choose_allocation, run_setting
+from gptworks.train.objectives.base import choose_task
+from gptworks.train.objectives.distillation import check_teacher
+from gptworks.train.objectives.next_token import Objective
+from gptworks.train.objectives.reward import check_reward
+from gptworks.train.optim.anomalies import anomaly
+from gptworks.train.optim.average import WeightAverage
+from gptworks.train.optim.optimizer import Optimizer
+from gptworks.train.optim.schedule import rate_factor
+from gptworks.train.optim.trainable import check_trained, trained_part
 from gptworks.train.progress import Progress
-from gptworks.train.ranks import ALONE, Ranks
-from gptworks.train.reward import check_reward
+from gptworks.train.record.card import MemoryPeaks, write_model_card
+from gptworks.train.record.display import Display, clock
+from gptworks.train.record.layer_norms import LayerNorms
+from gptworks.train.record.metrics import MetricsLog, NoLog, Record, draw_curves, write_samples
+from gptworks.train.record.stopwatch import Stopwatch
+from gptworks.train.record.throughput import Throughput
+from gptworks.train.record.writers import check_writers, open_log
+from gptworks.train.rehearsal.preflight import check_memory, choose_allocation, run_setting
 from gptworks.train.run_folder import check_run_folder, open_run_folder
 from gptworks.train.saving import CheckpointWriter, remove_newer
-from gptworks.train.schedule import rate_factor
 from gptworks.train.signals import stop_signals
 from gptworks.train.start import check_start, starting_weights
-from gptworks.train.stopwatch import Stopwatch
-from gptworks.train.task import choose_task
-from gptworks.train.throughput import Throughput
-from gptworks.train.trained import check_trained, trained_part
-from gptworks.train.writers import check_writers, open_log
 from gptworks.units import readable, significant
 
 CURVES_EVERY_SECONDS = 60.0
@@ -109,7 +109,7 @@ def train(
             without one is begun anew.
         force: try also where the run should not fit in memory.
         objective: a loss of your own instead of the recipe's.
-        ranks: the processes that train together, from `gptworks.train.ranks.join`; each calls this.
+        ranks: the processes that train together, from `gptworks.train.distributed.ranks.join`; each calls this.
         overrides: the `key.path=value` settings of the command line, kept in the run folder for a later one.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gptworks.errors import UserError
-from gptworks.train.anomalies import GradientEstimate
+from gptworks.train.optim.anomalies import GradientEstimate
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -10,8 +10,8 @@ from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe
 from gptworks.tokenizer import add_tokens, fingerprint, load_tokenizer, vocabulary_size
-from gptworks.train.agreed import agreed_checkpoint
-from gptworks.train.ranks import ALONE, Ranks
+from gptworks.train.distributed.agreed import agreed_checkpoint
+from gptworks.train.distributed.ranks import ALONE, Ranks
 
 FREE_TO_CHANGE = frozenset({
     "vocab_size", "context_length", "rope_scaling", "dropout_embedding", "dropout_attention", "dropout_residual",

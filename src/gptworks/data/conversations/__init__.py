@@ -1,0 +1,1 @@
+"""Conversations and pairs of answers: read, masked, packed and inspected."""

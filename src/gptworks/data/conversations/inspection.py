@@ -1,0 +1,193 @@
+"""What conversations hold, before anything is learned from them: figures, and faults that would ruin a run silently.
+
+A fault stops a run, unless the recipe allows it by its name: `objective.allow`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gptworks.config import DataFault, Recipe
+from gptworks.data.conversations.findings import (
+    Finding,
+    Look,
+    about_tokens,
+    example_columns,
+    learned_counts,
+    refuse_faults,
+)
+from gptworks.data.conversations.packing import Examples
+from gptworks.data.conversations.pair_inspection import PairInspection, inspect_pairs
+from gptworks.data.prepare import Prepared
+from gptworks.data.shards import ALTERED, EMPTY, NO_END, SWAPPED, UNANSWERED, TokenShards
+
+Int64s = npt.NDArray[np.int64]
+
+_N_LONGEST = 3
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is known of a recipe's conversations."""
+
+    files: list[dict[str, object]]
+    """Each with its shape and its records."""
+    n_examples: int
+    n_validation: int
+    n_tokens: int
+    """Of the training examples, as far as the context reaches."""
+    n_learned: int
+    """Of those."""
+    n_cut: int
+    """Training examples longer than the context."""
+    n_rows: int
+    fill: float
+    """Share of the rows that is not padding."""
+    median_tokens: int
+    longest: list[tuple[int, str]]
+    """Tokens and places."""
+    end_tokens: list[str]
+    findings: list[Finding]
+
+    @property
+    def learned_share(self) -> float:
+        return self.n_learned / max(1, self.n_tokens)
+
+    def lines(self) -> list[str]:
+        """The figures, for people."""
+        files = ", ".join(f"{file['name']} ({file['shape']}, {file['records']:,} records)" for file in self.files)
+        longest = ", ".join(f"{n:,} ({where})" for n, where in self.longest)
+        ends = " or ".join(self.end_tokens) or "nothing"
+        return [
+            f"conversations: {files}",
+            f"{self.n_examples:,} examples to learn from, {self.n_validation:,} held out; an answer ends with {ends}",
+            f"{self.n_tokens:,} tokens in {self.n_rows:,} rows, {self.fill:.0%} full; {self.learned_share:.1%} learned",
+            f"tokens an example: median {self.median_tokens:,}, longest {longest}",
+            f"{self.n_cut:,} examples are longer than the context and lose their end",
+        ]
+
+
+def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
+    """Count, and look for faults. Nothing is refused here."""
+    manifest, template = prepared.manifest, prepared.chat_template
+    assert template is not None
+    context = recipe.model.context_length
+    shards, held_out = TokenShards(prepared.folder, "train"), TokenShards(prepared.folder, "validation")
+    columns, validation = example_columns(shards), example_columns(held_out)
+    examples = Examples(shards, context, getattr(recipe.objective, "packing", True))
+    learned, kept = learned_counts(shards, context)
+    n_inputs = np.minimum(examples.n_tokens - 1, context)
+    order = np.argsort(-examples.n_tokens, kind="stable")[:_N_LONGEST]
+    look = Look(manifest, columns["record"].astype(np.int64))
+    findings = [
+        *about_tokens(recipe, manifest, template),
+        *_about_answers(columns["flags"], look),
+        *_about_length(learned, kept, int(n_inputs.sum()), context, look),
+        *_about_repetition(columns, validation, look),
+    ]
+    return Inspection(
+        files=[origin.model_dump() for origin in manifest.origins],
+        n_examples=shards.n_documents,
+        n_validation=held_out.n_documents,
+        n_tokens=int(n_inputs.sum()),
+        n_learned=int(kept.sum()),
+        n_cut=int((examples.n_tokens - 1 > context).sum()),
+        n_rows=len(examples.rows),
+        fill=float(n_inputs.sum()) / (len(examples.rows) * context),
+        median_tokens=int(np.median(examples.n_tokens)),
+        longest=[(int(examples.n_tokens[i]), look.place(i)) for i in order.tolist()],
+        end_tokens=[template.tokenizer.id_to_token(i) or "" for i in template.end_token_ids()],
+        findings=findings,
+    )
+
+
+def inspect_records(recipe: Recipe, prepared: Prepared) -> Inspection | PairInspection:
+    """`inspect_pairs` or `inspect_conversations`, as the recipe's sources are."""
+    return inspect_pairs(recipe, prepared) if recipe.data.preferences else inspect_conversations(recipe, prepared)
+
+
+def check_records(recipe: Recipe, prepared: Prepared, report: Callable[[str], None]) -> None:
+    """Tell what a recipe's conversations or pairs hold, and refuse faults that it does not allow.
+
+    Raises:
+        UserError: see `refuse_faults`.
+    """
+    if not recipe.data.records:
+        return
+    inspection = inspect_records(recipe, prepared)
+    for line in inspection.lines():
+        report(line)
+    refuse_faults(inspection.findings, recipe.objective.allow)
+    for finding in inspection.findings:
+        report(f"allowed: {finding.name}: {finding.text}")
+
+
+# ----------------------------------------------------------------------------------------------------- faults
+
+
+def _about_answers(flags: npt.NDArray[np.uint64], look: Look) -> list[Finding]:
+    def fault(name: DataFault, flag: int, what: str, fix: str) -> list[Finding]:
+        return look.fault(name, (flags & flag) > 0, 0.01, what, fix)
+
+    return [
+        *fault("unanswered", UNANSWERED, "have no assistant's turn", "Nothing of them is learned: take them out."),
+        *fault("empty-answers", EMPTY, "have an empty answer", "It teaches silence: take them out."),
+        *fault(
+            "swapped-roles", SWAPPED, "begin with the assistant and end with the user",
+            "The questions would be learned: exchange the roles.",
+        ),
+        *fault(
+            "no-end-token", NO_END, "have an answer without an end token",
+            "A model that never sees one does not stop: let the template write eos_token or a special token after "
+            "each answer.",
+        ),
+        *fault(
+            "answers-altered", ALTERED, "have an answer whose text the chat template changes or adds to",
+            "What is learned is not the answer: look at the template.",
+        ),
+    ]  # fmt: skip
+
+
+def _about_length(learned: Int64s, kept: Int64s, n_tokens: int, context: int, look: Look) -> list[Finding]:
+    share = kept.sum() / max(1, n_tokens)
+    if not kept.any():
+        return [Finding("nothing-learned", f"no token within the context of {context:,} belongs to an answer.")]
+    longer = "Raise model.context_length, or shorten or leave out these examples."
+    little = f"only {share:.2%} of the tokens are learned. Shorten what stands before the answers."
+    return [
+        *([Finding("little-learned", little)] if share < 0.01 else []),
+        *look.fault(
+            "answers-cut-away", (learned > 0) & (kept == 0), 0.01,
+            f"have no answer within the context of {context:,} tokens", longer,
+        ),
+        *look.fault(
+            "answers-cut-short", (kept > 0) & (kept < learned), 0.1,
+            f"lose the end of an answer, and its end token, beyond {context:,} tokens", longer,
+        ),
+    ]  # fmt: skip
+
+
+def _about_repetition(
+    train: dict[str, npt.NDArray[np.uint64]], validation: dict[str, npt.NDArray[np.uint64]], look: Look
+) -> list[Finding]:
+    _, first_seen = np.unique(train["text"], return_index=True)
+    repeated = np.ones(len(train["text"]), dtype=np.bool_)
+    repeated[first_seen] = False
+    findings = look.fault("duplicates", repeated, 0.2, "repeat an earlier one", "Leave repetitions out.")
+    in_both = np.isin(validation["text"], train["text"])
+    if in_both.sum() > 0.01 * len(in_both):
+        also = Look(look.manifest, validation["record"].astype(np.int64))
+        findings += also.fault(
+            "validation-overlap", in_both, 0.01, "held out are also trained on",
+            "The validation loss would tell nothing: leave repetitions out.",
+        )  # fmt: skip
+    _, first, counts = np.unique(train["answer"], return_index=True, return_counts=True)
+    most = int(counts.argmax())
+    if len(train["answer"]) >= 20 and counts[most] > 0.5 * len(train["answer"]):
+        findings += look.fault(
+            "one-answer", train["answer"] == train["answer"][first[most]], 0.5, "have the same answer",
+            "A model learns to say it to anything. Is it the right field?",
+        )  # fmt: skip
+    return findings

@@ -1,0 +1,175 @@
+"""A model's data sheet as a page: one file without network or script, for light and dark screens and for A4."""
+
+from pathlib import Path
+
+from markupsafe import Markup
+
+from gptworks.describe.figure import Share, architecture_svg, shares_svg
+from gptworks.describe.sheet import Sheet, label, summary, tensors_text, traits
+from gptworks.pages.page import page, write_page
+from gptworks.pages.parts import (
+    Cell,
+    bar,
+    columns,
+    exact,
+    figure,
+    key_figures,
+    large,
+    number,
+    percent,
+    section,
+    settings,
+    table,
+    unbroken,
+)
+from gptworks.units import readable
+
+KINDS = {
+    "token_embedding": "embedding", "position_embedding": "embedding", "attention_weights": "attention",
+    "attention_biases": "attention", "qk_norms": "attention", "router": "mlp", "mlp_weights": "mlp",
+    "mlp_biases": "mlp", "shared_expert": "mlp", "norms": "norm", "final_norm": "norm", "head": "head",
+    "query, key, value": "attention", "scores and weighted sum": "scores", "output projection": "attention",
+}  # fmt: skip
+"""Colour of each group of parameters and of each part of the operations; the rest are the MLP's."""
+
+SHORT = {"query, key, value": "q, k, v", "scores and weighted sum": "scores", "output projection": "output"}
+"""Names that fit into a bar."""
+
+NAMES = {"embedding": "embedding", "attention": "attention", "mlp": "MLP", "norm": "norms", "head": "head"}
+
+
+def to_html(sheet: Sheet) -> str:
+    """The page. Numbers stand in <data> elements with their exact values."""
+    words = f"{summary(sheet)}. {traits(sheet.config)}."
+    parts = (
+        _key_figures(sheet),
+        section("", figure(architecture_svg(sheet.config, sheet.name, words))),
+        section("Parameters and operations by part", figure(_shares(sheet))),
+        section("Parameters", _parameters(sheet)),
+        columns(section("Memory", _memory(sheet)), section("Operations for a token", _operations(sheet))),
+        *([section("Published beside exact", _published(sheet))] if sheet.published else []),
+        section("Settings", settings(sheet.config.model_dump(mode="json"))),
+    )
+    return page(sheet.name, (unbroken(summary(sheet)), unbroken(traits(sheet.config))), parts, _conventions(sheet))
+
+
+def write_html(sheet: Sheet, path: Path) -> None:
+    """Write the page at once, over an older one.
+
+    Raises:
+        UserError: the path is a folder, or lies in none.
+    """
+    write_page(to_html(sheet), path, "--html")
+
+
+def _key_figures(sheet: Sheet) -> Markup:
+    count, flops, length = sheet.parameters, sheet.flops, sheet.config.context_length
+    second, n = ("outside the embeddings", count.non_embedding)
+    if sheet.config.n_experts:
+        second, n = ("active for a token", count.active)
+    return key_figures((
+        ("parameters", large(count.total), f"{count.total:,}"),
+        (second, large(n), f"{n:,}"),
+        ("weights", large(2 * count.total, "B"), "in bf16"),
+        ("KV cache", large(sheet.kv_cache_bytes, "B"), f"in fp16, {length:,} tokens"),
+        ("forward, a token", large(flops.per_token_dense, "FLOP"), f"at {length:,} tokens"),
+        ("training, a token", large(flops.training_per_token_dense, "FLOP"), "forward and backward"),
+    ))  # fmt: skip
+
+
+def _parameters(sheet: Sheet) -> Markup:
+    count, per_layer = sheet.parameters, sheet.parameters_per_layer
+    groups = [group for group in count.groups.values() if group.total or group.name == "head"]
+    largest = max(group.total for group in groups)
+    rows = [
+        (
+            label(group),
+            tensors_text(group).replace(" × ", "\xa0×\xa0") if group.total else "tied to the token embedding",
+            number(group.per_layer) if group.in_block else "",
+            number(group.total),
+            percent(group.total / count.total),
+            bar(group.total / largest, KINDS[group.name]) if group.total else "",
+        )
+        for group in groups
+    ]
+    foot: list[tuple[Cell, ...]] = [("total", "", number(per_layer), number(count.total), "", "")]
+    if sheet.config.n_experts:
+        idle = count.total - count.active
+        active = number(per_layer - idle // sheet.config.n_layers), number(count.active)
+        foot.append(("for a token", "", *active, percent(count.active / count.total), ""))
+    header = ("group", "tensors [out × in]", "a layer", "all layers", "share", "")
+    return table(header, "lqrrrt", rows, foot)
+
+
+def _memory(sheet: Sheet) -> Markup:
+    total, length = sheet.parameters.total, sheet.config.context_length
+    figures = (
+        ("weights in fp32", 4 * total),
+        ("weights in bf16", 2 * total),
+        ("KV cache in fp16, a token", sheet.kv_cache_bytes_per_token),
+        (f"KV cache in fp16, {length:,} tokens", sheet.kv_cache_bytes),
+    )
+    largest = max(n_bytes for _, n_bytes in figures)
+    rows = [(name, number(n, readable(n, "B")), bar(n / largest, "memory")) for name, n in figures]
+    return table(("", "bytes", ""), "lrt", rows)
+
+
+def _operations(sheet: Sheet) -> Markup:
+    flops = sheet.flops
+    total, parts = flops.per_token_dense, sheet.flops_by_part
+    largest = max(n for _, n in parts)
+    rows = [
+        (part, number(n, readable(n, "FLOP")), percent(n / total), bar(n / largest, KINDS.get(part, "mlp")))
+        for part, n in parts
+    ]
+    totals = (
+        ("forward", total),
+        ("forward, causal pairs alone", flops.per_token_causal),
+        ("training", flops.training_per_token_dense),
+    )
+    foot = [(name, number(n, readable(n, "FLOP")), "", "") for name, n in totals]
+    return table(("", "FLOP", "share", ""), "lrrt", rows, foot)
+
+
+def _shares(sheet: Sheet) -> Markup:
+    """Bars of the parameters, of those that take part for one token, and of the operations."""
+    count, flops = sheet.parameters, sheet.flops
+    stored = dict.fromkeys(NAMES, 0)
+    for group in count.groups.values():
+        stored[KINDS[group.name]] += group.total
+    active = stored | {"mlp": stored["mlp"] - (count.total - count.active)}
+
+    def shares(amounts: dict[str, int]) -> list[Share]:
+        return [(kind, NAMES[kind], amount) for kind, amount in amounts.items() if amount]
+
+    rows = [("Parameters", f"{count.total:,}", shares(stored))]
+    if sheet.config.n_experts:
+        rows.append(("Parameters for a token", f"{count.active:,}", shares(active)))
+    parts: list[Share] = [(KINDS.get(part, "mlp"), SHORT.get(part, part), n) for part, n in sheet.flops_by_part]
+    rows.append(("Operations for a token", f"{readable(flops.per_token_dense, 'FLOP')} forward", parts))
+    words = "; ".join(
+        f"{title}: " + ", ".join(f"{part} {n / sum(a for _, _, a in row):.1%}" for _, part, n in row)
+        for title, _, row in rows
+    )
+    return shares_svg(rows, words)
+
+
+def _published(sheet: Sheet) -> Markup:
+    rows = []
+    for each in sheet.published:
+        quantity, published, ours, error, note = each.cells
+        as_printed = published if isinstance(each.published, str) else number(each.published, published)
+        rows.append((quantity, as_printed, exact(number(each.exact, ours)), error, note))
+    header = (sheet.published[0].source, "published", "exact", "off by", "")
+    return table(header, "lrrrn", rows)
+
+
+def _conventions(sheet: Sheet) -> str:
+    pairs = ", or those of its blocks in a layer with a short window" if sheet.config.window else ""
+    return (
+        "B sequences of T tokens; matrices are [out × in]. A multiply-add is two operations; matrix products are "
+        "counted, norms, activations and softmax are not. Attention is counted over all pairs that plain products "
+        f"form, T × T{pairs}; “causal pairs alone” counts each pair that a token may see once. Operations are for one "
+        f"token at the full context of {sheet.flops.length:,} tokens; training takes three times the forward pass. "
+        "A tied head has no parameters of its own. kB, MB and GB are decimal. Written by gptworks describe."
+    )

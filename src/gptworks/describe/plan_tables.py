@@ -1,0 +1,312 @@
+"""What `gptworks plan` prints: as tables and as JSON. Bytes and FLOPs are decimal (1 GB is 10⁹ bytes)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from gptworks.pages.tables import Table, or_unknown, parameters_json
+from gptworks.plan.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
+from gptworks.plan.fit import layout_words
+from gptworks.plan.inference import BATCHES
+from gptworks.plan.run import Plan
+from gptworks.units import readable
+
+WORDS = {
+    "weights_average": "weights' average",
+    "adapter_inputs": "adapter's inputs",
+    "other_models": "weights of a teacher or of the start",
+    "mlp": "MLP",
+    "weight_copies": "product-precision copies of weights",
+    "query_key_value": "query, key, value",
+    "attention_scores": "scores and weighted sum",
+    "attention_output": "output projection",
+    "teacher": "teacher's forward pass",
+    "sampling_policy": "forward pass over the answers sampled",
+    "reference": "forward pass of the start",
+}
+"""Of parts of memory and work, whose keys are identifiers, where they are more than the key."""
+
+
+def words(part: str) -> str:
+    """A part as a reader knows it."""
+    return WORDS.get(part, part.replace("_", " "))
+
+
+def tables(plan: Plan, details: bool = False) -> Iterator[Table]:
+    """Whether the run fits and what to change, what it takes; with details, every figure there is."""
+    yield Table((plan.name, "plan"), "ll", _facts(plan, details))
+    yield _memory(plan)
+    if plan.changes:
+        rows = [(readable(change.peak_bytes, "B"), change.words, change.costs) for change in plan.changes]
+        title = "would fit, cheapest first" if plan.changes[0].fits else "not even this fits"
+        yield Table(("peak", title, "at the cost of"), "rll", rows)
+    if plan.traced_bytes is not None or plan.measured is not None:
+        yield _checks(plan)
+    if details:
+        yield _work(plan)
+        yield _alternatives(plan)
+        yield _inference(plan)
+
+
+def _work(plan: Plan) -> Table:
+    parts = plan.flops_by_part
+    rows = [(words(part), flop(forward), flop(backward)) for part, (forward, backward) in parts.items()]
+    total = [sum(column) for column in zip(*parts.values(), strict=True)]
+    return Table(("FLOPs a token", "forward", "backward"), "lrr", [*rows, ("total", *map(flop, total))])
+
+
+def flop(flops: float) -> str:
+    return readable(flops, "FLOP")
+
+
+def _facts(plan: Plan, details: bool) -> list[tuple[str, str]]:
+    optimal = f"about {COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER} are compute-optimal (Hoffmann et al., 2022)"
+    shards = f"{plan.shard_bytes_per_token} B a token"
+    if plan.shards_bytes is not None:
+        shards = f"{'about ' if plan.tokens_estimated else ''}{readable(plan.shards_bytes, 'B')} ({shards})"
+    count, train, about = plan.parameters, plan.train, "about " if plan.tokens_estimated else ""
+    samples = "pairs" if plan.setting.objective == "preference" else "sequences"
+    before = plan.flops_before_first_step
+    facts = [
+        ("parameters", f"{count.total:,}"),
+        *([("active for a token", f"{count.active:,}")] if count.active != count.total else []),
+        *([("trained of them", f"{plan.n_trained:,}")] if plan.setting.trained is not None else []),
+        *([("outside the embeddings", f"{count.non_embedding:,}")] if details else []),
+        *([("objective", objective)] if (objective := _objective(plan)) else []),
+        ("tokens a step", f"{plan.tokens_per_step:,} ({_batch(plan)})"),
+        ("steps", f"{or_unknown(plan.steps)} ({plan.steps_reason})"),
+        ("tokens in all", or_unknown(plan.tokens) if plan.tokens is None else f"{about}{plan.tokens:,}"),
+        ("tokens a parameter", f"{or_unknown(plan.tokens_per_parameter, '.3g')} ({optimal})"),
+    ]
+    if details:
+        facts += [
+            ("training FLOPs a token", readable(plan.flops_per_token, "FLOP")),
+            ("training FLOPs a step", readable(plan.flops_per_step, "FLOP")),
+        ]
+        if before != 0:
+            facts.append(("FLOPs before the first step", "unknown" if before is None else readable(before, "FLOP")))
+    facts += [
+        ("training FLOPs in all", "unknown" if plan.total_flops is None else readable(plan.total_flops, "FLOP")),
+        ("device", _device(plan)),
+        ("step", f"{plan.setting.precision}, checkpointing {plan.setting.checkpointing}, {train.optimizer}"),
+        ("memory of a device", _fit(plan)),
+        ("largest micro-batch that fits", f"{plan.largest_micro_batch_size:,} {samples}"),
+        ("time", _time(plan)),
+    ]
+    if details:
+        facts += [
+            ("weights on disk, fp32", readable(plan.weights_bytes, "B")),
+            ("one checkpoint on disk", readable(plan.checkpoint_bytes, "B")),
+        ]
+    return [*facts, ("checkpoints on disk, at most", _checkpoints(plan)), ("token shards on disk", shards)]
+
+
+def _checkpoints(plan: Plan) -> str:
+    each, every = readable(plan.checkpoint_bytes, "B"), plan.train.keep_every
+    if plan.checkpoints_bytes is None:
+        return f"unknown: {each} each, and those at multiples of keep_every={every} steps stay"
+    return f"{readable(plan.checkpoints_bytes, 'B')} ({plan.most_checkpoints:,} of {each})"
+
+
+def _objective(plan: Plan) -> str:
+    """What the figures count where the objective is not the next token."""
+    counted = {
+        "instruction": "rows at the full context",
+        "preference": "both answers of a pair at the full context, and what the start gives each once",
+        "distillation": "the teacher's forward pass and weights",
+        "reward": "rows at the full context; sampling reads the weights once a token",
+    }
+    words = counted.get(plan.setting.objective)
+    return f"{plan.setting.objective}: the figures count {words}" if words else ""
+
+
+def _batch(plan: Plan) -> str:
+    s = plan.setting
+    ranks = f" on each of {s.layout.data_parallel:,} ranks" if s.layout.data_parallel > 1 else ""
+    rows = " × 2" if s.rows_per_sample == 2 else ""
+    return f"{plan.train.batch_size:,}{rows} × {s.model.context_length:,}; {s.micro_batch_size:,} at a time{ranks}"
+
+
+def _device(plan: Plan) -> str:
+    d, layout = plan.device, plan.setting.layout
+    rate = d.flops(plan.setting.precision)
+    figures = [readable(d.memory_bytes, "B") + (" free" if d.source == "this machine" else "")]
+    figures += [f"{readable(rate, 'FLOP')}/s in {plan.setting.precision}"] if rate else []
+    figures += [f"{readable(d.bandwidth, 'B')}/s"] if d.bandwidth else []
+    count = f"{layout.world_size:,} × " if layout.world_size > 1 else ""
+    spread = f", {layout_words(layout)}" if layout.world_size > 1 else ""
+    return f"{count}{d.name}: {', '.join(figures)} ({d.source}){spread}"
+
+
+def _fit(plan: Plan) -> str:
+    share = plan.peak.total_bytes / max(plan.device.memory_bytes, 1)
+    verdict = f"{share:.0%} of what there is" if plan.fits else f"DOES NOT FIT: {share:.3g} times what there is"
+    return f"{readable(plan.peak.total_bytes, 'B')} at the peak, {verdict}"
+
+
+def _time(plan: Plan) -> str:
+    speed = plan.tokens_per_second
+    if speed is None:
+        return "unknown (--device this measures this machine's speed)"
+    how = f"at {plan.utilization:.0%} of the device's rate"
+    if plan.measured is not None:
+        how = "as measured"
+    duration = "unknown" if plan.seconds is None else readable_seconds(plan.seconds)
+    return f"{duration}, {speed:,.0f} tokens/s {how}"
+
+
+def readable_seconds(seconds: float) -> str:
+    """`45 s`, `12 min`, `3.4 h`, `12 days`, `1.5 years`: a duration as one plans with it."""
+    for unit, length in (("years", 365.25 * 86_400), ("days", 2 * 86_400), ("h", 2 * 3600), ("min", 120)):
+        if seconds >= length:
+            size = {"years": 365.25 * 86_400, "days": 86_400, "h": 3600, "min": 60}[unit]
+            return f"{seconds / size:,.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def _memory(plan: Plan) -> Table:
+    peak = plan.peak
+    parts = sorted(peak.parts.items(), key=lambda item: -item[1])
+    shown = [(part, n_bytes) for part, n_bytes in parts if n_bytes >= peak.total_bytes / 1000]
+    others = peak.total_bytes - sum(n_bytes for _, n_bytes in shown)
+    shown += [("others", others)] if others else []
+    rows = [(words(part), readable(n, "B"), f"{n / peak.total_bytes:.1%}") for part, n in shown]
+    total = ("total", readable(peak.total_bytes, "B"), "")
+    return Table((f"memory of a device at the peak: {peak.moment}", "", "share"), "lrr", [*rows, total])
+
+
+def _checks(plan: Plan) -> Table:
+    """The predicted peak of a step beside the traced and the measured one."""
+    rows = [("predicted", plan.step_bytes)]
+    rows += [] if plan.traced_bytes is None else [("traced", plan.traced_bytes)]
+    if plan.measured is not None:
+        rows += [("measured", plan.measured.peak_bytes), ("with freed memory kept", plan.measured.kept_bytes)]
+    cells = [(name, readable(n, "B"), f"{plan.step_bytes / n - 1:+.1%}") for name, n in rows]
+    return Table(("a step's peak, no checkpoint being written", "", "predicted is off by"), "lrr", cells)
+
+
+def _alternatives(plan: Plan) -> Table:
+    """Peaks of the same micro-batch: precision and checkpointing down, layouts across."""
+    layouts = list(dict.fromkeys(layout_words(each.setting.layout) for each in plan.alternatives))
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for each in plan.alternatives:
+        mark = "" if each.peak_bytes <= plan.device.memory_bytes else " !"
+        cells = rows.setdefault((each.setting.precision, each.setting.checkpointing), {})
+        cells[layout_words(each.setting.layout)] = readable(each.peak_bytes, "B") + mark
+    header = ("peaks (! does not fit)", *layouts)
+    kinds = {"none": "", "block": ", checkpointing"}
+    body = [
+        (f"{precision}{kinds[how]}", *(cells.get(layout, "") for layout in layouts))
+        for (precision, how), cells in rows.items()
+    ]
+    return Table(header, "l" + "r" * len(layouts), body)
+
+
+def _inference(plan: Plan) -> Table:
+    length = plan.setting.model.context_length
+    header = (f"inference, {length:,} tokens of context", "weights", *(f"+ cache of {b}" for b in BATCHES))
+    rows = [
+        (m.weights, readable(m.weights_bytes, "B"), *(readable(m.total_bytes(b), "B") for b in BATCHES))
+        for m in plan.inference
+    ]
+    return Table(header, "lr" + "r" * len(BATCHES), rows)
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Stable keys; null where a figure is unknown before the run."""
+    setting, device, layout = plan.setting, plan.device, plan.setting.layout
+    return {
+        "name": plan.name,
+        "parameters": parameters_json(plan.parameters),
+        "objective": plan.setting.objective,
+        "tokens_per_step": plan.tokens_per_step,
+        "steps": plan.steps,
+        "steps_reason": plan.steps_reason,
+        "tokens": plan.tokens,
+        "train_tokens": plan.n_train_tokens,
+        "train_tokens_estimated": plan.tokens_estimated,
+        "tokens_per_parameter": plan.tokens_per_parameter,
+        "compute_optimal_tokens": plan.compute_optimal_tokens,
+        "flops": {
+            "per_token": plan.flops_per_token,
+            "per_step": plan.flops_per_step,
+            "before_first_step": plan.flops_before_first_step,
+            "total": plan.total_flops,
+        },
+        "flops_by_part": {
+            part: {"forward": forward, "backward": backward} for part, (forward, backward) in plan.flops_by_part.items()
+        },
+        "step": {
+            "precision": setting.precision,
+            "activation_checkpointing": setting.checkpointing,
+            "optimizer": setting.optimizer,
+            "micro_batch_size": setting.micro_batch_size,
+            "sharding": layout.sharding,
+            "data_parallel": layout.data_parallel,
+            "tensor_parallel": layout.tensor_parallel,
+            "gathers": layout.gathers if layout.sharding != "none" else None,
+        },
+        "device": {
+            "name": device.name,
+            "kind": device.kind,
+            "memory_bytes": device.memory_bytes,
+            "flops_per_second": device.flops(setting.precision),
+            "bytes_per_second": device.bandwidth,
+            "source": device.source,
+        },
+        "memory": {
+            "peak_bytes": plan.peak.total_bytes,
+            "moment": plan.peak.moment,
+            "parts": plan.peak.parts,
+            "alternatives": [
+                {
+                    "precision": each.setting.precision,
+                    "activation_checkpointing": each.setting.checkpointing,
+                    "sharding": each.setting.layout.sharding,
+                    "data_parallel": each.setting.layout.data_parallel,
+                    "tensor_parallel": each.setting.layout.tensor_parallel,
+                    "peak_bytes": each.peak_bytes,
+                }
+                for each in plan.alternatives
+            ],
+        },
+        "fit": {
+            "fits": plan.fits,
+            "largest_micro_batch_size": plan.largest_micro_batch_size,
+            "changes": [
+                {
+                    "words": change.words,
+                    "overrides": list(change.overrides),
+                    "world_size": change.n_ranks,
+                    "costs": change.costs,
+                    "peak_bytes": change.peak_bytes,
+                    "fits": change.fits,
+                }
+                for change in plan.changes
+            ],
+        },
+        "time": {
+            "seconds": plan.seconds,
+            "tokens_per_second": plan.tokens_per_second,
+            "utilization": None if plan.measured else plan.utilization,
+        },
+        "step_bytes": plan.step_bytes,
+        "traced_bytes": plan.traced_bytes,
+        "measured": None if plan.measured is None else vars(plan.measured),
+        "inference": [
+            {
+                "weights": m.weights,
+                "weights_bytes": m.weights_bytes,
+                "cache_bytes": {f"batch_{n}": size for n, size in m.cache_bytes.items()},
+            }
+            for m in plan.inference
+        ],
+        "disk": {
+            "weights_bytes": plan.weights_bytes,
+            "optimizer_state_bytes": plan.optimizer_state_bytes,
+            "checkpoint_bytes": plan.checkpoint_bytes,
+            "most_checkpoints": plan.most_checkpoints,
+            "checkpoints_bytes": plan.checkpoints_bytes,
+            "shard_bytes_per_token": plan.shard_bytes_per_token,
+            "shards_bytes": plan.shards_bytes,
+        },
+    }

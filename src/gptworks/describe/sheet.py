@@ -1,0 +1,271 @@
+"""What `gptworks describe` prints: as data first, then for a terminal and as Markdown; page.py makes a page of it.
+
+Bytes and FLOPs are decimal (1 GB is 10⁹ bytes).
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.markup import escape
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from gptworks.config import ModelConfig
+from gptworks.describe.diagram import diagram, dims, n_banded, norm_name
+from gptworks.describe.published import Figure, kv_cache_bytes, published_figures
+from gptworks.pages.tables import Table, parameters_json
+from gptworks.plan.flops import ForwardFlops, forward_flops
+from gptworks.plan.params import ParameterCount, ParameterGroup, Shape, count_parameters
+from gptworks.units import readable
+
+WIDTH = 100
+"""Columns that a sheet is laid out for."""
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A model's data sheet. Print it with rich, or take it as Markdown or JSON."""
+
+    name: str
+    config: ModelConfig
+    parameters: ParameterCount
+    flops: ForwardFlops
+    """Of one forward pass over the full context."""
+    published: tuple[Figure, ...]
+
+    @property
+    def kv_cache_bytes_per_token(self) -> int:
+        """fp16 bytes that the first tokens of a sequence take; banded layers stop growing at their window."""
+        return kv_cache_bytes(self.config, length=1)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """fp16 bytes of one sequence at full context."""
+        return kv_cache_bytes(self.config)
+
+    @property
+    def parameters_per_layer(self) -> int:
+        """Parameters of one block."""
+        return sum(group.per_layer for group in self.parameters.groups.values() if group.in_block)
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """Labelled figures for people."""
+        total, active, length = self.parameters.total, self.parameters.active, self.config.context_length
+        return [
+            ("parameters", f"{total:,}"),
+            *([("active for a token", f"{active:,}")] if self.config.n_experts else []),
+            ("outside the embeddings", f"{self.parameters.non_embedding:,}"),
+            ("weights in fp32", readable(4 * total, "B")),
+            ("weights in bf16", readable(2 * total, "B")),
+            ("KV cache in fp16, a token", f"{self.kv_cache_bytes_per_token:,} B"),
+            (f"KV cache in fp16, {length:,} tokens", readable(self.kv_cache_bytes, "B")),
+            ("forward, a token", readable(self.flops.per_token_dense, "FLOP")),
+            ("forward, causal pairs alone", readable(self.flops.per_token_causal, "FLOP")),
+            ("training, a token", readable(self.flops.training_per_token_dense, "FLOP")),
+        ]
+
+    @property
+    def flops_by_part(self) -> list[tuple[str, float]]:
+        """Forward FLOPs per token of each kind of product, attention dense."""
+        flops, length = self.flops, self.flops.length
+        return [
+            ("query, key, value", (flops.query + flops.key + flops.value) / length),
+            ("scores and weighted sum", flops.attention_dense / length),
+            ("output projection", flops.out / length),
+            *self._mlp_flops(),
+            ("head", flops.head / length),
+        ]
+
+    def _mlp_flops(self) -> Iterator[tuple[str, float]]:
+        c, mlp = self.config, self.flops.mlp / self.flops.length
+        if not c.n_experts:
+            yield "MLP", mlp
+            return
+        router = 2.0 * c.n_layers * c.d_model * c.n_experts
+        shared = 2.0 * c.n_layers * c.d_model * c.d_ff_shared * (3 if c.gated else 2)
+        yield "router", router
+        yield f"{c.n_experts_per_token:,} of {c.n_experts:,} experts", mlp - router - shared
+        if shared:
+            yield "shared expert", shared
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable keys. Counts are exact integers, bytes bytes, FLOPs per token floats at full context."""
+        sheet = {
+            "name": self.name,
+            "model": self.config.model_dump(mode="json"),
+            "parameters": parameters_json(self.parameters),
+            "memory": {
+                "weights_fp32_bytes": 4 * self.parameters.total,
+                "weights_bf16_bytes": 2 * self.parameters.total,
+                "kv_cache_fp16_bytes_per_token": self.kv_cache_bytes_per_token,
+                "kv_cache_fp16_bytes": self.kv_cache_bytes,
+            },
+            "flops": {
+                "context_tokens": self.flops.length,
+                "forward_per_token": self.flops.per_token_dense,
+                "forward_per_token_causal": self.flops.per_token_causal,
+                "training_per_token": self.flops.training_per_token_dense,
+                "parts_per_token": dict(self.flops_by_part),
+            },
+        }
+        return sheet | ({"published": [figure.to_json() for figure in self.published]} if self.published else {})
+
+    @property
+    def _tables(self) -> tuple[Table, Table, Table]:
+        header = ("parameters", "tensors [out × in]", "a layer", "all layers")
+        shares = _share_rows(self.flops_by_part, self.flops.per_token_dense)
+        return (
+            Table(header, "llrr", _parameter_rows(self)),
+            Table((f"at {self.flops.length:,} tokens", ""), "lr", self.facts),
+            Table(("forward FLOPs a token", "", "share"), "lrr", shares),
+        )
+
+    def to_markdown(self) -> str:
+        """The sheet for a document: the diagram as a code block, the tables as tables."""
+        drawing = "\n".join(("```text", *diagram(self.config), "```"))
+        lines = (summary(self), traits(self.config), drawing)
+        blocks = [f"# {self.name}", *lines, *(table.markdown() for table in self._tables)]
+        if self.published:
+            header = (self.published[0].source, "published", "exact", "off by", "note")
+            blocks.append(Table(header, "lrrrl", [figure.cells for figure in self.published]).markdown())
+        return "\n\n".join(blocks) + "\n"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(WIDTH, options.max_width)
+        parameters, facts, flops = (table.rich() for table in self._tables)
+        beside: RenderableType = Group(facts, flops)
+        if width == WIDTH:
+            beside = RichTable.grid(padding=(0, 2))
+            beside.add_row(facts, flops)
+        lines = Text(_wrapped(summary(self), width - 4), justify="center")
+        lines.append("\n" + _wrapped(traits(self.config), width - 4), style="dim")
+        panel = Panel(lines, title=f"[bold]{escape(self.name)}[/]", box=box.ROUNDED)
+        content = Group(panel, _styled(diagram(self.config, width)), Text(), parameters, beside, *self._published())
+        yield from console.render(content, options.update(width=width))
+
+    def _published(self) -> Iterator[RenderableType]:
+        """Published beside exact, the notes below."""
+        if self.published:
+            header = (self.published[0].source, "published", "exact", "off by")
+            yield Table(header, "lrrr", [figure.cells[:-1] for figure in self.published]).rich()
+            for figure in self.published:
+                if figure.note:
+                    yield Padding(Text(f"{figure.quantity}: {figure.note}", style="dim"), (0, 1))
+
+
+def describe(config: ModelConfig, name: str | None = None) -> Sheet:
+    """The data sheet of a model. Published figures stand on it where the settings are exactly a preset's.
+
+    Raises:
+        UserError: the vocabulary is not known yet.
+    """
+    return Sheet(name or "model", config, count_parameters(config), forward_flops(config), published_figures(config))
+
+
+# ------------------------------------------------------------------------------------------------ the words
+
+
+def summary(sheet: Sheet) -> str:
+    """The model's size and dimensions in a line."""
+    c, count = sheet.config, sheet.parameters
+    parts = [
+        f"{count.total:,} parameters" + (f", {count.active:,} for a token" if c.n_experts else ""),
+        f"{c.n_layers:,} layer{'s' * (c.n_layers > 1)}",
+        f"{c.d_model:,} wide",
+        f"{c.n_heads:,} heads of {c.d_head:,}"
+        + (f" ({c.n_kv_heads:,} key/value)" if c.n_kv_heads != c.n_heads else ""),
+        *([f"{c.n_experts:,} experts"] if c.n_experts else []),
+        f"{c.context_length:,} tokens",
+    ]
+    return " · ".join(parts)
+
+
+def traits(c: ModelConfig) -> str:
+    """What the model is made of, in a line."""
+    positions = {"learned": "learned positions", "rope": "rotary positions", "none": "no positions"}[c.position]
+    biased = [name for name, there in (("qkv", c.qkv_bias), ("output", c.out_bias), ("MLP", c.mlp_bias)) if there]
+    parts = [
+        positions + (f" scaled × {c.rope_scaling.factor:g}" if c.rope_scaling else ""),
+        norm_name(c) + (" and QK-norm" if c.qk_norm else ""),
+        *(["grouped queries"] if c.n_kv_heads != c.n_heads else []),
+        *([f"{n_banded(c):,} of {c.n_layers:,} layers banded"] if n_banded(c) else []),
+        {"gelu": "GELU", "gelu_tanh": "GELU", "relu2": "ReLU²", "swiglu": "SwiGLU", "geglu": "GEGLU"}[c.mlp],
+        *(["parallel residual"] if c.parallel_residual else []),
+        {0: "no linear biases", 3: "linear biases"}.get(len(biased), f"biases in {' and '.join(biased)}"),
+        "tied head" if c.tie_embeddings else "untied head",
+    ]
+    return " · ".join(parts)
+
+
+def label(group: ParameterGroup) -> str:
+    """A group's name for people."""
+    return group.name.replace("_", " ").replace("qk", "query/key").replace("mlp", "MLP")
+
+
+def tensors_text(group: ParameterGroup) -> str:
+    """Tensors of one shape together: `query out [768 × 768] · key value [256 × 768]`; experts once."""
+    tensors = {name: shape for name, shape in group.tensors.items() if not re.search(r"experts\.[1-9]", name)}
+    by_shape: dict[Shape, list[str]] = {}
+    for name, shape in tensors.items():
+        by_shape.setdefault(shape, []).append(name.split(".")[-2])
+    if group.name in ("norms", "final_norm"):
+        return " · ".join(f"{len(names)} × [{dims(shape)}]" for shape, names in by_shape.items())
+    if len(group.tensors) == 1:
+        return f"[{dims(*by_shape)}]"
+    text = " · ".join(f"{' '.join(names)} [{dims(shape)}]" for shape, names in by_shape.items())
+    n_alike = len(group.tensors) // len(tensors)
+    return f"{n_alike:,} × ({text})" if n_alike > 1 else text
+
+
+def _wrapped(text: str, width: int) -> str:
+    """Broken between its parts, none of which is torn."""
+    first, *rest = text.split(" · ")
+    lines = [first]
+    for part in rest:
+        if len(lines[-1]) + 3 + len(part) <= width:
+            lines[-1] += f" · {part}"
+        else:
+            lines.append(part)
+    return "\n".join(lines)
+
+
+def _parameter_rows(sheet: Sheet) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    count, per_layer = sheet.parameters, sheet.parameters_per_layer
+    for group in count.groups.values():
+        if group.total:
+            rows.append(
+                (
+                    label(group),
+                    tensors_text(group),
+                    f"{group.per_layer:,}" if group.in_block else "",
+                    f"{group.total:,}",
+                )
+            )
+        elif group.name == "head":
+            rows.append((label(group), "tied to the token embedding", "", "0"))
+    rows.append(("total", "", f"{per_layer:,}", f"{count.total:,}"))
+    if sheet.config.n_experts:
+        idle_per_layer = (count.total - count.active) // sheet.config.n_layers
+        rows.append(("for a token", "", f"{per_layer - idle_per_layer:,}", f"{count.active:,}"))
+    return rows
+
+
+def _share_rows(parts: list[tuple[str, float]], total: float) -> list[tuple[str, ...]]:
+    return [(part, readable(flops, "FLOP"), f"{flops / total:.1%}") for part, flops in [*parts, ("total", total)]]
+
+
+def _styled(lines: list[str]) -> Text:
+    text = Text("\n".join(lines), no_wrap=True)
+    text.highlight_regex(r"[─│╭╮╰╯├┤┬║═╔╗╚╝╪]+", "dim")
+    text.highlight_regex(r"[▼◄+]", "bold cyan")
+    text.highlight_regex(r"(?m)B × [^│║]*$", "cyan")
+    text.highlight_regex(r"\d+ × block", "bold")
+    return text

@@ -1,0 +1,342 @@
+"""The native backend: a GPT's step in C++ (kernels.cpp; native_library.py builds and loads it).
+
+Decoding, checking guesses and prefill are the same call, over all rows of all texts; a long chunk takes several. What a
+row gets depends neither on the rows beside it nor on how its text was cut into chunks, bit for bit.
+
+Activations are float32, and are rounded where the processor multiplies narrower numbers: to bf16 for weights in bf16
+(AVX512_BF16), as torch does; for weights of 8 and 4 bits to 16 bits with one scale a row, which is finer (AVX512_VNNI).
+"""
+
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptworks.model import GPT, SlotCache
+from gptworks.model.backend import Chunk, Unavailable
+from gptworks.native.library import library
+from gptworks.units import counted
+
+STEP_TOKENS = 128
+"""Tokens of one chunk in a step: enough that reading the weights again for the next ones costs little."""
+
+# ------------------------------------------------------------------------- the structures of kernels.cpp, in its order
+
+_POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (
+        ("weight", _POINTER), ("scale", _POINTER), ("bias", _POINTER),
+        ("n", _INTEGER), ("k", _INTEGER), ("kind", _INTEGER),
+    )  # fmt: skip
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (("weight", _POINTER), ("bias", _POINTER))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _Norm) for name in ("norm1", "norm2", "query_norm", "key_norm")),
+        *((name, _Matrix) for name in ("query", "key", "value", "out", "gate", "up", "down")),
+        *((name, _POINTER) for name in ("keys", "key_scales", "values", "value_scales")), ("window", _INTEGER),
+    )  # fmt: skip
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        *((name, _INTEGER) for name in (
+            "d_model", "n_heads", "n_groups", "d_head", "d_ff", "d_rotary", "capacity", "n_layers",
+            "activation", "layer_norm", "parallel", "cache_kind",
+        )),
+        ("eps", _FLOAT), ("scale", _FLOAT), ("embedding", _Matrix), ("head", _Matrix),
+        ("position", _POINTER), ("cos", _POINTER), ("sin", _POINTER), ("norm", _Norm), ("layers", _POINTER),
+    )  # fmt: skip
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        ("n_rows", _INTEGER), ("n_texts", _INTEGER), ("n_wanted", _INTEGER), ("tokens", _POINTER),
+        ("slots", _POINTER), ("positions", _POINTER), ("wanted", _POINTER), ("logits", _POINTER),
+    )  # fmt: skip
+
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
+_ACTIVATIONS = ("gelu", "gelu_tanh", "relu2", "swiglu", "geglu")
+_AT_ONCE_BYTES = 64
+"""Bytes of a row that a product takes at once: rows are padded to a multiple."""
+
+
+# ------------------------------------------------------------------------------------------------------ the backend
+
+
+def try_backend(model: GPT, n_slots: int, capacity: int, *, dtype: torch.dtype | None = None) -> "NativeBackend":
+    """The native backend of a model.
+
+    Raises:
+        Unavailable: it cannot serve this model, or not here.
+    """
+    return NativeBackend(model, n_slots, capacity, dtype=dtype)
+
+
+def refusal(model: GPT) -> str | None:
+    """Why the kernels cannot compute a model; None: they can."""
+    config = model.config
+    if model.device.type != "cpu":
+        return f"the model is on {model.device}."
+    if config.n_experts:
+        return "it has no mixture of experts."
+    if config.rope_scaling is not None and config.rope_scaling.type == "dynamic":
+        return "it has no dynamic rotary scaling."
+    for name in ("d_head", "d_model", "d_ff"):
+        if (width := getattr(config, name)) % 16:
+            return f"{name}={width} is no multiple of 16."
+    strange = {module.weight.dtype for module in model.modules() if hasattr(module, "weight")} - set(_KINDS)
+    return f"it has no weights in {strange.pop()}." if strange else None
+
+
+class NativeBackend:
+    """Decodes in C++ on the CPU. Takes the weights where they are: they may change in place, not be replaced."""
+
+    invariant = True
+
+    def __init__(self, model: GPT, n_slots: int, capacity: int, *, dtype: torch.dtype | None = None) -> None:
+        """Room for `n_slots` texts of `capacity` tokens.
+
+        Args:
+            model: fp32, or with its matrices in bf16, fp16, int8 or int4 (gptworks.quantize).
+            dtype: of the cache, fp32, bf16 or int8; None: fp32 for a model in fp32, else bf16.
+
+        Raises:
+            Unavailable: see `refusal` and `library`.
+        """
+        if reason := refusal(model):
+            raise Unavailable(reason)
+        kernels = library()
+        self._step = kernels.functions.gptworks_step
+        n_threads = (
+            counted(torch.get_num_threads(), "thread") if kernels.has_threads else "one thread, built without OpenMP"
+        )
+        self.description = f"native ({kernels.instructions}, {n_threads})"
+        kind = model.token_embedding.weight.dtype
+        dtype = dtype or (torch.float32 if kind == torch.float32 else torch.bfloat16)
+        self.cache = SlotCache(model.config, n_slots, capacity, dtype=dtype)
+        self.n_slots, self.capacity = n_slots, self.cache.capacity
+        self.vocab_size = model.config.vocab_size
+        self._kept: list[Tensor] = []
+        weights = [module.weight for module in matrices(model)]
+        if len({weight.untyped_storage().data_ptr() for weight in weights}) > 1:  # not moved before
+            move_to_large_pages(weights)
+        self.model = model
+        self._model = self._structure(model)
+
+    def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
+        """See Backend."""
+        logits: list[list[Tensor]] = [[] for _ in chunks]
+        for first in range(0, max(len(chunk.tokens) for chunk in chunks), STEP_TOKENS):
+            here = [(i, chunk) for i, chunk in enumerate(chunks) if len(chunk.tokens) > first]
+            parts = [_part(chunk, first) for _, chunk in here]
+            for (i, _), part in zip(here, self._compute(parts), strict=True):
+                logits[i].append(part)
+        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in logits]
+
+    def copy(self, source: int, target: int, n_tokens: int) -> None:
+        """See Backend."""
+        self.cache.copy(source, target, n_tokens)
+
+    def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
+        """See Backend."""
+        self.cache.grow(n_slots, capacity, held)
+        self.n_slots, self.capacity = self.cache.n_slots, self.cache.capacity
+        self._kept = []
+        self._model = self._structure(self.model)
+
+    def cache_bytes(self, n_slots: int, capacity: int) -> int:
+        """See Backend."""
+        return self.cache.bytes_of(n_slots, capacity)
+
+    def _compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
+        """One step over all rows of the chunks; the logits that each wants, fp32 [n, V]."""
+        tokens: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []
+        for chunk in chunks:
+            n = len(chunk.tokens)
+            assert chunk.start + n <= self.capacity, f"{chunk.start + n} tokens in a slot of {self.capacity}"
+            assert 0 <= chunk.slot < self.n_slots and chunk.start >= 0 and 0 <= chunk.n_logits <= n, chunk
+            tokens += chunk.tokens
+            slots += [chunk.slot] * n
+            positions += range(chunk.start, chunk.start + n)
+            wanted += range(len(tokens) - chunk.n_logits, len(tokens))
+        assert min(tokens) >= 0 and max(tokens) < self.vocab_size, f"tokens outside 0 … {self.vocab_size - 1}"
+        logits = torch.empty(len(wanted), self.vocab_size)
+        numbers = [_integers(values) for values in (tokens, slots, positions, wanted)]
+        addresses = [ctypes.addressof(array) for array in numbers]
+        batch = _Batch(len(tokens), len(chunks), len(wanted), *addresses, logits.data_ptr())
+        self._step(ctypes.byref(self._model), ctypes.byref(batch), torch.get_num_threads())
+        return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))
+
+    # -------------------------------------------------------------------------------- the model as kernels.cpp sees it
+
+    def _structure(self, model: GPT) -> _Model:
+        config = model.config
+        width, vocabulary, half = config.d_model, config.vocab_size, config.d_rotary // 2
+        layers = (_Layer * config.n_layers)(*(self._layer(model, i) for i in range(config.n_layers)))
+        cos, sin = (
+            model.rotary.at(slice(0, self.capacity), self.capacity, torch.float32) if model.rotary else (None,) * 2
+        )
+        head = model.token_embedding if model.untied_head is None else model.untied_head
+        position = None if model.position_embedding is None else model.position_embedding.weight[: self.capacity]
+        structure = _Model(
+            width, config.n_heads, config.n_kv_heads, config.d_head, config.d_ff,
+            config.d_rotary, self.capacity, config.n_layers,
+            _ACTIVATIONS.index(config.mlp), config.norm == "layernorm", config.parallel_residual,
+            _KINDS[self.cache.dtype],
+            config.norm_eps, config.d_head**-0.5 if config.attention_scale is None else config.attention_scale,
+            self._matrix(model.token_embedding, vocabulary, width), self._matrix(head, vocabulary, width),
+            self._vector(position, self.capacity, width), self._vector(cos, self.capacity, half),
+            self._vector(sin, self.capacity, half), self._norm(model.norm, width), ctypes.addressof(layers),
+        )  # fmt: skip
+        structure.kept = layers
+        return structure
+
+    def _layer(self, model: GPT, i: int) -> _Layer:
+        block: Any = model.blocks[i]
+        config, attention, mlp = model.config, block.attention, block.mlp
+        width, inner, d_head, groups = config.d_model, config.d_ff, config.d_head, config.n_kv_heads
+        d_query, d_key = config.n_heads * d_head, groups * d_head
+        norms = (
+            (block.norm1, width),
+            (block.norm2, width),
+            (attention.query_norm, d_head),
+            (attention.key_norm, d_head),
+        )
+        matrices = (
+            (attention.query, d_query, width), (attention.key, d_key, width), (attention.value, d_key, width),
+            (attention.out, width, d_query), (mlp.gate, inner, width), (mlp.up, inner, width), (mlp.down, width, inner),
+        )  # fmt: skip
+        slots = self.cache.keys[i].data.size(0)
+        cached = []
+        for vectors in (self.cache.keys[i], self.cache.values[i]):
+            cached.append(self._address(vectors.data, self.cache.dtype, slots, groups, self.capacity, d_head))
+            room = -(-self.capacity // 16) * 16
+            cached.append(self._address(vectors.scale, torch.float32, slots, groups, room))
+        return _Layer(
+            *(self._norm(*norm) for norm in norms),
+            *(self._matrix(*matrix) for matrix in matrices),
+            *cached,
+            attention.window or self.capacity,
+        )
+
+    def _norm(self, norm: Any, width: int) -> _Norm:
+        if isinstance(norm, nn.Identity):
+            return _Norm()
+        return _Norm(self._vector(norm.weight, width), self._vector(getattr(norm, "bias", None), width))
+
+    def _matrix(self, module: Any, rows: int, columns: int) -> _Matrix:
+        """A matrix [rows, columns], whose rows are padded to whole steps of a product."""
+        if module is None:
+            return _Matrix()
+        weight: Tensor = module.weight.detach()
+        scale: Any = getattr(module, "scale", None)
+        kind, in_pairs = weight.dtype, weight.dtype == torch.uint8
+        _check(weight, kind, rows, columns // 2 if in_pairs else columns)
+        if kind in (torch.int8, torch.uint8):
+            groups = (rows, columns // 32) if in_pairs else (rows,)
+            _check(scale, torch.float16 if in_pairs else torch.float32, *groups)
+        n_missing = -(weight.size(1) * weight.element_size()) % _AT_ONCE_BYTES
+        if n_missing:
+            weight = F.pad(weight, (0, n_missing // weight.element_size()), value=0x88 if in_pairs else 0)
+        n_columns = weight.size(1) * (2 if in_pairs else 1)
+        if in_pairs:
+            scale = F.pad(scale, (0, n_columns // 32 - scale.size(1)))
+        return _Matrix(
+            self._address(weight, kind, *weight.shape),
+            None if scale is None else self._address(scale, scale.dtype, *scale.shape),
+            self._vector(getattr(module, "bias", None), rows), rows, n_columns, _KINDS[kind],
+        )  # fmt: skip
+
+    def _vector(self, tensor: Tensor | None, *shape: int) -> int | None:
+        return None if tensor is None else self._address(tensor.detach().float(), torch.float32, *shape)
+
+    def _address(self, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
+        """Where a tensor of this dtype and shape lies, one element after the other; it is kept alive."""
+        if tensor is None:
+            return None
+        tensor = tensor.contiguous()
+        _check(tensor, dtype, *shape)
+        assert tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+
+def _check(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> None:
+    """Refuse what the kernels would read wrongly, or beyond its end: they get an address and compute sizes themselves.
+
+    Raises:
+        TypeError: another dtype, shape or device than is due.
+    """
+    if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.device.type != "cpu":
+        found = "no tensor" if tensor is None else f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        raise TypeError(f"the native kernels need {dtype} {list(shape)} on the CPU and were given {found}")
+
+
+def matrices(model: GPT) -> Iterator[Any]:
+    """The modules with the matrices that a step reads, in the order in which it does."""
+    for module in model.blocks.modules():
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.dim() == 2:
+            yield module
+    yield model.token_embedding
+    if model.untied_head is not None:
+        yield model.untied_head
+
+
+def move_to_large_pages(tensors: Sequence[Tensor]) -> None:
+    """Give tensors other memory, with the same contents: one block in pages of 2 MiB, where the system grants them.
+
+    A step reads every weight once. With pages of 4 KiB the processor looks up 512 times as many addresses.
+    """
+    sizes = [-(-tensor.numel() * tensor.element_size() // 64) * 64 for tensor in tensors]
+    block = large_block(sum(sizes))
+    if block is None:
+        return
+    offset = 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        there = torch.frombuffer(block, dtype=tensor.dtype, count=tensor.numel(), offset=offset).view(tensor.shape)
+        there.copy_(tensor.detach())
+        tensor.data = there
+        offset += size
+
+
+def large_block(n_bytes: int) -> mmap.mmap | None:
+    """Zeroed memory for which pages of 2 MiB are asked; None where the system has no such request.
+
+    It is private: memory shared between processes has another switch (`shmem_enabled`), which is off nearly everywhere.
+    The kernel gives large pages to whole aligned stretches of 2 MiB, and grants or refuses them without a word.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE") or n_bytes == 0:
+        return None
+    block = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return block
+
+
+def _part(chunk: Chunk, first: int) -> Chunk:
+    """The chunk's tokens from `first` on that one step computes, wanting those of its logits."""
+    tokens = chunk.tokens[first : first + STEP_TOKENS]
+    after = len(chunk.tokens) - first - len(tokens)
+    n_logits = min(len(tokens), max(0, chunk.n_logits - after))
+    return Chunk(chunk.slot, chunk.start + first, tokens, n_logits, chunk.room)
+
+
+def _integers(values: Sequence[int]) -> Any:
+    return (ctypes.c_int64 * len(values))(*values)

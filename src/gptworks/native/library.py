@@ -1,0 +1,264 @@
+"""kernels.cpp as a library: compiled for this processor by the machine's own compiler, kept, verified and loaded.
+
+What is kept is code that this process will run. So it is read only from a folder that belongs to this user and that
+nobody else may write, and only if its bytes are those that were built. Where the user's cache cannot be used, the
+library lives in a temporary folder of this process.
+"""
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gptworks.model.backend import Unavailable
+from gptworks.plan.devices import cpu_flags
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-w")
+
+ATTEMPTS: tuple[tuple[str, ...], ...] = (
+    ("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), (),
+)  # fmt: skip
+"""Tried in this order: older compilers for ARM have another name for this processor, and Apple's has no OpenMP."""
+
+MARCH = "GPTWORKS_NATIVE_MARCH"
+"""Environment variable: build for this processor, such as haswell, instead of for the one that is here."""
+
+_OLDER_NAMES = {"znver4": ("cooperlake",), "sapphirerapids": ("cooperlake",)}
+"""For compilers that do not know a processor yet: one with the instructions that the kernels use."""
+
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Library:
+    """The loaded kernels."""
+
+    functions: ctypes.CDLL
+    sha256: str
+    """Of the file."""
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether it was built with OpenMP; else it computes on one thread."""
+        return bool(self._built_with & 1)
+
+    @property
+    def has_integer_products(self) -> bool:
+        """Whether weights of 8 and 4 bits are multiplied as integers, with activations of 16 bits; else in float32."""
+        return bool(self._built_with & 8)
+
+    @property
+    def has_bf16_products(self) -> bool:
+        """Whether weights in bf16 are multiplied with activations rounded to bf16; else in float32."""
+        return bool(self._built_with & 16)
+
+    @property
+    def instructions(self) -> str:
+        """The widest instructions that it uses, as a person would name them."""
+        built = self._built_with
+        if not built & 6:
+            return "NEON" if platform.machine() in ("aarch64", "arm64") else "16-byte vectors"
+        more = ["VNNI"] * self.has_integer_products + ["BF16"] * self.has_bf16_products
+        return ("AVX-512" if built & 2 else "AVX2") + (f" with {' and '.join(more)}" if more else "")
+
+    @functools.cached_property
+    def _built_with(self) -> int:
+        built: int = self.functions.gptworks_built_with()
+        return built
+
+
+def library() -> Library:
+    """The kernels for this processor, from the user's cache or compiled now. A failure is remembered by this process.
+
+    Raises:
+        Unavailable: GPTWORKS_NATIVE=0, no compiler or one that fails, or no folder from which code can be loaded.
+    """
+    with _lock:
+        found = _library()
+    if isinstance(found, str):
+        raise Unavailable(found)
+    return found
+
+
+@functools.cache
+def _library() -> Library | str:
+    """The library, or why there is none."""
+    if os.environ.get("GPTWORKS_NATIVE") == "0":
+        return "GPTWORKS_NATIVE=0 is set."
+    compiler = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+    if compiler is None:
+        return "there is no C++ compiler (g++ or clang++)."
+    try:
+        return _load(compiler)
+    except Unavailable as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename or 'the library'}: {error.strerror or error}."
+
+
+def forget() -> None:
+    """Look for the library anew at the next call: for tests."""
+    _library.cache_clear()
+
+
+def attempts() -> tuple[tuple[str, ...], ...]:
+    """The compilers' options that are tried, in this order."""
+    march = os.environ.get(MARCH)
+    if not march:
+        return ATTEMPTS
+    names = (march, *_OLDER_NAMES.get(march, ()))
+    return tuple((f"-march={name}", *threads) for threads in (("-fopenmp",), ()) for name in names)
+
+
+def _load(compiler: str) -> Library:
+    key = _key(compiler)
+    content: bytes | None = None
+    reasons = []
+    for folder in _folders():
+        try:
+            _make_private(folder)
+            kept = content or _kept(folder, key)
+            content = kept or build(compiler)
+            digest = hashlib.sha256(content).hexdigest()
+            file = folder / f"kernels-{key}-{digest}.so"
+            if _trusted_bytes(file, digest) is None:
+                _write(file, content)
+            functions = ctypes.CDLL(str(file))
+            _declare(functions)
+            return Library(functions, digest)
+        except OSError as error:  # no room, no permission, or a file system from which no code is run
+            reasons.append(f"{folder}: {error.strerror or error}")
+    raise Unavailable(f"no folder can keep the compiled kernels ({'; '.join(reasons)}).")
+
+
+def _key(compiler: str) -> str:
+    """What a build depends on: source, options, compiler and processor."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    machine = " ".join([platform.platform(), platform.processor(), *sorted(cpu_flags())])
+    parts = (SOURCE.read_bytes(), version, machine.encode(), repr((FLAGS, attempts())).encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def build(compiler: str) -> bytes:
+    """Compile kernels.cpp; the library's bytes.
+
+    Raises:
+        Unavailable: no attempt succeeds. OSError: there is no temporary folder, or the compiler cannot be run.
+    """
+    said = ""
+    with tempfile.TemporaryDirectory(prefix="gptworks-building-") as folder:
+        made = Path(folder) / "kernels.so"
+        for attempt in attempts():
+            command = [compiler, *FLAGS, *attempt, str(SOURCE), "-o", str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                return made.read_bytes()
+            said = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
+    raise Unavailable(f"{Path(compiler).name} could not compile it ({said}).")
+
+
+def _declare(functions: ctypes.CDLL) -> None:
+    functions.gptworks_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+    functions.gptworks_step.restype = None
+    functions.gptworks_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    functions.gptworks_read.restype = ctypes.c_float
+    functions.gptworks_built_with.argtypes = []
+    functions.gptworks_built_with.restype = ctypes.c_int
+
+
+# ------------------------------------------------------------------------------------------------------- where it is
+
+
+def cache_folder() -> Path | None:
+    """Where compiled kernels are kept: gptworks/ below $XDG_CACHE_HOME or ~/.cache; None where there is no home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not Path(base).is_absolute():  # so the specification
+        try:
+            base = str(Path.home() / ".cache")
+        except RuntimeError:
+            return None
+    return Path(base) / "gptworks"
+
+
+def _folders() -> Iterator[Path]:
+    if (folder := cache_folder()) is not None:
+        yield folder
+    temporary = Path(tempfile.mkdtemp(prefix="gptworks-kernels-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    yield temporary
+
+
+def _make_private(folder: Path) -> None:
+    """Have a folder of this user's, in which nobody else may write.
+
+    Raises:
+        OSError: it cannot be made, belongs to another user, or lies where others may replace it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not hasattr(os, "geteuid"):
+        return
+    status = folder.stat(follow_symlinks=False)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise OSError(None, "it is no folder of this user's")
+    if status.st_mode & 0o022:
+        folder.chmod(0o700)
+    for parent in folder.resolve().parents:
+        mode = parent.stat().st_mode
+        if mode & 0o002 and not mode & stat.S_ISVTX:
+            raise OSError(None, f"other users may write to {parent}")
+
+
+def _kept(folder: Path, key: str) -> bytes | None:
+    """A library that was built for this key before and is as it was."""
+    for file in folder.glob(f"kernels-{key}-*.so"):
+        if (content := _trusted_bytes(file, file.stem.rpartition("-")[2])) is not None:
+            return content
+    return None
+
+
+def _trusted_bytes(file: Path, digest: str) -> bytes | None:
+    """The file's bytes, if it is this user's alone to write and they have this sha256."""
+    try:
+        with file.open("rb") as opened:
+            status = os.fstat(opened.fileno())
+            mine = not hasattr(os, "geteuid") or (status.st_uid == os.geteuid() and not status.st_mode & 0o022)
+            if not stat.S_ISREG(status.st_mode) or file.is_symlink() or not mine:
+                return None
+            content = opened.read()
+    except OSError:
+        return None
+    return content if hashlib.sha256(content).hexdigest() == digest else None
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all, in place of any that is there."""
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".writing-", delete=False) as aside:
+        try:
+            aside.write(content)
+            aside.flush()
+            Path(aside.name).chmod(0o700)
+            Path(aside.name).replace(file)
+        except BaseException:
+            Path(aside.name).unlink(missing_ok=True)
+            raise
+
+
+def read_memory(tensor: Tensor) -> None:
+    """Read a contiguous float32 tensor on the CPU once with all threads: what bounds a step."""
+    assert tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.device.type == "cpu"
+    library().functions.gptworks_read(tensor.data_ptr(), tensor.numel(), torch.get_num_threads())

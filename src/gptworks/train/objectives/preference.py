@@ -1,0 +1,239 @@
+"""Preference tuning without a reward model: DPO (Rafailov et al., 2023), cDPO and IPO.
+
+What the model gives an answer is compared with what the model at the start of the run gave it, its reference. That is
+computed once, before the first step, and kept in the run folder.
+
+Shapes: P pairs, T tokens of the longest conversation among them.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from gptworks.config import IGNORED, PreferenceObjective
+from gptworks.data.batches import shuffled
+from gptworks.data.conversations.preferences import Pairs
+from gptworks.device import Precision
+from gptworks.errors import UserError
+from gptworks.evaluate.loss import LossReport, Shares
+from gptworks.files import sealed_json, unsealed_json, write_whole
+from gptworks.infer.engine import Engine
+from gptworks.model import GPT
+from gptworks.model.backend import eval_mode
+from gptworks.model.loss import target_logprobs
+from gptworks.train.objectives.base import Task
+from gptworks.train.objectives.next_token import Batch, Losses, with_routing
+
+REFERENCE = "reference.safetensors"
+
+_ROUND_TOKENS = 32
+"""Batches are as long as their longest conversation, rounded up to this: fewer shapes for kernels to meet."""
+
+
+def preference_loss(
+    objective: PreferenceObjective, logratios: Tensor, n_tokens: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum of the pairs' losses, and sums that are reported.
+
+    Args:
+        logratios: log π(answer) − log π_ref(answer), [2P]: of the chosen answers, then of the rejected ones.
+        n_tokens: learned tokens of each answer, [2P].
+    """
+    chosen, rejected = logratios.chunk(2)
+    if objective.loss == "ipo":  # Azar et al., 2023, eq. 17, a token each: as its authors computed their results
+        chosen_tokens, rejected_tokens = n_tokens.chunk(2)
+        gap = chosen / chosen_tokens - rejected / rejected_tokens
+        losses = (gap - 1 / (2 * objective.beta)).square()
+    else:  # Rafailov et al., 2023, eq. 7; with smoothing, Mitchell, 2023, eq. 3
+        margin, smoothing = objective.beta * (chosen - rejected), objective.label_smoothing
+        losses = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+    figures = {
+        "reward_margin": objective.beta * (chosen - rejected).sum(),
+        "reward_chosen": objective.beta * chosen.sum(),
+        "accuracy": (chosen > rejected).float().sum(),
+    }
+    return losses.sum(), figures
+
+
+def answer_logprobs(model: GPT, inputs: Tensor, targets: Tensor, router_logits: list[Tensor] | None = None) -> Tensor:
+    """log π(answer | prompt) of each row, [B]: the sum over its targets."""
+    features = model.features(inputs, router_logits=router_logits)
+    return target_logprobs(features, model.head_weight, targets).sum(-1)
+
+
+def preference(
+    objective: PreferenceObjective, model: GPT, batch: Batch, *, balance_weight: float, z_weight: float
+) -> Losses:
+    """`preference_loss` of inputs and targets [2P, T] with their reference [2P]; see `Preference.batch`."""
+    inputs, targets, reference = batch
+    router_logits: list[Tensor] = []
+    logprobs = answer_logprobs(model, inputs, targets, router_logits)
+    n_tokens = (targets != IGNORED).sum(-1).clamp(min=1)
+    loss, figures = preference_loss(objective, logprobs - reference, n_tokens)
+    n_pairs = len(inputs) // 2
+    return with_routing(loss, loss, router_logits, model, n_pairs, balance_weight, z_weight, figures)
+
+
+class Preference(Task):
+    """Pairs of answers; a step's batch_size counts pairs."""
+
+    objective: PreferenceObjective
+
+    def _open(self) -> None:
+        assert isinstance(self.recipe.objective, PreferenceObjective)
+        self.objective = self.recipe.objective
+        self._pairs = {"train": Pairs(self.train_shards, self.context_length),
+                       "validation": Pairs(self.validation_shards, self.context_length)}  # fmt: skip
+        self._reference: dict[str, Tensor] = {}  # [n pairs, 2] by split
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return len(self._pairs["train"])
+
+    @property
+    def n_validation(self) -> int:
+        return len(self._pairs["validation"])
+
+    # ----------------------------------------------------------------------------------------------- reference
+
+    def begin(
+        self,
+        model: GPT,
+        engine: Engine,
+        precision: Precision,
+        fresh: bool,
+        writes: bool,
+        report: Callable[[str], None],
+        shares: Shares,
+    ) -> None:
+        path = self.recipe.run_dir / REFERENCE
+        if not fresh:
+            self._reference = self._read_reference(path)
+            return
+        n_pairs = sum(map(len, self._pairs.values()))
+        report(f"computing what the model gives {n_pairs:,} pairs of answers at the start")
+        self._reference = {split: self._logprobs(model, precision, split, shares) for split in self._pairs}
+        if writes:
+            data = save(self._reference)
+            described = {
+                "data": self.data_fingerprint,
+                "weights": weights_fingerprint(model),
+                "tensors": hashlib.sha256(data).hexdigest(),
+            }
+            path.write_bytes(data)
+            write_whole(path.with_suffix(".json"), sealed_json(described))
+
+    def _read_reference(self, path: Path) -> dict[str, Tensor]:
+        """What the model gave at the start, from the run folder.
+
+        Raises:
+            UserError: it is missing, damaged or of other data.
+        """
+        try:
+            described, data = unsealed_json(path.with_suffix(".json").read_bytes()), path.read_bytes()
+            whole = hashlib.sha256(data).hexdigest() == described["tensors"]
+            reference = load(data) if whole else {}
+        except (OSError, ValueError, KeyError, SafetensorError, json.JSONDecodeError):
+            reference = {}
+        if not reference:
+            raise UserError(
+                f"{path} is missing or damaged: it holds what the model gave the answers before the run began, which "
+                f"cannot be told now. Restore it from a copy, or start anew with another run_dir=."
+            )
+        if described["data"] != self.data_fingerprint:
+            raise UserError(f"{path} is of other pairs than these: restore the data, or give another run_dir=.")
+        return reference
+
+    def _logprobs(self, model: GPT, precision: Precision, split: str, shares: Shares) -> Tensor:
+        """log π of both answers of every pair, float32 [n, 2] on the CPU; each process computes its share.
+
+        With gradients, though nobody wants them: so the kernels are those of training, and round alike.
+        """
+        given = torch.zeros(len(self._pairs[split]), 2, device=model.device)
+        batches = self._chunks(split, list(range(len(given))))
+        with eval_mode(model):
+            for inputs, targets, chosen in shares.share(batches):
+                with precision.autocast():
+                    logprobs = answer_logprobs(model, inputs.to(model.device), targets.to(model.device))
+                if counts(targets):
+                    given[chosen.to(model.device)] = logprobs.detach().view(2, -1).T.float()
+        return shares.summed(given).cpu()  # zeros but for one process's numbers: the sum is these
+
+    def _chunks(self, split: str, pairs: list[int]) -> Iterator[Batch]:
+        """Inputs and targets [2P, T] of the pairs, a micro-batch at a time, and which these are [P]."""
+        size = self.recipe.train.micro_batch_size
+        for first in range(0, len(pairs), size):
+            chosen = pairs[first : first + size]
+            yield (*self._rows(split, chosen), torch.tensor(chosen))
+
+    # ------------------------------------------------------------------------------------------------- batches
+
+    def batch(self, position: int, micro_step: int, size: int) -> Batch:
+        """Inputs and targets, int64 [2P, T]: the chosen conversations, then the rejected; and their reference [2P]."""
+        first = position + micro_step * size
+        pairs = self._pairs["train"]
+        return self._batch("train", shuffled(np.arange(first, first + size), len(pairs), self.recipe.seed).tolist())
+
+    def _batch(self, split: str, pairs: list[int]) -> Batch:
+        return (*self._rows(split, pairs), self._reference[split][pairs].T.flatten())
+
+    def _rows(self, split: str, pairs: list[int]) -> tuple[Tensor, Tensor]:
+        answers = [self._pairs[split].answer(pair, side) for side in (0, 1) for pair in pairs]
+        longest = max(len(ids) for ids, _ in answers) - 1
+        width = min(self.context_length, -(-longest // _ROUND_TOKENS) * _ROUND_TOKENS)
+        inputs = torch.zeros(len(answers), width, dtype=torch.int64)
+        targets = torch.full_like(inputs, IGNORED)
+        for row, (ids, learned) in enumerate(answers):
+            inputs[row, : len(ids) - 1] = torch.from_numpy(ids[:-1])
+            targets[row, : len(ids) - 1] = torch.from_numpy(np.where(learned[1:], ids[1:], IGNORED))
+        return inputs, targets
+
+    def count(self, batch: Batch) -> int:
+        return batch[0].size(0) // 2
+
+    def loss(self, model: GPT, batch: Batch) -> Losses:
+        return preference(self.objective, model, batch, **self._routing)
+
+    @torch.no_grad()
+    def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
+        """The held-out pairs' mean loss, reward margin, and how often the chosen answer gained more than the other."""
+        n_pairs = len(self._pairs["validation"])
+        n_chosen = self.n_evaluated or n_pairs
+        chosen = [place * n_pairs // n_chosen for place in range(n_chosen)]
+        sums = dict.fromkeys(("loss", "reward_margin", "reward_chosen", "accuracy"), 0.0)
+        with eval_mode(model):
+            for inputs, targets, pairs in shares.share(self._chunks("validation", chosen)):
+                reference = self._reference["validation"][pairs].T.flatten()
+                batch = tuple(x.to(model.device) for x in (inputs, targets, reference))
+                with precision.autocast():
+                    losses = self.loss(model, batch)
+                if counts(targets):
+                    for name, value in {"loss": losses.loss, **losses.figures}.items():
+                        sums[name] += value.item()
+        total, *figures = shares.add_up(list(sums.values()))
+        means = {name: value / n_chosen for name, value in zip(list(sums)[1:], figures, strict=True)}
+        return LossReport(total, n_chosen, unit="nats per pair"), means
+
+
+def counts(targets: Tensor) -> bool:
+    """Whether a batch of an evaluation is this process's own, see `Shares.share`."""
+    return bool((targets != IGNORED).any())
+
+
+def weights_fingerprint(model: GPT) -> str:
+    """sha256 of a model's parameters, in the order of their names. Of sharded ones, this process's share."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        digest.update(name.encode("utf-8"))
+        copied = local.detach().float().cpu().clone()  # a storage that numpy has seen cannot be freed by FSDP any more
+        digest.update(copied.numpy().tobytes())
+    return digest.hexdigest()

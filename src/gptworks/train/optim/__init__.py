@@ -1,0 +1,1 @@
+"""How weights change: the optimizer, its schedule, and what guards it."""

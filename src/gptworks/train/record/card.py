@@ -1,0 +1,153 @@
+"""`model-card.md`: what a run's model is, what it was trained on, how long, and how good it is."""
+
+import contextlib
+import math
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gptworks import __version__
+from gptworks.config import Recipe
+from gptworks.device import Precision, device_name
+from gptworks.errors import UserError
+from gptworks.evaluate.results import write_card_section
+from gptworks.files import write_whole
+from gptworks.plan.fit import layout_words
+from gptworks.plan.layout import ONE_DEVICE, Layout
+from gptworks.plan.params import count_parameters
+from gptworks.train.changes import change_words, read_history
+from gptworks.train.progress import Progress
+from gptworks.train.record.display import clock
+from gptworks.train.record.metrics import Record, read_metrics
+from gptworks.train.record.outcome import RunOutcome, finite_or_none, write_outcome
+from gptworks.units import readable, significant
+
+
+@dataclass(frozen=True)
+class MemoryPeaks:
+    """The most memory that a run held, as planned and as it was."""
+
+    predicted_bytes: int
+    measured_bytes: int | None
+    """Since this process began with it: what tensors held on CUDA, the growth of resident memory on a CPU."""
+
+
+def write_model_card(
+    recipe: Recipe,
+    progress: Progress,
+    reason: str,
+    samples_per_epoch: int,
+    precision: Precision,
+    memory: MemoryPeaks | None = None,
+    layout: Layout = ONE_DEVICE,
+) -> None:
+    """Write the card and `outcome.json` into the run folder, the results from the run's own metrics."""
+    validation = [record for record in read_metrics(recipe.run_dir / "metrics.jsonl") if record["kind"] == "validation"]
+    training = _training(recipe, progress, reason, samples_per_epoch, precision) | _layout(layout) | _memory(memory)
+    sections = {
+        "Results": _results(recipe, validation),
+        "Architecture": _architecture(recipe),
+        "Training": training,
+    }
+    history, repeats = read_history(recipe.run_dir), "`recipe.yaml` beside this file repeats the run."
+    if history.changes:
+        sections["Changed on the way"] = {
+            f"from step {change['step']:,}": change_words(change["settings"]) for change in history.changes
+        }
+    if history.steering(recipe):
+        repeats = "`recipe.yaml` beside this file has its last settings: it does not repeat the run, see the changes."
+    parts = [f"# {recipe.name}", "A language model trained with gptworks. Every figure here was counted or measured."]
+    for heading, rows in sections.items():
+        table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+        parts.append(f"## {heading}\n\n| | |\n|---|---|\n{table}")
+    parts.append(f"Use it with `gptworks generate` and this folder. {repeats}")
+    write_whole(recipe.run_dir / "model-card.md", "\n\n".join(parts) + "\n")
+    write_outcome(
+        recipe.run_dir,
+        RunOutcome(
+            reason=reason, step=progress.step, tokens=progress.tokens, seconds=progress.seconds,
+            skipped_steps=progress.skipped, best_step=progress.best_step,
+            best_validation_loss=finite_or_none(progress.best_loss),
+            predicted_memory_bytes=None if memory is None else memory.predicted_bytes,
+            measured_memory_bytes=None if memory is None else memory.measured_bytes,
+            training=training,
+        ),
+    )  # fmt: skip
+    with contextlib.suppress(UserError):  # a damaged evaluation is no reason to fail
+        write_card_section(recipe.run_dir)
+
+
+def _layout(layout: Layout) -> dict[str, str]:
+    return {"ranks": f"{layout.world_size}: {layout_words(layout)}"} if layout.world_size > 1 else {}
+
+
+def _results(recipe: Recipe, validation: list[Record]) -> dict[str, str]:
+    rows = {"parameters": f"{count_parameters(recipe.model).total:,}"}
+    if not validation:
+        return rows
+    for name, record in (("best", min(validation, key=_loss)), ("last", validation[-1])):
+        figures = f"{record['loss']:.4f} {record.get('unit', 'nats per token')}"
+        figures += "" if record["perplexity"] is None else f", perplexity {significant(record['perplexity'])}"
+        if record["bits_per_byte"] is not None:
+            figures += f", {record['bits_per_byte']:.4f} bits per byte"
+        n_read, n_there = record.get("sequences"), record.get("sequences_held_out")
+        part = f" over {n_read:,} of {n_there:,} windows" if n_read and n_there and n_read < n_there else ""
+        rows[f"{name} validation loss"] = f"{figures}, at step {record['step']:,}{part}"
+    return rows
+
+
+def _loss(record: Record) -> float:
+    return record["loss"] if math.isfinite(record["loss"]) else math.inf
+
+
+def _architecture(recipe: Recipe) -> dict[str, str]:
+    model = recipe.model
+    n_windowed = sum(window is not None for window in model.layer_windows)
+    shared = f" ({model.n_kv_heads} key/value heads)" if model.n_kv_heads != model.n_heads else ""
+    return {
+        "layers × width × heads": f"{model.n_layers} × {model.d_model} × {model.n_heads}{shared}",
+        "context": f"{model.context_length:,} tokens"
+        + (f"; {n_windowed} layers see {model.window:,}" if n_windowed else ""),
+        "vocabulary": f"{model.vocab_size:,} ({recipe.tokenizer.type})",
+        "position, norm, MLP": f"{model.position}, {model.norm}, {model.mlp} of {model.d_ff:,}",
+        "head": "tied to the embedding" if model.tie_embeddings else "its own matrix",
+    }
+
+
+def _training(
+    recipe: Recipe, progress: Progress, reason: str, samples_per_epoch: int, precision: Precision
+) -> dict[str, str]:
+    train = recipe.train
+    speed = progress.tokens / progress.seconds if progress.seconds else 0.0
+    cut = f" in {train.accumulation_steps} micro-batches" if train.accumulation_steps > 1 else ""
+    matrices = f" ({train.muon_learning_rate:g} for matrices)" if train.optimizer == "muon" else ""
+    return {
+        **({} if recipe.initialize_from is None else {"started from": f"the run {recipe.initialize_from.name}"}),
+        "ended": f"{reason}, step {progress.step:,}",
+        "sources": ", ".join(_source(source) for source in recipe.data.sources),
+        "tokens": f"{progress.tokens:,}, {progress.samples / samples_per_epoch:.2f} epochs of the training text",
+        "time": f"{clock(progress.seconds)} of training, {speed:,.0f} tokens/s",
+        "batch": f"{train.batch_size} × {recipe.model.context_length:,} tokens{cut}",
+        "optimizer": f"{train.optimizer}, peak rate {train.learning_rate:g}{matrices}, decay {train.weight_decay:g}",
+        "schedule": f"{train.schedule}, {train.warmup_steps:,} steps of warmup",
+        "precision": precision.name,
+        "steps skipped as non-finite or spikes": f"{progress.skipped:,}",
+        "seed": str(recipe.seed),
+        "device": device_name(torch.device(precision.device_type)),
+        "gptworks, torch, Python": f"{__version__}, {torch.__version__}, {platform.python_version()}",
+    }
+
+
+def _memory(memory: MemoryPeaks | None) -> dict[str, str]:
+    if memory is None:
+        return {}
+    measured = "" if memory.measured_bytes is None else f"; measured {readable(memory.measured_bytes, 'B')}"
+    return {"memory at the peak": f"{readable(memory.predicted_bytes, 'B')} planned{measured}"}
+
+
+def _source(source: object) -> str:
+    kind, names = getattr(source, "type", ""), (getattr(source, name, None) for name in ("url", "path", "dataset"))
+    place = next((name for name in names if name), "")
+    return f"{kind} {Path(place).name if '://' not in place else place}".strip()

@@ -1,0 +1,1 @@
+"""A training step before training: refused, counted without memory, or measured."""

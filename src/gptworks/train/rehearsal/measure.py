@@ -1,0 +1,142 @@
+"""The memory and the speed of a training step, measured: two real steps of a new model in a process of its own.
+
+python -m gptworks.train.rehearsal.measure < order.json
+"""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+
+import torch
+from pydantic import TypeAdapter
+
+from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, ObjectiveConfig, TrainConfig
+from gptworks.device import (
+    choose_precision,
+    keep_freed_memory,
+    peak_growth_bytes,
+    reset_peak,
+    return_freed_memory,
+    synchronize,
+)
+from gptworks.errors import RunError
+from gptworks.plan.run import Measured
+from gptworks.train.objectives.next_token import Batch
+from gptworks.train.rehearsal.trace import NEXT_TOKEN, Step
+
+N_STEPS = 2
+"""The first makes the optimizer's state, the second is what all others are like."""
+
+
+def measure_step(
+    model: ModelConfig,
+    train: TrainConfig,
+    device: str = "cpu",
+    precision: str = "fp32",
+    adapter: LoRAConfig | None = None,
+    freeze: FreezeConfig | None = None,
+    objective: ObjectiveConfig = NEXT_TOKEN,
+    several_texts: bool = False,
+) -> Measured:
+    """Measure in new processes, so that nothing else's memory is counted.
+
+    On a CPU there are two: one gives freed memory back at once, so that what it has resident is what is in use; the
+    other keeps it as `gptworks train` does, and has the speed.
+
+    Raises:
+        RunError: a process failed; where memory did not suffice, the system may have ended it.
+    """
+    order: dict[str, object] = {
+        "model": model.model_dump(mode="json"),
+        "train": train.model_dump(mode="json"),
+        "device": device,
+        "precision": precision,
+        "adapter": None if adapter is None else adapter.model_dump(mode="json"),
+        "freeze": None if freeze is None else freeze.model_dump(mode="json"),
+        "objective": objective.model_dump(mode="json"),
+        "several_texts": several_texts,
+    }
+    as_trained = _in_new_process(order | {"keep": True})
+    if device != "cpu":
+        return as_trained
+    return replace(as_trained, peak_bytes=_in_new_process(order | {"keep": False}).peak_bytes)
+
+
+def _in_new_process(order: dict[str, object]) -> Measured:
+    command = [sys.executable, "-m", "gptworks.train.rehearsal.measure"]
+    result = subprocess.run(command, input=json.dumps(order), capture_output=True, text=True, check=False)
+    if result.returncode:
+        why = (result.stderr.strip().splitlines() or [f"ended by signal {-result.returncode}"])[-1]
+        raise RunError(f"the measured step failed: {why}. It may be that memory did not suffice.")
+    return Measured(**json.loads(result.stdout))
+
+
+Part = tuple[LoRAConfig | None, FreezeConfig | None, ObjectiveConfig]
+
+
+def _steps(
+    model: ModelConfig,
+    train: TrainConfig,
+    device: torch.device,
+    precision: str,
+    part: Part = (None, None, NEXT_TOKEN),
+    several_texts: bool = False,
+) -> float:
+    """Take the steps; seconds of the last."""
+    step = Step(model, train, device, choose_precision(precision, device), *part)
+    tokens = torch.randint(model.vocab_size, (train.batch_size, model.context_length), device=device)
+    batch: Batch = (tokens, tokens)
+    if several_texts:
+        batch = (*batch, torch.arange(model.context_length, device=device).expand_as(tokens))
+    seconds = 0.0
+    synchronize(device)
+    for _ in range(N_STEPS):
+        started = time.perf_counter()
+        step(batch)
+        synchronize(device)
+        seconds = time.perf_counter() - started
+    return seconds
+
+
+def _measure(
+    model: ModelConfig,
+    train: TrainConfig,
+    device: torch.device,
+    precision: str,
+    keep: bool,
+    part: Part,
+    several_texts: bool,
+) -> Measured:
+    if keep:
+        keep_freed_memory()
+    else:
+        return_freed_memory()
+    small = {"vocab_size": 64, "context_length": 64, "n_layers": 1, "d_model": 64, "n_heads": 2, "n_kv_heads": 2}
+    small |= {"d_head": 32, "d_ff": 64, "d_ff_shared": 64 if model.d_ff_shared else 0}
+    warm = model.model_copy(update=small | {"window": None, "window_pattern": ("full",), "rope_scaling": None})
+    _steps(warm, train, device, precision)  # what torch loads at its first step belongs to no step
+    before = reset_peak(device)
+    seconds = _steps(model, train, device, precision, part, several_texts)
+    peak = peak_growth_bytes(device, before) or 0
+    kept = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak
+    return Measured(peak, kept, train.batch_size * model.context_length / seconds)
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    measured = _measure(
+        ModelConfig.model_validate(given["model"]),
+        TrainConfig.model_validate(given["train"]),
+        torch.device(given["device"]),
+        given["precision"],
+        given["keep"],
+        (
+            given["adapter"] and LoRAConfig.model_validate(given["adapter"]),
+            given["freeze"] and FreezeConfig.model_validate(given["freeze"]),
+            TypeAdapter(ObjectiveConfig).validate_python(given["objective"]),
+        ),
+        given["several_texts"],
+    )
+    json.dump(asdict(measured), sys.stdout)
