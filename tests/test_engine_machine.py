@@ -35,12 +35,13 @@ from torch import Tensor
 
 from gptworks.infer import Engine, SamplingSettings
 from gptworks.infer import engine as engine_module
+from gptworks.infer.choice import choose_backend
 from gptworks.infer.request import Request
 from gptworks.infer.sampling import Sampler, adjust, sample
 from gptworks.infer.scheduler import QueueFull
 from gptworks.infer.speculate import DraftModel, PromptLookup
 from gptworks.model import GPT
-from gptworks.model.backend import Chunk, Unavailable, choose_backend
+from gptworks.model.backend import Chunk, Unavailable
 from gptworks.native import backend as native
 from gptworks.tokenizer import special_tokens
 from test_engine import char_tokenizer, random_model

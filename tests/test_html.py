@@ -14,9 +14,9 @@ import pytest
 import tiny
 from gptworks.config import ModelConfig
 from gptworks.describe.page import to_html, write_html
+from gptworks.describe.sheet import Sheet, describe
 from gptworks.errors import UserError
 from gptworks.pages.drawing import text_width
-from gptworks.plan import Sheet, describe
 from gptworks.presets import PRESETS
 from gptworks.recipe import parse_model
 

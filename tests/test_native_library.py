@@ -19,10 +19,11 @@ import torch
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.infer import choice as native_choice
+from gptworks.infer.choice import choose_backend
 from gptworks.infer.engine import load
 from gptworks.model import GPT
 from gptworks.model import backend as backends
-from gptworks.model.backend import Chunk, TorchBackend, Unavailable, choose_backend
+from gptworks.model.backend import Chunk, TorchBackend, Unavailable
 from gptworks.native import backend as native
 from gptworks.native import library as native_library
 from gptworks.native.library import library

@@ -14,11 +14,11 @@ import pytest
 import tiny
 from gptworks.config import ModelConfig, Recipe, SweepConfig, SweepRange
 from gptworks.describe.page import to_html as sheet_page
+from gptworks.describe.sheet import describe
 from gptworks.errors import UserError
 from gptworks.pages.chart import Series, chart
 from gptworks.pages.page import page
 from gptworks.pages.parts import MOST_CHARACTERS, key_figures, number, paragraph, samples, section, settings, table
-from gptworks.plan import describe
 from gptworks.recipe import parse_recipe, save_recipe
 from gptworks.runs import compare_page, report, sweep_page
 from gptworks.runs.compare import compare

@@ -24,7 +24,7 @@ from gptworks.model.loss import target_logprobs
 from gptworks.recipe import parse_recipe
 from gptworks.train.distributed.parallel import Parallel
 from gptworks.train.loop import train
-from gptworks.train.objectives.base import choose_task
+from gptworks.train.objectives.choose import choose_task
 from gptworks.train.objectives.next_token import Batch
 from gptworks.train.objectives.preference import Preference, answer_logprobs, preference_loss
 from gptworks.train.record.metrics import read_metrics

@@ -20,9 +20,10 @@ from gptworks.data.batches import Batches
 from gptworks.data.shards import TokenShards
 from gptworks.describe.diagram import diagram
 from gptworks.describe.published import published_figures, reference_architectures_markdown
+from gptworks.describe.sheet import describe
 from gptworks.errors import UserError
 from gptworks.model import GPT, KVCache
-from gptworks.plan import Plan, describe, plan
+from gptworks.plan import Plan, plan
 from gptworks.presets import PRESETS, preset
 from gptworks.recipe import parse_model, parse_recipe
 from gptworks.units import readable

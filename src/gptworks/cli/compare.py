@@ -88,14 +88,13 @@ def sweep(
     The recipe's `sweep` section says which settings, and how many trials.
     """
     from gptworks.runs.sweep import load_sweep, run_sweep
+    from gptworks.runs.sweep_page import sweep_table, write_sweep_page
 
     prepare_with_progress(load_sweep(recipe, overrides or [], resume))
-    done = run_sweep(recipe, overrides or [], resume=resume, report=notice)
+    done = run_sweep(recipe, overrides or [], resume=resume, report=notice, after_trial=write_sweep_page)
     if as_json:
         print_json(done.to_json())
     else:
-        from gptworks.runs.sweep_page import sweep_table
-
         console_of().print(sweep_table(done))
     folder, ended = done.recipe.run_dir, len(done.trials) - done.count("running")
     if done.best is not None:

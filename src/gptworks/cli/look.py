@@ -100,6 +100,7 @@ def plan(
     """
     from dataclasses import replace
 
+    from gptworks.describe.plan_tables import plan_json, printed
     from gptworks.plan.assumed import preset_recipe
     from gptworks.plan.devices import check_figures
     from gptworks.plan.layout import parallel_overrides
@@ -149,9 +150,9 @@ def plan(
             sheet, measured=measure_step(recipe.model, sheet.one_step, here.type, sheet.setting.precision, *part)
         )
     if as_json:
-        print_json(sheet.to_json())
+        print_json(plan_json(sheet))
     else:
-        console_of().print(sheet.detailed() if details else sheet)
+        console_of().print(printed(sheet, details))
     if data is not None and data.missing is not None:
         raise UserError(f"{data.missing} What depends on its tokens is unknown in this plan.")
     if not sheet.fits:
@@ -174,7 +175,7 @@ def _planned_data(recipe: "Recipe") -> tuple["Recipe", "DataSize"]:
         return recipe, size
     samples = None
     if recipe.data.records:
-        from gptworks.train.objectives.base import choose_task
+        from gptworks.train.objectives.choose import choose_task
 
         samples = choose_task(recipe, prepared.folder).samples_per_epoch
     return recipe, DataSize(prepared.manifest.splits["train"].tokens, samples, estimated=False)

@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-from gptworks.pages.tables import Table, or_unknown, parameters_json
+from rich.console import Group
+
+from gptworks.describe.figures import parameters_json
+from gptworks.pages.tables import Table, or_unknown
 from gptworks.plan.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from gptworks.plan.fit import layout_words
 from gptworks.plan.inference import BATCHES
@@ -29,6 +32,11 @@ WORDS = {
 def words(part: str) -> str:
     """A part as a reader knows it."""
     return WORDS.get(part, part.replace("_", " "))
+
+
+def printed(plan: Plan, details: bool = False) -> Group:
+    """The tables for a terminal; `details`: every one, else what most readers need."""
+    return Group(*(table.rich() for table in tables(plan, details)))
 
 
 def tables(plan: Plan, details: bool = False) -> Iterator[Table]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from gptworks.config import ModelConfig
 from gptworks.plan.flops import TRAINING_PER_FORWARD, forward_flops
+from gptworks.plan.inference import kv_cache_bytes
 from gptworks.plan.params import count_parameters
 from gptworks.presets import GPT2_SIZES, GPT3_SIZES, MODERN_SIZES, PRESETS, preset
 from gptworks.units import readable
@@ -67,13 +68,6 @@ def published_figures(config: ModelConfig) -> tuple[Figure, ...]:
 
 
 # Exact quantities -------------------------------------------------------------------------------------------
-
-
-def kv_cache_bytes(config: ModelConfig, length: int | None = None, bytes_per_value: int = 2) -> int:
-    """Keys and values of one sequence of `length` tokens (default: the context); banded layers keep their window."""
-    length = config.context_length if length is None else length
-    held_tokens = sum(min(window or length, length) for window in config.layer_windows)
-    return 2 * config.n_kv_heads * config.d_head * held_tokens * bytes_per_value
 
 
 def _total(config: ModelConfig) -> int:

@@ -18,9 +18,11 @@ from rich.text import Text
 
 from gptworks.config import ModelConfig
 from gptworks.describe.diagram import diagram, dims, n_banded, norm_name
-from gptworks.describe.published import Figure, kv_cache_bytes, published_figures
-from gptworks.pages.tables import Table, parameters_json
+from gptworks.describe.figures import parameters_json
+from gptworks.describe.published import Figure, published_figures
+from gptworks.pages.tables import Table
 from gptworks.plan.flops import ForwardFlops, forward_flops
+from gptworks.plan.inference import kv_cache_bytes
 from gptworks.plan.params import ParameterCount, ParameterGroup, Shape, count_parameters
 from gptworks.units import readable
 

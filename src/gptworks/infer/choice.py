@@ -1,4 +1,4 @@
-"""Whether the native kernels are faster than torch on this machine: measured once, and remembered.
+"""Which backend computes a model: on a CPU the native kernels, unless torch is faster there; measured once, and kept.
 
 The kernels are fast where the compiler had wide vectors to build them with. Elsewhere torch's own products, which come
 with code for many processors, can be faster. No list of processors would stay right, so both compute the same small
@@ -9,19 +9,24 @@ import contextlib
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
 from gptworks.config import ModelConfig
-from gptworks.errors import RunError
+from gptworks.errors import RunError, UserError
 from gptworks.files import write_whole
 from gptworks.model import GPT
-from gptworks.model.backend import Backend, Chunk, TorchBackend
+from gptworks.model.backend import Backend, Chunk, TorchBackend, Unavailable
+from gptworks.native import backend as native
 from gptworks.native.backend import NativeBackend
 from gptworks.native.library import cache_folder, library
 from gptworks.quantize.formats import KINDS
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices
+
+BackendName = Literal["auto", "torch", "native"]
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 32
 """A request that stands for all: prefill is bound by products, decoding by memory."""
@@ -31,6 +36,70 @@ MARGIN = 1.1
 """torch is preferred where the kernels take longer by more than this factor: less may be noise."""
 
 _SHAPE = {"vocab_size": 1024, "context_length": 256, "n_layers": 2, "d_model": 512, "n_heads": 8}
+
+
+def choose_backend(
+    model: GPT, n_slots: int, capacity: int, *, dtype: torch.dtype | None = None, name: BackendName = "auto"
+) -> Backend:
+    """The fastest backend for a model where it is: on a CPU the native one, unless torch is measured to be faster.
+
+    A model that is being trained is computed by torch. Warns (UserWarning), once, where the native one cannot be had,
+    is slower, or has one thread of several. `description` of what is returned says what computes and why.
+
+    Args:
+        n_slots, capacity: texts at once, and the tokens of each.
+        dtype: of the caches; None: as the backend likes it.
+        name: native: it, or an error. torch: the model's own forward pass.
+
+    Raises:
+        UserError: name="native" and it cannot be had.
+    """
+    if name == "torch" or (name == "auto" and (model.device.type != "cpu" or model.training)):
+        return TorchBackend(model, n_slots, capacity, dtype=dtype)
+    try:
+        backend, slower = _native_backend(model, n_slots, capacity, dtype, name == "native")
+    except Unavailable as error:
+        if name == "native":
+            raise UserError(f"backend=native cannot compute this model here: {error} Take auto or torch.") from None
+        _say_once(f"the native engine is not used: {error} torch computes instead, slower.")
+        return TorchBackend(model, n_slots, capacity, dtype=dtype)
+    if isinstance(backend, TorchBackend):
+        _say_once(f"the native engine is not used: it is slower here ({slower}). --backend native takes it.")
+        backend.description += f", because it is faster here ({slower})"
+    elif "one thread" in backend.description and torch.get_num_threads() > 1:
+        _say_once(f"{backend.description}: the C++ compiler has no OpenMP, so one core computes. Install g++ for all.")
+    return backend
+
+
+def _native_backend(
+    model: GPT, n_slots: int, capacity: int, dtype: torch.dtype | None, asked: bool
+) -> tuple[Backend, str]:
+    """The native backend, or where it was not asked for and is slower than torch, torch's; and their times in words.
+
+    Raises:
+        Unavailable: the native one cannot serve.
+    """
+
+    if reason := native.refusal(model):
+        raise Unavailable(reason)
+    if asked or is_forced():
+        return native.try_backend(model, n_slots, capacity, dtype=dtype), ""
+    ours, theirs = seconds_of_both(next(native.matrices(model)).weight.dtype)
+    figures = f"a request takes {1e3 * ours:.0f} ms natively and {1e3 * theirs:.0f} ms with torch"
+    if ours > MARGIN * theirs:
+        return TorchBackend(model, n_slots, capacity, dtype=dtype), figures
+    backend = native.try_backend(model, n_slots, capacity, dtype=dtype)
+    backend.description += f", because {figures}"
+    return backend, figures
+
+
+_said: set[str] = set()
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        warnings.warn(message, stacklevel=3)
 
 
 def seconds_of_both(kind: torch.dtype) -> tuple[float, float]:

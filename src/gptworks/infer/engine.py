@@ -40,6 +40,7 @@ from gptworks.chat_template import ChatTemplate, load_chat_template
 from gptworks.checkpoint import Report, load_run
 from gptworks.device import choose_device, memory_bytes
 from gptworks.errors import RunError, UserError
+from gptworks.infer.choice import BackendName, choose_backend
 from gptworks.infer.constrain import Constraints, Grammar
 from gptworks.infer.request import Completion, Listener, Overflow, Request, Statistics
 from gptworks.infer.sampling import SamplingSettings, TokenLogprob, sample, token_logprobs
@@ -47,7 +48,7 @@ from gptworks.infer.scheduler import PREFILL_TOKENS, Copy, Job, QueueFull, Reuse
 from gptworks.infer.speculate import Draftable, Drafter
 from gptworks.infer.text import Piece, Sample
 from gptworks.model import GPT
-from gptworks.model.backend import Backend, BackendName, Chunk, choose_backend
+from gptworks.model.backend import Backend, Chunk
 from gptworks.tokenizer import encodings, load_tokenizer, prompt_ids, special_tokens, vocabulary_size
 from gptworks.units import readable
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from gptworks.errors import UserError
+from gptworks.infer.choice import BackendName, choose_backend
 from gptworks.infer.sampling import pick
 from gptworks.infer.scheduler import PREFILL_TOKENS, n_common_tokens
 from gptworks.infer.text import Sample
 from gptworks.model import GPT
-from gptworks.model.backend import Backend, BackendName, Chunk, choose_backend
+from gptworks.model.backend import Backend, Chunk
 
 
 @dataclass(frozen=True)

@@ -4,25 +4,22 @@
             └─► short ones (decode, speculation), as one flat batch ────┘
 
 `TorchBackend` runs the model itself, on any device and also while it is being trained. The native backend
-(gptworks.native.backend) computes the same in C++ on a CPU; `choose_backend` takes it where it can be had.
+(gptworks.native.backend) computes the same in C++ on a CPU; `gptworks.infer.choice` takes it where it can be had.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gptworks.errors import UserError
-from gptworks.model import GPT, SlotCache
+from gptworks.model.cache import SlotCache
+from gptworks.model.gpt import GPT
 
 SHORT_TOKENS = 16
 """Chunks of up to so many tokens are computed together: they decode, or check what was guessed."""
-
-BackendName = Literal["auto", "torch", "native"]
 
 
 @dataclass(frozen=True)
@@ -134,72 +131,6 @@ class TorchBackend:
             rows = features[0] if len(wanted) == end else features[0, wanted]
             logits = self.model.logits(rows).float().cpu()
         return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))
-
-
-def choose_backend(
-    model: GPT, n_slots: int, capacity: int, *, dtype: torch.dtype | None = None, name: BackendName = "auto"
-) -> Backend:
-    """The fastest backend for a model where it is: on a CPU the native one, unless torch is measured to be faster.
-
-    A model that is being trained is computed by torch. Warns (UserWarning), once, where the native one cannot be had,
-    is slower, or has one thread of several. `description` of what is returned says what computes and why.
-
-    Args:
-        n_slots, capacity: texts at once, and the tokens of each.
-        dtype: of the caches; None: as the backend likes it.
-        name: native: it, or an error. torch: the model's own forward pass.
-
-    Raises:
-        UserError: name="native" and it cannot be had.
-    """
-    if name == "torch" or (name == "auto" and (model.device.type != "cpu" or model.training)):
-        return TorchBackend(model, n_slots, capacity, dtype=dtype)
-    try:
-        backend, slower = _native_backend(model, n_slots, capacity, dtype, name == "native")
-    except Unavailable as error:
-        if name == "native":
-            raise UserError(f"backend=native cannot compute this model here: {error} Take auto or torch.") from None
-        _say_once(f"the native engine is not used: {error} torch computes instead, slower.")
-        return TorchBackend(model, n_slots, capacity, dtype=dtype)
-    if isinstance(backend, TorchBackend):
-        _say_once(f"the native engine is not used: it is slower here ({slower}). --backend native takes it.")
-        backend.description += f", because it is faster here ({slower})"
-    elif "one thread" in backend.description and torch.get_num_threads() > 1:
-        _say_once(f"{backend.description}: the C++ compiler has no OpenMP, so one core computes. Install g++ for all.")
-    return backend
-
-
-def _native_backend(
-    model: GPT, n_slots: int, capacity: int, dtype: torch.dtype | None, asked: bool
-) -> tuple[Backend, str]:
-    """The native backend, or where it was not asked for and is slower than torch, torch's; and their times in words.
-
-    Raises:
-        Unavailable: the native one cannot serve.
-    """
-    from gptworks.infer import choice as native_choice
-    from gptworks.native import backend as native
-
-    if reason := native.refusal(model):
-        raise Unavailable(reason)
-    if asked or native_choice.is_forced():
-        return native.try_backend(model, n_slots, capacity, dtype=dtype), ""
-    ours, theirs = native_choice.seconds_of_both(next(native.matrices(model)).weight.dtype)
-    figures = f"a request takes {1e3 * ours:.0f} ms natively and {1e3 * theirs:.0f} ms with torch"
-    if ours > native_choice.MARGIN * theirs:
-        return TorchBackend(model, n_slots, capacity, dtype=dtype), figures
-    backend = native.try_backend(model, n_slots, capacity, dtype=dtype)
-    backend.description += f", because {figures}"
-    return backend, figures
-
-
-_said: set[str] = set()
-
-
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        warnings.warn(message, stacklevel=3)
 
 
 @contextmanager

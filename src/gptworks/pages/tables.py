@@ -1,14 +1,11 @@
-"""What sheets are laid out of: a table that prints on a terminal and as Markdown, and figures as JSON."""
+"""A table that prints on a terminal and as Markdown."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
-
-from gptworks.plan.params import ParameterCount
 
 
 @dataclass(frozen=True)
@@ -35,20 +32,3 @@ class Table:
 
 def or_unknown(value: float | None, form: str = ",") -> str:
     return "unknown" if value is None else f"{value:{form}}"
-
-
-def parameters_json(parameters: ParameterCount) -> dict[str, Any]:
-    return {
-        "total": parameters.total,
-        "active": parameters.active,
-        "embedding": parameters.embedding,
-        "non_embedding": parameters.non_embedding,
-        "groups": {
-            group.name: {
-                "per_layer": group.per_layer if group.in_block else None,
-                "total": group.total,
-                "tensors": {name: list(shape) for name, shape in group.tensors.items()},
-            }
-            for group in parameters.groups.values()
-        },
-    }

@@ -1,6 +1,5 @@
 """What an architecture and a run cost, by arithmetic alone: nothing is allocated and torch is not imported."""
 
-from gptworks.describe.sheet import Sheet, describe
 from gptworks.plan.flops import ForwardFlops, forward_flops
 from gptworks.plan.params import ParameterCount, ParameterGroup, count_parameters
 from gptworks.plan.run import Plan, plan
@@ -10,9 +9,7 @@ __all__ = [
     "ParameterCount",
     "ParameterGroup",
     "Plan",
-    "Sheet",
     "count_parameters",
-    "describe",
     "forward_flops",
     "plan",
 ]

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from math import prod
 
 from gptworks.config import ModelConfig
-from gptworks.describe.published import kv_cache_bytes
 from gptworks.plan.params import ParameterCount, Shape, count_parameters
 
 BATCHES = (1, 8, 32)
@@ -26,6 +25,13 @@ class InferenceMemory:
 
     def total_bytes(self, batch_size: int) -> int:
         return self.weights_bytes + self.cache_bytes[batch_size]
+
+
+def kv_cache_bytes(config: ModelConfig, length: int | None = None, bytes_per_value: int = 2) -> int:
+    """Keys and values of one sequence of `length` tokens (default: the context); banded layers keep their window."""
+    length = config.context_length if length is None else length
+    held_tokens = sum(min(window or length, length) for window in config.layer_windows)
+    return 2 * config.n_kv_heads * config.d_head * held_tokens * bytes_per_value
 
 
 def inference_memory(model: ModelConfig) -> list[InferenceMemory]:

@@ -3,9 +3,6 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, lcm
-from typing import Any
-
-from rich.console import Group, RenderableType
 
 from gptworks.config import Recipe, RewardObjective, TrainConfig
 from gptworks.errors import UserError
@@ -256,32 +253,6 @@ class Plan:
     def shards_bytes(self) -> int | None:
         """Training tokens on disk."""
         return None if self.n_train_tokens is None else self.n_train_tokens * self.shard_bytes_per_token
-
-    # ---------------------------------------------------------------------------------------- output
-
-    def to_json(self) -> dict[str, Any]:
-        """Stable keys; null where a figure is unknown before the run."""
-        from gptworks.describe.plan_tables import plan_json
-
-        return plan_json(self)
-
-    def to_markdown(self) -> str:
-        """The plan as tables."""
-        from gptworks.describe.plan_tables import tables
-
-        body = "\n\n".join(table.markdown() for table in tables(self, details=True))
-        return f"# {self.name}: plan\n\n{body}\n"
-
-    def __rich__(self) -> RenderableType:
-        """What a reader needs; `detailed` has every table."""
-        from gptworks.describe.plan_tables import tables
-
-        return Group(*(table.rich() for table in tables(self)))
-
-    def detailed(self) -> RenderableType:
-        from gptworks.describe.plan_tables import tables
-
-        return Group(*(table.rich() for table in tables(self, details=True)))
 
 
 def plan(

@@ -174,9 +174,16 @@ def _fixed_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def run_sweep(
-    path: str | Path, overrides: Sequence[str] = (), *, resume: bool = False, report: Report = lambda _: None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    report: Report = lambda _: None,
+    after_trial: Callable[[Sweep], None] = lambda _: None,
 ) -> Sweep:
     """Run trials until there are `n_trials`, or a signal asks to stop; each ends with a line to `report`.
+
+    after_trial: called with the sweep as it is after each trial, to write its page for instance.
 
     Raises:
         UserError: see `load_sweep`; or another process is at work in the folder.
@@ -192,7 +199,7 @@ def run_sweep(
         raise UserError(f"{folder} is in use by another sweep: wait for it, or give another run_dir=.") from None
     with lock, stop_signals() as stop_asked:
         save_recipe(recipe, folder / "sweep.yaml")
-        _Sweeper(recipe, path, overrides, stop_asked, report).run()
+        _Sweeper(recipe, path, overrides, stop_asked, report, after_trial).run()
     return read_sweep(folder)
 
 
@@ -240,11 +247,18 @@ class _Sweeper:
     """A sweep in progress."""
 
     def __init__(
-        self, recipe: Recipe, path: str | Path, overrides: Sequence[str], stop_asked: Callable[[], Any], report: Report
+        self,
+        recipe: Recipe,
+        path: str | Path,
+        overrides: Sequence[str],
+        stop_asked: Callable[[], Any],
+        report: Report,
+        after_trial: Callable[[Sweep], None],
     ) -> None:
         assert recipe.sweep is not None
         self.settings, self.folder = recipe.sweep, recipe.run_dir
         self.path, self.overrides, self.stop_asked, self.report = path, overrides, stop_asked, report
+        self.after_trial = after_trial
         self.study = _study(recipe)
         self.failures = 0
 
@@ -349,11 +363,9 @@ class _Sweeper:
         return False
 
     def _describe(self, sweep: Sweep, number: int) -> None:
-        """Write the page and the best recipe, and report the trial."""
-        from gptworks.runs.sweep_page import write_sweep_page
-
+        """Write the best recipe, and report the trial."""
         trial, best = sweep.trials[number], sweep.best
-        write_sweep_page(sweep, self.folder / "sweep.html")
+        self.after_trial(sweep)
         if best is not None:
             recipe = load_recipe(best.folder.with_suffix(".yaml"))
             save_recipe(recipe.model_copy(update={"run_dir": self.folder / "best"}), self.folder / "best.yaml")

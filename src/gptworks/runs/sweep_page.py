@@ -1,7 +1,6 @@
 """A sweep as a table and as a page."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
@@ -34,9 +33,9 @@ def sweep_table(sweep: Sweep) -> RenderableType:
     return Table(header, "r" * (len(header) - 1) + "l", rows).rich()
 
 
-def write_sweep_page(sweep: Sweep, path: Path) -> None:
-    """Write the page at once, over an older one."""
-    write_page(to_html(sweep), path, "--out")
+def write_sweep_page(sweep: Sweep) -> None:
+    """Write the page `sweep.html` into the sweep's folder, over an older one."""
+    write_page(to_html(sweep), sweep.recipe.run_dir / "sweep.html", "run_dir")
 
 
 def to_html(sweep: Sweep) -> str:

@@ -51,7 +51,7 @@ from gptworks.train.distributed.parallel import Parallel, StopAsked, check_paral
 from gptworks.train.distributed.ranks import ALONE, Ranks
 from gptworks.train.feed import Feed
 from gptworks.train.generating import generating
-from gptworks.train.objectives.base import choose_task
+from gptworks.train.objectives.choose import choose_task
 from gptworks.train.objectives.distillation import check_teacher
 from gptworks.train.objectives.next_token import Objective
 from gptworks.train.objectives.reward import check_reward

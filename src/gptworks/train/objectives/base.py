@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gptworks.config import InstructionObjective, Recipe
+from gptworks.config import Recipe
 from gptworks.data.batches import Batches, evaluation_windows
-from gptworks.data.conversations.packing import ExampleBatches, Examples, evaluation_rows
 from gptworks.data.shards import TokenShards
 from gptworks.device import Precision
 from gptworks.evaluate.loss import LossReport, Shares, evaluate_loss
@@ -131,49 +130,3 @@ class Task:
             autocast=precision.autocast,
         )
         return report, {}
-
-
-class Instruction(Task):
-    """Learning the answers of conversations. The rest of them is read, and carries no loss."""
-
-    def _open(self) -> None:
-        recipe = self.recipe
-        assert isinstance(recipe.objective, InstructionObjective)
-        packing = recipe.objective.packing
-        self._rows = ExampleBatches(Examples(self.train_shards, self.context_length, packing), recipe.seed)
-        self._held_out = Examples(self.validation_shards, self.context_length, packing)
-
-    @property
-    def samples_per_epoch(self) -> int:
-        return self._rows.rows_per_epoch
-
-    @property
-    def n_validation(self) -> int:
-        return len(self._held_out.rows)
-
-    @property
-    def tokens_per_epoch(self) -> int:
-        return self._rows.rows_per_epoch * self.context_length
-
-    def batch(self, position: int, micro_step: int, size: int) -> Batch:
-        return self._rows.batch(position + micro_step * size, size)
-
-    def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
-        rows = evaluation_rows(self._held_out, self.n_evaluated)
-        return evaluate_loss(model, rows, shares=shares, autocast=precision.autocast), {}
-
-
-def choose_task(recipe: Recipe, data_folder: Path, verify: bool = False) -> Task:
-    """The task that `recipe.objective` names; arguments as for `Task`."""
-    from gptworks.train.objectives.distillation import Distillation  # these are made of Task
-    from gptworks.train.objectives.preference import Preference
-    from gptworks.train.objectives.reward import Reward
-
-    tasks: dict[str, type[Task]] = {
-        "next_token": Task,
-        "instruction": Instruction,
-        "preference": Preference,
-        "distillation": Distillation,
-        "reward": Reward,
-    }
-    return tasks[recipe.objective.type](recipe, data_folder, verify)
