@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gptworks.config import ModelConfig
+from gptworks.infer import choice
 from gptworks.model import GPT
-from gptworks.model import backend as backends
 from gptworks.model.backend import Chunk, TorchBackend
 
 VOCABULARY, CONTEXT = 50, 64
@@ -141,6 +141,6 @@ def test_the_backend_reads_the_weights_as_they_are() -> None:
 
 
 def test_a_model_in_training_is_never_computed_natively(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_native_backend", None)
-    assert isinstance(backends.choose_backend(tiny().train(), 1, 8), TorchBackend)
-    assert isinstance(backends.choose_backend(tiny(), 1, 8, name="torch"), TorchBackend)
+    monkeypatch.setattr(choice, "_native_backend", None)
+    assert isinstance(choice.choose_backend(tiny().train(), 1, 8), TorchBackend)
+    assert isinstance(choice.choose_backend(tiny(), 1, 8, name="torch"), TorchBackend)

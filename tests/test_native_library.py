@@ -18,11 +18,10 @@ import torch
 
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
-from gptworks.infer import choice as native_choice
+from gptworks.infer import choice
 from gptworks.infer.choice import choose_backend
 from gptworks.infer.engine import load
 from gptworks.model import GPT
-from gptworks.model import backend as backends
 from gptworks.model.backend import Chunk, TorchBackend, Unavailable
 from gptworks.native import backend as native
 from gptworks.native import library as native_library
@@ -98,7 +97,7 @@ def test_a_compiler_that_fails_leaves_nothing_and_is_not_asked_again(
     assert list(fresh.iterdir()) == []
     monkeypatch.setattr(subprocess, "run", None)  # is not called
     model = GPT(ModelConfig(vocab_size=9, context_length=8, n_layers=1, d_model=16, n_heads=1)).eval()
-    monkeypatch.setattr(backends, "_said", set())
+    monkeypatch.setattr(choice, "_said", set())
     with pytest.warns(UserWarning, match=r"native engine is not used: .* torch computes instead"):
         assert isinstance(choose_backend(model, 1, 8), TorchBackend)
     with pytest.raises(UserError, match="backend=native cannot compute this model here"):
@@ -256,8 +255,8 @@ def test_the_faster_one_computes_and_says_why(
     built: bytes, monkeypatch: pytest.MonkeyPatch, ours: float, theirs: float, native_wins: bool
 ) -> None:
     monkeypatch.delenv("GPTWORKS_NATIVE", raising=False)
-    monkeypatch.setattr(native_choice, "seconds_of_both", lambda kind: (ours, theirs))
-    monkeypatch.setattr(backends, "_said", set())
+    monkeypatch.setattr(choice, "seconds_of_both", lambda kind: (ours, theirs))
+    monkeypatch.setattr(choice, "_said", set())
     if native_wins:
         chosen = choose_backend(small(), 1, 16)
         assert isinstance(chosen, native.NativeBackend)
@@ -276,30 +275,30 @@ def test_the_faster_one_computes_and_says_why(
 def test_a_measurement_is_made_once_and_kept_for_later_processes(
     builds: list[str], fresh: Path, monkeypatch: pytest.MonkeyPatch, kind: torch.dtype
 ) -> None:
-    monkeypatch.setattr(native_choice, "TRIES", 1)
-    monkeypatch.setattr(native_choice, "_SHAPE", {**native_choice._SHAPE, "d_model": 128, "vocab_size": 256})
+    monkeypatch.setattr(choice, "TRIES", 1)
+    monkeypatch.setattr(choice, "_SHAPE", {**choice._SHAPE, "d_model": 128, "vocab_size": 256})
     state = torch.get_rng_state()
-    first = native_choice.seconds_of_both(kind)
+    first = choice.seconds_of_both(kind)
     assert torch.equal(torch.get_rng_state(), state) and min(first) > 0
-    monkeypatch.setattr(native_choice, "measure", None)  # is not called
-    assert native_choice.seconds_of_both(kind) == first
-    monkeypatch.setattr(native_choice, "measure", lambda _: (1.0, 2.0))
+    monkeypatch.setattr(choice, "measure", None)  # is not called
+    assert choice.seconds_of_both(kind) == first
+    monkeypatch.setattr(choice, "measure", lambda _: (1.0, 2.0))
     for text_of_it in ("[]", "{", json.dumps(dict.fromkeys(json.loads((fresh / "choice.json").read_text()), "x"))):
         (fresh / "choice.json").write_text(text_of_it, encoding="utf-8")
-        assert native_choice.seconds_of_both(kind) == (1.0, 2.0)
+        assert choice.seconds_of_both(kind) == (1.0, 2.0)
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     (fresh / "choice.json").unlink()
     monkeypatch.setattr("gptworks.files.sync", full)
-    assert native_choice.seconds_of_both(kind) == (1.0, 2.0), "what cannot be kept is measured again next time"
+    assert choice.seconds_of_both(kind) == (1.0, 2.0), "what cannot be kept is measured again next time"
 
 
 def test_a_build_with_one_thread_says_so(built: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_library.Library, "has_threads", False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(backends, "_said", set())
+    monkeypatch.setattr(choice, "_said", set())
     with pytest.warns(UserWarning, match=r"one thread, built without OpenMP\): the C\+\+ compiler has no OpenMP"):
         choose_backend(small(), 1, 16)
 

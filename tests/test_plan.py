@@ -15,6 +15,7 @@ from rich.console import Console
 
 import tiny
 from gptworks.config import Recipe
+from gptworks.describe import plan_tables
 from gptworks.device import choose_precision
 from gptworks.errors import UserError
 from gptworks.plan.advice import changes_that_fit
@@ -112,8 +113,8 @@ def test_mistakes_are_explained(arguments: str, words: str) -> None:
 def test_the_sheet_prints_within_100_columns() -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     for each in (planned("gpt3-175b", ranks=1024), planned("moe-115m"), planned("gpt3-13b")):
-        console.print(each)
-        console.print(each.detailed())
+        console.print(plan_tables.printed(each))
+        console.print(plan_tables.printed(each, details=True))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 100
     assert "…" not in text

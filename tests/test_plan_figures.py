@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import tiny
-from gptworks.describe.plan_tables import tables
+from gptworks.describe.plan_tables import plan_json, tables
 from gptworks.plan.devices import find_device
 from gptworks.plan.run import Plan, plan
 from gptworks.recipe import parse_recipe
@@ -95,7 +95,7 @@ def test_keys_of_the_json_are_identifiers(kind: str, tmp_path: Path) -> None:
             if key != "tensors":  # of which each has its name in the model
                 yield from keys(value)
 
-    found = set(keys(planned(kind, tmp_path).to_json()))
+    found = set(keys(plan_json(planned(kind, tmp_path))))
     assert {key for key in found if not re.fullmatch(r"[a-z][a-z0-9_]*", key)} == set()
 
 
