@@ -156,22 +156,29 @@ def memory(cases: list[dict], ranks: Ranks) -> list[int]:
 
 
 def muon_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
-    """Three steps of Muon by ranks that divide the matrices, beside three of an optimizer that has them all: whether
-    weights and state are the same bits on this rank, and the share of the work that each rank has done."""
+    """Two steps of Muon by ranks that divide the matrices and then, resumed, two by one that has them all; the same the
+    other way round; and four by one that has them all. Whether the weights and states of the first two are the bits of
+    the third on this rank, and the share of its work that each rank has done in four steps of dividing."""
     results, orthogonalized = [], muon.orthogonalized
     for case in cases:
         recipe, layout = parse_recipe(case["recipe"]), Layout(**case["layout"])
         parallel = choose_parallel(recipe, ranks, CPU, layout)
-        models = [model_of(recipe.model, checkpoint_blocks=False) for _ in range(2)]
-        models[0] = parallel.place(models[0], CPU)
-        optimizers = [Optimizer(models[0], recipe.train, parallel.replicas), Optimizer(models[1], recipe.train)]
-        work = [0.0, 0.0]
-        for step in range(3):
-            for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        models = [model_of(recipe.model, checkpoint_blocks=False) for _ in range(3)]
+        models[:2] = [parallel.place(model, CPU) for model in models[:2]]
+        work = {True: 0.0, False: 0.0}
+        ends: list[dict[str, Tensor]] = []
+        for i, model in enumerate(models):
+            kept: dict[str, Tensor] = {}
+            for step in range(4):
+                divides = i == step // 2
+                if step % 2 == 0:
+                    optimizer = Optimizer(model, recipe.train, parallel.replicas if divides else None)
+                    optimizer.load_state_tensors(kept)
 
-                def counted(x: Tensor, *settings: Any, i: int = i, work: list[float] = work) -> Tensor:
+                def counted(x: Tensor, *settings: Any, i: int = i, divides: bool = divides, work=work) -> Tensor:
                     short, long = sorted(x.shape[1:])
-                    work[i] += len(x) * (4 * short**2 * long + 2 * short**3)
+                    if divides or i == 2:
+                        work[divides] += len(x) * (4 * short**2 * long + 2 * short**3)
                     return orthogonalized(x, *settings)
 
                 muon.orthogonalized = counted
@@ -180,14 +187,13 @@ def muon_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
                     if name != "blocks.1.attention.key.weight":  # has no gradient
                         parameter.grad = torch.randn(parameter.shape, generator=generator)
                 optimizer.step(torch.amp.GradScaler("cpu", enabled=False))
+                kept = {key: tensor.clone() for key, tensor in optimizer.state_tensors().items()}
+            ends.append(dict(model.named_parameters()) | kept)
         muon.orthogonalized = orthogonalized
-        pairs = [zip(*(m.parameters() for m in models), strict=True)]
-        states = [optimizer.state_tensors() for optimizer in optimizers]
-        assert states[0].keys() == states[1].keys()
-        pairs.append((states[0][key], states[1][key]) for key in states[0])
-        differing = sum(not torch.equal(a, b) for each in pairs for a, b in each)
+        assert ends[0].keys() == ends[1].keys() == ends[2].keys() and any("momentum" in key for key in ends[0])
+        differing = sum(not torch.equal(one[key], tensor) for one in ends[:2] for key, tensor in ends[2].items())
         (differing_anywhere,) = ranks.add_up([differing])
-        shares = ranks.add_up([work[0] / work[1] if rank == ranks.rank else 0 for rank in range(ranks.size)])
+        shares = ranks.add_up([work[True] / work[False] if rank == ranks.rank else 0 for rank in range(ranks.size)])
         results.append({"differing": differing_anywhere, "shares": shares})
     return results
 

@@ -135,7 +135,8 @@ def test_gradients_are_those_of_one_process(n_ranks: int, tmp_path: Path) -> Non
         assert result["norm"] == pytest.approx(1, rel=1e-5), name
 
 
-def test_ranks_divide_what_muon_orthogonalizes_and_end_with_the_same_bits(tmp_path: Path) -> None:
+def test_ranks_divide_what_muon_orthogonalizes_and_any_number_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """Also where two ranks begin and one goes on, and where one begins and two go on: given the same gradients."""
     cases = [case(model, ("none", 2, 1), optimizer="muon") for model in ("grouped", "experts")]
     (tmp_path / "cases").write_text(json.dumps(cases), encoding="utf-8")
     torchrun(2, "muon", tmp_path / "cases")
