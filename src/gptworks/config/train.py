@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from gptworks.config.base import Fixed, Fraction, Free, Measured, PositiveInt, Section, Steering, derived
+from gptworks.config.base import Fixed, Fraction, Free, Measured, PositiveInt, PositiveTime, Section, Steering, derived
 
 IGNORED = -100
 """A target that carries no loss, as `torch.nn.functional.cross_entropy` has it."""
@@ -33,8 +33,8 @@ class ParallelConfig(Section):
     reshard_after_forward: Free[bool] = Field(
         True, description="fsdp: free a block's gathered weights after its forward pass and gather them again."
     )
-    timeout_seconds: Free[float] = Field(
-        600, gt=0, description="A rank that is silent, or makes all others wait, for so long ends the run."
+    timeout_seconds: Free[PositiveTime] = Field(
+        600, description="A rank that is silent, or makes all others wait, for so long ends the run."
     )
 
 
@@ -42,8 +42,8 @@ class TrainConfig(Section):
     """One training run. The length is the first reached of max_steps, epochs and max_minutes."""
 
     max_steps: Steering[PositiveInt | None] = None
-    epochs: Steering[float | None] = Field(None, gt=0)
-    max_minutes: Steering[float | None] = Field(None, gt=0)
+    epochs: Steering[float | None] = Field(None, gt=0, le=10**9)
+    max_minutes: Steering[PositiveTime | None] = None
 
     batch_size: Steering[PositiveInt] = Field(32, description="Sequences in one optimizer step.")
     micro_batch_size: Free[PositiveInt] = Field(
