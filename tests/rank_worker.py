@@ -23,7 +23,7 @@ from gptworks.train import muon
 from gptworks.train.loop import train
 from gptworks.train.objectives import Batch, Losses, next_token
 from gptworks.train.optim import Optimizer
-from gptworks.train.parallel import choose_parallel
+from gptworks.train.parallel import ManyDevices, choose_parallel
 from gptworks.train.ranks import Ranks, join
 
 CPU = torch.device("cpu")
@@ -198,6 +198,17 @@ def muon_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
     return results
 
 
+def note_gathered(path: Path, whole: Any = ManyDevices.whole) -> None:
+    """From here on, write a line of what this rank makes whole for each save: weights, or the optimizer's moments."""
+
+    def noted(parallel: ManyDevices, tensors: dict[str, Tensor]) -> Any:
+        with path.open("a", encoding="utf-8") as file:
+            file.write("moments\n" if any("/" in name for name in tensors) else "weights\n")
+        return whole(parallel, tensors)
+
+    ManyDevices.whole = noted  # type: ignore[method-assign]
+
+
 def runs(recipes: list[dict], ranks: Ranks) -> None:
     """Train each recipe, noting what each rank has seen where a file is named, while one sleeps where one is named."""
     for case in recipes:
@@ -222,6 +233,8 @@ def runs(recipes: list[dict], ranks: Ranks) -> None:
             return next_token(model, batch)
 
         recipe = load_recipe(case["path"], case["overrides"])
+        if "gathered" in case:
+            note_gathered(Path(f"{case['gathered']}.{ranks.rank}"))
         if case.get("blind") == ranks.rank:
             recipe = recipe.model_copy(update={"run_dir": recipe.run_dir / "on another disk"})
         train(

@@ -171,7 +171,11 @@ def test_the_loss_is_that_of_one_process(n_ranks: int, tmp_path: Path) -> None:
     path = tiny.write_recipe(tmp_path, optimizer="adamw", precision="fp32", **common)
     train(load_recipe(path, [f"run_dir={tmp_path / 'alone'}", *NO_DROPOUT]))
     cases = [
-        {"path": str(path), "overrides": [f"run_dir={tmp_path / name}", *NO_DROPOUT, *overrides]}
+        {
+            "path": str(path),
+            "overrides": [f"run_dir={tmp_path / name}", *NO_DROPOUT, *overrides],
+            "gathered": str(tmp_path / f"{name}.gathered"),
+        }
         for name, overrides in LAYOUTS[n_ranks].items()
     ]
     (tmp_path / "cases").write_text(json.dumps(cases), encoding="utf-8")
@@ -188,6 +192,9 @@ def test_the_loss_is_that_of_one_process(n_ranks: int, tmp_path: Path) -> None:
                 assert other["loss"] == pytest.approx(one["loss"], abs=1e-4), f"{name}, step {one['step']}"
                 assert other["tokens"] == one["tokens"]
         assert f"{n_ranks}: " in (tmp_path / name / "model-card.md").read_text(encoding="utf-8")
+        for rank in range(n_ranks):  # at step 25 a best, whose optimizer state is left where it is; at 50 all
+            noted = (tmp_path / f"{name}.gathered.{rank}").read_text(encoding="utf-8").split()
+            assert noted == ["weights", "weights", "moments"], name
 
 
 def test_in_bf16_the_loss_is_that_of_one_process_too(tmp_path: Path) -> None:

@@ -117,10 +117,12 @@ class TrainConfig(Section):
         description="Validation windows per evaluation, evenly spaced. 0: all. null: all, or as many as hold "
         f"{EVALUATED_TOKENS:,} tokens at the full context where there are more.",
     )
-    checkpoint_every: Free[PositiveInt] = 250
+    checkpoint_every: Free[PositiveInt] = Field(
+        250, description="Steps between checkpoints with optimizer state. A best between two of them has weights only."
+    )
     keep_checkpoints: Free[PositiveInt] = Field(2, description="Newest checkpoints kept; the best is kept besides.")
     keep_every: Free[int] = Field(
-        0, ge=0, le=1_000_000_000, description="Checkpoints at multiples of this are kept too. 0: none."
+        0, ge=0, le=1_000_000_000, description="Checkpoints with optimizer state at multiples of this are kept too. 0: none."
     )
     sample_every: Free[int] = Field(0, ge=0, le=1_000_000_000, description="Steps between samples. 0: none.")
     sample_prompts: Free[tuple[str, ...]] = ("",)
