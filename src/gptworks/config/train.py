@@ -122,7 +122,10 @@ class TrainConfig(Section):
     )
     keep_checkpoints: Free[PositiveInt] = Field(2, description="Newest checkpoints kept; the best is kept besides.")
     keep_every: Free[int] = Field(
-        0, ge=0, le=1_000_000_000, description="Checkpoints with optimizer state at multiples of this are kept too. 0: none."
+        0,
+        ge=0,
+        le=1_000_000_000,
+        description="Checkpoints with optimizer state at multiples of this are kept too. 0: none.",
     )
     sample_every: Free[int] = Field(0, ge=0, le=1_000_000_000, description="Steps between samples. 0: none.")
     sample_prompts: Free[tuple[str, ...]] = ("",)
