@@ -5,6 +5,7 @@ import json
 import sys
 import time
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from gptworks.device import choose_precision
 from gptworks.model import GPT
 from gptworks.plan.layout import Layout
 from gptworks.recipe import load_recipe, parse_recipe
-from gptworks.train import muon
+from gptworks.train import muon, sums
 from gptworks.train.loop import train
 from gptworks.train.objectives import Batch, Losses, next_token
 from gptworks.train.optim import Optimizer
 from gptworks.train.parallel import ManyDevices, choose_parallel
-from gptworks.train.ranks import Ranks, join
+from gptworks.train.ranks import Ranks, _collectives_issued, join
 
 CPU = torch.device("cpu")
 
@@ -36,16 +37,23 @@ def batch(config: ModelConfig, n_sequences: int) -> Batch:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def model_of(config: ModelConfig, checkpoint_blocks: bool) -> GPT:
+def model_of(config: ModelConfig, checkpoint_blocks: bool, lacks_gradients: bool = False) -> GPT:
     torch.manual_seed(1)
     model = GPT(config)
+    if lacks_gradients:
+        model.blocks[1].attention.key.weight.requires_grad_(False)
+        for module, name in ((model.blocks[1], "of_even"), (model.blocks[0], "of_first"), (model, "of_none")):
+            module.register_parameter(name, torch.nn.Parameter(torch.ones(5)))
     model.activation_checkpointing = "block" if checkpoint_blocks else "none"
     return model.train()
 
 
 def gradients(cases: list[dict], ranks: Ranks) -> list[dict]:
-    """The largest difference from one process's gradients relative to the largest gradient, in each case."""
-    results = []
+    """The largest difference from one process's gradients relative to the largest gradient, in each case. Where whole
+    gradients are added up in the backward pass: how many sums it has begun, and whether their bits are those of sums
+    after it and of all ranks."""
+    results: list[dict] = []
+    sums.BUCKET_BYTES = 4096
     for case in cases:
         recipe = parse_recipe(case["recipe"])
         layout, train_settings = Layout(**case["layout"]), recipe.train
@@ -56,23 +64,46 @@ def gradients(cases: list[dict], ranks: Ranks) -> list[dict]:
         def accumulate(model: GPT, micro_step: int, recipe=recipe, inputs=inputs, targets=targets, size=size) -> None:
             part = slice(micro_step * size, (micro_step + 1) * size)
             with choose_precision(recipe.train.precision, CPU).autocast():
-                losses = next_token(model, (inputs[part], targets[part]))
-            (losses.objective / targets.numel()).backward()
+                loss = next_token(model, (inputs[part], targets[part])).objective / targets.numel()
+            if micro_step % 2 == 0 and (of_even := getattr(model.blocks[1], "of_even", None)) is not None:
+                loss = loss + of_even.sum() / 7  # of two ranks, the first has these
+            if micro_step < 2 and (of_first := getattr(model.blocks[0], "of_first", None)) is not None:
+                loss = loss + of_first.sum() / 7  # the first micro-batch of each
+            loss.backward()
 
-        alone = model_of(recipe.model, checkpoint_blocks=False)
+        alone = model_of(recipe.model, False, case["lacks_gradients"])
         for i in range(train_settings.batch_size // size):
             accumulate(alone, i)
-        model = parallel.place(model_of(recipe.model, case["checkpoint_blocks"]), CPU)
-        for i in parallel.micro_steps:
-            accumulate(model, i)
-        parallel.finish_gradients()
+        model = parallel.place(model_of(recipe.model, case["checkpoint_blocks"], case["lacks_gradients"]), CPU)
+        passes = []
+        for early in (False, True) if layout.sums_in_backward else (True,):
+            model.zero_grad()
+            for i in parallel.micro_steps:
+                before = _collectives_issued()
+                if early and i == parallel.micro_steps[-1]:
+                    parallel.begin_sums(nullcontext)
+                accumulate(model, i)
+                n_begun = _collectives_issued() - before
+            parallel.finish_gradients()
+            passes.append({name: p.grad for name, p in parallel.parameters.items()})
+        results.append({})
+        if layout.sums_in_backward:
+            differing = sum(g is not None and not torch.equal(g, passes[0][name]) for name, g in passes[1].items())
+            digests = [float(g.double().sum()) for g in passes[1].values() if g is not None]
+            apart = ranks.agreed(digests) != digests
+            (differing,) = ranks.add_up([differing + apart])
+            begun = ranks.add_up([n_begun if rank == ranks.rank else 0 for rank in range(ranks.size)])
+            results[-1] = {"differing": differing, "begun": begun}
         worst, wanted = 0.0, {name: p.grad for name, p in alone.named_parameters()}
-        norm = torch.nn.utils.get_total_norm(wanted.values()).item()
+        norm = torch.nn.utils.get_total_norm([g for g in wanted.values() if g is not None]).item()
         for name, parameter in parallel.parameters.items():
+            if wanted[name] is None:
+                assert parameter.grad is None, name
+                continue
             gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             difference = (gradient - wanted[name]).abs().max() / wanted[name].abs().max()
             worst = max(worst, difference.item())
-        results.append({"worst": worst, "norm": parallel.gradient_norm() / norm})
+        results[-1] |= {"worst": worst, "norm": parallel.gradient_norm() / norm}
         saved = dict(parallel.whole({name: p.detach() for name, p in parallel.parameters.items()}))
         assert all(torch.equal(saved[name], p.detach()) for name, p in alone.named_parameters())
         shares = parallel.shares(saved)
@@ -141,10 +172,12 @@ def memory(cases: list[dict], ranks: Ranks) -> list[int]:
             optimizer = Optimizer(model, recipe.train)
             for _ in range(2):
                 held.peak_bytes = 0
-                for _ in parallel.micro_steps:
+                for i in parallel.micro_steps:
                     inputs, targets = batch(config, parallel.micro_batch_size)
                     with precision.autocast():
                         losses = next_token(model, (inputs, targets))
+                    if i == parallel.micro_steps[-1]:
+                        parallel.begin_sums(nullcontext)
                     (losses.objective / targets.numel()).backward()
                 parallel.finish_gradients()
                 parallel.clip_gradients(1.0, parallel.gradient_norm())

@@ -79,7 +79,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def case(model: str, layout: tuple[str, int, int], checkpoint_blocks: bool = False, **train: Any) -> dict[str, Any]:
+def case(
+    model: str,
+    layout: tuple[str, int, int],
+    checkpoint_blocks: bool = False,
+    lacks_gradients: bool = False,
+    **train: Any,
+) -> dict[str, Any]:
     sharding, data, tensor = layout
     gathers = train.get("precision", "fp32") if sharding != "none" else "fp32"
     fields = {"vocab_size": 43, "context_length": 16, "n_layers": 2, "d_model": 32, "n_heads": 4}
@@ -92,12 +98,15 @@ def case(model: str, layout: tuple[str, int, int], checkpoint_blocks: bool = Fal
         },
         "layout": {"sharding": sharding, "data_parallel": data, "tensor_parallel": tensor, "gathers": gathers},
         "checkpoint_blocks": checkpoint_blocks,
+        "lacks_gradients": lacks_gradients,
     }
 
 
 GRADIENT_CASES = {
     2: {
         "ddp": case("grouped", ("none", 2, 1)),
+        "ddp, own head, checkpointed": case("biased", ("none", 2, 1), checkpoint_blocks=True),
+        "ddp, gradients on some ranks alone": case("grouped", ("none", 2, 1), lacks_gradients=True),
         "fsdp": case("grouped", ("fsdp", 2, 1)),
         "fsdp, own head": case("biased", ("fsdp", 2, 1)),
         "fsdp, checkpointed": case("grouped", ("fsdp", 2, 1), checkpoint_blocks=True),
@@ -133,6 +142,11 @@ def test_gradients_are_those_of_one_process(n_ranks: int, tmp_path: Path) -> Non
     for name, result in zip(cases, results, strict=True):
         assert result["worst"] < 1e-5, name
         assert result["norm"] == pytest.approx(1, rel=1e-5), name
+        if "begun" in result:
+            assert result["differing"] == 0, name
+            on_first, on_second, *_ = result["begun"]
+            assert min(on_first, on_second) > 1, f"{name}: gradients are added up while the backward pass goes on"
+            assert (on_first > on_second) == ("some ranks" in name), name
 
 
 def test_ranks_divide_what_muon_orthogonalizes_and_any_number_goes_on_with_the_same_bits(tmp_path: Path) -> None:

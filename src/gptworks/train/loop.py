@@ -384,6 +384,7 @@ class Run:
             n_targets, n_tokens = map(round, self.parallel.add_up([float(number) for number in own]))
         total = torch.zeros((), device=self.device)
         self._expert_tokens, self._figures = None, {}
+        sums = "gradients of all ranks" if self.ranks.size > 1 else "backward"
         self.model.train()
         for i, batch in zip(self.parallel.micro_steps, micro_batches, strict=True):
             self.ranks.mark()
@@ -391,6 +392,8 @@ class Run:
             torch.manual_seed(int(np.random.SeedSequence((self.recipe.seed, step, i)).generate_state(1, np.uint64)[0]))
             with self.stopwatch.part("forward"), self.precision.autocast():
                 losses = self.objective(self.model, batch)
+            if i == self.parallel.micro_steps[-1]:
+                self.parallel.begin_sums(lambda: self.stopwatch.part(sums))
             with self.stopwatch.part("backward"):
                 self.scaler.scale(losses.objective / max(1, n_targets)).backward()  # type: ignore[no-untyped-call]
             total += losses.loss
@@ -398,7 +401,7 @@ class Run:
                 self._figures[name] = self._figures.get(name, 0) + value
             if (routed := losses.expert_tokens) is not None:
                 self._expert_tokens = routed if self._expert_tokens is None else self._expert_tokens + routed
-        with self.stopwatch.part("gradients of all ranks" if self.ranks.size > 1 else "backward"):
+        with self.stopwatch.part(sums):
             self.parallel.finish_gradients()
         if self._expert_tokens is not None:
             self._expert_tokens = self.parallel.summed(self._expert_tokens)
