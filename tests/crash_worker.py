@@ -16,32 +16,39 @@ def mark(name: str) -> None:
         return
 
 
-def save(run_dir: Path, step: int, best: int) -> None:
+SAVES = (("step", 1, 1), ("weights", 2, 2), ("step", 2, 2), ("weights", 3, 3), ("step", 4, 3), ("weights", 5, 5))
+"""Kind, step and best of what `checkpoints` saves: bests with weights only, of which one is a step that is then saved
+with everything, as where a run is stopped there."""
+
+
+def save(run_dir: Path, kind: str, step: int, best: int) -> None:
     from gptworks.checkpoint import save_checkpoint
     from gptworks.train.saving import remove_old
 
     tensors = {"w": torch.full((64,), float(step))}
-    save_checkpoint(run_dir, step, tensors, {"w/own": tensors["w"] + 1}, {"step": step, "best_step": best})
-    mark(f"saved {step}")
+    own = None if kind == "weights" else {"w/own": tensors["w"] + 1}
+    save_checkpoint(run_dir, step, tensors, own, {"step": step, "best_step": best})
+    mark(f"saved {kind} {step}")
     remove_old(run_dir, keep=1)
 
 
 def checkpoints(root: Path) -> None:
-    """Three saves, of which the first is the best and the third deletes the second, and a rollback to the first."""
+    """Saves of both kinds that delete earlier ones, and a rollback to the last but one."""
     from gptworks.files import make_folder
     from gptworks.train.saving import remove_newer
 
     make_folder(root / "run")
-    for step in (1, 2, 3):
-        save(root / "run", step, best=1)
-    mark("rolling back to 1")
-    remove_newer(root / "run", 1)
-    mark("rolled back to 1")
+    for each in SAVES:
+        save(root / "run", *each)
+    mark("rolling back")
+    remove_newer(root / "run", 4)
+    mark("rolled back")
 
 
 def one_more(root: Path) -> None:
-    """One save more than there are."""
-    save(root / "run", 5, best=1)
+    """One save more of each kind than there are."""
+    save(root / "run", "weights", 5, best=5)
+    save(root / "run", "step", 6, best=5)
 
 
 def prepare(root: Path, shard_tokens: int = 20_000) -> None:

@@ -5,6 +5,7 @@ import json
 import sys
 import time
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from gptworks.device import choose_precision
 from gptworks.model import GPT
 from gptworks.plan.layout import Layout
 from gptworks.recipe import load_recipe, parse_recipe
-from gptworks.train.distributed.parallel import choose_parallel
-from gptworks.train.distributed.ranks import Ranks, join
+from gptworks.train.distributed import sums
+from gptworks.train.distributed.parallel import ManyDevices, choose_parallel
+from gptworks.train.distributed.ranks import Ranks, _collectives_issued, join
 from gptworks.train.loop import train
 from gptworks.train.objectives.next_token import Batch, Losses, next_token
 from gptworks.train.optim import muon
@@ -36,16 +38,23 @@ def batch(config: ModelConfig, n_sequences: int) -> Batch:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def model_of(config: ModelConfig, checkpoint_blocks: bool) -> GPT:
+def model_of(config: ModelConfig, checkpoint_blocks: bool, lacks_gradients: bool = False) -> GPT:
     torch.manual_seed(1)
     model = GPT(config)
+    if lacks_gradients:
+        model.blocks[1].attention.key.weight.requires_grad_(False)
+        for module, name in ((model.blocks[1], "of_even"), (model.blocks[0], "of_first"), (model, "of_none")):
+            module.register_parameter(name, torch.nn.Parameter(torch.ones(5)))
     model.activation_checkpointing = "block" if checkpoint_blocks else "none"
     return model.train()
 
 
 def gradients(cases: list[dict], ranks: Ranks) -> list[dict]:
-    """The largest difference from one process's gradients relative to the largest gradient, in each case."""
-    results = []
+    """The largest difference from one process's gradients relative to the largest gradient, in each case. Where whole
+    gradients are added up in the backward pass: how many sums it has begun, and whether their bits are those of sums
+    after it and of all ranks."""
+    results: list[dict] = []
+    sums.BUCKET_BYTES = 4096
     for case in cases:
         recipe = parse_recipe(case["recipe"])
         layout, train_settings = Layout(**case["layout"]), recipe.train
@@ -56,23 +65,46 @@ def gradients(cases: list[dict], ranks: Ranks) -> list[dict]:
         def accumulate(model: GPT, micro_step: int, recipe=recipe, inputs=inputs, targets=targets, size=size) -> None:
             part = slice(micro_step * size, (micro_step + 1) * size)
             with choose_precision(recipe.train.precision, CPU).autocast():
-                losses = next_token(model, (inputs[part], targets[part]))
-            (losses.objective / targets.numel()).backward()
+                loss = next_token(model, (inputs[part], targets[part])).objective / targets.numel()
+            if micro_step % 2 == 0 and (of_even := getattr(model.blocks[1], "of_even", None)) is not None:
+                loss = loss + of_even.sum() / 7  # of two ranks, the first has these
+            if micro_step < 2 and (of_first := getattr(model.blocks[0], "of_first", None)) is not None:
+                loss = loss + of_first.sum() / 7  # the first micro-batch of each
+            loss.backward()
 
-        alone = model_of(recipe.model, checkpoint_blocks=False)
+        alone = model_of(recipe.model, False, case["lacks_gradients"])
         for i in range(train_settings.batch_size // size):
             accumulate(alone, i)
-        model = parallel.place(model_of(recipe.model, case["checkpoint_blocks"]), CPU)
-        for i in parallel.micro_steps:
-            accumulate(model, i)
-        parallel.finish_gradients()
+        model = parallel.place(model_of(recipe.model, case["checkpoint_blocks"], case["lacks_gradients"]), CPU)
+        passes = []
+        for early in (False, True) if layout.sums_in_backward else (True,):
+            model.zero_grad()
+            for i in parallel.micro_steps:
+                before = _collectives_issued()
+                if early and i == parallel.micro_steps[-1]:
+                    parallel.begin_sums(nullcontext)
+                accumulate(model, i)
+                n_begun = _collectives_issued() - before
+            parallel.finish_gradients()
+            passes.append({name: p.grad for name, p in parallel.parameters.items()})
+        results.append({})
+        if layout.sums_in_backward:
+            differing = sum(g is not None and not torch.equal(g, passes[0][name]) for name, g in passes[1].items())
+            digests = [float(g.double().sum()) for g in passes[1].values() if g is not None]
+            apart = ranks.agreed(digests) != digests
+            (differing,) = ranks.add_up([differing + apart])
+            begun = ranks.add_up([n_begun if rank == ranks.rank else 0 for rank in range(ranks.size)])
+            results[-1] = {"differing": differing, "begun": begun}
         worst, wanted = 0.0, {name: p.grad for name, p in alone.named_parameters()}
-        norm = torch.nn.utils.get_total_norm(wanted.values()).item()
+        norm = torch.nn.utils.get_total_norm([g for g in wanted.values() if g is not None]).item()
         for name, parameter in parallel.parameters.items():
+            if wanted[name] is None:
+                assert parameter.grad is None, name
+                continue
             gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             difference = (gradient - wanted[name]).abs().max() / wanted[name].abs().max()
             worst = max(worst, difference.item())
-        results.append({"worst": worst, "norm": parallel.gradient_norm() / norm})
+        results[-1] |= {"worst": worst, "norm": parallel.gradient_norm() / norm}
         saved = dict(parallel.whole({name: p.detach() for name, p in parallel.parameters.items()}))
         assert all(torch.equal(saved[name], p.detach()) for name, p in alone.named_parameters())
         shares = parallel.shares(saved)
@@ -141,10 +173,12 @@ def memory(cases: list[dict], ranks: Ranks) -> list[int]:
             optimizer = Optimizer(model, recipe.train)
             for _ in range(2):
                 held.peak_bytes = 0
-                for _ in parallel.micro_steps:
+                for i in parallel.micro_steps:
                     inputs, targets = batch(config, parallel.micro_batch_size)
                     with precision.autocast():
                         losses = next_token(model, (inputs, targets))
+                    if i == parallel.micro_steps[-1]:
+                        parallel.begin_sums(nullcontext)
                     (losses.objective / targets.numel()).backward()
                 parallel.finish_gradients()
                 parallel.clip_gradients(1.0, parallel.gradient_norm())
@@ -156,22 +190,29 @@ def memory(cases: list[dict], ranks: Ranks) -> list[int]:
 
 
 def muon_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
-    """Three steps of Muon by ranks that divide the matrices, beside three of an optimizer that has them all: whether
-    weights and state are the same bits on this rank, and the share of the work that each rank has done."""
+    """Two steps of Muon by ranks that divide the matrices and then, resumed, two by one that has them all; the same the
+    other way round; and four by one that has them all. Whether the weights and states of the first two are the bits of
+    the third on this rank, and the share of its work that each rank has done in four steps of dividing."""
     results, orthogonalized = [], muon.orthogonalized
     for case in cases:
         recipe, layout = parse_recipe(case["recipe"]), Layout(**case["layout"])
         parallel = choose_parallel(recipe, ranks, CPU, layout)
-        models = [model_of(recipe.model, checkpoint_blocks=False) for _ in range(2)]
-        models[0] = parallel.place(models[0], CPU)
-        optimizers = [Optimizer(models[0], recipe.train, parallel.replicas), Optimizer(models[1], recipe.train)]
-        work = [0.0, 0.0]
-        for step in range(3):
-            for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        models = [model_of(recipe.model, checkpoint_blocks=False) for _ in range(3)]
+        models[:2] = [parallel.place(model, CPU) for model in models[:2]]
+        work = {True: 0.0, False: 0.0}
+        ends: list[dict[str, Tensor]] = []
+        for i, model in enumerate(models):
+            kept: dict[str, Tensor] = {}
+            for step in range(4):
+                divides = i == step // 2
+                if step % 2 == 0:
+                    optimizer = Optimizer(model, recipe.train, parallel.replicas if divides else None)
+                    optimizer.load_state_tensors(kept)
 
-                def counted(x: Tensor, *settings: Any, i: int = i, work: list[float] = work) -> Tensor:
+                def counted(x: Tensor, *settings: Any, i: int = i, divides: bool = divides, work=work) -> Tensor:
                     short, long = sorted(x.shape[1:])
-                    work[i] += len(x) * (4 * short**2 * long + 2 * short**3)
+                    if divides or i == 2:
+                        work[divides] += len(x) * (4 * short**2 * long + 2 * short**3)
                     return orthogonalized(x, *settings)
 
                 muon.orthogonalized = counted
@@ -180,16 +221,26 @@ def muon_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
                     if name != "blocks.1.attention.key.weight":  # has no gradient
                         parameter.grad = torch.randn(parameter.shape, generator=generator)
                 optimizer.step(torch.amp.GradScaler("cpu", enabled=False))
+                kept = {key: tensor.clone() for key, tensor in optimizer.state_tensors().items()}
+            ends.append(dict(model.named_parameters()) | kept)
         muon.orthogonalized = orthogonalized
-        pairs = [zip(*(m.parameters() for m in models), strict=True)]
-        states = [optimizer.state_tensors() for optimizer in optimizers]
-        assert states[0].keys() == states[1].keys()
-        pairs.append((states[0][key], states[1][key]) for key in states[0])
-        differing = sum(not torch.equal(a, b) for each in pairs for a, b in each)
+        assert ends[0].keys() == ends[1].keys() == ends[2].keys() and any("momentum" in key for key in ends[0])
+        differing = sum(not torch.equal(one[key], tensor) for one in ends[:2] for key, tensor in ends[2].items())
         (differing_anywhere,) = ranks.add_up([differing])
-        shares = ranks.add_up([work[0] / work[1] if rank == ranks.rank else 0 for rank in range(ranks.size)])
+        shares = ranks.add_up([work[True] / work[False] if rank == ranks.rank else 0 for rank in range(ranks.size)])
         results.append({"differing": differing_anywhere, "shares": shares})
     return results
+
+
+def note_gathered(path: Path, whole: Any = ManyDevices.whole) -> None:
+    """From here on, write a line of what this rank makes whole for each save: weights, or the optimizer's moments."""
+
+    def noted(parallel: ManyDevices, tensors: dict[str, Tensor]) -> Any:
+        with path.open("a", encoding="utf-8") as file:
+            file.write("moments\n" if any("/" in name for name in tensors) else "weights\n")
+        return whole(parallel, tensors)
+
+    ManyDevices.whole = noted  # type: ignore[method-assign]
 
 
 def runs(recipes: list[dict], ranks: Ranks) -> None:
@@ -216,6 +267,8 @@ def runs(recipes: list[dict], ranks: Ranks) -> None:
             return next_token(model, batch)
 
         recipe = load_recipe(case["path"], case["overrides"])
+        if "gathered" in case:
+            note_gathered(Path(f"{case['gathered']}.{ranks.rank}"))
         if case.get("blind") == ranks.rank:
             recipe = recipe.model_copy(update={"run_dir": recipe.run_dir / "on another disk"})
         train(

@@ -161,8 +161,12 @@ def test_parts_on_cuda_are_timed_without_a_wait_for_each(monkeypatch: pytest.Mon
             gpu.give(2.0)
         with watch.part("backward"):
             gpu.give(4.0)
+            with watch.part("gradients of all ranks"):
+                gpu.give(1.0)
     assert gpu.n_waits == 0 and gpu.host == 1.5
     taken = watch.take()
     assert gpu.n_waits == 1
-    assert taken == {"data": 0.5, "forward": 6.0, "backward": 12.0}, "later data is made while the device works"
+    assert taken == {"data": 0.5, "forward": 6.0, "backward": 12.0, "gradients of all ranks": 3.0}, (
+        "later data is made while the device works"
+    )
     assert watch.take() == {}

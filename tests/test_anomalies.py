@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import tiny
-from gptworks.checkpoint import Checkpoint, checkpoints, load_run
+from gptworks.checkpoint import Checkpoint, all_checkpoints, checkpoints, load_run
 from gptworks.config import TrainConfig
 from gptworks.errors import RunError
 from gptworks.evaluate.loss import LossReport
@@ -162,14 +162,19 @@ def told_losses() -> Any:
     return evaluated
 
 
-def test_the_best_of_the_kept_steps_outlives_a_better_one_that_is_taken_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpoint_every", [2, 5])  # the bests are saved whole, or weights only
+def test_the_best_of_the_kept_steps_outlives_a_better_one_that_is_taken_back(
+    checkpoint_every: int, tmp_path: Path
+) -> None:
+    settings = rolled_back(tmp_path, keep_checkpoints=1, checkpoint_every=checkpoint_every)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Task, "evaluate", told_losses())
-        run(tmp_path, exploding(BROKEN_STEPS, math.inf), **rolled_back(tmp_path, keep_checkpoints=1))
+        run(tmp_path, exploding(BROKEN_STEPS, math.inf), **settings)
     state = checkpoints(tmp_path / "run")[0].state()
     assert (state["step"], state["best_step"], state["best_loss"], state["rollbacks"]) == (24, 4, 3.0, 1)
+    assert max(checkpoint.step for checkpoint in all_checkpoints(tmp_path / "run")) == 24
     best = load_run(tmp_path / "run").checkpoint
-    assert best.step == 4
+    assert (best.step, best.weights_only) == (4, checkpoint_every == 5)
     best.verify()
 
 

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import random
 import threading
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -363,7 +364,32 @@ def test_a_loop_streams_to_many_readers_and_forgets_those_who_leave(model: Any) 
     assert statistics.finished == 10
 
 
-@pytest.mark.parametrize("read", [Stream.__aiter__, Stream.batches], ids=["pieces", "batches"])
+async def through_a_generator(stream: Stream) -> AsyncIterator[Piece]:
+    """As a program's own code reads a stream: asyncio finalizes it when it is abandoned, as soon as it gets to that."""
+    async for piece in stream:
+        yield piece
+
+
+READINGS = {"pieces": Stream.__aiter__, "batches": Stream.batches, "a generator": through_a_generator}
+
+
+@pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
+def test_a_request_that_its_reader_left_is_cancelled(model: Any, read: Any) -> None:
+    one = engine(model)
+
+    async def go() -> None:
+        with EngineLoop(one) as loop:
+            async for _ in read(loop.stream([9], seed=1, max_tokens=10**9, overflow="slide", ignore_eos=True)):
+                break
+            async with asyncio.timeout(30):
+                while one.statistics().running:
+                    await asyncio.sleep(0.001)
+
+    asyncio.run(go())
+    assert (one.statistics().cancelled, one.statistics().slots_used) == (1, 0)
+
+
+@pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
 def test_a_loop_that_closes_does_not_generate_what_its_reader_left(model: Any, read: Any) -> None:
     """The text would never end; closing holds up asyncio, which could otherwise end the abandoned generator."""
     one = engine(model)

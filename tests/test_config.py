@@ -1,5 +1,6 @@
 """Recipes: what is accepted, what is refused and with which words, overriding, saving."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
@@ -27,6 +28,7 @@ from gptworks.config import (
     settings,
 )
 from gptworks.errors import UserError
+from gptworks.evaluate.task import AnyTask
 from gptworks.recipe import load_recipe, parse_model, parse_recipe, recipe_schema, save_recipe, with_vocab_size
 
 SAMPLE: dict[str, Any] = {
@@ -397,17 +399,23 @@ def test_settings_are_named_as_overrides_name_them(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------- absurd values
 
-TRIED_BY_A_SWEEP = {"low", "high", "step", "choices"}  # each trial checks them, as the setting that they are tried for
+MAY_BE_NEGATIVE = {"low", "high", "choices"}
+"""Of a sweep's range: each trial checks them, as the setting that they are tried for."""
 
 
-@pytest.mark.parametrize("section", sorted(all_sections(Recipe), key=lambda one: one.__name__))
+@pytest.mark.parametrize(
+    "section", sorted(set.union(*map(all_sections, (Recipe, *get_args(AnyTask)))), key=lambda one: one.__name__)
+)
 def test_no_setting_accepts_an_absurd_number_or_text(section: type[Section]) -> None:
-    """A number of 31 digits and a text of a million characters, for each setting that takes numbers or texts."""
+    """A number of 31 or 309 digits, an infinite one, none, a negative one, and a text of a million characters, for each
+    setting that takes numbers or texts."""
     for name, field in section.model_fields.items():
         leaves = set(kinds(field.annotation))
-        values = [10**30] * (int in leaves) + ["x" * 10**6] * (not leaves.isdisjoint({str, Path}))
-        for value in values if name not in TRIED_BY_A_SWEEP else ():
-            for given in (value, [value]):
+        values: list[Any] = ["x" * 10**6] * (not leaves.isdisjoint({str, Path}))
+        if not leaves.isdisjoint({int, float}):
+            values += [10**30, 1e308, math.inf, -math.inf, math.nan, *([] if name in MAY_BE_NEGATIVE else [-1])]
+        for value in values:
+            for given in (value, [value], [value] * 2):
                 with pytest.raises(ValidationError) as error:
                     section.model_validate({name: given})
                 assert any(item["loc"] and item["loc"][0] == name for item in error.value.errors()), (name, value)
@@ -421,6 +429,11 @@ def test_no_setting_accepts_an_absurd_number_or_text(section: type[Section]) -> 
         (f"model.d_model={10**30}", "less than or equal to 1000000"),
         (f"model.vocab_size={10**30}", "less than or equal to 10000000"),
         (f"train.max_steps={'9' * 5000}", "`train.max_steps`"),
+        ("train.epochs=1e300", "less than or equal to"),
+        ("train.max_minutes=inf", "finite"),
+        ("train.parallel.timeout_seconds=1e300", "less than or equal to"),
+        ("sweep={ranges: {seed: {low: 0, high: 1e300}}}", "at most"),
+        ("sweep={ranges: {train.learning_rate: {low: 0, high: 1, step: 5e-324}}}", "values"),
         ("name=" + "x" * 10**6, "at most 200 characters"),
         ("run_dir=" + "x" * 10**6, "it may have 4,096"),
         ("data.sources.0.path=" + "x" * 10**6, "at most 100000 characters"),

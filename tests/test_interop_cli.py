@@ -144,7 +144,7 @@ def test_a_disk_that_is_full_or_refuses_is_named_and_nothing_is_left(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # the weights are larger
     try:
-        with pytest.raises(RunError, match=r"could not be written: (File too large|\d+ requested).* free on the disk"):
+        with pytest.raises(RunError, match=r"could not be written.*(File too large|\d+ requested).* free on the disk"):
             gptworks(name, folder / source, tmp_path / "new", *arguments)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

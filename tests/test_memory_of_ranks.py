@@ -56,6 +56,7 @@ MANY = {
         "without resharding": case("zero2", 2, 1),
         "without resharding, little but weights": case("zero2", 2, 1, model=NARROW, batch_size=2, micro_batch_size=1),
         "ddp": case("none", 2, 1),
+        "ddp, little but weights": case("none", 2, 1, "fp32", NARROW, batch_size=2, micro_batch_size=1),
         "tensor, fp32": case("none", 1, 2, "fp32"),
     },
     4: {

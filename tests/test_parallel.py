@@ -79,7 +79,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def case(model: str, layout: tuple[str, int, int], checkpoint_blocks: bool = False, **train: Any) -> dict[str, Any]:
+def case(
+    model: str,
+    layout: tuple[str, int, int],
+    checkpoint_blocks: bool = False,
+    lacks_gradients: bool = False,
+    **train: Any,
+) -> dict[str, Any]:
     sharding, data, tensor = layout
     gathers = train.get("precision", "fp32") if sharding != "none" else "fp32"
     fields = {"vocab_size": 43, "context_length": 16, "n_layers": 2, "d_model": 32, "n_heads": 4}
@@ -92,12 +98,15 @@ def case(model: str, layout: tuple[str, int, int], checkpoint_blocks: bool = Fal
         },
         "layout": {"sharding": sharding, "data_parallel": data, "tensor_parallel": tensor, "gathers": gathers},
         "checkpoint_blocks": checkpoint_blocks,
+        "lacks_gradients": lacks_gradients,
     }
 
 
 GRADIENT_CASES = {
     2: {
         "ddp": case("grouped", ("none", 2, 1)),
+        "ddp, own head, checkpointed": case("biased", ("none", 2, 1), checkpoint_blocks=True),
+        "ddp, gradients on some ranks alone": case("grouped", ("none", 2, 1), lacks_gradients=True),
         "fsdp": case("grouped", ("fsdp", 2, 1)),
         "fsdp, own head": case("biased", ("fsdp", 2, 1)),
         "fsdp, checkpointed": case("grouped", ("fsdp", 2, 1), checkpoint_blocks=True),
@@ -133,9 +142,15 @@ def test_gradients_are_those_of_one_process(n_ranks: int, tmp_path: Path) -> Non
     for name, result in zip(cases, results, strict=True):
         assert result["worst"] < 1e-5, name
         assert result["norm"] == pytest.approx(1, rel=1e-5), name
+        if "begun" in result:
+            assert result["differing"] == 0, name
+            on_first, on_second, *_ = result["begun"]
+            assert min(on_first, on_second) > 1, f"{name}: gradients are added up while the backward pass goes on"
+            assert (on_first > on_second) == ("some ranks" in name), name
 
 
-def test_ranks_divide_what_muon_orthogonalizes_and_end_with_the_same_bits(tmp_path: Path) -> None:
+def test_ranks_divide_what_muon_orthogonalizes_and_any_number_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """Also where two ranks begin and one goes on, and where one begins and two go on: given the same gradients."""
     cases = [case(model, ("none", 2, 1), optimizer="muon") for model in ("grouped", "experts")]
     (tmp_path / "cases").write_text(json.dumps(cases), encoding="utf-8")
     torchrun(2, "muon", tmp_path / "cases")
@@ -170,7 +185,11 @@ def test_the_loss_is_that_of_one_process(n_ranks: int, tmp_path: Path) -> None:
     path = tiny.write_recipe(tmp_path, optimizer="adamw", precision="fp32", **common)
     train(load_recipe(path, [f"run_dir={tmp_path / 'alone'}", *NO_DROPOUT]))
     cases = [
-        {"path": str(path), "overrides": [f"run_dir={tmp_path / name}", *NO_DROPOUT, *overrides]}
+        {
+            "path": str(path),
+            "overrides": [f"run_dir={tmp_path / name}", *NO_DROPOUT, *overrides],
+            "gathered": str(tmp_path / f"{name}.gathered"),
+        }
         for name, overrides in LAYOUTS[n_ranks].items()
     ]
     (tmp_path / "cases").write_text(json.dumps(cases), encoding="utf-8")
@@ -187,6 +206,9 @@ def test_the_loss_is_that_of_one_process(n_ranks: int, tmp_path: Path) -> None:
                 assert other["loss"] == pytest.approx(one["loss"], abs=1e-4), f"{name}, step {one['step']}"
                 assert other["tokens"] == one["tokens"]
         assert f"{n_ranks}: " in (tmp_path / name / "model-card.md").read_text(encoding="utf-8")
+        for rank in range(n_ranks):  # at step 25 a best, whose optimizer state is left where it is; at 50 all
+            noted = (tmp_path / f"{name}.gathered.{rank}").read_text(encoding="utf-8").split()
+            assert noted == ["weights", "weights", "moments"], name
 
 
 def test_in_bf16_the_loss_is_that_of_one_process_too(tmp_path: Path) -> None:

@@ -100,13 +100,14 @@ def test_keys_of_the_json_are_identifiers(kind: str, tmp_path: Path) -> None:
 
 
 def test_checkpoints_on_disk_count_those_that_stay(tmp_path: Path) -> None:
-    """Saved are multiples of 100 and of 150 steps; of those, multiples of 50 stay: ten, and seven, less four."""
+    """Saved are multiples of 100 and step 1050, which all are multiples of 50 and stay."""
     settings = {"checkpoint_every": 100, "evaluate_every": 150, "max_steps": 1050}
     without, kept = (planned("next_token", tmp_path, **settings, keep_every=every) for every in (0, 50))
     assert without.most_checkpoints == 2 + 2  # the newest, the best, and one being written
-    steps = {step for step in range(1, 1051) if (step % 100 == 0 or step % 150 == 0 or step == 1050) and step % 50 == 0}
-    assert kept.most_checkpoints == 4 + len(steps)
-    assert kept.checkpoints_bytes == kept.most_checkpoints * kept.checkpoint_bytes
+    assert kept.most_checkpoints == 4 + len([*range(100, 1050, 100), 1050])
+    for found in (without, kept):  # and between the saves the best, and the one before it
+        saved = found.most_checkpoints * found.checkpoint_bytes + 2 * found.weights_bytes
+        assert found.checkpoints_bytes == saved == found.to_json()["disk"]["checkpoints_bytes"]
 
 
 def write(tmp_path: Path, **changes: Any) -> Path:

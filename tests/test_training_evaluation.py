@@ -93,7 +93,7 @@ def test_rank_0s_figures_decide_for_every_rank(tmp_path: Path, monkeypatch: pyte
         def agreed(self, numbers: list[float]) -> list[float]:
             return [2.5 * numbers[1], *numbers[1:]] if len(numbers) == 2 and numbers[1] > 32 else numbers
 
-    monkeypatch.setattr(Run, "save", lambda run: None)
+    monkeypatch.setattr(Run, "save", lambda run, **_: None)
     tree = tiny.recipe_tree(tmp_path, max_steps=20, evaluate_every=2, early_stopping_patience=2)
     outcome = train(parse_recipe(tree), ranks=Second())
     assert outcome.step == 6 and outcome.reason == "no better validation loss in 2 evaluations"

@@ -1,18 +1,21 @@
 """Crash-safe checkpoints: written aside, flushed to disk, described by a manifest of sha256 sums, then renamed.
 
-    checkpoints/step-000500/
+    checkpoints/step-000500/    what training can go on from
         model.safetensors       the weights
         optimizer.safetensors   `parameter/key` → tensor
         state.json              counters of the run
         manifest.json           bytes and sha256 of the three and of itself, written last
+    checkpoints/weights-000450/ weights only: the best of the run so far, at a step between two of those above
+        model.safetensors, state.json, manifest.json
 
 A folder with the final name is complete: a crash at any moment leaves either it or nothing. What time or a failing disk
 does to it later is found by its manifest.
 """
 
 import json
+import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +36,6 @@ from gptworks.recipe import load_recipe
 from gptworks.tensors import Expected, Stored, Wanted, read_tensors, stored_tensors
 
 FORMAT = 2
-FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
-"""What a manifest describes."""
-
 Report = Callable[[str], None]
 
 
@@ -48,7 +48,17 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return int(self.folder.name.removeprefix("step-"))
+        return int(self.folder.name.rpartition("-")[2])
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether it lacks the optimizer's state, so that it can be used and not trained on."""
+        return self.folder.name.startswith("weights-")
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What its manifest describes."""
+        return ("model.safetensors", *(() if self.weights_only else ("optimizer.safetensors",)), "state.json")
 
     def verify(self) -> None:
         """Compare every file with the manifest.
@@ -79,8 +89,8 @@ class Checkpoint:
         if tree.get("format") != FORMAT:
             raise UserError(f"{manifest} has format {tree.get('format')} and this gptworks reads {FORMAT}.")
         files = tree.get("files")
-        if not isinstance(files, dict) or set(files) != set(FILES):
-            raise UserError(f"{manifest} is damaged: `files` must describe {', '.join(FILES)}.")
+        if not isinstance(files, dict) or set(files) != set(self.files):
+            raise UserError(f"{manifest} is damaged: `files` must describe {', '.join(self.files)}.")
         for name, entry in files.items():
             if (
                 not isinstance(entry, dict)
@@ -121,7 +131,17 @@ class Checkpoint:
         return any(tensor.dtype != torch.float32 for tensor in stored.values())
 
     def optimizer_tensors(self, wanted: Wanted | None = None) -> dict[str, Tensor]:
-        """The optimizer's state by `parameter/key`; see `read_tensors`."""
+        """The optimizer's state by `parameter/key`; see `read_tensors`.
+
+        Raises:
+            UserError: the checkpoint has weights only; or as `read_tensors`.
+        """
+        if self.weights_only:
+            raise UserError(
+                f"{self.folder} has weights only: training goes on from a checkpoint with the optimizer's state. "
+                f"`gptworks train {self.folder.parents[1]} --resume` takes the newest such checkpoint; "
+                f"initialize_from={self.folder.parents[1]} and another run_dir= start a new run from the best weights."
+            )
         return read_tensors(self.folder / "optimizer.safetensors", wanted, owner="the run's optimizer")
 
     def state(self) -> dict[str, Any]:
@@ -153,22 +173,23 @@ def save_checkpoint(
     run_dir: Path,
     step: int,
     model_tensors: dict[str, Tensor],
-    optimizer_tensors: dict[str, Tensor],
+    optimizer_tensors: dict[str, Tensor] | None,
     state: dict[str, Any],
 ) -> Checkpoint:
-    """Write `checkpoints/step-<step>` so that it is there whole or not at all.
+    """Write `checkpoints/step-<step>`, or without optimizer_tensors `weights-<step>`: it is there whole or not at all.
 
     Raises:
         RunError: the disk is full or refuses; earlier checkpoints are untouched and nothing half-written stays.
     """
     parent = run_dir / "checkpoints"
-    final = checkpoint_of_step(run_dir, step).folder
-    aside = parent / f".writing-step-{step:06d}"
+    final = parent / f"{'weights' if optimizer_tensors is None else 'step'}-{step:06d}"
+    aside = parent / f".writing-{final.name}"
+    parts = {"model": model_tensors} | ({} if optimizer_tensors is None else {"optimizer": optimizer_tensors})
     try:
         shutil.rmtree(aside, ignore_errors=True)
         make_folder(parent)
         aside.mkdir()
-        for name, tensors in (("model", model_tensors), ("optimizer", optimizer_tensors)):
+        for name, tensors in parts.items():
             whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
             save_file(whole, aside / f"{name}.safetensors", {"format": "pt"})
         (aside / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
@@ -185,12 +206,10 @@ def save_checkpoint(
         aside.rename(final)
         sync(parent)
     except (OSError, SafetensorError) as error:
-        needed_bytes = sum(
-            tensor.nbytes for tensors in (model_tensors, optimizer_tensors) for tensor in tensors.values()
-        )
+        needed_bytes = sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values())
         reason = why_not_written(error, parent, needed_bytes)
         shutil.rmtree(aside, ignore_errors=True)
-        kept = ", ".join(checkpoint.folder.name for checkpoint in checkpoints(run_dir)) or "none"
+        kept = ", ".join(checkpoint.folder.name for checkpoint in all_checkpoints(run_dir)) or "none"
         raise RunError(
             f"checkpoint at step {step} could not be written to {parent}: {reason}. Earlier ones kept: {kept}."
         ) from error
@@ -207,23 +226,31 @@ def remove_checkpoint(checkpoint: Checkpoint) -> None:
 
 
 def checkpoint_of_step(run_dir: Path, step: int) -> Checkpoint:
-    """The checkpoint of a step, whether it is there or not."""
-    return Checkpoint(run_dir / "checkpoints" / f"step-{step:06d}")
+    """The checkpoint of a step: what training can go on from, or weights only where that alone is there."""
+    there = (checkpoint for checkpoint in all_checkpoints(run_dir) if checkpoint.step == step)
+    return next(there, Checkpoint(run_dir / "checkpoints" / f"step-{step:06d}"))
+
+
+def all_checkpoints(run_dir: Path) -> list[Checkpoint]:
+    """Those of both kinds, which hold weights to use, newest first; of two of a step, that with weights only last."""
+    paths = [path for path in (run_dir / "checkpoints").glob("*-*") if re.fullmatch(r"(step|weights)-\d+", path.name)]
+    return sorted(map(Checkpoint, paths), key=lambda each: (-each.step, each.weights_only))
 
 
 def checkpoints(run_dir: Path) -> list[Checkpoint]:
-    """The run's checkpoints, newest first."""
-    found = [Checkpoint(path) for path in (run_dir / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
-    return sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True)
+    """Those that training can go on from, newest first."""
+    return [checkpoint for checkpoint in all_checkpoints(run_dir) if not checkpoint.weights_only]
 
 
 def newest_verified(
     run_dir: Path, report: Report = lambda _: None, *, up_to_step: int | None = None
 ) -> Checkpoint | None:
-    """The newest checkpoint that matches its manifest, of those up to a step; damaged ones are reported."""
-    for checkpoint in checkpoints(run_dir):
-        if up_to_step is not None and checkpoint.step > up_to_step:
-            continue
+    """The newest checkpoint to go on from that matches its manifest, up to a step; damaged ones are reported."""
+    return _first_whole((c for c in checkpoints(run_dir) if up_to_step is None or c.step <= up_to_step), report)
+
+
+def _first_whole(found: Iterable[Checkpoint], report: Report) -> Checkpoint | None:
+    for checkpoint in found:
         try:
             checkpoint.verify()
         except UserError as damage:
@@ -234,7 +261,7 @@ def newest_verified(
 
 
 def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambda _: None) -> Checkpoint:
-    """The run's `best` or `last` checkpoint, or the one of a step, verified.
+    """The run's `best` or `last` weights, or those of a step, verified. `last` are the newest of either kind.
 
     A damaged best falls back to the best before it that is whole, or to the newest, and says so.
 
@@ -243,29 +270,27 @@ def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambd
     """
     if not (run_dir / "recipe.yaml").exists():
         raise UserError(f"{run_dir} is not a run folder: it has no recipe.yaml. `gptworks train RECIPE` makes one.")
-    available = checkpoints(run_dir)
+    available = all_checkpoints(run_dir)
     if not available:
         raise UserError(f"run {run_dir} has no checkpoint yet: let it train to its first one (train.checkpoint_every).")
     if which not in ("best", "last"):
-        steps = [checkpoint.step for checkpoint in available]
+        steps = sorted({checkpoint.step for checkpoint in available})
         if not which.isdigit() or int(which) not in steps:
-            raise UserError(f"checkpoint `{which}` is not in {run_dir}: use best, last or one of {sorted(steps)}.")
-        asked = available[steps.index(int(which))]
+            raise UserError(f"checkpoint `{which}` is not in {run_dir}: use best, last or one of {steps}.")
+        asked = checkpoint_of_step(run_dir, int(which))
         asked.verify()
         return asked
-    damaged: set[int] = set()
+    tried: set[int | None] = set()
     for checkpoint in available if which == "best" else ():  # where the best by the newest is damaged, ask the next
         best = checkpoint.best_step
-        chosen = next((one for one in available if one.step == best), None)
-        if best is None or best in damaged or chosen is None:
-            continue
-        try:
-            chosen.verify()
-            return chosen
-        except UserError as damage:
-            damaged.add(best)
-            report(f"{damage} Using another that is whole.")
-    found = newest_verified(run_dir, report)
+        for chosen in () if best in tried else [one for one in available if one.step == best]:
+            try:
+                chosen.verify()
+                return chosen
+            except UserError as damage:
+                report(f"{damage} Using another that is whole.")
+        tried.add(best)
+    found = _first_whole(available, report)
     if found is None:
         raise UserError(f"every checkpoint of {run_dir} is damaged: train again, or restore them from a copy.")
     return found

@@ -76,6 +76,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _no_such_recipe(path: Path) -> str:
+    checkpoint, run = path.parent, path.parents[2] if len(path.parents) > 2 else path
+    if checkpoint.parent.name == "checkpoints" and (run / "recipe.yaml").exists():
+        return (
+            f"{checkpoint} is a checkpoint, not a run folder: give {run} and --resume, and training goes on from its "
+            f"newest step-… checkpoint. One named weights-… has no optimizer state and is only used."
+        )
     folder = path.parent if path.parent.is_dir() else Path()
     near = nearest(path.name, (one.name for one in folder.iterdir() if one.suffix in (".yaml", ".yml")))
     if near:

@@ -1,6 +1,16 @@
 """Every setting: typed, validated, frozen. Knows nothing of torch, nor of files (see recipe.py beside this folder)."""
 
-from gptworks.config.base import Fraction, PositiveInt, Role, Section, Setting, role_of, settings
+from gptworks.config.base import (
+    Fraction,
+    PositiveInt,
+    PositiveTime,
+    Role,
+    Section,
+    Setting,
+    ShortPath,
+    role_of,
+    settings,
+)
 from gptworks.config.data import (
     ConversationsSource,
     DataConfig,
@@ -59,6 +69,7 @@ __all__ = [
     "ParallelConfig",
     "ParquetSource",
     "PositiveInt",
+    "PositiveTime",
     "PreferenceObjective",
     "PreferencesSource",
     "PythonStdlibSource",
@@ -68,6 +79,7 @@ __all__ = [
     "RopeScaling",
     "Section",
     "Setting",
+    "ShortPath",
     "SourceConfig",
     "SweepConfig",
     "SweepRange",

@@ -6,7 +6,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 MOST_NAME_CHARACTERS = 200
 """Of a name that becomes a folder: systems allow 255 bytes."""
@@ -22,7 +22,11 @@ def _short(path: Any) -> Any:
 # Bounds that no real run reaches: they keep a slip of the keyboard from costing hours or all memory.
 PositiveInt = Annotated[int, Field(gt=0, le=10**9)]
 ShortPath = Annotated[Path, BeforeValidator(_short)]
+PositiveTime = Annotated[float, Field(gt=0, le=10**9)]
+"""30 years in seconds; what waits for longer cannot be asked of the system."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+MOST_NUMBER = 10**15
+"""In size, of any number: what is computed from one stays a finite number."""
 
 
 class Section(BaseModel):
@@ -31,6 +35,14 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), str_max_length=100_000
     )
+
+    @field_validator("*")
+    @classmethod
+    def _no_absurd_number(cls, value: Any) -> Any:
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, int | float) and abs(one) > MOST_NUMBER:
+                raise ValueError(f"a number may be at most {MOST_NUMBER:,} in size")
+        return value
 
 
 def derived(name: str, function: Callable[[Any], Any] = lambda value: value) -> Any:

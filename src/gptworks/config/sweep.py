@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from gptworks.config.base import Free, PositiveInt, Section
 
+MOST_STEPS = 10**9
+
 
 class SweepRange(Section):
     """What a setting may be in a sweep: a number from low to high, or one of some choices."""
@@ -15,7 +17,7 @@ class SweepRange(Section):
     )
     high: Free[int | float | None] = None
     log: Free[bool] = Field(False, description="Orders of magnitude are equally likely.")
-    step: Free[int | float | None] = Field(None, description="Only low plus multiples of this are tried.")
+    step: Free[int | float | None] = Field(None, gt=0, description="Only low plus multiples of this are tried.")
     choices: Free[tuple[bool | int | float | str | None, ...] | None] = None
 
     @property
@@ -42,9 +44,12 @@ class SweepRange(Section):
                 raise ValueError(
                     f"step={self.step:g} with log=true: steps of a logarithm are not equal; drop one of them"
                 )
-            if self.step <= 0:
-                raise ValueError(f"step={self.step:g}: it must be above 0")
             n_steps = (self.high - self.low) / self.step
+            if n_steps > MOST_STEPS:
+                raise ValueError(
+                    f"step={self.step:g} makes more than {MOST_STEPS:,} values from low={self.low:g} to "
+                    f"high={self.high:g}: take a larger one, or leave it out"
+                )
             if abs(n_steps - round(n_steps)) > 1e-9 * n_steps:
                 raise ValueError(
                     f"step={self.step:g} does not lead from low={self.low:g} to high={self.high:g}: change one"

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from gptworks.config.base import Fixed, Fraction, Free, Measured, PositiveInt, Section, Steering, derived
+from gptworks.config.base import Fixed, Fraction, Free, Measured, PositiveInt, PositiveTime, Section, Steering, derived
 
 IGNORED = -100
 """A target that carries no loss, as `torch.nn.functional.cross_entropy` has it."""
@@ -33,8 +33,8 @@ class ParallelConfig(Section):
     reshard_after_forward: Free[bool] = Field(
         True, description="fsdp: free a block's gathered weights after its forward pass and gather them again."
     )
-    timeout_seconds: Free[float] = Field(
-        600, gt=0, description="A rank that is silent, or makes all others wait, for so long ends the run."
+    timeout_seconds: Free[PositiveTime] = Field(
+        600, description="A rank that is silent, or makes all others wait, for so long ends the run."
     )
 
 
@@ -42,8 +42,8 @@ class TrainConfig(Section):
     """One training run. The length is the first reached of max_steps, epochs and max_minutes."""
 
     max_steps: Steering[PositiveInt | None] = None
-    epochs: Steering[float | None] = Field(None, gt=0)
-    max_minutes: Steering[float | None] = Field(None, gt=0)
+    epochs: Steering[float | None] = Field(None, gt=0, le=10**9)
+    max_minutes: Steering[PositiveTime | None] = None
 
     batch_size: Steering[PositiveInt] = Field(32, description="Sequences in one optimizer step.")
     micro_batch_size: Free[PositiveInt] = Field(
@@ -117,10 +117,15 @@ class TrainConfig(Section):
         description="Validation windows per evaluation, evenly spaced. 0: all. null: all, or as many as hold "
         f"{EVALUATED_TOKENS:,} tokens at the full context where there are more.",
     )
-    checkpoint_every: Free[PositiveInt] = 250
+    checkpoint_every: Free[PositiveInt] = Field(
+        250, description="Steps between checkpoints with optimizer state. A best between two of them has weights only."
+    )
     keep_checkpoints: Free[PositiveInt] = Field(2, description="Newest checkpoints kept; the best is kept besides.")
     keep_every: Free[int] = Field(
-        0, ge=0, le=1_000_000_000, description="Checkpoints at multiples of this are kept too. 0: none."
+        0,
+        ge=0,
+        le=1_000_000_000,
+        description="Checkpoints with optimizer state at multiples of this are kept too. 0: none.",
     )
     sample_every: Free[int] = Field(0, ge=0, le=1_000_000_000, description="Steps between samples. 0: none.")
     sample_prompts: Free[tuple[str, ...]] = ("",)

@@ -112,7 +112,9 @@ def _checkpoints(plan: Plan) -> str:
     each, every = readable(plan.checkpoint_bytes, "B"), plan.train.keep_every
     if plan.checkpoints_bytes is None:
         return f"unknown: {each} each, and those at multiples of keep_every={every} steps stay"
-    return f"{readable(plan.checkpoints_bytes, 'B')} ({plan.most_checkpoints:,} of {each})"
+    light = f", {plan.most_weights_only:,} of weights only, {readable(plan.weights_bytes, 'B')}"
+    parts = f"{plan.most_checkpoints:,} of {each}{light if plan.most_weights_only else ''}"
+    return f"{readable(plan.checkpoints_bytes, 'B')} ({parts})"
 
 
 def _objective(plan: Plan) -> str:
@@ -313,6 +315,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "optimizer_state_bytes": plan.optimizer_state_bytes,
             "checkpoint_bytes": plan.checkpoint_bytes,
             "most_checkpoints": plan.most_checkpoints,
+            "most_weights_only_checkpoints": plan.most_weights_only,
             "checkpoints_bytes": plan.checkpoints_bytes,
             "shard_bytes_per_token": plan.shard_bytes_per_token,
             "shards_bytes": plan.shards_bytes,

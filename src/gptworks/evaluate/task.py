@@ -22,14 +22,14 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from gptworks.config import Section
+from gptworks.config import PositiveInt, PositiveTime, Section, ShortPath
 from gptworks.errors import UserError, nearest
 from gptworks.recipe import parse_section
 
 Item = dict[str, Any]
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=10**9)]
 TextMetric = Literal["bleu", "chrf", "rouge1", "rouge2", "rougeL"]
 
 
@@ -37,14 +37,14 @@ class TaskFile(Section):
     """What every task has."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="What results are called. Default: the file's name.")
-    data: Path = Field(description="A JSONL file, an item a line.")
+    data: ShortPath = Field(description="A JSONL file, an item a line.")
     prompt: str = Field(description="The text that the model continues.")
     description: str = Field("", description="Text before everything else.")
     delimiter: str = Field(" ", description="Between a prompt and its answer.")
     shots: Count = Field(0, description="Solved items shown before each one.")
-    shots_data: Path | None = Field(None, description="JSONL that the shots are from. None: the other items.")
+    shots_data: ShortPath | None = Field(None, description="JSONL that the shots are from. None: the other items.")
     shots_separator: str = Field("\n\n", description="After each shot.")
-    seed: int = Field(0, description="Decides which items are the shots.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Decides which items are the shots.")
     limit: PositiveInt | None = Field(None, description="The first so many items. None: all.")
 
 
@@ -106,7 +106,7 @@ class Code(TaskFile):
     )
     samples: PositiveInt = Field(1, description="Programs written for each item.")
     k: tuple[PositiveInt, ...] = (1,)
-    timeout_seconds: PositiveFloat = 5.0
+    timeout_seconds: PositiveTime = 5.0
     memory_mib: PositiveInt = 512
 
     @model_validator(mode="after")

@@ -60,13 +60,19 @@ class EngineLoop:
     def close(self, *, drain: bool = True) -> None:
         """Stop, and wait until no step runs.
 
-        drain: finish the requests that have a reader, or may still get one; else they end with a RunError.
+        drain: finish the requests that have a reader, or may still get one; else they end with a RunError. An asyncio
+        loop that this call holds up can neither read nor finalize generators that were abandoned: each text of its
+        readers goes on for one context at most, and then ends with a SlowReader.
         """
         if not drain:
             for stream in list(self._streams):
                 stream.cancel()
                 stream.hand(0, EngineStopped("the engine was stopped."))
             self._wake_readers()
+        held_up = asyncio._get_running_loop()
+        for stream in list(self._streams):
+            if stream._asyncio is held_up:
+                stream.bound(self.engine.context)
         self._ending = True
         self._wake.set()
         if self._thread.is_alive():
@@ -224,6 +230,11 @@ class Stream:
         if not self._told and (ended or len(self._unread) >= self._patience):
             self._told = True
             self._loop._to_wake.append(self)
+
+    def bound(self, n_pieces: int) -> None:
+        """Cancel what goes on for more than so many further pieces of each text that the reader leaves unread."""
+        most = len(self._unread) + n_pieces * max(1, self._n_unfinished)
+        self._max_unread = most if self._max_unread is None else min(most, self._max_unread)
 
     def cancel(self) -> None:
         """End the requests where they are. From any thread, any number of times."""

@@ -11,7 +11,7 @@ from gptworks.plan.trained import Trained
 SHARDINGS = ("none", "zero2", "fsdp")
 
 BUCKET_BYTES = 32 * 2**20
-"""Gradients that are whole on each rank are added up in pieces of about this size: fewer messages, little memory."""
+"""Gradients that are whole on each rank are added up in buckets of about this size: fewer messages, little memory."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,12 @@ class Layout:
     @property
     def world_size(self) -> int:
         return self.data_parallel * self.tensor_parallel
+
+    @property
+    def sums_in_backward(self) -> bool:
+        """Whether whole gradients are added up over ranks while the backward pass goes on; tensor-parallel ranks have
+        to agree on theirs first."""
+        return self.data_parallel > 1 and self.tensor_parallel == 1 and self.sharding == "none"
 
 
 ONE_DEVICE = Layout()

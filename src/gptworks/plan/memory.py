@@ -165,6 +165,7 @@ class _Step:
         self.gathered_bytes = 2 if self.layout.gathers == "bf16" else 4  # of an element of a block's matrices
         self.no_copies = self.sharded and self.gathered_bytes == self.shapes.product_bytes  # what is gathered is used
         self.reducing_bytes = 0  # of the input of a reduction that may still be under way
+        self.bucket_bytes = 0  # of gradients that wait to be sent to the other ranks
         self.block_gradients_bytes = 0  # of a block's matrices, whole, before they are reduced
         self.blocks = {
             window: [self._without_copies(stage) for stage in block_stages(self.shapes, window)]
@@ -329,6 +330,8 @@ class _Step:
             trained = self.parameters.total if self.setting.trained is None else self.setting.trained.parameters
             there = 4 * (self.shards.trained_whole if self.sharded else trained)
             largest = 0 if self.sharded else 4 * self.shards.largest
+            if self.layout.sums_in_backward:
+                self.timeline.hold(COMMUNICATION, -self.timeline.held[COMMUNICATION])
             self.timeline.mark("gradients added up over ranks", min(there, BUCKET_BYTES + largest), COMMUNICATION)
 
     def _optimize(self) -> None:
@@ -382,6 +385,11 @@ class _Step:
         self.timeline.mark("gradients added up", 4 * (matrices + vectors) if self.setting.accumulates else 0)
         if not self.setting.accumulates:
             self.timeline.hold(GRADIENTS, 4 * (matrices + vectors))
+        self.bucket_bytes += 4 * (matrices + vectors)
+        if self.layout.sums_in_backward and self.bucket_bytes >= BUCKET_BYTES:  # the one before has come back
+            self.timeline.hold(COMMUNICATION, self.bucket_bytes - self.timeline.held[COMMUNICATION])
+            self.timeline.mark("gradients added up over ranks")
+            self.bucket_bytes = 0
 
     def _final_norm(self) -> Stage:
         return norm_stage(self.shapes, "final norm")

@@ -228,22 +228,29 @@ class Plan:
 
     @property
     def most_checkpoints(self) -> int | None:
-        """That are on disk at once: the newest, the best, one being written, and with `keep_every` those at its
-        multiples, which stay; None where it depends on a length that is unknown."""
+        """With optimizer state that are on disk at once: the newest, the best, one being written, and with `keep_every`
+        those at its multiples, which stay; None where it depends on a length that is unknown."""
         train = self.train
         moving = train.keep_checkpoints + 2
         if not train.keep_every:
             return moving
         if self.steps is None:
             return None
-        saves = [lcm(train.keep_every, every) for every in (train.checkpoint_every, train.evaluate_every)]
-        kept = sum(self.steps // every for every in saves) - self.steps // lcm(*saves)
-        at_the_end = self.steps % train.keep_every == 0 and all(self.steps % every for every in saves)
+        kept = self.steps // lcm(train.keep_every, train.checkpoint_every)
+        at_the_end = self.steps % train.keep_every == 0 and self.steps % train.checkpoint_every != 0
         return moving + kept + at_the_end
 
     @property
+    def most_weights_only(self) -> int:
+        """Checkpoints with weights only that are on disk beside those: where evaluations fall between saves, the best
+        so far and one that each of the newest knows of; the oldest of these knows the best that is counted there."""
+        return self.train.keep_checkpoints if self.train.evaluate_every % self.train.checkpoint_every else 0
+
+    @property
     def checkpoints_bytes(self) -> int | None:
-        return None if self.most_checkpoints is None else self.most_checkpoints * self.checkpoint_bytes
+        if self.most_checkpoints is None:
+            return None
+        return self.most_checkpoints * self.checkpoint_bytes + self.most_weights_only * self.weights_bytes
 
     @property
     def shard_bytes_per_token(self) -> int:

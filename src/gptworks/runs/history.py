@@ -152,9 +152,9 @@ class History:
     @cached_property
     def _state(self) -> dict[str, Any]:
         """The state of the newest checkpoint that can be read."""
-        from gptworks.checkpoint import checkpoints
+        from gptworks.checkpoint import all_checkpoints
 
-        for checkpoint in checkpoints(self.folder):
+        for checkpoint in all_checkpoints(self.folder):
             try:
                 return dict(checkpoint.state())
             except (UserError, OSError, ValueError, KeyError, TypeError):  # being deleted, or damaged

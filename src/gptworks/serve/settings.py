@@ -24,7 +24,7 @@ MAX_SCHEMA_BYTES = 1 << 16
 class ServerSettings:
     """
     Raises:
-        UserError: a number below 1, or an API key that no header can carry.
+        UserError: a number that is not above 0, or is absurdly large; or an API key that no header can carry.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -70,8 +70,9 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
-                raise UserError(f"{name}={value}: it must be above 0.")
+            most = 10**9 if name.endswith("_seconds") else 10**15
+            if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value <= most:
+                raise UserError(f"{name}={value}: it must be above 0 and at most {most:,}.")
         if self.client_share > 1:
             raise UserError(f"client_share={self.client_share}: it must be at most 1, which is all places.")
         for key in self.api_keys:

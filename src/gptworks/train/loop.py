@@ -145,8 +145,10 @@ def train(
                     continue
                 if run.due(recipe.train.sample_every):
                     run.sample()
-                if run.due(recipe.train.checkpoint_every) or run.is_best:
+                if run.due(recipe.train.checkpoint_every):
                     run.save()
+                elif run.is_best:
+                    run.save(weights_only=True)
             return run.finish(reason)
 
 
@@ -245,7 +247,7 @@ class Run:
             self.ranks.first(lambda: self._check_length(before))
             self.display.message(f"resuming {folder} from step {self.progress.step:,}")
         elif resume:
-            self.display.message(f"{folder} has no checkpoint: starting from step 0")
+            self.display.message(f"{folder} has no checkpoint to go on from: starting from step 0")
         if checkpoint is None and self.recipe.initialize_from is not None:
             with self.ranks.busy():
                 weights = starting_weights(self.recipe, self.tokenizer, self.display.message, self.ranks)
@@ -257,6 +259,8 @@ class Run:
         if self.ranks.is_first:
             changes = {} if before is None or checkpoint is None else changed(before, self.recipe)
             record(folder, self.progress.step, changes, overrides, before)
+            if resume:  # the run makes them again on its way
+                remove_newer(folder, self.progress.step, weights_only=True)
             if changes:
                 self.display.message(f"changed from step {self.progress.step:,} on: {change_words(changes)}")
             save_recipe(self.recipe, folder / "recipe.yaml")
@@ -380,6 +384,7 @@ class Run:
             n_targets, n_tokens = map(round, self.parallel.add_up([float(number) for number in own]))
         total = torch.zeros((), device=self.device)
         self._expert_tokens, self._figures = None, {}
+        sums = "gradients of all ranks" if self.ranks.size > 1 else "backward"
         self.model.train()
         for i, batch in zip(self.parallel.micro_steps, micro_batches, strict=True):
             self.ranks.mark()
@@ -387,6 +392,8 @@ class Run:
             torch.manual_seed(int(np.random.SeedSequence((self.recipe.seed, step, i)).generate_state(1, np.uint64)[0]))
             with self.stopwatch.part("forward"), self.precision.autocast():
                 losses = self.objective(self.model, batch)
+            if i == self.parallel.micro_steps[-1]:
+                self.parallel.begin_sums(lambda: self.stopwatch.part(sums))
             with self.stopwatch.part("backward"):
                 self.scaler.scale(losses.objective / max(1, n_targets)).backward()  # type: ignore[no-untyped-call]
             total += losses.loss
@@ -394,7 +401,7 @@ class Run:
                 self._figures[name] = self._figures.get(name, 0) + value
             if (routed := losses.expert_tokens) is not None:
                 self._expert_tokens = routed if self._expert_tokens is None else self._expert_tokens + routed
-        with self.stopwatch.part("gradients of all ranks" if self.ranks.size > 1 else "backward"):
+        with self.stopwatch.part(sums):
             self.parallel.finish_gradients()
         if self._expert_tokens is not None:
             self._expert_tokens = self.parallel.summed(self._expert_tokens)
@@ -550,24 +557,29 @@ class Run:
         if self.ranks.is_first:
             write_samples(self.recipe.run_dir / "metrics.jsonl", self.recipe.run_dir / "samples.md")
 
-    def save(self) -> None:
-        """Write a checkpoint of this step, unless it is written already, and delete the oldest beyond those to keep."""
+    def save(self, *, weights_only: bool = False) -> None:
+        """Write a checkpoint of this step, unless it is written already, and delete the oldest beyond those to keep.
+
+        Args:
+            weights_only: leave out what training alone needs; the optimizer's state is not gathered from the ranks.
+        """
         progress = self.progress
         if self._saved_step == progress.step:
             return
         progress.scaler = self.scaler.state_dict()
         with self.stopwatch.part("checkpoint"):
-            tensors = {
-                "model": self.parallel.whole(self.average.model_tensors),
-                "optimizer": self.parallel.whole(self.optimizer.state_tensors() | self.average.own_tensors),
-            }
+            tensors = {"model": self.parallel.whole(self.average.model_tensors)}
+            if not weights_only:
+                moments = self.optimizer.state_tensors() | self.average.own_tensors
+                tensors["optimizer"] = self.parallel.whole(moments)
             if self.ranks.is_first:
                 with self.ranks.busy():
                     self.writer.wait()
                 self.writer.save(progress.step, tensors, asdict(progress))
             else:
                 deque(itertools.chain(*tensors.values()), maxlen=0)  # our part in making them whole
-        self._saved_step = progress.step
+        if not weights_only:
+            self._saved_step = progress.step
 
     # ---------------------------------------------------------------------------------------------- end
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from gptworks.checkpoint import Checkpoint, checkpoints, remove_checkpoint, save_checkpoint
+from gptworks.checkpoint import Checkpoint, all_checkpoints, remove_checkpoint, save_checkpoint
 from gptworks.errors import RunError
 
 Signature = tuple[tuple[str, int, int, int], ...]
@@ -18,9 +18,10 @@ Signature = tuple[tuple[str, int, int, int], ...]
 def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: dict[str, Signature] | None = None) -> None:
     """Delete checkpoints, and what an interrupted write or deletion left.
 
-    Kept are the newest `keep` that match their manifests, the best that each of them knows of, and multiples of
-    `keep_every` steps. Damaged ones, and one saved while steps were being skipped, are kept besides: a run never goes
-    back to those, so they do not count.
+    Kept are the newest `keep` that training can go on from and that match their manifests, the best that each of them
+    knows of, and multiples of `keep_every` steps. Damaged ones, and one saved while steps were being skipped, are kept
+    besides: a run never goes back to those, so they do not count. Of those with weights only, which do not count
+    either, kept are such bests, and the newest while nothing newer is there to go on from.
 
     Args:
         known: folders that have matched their manifests, with what they looked like then. They are not read again while
@@ -30,7 +31,9 @@ def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: dict[str, S
         RunError: the disk refuses.
     """
     known = {} if known is None else known
-    kept, n_counted, available = set[int](), 0, checkpoints(run_dir)
+    found = all_checkpoints(run_dir)
+    available, weights = ([each for each in found if each.weights_only == kind] for kind in (False, True))
+    kept, whole, n_counted = set[int](), set[int](), 0
     for checkpoint in available:
         if keep_every and checkpoint.step % keep_every == 0:
             kept.add(checkpoint.step)
@@ -39,30 +42,35 @@ def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: dict[str, S
         if not _is_whole(checkpoint, known):
             kept.add(checkpoint.step)
             continue
+        whole.add(checkpoint.step)
         state = checkpoint.state()
         if not state.get("skipped_in_a_row") or checkpoint is available[0]:
             kept |= {checkpoint.step, checkpoint.best_step or 0}
         n_counted += not state.get("skipped_in_a_row")
+    kept |= {each.step for each in weights[:1] if each.step > max(whole, default=0)}
     try:
-        for checkpoint in available:
-            if checkpoint.step not in kept:
+        for checkpoint in found:
+            if checkpoint.step not in kept or (checkpoint.weights_only and checkpoint.step in whole):
                 known.pop(checkpoint.folder.name, None)
                 remove_checkpoint(checkpoint)
-        for leftover in (run_dir / "checkpoints").glob(".*-step-*"):
+        for leftover in (run_dir / "checkpoints").glob(".*ing-*-*"):
             shutil.rmtree(leftover)
     except OSError as error:
         raise RunError(f"old checkpoints in {run_dir} could not be deleted: {error}.") from error
 
 
-def remove_newer(run_dir: Path, step: int) -> None:
+def remove_newer(run_dir: Path, step: int, *, weights_only: bool = False) -> None:
     """Delete the checkpoints after a step, the newest first, so that a run interrupted here does the same again.
+
+    Args:
+        weights_only: leave those that training can go on from.
 
     Raises:
         RunError: the disk refuses.
     """
     try:
-        for checkpoint in checkpoints(run_dir):
-            if checkpoint.step > step:
+        for checkpoint in all_checkpoints(run_dir):
+            if checkpoint.step > step and (checkpoint.weights_only or not weights_only):
                 remove_checkpoint(checkpoint)
     except OSError as error:
         raise RunError(f"checkpoints after step {step} in {run_dir} could not be deleted: {error}.") from error
@@ -109,7 +117,7 @@ class CheckpointWriter:
     def save(self, step: int, tensors: dict[str, Iterable[tuple[str, Tensor]]], state: dict[str, Any]) -> None:
         """Copy and begin to write; returns as soon as the copy is made and an earlier save has ended.
 
-        The tensors, by name, are those of the `model` and of the `optimizer`.
+        The tensors, by name, are those of the `model` and, unless it is to hold weights only, of the `optimizer`.
 
         Raises:
             RunError: the earlier save failed.
@@ -124,7 +132,7 @@ class CheckpointWriter:
 
     def _write(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
         try:
-            saved = save_checkpoint(self.run_dir, step, tensors["model"], tensors["optimizer"], state)
+            saved = save_checkpoint(self.run_dir, step, tensors["model"], tensors.get("optimizer"), state)
             self._known[saved.folder.name] = _signature(saved)  # its manifest has just been made from its files
             remove_old(self.run_dir, self.keep, self.keep_every, self._known)
         except BaseException as error:  # raised where someone waits for it

@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from gptworks.checkpoint import Report, checkpoints, choose_checkpoint, load_run, require_full_weights
+from gptworks.checkpoint import Report, all_checkpoints, checkpoints, choose_checkpoint, load_run, require_full_weights
 from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe
@@ -36,7 +36,7 @@ def check_start(recipe: Recipe, resume: bool = False) -> None:
         return
     if not (source / "recipe.yaml").exists():
         raise UserError(f"initialize_from={source} is not a run folder: it has no recipe.yaml.")
-    for checkpoint in checkpoints(source)[:1]:
+    for checkpoint in all_checkpoints(source)[:1]:
         require_full_weights(checkpoint)
     _check_new_tokens(recipe, source)
     theirs = load_recipe(source).model

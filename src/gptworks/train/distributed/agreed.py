@@ -3,27 +3,27 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from gptworks.checkpoint import Checkpoint, checkpoint_of_step
+from gptworks.checkpoint import Checkpoint
 from gptworks.errors import UserError
 from gptworks.train.distributed.ranks import Ranks
 
 
 def agreed_checkpoint(ranks: Ranks, run_dir: Path, choose: Callable[[], Checkpoint | None]) -> Checkpoint | None:
-    """What `choose` returns on rank 0, on every rank. The other ranks find it by its step and the sum of its manifest.
+    """What `choose` returns on rank 0, on every rank. The other ranks find it by its name and the sum of its manifest.
 
     Raises:
         UserError: a rank does not see that checkpoint in `run_dir`; on all ranks.
     """
 
-    def chosen() -> tuple[int, str | None] | None:
+    def chosen() -> tuple[str, str | None] | None:
         checkpoint = choose()
-        return None if checkpoint is None else (checkpoint.step, checkpoint.manifest_sha256)
+        return None if checkpoint is None else (checkpoint.folder.name, checkpoint.manifest_sha256)
 
     told = ranks.first(chosen)
     if told is None:
         return None
-    step, sha256 = told
-    checkpoint = checkpoint_of_step(run_dir, step)
+    name, sha256 = told
+    checkpoint = Checkpoint(run_dir / "checkpoints" / name)
     sees = checkpoint.manifest_sha256 == sha256
     blind = ranks.add_up([float(rank == ranks.rank and not sees) for rank in range(ranks.size)])
     if any(blind):

@@ -2,8 +2,9 @@
 
     ranks = data × tensor    a mesh of two dimensions, tensor the inner one
 
-    data      each rank has its own micro-batches of the step. ddp: a whole model each, gradients added up after the
-              last micro-batch. fsdp: a share of every tensor each, blocks gathered as they are used (FSDP2).
+    data      each rank has its own micro-batches of the step. ddp: a whole model each, gradients added up as the last
+              micro-batch's backward pass makes them (sums.py). fsdp: a share of every tensor each, blocks
+              gathered as they are used (FSDP2).
     tensor    ranks have the same micro-batches and a share of each block's heads and inner width. Embeddings, norms and
               the head are whole on each.
 
@@ -37,8 +38,9 @@ from gptworks.device import Precision
 from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.plan.arrange import layout_of, refusal
-from gptworks.plan.layout import BUCKET_BYTES, ONE_DEVICE, Layout
+from gptworks.plan.layout import ONE_DEVICE, Layout
 from gptworks.train.distributed.ranks import Ranks
+from gptworks.train.distributed.sums import GradientSums, Timed, local
 from gptworks.train.rehearsal.preflight import this_device
 
 Rows = tuple[Tensor, ...]
@@ -82,6 +84,9 @@ class Parallel:
     def add_up(self, numbers: list[float]) -> list[float]:
         """The same for plain numbers, in float64."""
         return numbers
+
+    def begin_sums(self, timed: Timed) -> None:
+        """Before the last micro-batch's backward pass, in which gradients may be added up; it waits within `timed`."""
 
     def finish_gradients(self) -> None:
         """After the last micro-batch: make the gradients those of the whole step."""
@@ -174,7 +179,7 @@ class ManyDevices(Parallel):
         n_data, index = self._data.size(), self._data.get_local_rank()
         self.micro_batch_size = train.rank_micro_batch_size(n_data)
         self.micro_steps = range(index, train.batch_size // self.micro_batch_size, n_data)
-        if n_data > 1 and not self._sharded and self._tensor.size() == 1:
+        if layout.sums_in_backward:
             self.replicas = self._data.get_group()
         self.samples = ranks.is_first or self._sharded or self._tensor.size() > 1
         # DTensor warns that a matrix divided over both dimensions is gathered in two steps, which is what is meant.
@@ -215,6 +220,9 @@ class ManyDevices(Parallel):
                 module.reshard()
         model.to(device)
         self.model, self.parameters = model, dict(model.named_parameters())
+        if self._data.size() > 1:
+            trained = [p for p in self.parameters.values() if p.requires_grad and "data" not in divided_over(p)]
+            self._sums = GradientSums(reversed(trained), self._data.get_group())
         ranks = self._ranks
         model.token_embedding.register_forward_pre_hook(lambda *_: ranks.moved())  # every pass begins with it
         return model
@@ -239,19 +247,16 @@ class ManyDevices(Parallel):
         counts = self._tensor.get_local_rank() == 0  # the others have seen the same sequences
         return self._ranks.add_up([number * counts for number in numbers])
 
+    def begin_sums(self, timed: Timed) -> None:
+        if self.layout.sums_in_backward:
+            self._sums.begin(timed)
+
     def finish_gradients(self) -> None:
         self._ranks.mark()
         if self._tensor.size() > 1:
             self._agree_over_tensor_ranks()
         if self._data.size() > 1:
-            whole = (
-                g for name, g in self._local_gradients().items() if "data" not in divided_over(self.parameters[name])
-            )
-            for bucket in _buckets(whole):
-                joined = torch.cat([gradient.flatten() for gradient in bucket])
-                distributed.all_reduce(joined, group=self._data.get_group())
-                for gradient, part in zip(bucket, torch.split(joined, [g.numel() for g in bucket]), strict=True):
-                    gradient.copy_(part.view_as(gradient))
+            self._sums.finish()
 
     def _agree_over_tensor_ranks(self) -> None:
         """Gradients of what is whole on each tensor rank.
@@ -285,7 +290,7 @@ class ManyDevices(Parallel):
             gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
 
     def _local_gradients(self) -> dict[str, Tensor]:
-        return {name: _local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        return {name: local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
 
     # -------------------------------------------------------------------------------------- checkpoints
 
@@ -372,20 +377,3 @@ def divided_over(parameter: Tensor) -> list[str]:
 
 def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part, in the tensor's own memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in order, in lists of about BUCKET_BYTES."""
-    held: list[Tensor] = []
-    for tensor in tensors:
-        held.append(tensor)
-        if sum(each.nbytes for each in held) >= BUCKET_BYTES:
-            yield held
-            held = []
-    if held:
-        yield held

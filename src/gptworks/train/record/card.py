@@ -122,6 +122,7 @@ def _training(
     train = recipe.train
     speed = progress.tokens / progress.seconds if progress.seconds else 0.0
     cut = f" in {train.accumulation_steps} micro-batches" if train.accumulation_steps > 1 else ""
+    between = "; a better one between these: weights only" if train.evaluate_every % train.checkpoint_every else ""
     matrices = f" ({train.muon_learning_rate:g} for matrices)" if train.optimizer == "muon" else ""
     return {
         **({} if recipe.initialize_from is None else {"started from": f"the run {recipe.initialize_from.name}"}),
@@ -132,6 +133,7 @@ def _training(
         "batch": f"{train.batch_size} × {recipe.model.context_length:,} tokens{cut}",
         "optimizer": f"{train.optimizer}, peak rate {train.learning_rate:g}{matrices}, decay {train.weight_decay:g}",
         "schedule": f"{train.schedule}, {train.warmup_steps:,} steps of warmup",
+        "checkpoints": f"every {train.checkpoint_every:,} steps and at the end" + between,
         "precision": precision.name,
         "steps skipped as non-finite or spikes": f"{progress.skipped:,}",
         "seed": str(recipe.seed),

@@ -21,24 +21,28 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.seconds: dict[str, float] = {}
-        self._running: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._running: deque[tuple[list[str], torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._open: list[str] = []
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count what runs inside as `name`."""
+        """Count what runs inside as `name`, and no longer as the part around it."""
+        self._open.append(name)
         on_cuda = self._device.type == "cuda"
         began = self._event() if on_cuda else None
         started = time.perf_counter()
         try:
             yield
         finally:
+            names = self._open[:-3:-1]  # this part and the one around it
+            self._open.pop()
             if began is not None:
-                self._running.append((name, began, self._event()))
+                self._running.append((names, began, self._event()))
                 while self._running and self._running[0][2].query():  # type: ignore[no-untyped-call]
                     self._count_first()
             else:
                 synchronize(self._device)
-                self._add(name, time.perf_counter() - started)
+                self._add(names, time.perf_counter() - started)
 
     def take(self) -> dict[str, float]:
         """The sums since the last call, in seconds rounded to 0.1 ms. Waits for the device."""
@@ -55,8 +59,9 @@ class Stopwatch:
         return event
 
     def _count_first(self) -> None:
-        name, began, ended = self._running.popleft()
-        self._add(name, began.elapsed_time(ended) / 1000)
+        names, began, ended = self._running.popleft()
+        self._add(names, began.elapsed_time(ended) / 1000)
 
-    def _add(self, name: str, seconds: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+    def _add(self, names: list[str], seconds: float) -> None:
+        for name, change in zip(names, (seconds, -seconds), strict=False):
+            self.seconds[name] = self.seconds.get(name, 0.0) + change
