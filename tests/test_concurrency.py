@@ -12,7 +12,7 @@ import torch
 
 from gptworks.errors import RunError, UserError
 from gptworks.infer import Completion, Engine, SamplingSettings
-from gptworks.infer.engine import completions
+from gptworks.infer.client import completions
 from gptworks.infer.loop import EngineLoop, Stream
 from gptworks.infer.request import Request
 from gptworks.infer.scheduler import QueueFull
@@ -81,7 +81,7 @@ def ended(request: Request) -> bool:
 
 
 def made(request: Request, asked: tuple[list[int], dict[str, Any]]) -> list[Completion] | None:
-    return completions(request.take(), len(request.samples), len(asked[0])) if ended(request) else None
+    return completions(request.take(), request.n_samples, len(asked[0])) if ended(request) else None
 
 
 def texts(made: list[Completion]) -> list[Any]:
@@ -126,7 +126,7 @@ def test_thirty_two_requests_get_what_each_gets_alone(model: Any, options: dict[
                 for got, expected in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
                     assert got.logprob == pytest.approx(expected.logprob, abs=1e-4)
     assert (statistics.running, statistics.waiting, statistics.slots_used) == (0, 0, 0)
-    assert not one._request_of and not one._open
+    assert not one._requests._request_of and not one._requests
     if "drafter" not in options:
         assert statistics.prefix_hits > 0
 
@@ -182,11 +182,11 @@ def test_a_model_in_training_keeps_no_cache() -> None:
     one = engine(model)
     stream = one.stream("abc", temperature=0, max_tokens=10)
     next(stream)
-    assert one._backend is not None
+    assert one._room.backend is not None
     stream.close()
-    assert one._backend is None
+    assert one._room.backend is None
     one.generate("abc", max_tokens=3)
-    assert one._backend is None
+    assert one._room.backend is None
 
 
 def test_room_grows_while_others_run_and_their_texts_stay(model: Any) -> None:
@@ -229,14 +229,14 @@ def test_scores_that_are_not_numbers_end_their_request_alone(model: Any, monkeyp
     one = engine(model)
     good, bad = one.submit([1, 2, 3], temperature=0, max_tokens=5), one.submit([4, 5], temperature=0, max_tokens=5)
     one.step()
-    compute = one._backend.compute
+    compute = one._room.backend.compute
 
     def broken(chunks: Any) -> Any:
         rows = compute(chunks)
         return [rows[0], rows[1] * float("nan")]
 
     with monkeypatch.context() as patch:
-        patch.setattr(one._backend, "compute", broken)
+        patch.setattr(one._room.backend, "compute", broken)
         one.step()
     while one.step():
         pass
@@ -252,7 +252,7 @@ def test_a_backend_that_breaks_ends_the_requests_there_are_and_serves_the_next(
     request = one.submit([1, 2], max_tokens=5)
     one.step()
     with monkeypatch.context() as patch:
-        patch.setattr(one._backend, "compute", lambda chunks: 1 / 0)
+        patch.setattr(one._room.backend, "compute", lambda chunks: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             one.step()
     assert isinstance(request.error, ZeroDivisionError)

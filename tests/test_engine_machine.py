@@ -33,8 +33,7 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from gptworks.infer import Engine, SamplingSettings
-from gptworks.infer import engine as engine_module
+from gptworks.infer import Engine, SamplingSettings, room
 from gptworks.infer.choice import choose_backend
 from gptworks.infer.request import Request
 from gptworks.infer.sampling import Sampler, adjust, sample
@@ -190,8 +189,8 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[Asked] = []
-        self.least_capacity = engine_module._LEAST_CAPACITY_CPU
-        engine_module._LEAST_CAPACITY_CPU = PREFILL  # so that room grows often
+        self.least_capacity = room.LEAST_CAPACITY_CPU
+        room.LEAST_CAPACITY_CPU = PREFILL  # so that room grows often
 
     @initialize(
         way=st.sampled_from(ways()), kind=st.sampled_from(["windowed", "learned"]),
@@ -220,14 +219,14 @@ class EngineMachine(RuleBasedStateMachine):
 
     def check_admissions(self) -> None:
         """Before each admission, in the middle of a step too: what may be taken over is what the slots hold."""
-        admit = self.engine._admit
+        admit = self.engine._requests.admit
 
         def checked() -> Any:
-            if self.engine._scheduler.waiting:
+            if self.engine._room.scheduler.waiting:
                 self.slots_hold_what_is_said()
             return admit()
 
-        self.engine._admit = checked  # type: ignore[method-assign]
+        self.engine._requests.admit = checked  # type: ignore[method-assign]
 
     @rule(
         beginning=st.sampled_from(BEGINNINGS), first=st.sampled_from(CUTS),
@@ -298,7 +297,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def slots_hold_what_is_said(self) -> None:
         """The keys and values that later texts would start from are those of the tokens that the scheduler names."""
-        scheduler, backend = self.engine._scheduler, self.engine._backend
+        scheduler, backend = self.engine._room.scheduler, self.engine._room.backend
         for index, slot in enumerate(scheduler._slots):
             if not slot.tokens:
                 continue
@@ -347,7 +346,7 @@ class EngineMachine(RuleBasedStateMachine):
             if hasattr(self, "engine"):
                 self.let_all_end()
         finally:
-            engine_module._LEAST_CAPACITY_CPU = self.least_capacity
+            room.LEAST_CAPACITY_CPU = self.least_capacity
 
 
 def run_machine(n_wanted: int) -> None:

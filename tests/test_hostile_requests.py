@@ -131,7 +131,7 @@ def test_a_schema_that_was_refused_for_its_cost_is_refused_again_at_once(
 ) -> None:
     asked = asking_for(all_by_reference(14, first=20))
     first = http.post("/v1/chat/completions", json=asked)
-    children = server.engine("talk").constraints()._children
+    children = server.engine("talk").admission.constraints()._children
 
     def compiles(*_: Any) -> None:
         raise AssertionError("it is compiled again")

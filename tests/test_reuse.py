@@ -7,7 +7,7 @@ import torch
 
 from gptworks.errors import UserError
 from gptworks.infer import Engine
-from gptworks.infer.engine import completions
+from gptworks.infer.client import completions
 from gptworks.infer.request import Request
 from gptworks.infer.speculate import DraftModel
 from gptworks.model import SlotCache
@@ -18,7 +18,7 @@ TOKENIZER = byte_tokenizer()
 
 
 def token_ids(request: Request) -> list[list[int]]:
-    made = completions(request.take(), len(request.samples), len(request.prompt_ids))
+    made = completions(request.take(), request.n_samples, len(request.prompt_ids))
     return [one.token_ids for one in made]
 
 
@@ -54,14 +54,14 @@ def test_a_second_sample_never_takes_over_a_slot_that_is_being_overwritten(backe
 
 def count_computed(one: Engine, counts: list[int]) -> None:
     """Note how many tokens each step of the engine's backend computes."""
-    assert one._backend is not None
-    compute = one._backend.compute
+    assert one._room.backend is not None
+    compute = one._room.backend.compute
 
     def counted(chunks: Any) -> Any:
         counts.append(sum(len(chunk.tokens) for chunk in chunks))
         return compute(chunks)
 
-    one._backend.compute = counted  # type: ignore[method-assign]
+    one._room.backend.compute = counted  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_room_that_grows_keeps_what_was_computed(backend: Any, dtype: Any) -> No
     running = one.submit([5, 6, 7], seed=1, max_tokens=30, ignore_eos=True)
     for _ in range(10):
         one.step()
-    small = one._backend.n_slots, one._backend.capacity
+    small = one._room.backend.n_slots, one._room.backend.capacity
     more = [one.submit([*read, i], seed=i, max_tokens=8, ignore_eos=True) for i in range(5)]
     long = one.submit([9, 8, 7], seed=2, max_tokens=2100, ignore_eos=True)
     one.step()
     one.cancel(long)
     while one.step():
         pass
-    assert (small[0] < 8 <= one._backend.n_slots) and (small[1] < 2103 <= one._backend.capacity)
+    assert (small[0] < 8 <= one._room.backend.n_slots) and (small[1] < 2103 <= one._room.backend.capacity)
     assert sum(computed) == (3 + 29) + 5 * (1 + 7) + 3 + len(token_ids_so_far(long)) - 1
     alone = engine(model, **options)
     assert token_ids(running) == [
@@ -131,7 +131,7 @@ def test_room_that_cannot_grow_ends_the_requests_there_are_and_the_next_is_serve
         raise RuntimeError("can't allocate memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(one._backend, "grow", full)
+        patch.setattr(one._room.backend, "grow", full)
         late = [one.submit([i], max_tokens=3) for i in range(3)]
         with pytest.raises(RuntimeError, match="allocate"):
             one.step()
@@ -145,18 +145,18 @@ def test_a_warm_engine_has_all_the_room_that_clients_can_ask_for() -> None:
     model = random_model(TOKENIZER, context_length=4096, d_model=32, init_std=0.25).eval()
     one = engine(model, n_slots=3, prefill_tokens=512)
     n_bytes = one.warm_up()
-    assert (one._backend.n_slots, one._backend.capacity) == (3, 4096)
+    assert (one._room.backend.n_slots, one._room.backend.capacity) == (3, 4096)
     assert n_bytes == 2 * 3 * 4096 * 2 * 32 * 4  # keys and values, slots, tokens, layers, width, bytes
-    backend, buffers = one._backend, one._backend.cache.keys[0].data
+    backend, buffers = one._room.backend, one._room.backend.cache.keys[0].data
     one.generate([1, 2, 3], seed=1, max_tokens=3000, overflow="slide")
     one.complete([1] * 3000, seed=1, max_tokens=2, n_samples=5)
-    assert one._backend is backend and backend.cache.keys[0].data is buffers
+    assert one._room.backend is backend and backend.cache.keys[0].data is buffers
     assert one.statistics().requests == 2, "warming up is not counted"
 
 
 def test_slots_that_do_not_fit_in_memory_are_refused_before_a_client_can_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(TOKENIZER, context_length=4096, d_model=32, init_std=0.25).eval()
-    monkeypatch.setattr("gptworks.infer.engine.memory_bytes", lambda _: 10_000_000)
+    monkeypatch.setattr("gptworks.infer.room.memory_bytes", lambda _: 10_000_000)
     slot_bytes = 2 * 4096 * 2 * 32 * 4  # 2.1 MB
     assert engine(model, n_slots=4).warm_up() == 4 * slot_bytes
     with pytest.raises(UserError) as error:

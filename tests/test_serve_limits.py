@@ -322,7 +322,7 @@ def test_a_failing_engine_is_an_error_and_not_the_end(server: Running, monkeypat
         and "path" not in response.text
         and response.json()["error"]["type"] == "server_error"
     )
-    backend = server.engine("base")._backend
+    backend = server.engine("base")._room.backend
     assert backend is not None or works(server)
     with monkeypatch.context() as patch:
         patch.setattr(server.engine("base"), "_step", lambda: (_ for _ in ()).throw(RunError("out of memory")))

@@ -115,7 +115,7 @@ def test_sampled_texts_have_the_probabilities_of_the_model() -> None:
 
 def test_what_repeats_comes_in_fewer_steps() -> None:
     slow, fast = writing("abcde"), writing("abcde")
-    fast.drafter = PromptLookup(4, 3)
+    fast._room.drafter = PromptLookup(4, 3)
     for one in (slow, fast):
         assert one.generate("abcdeabc", temperature=0, max_tokens=8) == "deabcdea"
     assert (slow.statistics().steps, fast.statistics().steps) == (8, 3)  # one reads, each other gives up to 5

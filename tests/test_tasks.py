@@ -71,7 +71,7 @@ def test_continuations_are_scored_as_the_model_alone_would(engine: Engine) -> No
 
 
 def test_a_context_is_computed_once_for_all_its_continuations(engine: Engine) -> None:
-    if type(engine._backend).__name__ == "TorchBackend":
+    if type(engine._room.backend).__name__ == "TorchBackend":
         pytest.skip("torch's backend shares whole prefill chunks alone")
     before = engine.statistics().reused_tokens
     contexts = [[i] * 100 for i in range(20)]

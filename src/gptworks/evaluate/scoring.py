@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gptworks.errors import UserError
-from gptworks.infer.engine import Engine, completions
+from gptworks.infer.client import completions
+from gptworks.infer.engine import Engine
 from gptworks.infer.request import Completion, Request
 from gptworks.infer.sampling import SamplingSettings
 

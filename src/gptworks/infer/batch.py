@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.errors import UserError
-from gptworks.infer.engine import Engine, completions
+from gptworks.infer.client import completions
+from gptworks.infer.engine import Engine
 from gptworks.infer.request import Overflow, Request
 from gptworks.infer.sampling import SamplingSettings
 
@@ -120,7 +121,7 @@ def _outcomes(
 def _outcome(request: Request) -> dict[str, Any]:
     if request.error is not None:
         return {"error": str(request.error)}
-    made = completions(request.take(), len(request.samples), len(request.prompt_ids))
+    made = completions(request.take(), request.n_samples, len(request.prompt_ids))
     return {
         "completions": [
             {"text": one.text, "finish_reason": one.finish_reason, "tokens": len(one.token_ids)} for one in made

@@ -23,7 +23,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from gptworks.errors import RunError
-from gptworks.infer.engine import Engine, completions
+from gptworks.infer.client import completions
+from gptworks.infer.engine import Engine
 from gptworks.infer.request import Completion, Request, Statistics
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import Piece
@@ -131,7 +132,7 @@ class EngineLoop:
         """The finished samples of a request; arguments and errors as `stream`."""
         stream = self.stream(prompt, settings, **arguments)
         pieces = [piece async for piece in stream]
-        return completions(pieces, len(stream.request.samples), len(stream.request.prompt_ids))
+        return completions(pieces, stream.request.n_samples, len(stream.request.prompt_ids))
 
     def statistics(self) -> Statistics:
         """See `Engine.statistics`."""

@@ -1,15 +1,21 @@
-"""A request to the engine: what its caller holds, what the engine notes of it, and what comes of it."""
+"""A request to the engine: what its caller holds, what the engine asks of each kind, and the set of those in work."""
 
+import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
+from gptworks.infer.room import Room
 from gptworks.infer.sampling import TokenLogprob
-from gptworks.infer.scheduler import Job
+from gptworks.infer.scheduler import Job, Work
 from gptworks.infer.text import FinishReason, Piece, Sample
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
 
 Overflow = Literal["error", "slide"]
 
@@ -30,7 +36,7 @@ class Completion:
 
 @dataclass
 class Statistics:
-    """What an engine does and has done. Counts since it was made; running, waiting and slots are as of now."""
+    """What an engine does and has done: counts since it was made; running, waiting and slots as of now."""
 
     running: int = 0
     """Texts in a slot."""
@@ -49,46 +55,42 @@ class Statistics:
     reused_tokens: int = 0
     """Prompt tokens that were not computed for that reason."""
     guessed_tokens: int = 0
+    """Draft tokens of speculative decoding."""
     accepted_tokens: int = 0
-    """Of the tokens guessed (speculation), those that were right."""
+    """Draft tokens that the model drew itself."""
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Share of guessed tokens that were right; None: none were guessed."""
+        """Share of the draft tokens that were accepted; None: there were none."""
         return self.accepted_tokens / self.guessed_tokens if self.guessed_tokens else None
 
 
 Listener = Callable[[Piece | Exception], None]
-"""Told of each piece, in the thread that steps; of an error, after which there are no more."""
+"""Called in the thread that steps with each piece, or with an error, after which no more pieces come."""
 
 
-class Request:
-    """A request that was submitted: `take` gives its pieces as they come, unless it has a listener."""
+class Request(ABC):
+    """A submitted request: `take` returns its pieces as they come, unless it has a listener.
 
-    def __init__(
-        self, number: int, prompt: list[int], samples: list[Sample], overflow: Overflow, listener: Listener | None
-    ) -> None:
-        self.id = number
-        self.prompt_ids = prompt
+    What is computed for it, and what becomes of the logits, depends on its kind: `SamplingTask`, `ScoringTask`.
+    """
+
+    def __init__(self, number: int, prompt_ids: list[int], n_samples: int, listener: Listener | None) -> None:
+        self.id, self.prompt_ids, self.n_samples = number, prompt_ids, n_samples
         self.done = False
         """No more pieces will come."""
         self.error: Exception | None = None
         """Why it failed, where it did."""
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        """What the model gave the prompt's tokens (None before `score_from`), with the first piece; if asked for."""
+        """If asked for: the log-probabilities of the prompt's tokens (None before `score_from`), by the first piece."""
         self.n_reused_tokens = 0
         """Tokens of the prompt that needed no computing (prefix reuse)."""
         self.admitted_at: float | None = None
         """When it first got a slot, by `time.monotonic`."""
         self._pieces: deque[Piece] = deque()
         self._listener = listener
-        # for the engine
-        self.samples, self.overflow = samples, overflow
-        self.jobs: dict[Job, Sample] = {}
-        self.first_logits: Tensor | None = None  # [1, V] after the prompt, for the samples still to come
-        self.score_top: int | None = None
-        self.score_from = 1
-        self.generates = True
+        self.jobs: dict[Job, int] = {}
+        """For the engine: what it computes for the request, each with the index of its sample."""
 
     def take(self) -> list[Piece]:
         """The pieces that came since the last call."""
@@ -97,20 +99,144 @@ class Request:
             pieces.append(self._pieces.popleft())
         return pieces
 
-    @property
-    def n_samples_to_come(self) -> int:
-        """For the engine: samples that wait for the first one to read the prompt."""
-        return sum(one.finish_reason is None for one in self.samples) - len(self.jobs)
-
     def deliver(self, piece: Piece) -> None:
-        """For the engine: hand a piece on."""
-        if self._listener is not None:
-            self._listener(piece)
-        else:
-            self._pieces.append(piece)
+        """For the engine: hand a piece to the listener, or keep it for `take`."""
+        (self._listener or self._pieces.append)(piece)
 
     def fail(self, error: Exception) -> None:
         """For the engine: no more pieces will come."""
         self.error = error
         if self._listener is not None:
             self._listener(error)
+
+    def close(self) -> None:
+        """For the engine: the request has ended."""
+        self.done = True
+
+    # ----------------------------------------------------------------------------------------- what each kind defines
+
+    @property
+    def n_to_come(self) -> int:
+        """Jobs that wait for the first job to read the prompt."""
+        return 0
+
+    @abstractmethod
+    def first_job(self, room: Room) -> Job:
+        """What is computed first."""
+
+    @abstractmethod
+    def most_tokens(self, job: Job) -> int:
+        """Tokens that the job's text may come to, were there no context to fill."""
+
+    @abstractmethod
+    def on_logits(self, work: Work, logits: Tensor, requests: "OpenRequests") -> list["Draw"]:
+        """Use the logits [n_logits, V] of a work; return the draws that they allow."""
+
+    def on_ready(self, job: Job) -> list["Draw"]:
+        """The draw of a job that has nothing to compute, since its logits are known."""
+        raise NotImplementedError
+
+    def on_drawn(self, draw: "Draw", requests: "OpenRequests") -> None:
+        """The step has drawn all the tokens that it can from a draw of this request."""
+        raise NotImplementedError
+
+
+@dataclass
+class Draw:
+    """Rows of logits from which a sample draws its next token and, where draft tokens were checked, those after it."""
+
+    request: Request
+    sample: Sample
+    job: Job
+    logits: Tensor  # [1 + number of draft tokens, V]
+    draft: list[int] = field(default_factory=list)
+    work: Work | None = None
+    n_drawn: int = 0
+
+
+class OpenRequests:
+    """The requests that have not ended, and their jobs. Not thread-safe."""
+
+    def __init__(self, room: Room) -> None:
+        self.room, self.statistics = room, Statistics()
+        self._open: dict[int, Request] = {}
+        self._request_of: dict[Job, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def of(self, job: Job) -> Request:
+        """The request that a job is for."""
+        return self._request_of[job]
+
+    def most_tokens(self, job: Job) -> int:
+        """Tokens that a job's text may come to in its slot."""
+        return min(self.room.context, self.of(job).most_tokens(job))
+
+    def make_room(self) -> None:
+        """Have slots for all that is to be computed."""
+        jobs = [*self.room.scheduler.running, *self.room.scheduler.waiting]
+        n_to_come = sum(request.n_to_come for request in self._open.values())
+        self.room.fit(len(jobs) + n_to_come, max(map(self.most_tokens, jobs)))
+
+    def admit(self) -> list[Job]:
+        """Assign free slots to the jobs that wait; the jobs admitted."""
+        admitted = self.room.admit()
+        for job in admitted:
+            request = self.of(job)
+            request.admitted_at = request.admitted_at or time.monotonic()
+            if job.n_reused and not job.knows_logits:
+                request.n_reused_tokens += job.n_reused
+                self.statistics.prefix_hits += 1
+                self.statistics.reused_tokens += job.n_reused
+        return admitted
+
+    # ------------------------------------------------------------------------------------------------ come and go
+
+    def open(self, request: Request) -> None:
+        """Take in a request that was submitted."""
+        if not self._open:
+            self.room.release_stale()
+        self._open[request.id] = request
+        self.statistics.requests += 1
+        self.statistics.prompt_tokens += len(request.prompt_ids)
+        self.add(request, {request.first_job(self.room): 0})
+
+    def add(self, request: Request, jobs: dict[Job, int], *, first: bool = False) -> None:
+        """Queue jobs of an open request, each with the index of its sample; `first`: before all others."""
+        request.jobs |= jobs
+        self._request_of |= dict.fromkeys(jobs, request)
+        self.room.scheduler.add(*jobs, first=first)
+
+    def drop(self, job: Job) -> None:
+        """End a job; its slot is free at once."""
+        self.room.scheduler.finish(job)
+        del self._request_of.pop(job).jobs[job]
+
+    def finish(self, request: Request) -> None:
+        """End a request that has got all its pieces."""
+        self.statistics.finished += 1
+        self._close(request)
+
+    def cancel(self, request: Request) -> None:
+        """End a request where it is, if it has not ended yet."""
+        if request.id in self._open:
+            self.statistics.cancelled += 1
+            self._close(request)
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """End a request with an error."""
+        self.statistics.failed += 1
+        request.fail(error)
+        self._close(request)
+
+    def fail_all(self, error: Exception) -> None:
+        """End all requests with an error."""
+        for request in list(self._open.values()):
+            self.fail(request, error)
+
+    def _close(self, request: Request) -> None:
+        for job in list(request.jobs):
+            self.drop(job)
+        request.close()
+        del self._open[request.id]

@@ -58,7 +58,12 @@ class Work:
     tokens: list[int]
     n_logits: int
     n_guessed: int = 0
-    """The last of the tokens are not known to belong to the text."""
+    """The last of the tokens are draft tokens, not known to belong to the text."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether all of the job's tokens are computed with this work."""
+        return self.start + len(self.tokens) - self.n_guessed >= len(self.job.tokens)
 
 
 @dataclass(frozen=True)
@@ -117,13 +122,13 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------- coming and going
 
-    def add(self, job: Job, *, first: bool = False) -> None:
-        """Let a job wait its turn, or be the next."""
-        assert job.tokens, "a job has at least one token"
+    def add(self, *jobs: Job, first: bool = False) -> None:
+        """Queue jobs, in this order; `first`: before those that wait already."""
+        assert all(job.tokens for job in jobs), "a job has at least one token"
         if first:
-            self.waiting.appendleft(job)
+            self.waiting.extendleft(reversed(jobs))
         else:
-            self.waiting.append(job)
+            self.waiting.extend(jobs)
 
     def finish(self, job: Job) -> None:
         """Take a job out, wherever it is; its slot is free at once, and keeps what it holds."""

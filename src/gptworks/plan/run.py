@@ -17,7 +17,7 @@ from gptworks.plan.params import ParameterCount, count_parameters
 from gptworks.plan.work import Work, training_work
 
 SLOTS = 32
-"""Answers that are sampled at once: `gptworks.infer.engine.MOST_SLOTS`, which importing would import torch."""
+"""Answers that are sampled at once: `gptworks.infer.room.MOST_SLOTS`, which importing would import torch."""
 
 
 @dataclass(frozen=True)

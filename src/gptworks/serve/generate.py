@@ -247,7 +247,7 @@ async def compiled(service: Service, model: ServedModel, settings: SamplingSetti
     if settings.json_schema is None and settings.regex is None:
         return None
     loop, limits, schemas = asyncio.get_running_loop(), service.settings, service.schemas
-    found = await loop.run_in_executor(service.threads, lambda: model.engine.constraints().find(settings))
+    found = await loop.run_in_executor(service.threads, lambda: model.engine.admission.constraints().find(settings))
     if found is not None:
         return found
     if schemas[caller.client] >= limits.max_schemas_each or schemas.total() >= limits.max_schemas:
@@ -256,7 +256,7 @@ async def compiled(service: Service, model: ServedModel, settings: SamplingSetti
     task = caller.task()
     try:
         return await loop.run_in_executor(
-            service.schema_threads, lambda: model.engine.constraints().grammar(settings, task)
+            service.schema_threads, lambda: model.engine.admission.constraints().grammar(settings, task)
         )
     except Abandoned:
         raise APIError(503, "the server is about to stop.", code="stopped") from None

@@ -29,7 +29,8 @@ from gptworks.device import Precision
 from gptworks.errors import RunError, UserError
 from gptworks.evaluate.loss import LossReport, Shares
 from gptworks.files import replacing
-from gptworks.infer.engine import Engine, completions
+from gptworks.infer.client import completions
+from gptworks.infer.engine import Engine
 from gptworks.infer.request import Completion
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.model import GPT

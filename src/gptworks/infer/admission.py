@@ -1,0 +1,132 @@
+"""From a prompt and settings to a request that has been checked."""
+
+import itertools
+import threading
+import warnings
+from collections.abc import Iterable
+
+from tokenizers import Tokenizer
+
+from gptworks.errors import UserError
+from gptworks.infer.constrain import Constraints
+from gptworks.infer.request import Listener, Overflow, Prompt, Request
+from gptworks.infer.room import Room
+from gptworks.infer.sampling import SamplingSettings
+from gptworks.infer.sampling_task import SamplingTask
+from gptworks.infer.scoring_task import PromptScores, ScoringTask
+from gptworks.infer.text import Sample
+from gptworks.tokenizer import encodings, prompt_ids, special_tokens, vocabulary_size
+
+
+class Admission:
+    """Makes an engine's requests, and refuses what the engine cannot do. From any thread."""
+
+    def __init__(self, tokenizer: Tokenizer, room: Room) -> None:
+        """
+        Raises:
+            UserError: the tokenizer makes ids that the model does not have.
+        """
+        self.n_ids, n_rows = vocabulary_size(tokenizer), room.model.config.vocab_size
+        if self.n_ids > n_rows:
+            raise UserError(
+                f"the tokenizer has {self.n_ids} tokens and the model's vocabulary {n_rows}: they do not belong "
+                f"together. Give the tokenizer that the model was trained with."
+            )
+        if room.drafter is not None:
+            room.drafter.check(self.n_ids)
+        self._tokenizer, self._room, self._special = tokenizer, room, special_tokens(tokenizer)
+        self._numbers = itertools.count()
+        self._constraints: Constraints | None = None
+        self._constraints_lock = threading.Lock()
+
+    def request(
+        self,
+        prompt: Prompt,
+        settings: SamplingSettings,
+        *,
+        n_samples: int = 1,
+        overflow: Overflow = "error",
+        prompt_logprobs: int | None = None,
+        score_from: int = 1,
+        generates: bool = True,
+        listener: Listener | None = None,
+    ) -> Request:
+        """A request with a number of its own. Arguments and errors: see `Engine.submit`."""
+        ids, context = self.encode_prompt(prompt), self._room.context
+        n_read = len(ids) if generates else len(ids) - 1
+        if n_samples < 1:
+            raise UserError(f"n_samples={n_samples}: it must be 1 or more.")
+        if overflow not in ("error", "slide"):
+            raise UserError(f'overflow="{overflow}": it must be "error" or "slide".')
+        if n_read > context and overflow == "error":
+            raise UserError(
+                f"the prompt has {len(ids)} tokens and the model's context {context}: shorten it, or use --slide "
+                f'(overflow="slide" in Python), which reads its last {self._room.restart_tokens}.'
+            )
+        if prompt_logprobs is not None and (prompt_logprobs < 0 or n_read > context):
+            raise UserError(
+                f"prompt_logprobs={prompt_logprobs} for {len(ids)} tokens: it must be 0 or more, for a prompt of at "
+                f"most {context} tokens."
+            )
+        if not 1 <= score_from <= max(1, len(ids) - 1):
+            raise UserError(f"score_from={score_from}: it must be a token from 1 to {len(ids) - 1} of the prompt.")
+        self._check_ids("logit_bias", settings.logit_bias)
+        self._check_ids("stop_token_ids", settings.stop_token_ids)
+        constrained = settings.json_schema is not None or settings.regex is not None
+        grammar = self.constraints().grammar(settings) if constrained else None
+        scores = None if prompt_logprobs is None else PromptScores(ids, score_from, prompt_logprobs)
+        if not generates:
+            return ScoringTask(next(self._numbers), ids, scores, listener)
+        samples = [
+            Sample(i, ids, settings, self._tokenizer, self._special.eos, None if grammar is None else grammar.begin())
+            for i in range(n_samples)
+        ]
+        return SamplingTask(next(self._numbers), ids, samples, overflow, scores, listener)
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, after the token that begins a document where the tokenizer has one for it.
+
+        Warns (UserWarning) of characters or words that the tokenizer does not know.
+
+        Raises:
+            UserError: no tokens come of it, or ids outside the vocabulary.
+        """
+        if not isinstance(prompt, str):
+            self._check_ids("the prompt", prompt)
+            if not prompt:
+                raise UserError("the prompt has no tokens: give at least one.")
+            return list(prompt)
+        ids = prompt_ids(self._tokenizer, prompt)
+        if prompt and ids == prompt_ids(self._tokenizer, ""):
+            raise UserError(f"the prompt {prompt!r} has no token this tokenizer knows: give other text.")
+        if not ids:
+            raise UserError("the prompt is empty and this tokenizer has no token to begin a document: give some text.")
+        self._warn_of_unknown(prompt, ids)
+        return ids
+
+    def constraints(self) -> Constraints:
+        """What compiles the grammars of constrained texts, for this tokenizer.
+
+        Raises:
+            UserError: llguidance is not installed, or the tokens do not spell text by themselves.
+        """
+        with self._constraints_lock:
+            if self._constraints is None:
+                self._constraints = Constraints(self._tokenizer)
+            return self._constraints
+
+    def _check_ids(self, what: str, ids: Iterable[int]) -> None:
+        for token in ids:
+            if not 0 <= token < self.n_ids:
+                raise UserError(
+                    f"{what} has token id {token}, which is not in the vocabulary: ids go from 0 to {self.n_ids - 1}."
+                )
+
+    def _warn_of_unknown(self, prompt: str, ids: list[int]) -> None:
+        unknown = self._special.unk
+        if unknown is None or unknown not in ids:
+            return
+        encoding = encodings(self._tokenizer, [prompt], offsets=True)[0]
+        spans = [span for token, span in zip(encoding.ids, encoding.offsets, strict=True) if token == unknown]
+        named = ", ".join(dict.fromkeys(repr(prompt[start:end]) for start, end in spans))
+        warnings.warn(f"the tokenizer does not know {named}: the model reads <unk> there.", stacklevel=5)

@@ -1,0 +1,139 @@
+"""One text at a time: what an engine's methods `generate`, `stream`, `complete`, `pieces` and `score` do.
+
+They enqueue a request and take steps until it is done. Calls from several threads take turns.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from gptworks.infer.admission import Admission
+from gptworks.infer.request import Completion, Overflow, Prompt, Request
+from gptworks.infer.sampling import SamplingSettings, TokenLogprob
+from gptworks.infer.text import Piece
+
+
+class Client(ABC):
+    """Generates and scores through the requests and steps of an engine, which derives from it."""
+
+    admission: Admission
+
+    @abstractmethod
+    def enqueue(self, request: Request) -> None: ...
+
+    @abstractmethod
+    def step(self) -> bool: ...
+
+    @abstractmethod
+    def cancel(self, request: Request) -> None: ...
+
+    def generate(
+        self, prompt: Prompt, settings: SamplingSettings | None = None, *, overflow: Overflow = "error", **changes: Any
+    ) -> str:
+        """The text that follows the prompt: `engine.generate("def ", max_tokens=50, temperature=0.8, seed=1)`.
+
+        Arguments and errors are those of `pieces`.
+        """
+        return "".join(self.stream(prompt, settings, overflow=overflow, **changes))
+
+    def stream(
+        self, prompt: Prompt, settings: SamplingSettings | None = None, *, overflow: Overflow = "error", **changes: Any
+    ) -> Iterator[str]:
+        """The text that follows the prompt, in parts, as they come. Arguments and errors are those of `pieces`."""
+        pieces = self.pieces(prompt, settings, overflow=overflow, **changes)
+        return (piece.text for piece in pieces if piece.text)
+
+    def complete(
+        self,
+        prompt: Prompt,
+        settings: SamplingSettings | None = None,
+        *,
+        n_samples: int = 1,
+        overflow: Overflow = "error",
+        **changes: Any,
+    ) -> list[Completion]:
+        """Several finished continuations, with their tokens and why they ended. See `pieces`."""
+        ids = self.encode_prompt(prompt)
+        pieces = self.pieces(ids, settings, n_samples=n_samples, overflow=overflow, **changes)
+        return completions(pieces, n_samples, len(ids))
+
+    def pieces(
+        self,
+        prompt: Prompt,
+        settings: SamplingSettings | None = None,
+        *,
+        n_samples: int = 1,
+        overflow: Overflow = "error",
+        **changes: Any,
+    ) -> Iterator[Piece]:
+        """Generate step by step; `generate`, `stream` and `complete` are views of it.
+
+        A request is checked when it is made, before the first piece is asked for.
+
+        Args:
+            prompt: text, or token ids. Empty text starts a new document, where the tokenizer has a token for that.
+            settings: how to sample; default: SamplingSettings().
+            n_samples: continuations of the one prompt, which is computed once. With a seed, sample i draws the same
+                random numbers whatever n_samples is.
+            overflow: when the context is full. error: a longer prompt is refused, and a sample ends with the reason
+                "context". slide: the window restarts from the last context_length / 2 tokens, recomputed; of a prompt
+                longer than the context, the last context_length / 2 tokens are read.
+            changes: settings by name, such as temperature=0.8.
+
+        Raises:
+            UserError: an unknown or impossible setting, a prompt with no tokens, or one longer than the context.
+            RunError: the model's scores are not numbers.
+        """
+        settings = SamplingSettings.of(settings, **changes)
+        return self._run(self.admission.request(prompt, settings, n_samples=n_samples, overflow=overflow))
+
+    def score(self, prompt: Prompt, *, top: int = 0) -> list[TokenLogprob | None]:
+        """The log-probability of each token of a text, in nats, and the `top` likeliest ones; None for the first.
+
+        Raises:
+            UserError: as `pieces`.
+        """
+        request = self.admission.request(prompt, SamplingSettings(), prompt_logprobs=top, generates=False)
+        for _ in self._run(request):
+            pass
+        assert request.prompt_logprobs is not None
+        return request.prompt_logprobs
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """See `Admission.encode_prompt`."""
+        return self.admission.encode_prompt(prompt)
+
+    def _run(self, request: Request) -> Iterator[Piece]:
+        """Enqueue a request and step until it is done; a reader who goes away cancels it."""
+        self.enqueue(request)
+        try:
+            while not request.done:
+                self.step()
+                yield from request.take()
+            yield from request.take()
+        finally:
+            if not request.done:
+                self.cancel(request)
+        if request.error is not None:
+            raise request.error
+
+
+def completions(pieces: Iterable[Piece], n_samples: int, n_prompt_tokens: int) -> list[Completion]:
+    """The finished samples that a request's pieces make."""
+    made: list[list[Piece]] = [[] for _ in range(n_samples)]
+    for piece in pieces:
+        made[piece.sample].append(piece)
+    return [_completion(of_one, n_prompt_tokens) for of_one in made]
+
+
+def _completion(pieces: list[Piece], n_prompt_tokens: int) -> Completion:
+    reason = pieces[-1].finish_reason
+    assert reason is not None, "a sample's last piece says why it ended"
+    logprobs = [piece.logprob for piece in pieces if piece.logprob is not None and piece.token_id is not None]
+    return Completion(
+        text="".join(piece.text for piece in pieces),
+        token_ids=[piece.token_id for piece in pieces if piece.token_id is not None],
+        finish_reason=reason,
+        prompt_tokens=n_prompt_tokens,
+        logprobs=logprobs or None,
+    )

@@ -1,0 +1,143 @@
+"""The slots of an engine: the backend that computes and caches texts in them, and the scheduler that assigns them.
+
+Slots and their capacity grow as texts need them. They are released where what they hold no longer counts.
+"""
+
+import torch
+
+from gptworks.device import memory_bytes
+from gptworks.errors import UserError
+from gptworks.infer.choice import BackendName, choose_backend
+from gptworks.infer.scheduler import PREFILL_TOKENS, Job, Reuse, Scheduler
+from gptworks.infer.speculate import Drafter
+from gptworks.model import GPT
+from gptworks.model.backend import Backend
+from gptworks.units import readable
+
+MOST_SLOTS = 32
+"""Texts generated at once where `n_slots` is not given."""
+
+LEAST_CAPACITY = 256
+LEAST_CAPACITY_CPU = 2048
+"""Least tokens of a slot where `slot_tokens` is not given. Capacities are powers of two, so that slots seldom grow.
+On a CPU the least is generous, since pages that no text reaches take no memory there."""
+
+
+class Room:
+    """A backend and its scheduler, with as many slots as the texts at hand need, each as long as they need."""
+
+    def __init__(
+        self,
+        model: GPT,
+        *,
+        n_slots: int | None = None,
+        slot_tokens: int | None = None,
+        reuse: Reuse = "exact",
+        prefill_tokens: int = PREFILL_TOKENS,
+        drafter: Drafter | None = None,
+        backend: BackendName = "auto",
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Takes no memory before the first text. Arguments and errors: see `Engine`."""
+        for name, number in (("n_slots", n_slots), ("slot_tokens", slot_tokens), ("prefill_tokens", prefill_tokens)):
+            if number is not None and number < 1:
+                raise UserError(f"{name}={number}: it must be 1 or more.")
+        self.model, self.drafter = model, drafter
+        self.context = min(slot_tokens or model.config.context_length, model.config.context_length)
+        """Tokens that a text may come to before it is full."""
+        self.restart_tokens = max(1, self.context // 2)
+        """Tokens that a sliding window restarts from when the context is full: the last half of the context."""
+        self.most_texts = n_slots or MOST_SLOTS
+        """Texts generated at once, at most."""
+        self._n_slots, self._slot_tokens = n_slots, slot_tokens
+        self._backend_name: BackendName = backend
+        self._cache_dtype, self._prefill_tokens = cache_dtype, prefill_tokens
+        scaling = model.config.rope_scaling
+        by_length = scaling is not None and scaling.type == "dynamic"  # a token's keys depend on the text's length
+        self._reuse: Reuse = "off" if by_length else reuse
+        self._weights: object = None
+        self.release()
+
+    def window(self, ids: list[int]) -> list[int]:
+        """The tokens that are read of a prompt: all, or those that a sliding window starts from."""
+        return list(ids if len(ids) <= self.context else ids[-self.restart_tokens :])
+
+    def release(self) -> None:
+        """Free the slots and forget what they hold."""
+        self.backend: Backend | None = None
+        self.scheduler = Scheduler(0, prefill_tokens=self._prefill_tokens, reuse=self._reuse)
+
+    def release_stale(self) -> None:
+        """Release the slots if the weights have changed since they were made, or are about to: in training."""
+        if self.backend is not None and (self.model.training or self._weights != _versions(self.model)):
+            self.release()
+
+    def forget(self) -> None:
+        """After a failed step: nothing computed counts, and a backend that failed to grow is dropped."""
+        self.scheduler.forget()
+        if self.backend is None:
+            self.release()
+
+    def fit(self, n_texts: int, longest_tokens: int) -> None:
+        """Have slots for so many texts, the longest of which may come to so many tokens."""
+        least = LEAST_CAPACITY_CPU if self.model.device.type == "cpu" else LEAST_CAPACITY
+        capacity = min(self._slot_tokens or _power_of_two(max(least, longest_tokens)), self.context)
+        self._grow(self._n_slots or _power_of_two(min(n_texts, MOST_SLOTS)), capacity)
+
+    def admit(self) -> list[Job]:
+        """Assign free slots to the jobs that wait, and copy what they share with other texts; the jobs admitted."""
+        admitted, copies = self.scheduler.admit()
+        for copy in copies:
+            assert self.backend is not None
+            self.backend.copy(copy.source, copy.target, copy.n_tokens)
+        return admitted
+
+    def fill(self, *, promised_bytes: int = 0) -> int:
+        """Allocate all slots, each as long as a text may become; arguments and errors: see `Engine.warm_up`."""
+        n_slots = self.most_texts
+        self._grow(1, 1)
+        assert self.backend is not None
+        needed_bytes = self.backend.cache_bytes(n_slots, self.context)
+        there_bytes = max(0, memory_bytes(self.model.device) - promised_bytes)
+        refusal = (
+            f"the keys and values of {n_slots} slots of {self.context:,} tokens take "
+            f"{readable(needed_bytes, 'B')}, and {readable(there_bytes, 'B')} are available, enough for "
+            f"{n_slots * there_bytes // needed_bytes} slots: give --slots or --context (n_slots, slot_tokens in "
+            f"Python) a smaller number."
+        )
+        if needed_bytes > there_bytes:
+            raise UserError(refusal)
+        try:
+            self._grow(n_slots, self.context)
+        except RuntimeError as error:  # torch could not allocate them
+            self.release()
+            raise UserError(refusal) from error
+        return needed_bytes
+
+    def _grow(self, n_slots: int, capacity: int) -> None:
+        """Have at least so many slots of at least so many tokens. What a smaller backend holds stays."""
+        backend = self.backend
+        if backend is None:
+            backend = choose_backend(self.model, n_slots, capacity, dtype=self._cache_dtype, name=self._backend_name)
+            self._weights = None if self.model.training else _versions(self.model)  # a backend may have moved them
+            self.scheduler.invariant = backend.invariant
+            if self.drafter is not None:
+                self.drafter.reset(n_slots, capacity)
+        elif n_slots > backend.n_slots or capacity > backend.capacity:
+            n_slots, capacity = max(n_slots, backend.n_slots), max(capacity, backend.capacity)
+            self.backend = None  # a backend that fails to grow is of no use
+            backend.grow(n_slots, capacity, self.scheduler.held)
+            if self.drafter is not None:
+                self.drafter.grow(n_slots, capacity)
+        self.backend = backend
+        self.scheduler.grow(n_slots)
+
+
+def _versions(model: GPT) -> tuple[tuple[int, int], ...]:
+    """Where the weights are and how often each was written to: equal while nobody changes them."""
+    return tuple((parameter.data_ptr(), parameter._version) for parameter in model.parameters())
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << max(0, n - 1).bit_length()

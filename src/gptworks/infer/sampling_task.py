@@ -1,0 +1,199 @@
+"""Sampling: continuations of a prompt, a token a step, or several where draft tokens are accepted.
+
+A prompt is read once; its other samples begin from the same logits. All texts' next tokens are drawn together. With a
+drafter, draft tokens are computed beside a text's last token (speculative decoding). A draft token is accepted where
+the model draws the same token itself, so that the draws of a step go on as long as they equal the draft.
+"""
+
+import torch
+from torch import Tensor
+
+from gptworks.errors import RunError, UserError
+from gptworks.infer.request import Draw, Listener, OpenRequests, Overflow, Request
+from gptworks.infer.room import Room
+from gptworks.infer.sampling import sample, token_logprobs
+from gptworks.infer.scheduler import Job, Work
+from gptworks.infer.scoring_task import PromptScores
+from gptworks.infer.speculate import Draftable
+from gptworks.infer.text import Sample
+
+
+class SamplingTask(Request):
+    """Samples of one prompt, and the log-probabilities of the prompt's tokens where asked for."""
+
+    def __init__(
+        self,
+        number: int,
+        prompt_ids: list[int],
+        samples: list[Sample],
+        overflow: Overflow,
+        scores: PromptScores | None,
+        listener: Listener | None,
+    ) -> None:
+        super().__init__(number, prompt_ids, len(samples), listener)
+        self.samples, self.overflow, self._scores = samples, overflow, scores
+        self.prompt_logprobs = None if scores is None else scores.logprobs
+        self._first_logits: Tensor | None = None  # [1, V] after the prompt, for the samples still to come
+
+    @property
+    def n_to_come(self) -> int:
+        return sum(one.finish_reason is None for one in self.samples) - len(self.jobs)
+
+    def first_job(self, room: Room) -> Job:
+        return Job(room.window(self.prompt_ids), score_from=None if self._scores is None else self._scores.first - 1)
+
+    def most_tokens(self, job: Job) -> int:
+        one = self.samples[self.jobs[job]]
+        return len(job.tokens) + one.settings.max_tokens - one.n_generated
+
+    def close(self) -> None:
+        super().close()
+        self._first_logits = None
+
+    def on_logits(self, work: Work, logits: Tensor, requests: OpenRequests) -> list[Draw]:
+        job = work.job
+        if self._scores is not None:
+            self._scores.read(work, logits)
+        if not work.n_guessed:
+            requests.room.scheduler.commit(work)
+        if not work.is_last:
+            return []
+        draft = work.tokens[len(work.tokens) - work.n_guessed :]
+        draws = [Draw(self, self.samples[self.jobs[job]], job, logits[-1 - work.n_guessed :], draft, work)]
+        if self._first_logits is None and len(self.samples) > 1:
+            self._first_logits = logits[-1:].clone()
+            draws += self._branch(job, requests)
+        return draws
+
+    def _branch(self, first: Job, requests: OpenRequests) -> list[Draw]:
+        """Let the other samples go on from the prompt that the first has read."""
+        twins = {Job(list(first.tokens), knows_logits=True): i for i in range(1, len(self.samples))}
+        requests.add(self, twins, first=True)
+        return [
+            draw
+            for job in requests.admit()
+            if job.n_computed == len(job.tokens)
+            for draw in requests.of(job).on_ready(job)
+        ]
+
+    def on_ready(self, job: Job) -> list[Draw]:
+        assert self._first_logits is not None
+        return [Draw(self, self.samples[self.jobs[job]], job, self._first_logits)]
+
+    def on_drawn(self, draw: Draw, requests: OpenRequests) -> None:
+        """Keep what was computed of accepted draft tokens; end what has ended."""
+        job, one, room = draw.job, draw.sample, requests.room
+        if draw.work is not None and draw.draft:
+            n_accepted = draw.n_drawn - 1
+            requests.statistics.guessed_tokens += len(draw.draft)
+            requests.statistics.accepted_tokens += n_accepted
+            room.scheduler.commit(draw.work, len(draw.work.tokens) - len(draw.draft) + n_accepted)
+        if one.finish_reason is None and len(job.tokens) > room.context:
+            if self.overflow == "slide":
+                room.scheduler.restart(job, one.ids[-room.restart_tokens :])
+            else:
+                self.deliver(one.finish("context"))
+        if one.finish_reason is not None:
+            requests.drop(job)
+            if all(other.finish_reason is not None for other in self.samples):
+                requests.finish(self)
+
+    def draftable(self, job: Job, capacity: int) -> Draftable | None:
+        """What a drafter needs to know of a running job; None: it is not generating, or about to end."""
+        one = self.samples[self.jobs[job]]
+        n_wanted = min(one.settings.max_tokens - one.n_generated - 1, capacity - len(job.tokens))
+        if not one.n_generated or n_wanted <= 0 or len(job.tokens) != job.n_computed + 1:
+            return None
+        assert job.slot is not None
+        return Draftable(one, job.slot, job.tokens, n_wanted)
+
+
+def draft_tokens(requests: OpenRequests) -> None:
+    """Let the drafter propose what may follow the texts that are being generated."""
+    room = requests.room
+    if room.drafter is None or room.backend is None:
+        return
+    texts: list[tuple[Job, Draftable]] = []
+    for job in room.scheduler.running:
+        task = requests.of(job)
+        text = task.draftable(job, room.backend.capacity) if isinstance(task, SamplingTask) else None
+        if text is not None:
+            texts.append((job, text))
+    if not texts:
+        return
+    for (job, text), draft in zip(texts, room.drafter.guess([text for _, text in texts]), strict=True):
+        constraint = text.sample.constraint
+        job.guess = draft if constraint is None else draft[: constraint.accepts(draft)]
+
+
+def draw_tokens(draws: list[Draw], requests: OpenRequests) -> None:
+    """Draw the next token of each sample, and go on with those whose token is the draft's."""
+    live = draws
+    while live:
+        tokens = _sample(live, requests)
+        drawn = list(zip([draw for draw in live if not draw.request.done], tokens, strict=True))  # some may have failed
+        for draw, token in drawn:
+            _push(draw, token, requests)
+        live = [
+            draw
+            for draw, token in drawn
+            if not draw.request.done
+            and draw.n_drawn <= len(draw.draft)
+            and draw.draft[draw.n_drawn - 1] == token
+            and draw.sample.finish_reason is None
+        ]
+    for draw in draws:
+        if not draw.request.done:
+            draw.request.on_drawn(draw, requests)
+
+
+def _sample(draws: list[Draw], requests: OpenRequests) -> list[int]:
+    """A token for each draw, except those of requests that fail, because a score is not a number for instance."""
+    allowed = None
+    if any(draw.sample.constraint is not None for draw in draws):
+        masks = [_allowed(draw, requests) for draw in draws]
+        allowed = [mask for mask, draw in zip(masks, draws, strict=True) if not draw.request.done]
+        draws = [draw for draw in draws if not draw.request.done]
+        if not draws:
+            return []
+    rows = [draw.logits[draw.n_drawn : draw.n_drawn + 1] for draw in draws]
+    logits = rows[0] if len(rows) == 1 else torch.cat(rows)
+    try:
+        return sample(logits, [draw.sample.sampler for draw in draws], allowed)
+    except RunError as error:
+        for draw, bad in zip(draws, logits.isnan().any(-1).tolist(), strict=True):
+            if bad and not draw.request.done:
+                requests.fail(draw.request, error)
+        left = [draw for draw in draws if not draw.request.done]
+        return _sample(left, requests) if left else []
+
+
+def _allowed(draw: Draw, requests: OpenRequests) -> Tensor | None:
+    """The tokens that a draw's constraint allows; its request fails where the constraint cannot say."""
+    if draw.sample.constraint is None or draw.request.done:
+        return None
+    try:
+        return draw.sample.constraint.allowed()
+    except UserError as error:
+        requests.fail(draw.request, error)
+        return None
+
+
+def _push(draw: Draw, token: int, requests: OpenRequests) -> None:
+    """Append a token to its text, and deliver the piece that comes of it."""
+    one, logprob = draw.sample, None
+    if draw.request.done:  # another of its samples has failed
+        return
+    if one.settings.logprobs is not None:
+        row = draw.logits[draw.n_drawn : draw.n_drawn + 1]
+        (logprob,) = token_logprobs(row, [token], one.settings.logprobs)
+    draw.n_drawn += 1
+    try:
+        piece = one.push(token, logprob)
+    except UserError as error:  # its constraint cannot go on
+        requests.fail(draw.request, error)
+        return
+    if piece.token_id is not None:
+        draw.job.tokens.append(token)
+        requests.statistics.generated_tokens += 1
+    draw.request.deliver(piece)
