@@ -37,7 +37,7 @@ def test_help_comes_at_once_and_imports_no_torch() -> None:
     seconds = []
     for _ in range(5):
         started = time.perf_counter()
-        assert "train" in run("--help")
+        assert "train" in run("--help", new=True)
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 0.5
     code = "import sys; sys.argv = ['gptworks', '--help']\nfrom gptworks.cli import main\n"
@@ -93,7 +93,7 @@ def test_evaluate_has_stable_keys_and_compares_with_compressors(folder: Path) ->
     report = json.loads(run("evaluate", folder / "run", "--json", "--compressors"))
     assert {"loss", "perplexity", "bits_per_byte"} <= set(report)
     assert set(report["compressors"]) == {"gzip -9", "xz -9e"}
-    strided = json.loads(run("evaluate", folder / "run", "--json", "--stride", "8"))
+    strided = json.loads(run("evaluate", folder / "run", "--json", "--stride", "8", new=True))
     assert strided["tokens"] == report["tokens"]
 
 
@@ -149,9 +149,7 @@ def test_a_prompt_may_contain_an_equals_sign(folder: Path) -> None:
 
 
 def test_a_prompt_from_standard_input(folder: Path) -> None:
-    command = [sys.executable, "-m", "gptworks", "generate", str(folder / "run"), "-", "--max-tokens", "3"]
-    result = subprocess.run(command, input="line 1", capture_output=True, text=True, check=True)
-    assert result.stdout.startswith("line 1")
+    assert run("generate", folder / "run", "-", "--max-tokens", "3", input="line 1", new=True).startswith("line 1")
 
 
 def test_generate_continues_a_file_and_goes_on_where_it_stopped(folder: Path, tmp_path: Path) -> None:
@@ -197,9 +195,10 @@ def test_generate_refuses_what_does_not_go_together(folder: Path, arguments: Any
 
 
 def test_chat_continues_forgets_and_quits(folder: Path) -> None:
-    command = [sys.executable, "-m", "gptworks", "chat", str(folder / "run"), "--max-tokens", "8", "--seed", "1"]
     typed = "line 1: the\nquick brown fox\n/reset\nline 1: the\n/quit\n"
-    result = subprocess.run(command, input=typed, capture_output=True, text=True, check=True)
+    command = ("chat", folder / "run", "--max-tokens", "8", "--seed", "1")
+    result = tiny.gptworks(*command, input=typed, new=True)
+    assert result.returncode == 0, result.stderr
     replies = result.stdout.split("> ")[1:]
     assert len(replies) == 5
     assert replies[0] == replies[3]  # after /reset the same words get the same answer

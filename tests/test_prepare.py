@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import commands
 from gptworks.config import ModelConfig, Recipe, ValidationSplit
 from gptworks.data import encode, sources
 from gptworks.data import prepare as module
@@ -397,11 +398,10 @@ prepare(recipe, report=report)
 """
 
 
-def start(recipe: Recipe, act: str, folder: Path) -> "subprocess.Popen[str]":
+def start(recipe: Recipe, act: str, folder: Path) -> commands.Process:
     (folder / "recipe.json").write_text(recipe.model_dump_json())
     (folder / "script.py").write_text(SCRIPT.replace("{act}", act))
-    command = [sys.executable, str(folder / "script.py"), str(folder / "recipe.json")]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    return commands.start(folder / "script.py", folder / "recipe.json", stderr=subprocess.PIPE)
 
 
 def test_a_killed_prepare_leaves_nothing_that_is_read(make: Make, tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+import commands
 
 TEXT = "".join(f"line {i}: the quick brown fox jumps over the lazy dog, {i * i} times.\n" for i in range(600))
 
@@ -52,19 +53,8 @@ def write_recipe(folder: Path, **train: Any) -> Path:
 
 
 def gptworks(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own, as a user does."""
-    command = [sys.executable, "-m", "gptworks", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        **options,
-    )
+    """Run the command line in a process of its own, as a user does; for options see `commands.run`."""
+    return commands.run("-m", "gptworks", *arguments, **options)
 
 
 def trained(folder: Path, steps: int = 200, **model: Any) -> Path:
