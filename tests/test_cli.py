@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -92,9 +93,37 @@ def test_prepare_says_when_nothing_has_changed(folder: Path) -> None:
 def test_evaluate_has_stable_keys_and_compares_with_compressors(folder: Path) -> None:
     report = json.loads(run("evaluate", folder / "run", "--json", "--compressors"))
     assert {"loss", "perplexity", "bits_per_byte"} <= set(report)
-    assert set(report["compressors"]) == {"gzip -9", "xz -9e"}
+    assert set(report["compressors"]) == {"gzip_9", "xz_9e"}
     strided = json.loads(run("evaluate", folder / "run", "--json", "--stride", "8", new=True))
     assert strided["tokens"] == report["tokens"]
+
+
+JSON_COMMANDS: dict[str, list[str]] = {
+    "describe": ["describe", "mixtral-8x7b"],
+    "plan": ["plan", "FOLDER/tiny.yaml"],
+    "prepare": ["prepare", "FOLDER/tiny.yaml"],
+    "evaluate": ["evaluate", "FOLDER/run", "--by-position", "--compressors"],
+    "evaluate, text and tasks": ["evaluate", "FOLDER/run", "--text", "FOLDER/text.txt", "--task", "NEW/task.yaml",
+                                 "--calibration", "--memorization", "--no-save"],
+    "generate": ["generate", "FOLDER/run", "line", "--max-tokens", "2"],
+    "compare": ["compare", "FOLDER/run", "NEW/other"],
+    "quantize": ["quantize", "FOLDER/run", "NEW/int8", "--weights", "int8"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JSON_COMMANDS)
+def test_keys_of_printed_json_are_identifiers(name: str, folder: Path, tmp_path: Path) -> None:
+    items = [{"question": "line", "options": ["1", "2"], "answer": "1"}] * 3
+    (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, items)), encoding="utf-8")
+    task = {"type": "multiple_choice", "data": "items.jsonl", "prompt": "question", "choices": "options"}
+    (tmp_path / "task.yaml").write_text(json.dumps(task), encoding="utf-8")
+    if name == "compare":
+        shutil.copytree(folder / "run", tmp_path / "other")
+    arguments = [part.replace("FOLDER", str(folder)).replace("NEW", str(tmp_path)) for part in JSON_COMMANDS[name]]
+    result = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    tree = json.loads(result.stdout)
+    assert tree and not tiny.odd_keys(tree)
 
 
 def test_generate_is_seeded_and_can_give_several_samples(folder: Path) -> None:

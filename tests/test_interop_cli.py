@@ -94,6 +94,9 @@ def test_the_imported_run_has_the_same_weights_and_is_described(folder: Path) ->
     assert "34,368" in gptworks("describe", folder / "back")
     exported = json.loads(gptworks("export", folder / "back", folder / "hf2", "--json"))
     assert exported["architecture"] == "Qwen3ForCausalLM"
+    file = json.loads(gptworks("export", folder / "back", folder / "run.gguf", "--format", "gguf", "--json"))
+    made = json.loads(gptworks("import", folder / "hf2", folder / "back2", "--no-verify", "--json"))
+    assert not tiny.odd_keys([exported, file, made])
     assert exported["verification"]["logit_difference"] < 1e-5
     first, second = (load_file(folder / name / "model.safetensors") for name in ("hf", "hf2"))
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())

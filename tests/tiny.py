@@ -72,3 +72,17 @@ def trained(folder: Path, steps: int = 200, **model: Any) -> Path:
     tree["tokenizer"] = {"type": "bpe", "vocab_size": 320}
     train(parse_recipe(tree))
     return folder / "run"
+
+
+BY_NAME = {"tensors", "tokenizer_files", "differing_settings", "best_settings", "settings"}
+"""Maps of printed JSON whose keys are names of tensors, files or settings."""
+
+
+def odd_keys(tree: Any, by_name: bool = False) -> list[str]:
+    """Keys of printed JSON that are no identifiers, which a program would have to quote."""
+    if isinstance(tree, list):
+        return [key for item in tree for key in odd_keys(item)]
+    if not isinstance(tree, dict):
+        return []
+    odd = [] if by_name else [key for key in tree if not key.isidentifier()]
+    return odd + [found for key, item in tree.items() for found in odd_keys(item, key in BY_NAME)]
