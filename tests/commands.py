@@ -5,6 +5,7 @@ and exit status, and ends and is killed as any other. A new Python starts on oth
 that libraries read when they are loaded, and where a test asks for it.
 """
 
+import atexit
 import contextlib
 import functools
 import json
@@ -136,8 +137,10 @@ def _server() -> tuple[socket.socket, dict[str, str]]:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SERVER), str(its.fileno())]
-    subprocess.Popen(command, env=environment, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
+    server = subprocess.Popen(command, env=environment, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
     its.close()
+    atexit.register(server.wait)
+    atexit.register(ours.close)  # done first: it ends the server
     return ours, environment
 
 
