@@ -26,9 +26,12 @@ CAN_FORK = sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 READ_WHEN_LOADED = (
     "ATEN", "CUDA", "DNNL", "GOMP", "KMP", "LD_", "MALLOC", "MKL", "OMP", "ONEDNN", "OPENBLAS", "PYTHON", "PYTORCH",
-    "TORCHDYNAMO", "TORCHINDUCTOR", "TORCH_",
+    "TORCH_",
 )  # fmt: skip
 """How the names of variables begin that a process obeys only if they are set before it loads its libraries."""
+
+SET_BY_LIBRARIES = {"CUDA_MODULE_LOADING", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+"""Such variables that libraries set in the tests' own process, when they are loaded there."""
 
 
 class Forked:
@@ -150,7 +153,7 @@ def _forks(environment: dict[str, str]) -> bool:
         return False
     began = _server()[1]
     changed = {name for name in environment.keys() | began.keys() if environment.get(name) != began.get(name)}
-    return not any(name.startswith(READ_WHEN_LOADED) for name in changed)
+    return not any(name.startswith(READ_WHEN_LOADED) for name in changed - SET_BY_LIBRARIES)
 
 
 def start(*arguments: str | Path, env: dict[str, str] | None = None, new: bool = False, **options: Any) -> Process:
