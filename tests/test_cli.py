@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +33,13 @@ def run(*arguments: str | Path, **options: Any) -> str:
     return result.stdout
 
 
-def test_help_comes_at_once_and_imports_no_torch() -> None:
-    seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
-        assert "train" in run("--help", new=True)
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 0.5
+def test_help_imports_nothing_that_takes_long() -> None:
+    assert "train" in run("--help", new=True)
     code = "import sys; sys.argv = ['gptworks', '--help']\nfrom gptworks.cli import main\n"
-    code += "try: main()\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.endswith(
-        "False\n"
-    )
+    code += "try: main()\nexcept SystemExit: pass\n"
+    code += "print({'torch', 'numpy', 'pydantic', 'tokenizers', 'safetensors'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.endswith("set()\n")
 
 
 @pytest.mark.parametrize("command", ["presets", "schema", "describe llm-200m", "plan {recipe}"])

@@ -287,9 +287,7 @@ def test_nothing_changed_does_nothing(make: Make, tmp_path: Path) -> None:
     write(tmp_path, *essays(30))
     first = prepare(make(validation={"fraction": 0.3}))
     before = {file: file.stat().st_mtime_ns for file in first.folder.rglob("*")}
-    began = time.perf_counter()
     second = prepare(make(validation={"fraction": 0.3}), report=lambda *_: pytest.fail("it worked"))
-    assert time.perf_counter() - began < 1
     assert second.reused and second.folder == first.folder and second.manifest == first.manifest
     assert fingerprint(second.tokenizer) == fingerprint(first.tokenizer)
     assert {file: file.stat().st_mtime_ns for file in first.folder.rglob("*")} == before
