@@ -40,7 +40,7 @@ pipeline: .venv/.installed
 	@echo; echo "Go on with: $(BIN)/gptworks chat runs/miniature-preference"
 
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Without GGML_NATIVE: llama.cpp's AMX code ends with a fault where a virtual machine shows AMX and does not grant it.
 test-gguf: .venv/.installed-dev

@@ -103,7 +103,7 @@ class Recorder:
             return ""
         name = name or line
         if "--json" in line:
-            self.values |= flat(f"$ {name}", json.loads(result.stdout))
+            self.values |= flat(f"$ {name}", json.loads(result.stdout.replace(str(Path.cwd()), "FOLDER")))
         return result.stdout
 
     def page(self, path: Path, name: str) -> None:
@@ -143,9 +143,7 @@ def record() -> dict[str, Any]:
     import yaml
 
     recorder = Recorder()
-    folder = Path(tempfile.gettempdir(), "gptworks-golden")  # the same each time: its name is part of what is printed
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(prefix="gptworks-golden-"))
     os.chdir(folder)
     write_data(folder)
     for name, recipe in recipes(folder).items():
@@ -189,6 +187,8 @@ def record() -> dict[str, Any]:
     recorder.command("import hf runs/imported --json --no-verify")
     for weights in ("int8", "int4"):
         recorder.command(f"quantize runs/next runs/{weights} --weights {weights} --json")
+    os.chdir(tempfile.gettempdir())
+    shutil.rmtree(folder)
     return recorder.values
 
 

@@ -1,9 +1,7 @@
 """A server in a thread, with models so small that a test can afford them."""
 
 import json
-import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +13,8 @@ import httpx2 as httpx
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+import commands
+from commands import Process
 from gptworks.chat_template import ChatTemplate
 from gptworks.checkpoint import save_checkpoint
 from gptworks.config import ModelConfig
@@ -110,7 +110,7 @@ def write_run(folder: Path) -> Path:
     return folder
 
 
-def read_log(process: "subprocess.Popen[str]", log: list[str] | None) -> None:
+def read_log(process: Process, log: list[str] | None) -> None:
     """Take what a process writes to its standard error, so that the pipe is never full."""
     assert process.stderr is not None
     with suppress(ValueError):  # it is closed
@@ -120,13 +120,10 @@ def read_log(process: "subprocess.Popen[str]", log: list[str] | None) -> None:
 
 
 @contextmanager
-def command(
-    *arguments: str | Path, log: list[str] | None = None
-) -> Iterator[tuple["subprocess.Popen[str]", httpx.Client]]:
+def command(*arguments: str | Path, log: list[str] | None = None) -> Iterator[tuple[Process, httpx.Client]]:
     """`gptworks serve …` in a process of its own, and a client of it; `log` gets the lines of its log."""
-    whole = [sys.executable, "-m", "gptworks", "serve", *map(str, arguments), "--port", "0", "--backend", "torch"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GPTWORKS_API_KEY": KEY}
-    process = subprocess.Popen(whole, stderr=subprocess.PIPE, text=True, env=environment)
+    whole = ("-m", "gptworks", "serve", *arguments, "--port", "0", "--backend", "torch")
+    process = commands.start(*whole, env={"GPTWORKS_API_KEY": KEY}, new=True, stderr=subprocess.PIPE)
     assert process.stderr is not None
     try:
         line = next(line for line in process.stderr if "serving" in line or "error" in line)

@@ -202,8 +202,9 @@ def test_compressors_equal_the_command_line_programs() -> None:
     """gzip(1) and xz(1) write the same streams, but for headers: a file name, a checksum of 4 bytes more or less."""
     text = Path(loss_module.__file__).read_bytes() * 3
     ours = compressor_bits_per_byte(text)
-    assert list(ours) == ["gzip -9", "xz -9e"]
-    for command, bits in ours.items():
+    assert list(ours) == ["gzip_9", "xz_9e"]
+    for name, bits in ours.items():
+        command = name.replace("_", " -")
         if shutil.which(command.split()[0]):
             n_bytes = len(subprocess.run([*command.split(), "-c"], input=text, capture_output=True, check=True).stdout)
             assert bits * len(text) / 8 == pytest.approx(n_bytes, abs=16)

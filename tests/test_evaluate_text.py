@@ -242,4 +242,4 @@ def test_line_ends_of_a_text_are_measured_as_they_are(trained_run: Path, tmp_pat
     model = load_run(trained_run).model
     tokenizer = load_tokenizer(trained_run / "tokenizer")
     expected = evaluate_text(model, tokenizer, contents.decode()).measured()["bits per byte"].value
-    assert found["metrics"]["bits per byte"]["value"] == pytest.approx(expected, rel=1e-3)
+    assert found["metrics"]["bits_per_byte"]["value"] == pytest.approx(expected, rel=1e-3)

@@ -200,7 +200,8 @@ def test_the_tables_are_the_json(name: str) -> None:
     ):
         assert quantity(row[1]) == pytest.approx(model["memory"][key], rel=5.1e-4)
 
-    parts, flops = model["flops"]["parts_per_token"], model["flops"]
+    flops = model["flops"]
+    parts = {sheet(name).words_of(part): n for part, n in flops["parts_per_token"].items()}
     assert {row[0] for row in operations[1:]} == {*parts, "forward", "forward, causal pairs alone", "training"}
     for part, cost, share, _ in operations[1:]:
         if part in parts:

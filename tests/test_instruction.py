@@ -1,11 +1,8 @@
 """Instruction tuning end to end: its loss by other means, its data, its tokens, its template, and exact resume."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 import yaml
 
 import chats
+import commands
 from gptworks.chat_template import BUILT_IN
 from gptworks.checkpoint import checkpoints, load_run
 from gptworks.cli.evaluate import evaluate
@@ -232,9 +230,8 @@ def dying(run):
 loop.Run.training_step = dying
 loop.train(load_recipe({str(file)!r}))
 """
-    threads = {**os.environ, "OMP_NUM_THREADS": "1"}  # as many as this process has: sums depend on it
-    killed = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, env=threads)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    killed = commands.run("-c", code)  # with one thread, as this process has: sums depend on it
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert checkpoints(folder / "cut")[0].step == 2
     train(load_recipe(file), resume=True)
     a, b = (checkpoints(run)[0].folder / "model.safetensors" for run in (whole, folder / "cut"))

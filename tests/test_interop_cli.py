@@ -40,14 +40,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a trained run, its export and the import of it."""
     folder = tmp_path_factory.mktemp("interop")
     train(parse_recipe(recipe_tree(folder)))
-    exported = tiny.gptworks("export", folder / "run", folder / "hf")
+    exported = tiny.gptworks("export", folder / "run", folder / "hf", new=True)
     assert exported.returncode == 0, exported.stderr
     assert exported.stdout.startswith(f"wrote {folder / 'hf'}: Qwen3ForCausalLM, 34,368 parameters, fp32\nequal in ")
     assert exported.stderr.splitlines() == [
         "writing a Qwen3ForCausalLM of 34,368 parameters",
         "comparing it with the run in transformers",
     ], "nothing of transformers on the terminal"
-    imported = tiny.gptworks("import", folder / "hf", folder / "back")
+    imported = tiny.gptworks("import", folder / "hf", folder / "back", new=True)
     assert imported.returncode == 0, imported.stderr
     made, equal = imported.stdout.splitlines()
     assert made == f"made {folder / 'back'} of a Qwen3ForCausalLM: 34,368 parameters"
@@ -94,6 +94,9 @@ def test_the_imported_run_has_the_same_weights_and_is_described(folder: Path) ->
     assert "34,368" in gptworks("describe", folder / "back")
     exported = json.loads(gptworks("export", folder / "back", folder / "hf2", "--json"))
     assert exported["architecture"] == "Qwen3ForCausalLM"
+    file = json.loads(gptworks("export", folder / "back", folder / "run.gguf", "--format", "gguf", "--json"))
+    made = json.loads(gptworks("import", folder / "hf2", folder / "back2", "--no-verify", "--json"))
+    assert not tiny.odd_keys([exported, file, made])
     assert exported["verification"]["logit_difference"] < 1e-5
     first, second = (load_file(folder / name / "model.safetensors") for name in ("hf", "hf2"))
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())

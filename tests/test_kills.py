@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import tiny
+from commands import Process
 from gptworks.checkpoint import all_checkpoints, checkpoints
 from gptworks.train.record.metrics import read_metrics
 from test_parallel import launch, needs_proc, process_of
@@ -36,7 +36,7 @@ def phase(run_dir: Path) -> str:
 
 
 @contextmanager
-def begun(n_ranks: int, recipe: Path, run_dir: Path, *settings: str) -> Iterator[subprocess.Popen[str]]:
+def begun(n_ranks: int, recipe: Path, run_dir: Path, *settings: str) -> Iterator[Process]:
     if n_ranks == 1:
         process = start(recipe, run_dir, *settings)
     else:
@@ -55,7 +55,7 @@ def finish(n_ranks: int, recipe: Path, run_dir: Path, *settings: str) -> str:
     return output
 
 
-def wait_for(process: subprocess.Popen[str], run_dir: Path, step: int, wanted: str) -> None:
+def wait_for(process: Process, run_dir: Path, step: int, wanted: str) -> None:
     """Until the run is at the wanted phase, at some time after a step."""
     deadline = time.monotonic() + 240
     while last_step(run_dir) < step or phase(run_dir) != wanted:
@@ -64,7 +64,7 @@ def wait_for(process: subprocess.Popen[str], run_dir: Path, step: int, wanted: s
         time.sleep(0.005)
 
 
-def kill(process: subprocess.Popen[str], n_ranks: int, rank: int, run_dir: Path) -> tuple[str, str]:
+def kill(process: Process, n_ranks: int, rank: int, run_dir: Path) -> tuple[str, str]:
     """Kill one process of the run, and see the others end; what the run was at, and all that it has said."""
     ids = [process.pid] if n_ranks == 1 else [process_of(process, each) for each in range(n_ranks)]
     os.kill(ids[rank], signal.SIGKILL)

@@ -11,7 +11,7 @@ from gptworks.plan.arrange import rank_setting
 from gptworks.plan.layout import Layout
 from gptworks.plan.memory import training_peak
 from gptworks.recipe import parse_recipe
-from test_parallel import torchrun
+from test_parallel import ranks_of
 
 MODEL = {
     "vocab_size": 2000, "context_length": 128, "n_layers": 4, "d_model": 256, "n_heads": 4, "norm": "rmsnorm",
@@ -70,7 +70,7 @@ MANY = {
 
 def hold(n_ranks: int, cases: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "cases").write_text(json.dumps(list(cases.values())), encoding="utf-8")
-    torchrun(n_ranks, "memory", tmp_path / "cases")
+    ranks_of(n_ranks, "memory", tmp_path / "cases")
     measured = json.loads((tmp_path / "cases.results").read_text(encoding="utf-8"))
     off = {}
     for (name, each), peak_bytes in zip(cases.items(), measured, strict=True):

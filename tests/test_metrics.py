@@ -13,7 +13,7 @@ import torch
 import tiny
 from gptworks.device import choose_precision
 from gptworks.errors import RunError
-from gptworks.files import replacing, write_whole
+from gptworks.files import naming_disk_errors, replacing, write_whole
 from gptworks.recipe import parse_recipe, with_vocab_size
 from gptworks.train.progress import Progress
 from gptworks.train.record.card import write_model_card
@@ -164,6 +164,9 @@ def test_a_full_failing_or_refusing_disk_leaves_the_old_file_and_nothing_half_wr
 
     monkeypatch.setattr(Path, "write_text", fails)
     with pytest.raises(RunError, match=rf"report\.html could not be written: {os.strerror(number)} \(.*report.html"):
+        write_whole(path, "new")
+    whole = naming_disk_errors("the whole", tmp_path, "Do it again.")
+    with pytest.raises(RunError, match=rf"^the whole: {os.strerror(number)}.*\. Do it again\.$"), whole:
         write_whole(path, "new")
     monkeypatch.undo()
     assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {"report.html": "old"}

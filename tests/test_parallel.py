@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch.distributed import TCPStore
 
 import chats
+import commands
 import rank_worker
 import tiny
+from commands import Process
 from gptworks.checkpoint import checkpoints, choose_checkpoint, save_checkpoint
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, parse_recipe
@@ -37,21 +40,38 @@ NO_DROPOUT = ["model.dropout_attention=0", "model.dropout_residual=0"]
 
 def torchrun(n_ranks: int, *arguments: str | Path, fails: bool = False) -> str:
     """The worker in so many processes; what they say on stderr."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"]
-    result = subprocess.run(
-        [*command, str(WORKER), *map(str, arguments)],
-        capture_output=True, text=True, timeout=240, env=ENVIRONMENT, check=False,
-    )  # fmt: skip
+    command = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}", WORKER, *arguments)
+    result = commands.run(*command)
     assert (result.returncode != 0) == fails, result.stderr[-6000:]
     return result.stderr
 
 
-def launch(n_ranks: int, recipe: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "gptworks", "launch", f"--nproc={n_ranks}", str(recipe), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
+def ranks_of(n_ranks: int, *arguments: str | Path, fails: bool = False) -> str:
+    """The worker in so many processes, started as torchrun starts them; what they say on stderr."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "WORLD_SIZE": str(n_ranks), "LOCAL_WORLD_SIZE": str(n_ranks), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    started = [
+        commands.start(
+            WORKER, *arguments, env=common | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        )
+        for rank in map(str, range(n_ranks))
+    ]  # fmt: skip
+    with ThreadPoolExecutor(n_ranks) as pool:
+        said = "".join(pool.map(lambda process: process.communicate(timeout=240)[1], started))
+    assert any(process.returncode for process in started) == fails, said[-6000:]
+    return said
 
 
-def process_of(launcher: subprocess.Popen[str], rank: int) -> int:
+def launch(n_ranks: int, recipe: Path, *arguments: str) -> Process:
+    command = ("-m", "gptworks", "launch", f"--nproc={n_ranks}", recipe, *arguments)
+    return commands.start(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def process_of(launcher: Process, rank: int) -> int:
     """The id of a rank's process."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text(encoding="ascii").split()
     for child in map(int, children):
@@ -60,7 +80,7 @@ def process_of(launcher: subprocess.Popen[str], rank: int) -> int:
     raise AssertionError(f"no process has rank {rank}")
 
 
-def wait_for_step(launcher: subprocess.Popen[str], run_dir: Path, step: int) -> None:
+def wait_for_step(launcher: Process, run_dir: Path, step: int) -> None:
     deadline = time.monotonic() + 120
     while max((record["step"] for record in read_metrics(run_dir / "metrics.jsonl")), default=0) < step:
         assert launcher.poll() is None, launcher.communicate()[0]
@@ -136,7 +156,7 @@ def test_gradients_are_those_of_one_process(n_ranks: int, tmp_path: Path) -> Non
     """In bf16 too: a gathered matrix is rounded as autocast rounds it, and all else is float32."""
     cases = GRADIENT_CASES[n_ranks]
     (tmp_path / "cases").write_text(json.dumps(list(cases.values())), encoding="utf-8")
-    torchrun(n_ranks, "gradients", tmp_path / "cases")
+    ranks_of(n_ranks, "gradients", tmp_path / "cases")
     results = json.loads((tmp_path / "cases.results").read_text(encoding="utf-8"))
     print(f"{n_ranks} ranks: largest relative difference {max(result['worst'] for result in results):.1e}")
     for name, result in zip(cases, results, strict=True):
@@ -193,7 +213,7 @@ def test_the_loss_is_that_of_one_process(n_ranks: int, tmp_path: Path) -> None:
         for name, overrides in LAYOUTS[n_ranks].items()
     ]
     (tmp_path / "cases").write_text(json.dumps(cases), encoding="utf-8")
-    torchrun(n_ranks, "train", tmp_path / "cases")
+    ranks_of(n_ranks, "train", tmp_path / "cases")
     alone = list(read_metrics(tmp_path / "alone" / "metrics.jsonl"))
     assert {record["kind"] for record in alone} == {"train", "validation", "sample"}
     for name in LAYOUTS[n_ranks]:
@@ -218,7 +238,7 @@ def test_in_bf16_the_loss_is_that_of_one_process_too(tmp_path: Path) -> None:
     train(load_recipe(path, [f"run_dir={tmp_path / 'alone'}", *NO_DROPOUT]))
     overrides = [f"run_dir={tmp_path / 'fsdp'}", *NO_DROPOUT, "train.parallel.strategy=fsdp"]
     (tmp_path / "cases").write_text(json.dumps([{"path": str(path), "overrides": overrides}]), encoding="utf-8")
-    torchrun(2, "train", tmp_path / "cases")
+    ranks_of(2, "train", tmp_path / "cases")
     alone, shared = (list(read_metrics(tmp_path / run / "metrics.jsonl")) for run in ("alone", "fsdp"))
     assert [record["kind"] for record in shared] == [record["kind"] for record in alone]
     losses = [[record["loss"] for record in run if "loss" in record] for run in (alone, shared)]
@@ -252,7 +272,7 @@ def test_other_objectives_lose_as_in_one_process(tmp_path: Path) -> None:
         strategy = f"train.parallel.strategy={name.split(', ')[-1]}"
         cases.append({"path": str(path), "overrides": [f"run_dir={tmp_path / name}", strategy]})
     (tmp_path / "cases").write_text(json.dumps(cases), encoding="utf-8")
-    torchrun(2, "train", tmp_path / "cases")
+    ranks_of(2, "train", tmp_path / "cases")
     for name in TUNED:
         alone, shared = (list(read_metrics(tmp_path / run / "metrics.jsonl")) for run in (f"{name} alone", name))
         assert len(alone) == 11
@@ -277,7 +297,7 @@ def test_one_two_and_one_ranks_see_the_same_samples_and_go_on_with_the_same_loss
     ]
     rank_worker.runs([whole, parts[0]], ALONE)
     (tmp_path / "cases").write_text(json.dumps([parts[1]]), encoding="utf-8")
-    torchrun(2, "train", tmp_path / "cases")
+    ranks_of(2, "train", tmp_path / "cases")
     rank_worker.runs([parts[2]], ALONE)
 
     def seen(name: str) -> list[str]:
@@ -338,7 +358,7 @@ def test_a_rank_that_sleeps_while_others_wait_is_named(tmp_path: Path) -> None:
     path = tiny.write_recipe(tmp_path, optimizer="adamw", parallel={"strategy": "fsdp"})
     cases = [{"path": str(path), "overrides": [], "sleeps": 1}]
     (tmp_path / "cases").write_text(json.dumps(cases), encoding="utf-8")
-    said = torchrun(2, "train", tmp_path / "cases", "3", fails=True)
+    said = ranks_of(2, "train", tmp_path / "cases", "3", fails=True)
     assert "error: rank 1 (process " in said
     assert "rank 0 (process " not in said
 
@@ -469,7 +489,7 @@ def test_a_rank_that_does_not_see_the_run_folder_is_named_and_none_starts_afresh
     train(load_recipe(path))
     case = {"path": str(path), "overrides": ["train.max_steps=8"], "resume": True, "blind": 1}
     (tmp_path / "cases").write_text(json.dumps([case]), encoding="utf-8")
-    said = torchrun(2, "train", tmp_path / "cases", fails=True)
+    said = ranks_of(2, "train", tmp_path / "cases", fails=True)
     assert "rank 1 of 2 does not see" in said
     assert "step-000004 as rank 0 does" in said
     assert [checkpoint.step for checkpoint in checkpoints(tmp_path / "run")] == [4]

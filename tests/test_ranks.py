@@ -15,7 +15,7 @@ from gptworks.recipe import parse_recipe
 from gptworks.train.distributed import ranks
 from gptworks.train.distributed.ranks import _Watch
 from gptworks.train.loop import train
-from test_parallel import torchrun
+from test_parallel import ranks_of
 
 TIMEOUT = 600.0
 
@@ -158,7 +158,7 @@ def test_a_reward_by_chance_ends_all_ranks_at_once(tmp_path: Path) -> None:
     path = tmp_path / "chance.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
     (tmp_path / "cases").write_text(json.dumps([{"path": str(path), "overrides": []}]), encoding="utf-8")
-    assert "no better validation loss in 2 evaluations" in torchrun(2, "train", tmp_path / "cases")
+    assert "no better validation loss in 2 evaluations" in ranks_of(2, "train", tmp_path / "cases")
 
 
 @pytest.mark.ranks
@@ -175,4 +175,4 @@ def test_a_reference_that_takes_longer_than_the_timeout_is_no_hang(tmp_path: Pat
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
     cases = [{"path": str(path), "overrides": [], "pause": 0.6}]
     (tmp_path / "cases").write_text(json.dumps(cases), encoding="utf-8")
-    assert "finished at step 1" in torchrun(2, "train", tmp_path / "cases", "3")
+    assert "finished at step 1" in ranks_of(2, "train", tmp_path / "cases", "3")

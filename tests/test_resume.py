@@ -1,11 +1,9 @@
 """Killed at any moment and resumed, a run ends bit for bit as if it had never stopped."""
 
 import json
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+import commands
 import tiny
+from commands import Process
 from gptworks.checkpoint import checkpoints
 from gptworks.train.record.metrics import TIMINGS, read_metrics
 
@@ -21,17 +21,16 @@ STEPS = 40
 KILLS = 5
 
 
-def start(recipe: Path, run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "gptworks", "train", str(recipe), f"run_dir={run_dir}", "--resume", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+def start(recipe: Path, run_dir: Path, *arguments: str, new: bool = False) -> Process:
+    command = ("-m", "gptworks", "train", recipe, f"run_dir={run_dir}", "--resume", *arguments)
+    return commands.start(*command, new=new, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def last_step(run_dir: Path) -> int:
     return max((record["step"] for record in read_metrics(run_dir / "metrics.jsonl")), default=0)
 
 
-def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:
+def wait_for_step(process: Process, run_dir: Path, step: int) -> None:
     deadline = time.monotonic() + 120
     while last_step(run_dir) < step and process.poll() is None:
         assert time.monotonic() < deadline, "the run does not move"
@@ -57,7 +56,7 @@ def assert_same_run(one: Path, other: Path, steps: int = STEPS) -> None:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("resume")
     recipe = tiny.write_recipe(folder, max_steps=STEPS, sample_every=10, sample_tokens=20)
-    process = start(recipe, folder / "whole")
+    process = start(recipe, folder / "whole", new=True)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     return recipe, folder / "whole"

@@ -1,9 +1,7 @@
 """Sweeps: ranges refused before work, trials that are runs, pruning that stops a process, and going on after a kill."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import yaml
 from filelock import FileLock
 
+import commands
 import tiny
 from gptworks.errors import RunError, UserError
 from gptworks.recipe import load_recipe
@@ -312,13 +311,13 @@ def test_a_process_that_is_still_at_work_in_a_trial_is_waited_for(tmp_path: Path
     assert [trial.state for trial in sweep.trials] == ["complete"] * 2
 
 
-def begin(folder: Path, trainer: Path, path: Path) -> "subprocess.Popen[bytes]":
+def begin(folder: Path, trainer: Path, path: Path) -> commands.Process:
     """A sweep in a process of its own, whose trials take about two seconds."""
     code = (
         "import sys\nfrom gptworks.runs import sweep\n"
         f"sweep.TRAIN = (sys.executable, {str(trainer)!r})\nsweep.run_sweep({str(path)!r})\n"
     )
-    return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "STEP_SECONDS": "0.2"})
+    return commands.start("-c", code, env={"STEP_SECONDS": "0.2"})
 
 
 def has_lines(path: Path, n: int) -> bool:

@@ -175,6 +175,18 @@ def test_a_run_resumes_from_the_optimizer_state_before_its_best_and_makes_the_sa
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
 
 
+def test_a_run_stopped_at_its_best_saves_what_it_goes_on_from_in_place_of_the_weights(tmp_path: Path) -> None:
+    recipe = parse_recipe(tiny.recipe_tree(tmp_path, **SETTINGS))
+    end_reason = Run.end_reason
+    with told(LOSSES), pytest.MonkeyPatch.context() as patch:
+        stop = lambda run, asked: "stopped" if run.progress.step == 9 else end_reason(run, asked)  # noqa: E731
+        patch.setattr(Run, "end_reason", stop)
+        train(recipe)
+    assert names(tmp_path / "run") == ["step-000008", "step-000009", "weights-000006"]
+    with told(LOSSES):
+        assert train(recipe, resume=True).step == 14
+
+
 def test_weights_alone_are_refused_where_training_would_go_on(live: Path) -> None:
     newest = all_checkpoints(live)[0]
     assert newest.weights_only
@@ -209,6 +221,13 @@ def test_weights_only_do_not_count_and_go_once_no_kept_checkpoint_names_them(tmp
         "w3", "w3 s4", "w3 s4 w6", "w3 s4 w7", "w3 s4 w7 s8", "w7 s8 s12", "w7 s8 s12 w13",
         "w7 s12 s13",  # one that training goes on from has the best weights too
     ]  # fmt: skip
+
+
+def test_weights_only_go_where_the_only_checkpoint_to_go_on_from_is_better(tmp_path: Path) -> None:
+    write(tmp_path, 3, best=3, weights_only=True)
+    write(tmp_path, 4, best=4)
+    remove_old(tmp_path, keep=1)
+    assert names(tmp_path) == ["step-000004"]
 
 
 def test_a_rollback_takes_weights_only_back_too_and_a_resumption_those_alone(tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+import commands
 
 TEXT = "".join(f"line {i}: the quick brown fox jumps over the lazy dog, {i * i} times.\n" for i in range(600))
 
@@ -52,19 +53,8 @@ def write_recipe(folder: Path, **train: Any) -> Path:
 
 
 def gptworks(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own, as a user does."""
-    command = [sys.executable, "-m", "gptworks", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environment,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        **options,
-    )
+    """Run the command line in a process of its own, as a user does; for options see `commands.run`."""
+    return commands.run("-m", "gptworks", *arguments, **options)
 
 
 def trained(folder: Path, steps: int = 200, **model: Any) -> Path:
@@ -82,3 +72,17 @@ def trained(folder: Path, steps: int = 200, **model: Any) -> Path:
     tree["tokenizer"] = {"type": "bpe", "vocab_size": 320}
     train(parse_recipe(tree))
     return folder / "run"
+
+
+BY_NAME = {"tensors", "tokenizer_files", "differing_settings", "best_settings", "settings"}
+"""Maps of printed JSON whose keys are names of tensors, files or settings."""
+
+
+def odd_keys(tree: Any, by_name: bool = False) -> list[str]:
+    """Keys of printed JSON that are no identifiers, which a program would have to quote."""
+    if isinstance(tree, list):
+        return [key for item in tree for key in odd_keys(item)]
+    if not isinstance(tree, dict):
+        return []
+    odd = [] if by_name else [key for key in tree if not key.isidentifier()]
+    return odd + [found for key, item in tree.items() for found in odd_keys(item, key in BY_NAME)]

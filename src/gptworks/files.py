@@ -238,12 +238,13 @@ def naming_disk_errors(what: str, place: Path, advice: str, needed_bytes: int | 
     """
     try:
         yield
-    except (RunError, UserError):
+    except UserError:
         raise
     except Exception as error:
-        if not _is_of_the_disk(error) and not _concerns(error, place.absolute()):
+        cause = error.__cause__ if isinstance(error, RunError) else error  # the whole is named, not the file in it
+        if not isinstance(cause, Exception) or not (_is_of_the_disk(cause) or _concerns(cause, place.absolute())):
             raise
-        raise RunError(f"{what}: {why_not_written(error, place, needed_bytes)}. {advice}") from error
+        raise RunError(f"{what}: {why_not_written(cause, place, needed_bytes)}. {advice}") from cause
 
 
 def _is_of_the_disk(error: Exception) -> bool:

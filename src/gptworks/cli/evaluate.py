@@ -146,7 +146,7 @@ def _validation(one: "EvaluatedRun", stride: int | None, by_position: bool, comp
         typer.echo(f"bits per byte    {result['bits_per_byte']:.4f} over {result['text_bytes']:,} bytes")
     _show_positions(result.get("positions", []))
     for name, bits in result.get("compressors", {}).items():
-        typer.echo(f"{name:<16} {bits:.4f}")
+        typer.echo(f"{name.replace('_', ' -'):<16} {bits:.4f}")
 
 
 def _show_positions(positions: list[dict[str, Any]]) -> None:

@@ -28,11 +28,11 @@ KINDS = {
     "token_embedding": "embedding", "position_embedding": "embedding", "attention_weights": "attention",
     "attention_biases": "attention", "qk_norms": "attention", "router": "mlp", "mlp_weights": "mlp",
     "mlp_biases": "mlp", "shared_expert": "mlp", "norms": "norm", "final_norm": "norm", "head": "head",
-    "query, key, value": "attention", "scores and weighted sum": "scores", "output projection": "attention",
+    "query_key_value": "attention", "attention_scores": "scores", "output_projection": "attention",
 }  # fmt: skip
 """Colour of each group of parameters and of each part of the operations; the rest are the MLP's."""
 
-SHORT = {"query, key, value": "q, k, v", "scores and weighted sum": "scores", "output projection": "output"}
+SHORT = {"query_key_value": "q, k, v", "attention_scores": "scores", "output_projection": "output"}
 """Names that fit into a bar."""
 
 NAMES = {"embedding": "embedding", "attention": "attention", "mlp": "MLP", "norm": "norms", "head": "head"}
@@ -117,10 +117,15 @@ def _memory(sheet: Sheet) -> Markup:
 def _operations(sheet: Sheet) -> Markup:
     flops = sheet.flops
     total, parts = flops.per_token_dense, sheet.flops_by_part
-    largest = max(n for _, n in parts)
+    largest = max(parts.values())
     rows = [
-        (part, number(n, readable(n, "FLOP")), percent(n / total), bar(n / largest, KINDS.get(part, "mlp")))
-        for part, n in parts
+        (
+            sheet.words_of(part),
+            number(n, readable(n, "FLOP")),
+            percent(n / total),
+            bar(n / largest, KINDS.get(part, "mlp")),
+        )
+        for part, n in parts.items()
     ]
     totals = (
         ("forward", total),
@@ -145,7 +150,9 @@ def _shares(sheet: Sheet) -> Markup:
     rows = [("Parameters", f"{count.total:,}", shares(stored))]
     if sheet.config.n_experts:
         rows.append(("Parameters for a token", f"{count.active:,}", shares(active)))
-    parts: list[Share] = [(KINDS.get(part, "mlp"), SHORT.get(part, part), n) for part, n in sheet.flops_by_part]
+    parts: list[Share] = [
+        (KINDS.get(part, "mlp"), SHORT.get(part, sheet.words_of(part)), n) for part, n in sheet.flops_by_part.items()
+    ]
     rows.append(("Operations for a token", f"{readable(flops.per_token_dense, 'FLOP')} forward", parts))
     words = "; ".join(
         f"{title}: " + ", ".join(f"{part} {n / sum(a for _, _, a in row):.1%}" for _, part, n in row)

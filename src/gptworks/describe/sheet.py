@@ -30,6 +30,9 @@ WIDTH = 100
 """Columns that a sheet is laid out for."""
 
 
+_WORDS = {"query_key_value": "query, key, value", "attention_scores": "scores and weighted sum", "mlp": "MLP"}
+
+
 @dataclass(frozen=True)
 class Sheet:
     """A model's data sheet. Print it with rich, or take it as Markdown or JSON."""
@@ -74,28 +77,34 @@ class Sheet:
         ]
 
     @property
-    def flops_by_part(self) -> list[tuple[str, float]]:
+    def flops_by_part(self) -> dict[str, float]:
         """Forward FLOPs per token of each kind of product, attention dense."""
         flops, length = self.flops, self.flops.length
-        return [
-            ("query, key, value", (flops.query + flops.key + flops.value) / length),
-            ("scores and weighted sum", flops.attention_dense / length),
-            ("output projection", flops.out / length),
-            *self._mlp_flops(),
-            ("head", flops.head / length),
-        ]
+        return {
+            "query_key_value": (flops.query + flops.key + flops.value) / length,
+            "attention_scores": flops.attention_dense / length,
+            "output_projection": flops.out / length,
+            **dict(self._mlp_flops()),
+            "head": flops.head / length,
+        }
+
+    def words_of(self, part: str) -> str:
+        """A part of the work as people name it."""
+        if part == "experts":
+            return f"{self.config.n_experts_per_token:,} of {self.config.n_experts:,} experts"
+        return _WORDS.get(part, part.replace("_", " "))
 
     def _mlp_flops(self) -> Iterator[tuple[str, float]]:
         c, mlp = self.config, self.flops.mlp / self.flops.length
         if not c.n_experts:
-            yield "MLP", mlp
+            yield "mlp", mlp
             return
         router = 2.0 * c.n_layers * c.d_model * c.n_experts
         shared = 2.0 * c.n_layers * c.d_model * c.d_ff_shared * (3 if c.gated else 2)
         yield "router", router
-        yield f"{c.n_experts_per_token:,} of {c.n_experts:,} experts", mlp - router - shared
+        yield "experts", mlp - router - shared
         if shared:
-            yield "shared expert", shared
+            yield "shared_expert", shared
 
     def to_json(self) -> dict[str, Any]:
         """Stable keys. Counts are exact integers, bytes bytes, FLOPs per token floats at full context."""
@@ -114,7 +123,7 @@ class Sheet:
                 "forward_per_token": self.flops.per_token_dense,
                 "forward_per_token_causal": self.flops.per_token_causal,
                 "training_per_token": self.flops.training_per_token_dense,
-                "parts_per_token": dict(self.flops_by_part),
+                "parts_per_token": self.flops_by_part,
             },
         }
         return sheet | ({"published": [figure.to_json() for figure in self.published]} if self.published else {})
@@ -122,7 +131,8 @@ class Sheet:
     @property
     def _tables(self) -> tuple[Table, Table, Table]:
         header = ("parameters", "tensors [out × in]", "a layer", "all layers")
-        shares = _share_rows(self.flops_by_part, self.flops.per_token_dense)
+        parts = [(self.words_of(part), n) for part, n in self.flops_by_part.items()]
+        shares = _share_rows(parts, self.flops.per_token_dense)
         return (
             Table(header, "llrr", _parameter_rows(self)),
             Table((f"at {self.flops.length:,} tokens", ""), "lr", self.facts),

@@ -74,9 +74,13 @@ class Evaluation:
         }  # fmt: skip
 
     def summary(self) -> dict[str, Any]:
-        """The same without items and their statistics."""
+        """The same without items and their statistics, each figure by an identifier made of its name."""
         tree = self.to_json()
         del tree["items"]
+        tree["metrics"] = {
+            re.sub(r"\W+", "_", name.replace("@", "_at_")).strip("_"): {"name": name, **one}
+            for name, one in tree["metrics"].items()
+        }
         for one in tree["metrics"].values():
             del one["statistics"]
         return tree

@@ -1,0 +1,108 @@
+"""A process that has imported torch and gptworks, and forks: `python fork_server.py SOCKET`, started by `commands.py`.
+
+Each message on the socket asks for one command: its arguments, environment and folder as JSON, and four descriptors:
+its stdin, stdout and stderr, and a socket on which it is told the command's process id and, in the end, its exit
+status. The server computes nothing and starts no thread, so that what it forks is as a process that has just begun.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import random
+import runpy
+import selectors
+import socket
+import struct
+import sys
+from pathlib import Path
+
+IMPORTED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "matplotlib.backends.backend_agg")
+"""What commands import when they run, beside gptworks' own modules."""
+
+
+def import_all() -> None:
+    import gptworks
+    from gptworks.errors import UserError
+
+    names = [module.name for module in pkgutil.walk_packages(gptworks.__path__, "gptworks.")]
+    for name in (*names, *IMPORTED):
+        if not name.endswith("__main__"):
+            with contextlib.suppress(ImportError, UserError):  # an extra is not installed; the command will say so
+                importlib.import_module(name)
+
+
+def serve(control: socket.socket) -> list[str]:
+    """Fork for each message, until the socket is closed; returns in each child, with its arguments."""
+    selector, ends = selectors.DefaultSelector(), dict[int, tuple[int, socket.socket]]()
+    selector.register(control, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is control:
+                message, descriptors, *_ = socket.recv_fds(control, 1 << 20, 4)
+                if not message:
+                    os._exit(0)
+                asked, (*streams, end) = json.loads(message), descriptors
+                if (pid := os.fork()) == 0:
+                    for each in (selector, control, *(teller for _, teller in ends.values())):
+                        each.close()
+                    for descriptor in (end, *ends):
+                        os.close(descriptor)
+                    become(asked, streams)
+                    return asked["arguments"]
+                process, teller = os.pidfd_open(pid), socket.socket(fileno=end)
+                ends[process] = pid, teller
+                selector.register(process, selectors.EVENT_READ)
+                for stream in streams:
+                    os.close(stream)
+                tell(teller, pid)
+            else:
+                pid, teller = ends.pop(key.fd)
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                tell(teller, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                teller.close()
+
+
+def tell(teller: socket.socket, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody waits for it
+        teller.send(struct.pack("q", number))
+
+
+def become(asked: dict, streams: list[int]) -> None:
+    """Make this child what a process of its own would be when it begins."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    os.chdir(asked["folder"])
+    random.seed()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+
+
+def go(arguments: list[str]) -> None:
+    """What `python ARGUMENTS` does."""
+    first, *rest = arguments
+    if first in ("-m", "-c"):
+        what, *rest = rest
+        sys.argv, sys.path[0] = [first, *rest], str(Path.cwd()) if first == "-m" else ""
+        if first == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv, sys.path[0] = arguments, str(Path(first).parent)
+        runpy.run_path(first, run_name="__main__")
+
+
+if __name__ == "__main__":
+    import_all()
+    gc.freeze()
+    go(serve(socket.socket(fileno=int(sys.argv[1]))))
