@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gptworks.config import ModelConfig
-from gptworks.model import GPT, KVCache
+from gptworks.model import GPT, SlotCache
 
 CONTEXT, WINDOW, VOCABULARY = 24, 5, 29
 TOLERANCE = 1e-5
@@ -51,6 +51,20 @@ def random_model(config: ModelConfig, seed: int = 0) -> GPT:
     return model
 
 
+class Cached:
+    """A model that computes texts of equal length bit by bit, each in a slot of its own."""
+
+    def __init__(self, model: GPT, n_texts: int, capacity: int | None = None) -> None:
+        self.model, self.length = model, 0
+        self.cache = SlotCache(model.config, n_texts, capacity or model.config.context_length)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, V] of the next tokens [B, T] of the texts."""
+        rows = self.cache.rows([(slot, self.length, tokens.size(1)) for slot in range(len(tokens))])
+        self.length += tokens.size(1)
+        return self.model(tokens.reshape(1, -1), rows).view(*tokens.shape, -1)
+
+
 @pytest.fixture(autouse=True)
 def _no_gradients_and_one_thread() -> Iterator[None]:
     """On products this small, threads that wait for one another on a busy machine cost ten times the work."""
@@ -71,12 +85,12 @@ def assert_same(a: Tensor, b: Tensor) -> None:
 
 @pytest.mark.parametrize("config", configurations(), ids=describe)
 def test_cached_generation_equals_uncached_up_to_the_full_context(config: ModelConfig) -> None:
-    model, cache = random_model(config), KVCache(config, batch_size=2)
-    tokens = random_tokens(2, 3)
-    steps = [model(tokens, cache)]  # the prompt, then one token at a time
-    while cache.length < CONTEXT:
+    model = random_model(config)
+    cached, tokens = Cached(model, 2), random_tokens(2, 3)
+    steps = [cached(tokens)]  # the prompt, then one token at a time
+    while cached.length < CONTEXT:
         tokens = torch.cat((tokens, steps[-1][:, -1:].argmax(-1)), dim=1)
-        steps.append(model(tokens[:, -1:], cache))
+        steps.append(cached(tokens[:, -1:]))
     uncached = model(tokens)
     assert_same(torch.cat(steps, dim=1), uncached)
     assert torch.equal(tokens[:, 3:], uncached[:, 2:-1].argmax(-1)), "greedy tokens"
@@ -85,42 +99,37 @@ def test_cached_generation_equals_uncached_up_to_the_full_context(config: ModelC
 @pytest.mark.parametrize("chunk", [1, 2, 4, 5, 6, 7, 23])
 @pytest.mark.parametrize("config", configurations()[::17], ids=describe)
 def test_a_prompt_in_chunks_equals_the_prompt_whole(config: ModelConfig, chunk: int) -> None:
-    model, cache, tokens = random_model(config), KVCache(config, batch_size=2), random_tokens(2, CONTEXT)
-    parts = [model(tokens[:, start : start + chunk], cache) for start in range(0, CONTEXT, chunk)]
+    model, tokens = random_model(config), random_tokens(2, CONTEXT)
+    parts = list(map(Cached(model, 2), tokens.split(chunk, dim=1)))
     assert_same(torch.cat(parts, dim=1), model(tokens))
 
 
 @pytest.mark.parametrize("chunks", [(6, 1, 1, 6, 1, 9), (1, 5, 4, 1, 13), (2, 3, 1, 1, 1, 12, 4)])
 @pytest.mark.parametrize("config", configurations()[1:4], ids=describe)
 def test_chunks_and_single_tokens_mix(config: ModelConfig, chunks: tuple[int, ...]) -> None:
-    model, cache, tokens = random_model(config), KVCache(config, batch_size=2), random_tokens(2, CONTEXT)
-    parts = [model(part, cache) for part in tokens.split(chunks, dim=1)]
+    model, tokens = random_model(config), random_tokens(2, CONTEXT)
+    parts = list(map(Cached(model, 2), tokens.split(chunks, dim=1)))
     assert_same(torch.cat(parts, dim=1), model(tokens))
 
 
 @pytest.mark.parametrize("config", configurations()[:4], ids=describe)
-def test_a_repeated_cache_continues_each_copy_on_its_own(config: ModelConfig) -> None:
-    model, one, prompt = random_model(config), KVCache(config), random_tokens(1, 9)
-    model(prompt, one)
-    three, continuations = one.repeat(3), random_tokens(3, 8, seed=1)
-    steps = [model(continuations[:, i : i + 1], three) for i in range(8)]
+def test_a_copied_slot_continues_each_copy_on_its_own(config: ModelConfig) -> None:
+    model, prompt, continuations = random_model(config), random_tokens(1, 9), random_tokens(3, 8, seed=1)
+    three = Cached(model, 3)
+    three(prompt)
+    for slot in (1, 2):
+        three.cache.copy(0, slot, 9)
+    steps = list(map(three, continuations.split(1, dim=1)))
     whole = model(torch.cat((prompt.expand(3, -1), continuations), dim=1))
     assert_same(torch.cat(steps, dim=1), whole[:, 9:])
-    assert one.length == 9, "the original stays where it was"
 
 
 @pytest.mark.parametrize("length", [4, 5, 6, 12])
 @pytest.mark.parametrize("config", configurations()[:4], ids=describe)
 def test_a_shorter_cache_holds_what_it_says_and_refuses_more(config: ModelConfig, length: int) -> None:
-    model, cache, tokens = random_model(config), KVCache(config, length=length), random_tokens(1, length)
-    steps = [model(tokens[:, i : i + 1], cache) for i in range(length)]
+    model, tokens = random_model(config), random_tokens(1, length)
+    cached = Cached(model, 1, length)
+    steps = list(map(cached, tokens.split(1, dim=1)))
     assert_same(torch.cat(steps, dim=1), model(tokens))
-    with pytest.raises(ValueError, match=f"{length + 1} tokens do not fit in a context of {length}"):
-        model(tokens[:, :1], cache)
-
-
-def test_a_windowed_layer_keeps_its_window_and_no_more() -> None:
-    base = {"vocab_size": VOCABULARY, "context_length": CONTEXT, "n_layers": 2, "d_model": 16, "n_heads": 4}
-    full, windowed = KVCache(ModelConfig(**base)), KVCache(ModelConfig(**base, window=WINDOW))
-    assert full.n_bytes == 2 * 2 * CONTEXT * 16 * 4  # layers, keys and values, tokens, width, bytes
-    assert windowed.n_bytes == 2 * 2 * WINDOW * 16 * 4
+    with pytest.raises(ValueError, match=f"{length + 1} tokens do not fit in a slot of {length}"):
+        cached(tokens[:, :1])

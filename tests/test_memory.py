@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gptworks.config import ModelConfig, TrainConfig
-from gptworks.model import GPT, KVCache, attention, cpu
+from gptworks.model import GPT, SlotCache, attention, cpu
 from gptworks.model import loss as model_loss
 from gptworks.plan import memory, stages
 from gptworks.plan.inference import inference_memory
@@ -248,10 +248,16 @@ def test_memory_grows_with_the_batch() -> None:
 def test_the_cache_is_the_caches(name: str) -> None:
     model = preset(name)
     by_weights = {row.weights: row for row in inference_memory(model)}
-    with torch.device("meta"):
-        cache = KVCache(model, 8, dtype=torch.bfloat16, device="meta")
-    assert by_weights["bf16"].cache_bytes[8] == cache.n_bytes
-    assert by_weights["fp32"].cache_bytes[8] == 2 * cache.n_bytes
+    n_bytes = caches_bytes(model, 8, model.context_length, torch.bfloat16)
+    assert by_weights["bf16"].cache_bytes[8] == n_bytes
+    assert by_weights["fp32"].cache_bytes[8] == 2 * n_bytes
+
+
+def caches_bytes(model: ModelConfig, n_texts: int, length: int, dtype: torch.dtype) -> int:
+    """Bytes of caches that hold of each layer what its queries see: all tokens, or a window."""
+    layer = model.model_copy(update={"n_layers": 1})
+    lengths = [length if window is None else min(window, length) for window in model.layer_windows]
+    return sum(SlotCache(layer, n_texts, seen, dtype=dtype, device="meta").n_bytes for seen in lengths)
 
 
 @pytest.mark.parametrize(

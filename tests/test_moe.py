@@ -10,12 +10,13 @@ import torch.nn.functional as F
 
 import tiny
 from gptworks.config import ModelConfig
-from gptworks.model import GPT, KVCache
+from gptworks.model import GPT
 from gptworks.model.moe import MoE, balance_loss, busiest_load, expert_tokens, route, tokens_per_expert, z_loss
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import train
 from gptworks.train.objectives.next_token import next_token
 from gptworks.train.record.metrics import read_metrics
+from test_equivalence import Cached
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -80,8 +81,7 @@ def test_cached_generation_equals_uncached(changes: dict[str, Any]) -> None:
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.25)
     tokens = torch.randint(31, (2, 16), generator=torch.Generator().manual_seed(0))
-    cache = KVCache(model.config, batch_size=2)
-    steps = [model(part, cache) for part in tokens.split((5, 4, 1, 1, 1, 1, 1, 1, 1), dim=1)]
+    steps = list(map(Cached(model, 2), tokens.split((5, 4, 1, 1, 1, 1, 1, 1, 1), dim=1)))
     torch.testing.assert_close(torch.cat(steps, dim=1), model(tokens), rtol=1e-5, atol=1e-5)
 
 

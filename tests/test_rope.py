@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from gptworks.config import ModelConfig, RopeScaling
-from gptworks.model import GPT, KVCache, attention
+from gptworks.model import GPT, attention
 from gptworks.model.attention import frequencies
+from test_equivalence import Cached
 
 ORIGINAL = 64
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -63,8 +64,7 @@ def test_cached_generation_equals_uncached_far_beyond_the_original_context(name:
     """Dynamic scaling turns by the room of the cache: exact for a text that fills it."""
     model = random_model(config(SCALINGS[name], window=window))
     tokens = torch.randint(31, (2, 3 * ORIGINAL), generator=torch.Generator().manual_seed(0))
-    cache = KVCache(model.config, batch_size=2, length=3 * ORIGINAL)
-    parts = [model(part, cache) for part in tokens.split((40, 20, 3, 1, 1, 1, 1, 60, 1, 64), dim=1)]
+    parts = list(map(Cached(model, 2, 3 * ORIGINAL), tokens.split((40, 20, 3, 1, 1, 1, 1, 60, 1, 64), dim=1)))
     torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=1e-4, atol=1e-4)
 
 

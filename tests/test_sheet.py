@@ -24,11 +24,12 @@ from gptworks.describe.plan_tables import plan_json
 from gptworks.describe.published import published_figures, reference_architectures_markdown
 from gptworks.describe.sheet import describe
 from gptworks.errors import UserError
-from gptworks.model import GPT, KVCache
+from gptworks.model import GPT
 from gptworks.plan import Plan, plan
 from gptworks.presets import PRESETS, preset
 from gptworks.recipe import parse_model, parse_recipe
 from gptworks.units import readable
+from test_memory import caches_bytes
 
 ROOT = Path(__file__).parent.parent
 
@@ -79,8 +80,8 @@ def test_json_of_document_000() -> None:
 def test_cache_bytes_are_the_caches(changes: dict[str, Any]) -> None:
     config = preset("gpt2-tiny").model_copy(update=changes)
     sheet = describe(config)
-    assert sheet.kv_cache_bytes == KVCache(config, dtype=torch.float16, device="meta").n_bytes
-    assert sheet.kv_cache_bytes_per_token == KVCache(config, length=1, dtype=torch.float16, device="meta").n_bytes
+    assert sheet.kv_cache_bytes == caches_bytes(config, 1, config.context_length, torch.float16)
+    assert sheet.kv_cache_bytes_per_token == caches_bytes(config, 1, 1, torch.float16)
 
 
 def test_published_figures_stand_on_a_preset_and_on_nothing_else() -> None:

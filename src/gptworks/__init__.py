@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gptworks.config import ModelConfig, Recipe
     from gptworks.data.prepare import prepare
     from gptworks.infer.engine import Engine, load
-    from gptworks.model import GPT, KVCache
+    from gptworks.model import GPT, SlotCache
     from gptworks.presets import preset
     from gptworks.recipe import load_recipe
 
@@ -35,7 +35,7 @@ _HOMES = {
     "preset": "gptworks.presets",
     "prepare": "gptworks.data.prepare",
     "GPT": "gptworks.model",
-    "KVCache": "gptworks.model",
+    "SlotCache": "gptworks.model",
     "Engine": "gptworks.infer.engine",
     "load": "gptworks.infer.engine",
 }
@@ -43,9 +43,9 @@ _HOMES = {
 __all__ = [
     "GPT",
     "Engine",
-    "KVCache",
     "ModelConfig",
     "Recipe",
+    "SlotCache",
     "__version__",
     "load",
     "load_recipe",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gptworks.config import ModelConfig
 from gptworks.model import cpu
-from gptworks.model.cache import LayerCache, SlotLayer
+from gptworks.model.cache import SlotLayer
 from gptworks.model.layers import RMSNorm
 
 
@@ -294,7 +294,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
-        cache: LayerCache | SlotLayer | None,
+        cache: SlotLayer | None,
         bias: Tensor | None = None,
     ) -> Tensor:
         """x [B, T, C] → [B, T, C]. `rotary` holds the tables of these T positions; `bias` as for `attend`."""
@@ -305,11 +305,9 @@ class Attention(nn.Module):
         q, k = self.query_norm(q), self.key_norm(k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
-        if isinstance(cache, SlotLayer):
+        if cache is not None:
             y = attend_slots(q, k, v, cache, window=self.window, scale=self.scale)  # 1 H N D
         else:
-            if cache is not None:
-                k, v = cache.extend(k, v)  # B G S D
             dropout = self.dropout if self.training else 0.0
             y = attend(q, k, v, window=self.window, dropout=dropout, scale=self.scale, bias=bias)  # B H T D
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # B T C

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gptworks.config import ModelConfig, computes_again
 from gptworks.model.attention import Attention, Rotary, texts_bias
-from gptworks.model.cache import KVCache, LayerCache, SlotLayer, SlotRows
+from gptworks.model.cache import SlotLayer, SlotRows
 from gptworks.model.layers import MLP, Dropout, build_norm, product_dtype
 from gptworks.model.moe import MoE
 
@@ -41,7 +41,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
-        cache: LayerCache | SlotLayer | None,
+        cache: SlotLayer | None,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, C] → [B, T, C], and the router's logits [B, T, E] where there are experts."""
@@ -90,25 +90,29 @@ class GPT(nn.Module):
     def features(
         self,
         tokens: Tensor,
-        cache: KVCache | SlotRows | None = None,
+        cache: SlotRows | None = None,
         router_logits: list[Tensor] | None = None,
         text_positions: Tensor | None = None,
     ) -> Tensor:
         """Token ids [B, T] → the last norm's output [B, T, C], from which the head makes logits.
 
-        With a cache, `tokens` continue the tokens that the cache has seen, and the cache is extended by them. Places
-        in a slot cache (SlotRows) take a flat batch [1, N] of several texts' tokens.
+        With places in a cache (`SlotCache.rows`), `tokens` are a flat batch [1, N] of several texts' next tokens. Each
+        text continues what its slot holds, and the slot is extended.
         A list given as `router_logits` collects those of each layer that has experts, [B, T, E].
         Where rows hold several texts one after the other, `text_positions`, int64 [B, T], gives each token's place in
         its own, from 0: no text sees another, and the features are those of each text alone. Then there is no cache.
 
         Raises:
-            ValueError: more tokens than the context (or the cache) holds.
+            ValueError: more tokens than the context holds.
         """
-        positions: slice | Tensor
-        positions = cache.positions if isinstance(cache, SlotRows) else self._positions(tokens.size(1), cache)
-        if text_positions is not None:
-            assert cache is None
+        length, context = tokens.size(1), self.config.context_length
+        positions: slice | Tensor = slice(0, length)
+        if cache is not None:
+            assert text_positions is None
+            positions = cache.positions
+        elif length > context:
+            raise ValueError(f"{length} tokens do not fit in a context of {context}")
+        elif text_positions is not None:
             positions = text_positions
         x: Tensor = self.token_embedding(tokens)  # B T C
         if self.position_embedding is not None:
@@ -116,7 +120,7 @@ class GPT(nn.Module):
         x = self.dropout(x)
         rotary = None
         if self.rotary is not None:
-            text_length = cache.capacity if cache is not None else tokens.size(1)
+            text_length = cache.capacity if cache is not None else length
             rotary = self.rotary.at(positions, text_length, product_dtype(x))
             if text_positions is not None:
                 rotary = (rotary[0].unsqueeze(1), rotary[1].unsqueeze(1))  # B 1 T R/2: the same for all heads
@@ -138,19 +142,11 @@ class GPT(nn.Module):
         x = self.norm(x)
         return x
 
-    def _positions(self, length: int, cache: KVCache | None) -> slice:
-        """The places of the next `length` tokens."""
-        start = cache.length if cache is not None else 0
-        room = cache.capacity if cache is not None else self.config.context_length
-        if start + length > room:
-            raise ValueError(f"{start + length} tokens do not fit in a context of {room}")
-        return slice(start, start + length)
-
     def logits(self, features: Tensor) -> Tensor:
         """[..., C] → [..., V]."""
         return F.linear(features, self.head_weight)
 
-    def forward(self, tokens: Tensor, cache: KVCache | SlotRows | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache: SlotRows | None = None) -> Tensor:
         """Token ids [B, T] → logits [B, T, V]: at each position, the scores of the token that follows."""
         return self.logits(self.features(tokens, cache))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from gptworks.checkpoint import LoadedRun
 from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError
-from gptworks.model import GPT, KVCache
+from gptworks.model import GPT, SlotCache
 from gptworks.tokenizer import load_tokenizer, prompt_ids
 
 TOLERANCE = 1e-4
@@ -226,10 +226,11 @@ def _compare_greedy(model: GPT, theirs: Any, prompt: list[int]) -> tuple[int, in
     dynamic = config.rope_scaling is not None and config.rope_scaling.type == "dynamic"
     room = config.original_context_length if dynamic else config.context_length  # theirs turns cached keys otherwise
     n_new, n_ties = max(0, min(GREEDY_TOKENS, room - len(prompt))), 0
-    cache, past = KVCache(config, length=len(prompt) + n_new), None
+    cache, n_held, past = SlotCache(config, 1, len(prompt) + n_new), 0, None
     tokens = torch.tensor([prompt])
     for step in range(n_new):
-        ours: Tensor = model(tokens, cache)[0, -1]
+        ours: Tensor = model(tokens, cache.rows([(0, n_held, tokens.size(1))]))[0, -1]
+        n_held += tokens.size(1)
         given = theirs(tokens, past_key_values=past, use_cache=True)
         their_logits, past = given.logits[0, -1], given.past_key_values
         chosen = int(ours.argmax())
