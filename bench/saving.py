@@ -19,7 +19,7 @@ from gptworks.model.loss import linear_cross_entropy_reference
 from gptworks.plan.memory import Setting, training_peak
 from gptworks.presets import preset
 from gptworks.train.objectives import next_token as objectives
-from gptworks.train.rehearsal.trace import Step, trace_step
+from gptworks.train.rehearsal.trace import new_step, take, trace_step
 from gptworks.units import readable
 
 GPT2 = preset("gpt2")
@@ -44,9 +44,10 @@ def measured_bytes(whole: bool, checkpointing: str, precision: str, batch_size: 
     device = torch.device("cpu")
     tokens = torch.randint(GPT2.vocab_size, (batch_size, GPT2.context_length))
     before = reset_peak(device)
-    step = Step(GPT2, train_config(batch_size, checkpointing), device, choose_precision(precision, device))
+    train = train_config(batch_size, checkpointing)
+    step = new_step(GPT2, train, device, choose_precision(precision, device))
     for _ in range(2):
-        step((tokens, tokens))
+        take(step, train, (tokens, tokens))
     return peak_growth_bytes(device, before) or 0
 
 

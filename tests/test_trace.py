@@ -21,7 +21,7 @@ from gptworks.train.loop import Run
 from gptworks.train.record.display import Display
 from gptworks.train.record.metrics import MetricsLog
 from gptworks.train.rehearsal.measure import measure_step
-from gptworks.train.rehearsal.trace import LiveBytes, Step, trace_step
+from gptworks.train.rehearsal.trace import LiveBytes, new_step, take, trace_step
 
 CPU = torch.device("cpu")
 MODEL = preset("gpt2-tiny").model_copy(update={"dropout_residual": 0.1, "dropout_attention": 0.1})
@@ -33,14 +33,14 @@ TRAIN = TrainConfig(max_steps=1, batch_size=4, micro_batch_size=2)
 def test_live_bytes_are_what_torchs_tracker_counts(precision: str, checkpointing: str) -> None:
     train = TRAIN.model_copy(update={"batch_size": 2, "activation_checkpointing": checkpointing})
     with FakeTensorMode(), LiveBytes() as live:
-        step = Step(MODEL, train, CPU, choose_precision(precision, CPU))
+        step = new_step(MODEL, train, CPU, choose_precision(precision, CPU))
         tokens = torch.zeros(2, MODEL.context_length, dtype=torch.int64)
-        step((tokens, tokens))
+        take(step, train, (tokens, tokens))
         tracker = MemTracker()
         tracker.track_external(step.model, *(optimizer for optimizer, _ in step.optimizer._optimizers), tokens)
         live.peak_bytes = 0
         with tracker:
-            step((tokens, tokens))
+            take(step, train, (tokens, tokens))
     theirs = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
     assert live.peak_bytes == pytest.approx(theirs, rel=1e-3)
 
@@ -49,11 +49,11 @@ def test_live_bytes_are_what_torchs_tracker_counts(precision: str, checkpointing
 def test_a_real_step_holds_what_the_fake_one_does(optimizer: str) -> None:
     train = TRAIN.model_copy(update={"optimizer": optimizer})
     with LiveBytes() as live:
-        step = Step(MODEL, train, CPU, choose_precision("bf16", CPU))
+        step = new_step(MODEL, train, CPU, choose_precision("bf16", CPU))
         tokens = torch.randint(MODEL.vocab_size, (train.batch_size, MODEL.context_length))
-        step((tokens, tokens))
+        take(step, train, (tokens, tokens))
         live.peak_bytes = 0
-        step((tokens, tokens))
+        take(step, train, (tokens, tokens))
     assert trace_step(MODEL, train, "cpu", "bf16").peak_bytes == pytest.approx(live.peak_bytes, rel=2e-3)
 
 

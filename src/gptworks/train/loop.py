@@ -8,13 +8,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from gptworks.chat_template import load_chat_template, save_chat_template
 from gptworks.checkpoint import Checkpoint, checkpoints, newest_verified
@@ -53,11 +50,10 @@ from gptworks.train.feed import Feed
 from gptworks.train.generating import generating
 from gptworks.train.objectives.choose import choose_task
 from gptworks.train.objectives.distillation import check_teacher
-from gptworks.train.objectives.next_token import Objective
+from gptworks.train.objectives.next_token import Batch, Objective
 from gptworks.train.objectives.reward import check_reward
 from gptworks.train.optim.anomalies import anomaly
 from gptworks.train.optim.average import WeightAverage
-from gptworks.train.optim.optimizer import Optimizer
 from gptworks.train.optim.schedule import rate_factor
 from gptworks.train.optim.trainable import check_trained, trained_part
 from gptworks.train.progress import Progress
@@ -65,7 +61,6 @@ from gptworks.train.record.card import MemoryPeaks, write_model_card
 from gptworks.train.record.display import Display, clock
 from gptworks.train.record.layer_norms import LayerNorms
 from gptworks.train.record.metrics import MetricsLog, NoLog, Record, draw_curves, write_samples
-from gptworks.train.record.stopwatch import Stopwatch
 from gptworks.train.record.throughput import Throughput
 from gptworks.train.record.writers import check_writers, open_log
 from gptworks.train.rehearsal.preflight import check_memory, choose_allocation, run_setting
@@ -73,6 +68,7 @@ from gptworks.train.run_folder import check_run_folder, open_run_folder
 from gptworks.train.saving import CheckpointWriter, remove_newer
 from gptworks.train.signals import stop_signals
 from gptworks.train.start import check_start, starting_weights
+from gptworks.train.step import StepLosses, TrainStep
 from gptworks.units import readable, significant
 
 CURVES_EVERY_SECONDS = 60.0
@@ -189,17 +185,15 @@ class Run:
         with ranks.busy():
             self.task = choose_task(recipe, data_folder, verify=ranks.is_first)
         self.task.ranks = ranks
-        self.objective = objective or self.task.loss
         torch.manual_seed(recipe.seed)
         self._memory_before_bytes = reset_peak(device)
         self.model = self.parallel.place(trained_part(GPT(recipe.model), recipe.adapter, recipe.freeze), device)
         self.model.activation_checkpointing = recipe.train.activation_checkpointing
-        self.optimizer = Optimizer(self.model, recipe.train, self.parallel.replicas)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=precision.needs_scaler)
+        loss = objective or self.task.loss
+        self.step = TrainStep(self.model, recipe.train, loss, precision, self.parallel, ranks)
+        self.stopwatch = self.step.stopwatch
         self.average = WeightAverage(self.model, recipe.train.ema_decay)
         self.feed = Feed(self.task, self.parallel.micro_batch_size, self.parallel.micro_steps, device)
-        self.stopwatch = Stopwatch(device)
-        self._figures: dict[str, Any] = {}  # of the last step
         self.throughput = Throughput(recipe.model, device, precision, ranks.size)
         self.layer_norms = LayerNorms(self.model, self.parallel, recipe.train.log_every)
         self.writer = CheckpointWriter(recipe.run_dir, recipe.train.keep_checkpoints, recipe.train.keep_every)
@@ -213,7 +207,6 @@ class Run:
             self.engine.encode_prompt(prompt)  # a prompt that cannot be used is refused now, not at the first sample
         self._saved_step = -1
         self._curves_drawn = time.monotonic()
-        self._expert_tokens: Tensor | None = None  # [L, E], of the last step
 
     # -------------------------------------------------------------------------------------------- begin
 
@@ -320,11 +313,11 @@ class Run:
         shares = self.parallel.shares
         own = self.average.own_tensors
         weights = checkpoint.model_tensors({name: Expected.like(p) for name, p in self.average.parameters.items()})
-        moments = checkpoint.optimizer_tensors(lambda stored: self.optimizer.expected_tensors(stored, own))
+        moments = checkpoint.optimizer_tensors(lambda stored: self.step.optimizer.expected_tensors(stored, own))
         tensors = self.average.restore(shares(weights), shares(moments))
-        self.optimizer.load_state_tensors(tensors)
+        self.step.optimizer.load_state_tensors(tensors)
         if progress.scaler:
-            self.scaler.load_state_dict(progress.scaler)
+            self.step.scaler.load_state_dict(progress.scaler)
         self.throughput.start(progress.tokens, progress.seconds)
 
     # --------------------------------------------------------------------------------------------- step
@@ -332,92 +325,56 @@ class Run:
     def training_step(self) -> None:
         """One optimizer step: gradients of the whole batch, clipped, applied; or skipped where they would do harm."""
         started = time.perf_counter()
-        progress, settings = self.progress, self.settings
+        progress, settings, step = self.progress, self.settings, self.step
         self.writer.check()
         factor = rate_factor(settings, progress.step, self.share_done)
         self.layer_norms.begin(progress.step)
-        loss, n_tokens = self._accumulate_gradients()
+        micro_batches, n_targets, n_tokens = self._batches()
+        losses = step.accumulate(micro_batches, n_targets, (self.recipe.seed, progress.step))
         with self.stopwatch.part("optimizer"):
-            self.optimizer.unscale(self.scaler)
-            loss, norm = self.ranks.agreed([loss, self.parallel.gradient_norm()])
+            norm = step.gradient_norm()
+            losses.loss, norm = self.ranks.agreed([losses.loss, norm])
             by_layer = self.layer_norms.finish()
-            skipped = anomaly(settings, progress.gradient, loss, norm)
+            skipped = anomaly(settings, progress.gradient, losses.loss, norm)
             if skipped is None:
-                self._apply_gradients(norm, factor)
+                step.apply(norm, factor)
+                self.average.update(progress.step)
+                progress.gradient.take(norm)
+                progress.skipped_in_a_row = 0
             else:
-                self.scaler.update()
+                step.skip()
                 progress.skipped += 1
                 progress.skipped_in_a_row += 1
-            self.optimizer.zero_grad()
         progress.step += 1
         progress.samples += settings.batch_size
         progress.tokens += n_tokens
         progress.seconds = self.ranks.latest(progress.seconds + time.perf_counter() - started)
         if skipped is None:
-            self._report_step(loss, norm, factor, by_layer)
+            self._report_step(losses, norm, factor, by_layer)
         else:
-            self._report_skipped(skipped, loss, norm)
+            self._report_skipped(skipped, losses.loss, norm)
 
-    def _apply_gradients(self, norm: float, factor: float) -> None:
-        progress, settings = self.progress, self.settings
-        if settings.grad_clip and norm > settings.grad_clip:
-            self.parallel.clip_gradients(settings.grad_clip, norm)
-        self.optimizer.set_rate(factor)
-        self.optimizer.step(self.scaler)
-        self.average.update(progress.step)
-        progress.gradient.take(norm)
-        progress.skipped_in_a_row = 0
-
-    def _accumulate_gradients(self) -> tuple[float, int]:
-        """Gradients of the mean loss over every target of the step, however it is cut into micro-batches.
-
-        Returns the mean loss per target, and the number of tokens that the model read.
-        """
-        step = self.progress.step
+    def _batches(self) -> tuple[list[Batch], int, int]:
+        """This rank's micro-batches of the next step; the targets and the tokens of all ranks."""
+        position = self.progress.position
         with self.stopwatch.part("data"):
-            micro_batches, *own = self.feed.step(self.progress.position)
+            micro_batches, *own = self.feed.step(position)
         if self.task.rolls_out:
             with self.stopwatch.part("rollouts"), self.parallel.resting():
-                position = self.progress.position
                 micro_batches, *own = self.task.roll_out(position, self.parallel.micro_steps, micro_batches)
         with self.stopwatch.part("data"):
             n_targets, n_tokens = map(round, self.parallel.add_up([float(number) for number in own]))
-        total = torch.zeros((), device=self.device)
-        self._expert_tokens, self._figures = None, {}
-        sums = "gradients of all ranks" if self.ranks.size > 1 else "backward"
-        self.model.train()
-        for i, batch in zip(self.parallel.micro_steps, micro_batches, strict=True):
-            self.ranks.mark()
-            # Dropout is a function of (seed, step, micro-step), so a resumed run needs no generator state.
-            torch.manual_seed(int(np.random.SeedSequence((self.recipe.seed, step, i)).generate_state(1, np.uint64)[0]))
-            with self.stopwatch.part("forward"), self.precision.autocast():
-                losses = self.objective(self.model, batch)
-            if i == self.parallel.micro_steps[-1]:
-                self.parallel.begin_sums(lambda: self.stopwatch.part(sums))
-            with self.stopwatch.part("backward"):
-                self.scaler.scale(losses.objective / max(1, n_targets)).backward()  # type: ignore[no-untyped-call]
-            total += losses.loss
-            for name, value in losses.figures.items():
-                self._figures[name] = self._figures.get(name, 0) + value
-            if (routed := losses.expert_tokens) is not None:
-                self._expert_tokens = routed if self._expert_tokens is None else self._expert_tokens + routed
-        with self.stopwatch.part(sums):
-            self.parallel.finish_gradients()
-        if self._expert_tokens is not None:
-            self._expert_tokens = self.parallel.summed(self._expert_tokens)
-        means = {name: self.parallel.summed(value) / max(1, n_targets) for name, value in self._figures.items()}
-        self._figures = {name: float(f"{value.item():.5g}") for name, value in means.items()}
-        return (self.parallel.summed(total) / max(1, n_targets)).item(), n_tokens
+        return micro_batches, n_targets, n_tokens
 
-    def _report_step(self, loss: float, norm: float, factor: float, by_layer: Record) -> None:
-        progress, settings = self.progress, self.settings
+    def _report_step(self, losses: StepLosses, norm: float, factor: float, by_layer: Record) -> None:
+        progress, settings, loss = self.progress, self.settings, losses.loss
         if progress.step % settings.log_every == 0 or self.share_done >= 1:
             pace = self.throughput.pace(progress.tokens, progress.seconds)
             if self.ranks.size == 1 and not self._advised and (by_others := self._cores.by_others()) is not None:
                 if advice := advice_on_threads(by_others, self.device):
                     self.display.message(advice)
                 self._advised = advice is not None
-            load = None if self._expert_tokens is None else round(busiest_load(self._expert_tokens), 3)
+            load = None if losses.expert_tokens is None else round(busiest_load(losses.expert_tokens), 3)
             self.log.write(
                 {
                     "kind": "train",
@@ -427,7 +384,7 @@ class Run:
                     "grad_norm": norm,
                     "learning_rate": factor * settings.learning_rate,
                     "seconds": round(progress.seconds, 3),
-                    **self._figures,
+                    **losses.figures,
                     **pace.record,
                     "seconds_by_part": self.stopwatch.take(),
                     **by_layer,
@@ -566,11 +523,11 @@ class Run:
         progress = self.progress
         if self._saved_step == progress.step:
             return
-        progress.scaler = self.scaler.state_dict()
+        progress.scaler = self.step.scaler.state_dict()
         with self.stopwatch.part("checkpoint"):
             tensors = {"model": self.parallel.whole(self.average.model_tensors)}
             if not weights_only:
-                moments = self.optimizer.state_tensors() | self.average.own_tensors
+                moments = self.step.optimizer.state_tensors() | self.average.own_tensors
                 tensors["optimizer"] = self.parallel.whole(moments)
             if self.ranks.is_first:
                 with self.ranks.busy():

@@ -24,7 +24,7 @@ from gptworks.device import (
 from gptworks.errors import RunError
 from gptworks.plan.run import Measured
 from gptworks.train.objectives.next_token import Batch
-from gptworks.train.rehearsal.trace import NEXT_TOKEN, Step
+from gptworks.train.rehearsal.trace import NEXT_TOKEN, new_step, take
 
 N_STEPS = 2
 """The first makes the optimizer's state, the second is what all others are like."""
@@ -85,7 +85,7 @@ def _steps(
     several_texts: bool = False,
 ) -> float:
     """Take the steps; seconds of the last."""
-    step = Step(model, train, device, choose_precision(precision, device), *part)
+    step = new_step(model, train, device, choose_precision(precision, device), *part)
     tokens = torch.randint(model.vocab_size, (train.batch_size, model.context_length), device=device)
     batch: Batch = (tokens, tokens)
     if several_texts:
@@ -94,7 +94,7 @@ def _steps(
     synchronize(device)
     for _ in range(N_STEPS):
         started = time.perf_counter()
-        step(batch)
+        take(step, train, batch)
         synchronize(device)
         seconds = time.perf_counter() - started
     return seconds

@@ -5,6 +5,7 @@ counted from its birth to its death. Not seen is what kernels take inside themse
 Python.
 """
 
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,11 +32,12 @@ from gptworks.device import Precision, choose_precision
 from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.recipe import load_recipe
+from gptworks.train.distributed.parallel import Parallel
 from gptworks.train.objectives.distillation import distillation
 from gptworks.train.objectives.next_token import Batch, Losses, Objective, count_targets, next_token, routing_weights
 from gptworks.train.objectives.preference import preference
-from gptworks.train.optim.optimizer import Optimizer
 from gptworks.train.optim.trainable import trained_part
+from gptworks.train.step import TrainStep
 
 NEXT_TOKEN = NextTokenObjective()
 
@@ -80,60 +82,49 @@ def trace_step(
         raise UserError("--trace for cuda needs a machine with a CUDA GPU: leave --trace out, or trace for the CPU.")
     live = LiveBytes()
     with FakeTensorMode(), live:
-        step = Step(model_config, train, place, choose_precision(precision, place), adapter, freeze, objective)
+        step = new_step(model_config, train, place, choose_precision(precision, place), adapter, freeze, objective)
         tokens = torch.zeros(train.batch_size, model_config.context_length, dtype=torch.int64, device=place)
         for parameter in step.optimizer.parameters.values():  # as good as a first step for making the optimizer's state
             parameter.grad = torch.zeros_like(parameter)
-        step.update()
+        step.apply(step.gradient_norm())
         live.peak_bytes = 0
-        step.accumulate_gradients((tokens, tokens, tokens) if several_texts else (tokens, tokens))
+        batch = (tokens, tokens, tokens) if several_texts else (tokens, tokens)
+        accumulate(step, train, batch)
         forward_backward_bytes, live.peak_bytes = live.peak_bytes, 0
-        step.update()
+        step.gradient_norm()
+        step.apply(math.inf)  # is clipped
         return Trace(forward_backward_bytes, live.peak_bytes)
 
 
-class Step:
-    """A training step of a new model as `gptworks.train.loop` takes it, without data, log or schedule."""
+def new_step(
+    model_config: ModelConfig,
+    train: TrainConfig,
+    device: torch.device,
+    precision: Precision,
+    adapter: LoRAConfig | None = None,
+    freeze: FreezeConfig | None = None,
+    objective: ObjectiveConfig = NEXT_TOKEN,
+) -> TrainStep:
+    """The training step of a new model on one device, its blocks not compiled."""
+    parallel = Parallel(train)
+    with device:
+        model = trained_part(GPT(model_config), adapter, freeze)
+        loss = _objective(objective, train)
+    model.activation_checkpointing = train.activation_checkpointing
+    parallel.parameters = dict(model.named_parameters())  # not `place`: fake tensors cannot be moved
+    return TrainStep(model, train, loss, precision, parallel)
 
-    def __init__(
-        self,
-        model_config: ModelConfig,
-        train: TrainConfig,
-        device: torch.device,
-        precision: Precision,
-        adapter: LoRAConfig | None = None,
-        freeze: FreezeConfig | None = None,
-        objective: ObjectiveConfig = NEXT_TOKEN,
-    ) -> None:
-        self.train, self.precision = train, precision
-        with device:
-            self.model = trained_part(GPT(model_config), adapter, freeze).train()
-            self.objective = _objective(objective, train)
-        self.model.activation_checkpointing = train.activation_checkpointing
-        self.optimizer = Optimizer(self.model, train)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=precision.needs_scaler)
 
-    def __call__(self, batch: Batch) -> None:
-        """A whole step over inputs and targets [batch_size, T]."""
-        self.accumulate_gradients(batch)
-        self.update()
+def accumulate(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
+    """The gradients of a batch of `train.batch_size` rows, cut into micro-batches as the recipe says."""
+    micro_batches = zip(*(torch.split(tensor, train.micro_batch_size) for tensor in batch), strict=True)
+    step.accumulate(micro_batches, count_targets(batch))
 
-    def accumulate_gradients(self, batch: Batch) -> None:
-        """Forward and backward over each micro-batch of inputs, targets and, with several texts a row, positions."""
-        n_targets = count_targets(batch)
-        sizes = self.train.micro_batch_size
-        for micro_batch in zip(*(torch.split(tensor, sizes) for tensor in batch), strict=True):
-            with self.precision.autocast():
-                losses = self.objective(self.model, micro_batch)
-            self.scaler.scale(losses.objective / n_targets).backward()  # type: ignore[no-untyped-call]
 
-    def update(self) -> None:
-        """Clip, optimize, and drop the gradients."""
-        self.optimizer.unscale(self.scaler)
-        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        nn.utils.clip_grads_with_norm_(self.model.parameters(), self.train.grad_clip or 1.0, norm)
-        self.optimizer.step(self.scaler)
-        self.optimizer.zero_grad()
+def take(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
+    """A whole step of a batch of `train.batch_size` rows."""
+    accumulate(step, train, batch)
+    step.apply(step.gradient_norm())
 
 
 def _objective(config: ObjectiveConfig, train: TrainConfig) -> Objective:
