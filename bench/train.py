@@ -32,7 +32,7 @@ from torch import Tensor
 from gptworks.config import Recipe
 from gptworks.data.prepare import open_prepared, prepare
 from gptworks.data.shards import TokenShards
-from gptworks.device import choose_device, choose_precision, device_name, keep_freed_memory
+from gptworks.device import device_name, keep_freed_memory
 from gptworks.plan.flops import forward_flops
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import Run
@@ -100,11 +100,9 @@ def with_vocabulary(recipe: Recipe, vocab_size: int) -> Recipe:
 def our_step(recipe: Recipe, folder: Path) -> Callable[[], None]:
     """gptworks' training step, as `gptworks train` sets it up."""
     keep_freed_memory()
-    prepared, device = open_prepared(folder), choose_device("cpu")
-    run = Run(
-        recipe, prepared.folder, prepared.tokenizer, device, choose_precision("auto", device), next_token, Display()
-    )
-    run.log = MetricsLog(prepared.folder / "metrics.jsonl", 0)
+    prepared = open_prepared(folder)
+    run = Run(recipe, prepared, Display(), next_token)
+    run.reporter.log = MetricsLog(prepared.folder / "metrics.jsonl", 0)
     return run.training_step
 
 

@@ -32,5 +32,5 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def without_curves() -> Iterator[None]:
     """Runs draw no curves.png, which takes longer than a tiny training."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gptworks.train.loop.draw_curves", lambda *_: True)
+        patch.setattr("gptworks.train.record.reporter.draw_curves", lambda *_: True)
         yield

@@ -18,12 +18,13 @@ from gptworks.evaluate.loss import LossReport
 from gptworks.model import GPT
 from gptworks.recipe import parse_recipe
 from gptworks.train import loop, saving
-from gptworks.train.loop import Run, train
+from gptworks.train.loop import train
 from gptworks.train.objectives.base import Task
 from gptworks.train.objectives.next_token import Batch, Losses, next_token
 from gptworks.train.optim.anomalies import MEMORY_STEPS, WARMUP_STEPS, GradientEstimate, anomaly
 from gptworks.train.optim.average import WeightAverage
 from gptworks.train.record.metrics import TIMINGS, read_metrics
+from gptworks.train.state import TrainingState
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -133,14 +134,14 @@ def test_a_rollback_leaves_no_checkpoint_of_the_steps_that_it_takes_back(tmp_pat
     """Seen at the moment when the run goes on: it holds nothing newer than where it went back to, and the best of the
     kept steps."""
     seen = []
-    restore = Run._restore
+    restore = TrainingState.restore
 
-    def watch(self: Run, checkpoint: Checkpoint) -> None:
-        restore(self, checkpoint)
+    def watch(self: TrainingState, checkpoint: Checkpoint, batch_size: int) -> None:
+        restore(self, checkpoint, batch_size)
         seen.append((checkpoint.step, [c.step for c in checkpoints(tmp_path / "run")], self.progress.best_step))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "_restore", watch)
+        patch.setattr(TrainingState, "restore", watch)
         run(tmp_path, exploding(BROKEN_STEPS, math.inf), **rolled_back(tmp_path))
     [(restored, left, best)] = seen
     assert restored == 10

@@ -33,7 +33,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("changes")
     path = tiny.write_recipe(folder, max_steps=4, micro_batch_size=2, evaluate_every=4, optimizer="adamw")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gptworks.train.loop.draw_curves", lambda *_: True)
+        patch.setattr("gptworks.train.record.reporter.draw_curves", lambda *_: True)
         train(load_recipe(path))
     return folder
 

@@ -225,7 +225,7 @@ step = loop.Run.training_step
 def dying(run):
     step(run)
     if run.progress.step == 3:
-        run.writer.wait()
+        run.state.writer.wait()
         os.kill(os.getpid(), signal.SIGKILL)
 loop.Run.training_step = dying
 loop.train(load_recipe({str(file)!r}))

@@ -59,15 +59,14 @@ def test_a_real_step_holds_what_the_fake_one_does(optimizer: str) -> None:
 
 @pytest.mark.parametrize("experts", [0, 4])
 def test_the_training_loop_holds_what_the_trace_and_the_formula_say(experts: int, tmp_path: Path) -> None:
-    tree = tiny.recipe_tree(tmp_path, precision="fp32", log_every=1000)
+    tree = tiny.recipe_tree(tmp_path, precision="fp32", log_every=1000, device="cpu")
     tree["model"] |= {"n_experts": experts, "context_length": 128, "d_model": 128, "n_layers": 3}
     recipe = parse_recipe(tree)
     prepared = prepare(recipe)
     recipe = with_vocab_size(recipe, prepared.manifest.vocab_size)
-    precision = choose_precision("fp32", CPU)
     with LiveBytes() as live:
-        run = Run(recipe, prepared.folder, prepared.tokenizer, CPU, precision, None, Display())
-        run.log = MetricsLog(tmp_path / "metrics.jsonl", 0)
+        run = Run(recipe, prepared, Display())
+        run.reporter.log = MetricsLog(tmp_path / "metrics.jsonl", 0)
         run.training_step()
         live.peak_bytes = 0
         run.training_step()

@@ -17,7 +17,7 @@ from gptworks.config.train import EVALUATED_TOKENS
 from gptworks.model import GPT
 from gptworks.recipe import parse_recipe
 from gptworks.train.distributed.ranks import Ranks
-from gptworks.train.loop import Run, train
+from gptworks.train.loop import train
 from gptworks.train.objectives.preference import answer_logprobs
 from gptworks.train.record.metrics import TIMINGS, read_metrics
 
@@ -93,7 +93,7 @@ def test_rank_0s_figures_decide_for_every_rank(tmp_path: Path, monkeypatch: pyte
         def agreed(self, numbers: list[float]) -> list[float]:
             return [2.5 * numbers[1], *numbers[1:]] if len(numbers) == 2 and numbers[1] > 32 else numbers
 
-    monkeypatch.setattr(Run, "save", lambda run, **_: None)
+    monkeypatch.setattr(TrainingState, "save", lambda state, **_: None)
     tree = tiny.recipe_tree(tmp_path, max_steps=20, evaluate_every=2, early_stopping_patience=2)
     outcome = train(parse_recipe(tree), ranks=Second())
     assert outcome.step == 6 and outcome.reason == "no better validation loss in 2 evaluations"

@@ -54,7 +54,7 @@ def told(losses: dict[int, float], end_before: int | None = None) -> Iterator[No
     def training_step(run: Run) -> None:
         nonlocal step
         if run.progress.step + 1 == end_before:
-            run.writer.wait()
+            run.state.writer.wait()
             raise BrokenOff
         take(run)
         step = run.progress.step

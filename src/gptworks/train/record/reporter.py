@@ -1,0 +1,167 @@
+"""What a run says of itself, as it goes: to the terminal, to metrics.jsonl and what is drawn of that, to its card."""
+
+import math
+import time
+
+import torch
+
+from gptworks.config import Recipe
+from gptworks.device import BusyCores, Precision, advice_on_threads, device_name, peak_growth_bytes
+from gptworks.evaluate.loss import LossReport
+from gptworks.model.moe import busiest_load
+from gptworks.plan.memory import training_peak
+from gptworks.plan.params import count_parameters
+from gptworks.train.length import Length
+from gptworks.train.objectives.base import Task
+from gptworks.train.progress import Progress
+from gptworks.train.record.card import MemoryPeaks, write_model_card
+from gptworks.train.record.display import Display, clock
+from gptworks.train.record.metrics import MetricsLog, NoLog, Record, draw_curves, write_samples
+from gptworks.train.record.throughput import Throughput
+from gptworks.train.record.writers import open_log
+from gptworks.train.rehearsal.preflight import run_setting
+from gptworks.train.step import StepLosses, TrainStep
+from gptworks.units import significant
+
+CURVES_EVERY_SECONDS = 60.0
+"""How often an evaluation draws curves.png anew; the end of a run always does."""
+
+
+class Reporter:
+    """Reports a run. Every rank has one; those but the first are silent."""
+
+    def __init__(
+        self, recipe: Recipe, task: Task, step: TrainStep, length: Length, display: Display, precision: Precision
+    ) -> None:
+        self.recipe, self.task, self.length, self.display, self.precision = recipe, task, length, display, precision
+        self.log: MetricsLog | NoLog = NoLog()
+        self._device, self._ranks, self._stopwatch = step.model.device, step.ranks, step.stopwatch
+        self._layout = step.parallel.layout
+        self._throughput = Throughput(recipe.model, self._device, precision, self._ranks.size)
+        self._cores, self._advised = BusyCores(), False
+        self._curves_drawn = time.monotonic()
+
+    def opening(self, model: torch.nn.Module, progress: Progress) -> None:
+        """What is trained, where, on how much text and for how long."""
+        total = count_parameters(self.recipe.model).total
+        trained = sum(math.prod(p.shape) for p in model.parameters() if p.requires_grad)
+        part = "" if trained == total else f", {trained:,} of them trained" if self.recipe.adapter is None else (
+            f" and an adapter of {trained:,}, which alone is trained ({trained / total:.2%})"
+        )  # fmt: skip
+        self.display.message(
+            f"{self.recipe.run_dir}: {total:,} parameters{part}\n"
+            f"{self.precision.name} on {device_name(self._device)}; {self.task.tokens_per_epoch:,} tokens an epoch, "
+            f"and the run ends after {self.length.words(progress)}"
+        )
+
+    def begin(self, progress: Progress) -> None:
+        """Open the log where the run stands, after a start, a resume or a rollback."""
+        self.log.close()
+        self._throughput.start(progress.tokens, progress.seconds)
+        if self._ranks.is_first:
+            self.log = open_log(self.recipe, progress.step, progress.rollbacks)
+
+    def step(self, progress: Progress, losses: StepLosses, norm: float, rate_factor: float, by_layer: Record) -> None:
+        """A step that was taken; in the log, every `train.log_every` steps."""
+        train, done = self.recipe.train, self.length.share_done(progress)
+        if progress.step % train.log_every == 0 or done >= 1:
+            pace = self._throughput.pace(progress.tokens, progress.seconds)
+            self._advise_on_threads()
+            load = None if losses.expert_tokens is None else round(busiest_load(losses.expert_tokens), 3)
+            self.log.write(
+                {
+                    "kind": "train",
+                    "step": progress.step,
+                    "tokens": progress.tokens,
+                    "loss": losses.loss,
+                    "grad_norm": norm,
+                    "learning_rate": rate_factor * train.learning_rate,
+                    "seconds": round(progress.seconds, 3),
+                    **losses.figures,
+                    **pace.record,
+                    "seconds_by_part": self._stopwatch.take(),
+                    **by_layer,
+                    **({} if load is None else {"busiest_expert_load": load}),
+                }
+            )
+            note = "" if load is None else f"  busiest expert {load:.2f}×"
+            self.display.speed(pace.tokens_per_second, pace.utilization, note)
+        seconds_left = progress.seconds / done * (1 - done) if done else 0.0
+        self.display.step(self.length.reached(progress), done, losses.loss, seconds_left)
+
+    def _advise_on_threads(self) -> None:
+        if self._ranks.size == 1 and not self._advised and (by_others := self._cores.by_others()) is not None:
+            if advice := advice_on_threads(by_others, self._device):
+                self.display.message(advice)
+            self._advised = advice is not None
+
+    def skipped(self, progress: Progress, reason: str, loss: float, norm: float) -> None:
+        """A step whose gradients were not applied."""
+        self.log.write({"kind": "skipped", "step": progress.step, "loss": loss, "grad_norm": norm})
+        self.display.message(f"step {progress.step:,} skipped: {reason} ({progress.skipped} so far)")
+
+    def rolled_back(self, progress: Progress, from_step: int) -> None:
+        """The run went back to where it stands now."""
+        self.begin(progress)
+        self.log.write({"kind": "rollback", "step": progress.step, "from_step": from_step})
+        self.display.message(f"back to step {progress.step:,}, and on past the batches of the skipped steps")
+
+    def validation(self, progress: Progress, report: LossReport, figures: dict[str, float], better: bool) -> None:
+        """An evaluation; after it the curves are drawn anew, where that is long ago."""
+        n_there = self.task.n_validation
+        n_read = self.task.n_evaluated or n_there
+        likelihood = report.unit == "nats per token"
+        self.log.write(
+            {
+                "kind": "validation",
+                "step": progress.step,
+                "tokens": progress.tokens,
+                "loss": report.loss,
+                "perplexity": report.perplexity if likelihood else None,
+                **({} if likelihood else {"unit": report.unit}),
+                "bits_per_byte": report.bits_per_byte,
+                "sequences": n_read,
+                "sequences_held_out": n_there,
+                **figures,
+            }
+        )
+        bits = f"  perplexity {significant(report.perplexity)}" if likelihood else ""
+        bits += "".join(f"  {name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
+        bits += f"  {report.bits_per_byte:.4f} bits per byte" if report.bits_per_byte is not None else ""
+        bits += f"  of {n_read:,} of {n_there:,} held-out sequences" if n_read < n_there else ""
+        self.display.validation(progress.step, report.loss, bits + ("  (best)" if better else ""))
+        if self._ranks.is_first and time.monotonic() - self._curves_drawn >= CURVES_EVERY_SECONDS:
+            self._draw_curves()
+
+    def _draw_curves(self) -> bool:
+        folder = self.recipe.run_dir
+        self._curves_drawn = time.monotonic()
+        return draw_curves(folder / "metrics.jsonl", folder / "curves.png", self.recipe.name)
+
+    def sample(self, progress: Progress, prompt: str, text: str) -> None:
+        """A text that the model has written."""
+        self.log.write({"kind": "sample", "step": progress.step, "prompt": prompt, "text": text})
+        self.display.sample(progress.step, prompt, text)
+
+    def sampled(self) -> None:
+        """All texts of a step are there."""
+        if self._ranks.is_first:
+            write_samples(self.recipe.run_dir / "metrics.jsonl", self.recipe.run_dir / "samples.md")
+
+    def end(self, progress: Progress, reason: str, memory_before_bytes: int) -> None:
+        """The run's end: the curves, the card and a line. On the first rank."""
+        self.log.close()
+        if not self._draw_curves():
+            self.display.message("curves.png is left out: matplotlib is not installed (pip install 'gptworks[plots]').")
+        setting = run_setting(self.recipe, self._device, self.precision, self._layout)
+        memory = MemoryPeaks(
+            predicted_bytes=training_peak(setting).total_bytes,
+            measured_bytes=peak_growth_bytes(self._device, memory_before_bytes),
+        )
+        samples = self.task.samples_per_epoch
+        write_model_card(self.recipe, progress, reason, samples, self.precision, memory, self._layout)
+        left = " Go on with --resume." if self.length.share_done(progress) < 1 else ""
+        self.display.message(
+            f"{reason} at step {progress.step:,} after {clock(progress.seconds)}, {progress.tokens:,} tokens. "
+            f"Saved in {self.recipe.run_dir}.{left}"
+        )

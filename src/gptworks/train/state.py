@@ -1,0 +1,95 @@
+"""What a checkpoint holds of a run in training, saved and restored: a resumed run goes on bit for bit."""
+
+import itertools
+from collections import deque
+from dataclasses import asdict
+
+from torch import Tensor
+
+from gptworks.checkpoint import Checkpoint, newest_verified
+from gptworks.config import Recipe
+from gptworks.errors import UserError
+from gptworks.tensors import Expected
+from gptworks.train.distributed.agreed import agreed_checkpoint
+from gptworks.train.optim.average import WeightAverage
+from gptworks.train.progress import Progress
+from gptworks.train.record.display import Display
+from gptworks.train.saving import CheckpointWriter
+from gptworks.train.step import TrainStep
+
+
+class TrainingState:
+    """Where a run stands, with its weights, their average and its optimizer."""
+
+    def __init__(self, recipe: Recipe, step: TrainStep, progress: Progress, display: Display) -> None:
+        self._recipe, self._step, self._display = recipe, step, display
+        self.progress = progress
+        self.average = WeightAverage(step.model, recipe.train.ema_decay)
+        self.writer = CheckpointWriter(recipe.run_dir, recipe.train.keep_checkpoints, recipe.train.keep_every)
+        self._saved_step = -1
+
+    def newest_checkpoint(self, up_to_step: int | None = None) -> Checkpoint | None:
+        """The newest checkpoint of the run that rank 0 finds whole, on every rank."""
+        folder, report = self._recipe.run_dir, self._display.message
+        return agreed_checkpoint(
+            self._step.ranks, folder, lambda: newest_verified(folder, report, up_to_step=up_to_step)
+        )
+
+    def start_from(self, weights: dict[str, Tensor]) -> None:
+        """Take over the weights of another run; of an adapter's run, those of the model that it adapts."""
+        model = self._step.model
+        model.load_state_dict(self._step.parallel.shares(weights), strict=self._recipe.adapter is None)
+        self.average = WeightAverage(model, self._recipe.train.ema_decay)
+
+    def restore(self, checkpoint: Checkpoint, batch_size: int) -> None:
+        """Go back to a checkpoint.
+
+        Args:
+            batch_size: that of the run when the checkpoint was saved; see `Progress.from_json`.
+
+        Raises:
+            UserError: it is of other data, of an import, or damaged.
+        """
+        progress = Progress.from_json(checkpoint.state(), batch_size, checkpoint.folder / "state.json")
+        folder = self._recipe.run_dir
+        if not progress.data_fingerprint:
+            raise UserError(
+                f"{folder} was imported and has no training to go on with: start one from it with "
+                f"initialize_from={folder} and another run_dir=."
+            )
+        if progress.data_fingerprint != self.progress.data_fingerprint:
+            raise UserError(
+                f"the data has changed since {folder} began: its shards were {progress.data_fingerprint[:12]} and are "
+                f"now {self.progress.data_fingerprint[:12]}. Restore the text, or start anew with another run_dir=."
+            )
+        self.progress = progress
+        self._saved_step = progress.step
+        optimizer, shares, own = self._step.optimizer, self._step.parallel.shares, self.average.own_tensors
+        weights = checkpoint.model_tensors({name: Expected.like(p) for name, p in self.average.parameters.items()})
+        moments = checkpoint.optimizer_tensors(lambda stored: optimizer.expected_tensors(stored, own))
+        optimizer.load_state_tensors(self.average.restore(shares(weights), shares(moments)))
+        if progress.scaler:
+            self._step.scaler.load_state_dict(progress.scaler)
+
+    def save(self, *, weights_only: bool = False) -> None:
+        """Write a checkpoint of this step, unless it is written already, and delete the oldest beyond those to keep.
+
+        Args:
+            weights_only: leave out what training alone needs; the optimizer's state is not gathered from the ranks.
+        """
+        if self._saved_step == self.progress.step:
+            return
+        step, ranks, whole = self._step, self._step.ranks, self._step.parallel.whole
+        self.progress.scaler = step.scaler.state_dict()
+        with step.stopwatch.part("checkpoint"):
+            tensors = {"model": whole(self.average.model_tensors)}
+            if not weights_only:
+                tensors["optimizer"] = whole(step.optimizer.state_tensors() | self.average.own_tensors)
+            if ranks.is_first:
+                with ranks.busy():
+                    self.writer.wait()
+                self.writer.save(self.progress.step, tensors, asdict(self.progress))
+            else:
+                deque(itertools.chain(*tensors.values()), maxlen=0)  # our part in making them whole
+        if not weights_only:
+            self._saved_step = self.progress.step
