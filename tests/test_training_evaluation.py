@@ -20,6 +20,7 @@ from gptworks.train.distributed.ranks import Ranks
 from gptworks.train.loop import train
 from gptworks.train.objectives.preference import answer_logprobs
 from gptworks.train.record.metrics import TIMINGS, read_metrics
+from gptworks.train.state import TrainingState
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
