@@ -29,11 +29,11 @@ from torch import Tensor
 
 from gptworks.checkpoint import save_checkpoint
 from gptworks.device import device_name
-from gptworks.infer.choice import choose_backend
 from gptworks.interop.gguf import export_gguf
 from gptworks.model import GPT
 from gptworks.model.backend import Backend, Chunk, TorchBackend
 from gptworks.native.backend import move_to_large_pages
+from gptworks.native.choice import choose_backend
 from gptworks.native.library import read_memory
 from gptworks.plan.flops import forward_flops
 from gptworks.presets import preset

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from gptworks.config import ModelConfig
-from gptworks.infer import choice
 from gptworks.model import GPT
 from gptworks.model.backend import Chunk, TorchBackend
+from gptworks.native import choice
 
 VOCABULARY, CONTEXT = 50, 64
 

@@ -34,7 +34,6 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 from gptworks.infer import Engine, SamplingSettings, room
-from gptworks.infer.choice import choose_backend
 from gptworks.infer.request import Request
 from gptworks.infer.sampling import Sampler, adjust, sample
 from gptworks.infer.scheduler import QueueFull
@@ -42,6 +41,7 @@ from gptworks.infer.speculate import DraftModel, PromptLookup
 from gptworks.model import GPT
 from gptworks.model.backend import Chunk, Unavailable
 from gptworks.native import backend as native
+from gptworks.native.choice import choose_backend
 from gptworks.tokenizer import special_tokens
 from test_engine import char_tokenizer, random_model
 

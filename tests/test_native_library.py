@@ -18,13 +18,13 @@ import torch
 
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
-from gptworks.infer import choice
-from gptworks.infer.choice import choose_backend
 from gptworks.infer.engine import load
 from gptworks.model import GPT
 from gptworks.model.backend import Chunk, TorchBackend, Unavailable
 from gptworks.native import backend as native
+from gptworks.native import choice
 from gptworks.native import library as native_library
+from gptworks.native.choice import choose_backend
 from gptworks.native.library import library
 from test_native import CONTEXT, VARIANTS, check, pack, text, variant
 

@@ -13,8 +13,8 @@ import tiny
 from gptworks.config import RewardObjective
 from gptworks.errors import RunError, UserError
 from gptworks.infer.engine import load
+from gptworks.infer.logprobs import TokenLogprob
 from gptworks.infer.request import Completion
-from gptworks.infer.sampling import TokenLogprob
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import check_train, train
 from gptworks.train.objectives.reward import advantages, policy_loss, sampling_gap

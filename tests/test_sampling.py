@@ -9,6 +9,7 @@ from transformers.generation import logits_process as hf
 
 from gptworks.errors import RunError, UserError
 from gptworks.infer import sampling
+from gptworks.infer.logprobs import token_logprobs
 from gptworks.infer.sampling import (
     CANDIDATES,
     Sampler,
@@ -20,7 +21,6 @@ from gptworks.infer.sampling import (
     keep_top_p,
     pick,
     sample,
-    token_logprobs,
 )
 from gptworks.infer.sampling import (
     draw as draw_from,

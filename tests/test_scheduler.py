@@ -76,11 +76,11 @@ def run(
             assert job.slot is not None
             assert backend.texts(job.slot)[: job.n_computed] == job.tokens[: job.n_computed], "reused another text"
         plan = scheduler.plan()
-        check_step(scheduler, plan.work)
-        assert not plan.ready
-        for work in plan.work:
+        check_step(scheduler, plan)
+        assert all(job.n_computed < len(job.tokens) for job in scheduler.running)
+        for work in plan:
             backend.compute(work.slot, work.start, work.tokens)
-        for work in plan.work:
+        for work in plan:
             scheduler.commit(work)
             text = next(t for t in alive if t.job is work.job)
             assert backend.texts(work.slot) == work.job.tokens[: work.job.n_computed]
@@ -171,7 +171,7 @@ def test_exact_reuse_shares_only_what_would_be_computed_in_the_same_chunks(
 def step(scheduler: Scheduler, *, grow: bool = True) -> list[tuple[int, int]]:
     """One step in which every text that is read goes on with token 0; (start, tokens) of each work."""
     scheduler.admit()
-    work = scheduler.plan().work
+    work = scheduler.plan()
     for one in work:
         scheduler.commit(one)
         if grow and one.n_logits:
@@ -239,7 +239,7 @@ def test_a_second_sample_takes_the_whole_prompt_over() -> None:
     scheduler.add(twin, first=True)
     _, copies = scheduler.admit()
     assert [copy.n_tokens for copy in copies] == [11]
-    assert scheduler.plan().ready == [first, twin]
+    assert scheduler.plan() == [] and twin.n_computed == 11
 
 
 def test_what_was_guessed_wrongly_is_forgotten() -> None:
@@ -248,12 +248,12 @@ def test_what_was_guessed_wrongly_is_forgotten() -> None:
     scheduler.add(job)
     step(scheduler)
     job.guess = [5, 6, 7]
-    (work,) = scheduler.plan().work
+    (work,) = scheduler.plan()
     assert (work.start, work.tokens, work.n_logits, work.n_guessed) == (3, [0, 5, 6, 7], 4, 3)
     job.tokens += [5, 9]
     scheduler.commit(work, 2)  # 0 and 5 belong to the text, 6 and 7 do not
     assert job.n_computed == 5
-    (work,) = scheduler.plan().work
+    (work,) = scheduler.plan()
     assert (work.start, work.tokens) == (5, [9])
 
 
@@ -285,7 +285,7 @@ def test_more_slots_let_those_that_wait_begin_and_those_that_run_go_on() -> None
     step(scheduler)
     scheduler.grow(4)
     assert scheduler.admit()[0] == [waiting]
-    assert [(work.start, work.tokens) for work in scheduler.plan().work] == [(2, [0]), (0, [3])]
+    assert [(work.start, work.tokens) for work in scheduler.plan()] == [(2, [0]), (0, [3])]
 
 
 def test_what_will_be_overwritten_is_not_reused_from_the_moment_it_is_planned() -> None:
@@ -298,7 +298,7 @@ def test_what_will_be_overwritten_is_not_reused_from_the_moment_it_is_planned() 
     scheduler.add(turn)
     scheduler.admit()
     assert turn.slot == 0 and turn.n_reused == 15
-    (work,) = scheduler.plan().work
+    (work,) = scheduler.plan()
     late = Job([1] * 20)
     scheduler.add(late)
     assert scheduler.admit() == ([late], [Copy(0, 1, 15)]), "the last five of the old text's are gone"

@@ -9,11 +9,12 @@ from tokenizers import Tokenizer
 
 from gptworks.errors import UserError
 from gptworks.infer.constrain import Constraints
+from gptworks.infer.logprobs import PromptScores
 from gptworks.infer.request import Listener, Overflow, Prompt, Request
 from gptworks.infer.room import Room
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.sampling_task import SamplingTask
-from gptworks.infer.scoring_task import PromptScores, ScoringTask
+from gptworks.infer.scoring_task import ScoringTask
 from gptworks.infer.text import Sample
 from gptworks.tokenizer import encodings, prompt_ids, special_tokens, vocabulary_size
 
@@ -76,7 +77,7 @@ class Admission:
         grammar = self.constraints().grammar(settings) if constrained else None
         scores = None if prompt_logprobs is None else PromptScores(ids, score_from, prompt_logprobs)
         if not generates:
-            return ScoringTask(next(self._numbers), ids, scores, listener)
+            return ScoringTask(next(self._numbers), ids, 1, listener, scores)
         samples = [
             Sample(i, ids, settings, self._tokenizer, self._special.eos, None if grammar is None else grammar.begin())
             for i in range(n_samples)

@@ -45,7 +45,7 @@ class BatchReport:
 class _Task:
     id: str | int
     prompt: str
-    settings: dict[str, Any]
+    settings: SamplingSettings
 
 
 def generate_file(
@@ -77,7 +77,7 @@ def generate_file(
     progress = BatchReport(total=len(ids), skipped=sum(one in finished for one in ids))
     left = (task for task in _tasks(source, settings) if task.id not in finished)
     with target.open("a", encoding="utf-8") as out:
-        for task, outcome in _outcomes(engine, left, settings, n_samples, overflow):
+        for task, outcome in _outcomes(engine, left, n_samples, overflow):
             out.write(json.dumps({"id": task.id, **outcome}, ensure_ascii=False) + "\n")
             out.flush()
             if "error" in outcome:
@@ -92,7 +92,7 @@ def generate_file(
 
 
 def _outcomes(
-    engine: Engine, tasks: Iterator[_Task], settings: SamplingSettings, n_samples: int, overflow: Overflow
+    engine: Engine, tasks: Iterator[_Task], n_samples: int, overflow: Overflow
 ) -> Iterator[tuple[_Task, dict[str, Any]]]:
     """Each task and what its line says, as they end."""
     running: dict[_Task, Request] = {}
@@ -105,8 +105,7 @@ def _outcomes(
                     more = False
                     break
                 try:
-                    of_task = SamplingSettings.of(settings, **task.settings)
-                    running[task] = engine.submit(task.prompt, of_task, n_samples=n_samples, overflow=overflow)
+                    running[task] = engine.submit(task.prompt, task.settings, n_samples=n_samples, overflow=overflow)
                 except UserError as error:
                     yield task, {"error": str(error)}
             engine.step()
@@ -150,10 +149,9 @@ def _task(line: str, number: int, place: str, settings: SamplingSettings) -> _Ta
     if not isinstance(name, str | int):
         raise UserError(f"{place}: id={name!r}: it must be a string or a whole number.")
     try:
-        SamplingSettings.of(settings, **own)
+        return _Task(name, tree["prompt"], SamplingSettings.of(settings, **own))
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
-    return _Task(name, tree["prompt"], own)
 
 
 def _finished(target: Path) -> set[str | int]:

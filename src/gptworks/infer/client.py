@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from gptworks.infer.admission import Admission
+from gptworks.infer.logprobs import TokenLogprob
 from gptworks.infer.request import Completion, Overflow, Prompt, Request
-from gptworks.infer.sampling import SamplingSettings, TokenLogprob
+from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import Piece
 
 

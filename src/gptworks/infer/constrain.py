@@ -131,7 +131,7 @@ class Constraints:
             Abandoned: the task was abandoned.
         """
         source = self._source(settings)
-        if (known := self._find(source, settings)) is not None:
+        if (known := self.find(settings, source)) is not None:
             return known
         try:
             return self._compile(source, task)
@@ -145,17 +145,15 @@ class Constraints:
                 self._refusals.popitem(last=False)
         raise _unfollowable(settings, refusal)
 
-    def find(self, settings: SamplingSettings) -> Grammar | None:
+    def find(self, settings: SamplingSettings, source: str | None = None) -> Grammar | None:
         """The grammar that the settings ask for, if it is there; None: it is to be compiled.
 
         Raises:
             UserError: no such schema or expression, or one that is known to take too much.
         """
-        return self._find(self._source(settings), settings)
-
-    def _find(self, source: str, settings: SamplingSettings) -> Grammar | None:
+        key = _key(self._source(settings) if source is None else source)
         with self._lock:
-            grammar, refusal = self._live.get(_key(source)), self._refusals.get(_key(source))
+            grammar, refusal = self._live.get(key), self._refusals.get(key)
         if refusal is not None:
             raise _unfollowable(settings, refusal)
         return grammar

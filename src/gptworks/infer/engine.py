@@ -35,7 +35,6 @@ from gptworks.chat_template import ChatTemplate, load_chat_template
 from gptworks.checkpoint import Report, load_run
 from gptworks.device import choose_device
 from gptworks.infer.admission import Admission
-from gptworks.infer.choice import BackendName
 from gptworks.infer.client import Client
 from gptworks.infer.request import Listener, OpenRequests, Overflow, Prompt, Request, Statistics
 from gptworks.infer.room import Room
@@ -45,6 +44,7 @@ from gptworks.infer.scheduler import PREFILL_TOKENS, QueueFull, Reuse
 from gptworks.infer.speculate import Drafter
 from gptworks.model import GPT
 from gptworks.model.backend import Chunk
+from gptworks.native.choice import BackendName
 from gptworks.tokenizer import load_tokenizer
 
 
@@ -176,19 +176,17 @@ class Engine(Client):
         room, requests = self._room, self._requests
         requests.make_room()
         draft_tokens(requests)
-        requests.admit()
+        ready = requests.admit()
         plan = room.scheduler.plan()
         assert room.backend is not None
-        chunks = [Chunk(w.slot, w.start, w.tokens, w.n_logits, requests.most_tokens(w.job)) for w in plan.work]
+        chunks = [Chunk(w.slot, w.start, w.tokens, w.n_logits, requests.most_tokens(w.job)) for w in plan]
         computed = room.backend.compute(chunks) if chunks else []
         requests.statistics.steps += 1
         draws = []
-        for work, logits in zip(plan.work, computed, strict=True):
+        for work, logits in zip(plan, computed, strict=True):
             known = logits[:, : self.admission.n_ids]  # a padded vocabulary's last rows stand for no token
             draws += requests.of(work.job).on_logits(work, known, requests)
-        for job in plan.ready:
-            draws += requests.of(job).on_ready(job)
-        draw_tokens(draws, requests)
+        draw_tokens(draws + ready, requests)
 
     def _receive(self) -> None:
         """Take in what was submitted and cancelled."""

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from functools import partial
 from types import TracebackType
@@ -25,7 +25,7 @@ from typing import Any, Self, TypeVar
 from gptworks.errors import RunError
 from gptworks.infer.client import completions
 from gptworks.infer.engine import Engine
-from gptworks.infer.request import Completion, Request, Statistics
+from gptworks.infer.request import Completion, Prompt, Request
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import Piece
 
@@ -97,8 +97,8 @@ class EngineLoop:
 
         Args:
             max_unread: pieces that may wait for the reader; with more, the stream is cancelled (SlowReader).
-            patience: pieces after which the reader is told, if no text has ended before. Telling takes the processor
-                from the next step, so who wants whole texts does well to wait for some.
+            patience: pieces after which the reader is woken, if no text has ended before. Waking it costs a step's
+                CPU; raise this if only the final text matters.
 
         Raises:
             EngineStopped: the loop is closed.
@@ -107,9 +107,7 @@ class EngineLoop:
             raise EngineStopped("the engine is stopping: no more requests are taken.")
         return Stream(self, max_unread, patience)
 
-    def stream(
-        self, prompt: str | Sequence[int], settings: SamplingSettings | None = None, **arguments: Any
-    ) -> "Stream":
+    def stream(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> "Stream":
         """Submit a request, with the arguments of `Engine.submit`, and iterate over its pieces as they come.
 
         To be called where an asyncio loop runs.
@@ -127,16 +125,12 @@ class EngineLoop:
         return stream
 
     async def complete(
-        self, prompt: str | Sequence[int], settings: SamplingSettings | None = None, **arguments: Any
+        self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any
     ) -> list[Completion]:
         """The finished samples of a request; arguments and errors as `stream`."""
         stream = self.stream(prompt, settings, **arguments)
         pieces = [piece async for piece in stream]
         return completions(pieces, stream.request.n_samples, len(stream.request.prompt_ids))
-
-    def statistics(self) -> Statistics:
-        """See `Engine.statistics`."""
-        return self.engine.statistics()
 
     def _run(self) -> None:
         while True:
@@ -188,7 +182,7 @@ class Stream:
         self._event, self._told = asyncio.Event(), False
         self._unread: deque[tuple[int, Piece | Exception, float]] = deque()
         self._n_unfinished = 0
-        self._cancelled = False
+        self.cancelled = False
         self.requests: list[Request] = []
         loop._streams.add(self)
 
@@ -197,13 +191,7 @@ class Stream:
         """The first request."""
         return self.requests[0]
 
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled
-
-    def submit(
-        self, prompt: str | Sequence[int], settings: SamplingSettings | None = None, **arguments: Any
-    ) -> Request:
+    def submit(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> Request:
         """Add a request, with the arguments of `Engine.submit`. From any thread, one at a time.
 
         Raises:
@@ -213,7 +201,7 @@ class Stream:
         request = self._loop.engine.submit(prompt, settings, listener=listener, **arguments)
         self.requests.append(request)
         self._n_unfinished += arguments.get("n_samples", 1)
-        if self._cancelled:  # while the prompt was read
+        if self.cancelled:  # while the prompt was read
             self._loop.engine.cancel(request)
         self._loop._wake.set()
         return request
@@ -222,7 +210,7 @@ class Stream:
         """For the engine: a piece of a request, for the reader, who is told after the step. From any thread."""
         full = self._max_unread is not None and len(self._unread) >= self._max_unread
         if full and isinstance(piece, Piece):
-            if self._cancelled:
+            if self.cancelled:
                 return
             self.cancel()
             piece = SlowReader(f"the reader left {self._max_unread} pieces unread: the request was cancelled.")
@@ -239,7 +227,7 @@ class Stream:
 
     def cancel(self) -> None:
         """End the requests where they are. From any thread, any number of times."""
-        self._cancelled = True
+        self.cancelled = True
         self._loop._streams.discard(self)
         for request in list(self.requests):
             if not request.done:
@@ -248,7 +236,7 @@ class Stream:
 
     def leave(self) -> None:
         """Nobody reads any more: the engine cancels before its next step. Takes no lock: a finalizer may call it."""
-        if self._n_unfinished and not self._cancelled:
+        if self._n_unfinished and not self.cancelled:
             self._loop._left.append(self)
 
     def batches(self) -> "_Reading[list[tuple[int, Piece, float]]]":

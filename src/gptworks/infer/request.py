@@ -9,8 +9,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from gptworks.infer.logprobs import PromptScores, TokenLogprob
 from gptworks.infer.room import Room
-from gptworks.infer.sampling import TokenLogprob
 from gptworks.infer.scheduler import Job, Work
 from gptworks.infer.text import FinishReason, Piece, Sample
 
@@ -75,20 +75,22 @@ class Request(ABC):
     What is computed for it, and what becomes of the logits, depends on its kind: `SamplingTask`, `ScoringTask`.
     """
 
-    def __init__(self, number: int, prompt_ids: list[int], n_samples: int, listener: Listener | None) -> None:
+    def __init__(
+        self, number: int, prompt_ids: list[int], n_samples: int, listener: Listener | None, scores: PromptScores | None
+    ) -> None:
         self.id, self.prompt_ids, self.n_samples = number, prompt_ids, n_samples
         self.done = False
         """No more pieces will come."""
         self.error: Exception | None = None
         """Why it failed, where it did."""
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.prompt_logprobs = None if scores is None else scores.logprobs
         """If asked for: the log-probabilities of the prompt's tokens (None before `score_from`), by the first piece."""
         self.n_reused_tokens = 0
         """Tokens of the prompt that needed no computing (prefix reuse)."""
         self.admitted_at: float | None = None
         """When it first got a slot, by `time.monotonic`."""
         self._pieces: deque[Piece] = deque()
-        self._listener = listener
+        self._listener, self._scores = listener, scores
         self.jobs: dict[Job, int] = {}
         """For the engine: what it computes for the request, each with the index of its sample."""
 
@@ -113,26 +115,36 @@ class Request(ABC):
         """For the engine: the request has ended."""
         self.done = True
 
+    def first_job(self, room: Room) -> Job:
+        """What is computed first: the prompt, or the window of it that the context allows."""
+        return Job(room.window(self.ids_to_read), score_from=None if self._scores is None else self._scores.first - 1)
+
+    def read_scores(self, work: Work, logits: Tensor) -> None:
+        """Score the prompt's tokens that the logits predict, where asked for."""
+        if self._scores is not None:
+            self._scores.read(work, logits)
+
     # ----------------------------------------------------------------------------------------- what each kind defines
+
+    @property
+    def ids_to_read(self) -> list[int]:
+        """The prompt's tokens that are to be computed."""
+        return self.prompt_ids
 
     @property
     def n_to_come(self) -> int:
         """Jobs that wait for the first job to read the prompt."""
         return 0
 
-    @abstractmethod
-    def first_job(self, room: Room) -> Job:
-        """What is computed first."""
-
-    @abstractmethod
     def most_tokens(self, job: Job) -> int:
         """Tokens that the job's text may come to, were there no context to fill."""
+        return len(job.tokens)
 
     @abstractmethod
     def on_logits(self, work: Work, logits: Tensor, requests: "OpenRequests") -> list["Draw"]:
         """Use the logits [n_logits, V] of a work; return the draws that they allow."""
 
-    def on_ready(self, job: Job) -> list["Draw"]:
+    def on_ready(self, job: Job) -> "Draw":
         """The draw of a job that has nothing to compute, since its logits are known."""
         raise NotImplementedError
 
@@ -179,8 +191,8 @@ class OpenRequests:
         n_to_come = sum(request.n_to_come for request in self._open.values())
         self.room.fit(len(jobs) + n_to_come, max(map(self.most_tokens, jobs)))
 
-    def admit(self) -> list[Job]:
-        """Assign free slots to the jobs that wait; the jobs admitted."""
+    def admit(self) -> list[Draw]:
+        """Assign free slots to the jobs that wait; return the draws of those that have nothing to compute."""
         admitted = self.room.admit()
         for job in admitted:
             request = self.of(job)
@@ -189,7 +201,7 @@ class OpenRequests:
                 request.n_reused_tokens += job.n_reused
                 self.statistics.prefix_hits += 1
                 self.statistics.reused_tokens += job.n_reused
-        return admitted
+        return [self.of(job).on_ready(job) for job in admitted if job.n_computed == len(job.tokens)]
 
     # ------------------------------------------------------------------------------------------------ come and go
 

@@ -7,11 +7,11 @@ import torch
 
 from gptworks.device import memory_bytes
 from gptworks.errors import UserError
-from gptworks.infer.choice import BackendName, choose_backend
 from gptworks.infer.scheduler import PREFILL_TOKENS, Job, Reuse, Scheduler
 from gptworks.infer.speculate import Drafter
 from gptworks.model import GPT
 from gptworks.model.backend import Backend
+from gptworks.native.choice import BackendName, choose_backend
 from gptworks.units import readable
 
 MOST_SLOTS = 32

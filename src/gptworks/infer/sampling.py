@@ -13,7 +13,7 @@ import math
 import random
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -204,15 +204,6 @@ class Sampler:
         return bool(self.seen or self.generated or self.settings.logit_bias or self.banned)
 
 
-@dataclass(frozen=True)
-class TokenLogprob:
-    """What the model gave a token, in nats, and what it gave the likeliest ones (token id, log-probability)."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
 def sample(logits: Tensor, samplers: Sequence[Sampler], allowed: Sequence[Tensor | None] | None = None) -> list[int]:
     """Choose the next token of each text. The caller pushes it into the text's sampler.
 
@@ -247,7 +238,7 @@ def pick(logits: Tensor, settings: Sequence[SamplingSettings], shares: Sequence[
     tokens = torch.empty(len(settings), dtype=torch.int64)
     share = torch.tensor(shares, dtype=torch.float64)
     for rows, choose in (
-        ([i for i, s in enumerate(settings) if s.greedy], _likeliest),
+        ([i for i, s in enumerate(settings) if s.greedy], lambda logits, *_: logits.argmax(-1)),
         ([i for i, s in enumerate(settings) if not s.greedy and not s.filtered], _pick_of_all),
         ([i for i, s in enumerate(settings) if not s.greedy and s.filtered], _pick_of_candidates),
     ):
@@ -258,10 +249,6 @@ def pick(logits: Tensor, settings: Sequence[SamplingSettings], shares: Sequence[
             tokens[some] = choose(part, [settings[i] for i in some], share[some]).cpu()
     chosen: list[int] = tokens.tolist()
     return chosen
-
-
-def _likeliest(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> Tensor:
-    return logits.argmax(-1)
 
 
 def _pick_of_all(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> Tensor:
@@ -341,28 +328,21 @@ def adjust(logits: Tensor, samplers: Sequence[Sampler], allowed: Sequence[Tensor
     logits = logits.clone()
     device = logits.device
 
-    def places(parts: Callable[[Sampler], Any]) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Rows, token ids and numbers, of all texts one after another; None: there are none."""
+    def places(parts: Callable[[Sampler], Any]) -> Iterator[list[Tensor]]:
+        """Rows, token ids and numbers, of all texts one after another; nothing where there are none."""
         found = [(row, *part) for row, sampler in enumerate(samplers) if (part := parts(sampler)) and len(part[0])]
-        if not found:
-            return None
-        rows = np.repeat([row for row, _, _ in found], [len(ids) for _, ids, _ in found])
-        ids, numbers = (np.concatenate([part[i] for part in found]) for i in (1, 2))
-        return (
-            torch.from_numpy(rows).to(device),
-            torch.from_numpy(ids.astype(np.int64)).to(device),
-            torch.from_numpy(numbers.astype(np.float32)).to(device),
-        )
+        if found:
+            rows = np.repeat([row for row, _, _ in found], [len(ids) for _, ids, _ in found])
+            ids, numbers = (np.concatenate([part[i] for part in found]) for i in (1, 2))
+            arrays = rows, ids.astype(np.int64), numbers.astype(np.float32)
+            yield [torch.from_numpy(array).to(device) for array in arrays]
 
-    if (bias := places(lambda s: tuple(zip(*s.settings.logit_bias.items(), strict=True)))) is not None:
-        rows, ids, numbers = bias
+    for rows, ids, numbers in places(lambda s: tuple(zip(*s.settings.logit_bias.items(), strict=True))):
         logits[rows, ids] += numbers
-    if (penalty := places(_repetition)) is not None:
-        rows, ids, numbers = penalty
+    for rows, ids, numbers in places(_repetition):
         scores = logits[rows, ids]
         logits[rows, ids] = torch.where(scores < 0, scores * numbers, scores / numbers)
-    if (penalty := places(_frequency_and_presence)) is not None:
-        rows, ids, numbers = penalty
+    for rows, ids, numbers in places(_frequency_and_presence):
         logits[rows, ids] -= numbers
     for row, sampler in enumerate(samplers):
         mask = allowed[row] if allowed is not None else None
@@ -412,19 +392,6 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
     if p == 0:
         return logits
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -math.inf)
-
-
-def token_logprobs(logits: Tensor, tokens: Sequence[int], n_top: int) -> list[TokenLogprob]:
-    """The log-probability of one token for each row of logits [T, V], and those of the `n_top` likeliest."""
-    logits = logits.float()
-    normalizer = logits.logsumexp(-1, keepdim=True)
-    chosen = (logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None]) - normalizer)[:, 0].tolist()
-    best = logits.topk(min(n_top, logits.size(-1)))
-    tops = ((best.values - normalizer).tolist(), best.indices.tolist())
-    return [
-        TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True)))
-        for token, logprob, values, ids in zip(tokens, chosen, *tops, strict=True)
-    ]
 
 
 def _column(numbers: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from gptworks.errors import RunError, UserError
+from gptworks.infer.logprobs import PromptScores, token_logprobs
 from gptworks.infer.request import Draw, Listener, OpenRequests, Overflow, Request
-from gptworks.infer.room import Room
-from gptworks.infer.sampling import sample, token_logprobs
+from gptworks.infer.sampling import sample
 from gptworks.infer.scheduler import Job, Work
-from gptworks.infer.scoring_task import PromptScores
 from gptworks.infer.speculate import Draftable
 from gptworks.infer.text import Sample
 
@@ -30,17 +29,13 @@ class SamplingTask(Request):
         scores: PromptScores | None,
         listener: Listener | None,
     ) -> None:
-        super().__init__(number, prompt_ids, len(samples), listener)
-        self.samples, self.overflow, self._scores = samples, overflow, scores
-        self.prompt_logprobs = None if scores is None else scores.logprobs
+        super().__init__(number, prompt_ids, len(samples), listener, scores)
+        self.samples, self.overflow = samples, overflow
         self._first_logits: Tensor | None = None  # [1, V] after the prompt, for the samples still to come
 
     @property
     def n_to_come(self) -> int:
         return sum(one.finish_reason is None for one in self.samples) - len(self.jobs)
-
-    def first_job(self, room: Room) -> Job:
-        return Job(room.window(self.prompt_ids), score_from=None if self._scores is None else self._scores.first - 1)
 
     def most_tokens(self, job: Job) -> int:
         one = self.samples[self.jobs[job]]
@@ -52,8 +47,7 @@ class SamplingTask(Request):
 
     def on_logits(self, work: Work, logits: Tensor, requests: OpenRequests) -> list[Draw]:
         job = work.job
-        if self._scores is not None:
-            self._scores.read(work, logits)
+        self.read_scores(work, logits)
         if not work.n_guessed:
             requests.room.scheduler.commit(work)
         if not work.is_last:
@@ -62,23 +56,14 @@ class SamplingTask(Request):
         draws = [Draw(self, self.samples[self.jobs[job]], job, logits[-1 - work.n_guessed :], draft, work)]
         if self._first_logits is None and len(self.samples) > 1:
             self._first_logits = logits[-1:].clone()
-            draws += self._branch(job, requests)
+            twins = {Job(list(job.tokens), knows_logits=True): i for i in range(1, len(self.samples))}
+            requests.add(self, twins, first=True)  # the other samples go on from the prompt that the first has read
+            draws += requests.admit()
         return draws
 
-    def _branch(self, first: Job, requests: OpenRequests) -> list[Draw]:
-        """Let the other samples go on from the prompt that the first has read."""
-        twins = {Job(list(first.tokens), knows_logits=True): i for i in range(1, len(self.samples))}
-        requests.add(self, twins, first=True)
-        return [
-            draw
-            for job in requests.admit()
-            if job.n_computed == len(job.tokens)
-            for draw in requests.of(job).on_ready(job)
-        ]
-
-    def on_ready(self, job: Job) -> list[Draw]:
+    def on_ready(self, job: Job) -> Draw:
         assert self._first_logits is not None
-        return [Draw(self, self.samples[self.jobs[job]], job, self._first_logits)]
+        return Draw(self, self.samples[self.jobs[job]], job, self._first_logits)
 
     def on_drawn(self, draw: Draw, requests: OpenRequests) -> None:
         """Keep what was computed of accepted draft tokens; end what has ended."""
@@ -149,23 +134,20 @@ def draw_tokens(draws: list[Draw], requests: OpenRequests) -> None:
 
 def _sample(draws: list[Draw], requests: OpenRequests) -> list[int]:
     """A token for each draw, except those of requests that fail, because a score is not a number for instance."""
-    allowed = None
-    if any(draw.sample.constraint is not None for draw in draws):
-        masks = [_allowed(draw, requests) for draw in draws]
-        allowed = [mask for mask, draw in zip(masks, draws, strict=True) if not draw.request.done]
-        draws = [draw for draw in draws if not draw.request.done]
-        if not draws:
-            return []
-    rows = [draw.logits[draw.n_drawn : draw.n_drawn + 1] for draw in draws]
+    masks = [_allowed(draw, requests) for draw in draws]
+    live = [(draw, mask) for draw, mask in zip(draws, masks, strict=True) if not draw.request.done]
+    if not live:
+        return []
+    rows = [draw.logits[draw.n_drawn : draw.n_drawn + 1] for draw, _ in live]
     logits = rows[0] if len(rows) == 1 else torch.cat(rows)
+    allowed = [mask for _, mask in live] if any(mask is not None for mask in masks) else None
     try:
-        return sample(logits, [draw.sample.sampler for draw in draws], allowed)
+        return sample(logits, [draw.sample.sampler for draw, _ in live], allowed)
     except RunError as error:
-        for draw, bad in zip(draws, logits.isnan().any(-1).tolist(), strict=True):
+        for (draw, _), bad in zip(live, logits.isnan().any(-1).tolist(), strict=True):
             if bad and not draw.request.done:
                 requests.fail(draw.request, error)
-        left = [draw for draw in draws if not draw.request.done]
-        return _sample(left, requests) if left else []
+        return _sample([draw for draw, _ in live], requests)
 
 
 def _allowed(draw: Draw, requests: OpenRequests) -> Tensor | None:

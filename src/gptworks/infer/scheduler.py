@@ -76,14 +76,6 @@ class Copy:
 
 
 @dataclass
-class Plan:
-    """One step's work, to be computed at once. `ready` jobs have nothing left to compute."""
-
-    work: list[Work] = field(default_factory=list)
-    ready: list[Job] = field(default_factory=list)
-
-
-@dataclass
 class _Slot:
     tokens: list[int] = field(default_factory=list)  # held, as they were computed; no other statement says what is
     n_whole: int = 0  # of these, computed in whole prefill chunks from the beginning
@@ -166,20 +158,20 @@ class Scheduler:
             copies += self._admit(admitted[-1])
         return admitted, copies
 
-    def plan(self) -> Plan:
+    def plan(self) -> list[Work]:
         """What to compute in this step; what it overwrites is forgotten now. Then call `commit` for each work."""
-        plan = Plan()
-        budget = self.prefill_tokens
+        plan, budget = [], self.prefill_tokens
         for job in self.running:
+            n_left = len(job.tokens) - job.n_computed
+            if not n_left:
+                continue
             work = self._next(job)
-            if work is None:
-                plan.ready.append(job)
-            elif self._generates(job):
-                plan.work.append(work)
-            elif len(work.tokens) <= budget:
+            if n_left > 1:
+                if len(work.tokens) > budget:
+                    continue
                 budget -= len(work.tokens)
-                plan.work.append(work)
-        for work in plan.work:
+            plan.append(work)
+        for work in plan:
             self._slots[work.slot].truncate(work.start)
         return plan
 
@@ -211,12 +203,10 @@ class Scheduler:
         """Slots that jobs have."""
         return sum(slot.job is not None for slot in self._slots)
 
-    def _next(self, job: Job) -> Work | None:
-        """The next tokens of a job; None: all are computed."""
+    def _next(self, job: Job) -> Work:
+        """The next tokens of a job that has any."""
         assert job.slot is not None
         start, end = job.n_computed, len(job.tokens)
-        if start == end:
-            return None
         if end - start == 1:
             return Work(job, job.slot, start, job.tokens[start:] + job.guess, 1 + len(job.guess), len(job.guess))
         stop = min((start // self.prefill_tokens + 1) * self.prefill_tokens, end)
@@ -225,16 +215,12 @@ class Scheduler:
             n_logits = max(n_logits, min(stop - start, stop - job.score_from))
         return Work(job, job.slot, start, job.tokens[start:stop], n_logits)
 
-    @staticmethod
-    def _generates(job: Job) -> bool:
-        return len(job.tokens) - job.n_computed == 1
-
     # ---------------------------------------------------------------------------------------------- prefix reuse
 
     def _admit(self, job: Job) -> list[Copy]:
-        free = sorted((i for i, slot in enumerate(self._slots) if slot.job is None), key=self._worth)
+        free = [i for i, slot in enumerate(self._slots) if slot.job is None]
         source, n_shared = self._longest_prefix(job)
-        target, copies = free[0], []
+        target, copies = min(free, key=self._eviction_key), []
         if n_shared and self._slots[source].job is None:
             n_lost = len(self._slots[source].tokens) - n_shared
             if n_lost < self.prefill_tokens or target == source:
@@ -247,10 +233,9 @@ class Scheduler:
         self.running.append(job)
         return copies
 
-    def _worth(self, index: int) -> tuple[bool, int]:
-        """What is lost least comes first: empty slots, then those that were used longest ago."""
-        slot = self._slots[index]
-        return bool(slot.tokens), slot.used
+    def _eviction_key(self, index: int) -> tuple[bool, int]:
+        """Empty slots come first, then those used longest ago."""
+        return bool(self._slots[index].tokens), self._slots[index].used
 
     def _longest_prefix(self, job: Job) -> tuple[int, int]:
         """The slot that holds most of what the job begins with, rather a free one, and how many tokens that is."""

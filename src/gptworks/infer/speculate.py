@@ -1,28 +1,27 @@
-"""Guesses of the tokens that follow, which the model checks in one step instead of several (Leviathan et al., 2023).
+"""Speculative decoding: draft tokens, which the model checks in one step instead of several (Leviathan et al., 2023).
 
-A guess is right where it is the very token that the model draws there, with the text's own random number: the text is
-the same with and without guesses, greedy or sampled, and only the time differs.
+A draft token is accepted where the model draws the same token itself, with the text's own random number. The text is
+the same with and without drafts, greedy or sampled; only the time differs.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gptworks.errors import UserError
-from gptworks.infer.choice import BackendName, choose_backend
 from gptworks.infer.sampling import pick
 from gptworks.infer.scheduler import PREFILL_TOKENS, n_common_tokens
 from gptworks.infer.text import Sample
 from gptworks.model import GPT
 from gptworks.model.backend import Backend, Chunk
+from gptworks.native.choice import BackendName, choose_backend
 
 
 @dataclass(frozen=True)
 class Draftable:
-    """A text whose next tokens may be guessed: its tokens in the slot and the one to be computed, how many to guess."""
+    """A text to draft for: its slot, the tokens in it and the one to be computed next, and how many to draft."""
 
     sample: Sample
     slot: int
@@ -30,37 +29,34 @@ class Draftable:
     n_wanted: int
 
 
-class Drafter(Protocol):
-    """Guesses how texts go on."""
+class Drafter:
+    """Proposes draft tokens."""
 
     def guess(self, texts: Sequence[Draftable]) -> list[list[int]]:
         """For each text, at most `n_wanted` tokens that may follow it."""
-        ...
+        raise NotImplementedError
 
     def check(self, n_ids: int) -> None:
-        """Called once by the engine, whose tokenizer has so many ids.
+        """Called once by the engine with the number of its tokenizer's ids.
 
         Raises:
-            UserError: it cannot guess for that tokenizer.
+            UserError: it cannot draft for that tokenizer.
         """
-        ...
 
     def reset(self, n_slots: int, capacity: int) -> None:
-        """The engine has so many slots now, of so many tokens, and what the slots held is gone."""
-        ...
+        """The engine has `n_slots` slots of `capacity` tokens now, and what the slots held is gone."""
 
     def grow(self, n_slots: int, capacity: int) -> None:
         """The engine has more or longer slots now, and what the slots held is still there."""
-        ...
 
 
-class PromptLookup:
-    """What followed the last few tokens where they stood before (Saxena, 2023): free, and good where texts repeat."""
+class PromptLookup(Drafter):
+    """Drafts what followed the last few tokens where they stood before (Saxena, 2023): free; good if texts repeat."""
 
     def __init__(self, n_tokens: int = 8, ngram: int = 3) -> None:
         """
         Args:
-            n_tokens: guessed at most.
+            n_tokens: draft tokens at most.
             ngram: length of what must have stood before; also tried with one token less.
 
         Raises:
@@ -72,15 +68,6 @@ class PromptLookup:
 
     def guess(self, texts: Sequence[Draftable]) -> list[list[int]]:
         return [self._guess(text.tokens, min(self.n_tokens, text.n_wanted)) for text in texts]
-
-    def check(self, n_ids: int) -> None:
-        pass
-
-    def reset(self, n_slots: int, capacity: int) -> None:
-        pass
-
-    def grow(self, n_slots: int, capacity: int) -> None:
-        pass
 
     def _guess(self, tokens: list[int], n_wanted: int) -> list[int]:
         for n in range(self.ngram, self.ngram - 2, -1):
@@ -101,13 +88,13 @@ def _last_place(tokens: list[int], n: int) -> int | None:
     return None
 
 
-class DraftModel:
-    """A smaller model of the same tokenizer, which draws each guess with the random number that will check it."""
+class DraftModel(Drafter):
+    """A smaller model of the same tokenizer, which draws each draft token with the random number that will check it."""
 
     def __init__(self, model: GPT, n_tokens: int = 4, *, backend: BackendName = "auto") -> None:
         """
         Args:
-            n_tokens: guessed at most.
+            n_tokens: draft tokens at most.
             backend: see `choose_backend`.
 
         Raises:

@@ -7,7 +7,8 @@ from typing import Literal
 from tokenizers import Tokenizer
 
 from gptworks.infer.constrain import Constraint
-from gptworks.infer.sampling import Sampler, SamplingSettings, TokenLogprob
+from gptworks.infer.logprobs import TokenLogprob
+from gptworks.infer.sampling import Sampler, SamplingSettings
 from gptworks.tokenizer import StreamDecoder
 
 FinishReason = Literal["stop", "length", "context"]

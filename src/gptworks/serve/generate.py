@@ -9,9 +9,10 @@ from typing import Literal, NamedTuple
 
 from gptworks.confined import Abandoned
 from gptworks.infer.constrain import Grammar
+from gptworks.infer.logprobs import TokenLogprob
 from gptworks.infer.loop import Stream
 from gptworks.infer.request import Request
-from gptworks.infer.sampling import SamplingSettings, TokenLogprob
+from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import DECODER_CONTEXT_TOKENS, Piece
 from gptworks.serve import openai
 from gptworks.serve.caller import Caller
