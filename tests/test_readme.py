@@ -119,3 +119,13 @@ def test_the_python_shown_in_the_guide_runs() -> None:
     assert blocks
     for block in blocks:
         exec(compile(block, "guide.md", "exec"), {})
+
+
+def test_speeds_in_the_readme_are_those_of_the_benchmarks() -> None:
+    table = re.search(r"has the conditions:\n\n((?:\|.*\n)+)", README)
+    assert table, "the table of speeds does not follow what announces it"
+    measured = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    speeds = re.findall(r"(?<=[| *])[\d,]{2,}(?=[* ]+\|)", "\n".join(table[1].splitlines()[2:]))
+    assert len(speeds) > 10
+    for speed in speeds:
+        assert re.search(rf"[| *]{speed}[ *(]", measured), speed
