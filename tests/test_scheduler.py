@@ -247,9 +247,9 @@ def test_what_was_guessed_wrongly_is_forgotten() -> None:
     job = Job([1, 2, 3])
     scheduler.add(job)
     step(scheduler)
-    job.guess = [5, 6, 7]
+    job.draft = [5, 6, 7]
     (work,) = scheduler.plan()
-    assert (work.start, work.tokens, work.n_logits, work.n_guessed) == (3, [0, 5, 6, 7], 4, 3)
+    assert (work.start, work.tokens, work.n_logits, work.n_draft) == (3, [0, 5, 6, 7], 4, 3)
     job.tokens += [5, 9]
     scheduler.commit(work, 2)  # 0 and 5 belong to the text, 6 and 7 do not
     assert job.n_computed == 5

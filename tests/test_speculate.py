@@ -73,7 +73,7 @@ class OneGuess:
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
 
-    def guess(self, texts: list[Draftable]) -> list[list[int]]:
+    def draft(self, texts: list[Draftable]) -> list[list[int]]:
         return [self.tokens[: text.n_wanted] for text in texts]
 
     def check(self, n_ids: int) -> None:
@@ -147,8 +147,8 @@ def test_a_draft_model_with_a_shorter_context_leaves_the_rest_to_the_model() -> 
 )  # fmt: skip
 def test_lookup_finds_what_followed_last_time(tokens: list[int], expected: list[int]) -> None:
     sample = Sample(0, tokens, SamplingSettings(), TOKENIZER, None)
-    assert PromptLookup(2, 3).guess([Draftable(sample, 0, tokens, 5)]) == [expected]
-    assert PromptLookup(2, 3).guess([Draftable(sample, 0, tokens, 1)]) == [expected[:1]]
+    assert PromptLookup(2, 3).draft([Draftable(sample, 0, tokens, 5)]) == [expected]
+    assert PromptLookup(2, 3).draft([Draftable(sample, 0, tokens, 1)]) == [expected[:1]]
 
 
 def test_looking_ahead_at_random_numbers_does_not_use_them_up() -> None:

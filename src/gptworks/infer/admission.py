@@ -75,7 +75,7 @@ class Admission:
         self._check_ids("stop_token_ids", settings.stop_token_ids)
         constrained = settings.json_schema is not None or settings.regex is not None
         grammar = self.constraints().grammar(settings) if constrained else None
-        scores = None if prompt_logprobs is None else PromptScores(ids, score_from, prompt_logprobs)
+        scores = PromptScores(ids, score_from, prompt_logprobs)
         if not generates:
             return ScoringTask(next(self._numbers), ids, 1, listener, scores)
         samples = [

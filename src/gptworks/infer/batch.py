@@ -7,6 +7,7 @@ Output, one line for each prompt, as they finish: `id`; `completions`, each with
 of tokens; `prompt_tokens`. Or `id` and `error`, for a prompt that cannot be continued.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -94,16 +95,11 @@ def generate_file(
 def _outcomes(
     engine: Engine, tasks: Iterator[_Task], n_samples: int, overflow: Overflow
 ) -> Iterator[tuple[_Task, dict[str, Any]]]:
-    """Each task and what its line says, as they end."""
+    """Each task with the content of its output line, as the tasks end."""
     running: dict[_Task, Request] = {}
-    more = True
     try:
-        while more or running:
-            while more and len(running) < _IN_FLIGHT:
-                task = next(tasks, None)
-                if task is None:
-                    more = False
-                    break
+        while (new := list(itertools.islice(tasks, _IN_FLIGHT - len(running)))) or running:
+            for task in new:
                 try:
                     running[task] = engine.submit(task.prompt, task.settings, n_samples=n_samples, overflow=overflow)
                 except UserError as error:

@@ -34,7 +34,7 @@ class ChatSession:
         self.token_ids: list[int] = []
         self.n_turns = 0
         self.n_forgotten_tokens = 0
-        """Tokens that fell out of the transcript, for the caller to tell the user when it leaves 0."""
+        """Tokens that fell out of the transcript; the caller should warn the user when it leaves 0."""
 
     def send(self, text: str) -> Iterator[str]:
         """Append text to the transcript and stream the model's continuation, which is appended as it comes.
@@ -78,7 +78,7 @@ class TurnSession(ChatSession):
     def __init__(
         self, engine: Engine, settings: SamplingSettings | None = None, *, system: str = "", **changes: Any
     ) -> None:
-        """Settings as for `Engine.generate`; `system` is what the assistant is told before the first turn.
+        """Settings as for `Engine.generate`; `system` is the system message, before the first turn.
 
         Raises:
             UserError: the run has no chat template, or a setting is unknown or impossible.

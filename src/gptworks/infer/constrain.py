@@ -36,15 +36,15 @@ COMPILE_LIMITS = Limits(seconds=2, n_bytes=1 << 27)
 _START_LIMITS = Limits(seconds=60, n_bytes=1 << 31)
 """Of reading the vocabulary, which is the model's own."""
 MAX_LIVE_BYTES = 1 << 29
-"""Of all grammars that are in use; who wants another waits."""
+"""Limit for all grammars in use; beyond it, a new one is refused with QueueFull."""
 _MAX_KEPT_BYTES = 1 << 26
 _MAX_KEPT = 64
-"""Grammars that are kept for the next who wants them."""
+"""Grammars kept for later requests, though no text uses them."""
 _MAX_REFUSALS = 256
-"""Grammars of which it is known that they cannot be compiled."""
+"""Grammars remembered as impossible to compile."""
 _MASK_SECONDS = 1.0
 _MASK_SECONDS_PER_TOKEN = 0.02
-"""Processor time in which a text's tokens must be masked: all texts wait meanwhile."""
+"""CPU time in which a text's tokens must be masked, since all texts wait meanwhile."""
 
 
 class Grammar:
@@ -69,7 +69,7 @@ class Constraint:
         """Which tokens may come next, bool [V]; the end-of-text token where the text may end here.
 
         Raises:
-            UserError: none may, or telling takes more work than llguidance, or we, grant.
+            UserError: none may, or the computation exceeds llguidance's limit or ours.
         """
         began = time.thread_time()
         bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
@@ -120,7 +120,7 @@ class Constraints:
         self._refusals: OrderedDict[str, str] = OrderedDict()
 
     def grammar(self, settings: SamplingSettings, task: Task | None = None) -> Grammar:
-        """The grammar that the settings ask for. While it is referred to, asking again costs nothing.
+        """The grammar that the settings ask for, compiled if need be, and shared while anything refers to it.
 
         Args:
             task: lets another thread abandon the compilation.
@@ -146,7 +146,7 @@ class Constraints:
         raise _unfollowable(settings, refusal)
 
     def find(self, settings: SamplingSettings, source: str | None = None) -> Grammar | None:
-        """The grammar that the settings ask for, if it is there; None: it is to be compiled.
+        """The grammar that the settings ask for if it has been compiled; None if not.
 
         Raises:
             UserError: no such schema or expression, or one that is known to take too much.

@@ -259,7 +259,7 @@ def load(
         checkpoint: best, last, or a step.
         overrides: settings that win over the run's, such as `model.context_length=1024` for a longer context.
         device: auto, cpu, cuda or mps.
-        report: told of what was fallen back from, such as a damaged checkpoint.
+        report: called with a message for each fallback, such as from a damaged checkpoint.
         options: of `Engine`, such as n_slots=8.
 
     Raises:

@@ -11,7 +11,7 @@ from gptworks.infer.scheduler import Work
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """What the model gave a token, in nats, and what it gave the likeliest ones (token id, log-probability)."""
+    """A token's log-probability, in nats, and those of the likeliest tokens (token id, log-probability)."""
 
     token_id: int
     logprob: float
@@ -34,22 +34,21 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], n_top: int) -> list[To
 class PromptScores:
     """Reads the log-probabilities of a prompt's tokens from the logits, as they are computed."""
 
-    def __init__(self, prompt_ids: list[int], first: int, n_top: int) -> None:
-        """
-        Args:
-            first: index of the first token to score, from 1; what stands before may be reused from other texts.
-            n_top: how many of the likeliest tokens to report beside each.
-        """
-        self.prompt_ids, self.first, self.n_top = prompt_ids, first, n_top
-        self.logprobs: list[TokenLogprob | None] = [None] * min(first, len(prompt_ids))
+    def __init__(self, prompt_ids: list[int], first: int, n_top: int | None) -> None:
+        """From the token `first` on, from 1, with the `n_top` likeliest tokens in each place; None: no scores."""
+        self._prompt_ids, self._n_top = prompt_ids, n_top or 0
+        self.score_from = None if n_top is None else first - 1
+        self.logprobs: list[TokenLogprob | None] | None = None
+        if n_top is not None:
+            self.logprobs = [None] * min(first, len(prompt_ids))
 
     def read(self, work: Work, logits: Tensor) -> None:
         """Score the tokens that the logits [n_logits, V] of a work predict."""
-        if work.job.score_from is None:
+        if self.logprobs is None or work.job.score_from is None:
             return
         first = work.start + len(work.tokens) - len(logits) + 1  # the token that the first row predicts
-        tokens = self.prompt_ids[first : first + len(logits)]
+        tokens = self._prompt_ids[first : first + len(logits)]
         if tokens:
-            self.logprobs[first:] = token_logprobs(logits[: len(tokens)], tokens, self.n_top)
+            self.logprobs[first:] = token_logprobs(logits[: len(tokens)], tokens, self._n_top)
         if work.is_last:
             work.job.score_from = None

@@ -138,7 +138,7 @@ class EngineLoop:
                 self._left.popleft().cancel()
             try:
                 busy = self.engine.step(on_failure=_log_failure)
-            except Exception:  # every request was told, and later ones may fare better
+            except Exception:  # every request has got the error, and later ones may succeed
                 busy = True
             self._wake_readers()
             if busy:
@@ -149,7 +149,7 @@ class EngineLoop:
             self._wake.clear()
 
     def _wake_readers(self) -> None:
-        """Tell all who got something, once a step: each call to another thread's loop costs as much as a small step."""
+        """Wake the readers that got pieces, once a step: a call to another thread's loop costs as much as a step."""
         together: dict[asyncio.AbstractEventLoop, list[Stream]] = {}
         while self._to_wake:
             stream = self._to_wake.popleft()
@@ -169,17 +169,17 @@ def _log_failure(error: Exception) -> None:
 
 def _wake_all(streams: list["Stream"]) -> None:
     for stream in streams:
-        stream._told = False
+        stream._woken = False
         stream._event.set()
 
 
 class Stream:
-    """The pieces of some requests, for one reader. Going away cancels them; who never begins to read calls `cancel`."""
+    """The pieces of some requests, for one reader. Leaving the iteration cancels them; without one, call `cancel`."""
 
     def __init__(self, loop: EngineLoop, max_unread: int | None = None, patience: int = 1) -> None:
         self._loop, self._max_unread, self._patience = loop, max_unread, patience
         self._asyncio = asyncio.get_running_loop()
-        self._event, self._told = asyncio.Event(), False
+        self._event, self._woken = asyncio.Event(), False
         self._unread: deque[tuple[int, Piece | Exception, float]] = deque()
         self._n_unfinished = 0
         self.cancelled = False
@@ -207,7 +207,7 @@ class Stream:
         return request
 
     def hand(self, number: int, piece: Piece | Exception) -> None:
-        """For the engine: a piece of a request, for the reader, who is told after the step. From any thread."""
+        """For the engine: pass a piece of a request to the reader, which is woken after the step. From any thread."""
         full = self._max_unread is not None and len(self._unread) >= self._max_unread
         if full and isinstance(piece, Piece):
             if self.cancelled:
@@ -216,12 +216,12 @@ class Stream:
             piece = SlowReader(f"the reader left {self._max_unread} pieces unread: the request was cancelled.")
         self._unread.append((number, piece, time.monotonic()))
         ended = isinstance(piece, Exception) or piece.finish_reason is not None
-        if not self._told and (ended or len(self._unread) >= self._patience):
-            self._told = True
+        if not self._woken and (ended or len(self._unread) >= self._patience):
+            self._woken = True
             self._loop._to_wake.append(self)
 
     def bound(self, n_pieces: int) -> None:
-        """Cancel what goes on for more than so many further pieces of each text that the reader leaves unread."""
+        """Cancel the stream if the reader leaves more than this many further pieces of each text unread."""
         most = len(self._unread) + n_pieces * max(1, self._n_unfinished)
         self._max_unread = most if self._max_unread is None else min(most, self._max_unread)
 
@@ -235,12 +235,12 @@ class Stream:
         self._loop._wake.set()
 
     def leave(self) -> None:
-        """Nobody reads any more: the engine cancels before its next step. Takes no lock: a finalizer may call it."""
+        """Stop reading: the engine cancels before its next step. Takes no lock, so that a finalizer may call it."""
         if self._n_unfinished and not self.cancelled:
             self._loop._left.append(self)
 
     def batches(self) -> "_Reading[list[tuple[int, Piece, float]]]":
-        """What has come since the last time: the number of the request that a piece is of, it, and when it came."""
+        """Pieces that came since the last batch, each as (number of its request, piece, time)."""
         return _Reading(self, self._batches())
 
     def __aiter__(self) -> "_Reading[Piece]":

@@ -31,7 +31,7 @@ class Completion:
     finish_reason: FinishReason
     prompt_tokens: int
     logprobs: list[TokenLogprob] | None = None
-    """What the model gave each token, where the setting `logprobs` asks for it."""
+    """Of each token, where the setting `logprobs` asks for it."""
 
 
 @dataclass
@@ -76,21 +76,21 @@ class Request(ABC):
     """
 
     def __init__(
-        self, number: int, prompt_ids: list[int], n_samples: int, listener: Listener | None, scores: PromptScores | None
+        self, number: int, prompt_ids: list[int], n_samples: int, listener: Listener | None, scores: PromptScores
     ) -> None:
         self.id, self.prompt_ids, self.n_samples = number, prompt_ids, n_samples
         self.done = False
         """No more pieces will come."""
         self.error: Exception | None = None
         """Why it failed, where it did."""
-        self.prompt_logprobs = None if scores is None else scores.logprobs
+        self.prompt_logprobs = scores.logprobs
         """If asked for: the log-probabilities of the prompt's tokens (None before `score_from`), by the first piece."""
         self.n_reused_tokens = 0
         """Tokens of the prompt that needed no computing (prefix reuse)."""
         self.admitted_at: float | None = None
         """When it first got a slot, by `time.monotonic`."""
         self._pieces: deque[Piece] = deque()
-        self._listener, self._scores = listener, scores
+        self._listener, self.scores = listener, scores
         self.jobs: dict[Job, int] = {}
         """For the engine: what it computes for the request, each with the index of its sample."""
 
@@ -117,12 +117,7 @@ class Request(ABC):
 
     def first_job(self, room: Room) -> Job:
         """What is computed first: the prompt, or the window of it that the context allows."""
-        return Job(room.window(self.ids_to_read), score_from=None if self._scores is None else self._scores.first - 1)
-
-    def read_scores(self, work: Work, logits: Tensor) -> None:
-        """Score the prompt's tokens that the logits predict, where asked for."""
-        if self._scores is not None:
-            self._scores.read(work, logits)
+        return Job(room.window(self.ids_to_read), score_from=self.scores.score_from)
 
     # ----------------------------------------------------------------------------------------- what each kind defines
 

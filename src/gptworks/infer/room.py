@@ -79,7 +79,7 @@ class Room:
             self.release()
 
     def fit(self, n_texts: int, longest_tokens: int) -> None:
-        """Have slots for so many texts, the longest of which may come to so many tokens."""
+        """Grow if need be: slots for `n_texts` texts, the longest of which may come to `longest_tokens`."""
         least = LEAST_CAPACITY_CPU if self.model.device.type == "cpu" else LEAST_CAPACITY
         capacity = min(self._slot_tokens or _power_of_two(max(least, longest_tokens)), self.context)
         self._grow(self._n_slots or _power_of_two(min(n_texts, MOST_SLOTS)), capacity)
@@ -115,7 +115,7 @@ class Room:
         return needed_bytes
 
     def _grow(self, n_slots: int, capacity: int) -> None:
-        """Have at least so many slots of at least so many tokens. What a smaller backend holds stays."""
+        """Make the backend, or grow it to at least this many slots and tokens in each. What it holds stays."""
         backend = self.backend
         if backend is None:
             backend = choose_backend(self.model, n_slots, capacity, dtype=self._cache_dtype, name=self._backend_name)

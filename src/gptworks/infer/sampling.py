@@ -31,7 +31,7 @@ CANDIDATES = 256
 """The likeliest tokens among which filters look first. Where they do not end within them, all tokens are sorted."""
 
 _BLOCK = 256
-"""A draw finds its token's block among sums of so many weights, and then the token within the block."""
+"""A draw finds its token's block of this many weights by the blocks' sums, and then the token within the block."""
 
 _LOGITS_AT_ONCE = 2**18
 """On a CPU, logits that are sampled from together: they stay in its cache (32 texts, 50,257 tokens: 7 for 27 ms)."""
@@ -66,7 +66,7 @@ class SamplingSettings:
     max_tokens: int = 200
     """Tokens generated at most."""
     min_tokens: int = 0
-    """No token that ends the text is chosen before so many are generated. Stop strings end a text all the same."""
+    """No token that ends the text is chosen before this many are generated. Stop strings still end a text."""
     ignore_eos: bool = False
     """The end-of-text token does not end the text; it counts as a token like another."""
     stop: tuple[str, ...] = ()
@@ -74,8 +74,8 @@ class SamplingSettings:
     stop_token_ids: tuple[int, ...] = ()
     """The text ends before one of these tokens, as before the end-of-text token; for the ends of turns in a chat."""
     logprobs: int | None = None
-    """Tell each token's log-probability, and those of so many of the likeliest tokens. They are the model's own: before
-    penalties, temperature and filters. None: tell nothing."""
+    """Report each token's log-probability, and those of this many of the likeliest tokens. They are the model's own:
+    before penalties, temperature and filters. None: report nothing."""
     json_schema: str | Mapping[str, Any] | None = None
     """The text is JSON that this schema allows ({}: any JSON). Needs the `constrain` extra."""
     regex: str | None = None

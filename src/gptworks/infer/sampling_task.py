@@ -26,7 +26,7 @@ class SamplingTask(Request):
         prompt_ids: list[int],
         samples: list[Sample],
         overflow: Overflow,
-        scores: PromptScores | None,
+        scores: PromptScores,
         listener: Listener | None,
     ) -> None:
         super().__init__(number, prompt_ids, len(samples), listener, scores)
@@ -47,13 +47,13 @@ class SamplingTask(Request):
 
     def on_logits(self, work: Work, logits: Tensor, requests: OpenRequests) -> list[Draw]:
         job = work.job
-        self.read_scores(work, logits)
-        if not work.n_guessed:
+        self.scores.read(work, logits)
+        if not work.n_draft:
             requests.room.scheduler.commit(work)
         if not work.is_last:
             return []
-        draft = work.tokens[len(work.tokens) - work.n_guessed :]
-        draws = [Draw(self, self.samples[self.jobs[job]], job, logits[-1 - work.n_guessed :], draft, work)]
+        draft = work.tokens[len(work.tokens) - work.n_draft :]
+        draws = [Draw(self, self.samples[self.jobs[job]], job, logits[-1 - work.n_draft :], draft, work)]
         if self._first_logits is None and len(self.samples) > 1:
             self._first_logits = logits[-1:].clone()
             twins = {Job(list(job.tokens), knows_logits=True): i for i in range(1, len(self.samples))}
@@ -96,8 +96,9 @@ class SamplingTask(Request):
 def draft_tokens(requests: OpenRequests) -> None:
     """Let the drafter propose what may follow the texts that are being generated."""
     room = requests.room
-    if room.drafter is None or room.backend is None:
+    if room.drafter is None:
         return
+    assert room.backend is not None
     texts: list[tuple[Job, Draftable]] = []
     for job in room.scheduler.running:
         task = requests.of(job)
@@ -106,9 +107,9 @@ def draft_tokens(requests: OpenRequests) -> None:
             texts.append((job, text))
     if not texts:
         return
-    for (job, text), draft in zip(texts, room.drafter.guess([text for _, text in texts]), strict=True):
+    for (job, text), draft in zip(texts, room.drafter.draft([text for _, text in texts]), strict=True):
         constraint = text.sample.constraint
-        job.guess = draft if constraint is None else draft[: constraint.accepts(draft)]
+        job.draft = draft if constraint is None else draft[: constraint.accepts(draft)]
 
 
 def draw_tokens(draws: list[Draw], requests: OpenRequests) -> None:

@@ -2,9 +2,9 @@
 
     add ─► waiting (first come, first served) ─► running, each in its slot ─► finish: the slot is free
 
-Texts join and leave between steps. A step computes one token of each text that is being generated (more where some were
-guessed), and up to `prefill_tokens` of those whose prompts are still being read, so that a long prompt does not hold up
-the others. Prompts are cut at multiples of `prefill_tokens` of their own text: the same wherever else work goes on.
+Texts join and leave between steps. A step computes one token of each text that is being generated, beside its draft
+tokens, and up to `prefill_tokens` of those whose prompts are still being read, so that a long prompt does not hold up
+the others. Prompts are cut at multiples of `prefill_tokens` of their own text, whatever is computed beside them.
 
 A slot keeps what it holds when its text ends. A new text that begins alike starts from there (prefix reuse). What the
 scheduler says of a slot is never more than what is in it: `plan` forgets what a work will overwrite, and `commit` adds
@@ -39,8 +39,8 @@ class Job:
     """Logits are wanted for all tokens from this one on, not for the last alone; what stands before may be reused."""
     knows_logits: bool = False
     """The logits after `tokens` are known to the owner: where all tokens can be reused, none is computed."""
-    guess: list[int] = field(default_factory=list)
-    """Tokens that may follow, to be computed in the next step beside the last one."""
+    draft: list[int] = field(default_factory=list)
+    """Draft tokens, to be computed in the next step beside the last token."""
     slot: int | None = None
     n_computed: int = 0
     """Tokens whose keys and values are in the slot."""
@@ -57,13 +57,13 @@ class Work:
     start: int
     tokens: list[int]
     n_logits: int
-    n_guessed: int = 0
+    n_draft: int = 0
     """The last of the tokens are draft tokens, not known to belong to the text."""
 
     @property
     def is_last(self) -> bool:
         """Whether all of the job's tokens are computed with this work."""
-        return self.start + len(self.tokens) - self.n_guessed >= len(self.job.tokens)
+        return self.start + len(self.tokens) - self.n_draft >= len(self.job.tokens)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Scheduler:
             self.waiting.extend(jobs)
 
     def finish(self, job: Job) -> None:
-        """Take a job out, wherever it is; its slot is free at once, and keeps what it holds."""
+        """Remove a job, waiting or running; its slot is free at once, and keeps what it holds."""
         if job in self.waiting:
             self.waiting.remove(job)
         if job in self.running:
@@ -135,7 +135,7 @@ class Scheduler:
 
     def restart(self, job: Job, tokens: list[int]) -> None:
         """Go on with other tokens, computed from the first one on, in the job's slot."""
-        job.tokens, job.n_computed, job.guess = tokens, 0, []
+        job.tokens, job.n_computed, job.draft = tokens, 0, []
 
     def forget(self) -> None:
         """Nothing computed counts any more: running jobs are computed anew, and no text is reused."""
@@ -151,7 +151,7 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------------- a step
 
     def admit(self) -> tuple[list[Job], list[Copy]]:
-        """Give slots to those who wait, as far as there are any; the jobs, and what to copy for them, in order."""
+        """Assign free slots to waiting jobs; return the jobs, and what to copy for them, in order."""
         admitted, copies = [], []
         while self.waiting and self.n_slots_used < self.n_slots:
             admitted.append(self.waiting.popleft())
@@ -183,8 +183,8 @@ class Scheduler:
         n_kept = len(work.tokens) if n_kept is None else n_kept
         assert len(slot.tokens) == work.start, f"a work from {work.start} in a slot that holds {len(slot.tokens)}"
         slot.tokens += work.tokens[:n_kept]
-        job.n_computed, job.guess = work.start + n_kept, []
-        if slot.n_whole == work.start and work.start % self.prefill_tokens == 0 and not work.n_guessed:
+        job.n_computed, job.draft = work.start + n_kept, []
+        if slot.n_whole == work.start and work.start % self.prefill_tokens == 0 and not work.n_draft:
             slot.end = job.n_computed
             if n_kept == self.prefill_tokens:
                 slot.n_whole = job.n_computed
@@ -208,7 +208,7 @@ class Scheduler:
         assert job.slot is not None
         start, end = job.n_computed, len(job.tokens)
         if end - start == 1:
-            return Work(job, job.slot, start, job.tokens[start:] + job.guess, 1 + len(job.guess), len(job.guess))
+            return Work(job, job.slot, start, job.tokens[start:] + job.draft, 1 + len(job.draft), len(job.draft))
         stop = min((start // self.prefill_tokens + 1) * self.prefill_tokens, end)
         n_logits = int(stop == end)
         if job.score_from is not None:

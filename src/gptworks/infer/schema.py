@@ -1,7 +1,7 @@
-"""What a JSON schema or a regular expression may ask for: bounds that are looked at before anything is compiled.
+"""Bounds on JSON schemas and regular expressions, checked before anything is compiled.
 
-They catch what is known to be expensive, with a message that says what to change. What they miss, the limits of the
-compilation catch (`gptworks.confined`).
+They catch what is known to be expensive, with a message that says what to change. The limits of the compilation
+(`gptworks.confined`) catch the rest.
 """
 
 import re

@@ -18,7 +18,7 @@ class ScoringTask(Request):
         return self.prompt_ids[:-1] or self.prompt_ids
 
     def on_logits(self, work: Work, logits: Tensor, requests: OpenRequests) -> list[Draw]:
-        self.read_scores(work, logits)
+        self.scores.read(work, logits)
         requests.room.scheduler.commit(work)
         if work.is_last:
             self.deliver(Piece(0, "", None, "length"))

@@ -32,7 +32,7 @@ class Draftable:
 class Drafter:
     """Proposes draft tokens."""
 
-    def guess(self, texts: Sequence[Draftable]) -> list[list[int]]:
+    def draft(self, texts: Sequence[Draftable]) -> list[list[int]]:
         """For each text, at most `n_wanted` tokens that may follow it."""
         raise NotImplementedError
 
@@ -66,10 +66,10 @@ class PromptLookup(Drafter):
             raise UserError(f"n_tokens={n_tokens}, ngram={ngram}: they must be at least 1 and 2.")
         self.n_tokens, self.ngram = n_tokens, ngram
 
-    def guess(self, texts: Sequence[Draftable]) -> list[list[int]]:
-        return [self._guess(text.tokens, min(self.n_tokens, text.n_wanted)) for text in texts]
+    def draft(self, texts: Sequence[Draftable]) -> list[list[int]]:
+        return [self._draft(text.tokens, min(self.n_tokens, text.n_wanted)) for text in texts]
 
-    def _guess(self, tokens: list[int], n_wanted: int) -> list[int]:
+    def _draft(self, tokens: list[int], n_wanted: int) -> list[int]:
         for n in range(self.ngram, self.ngram - 2, -1):
             start = _last_place(tokens, n)
             if start is not None:
@@ -127,22 +127,22 @@ class DraftModel(Drafter):
         self._backend.grow(n_slots, room, [len(tokens) for tokens in self._held])
         self._held += [[] for _ in range(n_slots - len(self._held))]
 
-    def guess(self, texts: Sequence[Draftable]) -> list[list[int]]:
-        guesses: list[list[int]] = [[] for _ in texts]
+    def draft(self, texts: Sequence[Draftable]) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in texts]
         for ahead in range(self.n_tokens):
             live = [
-                (text, guess)
-                for text, guess in zip(texts, guesses, strict=True)
+                (text, draft)
+                for text, draft in zip(texts, drafts, strict=True)
                 if ahead < text.n_wanted and len(text.tokens) + ahead <= self.capacity
             ]
             if not live:
                 break
-            logits = self._read([(text.slot, text.tokens + guess) for text, guess in live])
+            logits = self._read([(text.slot, text.tokens + draft) for text, draft in live])
             settings = [text.sample.settings for text, _ in live]
             shares = [1.0 if text.sample.settings.greedy else text.sample.sampler.share(ahead) for text, _ in live]
-            for (_, guess), token in zip(live, pick(logits, settings, shares), strict=True):
-                guess.append(token)
-        return guesses
+            for (_, draft), token in zip(live, pick(logits, settings, shares), strict=True):
+                draft.append(token)
+        return drafts
 
     @property
     def capacity(self) -> int:

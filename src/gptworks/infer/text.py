@@ -31,7 +31,7 @@ class Piece:
     """The token generated; None where the step ends the sample without one (end-of-text, a full context)."""
     finish_reason: FinishReason | None = None
     logprob: TokenLogprob | None = None
-    """What the model gave the token, where `logprobs` was set."""
+    """The token's log-probability, where `logprobs` was set."""
 
 
 class Sample:
