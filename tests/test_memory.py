@@ -257,7 +257,8 @@ def caches_bytes(model: ModelConfig, n_texts: int, length: int, dtype: torch.dty
     """Bytes of caches that hold of each layer what its queries see: all tokens, or a window."""
     layer = model.model_copy(update={"n_layers": 1})
     lengths = [length if window is None else min(window, length) for window in model.layer_windows]
-    return sum(SlotCache(layer, n_texts, seen, dtype=dtype, device="meta").n_bytes for seen in lengths)
+    cache = SlotCache(layer, 1, 1, dtype=dtype, device="meta")
+    return sum(cache.bytes_of(n_texts, seen) for seen in lengths)
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ class Engine(Client):
                 self._stepping.release()
 
     def step(self, on_failure: Callable[[Exception], None] = lambda _: None) -> bool:
-        """Take one step with all requests; whether any is left.
+        """Take one step with all requests; return whether any is left.
 
         on_failure: called with what the backend raised, before any request learns of it.
 
@@ -173,6 +173,7 @@ class Engine(Client):
             return bool(self._requests or self._inbox)
 
     def _step(self) -> None:
+        """Make room, draft, admit, plan, compute, let each request use its logits, and draw the next tokens."""
         room, requests = self._room, self._requests
         requests.make_room()
         draft_tokens(requests)
@@ -200,7 +201,7 @@ class Engine(Client):
                 self._requests.cancel(request)
 
     def _rest(self) -> None:
-        """With nothing to do, a model in training gets its memory back, and its weights will change."""
+        """Between requests, release the slots of a model in training, whose weights are about to change."""
         if not self._requests and self.model.training:
             self._room.release()
 

@@ -88,11 +88,6 @@ class SlotCache:
             [Vectors(shape, dtype, self.device) for _ in range(config.n_layers)] for _ in range(2)
         )
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return self.bytes_of(self.n_slots, self.capacity)
-
     def bytes_of(self, n_slots: int, capacity: int) -> int:
         """Bytes of all buffers of such a cache with so many slots of so many tokens."""
         config, capacity = self.config, min(capacity, self.config.context_length)
