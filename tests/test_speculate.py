@@ -8,7 +8,7 @@ import torch
 from gptworks.errors import UserError
 from gptworks.infer import Engine, SamplingSettings
 from gptworks.infer.sampling import Sampler
-from gptworks.infer.speculate import Draftable, DraftModel, PromptLookup
+from gptworks.infer.speculate import Draftable, Drafter, DraftModel, PromptLookup
 from gptworks.infer.text import Sample
 from test_engine import CONTEXT, byte_tokenizer, chain_model, char_tokenizer, random_model, writing
 from test_sampling import assert_drawn_from
@@ -67,23 +67,14 @@ def test_texts_are_those_without_guesses(drafter: Any, settings: dict[str, Any])
     assert statistics.generated_tokens > 0
 
 
-class OneGuess:
-    """Always guesses the same tokens."""
+class OneGuess(Drafter):
+    """Always drafts the same tokens."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
 
     def draft(self, texts: list[Draftable]) -> list[list[int]]:
         return [self.tokens[: text.n_wanted] for text in texts]
-
-    def check(self, n_ids: int) -> None:
-        pass
-
-    def reset(self, n_slots: int, capacity: int) -> None:
-        pass
-
-    def grow(self, n_slots: int, capacity: int) -> None:
-        pass
 
 
 def test_sampled_texts_have_the_probabilities_of_the_model() -> None:

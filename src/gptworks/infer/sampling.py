@@ -11,8 +11,7 @@ Shapes: B texts, V vocabulary, K candidates.
 import dataclasses
 import math
 import random
-from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -129,28 +128,6 @@ class SamplingSettings:
         return dataclasses.replace(settings or cls(), **changes)
 
 
-class TokenCounts:
-    """How often each distinct token occurred; adding one is quick, and so is reading all as arrays."""
-
-    def __init__(self, tokens: Sequence[int] = ()) -> None:
-        self._place: dict[int, int] = {}
-        self._ids, self._counts = array("q"), array("q")
-        for token in tokens:
-            self.add(token)
-
-    def add(self, token: int) -> None:
-        """One more of it."""
-        place = self._place.setdefault(token, len(self._ids))
-        if place == len(self._ids):
-            self._ids.append(token)
-            self._counts.append(0)
-        self._counts[place] += 1
-
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Distinct token ids, int64, and how often each occurred."""
-        return np.array(self._ids, dtype=np.int64), np.array(self._counts, dtype=np.int64)
-
-
 class Sampler:
     """One text's settings, its own source of chance, and what its settings need to know of its tokens."""
 
@@ -168,15 +145,15 @@ class Sampler:
         self.end_of_text = end_of_text
         self._chance = random.Random() if settings.seed is None else random.Random(f"{settings.seed}/{index}")
         self._drawn: deque[float] = deque()
-        self.seen = TokenCounts(prompt) if settings.repetition_penalty != 1 else None
-        self.generated = TokenCounts() if settings.frequency_penalty or settings.presence_penalty else None
+        self.seen = Counter(prompt) if settings.repetition_penalty != 1 else None
+        self.generated = Counter[int]() if settings.frequency_penalty or settings.presence_penalty else None
 
     def push(self, token: int) -> None:
         """Take the token that the text goes on with."""
         self.n_generated += 1
         for counts in (self.seen, self.generated):
             if counts is not None:
-                counts.add(token)
+                counts[token] += 1
 
     def share(self, ahead: int = 0) -> float:
         """The random number in (0, 1] that decides the draw after `ahead` more."""
@@ -353,17 +330,14 @@ def adjust(logits: Tensor, samplers: Sequence[Sampler], allowed: Sequence[Tensor
     return logits
 
 
-def _repetition(sampler: Sampler) -> tuple[np.ndarray, np.ndarray] | None:
-    if sampler.seen is None:
-        return None
-    ids, _ = sampler.seen.arrays()
-    return ids, np.full(len(ids), sampler.settings.repetition_penalty)
+def _repetition(sampler: Sampler) -> tuple[np.ndarray, np.ndarray]:
+    seen: Mapping[int, int] = sampler.seen or {}
+    return np.fromiter(seen, np.int64, len(seen)), np.full(len(seen), sampler.settings.repetition_penalty)
 
 
-def _frequency_and_presence(sampler: Sampler) -> tuple[np.ndarray, np.ndarray] | None:
-    if sampler.generated is None:
-        return None
-    ids, counts = sampler.generated.arrays()
+def _frequency_and_presence(sampler: Sampler) -> tuple[np.ndarray, np.ndarray]:
+    generated: Mapping[int, int] = sampler.generated or {}
+    ids, counts = (np.fromiter(part, np.int64, len(generated)) for part in (generated, generated.values()))
     return ids, counts * sampler.settings.frequency_penalty + sampler.settings.presence_penalty
 
 
