@@ -142,6 +142,11 @@ class ModelConfig(Section):
         return self.attention_bias in (True, "out")
 
     @property
+    def score_scale(self) -> float:
+        """The factor of q·k, as a number."""
+        return self.d_head**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
     def d_rotary(self) -> int:
         """Elements of each head that the rotary embedding turns."""
         return int(self.d_head * self.rope_fraction)

@@ -11,23 +11,24 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from gptworks.checkpoint import LoadedRun, Report, load_run, save_checkpoint
+from gptworks.checkpoint import LoadedRun, Report, load_run
 from gptworks.config import ADAPTED_MODULES, LoRAConfig, ModelConfig
 from gptworks.errors import UserError
-from gptworks.files import check_free, new_folder, write_sums, write_whole
+from gptworks.files import check_free, new_folder
 from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.exporting import export_huggingface
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.importing import import_huggingface, read_folder_config
-from gptworks.interop.huggingface.settings import attention_scale, biases
+from gptworks.interop.huggingface.settings import biases
 from gptworks.interop.huggingface.tensors import (
     STACKED,
     STACKED_HALVES,
@@ -36,13 +37,13 @@ from gptworks.interop.huggingface.tensors import (
     Place,
     tensor_places,
 )
-from gptworks.interop.huggingface.verify import load_theirs, quiet, require_transformers, verify_import, verify_logits
-from gptworks.interop.peft_settings import CONFIG_FILE, is_targeted, part_of_base, rank_of, read_settings, scale_of
+from gptworks.interop.huggingface.verify import load_theirs, quiet, require, verify_import, verify_logits
+from gptworks.interop.imported import run_name, write_run
+from gptworks.interop.peft_settings import CONFIG_FILE, LoraSettings, read_settings
 from gptworks.model.lora import is_adapter, merge_lora
-from gptworks.recipe import parse_section, save_recipe
+from gptworks.recipe import parse_section
 from gptworks.tensors import read_tensors
 from gptworks.tokenizer import load_tokenizer
-from gptworks.train.progress import Progress
 
 TENSORS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -76,24 +77,6 @@ class AdapterImport:
     parameters: int
     logit_difference: float | None
     """Largest, of the run beside base and adapter in PEFT; None: not compared."""
-
-
-def require_peft() -> Any:
-    """The library `peft`.
-
-    Raises:
-        UserError: it is not installed.
-    """
-    require_transformers()
-    try:
-        with quiet():
-            import peft
-    except ImportError:
-        raise UserError(
-            "the adapter is compared with the run in peft, which is not installed: pip install 'gptworks[interop]', or "
-            "give --no-verify."
-        ) from None
-    return peft
 
 
 def export_adapter(
@@ -130,7 +113,7 @@ def export_adapter(
     else:
         family, _ = choose_family(config, tokenizer)
     if verify:
-        require_peft()
+        require("peft")
     theirs = to_peft(family, config, adapter, loaded.model.state_dict())
     with new_folder(out) as aside:
         if base is None:
@@ -165,7 +148,7 @@ def to_peft(family: Family, config: ModelConfig, adapter: LoRAConfig, tensors: M
             f"a `{family.model_type}` keeps the value's biases in the output projection's, whose adapter then changes "
             f"them: export the run merged, without --adapter."
         )
-    if not adapted.qk_norm and (factor := attention_scale(config) / attention_scale(adapted)) != 1.0:
+    if not adapted.qk_norm and (factor := config.score_scale / adapted.score_scale) != 1.0:
         ours |= {name: (a, factor * b) for name, (a, b) in ours.items() if name.endswith(".query")}
     return {
         place.theirs.removesuffix(".weight"): _joined([ours.get(module) for module in modules], place, config, tensors)
@@ -228,27 +211,21 @@ def _write(folder: Path, pairs: dict[str, Pair], adapter: LoRAConfig, base: str,
         "bias": "none",
         "fan_in_fan_out": family.model_type == "gpt2",
         "target_modules": list(pairs),
-        "rank_pattern": {_escaped(module): rank for module, rank in ranks.items()},
-        "alpha_pattern": {_escaped(module): adapter.scale * rank for module, rank in ranks.items()},
+        # the keys are regular expressions
+        "rank_pattern": {re.escape(module): rank for module, rank in ranks.items()},
+        "alpha_pattern": {re.escape(module): adapter.scale * rank for module, rank in ranks.items()},
         "inference_mode": True,
     }
     (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _escaped(module: str) -> str:
-    """Patterns are regular expressions."""
-    return re.escape(module)
-
-
-@torch.no_grad()
-def _verify(folder: Path, base: Path, loaded: LoadedRun, tokenizer: Any) -> float:
+def _verify(folder: Path, base: Path, loaded: LoadedRun, tokenizer: Tokenizer) -> float:
     """The largest difference of a logit between our model and base and adapter in PEFT."""
-    peft, transformers = require_peft(), require_transformers()
+    peft, transformers = require("peft"), require("transformers")
     with quiet():
         model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True)
         theirs = peft.PeftModel.from_pretrained(model, folder, local_files_only=True).eval()
-        difference, _ = verify_logits(merge_lora(loaded.model), theirs, tokenizer, loaded.recipe.train.sample_prompts)
-    return difference
+        return verify_logits(merge_lora(loaded.model), theirs, tokenizer, loaded.recipe.train.sample_prompts)
 
 
 # ------------------------------------------------------------------------------------------------------- import
@@ -289,15 +266,14 @@ def import_adapter(
         loaded, family = _load_base(base, aside / "base", report)
         weights = loaded.model.state_dict()
         adapter, changed = from_peft(family, loaded.model.config, settings, tensors, weights)
-        recipe = loaded.recipe.model_copy(update={"adapter": adapter, "freeze": None, "run_dir": run_dir})
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.absolute().name).strip("-._") or "imported"
-        save_recipe(recipe.model_copy(update={"name": name}), aside / "recipe.yaml")
+        update = {"name": run_name(run_dir), "run_dir": run_dir, "adapter": adapter, "freeze": None}
+        recipe = loaded.recipe.model_copy(update=update)
         shutil.copytree(loaded.tokenizer_folder, aside / "tokenizer")
-        write_sums(aside / "tokenizer")
-        save_checkpoint(aside, 0, weights | changed, {}, asdict(Progress()))
-        text = f"# {name}\n\nA LoRA adapter that was imported, beside the model in `{base.name}`.\n"
-        write_whole(aside / "model-card.md", text)
-        difference = _compare(aside, folder, base, report) if verify else None
+        card = f"# {recipe.name}\n\nA LoRA adapter that was imported, beside the model in `{base.name}`.\n"
+        write_run(aside, recipe, weights | changed, card)
+        difference = None
+        if verify:
+            difference = verify_import(aside, "peft", lambda: _in_peft(base, folder, aside / "base"), report)
         shutil.rmtree(aside / "base", ignore_errors=True)
     n_parameters = sum(tensor.numel() for name, tensor in changed.items() if is_adapter(name))
     return AdapterImport(run_dir, adapter, n_parameters, difference)
@@ -312,27 +288,18 @@ def _load_base(base: Path, aside: Path, report: Report) -> tuple[LoadedRun, Fami
     return load_run(aside), read_folder_config(base)[0]
 
 
-def _compare(run: Path, adapter: Path, base: Path, report: Report) -> float | None:
-    """The largest difference of a logit between a run and base and adapter in PEFT; None where it is not installed."""
-    try:
-        peft = require_peft()
-    except UserError:
-        report("not compared with the original: peft or transformers is not installed")
-        return None
-    report("comparing it with base and adapter in peft")
-    folder = base
+def _in_peft(base: Path, adapter: Path, aside: Path) -> Any:
+    """Base and adapter in PEFT; `aside` takes the Hugging Face folder of a base that is a run."""
     if (base / "recipe.yaml").exists():
-        folder = run / "base"
-        export_huggingface(base, folder, verify=False)
-    return verify_import(
-        load_run(run), lambda: peft.PeftModel.from_pretrained(load_theirs(folder), adapter, local_files_only=True)
-    )
+        export_huggingface(base, aside, verify=False)
+        base = aside
+    return require("peft").PeftModel.from_pretrained(load_theirs(base), adapter, local_files_only=True)
 
 
 def from_peft(
     family: Family,
     config: ModelConfig,
-    settings: Mapping[str, Any],
+    settings: LoraSettings,
     tensors: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
 ) -> Pairs:
@@ -349,12 +316,12 @@ def from_peft(
     left = dict(tensors)
     found: dict[str, tuple[Tensor, Tensor, float]] = {}
     changed: dict[str, Tensor] = {}
-    factor = attention_scale(config) / attention_scale(family.adapted(config)) if not config.qk_norm else 1.0
+    factor = config.score_scale / family.adapted(config).score_scale if not config.qk_norm else 1.0
     for place, modules in _places(family, config, weights):
         theirs = place.theirs.removesuffix(".weight")
         a, b = left.pop(f"{theirs}.lora_A.weight", None), left.pop(f"{theirs}.lora_B.weight", None)
-        targeted = is_targeted(settings, theirs)
-        if a is None and b is None and not (targeted and settings.get("target_modules") != "all-linear"):
+        targeted = settings.targets(theirs)
+        if a is None and b is None and not (targeted and settings.names_modules):
             continue
         if a is None or b is None:
             missing = " and ".join(f"`{theirs}.lora_{half}.weight`" for half, x in (("A", a), ("B", b)) if x is None)
@@ -365,13 +332,13 @@ def from_peft(
                 f"{TENSORS_FILE} has an adapter of `{theirs}`, which target_modules, exclude_modules and "
                 f"layers_to_transform of {CONFIG_FILE} leave out: PEFT would ignore it. Correct the settings."
             )
-        _check_shapes(theirs, a, b, rank_of(settings, theirs), place, config, weights)
+        _check_shapes(theirs, a, b, settings.rank_of(theirs), place, config, weights)
         parts = place.layout.split(_upright(b.float(), place), config)
-        scale = scale_of(settings, theirs)
+        scale = settings.scale_of(theirs)
         found |= {module: (a.float(), part, scale) for module, part in zip(modules, parts, strict=True)}
         scales = [factor if name.endswith(".query.weight") else 1.0 for name in place.ours]
         whole = place.layout.join([weights[n].float() * s for n, s in zip(place.ours, scales, strict=True)], config)
-        if (taken := part_of_base(settings, theirs, whole, place.layout in UPRIGHT)) is not None:
+        if (taken := settings.part_of_base(theirs, whole, place.layout in UPRIGHT)) is not None:
             rest = place.layout.split(whole - taken, config)
             changed |= {n: (w / s).contiguous() for n, w, s in zip(place.ours, rest, scales, strict=True)}
     targets = {module.rpartition(".")[2] for module in found}
@@ -382,10 +349,8 @@ def from_peft(
             f"`{family.model_type}`: it reads those of the blocks' linear layers."
         )
     rank, scale = max(len(a) for a, _, _ in found.values()), next(iter(found.values()))[2]
-    dropout = float(settings.get("lora_dropout") or 0)
-    adapter = parse_section(
-        {"rank": rank, "alpha": scale * rank, "dropout": dropout, "targets": sorted(targets)}, LoRAConfig, CONFIG_FILE
-    )
+    fields = {"rank": rank, "alpha": scale * rank, "dropout": settings.lora_dropout, "targets": sorted(targets)}
+    adapter = parse_section(fields, LoRAConfig, CONFIG_FILE)
     for name, weight in weights.items():
         module = name.removesuffix(".weight")
         if weight.dim() == 2 and adapter.adapts(module):

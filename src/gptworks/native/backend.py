@@ -199,7 +199,7 @@ class NativeBackend:
             config.d_rotary, self.capacity, config.n_layers,
             _ACTIVATIONS.index(config.mlp), config.norm == "layernorm", config.parallel_residual,
             _KINDS[self.cache.dtype],
-            config.norm_eps, config.d_head**-0.5 if config.attention_scale is None else config.attention_scale,
+            config.norm_eps, config.score_scale,
             self._matrix(model.token_embedding, vocabulary, width), self._matrix(head, vocabulary, width),
             self._vector(position, self.capacity, width), self._vector(cos, self.capacity, half),
             self._vector(sin, self.capacity, half), self._norm(model.norm, width), ctypes.addressof(layers),

@@ -73,7 +73,7 @@ class Architecture:
             "parallel_residual": self.parallel or not config.parallel_residual,
             "n_experts": self.experts != "none" or not config.n_experts,
             "d_ff_shared": self.experts == "shared" or not config.d_ff_shared,
-            "attention_scale": self.attention_scale or math.isclose(attention_scale(config), config.d_head**-0.5),
+            "attention_scale": self.attention_scale or math.isclose(config.score_scale, config.d_head**-0.5),
             "window": config.window is None,
             "rope_scaling.type": scaling is None or scaling.type != "dynamic",
             "rope_scaling.beta_fast": scaling is None or scaling.beta_fast == 32,
@@ -130,11 +130,6 @@ def choose_architecture(config: ModelConfig) -> Architecture:
     )
 
 
-def attention_scale(config: ModelConfig) -> float:
-    """The factor of q·k."""
-    return config.d_head**-0.5 if config.attention_scale is None else config.attention_scale
-
-
 def _value(config: ModelConfig, name: str) -> str:
     value: object = config
     for part in name.split("."):
@@ -170,7 +165,7 @@ def add_settings(writer: "GGUFWriter", architecture: Architecture, config: Model
         writer.add_expert_feed_forward_length(config.d_ff)
         writer.add_expert_shared_feed_forward_length(config.d_ff_shared)
     if architecture.attention_scale:
-        writer.add_attention_scale(attention_scale(config))
+        writer.add_attention_scale(config.score_scale)
         writer.add_logit_scale(1.0)
     if "none" in architecture.position:
         writer.add_rope_scaling_finetuned(config.position == "rope")  # what llama.cpp switches rotation by

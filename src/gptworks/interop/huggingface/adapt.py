@@ -8,7 +8,7 @@ from torch import Tensor
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.interop.huggingface.family import Family
-from gptworks.interop.huggingface.settings import attention_scale, biases
+from gptworks.interop.huggingface.settings import biases
 from gptworks.interop.huggingface.tensors import expected_tensors
 
 
@@ -24,7 +24,7 @@ def adapt_weights(
     if "qkv" in biases(config) - biases(adapted):
         _move_value_biases(family, config, weights)
         changes.append("the value's biases are part of the output's, the key's (without effect) are left out")
-    if (factor := attention_scale(config) / attention_scale(adapted)) != 1.0:
+    if (factor := config.score_scale / adapted.score_scale) != 1.0:
         _scale_queries(adapted, weights, factor)
         changes.append(f"queries are multiplied by {factor:g}, since this architecture scales attention otherwise")
     expected = expected_tensors(adapted)

@@ -3,21 +3,25 @@
 What stands in the tables was read from the classes of transformers 5; test_huggingface.py compares each with its class.
 """
 
+from typing import Any
+
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.settings import (
-    Activation,
-    Biases,
-    Experts,
-    Fixed,
-    Heads,
-    Only,
-    Rope,
-    Same,
-    ScaleFactor,
-    ScaleSwitch,
-    WindowByLayer,
-    WindowByPattern,
-    WindowEverywhere,
+    SCALE_FACTOR,
+    SCALE_SWITCH,
+    WINDOW_BY_PATTERN,
+    Clause,
+    activation,
+    bias_flags,
+    experts,
+    fixed,
+    heads,
+    needed,
+    only,
+    optional,
+    rope,
+    window_by_layer,
+    window_everywhere,
 )
 from gptworks.interop.huggingface.tensors import (
     HALVES,
@@ -46,42 +50,35 @@ HARMLESS = frozenset({
 """Settings of any `config.json` that change no logits: names, token ids, generation, what training alone uses. Others
 that no clause takes are refused by name: they may belong to a newer class that computes something else."""
 
-_ALONE = (
-    Only("is_encoder_decoder", False, absent=False),
-    Only("add_cross_attention", False, absent=False),
-    Only("use_mrope", False, absent=False),
-    Only("rope_interleaved", False, absent=False),
-)
+_SUMMARY = frozenset({"summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
+                      "summary_first_dropout"})  # fmt: skip
+_ALONE = tuple(only(name, False, absent=False) for name in (
+    "is_encoder_decoder", "add_cross_attention", "use_mrope", "rope_interleaved",
+))  # fmt: skip
 _UNGATED = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 _UNGATED_NEW = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu2": "relu2"}
 """The same; GPT-2's files have another name for the tanh form."""
-_GATED = {"swiglu": "silu", "geglu": "gelu"}
-_LAYER_NORM = Fixed({"norm": "layernorm", "norm_bias": True})
-_RMS_NORM = Fixed({"norm": "rmsnorm", "norm_bias": False})
-_LEARNED, _ROPE = Fixed({"position": "learned"}), Fixed({"position": "rope"})
-_ATTENTION_FLAG = Biases({"attention_bias": False}, {(False,): (False, False), (True,): (True, False)})
-_BOTH_FLAGS = Biases(
+_SILU = activation("hidden_act", {"swiglu": "silu", "geglu": "gelu"}, "silu")
+_LAYER_NORM = fixed(norm="layernorm", norm_bias=True)
+_QK_NORM = fixed(qk_norm=True)
+_LEARNED, _ROPE = fixed(position="learned"), fixed(position="rope")
+_NO_BIASES = fixed(attention_bias=False, mlp_bias=False)
+_ATTENTION_FLAG = bias_flags({"attention_bias": False}, {(False,): (False, False), (True,): (True, False)})
+_BOTH_FLAGS = bias_flags(
     {"attention_bias": False, "mlp_bias": False},
     {(attention, mlp): (attention, mlp) for attention in (False, True) for mlp in (False, True)},
 )
+_SIZES = needed(vocab_size="vocab_size", hidden_size="d_model", num_hidden_layers="n_layers")
+_FOUR_TIMES = ("d_ff", lambda ours: 4 * ours["d_model"])
 
 
-def _no_biases() -> Biases:
-    return Biases({}, {(): (False, False)})
+def _more(norm_eps: str, eps: float, *, tied: bool, std: float = 0.02) -> Clause:
+    ends = {"tie_word_embeddings": ("tie_embeddings", tied), "initializer_range": ("init_std", std)}
+    return optional(**{norm_eps: ("norm_eps", eps)}, **ends)
 
 
-def _sizes(width: str = "hidden_size", layers: str = "num_hidden_layers") -> Same:
-    return Same({"vocab_size": "vocab_size", width: "d_model", layers: "n_layers"})
-
-
-def _more(norm_eps: str, eps: float, *, tied: bool, std: float = 0.02, width: str | None = "intermediate_size") -> Same:
-    names = {norm_eps: "norm_eps", "tie_word_embeddings": "tie_embeddings", "initializer_range": "init_std"}
-    defaults = {norm_eps: eps, "tie_word_embeddings": tied, "initializer_range": std}
-    return Same(names | ({width: "d_ff"} if width else {}), defaults)
-
-
-def _dropouts(**names: str) -> Same:
-    return Same(names, dict.fromkeys(names, 0.0))
+def _dropouts(absent: float = 0.0, **names: str) -> Clause:
+    return optional(**{name: (f"dropout_{ours}", absent) for name, ours in names.items()})
 
 
 # ------------------------------------------------------------------------------------------ tensors in common
@@ -109,279 +106,212 @@ _GATED_MLP = {"model.layers.{layer}.mlp.gate_proj": "blocks.{layer}.mlp.gate"} |
 _QUERY_KEY_VALUE = tuple(f"blocks.{{layer}}.attention.{name}" for name in ("query", "key", "value"))
 
 
+def _like_llama(
+    model_type: str,
+    architecture: str,
+    *clauses: Clause,
+    heads: Clause,
+    rope: Clause = rope(),  # noqa: B008
+    mlp: Clause = _SILU,
+    width: str = "intermediate_size",
+    eps: float = 1e-6,
+    modules: dict[str, str] = _GATED_MLP,
+    joined: tuple[Place, ...] = (),
+    **more: Any,
+) -> Family:
+    """An architecture of Llama's kind: rotary positions, RMSNorm, its names of settings and tensors.
+
+    Args:
+        clauses: what it has of its own. modules: their name → ours, beside the block's. joined: of several of ours.
+    """
+    return Family(
+        model_type, architecture, "model.",
+        (
+            _SIZES, needed(**{width: "d_ff"}), heads, _ROPE, rope, fixed(norm="rmsnorm", norm_bias=False), mlp,
+            *clauses, *_ALONE, _more("rms_norm_eps", eps, tied=False), _dropouts(attention_dropout="attention"),
+        ),
+        (*places(_LLAMA_BLOCK | modules), *joined),
+        **more,
+    )  # fmt: skip
+
+
 # ------------------------------------------------------------------------------------------- the architectures
 
-_GPT2 = Family(
-    "gpt2",
-    "GPT2LMHeadModel",
-    "transformer.",
-    (
-        _sizes("n_embd", "n_layer"), Same({"n_positions": "context_length"}), Heads("n_head"), _LEARNED, _LAYER_NORM,
-        Same({"n_inner": "d_ff"}, {"n_inner": lambda ours: 4 * ours["d_model"]}),
-        Activation("activation_function", _UNGATED_NEW, "gelu_new"),
-        Biases({}, {(): (True, True)}), ScaleSwitch(),
-        Only("scale_attn_by_inverse_layer_idx", False, absent=False), *_ALONE,
-        _more("layer_norm_epsilon", 1e-5, tied=True, width=None), Fixed({"init": "gpt2"}),
-        Same({"embd_pdrop": "dropout_embedding", "attn_pdrop": "dropout_attention", "resid_pdrop": "dropout_residual"},
-             {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}),
+_ALL = (
+    Family(
+        "gpt2", "GPT2LMHeadModel", "transformer.",
+        (
+            needed(vocab_size="vocab_size", n_embd="d_model", n_layer="n_layers", n_positions="context_length"),
+            heads("n_head", None, None), _LEARNED, _LAYER_NORM, optional(n_inner=_FOUR_TIMES),
+            activation("activation_function", _UNGATED_NEW, "gelu_new"), fixed(attention_bias=True, mlp_bias=True),
+            SCALE_SWITCH, only("scale_attn_by_inverse_layer_idx", False, absent=False), *_ALONE,
+            _more("layer_norm_epsilon", 1e-5, tied=True), fixed(init="gpt2"),
+            _dropouts(0.1, embd_pdrop="embedding", attn_pdrop="attention", resid_pdrop="residual"),
+        ),
+        (
+            Place("transformer.wte", ("token_embedding",)),
+            Place("transformer.wpe", ("position_embedding",)),
+            Place("transformer.h.{layer}.ln_1", ("blocks.{layer}.norm1",)),
+            Place("transformer.h.{layer}.attn.c_attn", _QUERY_KEY_VALUE, TRANSPOSED_THIRDS),
+            Place("transformer.h.{layer}.attn.c_proj", ("blocks.{layer}.attention.out",), TRANSPOSED),
+            Place("transformer.h.{layer}.ln_2", ("blocks.{layer}.norm2",)),
+            Place("transformer.h.{layer}.mlp.c_fc", ("blocks.{layer}.mlp.up",), TRANSPOSED),
+            Place("transformer.h.{layer}.mlp.c_proj", ("blocks.{layer}.mlp.down",), TRANSPOSED),
+            Place("transformer.ln_f", ("norm",)),
+            Place("lm_head", ("untied_head",)),
+        ),
+        harmless=frozenset({"n_ctx", "reorder_and_upcast_attn", *_SUMMARY}),
     ),
-    (
-        Place("transformer.wte", ("token_embedding",)),
-        Place("transformer.wpe", ("position_embedding",)),
-        Place("transformer.h.{layer}.ln_1", ("blocks.{layer}.norm1",)),
-        Place("transformer.h.{layer}.attn.c_attn", _QUERY_KEY_VALUE, TRANSPOSED_THIRDS),
-        Place("transformer.h.{layer}.attn.c_proj", ("blocks.{layer}.attention.out",), TRANSPOSED),
-        Place("transformer.h.{layer}.ln_2", ("blocks.{layer}.norm2",)),
-        Place("transformer.h.{layer}.mlp.c_fc", ("blocks.{layer}.mlp.up",), TRANSPOSED),
-        Place("transformer.h.{layer}.mlp.c_proj", ("blocks.{layer}.mlp.down",), TRANSPOSED),
-        Place("transformer.ln_f", ("norm",)),
-        Place("lm_head", ("untied_head",)),
-    ),
-    harmless=frozenset({"n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation",
-                        "summary_proj_to_labels", "summary_first_dropout"}),
-)  # fmt: skip
-
-_GPT_NEO = Family(
-    "gpt_neo",
-    "GPTNeoForCausalLM",
-    "transformer.",
-    (
-        _sizes(layers="num_layers"), Same({"max_position_embeddings": "context_length"}), Heads("num_heads"), _LEARNED,
-        Same({"intermediate_size": "d_ff"}, {"intermediate_size": lambda ours: 4 * ours["d_model"]}), _LAYER_NORM,
-        Activation("activation_function", _UNGATED_NEW, "gelu_new"),
-        Biases({}, {(): ("out", True)}), Fixed({"attention_scale": 1.0}), WindowByPattern(), *_ALONE,
-        _more("layer_norm_epsilon", 1e-5, tied=True, width=None),
-        _dropouts(embed_dropout="dropout_embedding", attention_dropout="dropout_attention",
-                  resid_dropout="dropout_residual"),
-    ),
-    places({
-        "transformer.wte": "token_embedding",
-        "transformer.wpe": "position_embedding",
-        "transformer.h.{layer}.ln_1": "blocks.{layer}.norm1",
-        "transformer.h.{layer}.attn.attention.q_proj": "blocks.{layer}.attention.query",
-        "transformer.h.{layer}.attn.attention.k_proj": "blocks.{layer}.attention.key",
-        "transformer.h.{layer}.attn.attention.v_proj": "blocks.{layer}.attention.value",
-        "transformer.h.{layer}.attn.attention.out_proj": "blocks.{layer}.attention.out",
-        "transformer.h.{layer}.ln_2": "blocks.{layer}.norm2",
-        "transformer.h.{layer}.mlp.c_fc": "blocks.{layer}.mlp.up",
-        "transformer.h.{layer}.mlp.c_proj": "blocks.{layer}.mlp.down",
-        "transformer.ln_f": "norm",
-        "lm_head": "untied_head",
-    }),
-    harmless=frozenset({"summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
-                        "summary_first_dropout"}),
-    moves_value_bias=True,
-    written={"attn_implementation": "eager"},
-    advice='Windowed layers need `attn_implementation="eager"`, which `config.json` asks for: other implementations of '
-           "this architecture do not keep to the window.",
-)  # fmt: skip
-
-_STARCODER2 = Family(
-    "starcoder2",
-    "Starcoder2ForCausalLM",
-    "model.",
-    (
-        _sizes(), Heads(kv_heads="num_key_value_heads", kv_absent=2, width="head_dim"), _ROPE, Rope(), _LAYER_NORM,
-        Activation("hidden_act", _UNGATED, "gelu_pytorch_tanh"), WindowEverywhere(), *_ALONE,
-        Biases({"use_bias": True}, {(False,): (False, False), (True,): (True, True)}),
-        _more("norm_epsilon", 1e-5, tied=True, std=0.018042),
-        _dropouts(embedding_dropout="dropout_embedding", attention_dropout="dropout_attention",
-                  residual_dropout="dropout_residual"),
-    ),
-    places(_LLAMA_BLOCK | {
-        "model.layers.{layer}.mlp.c_fc": "blocks.{layer}.mlp.up",
-        "model.layers.{layer}.mlp.c_proj": "blocks.{layer}.mlp.down",
-    }),
-    harmless=frozenset({"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "scale_attn_weights",
-                        "mlp_type", "norm_type", "activation_function", "layer_norm_epsilon"}),  # of its ancestors
-)  # fmt: skip
-
-_STABLELM = Family(
-    "stablelm",
-    "StableLmForCausalLM",
-    "model.",
-    (
-        _sizes(), Heads(kv_heads="num_key_value_heads", kv_absent=32), _ROPE, _LAYER_NORM,
-        Rope(fraction="partial_rotary_factor", fraction_absent=0.25), Activation("hidden_act", _GATED, "silu"),
-        Biases({"use_qkv_bias": False}, {(False,): (False, False), (True,): ("qkv", False)}),
-        Only("qk_layernorm", False, absent=False), Only("use_parallel_residual", False, absent=False), *_ALONE,
-        _more("layer_norm_eps", 1e-5, tied=False), _dropouts(attention_dropout="dropout_attention"),
-    ),
-    places(_LLAMA_BLOCK | _GATED_MLP),
-    harmless=frozenset({"hidden_dropout"}),  # in training alone, and after the MLP alone
-)  # fmt: skip
-
-_GPT_NEOX = Family(
-    "gpt_neox",
-    "GPTNeoXForCausalLM",
-    "gpt_neox.",
-    (
-        _sizes(), Heads(), _ROPE, Rope("rotary_emb_base", fraction="rotary_pct", fraction_absent=0.25), _LAYER_NORM,
-        Same({"use_parallel_residual": "parallel_residual"}, {"use_parallel_residual": True}),
-        Activation("hidden_act", _UNGATED, "gelu"),
-        Biases({"attention_bias": True}, {(True,): (True, True), (False,): (False, True)}), *_ALONE,
-        _more("layer_norm_eps", 1e-5, tied=False),
-        _dropouts(attention_dropout="dropout_attention", hidden_dropout="dropout_residual"),
-    ),
-    (
-        *places({
-            "gpt_neox.embed_in": "token_embedding",
-            "gpt_neox.layers.{layer}.input_layernorm": "blocks.{layer}.norm1",
-            "gpt_neox.layers.{layer}.attention.dense": "blocks.{layer}.attention.out",
-            "gpt_neox.layers.{layer}.post_attention_layernorm": "blocks.{layer}.norm2",
-            "gpt_neox.layers.{layer}.mlp.dense_h_to_4h": "blocks.{layer}.mlp.up",
-            "gpt_neox.layers.{layer}.mlp.dense_4h_to_h": "blocks.{layer}.mlp.down",
-            "gpt_neox.final_layer_norm": "norm",
-            "embed_out": "untied_head",
+    Family(
+        "gpt_neo", "GPTNeoForCausalLM", "transformer.",
+        (
+            needed(vocab_size="vocab_size", hidden_size="d_model", num_layers="n_layers",
+                   max_position_embeddings="context_length"),
+            heads("num_heads", None, None), _LEARNED, _LAYER_NORM, optional(intermediate_size=_FOUR_TIMES),
+            activation("activation_function", _UNGATED_NEW, "gelu_new"), fixed(attention_bias="out", mlp_bias=True),
+            fixed(attention_scale=1.0), WINDOW_BY_PATTERN, *_ALONE, _more("layer_norm_epsilon", 1e-5, tied=True),
+            _dropouts(embed_dropout="embedding", attention_dropout="attention", resid_dropout="residual"),
+        ),
+        places({
+            "transformer.wte": "token_embedding",
+            "transformer.wpe": "position_embedding",
+            "transformer.h.{layer}.ln_1": "blocks.{layer}.norm1",
+            "transformer.h.{layer}.attn.attention.q_proj": "blocks.{layer}.attention.query",
+            "transformer.h.{layer}.attn.attention.k_proj": "blocks.{layer}.attention.key",
+            "transformer.h.{layer}.attn.attention.v_proj": "blocks.{layer}.attention.value",
+            "transformer.h.{layer}.attn.attention.out_proj": "blocks.{layer}.attention.out",
+            "transformer.h.{layer}.ln_2": "blocks.{layer}.norm2",
+            "transformer.h.{layer}.mlp.c_fc": "blocks.{layer}.mlp.up",
+            "transformer.h.{layer}.mlp.c_proj": "blocks.{layer}.mlp.down",
+            "transformer.ln_f": "norm",
+            "lm_head": "untied_head",
         }),
-        Place("gpt_neox.layers.{layer}.attention.query_key_value", _QUERY_KEY_VALUE, HEAD_BY_HEAD),
+        harmless=_SUMMARY,
+        moves_value_bias=True,
+        written={"attn_implementation": "eager"},
+        advice='Windowed layers need `attn_implementation="eager"`, which `config.json` asks for: other '
+               "implementations of this architecture do not keep to the window.",
     ),
-    other_names={"lm_head": "embed_out"},
-)  # fmt: skip
-
-_LLAMA = Family(
-    "llama",
-    "LlamaForCausalLM",
-    "model.",
-    (
-        _sizes(), Heads(kv_heads="num_key_value_heads", width="head_dim", whole=True), _ROPE, Rope(), _RMS_NORM,
-        Activation("hidden_act", _GATED, "silu"), _BOTH_FLAGS, *_ALONE, _more("rms_norm_eps", 1e-6, tied=False),
-        _dropouts(attention_dropout="dropout_attention"),
+    Family(
+        "starcoder2", "Starcoder2ForCausalLM", "model.",
+        (
+            _SIZES, needed(intermediate_size="d_ff"), heads(kv_absent=2), _ROPE, rope(), _LAYER_NORM,
+            activation("hidden_act", _UNGATED, "gelu_pytorch_tanh"), window_everywhere(), *_ALONE,
+            bias_flags({"use_bias": True}, {(False,): (False, False), (True,): (True, True)}),
+            _more("norm_epsilon", 1e-5, tied=True, std=0.018042),
+            _dropouts(embedding_dropout="embedding", attention_dropout="attention", residual_dropout="residual"),
+        ),
+        places(_LLAMA_BLOCK | {
+            "model.layers.{layer}.mlp.c_fc": "blocks.{layer}.mlp.up",
+            "model.layers.{layer}.mlp.c_proj": "blocks.{layer}.mlp.down",
+        }),
+        harmless=frozenset({"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "scale_attn_weights",
+                            "mlp_type", "norm_type", "activation_function", "layer_norm_epsilon"}),  # of its ancestors
     ),
-    places(_LLAMA_BLOCK | _GATED_MLP),
-)  # fmt: skip
-
-_QWEN2 = Family(
-    "qwen2",
-    "Qwen2ForCausalLM",
-    "model.",
-    (
-        _sizes(), Heads(kv_heads="num_key_value_heads", kv_absent=32, width="head_dim"), _ROPE, Rope(), _RMS_NORM,
-        Activation("hidden_act", _GATED, "silu"), Biases({}, {(): ("qkv", False)}), WindowByLayer(), *_ALONE,
-        _more("rms_norm_eps", 1e-6, tied=False), _dropouts(attention_dropout="dropout_attention"),
+    Family(
+        "stablelm", "StableLmForCausalLM", "model.",
+        (
+            _SIZES, needed(intermediate_size="d_ff"), heads(width=None, kv_absent=32), _ROPE, _LAYER_NORM,
+            rope(fraction="partial_rotary_factor", fraction_absent=0.25), _SILU,
+            bias_flags({"use_qkv_bias": False}, {(False,): (False, False), (True,): ("qkv", False)}),
+            only("qk_layernorm", False, absent=False), only("use_parallel_residual", False, absent=False), *_ALONE,
+            _more("layer_norm_eps", 1e-5, tied=False), _dropouts(attention_dropout="attention"),
+        ),
+        places(_LLAMA_BLOCK | _GATED_MLP),
+        harmless=frozenset({"hidden_dropout"}),  # in training alone, and after the MLP alone
     ),
-    places(_LLAMA_BLOCK | _GATED_MLP),
-    own_split=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-)  # fmt: skip
-
-_QWEN3 = Family(
-    "qwen3",
-    "Qwen3ForCausalLM",
-    "model.",
-    (
-        _sizes(), Heads(kv_heads="num_key_value_heads", kv_absent=32, width="head_dim", width_absent=128), _ROPE,
-        Rope(), _RMS_NORM, Fixed({"qk_norm": True}), Activation("hidden_act", _GATED, "silu"), _ATTENTION_FLAG,
-        WindowByLayer(), *_ALONE, _more("rms_norm_eps", 1e-6, tied=False),
-        _dropouts(attention_dropout="dropout_attention"),
+    Family(
+        "gpt_neox", "GPTNeoXForCausalLM", "gpt_neox.",
+        (
+            _SIZES, needed(intermediate_size="d_ff"), heads(kv_heads=None, width=None), _ROPE, _LAYER_NORM,
+            rope("rotary_emb_base", fraction="rotary_pct", fraction_absent=0.25),
+            optional(use_parallel_residual=("parallel_residual", True)), activation("hidden_act", _UNGATED, "gelu"),
+            bias_flags({"attention_bias": True}, {(True,): (True, True), (False,): (False, True)}), *_ALONE,
+            _more("layer_norm_eps", 1e-5, tied=False),
+            _dropouts(attention_dropout="attention", hidden_dropout="residual"),
+        ),
+        (
+            *places({
+                "gpt_neox.embed_in": "token_embedding",
+                "gpt_neox.layers.{layer}.input_layernorm": "blocks.{layer}.norm1",
+                "gpt_neox.layers.{layer}.attention.dense": "blocks.{layer}.attention.out",
+                "gpt_neox.layers.{layer}.post_attention_layernorm": "blocks.{layer}.norm2",
+                "gpt_neox.layers.{layer}.mlp.dense_h_to_4h": "blocks.{layer}.mlp.up",
+                "gpt_neox.layers.{layer}.mlp.dense_4h_to_h": "blocks.{layer}.mlp.down",
+                "gpt_neox.final_layer_norm": "norm",
+                "embed_out": "untied_head",
+            }),
+            Place("gpt_neox.layers.{layer}.attention.query_key_value", _QUERY_KEY_VALUE, HEAD_BY_HEAD),
+        ),
+        other_names={"lm_head": "embed_out"},
     ),
-    places(_LLAMA_BLOCK | _QK_NORMS | _GATED_MLP),
-)  # fmt: skip
-
-_MISTRAL = Family(
-    "mistral",
-    "MistralForCausalLM",
-    "model.",
-    (
-        _sizes(), Heads(kv_heads="num_key_value_heads", kv_absent=8, width="head_dim"), _ROPE, Rope(), _RMS_NORM,
-        Activation("hidden_act", _GATED, "silu"), _no_biases(), WindowEverywhere(absent=4096), *_ALONE,
-        _more("rms_norm_eps", 1e-6, tied=False), _dropouts(attention_dropout="dropout_attention"),
+    _like_llama("llama", "LlamaForCausalLM", _BOTH_FLAGS, heads=heads(whole=True)),
+    _like_llama(
+        "qwen2", "Qwen2ForCausalLM", fixed(attention_bias="qkv", mlp_bias=False), window_by_layer(),
+        heads=heads(kv_absent=32),
+        own_split=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
-    places(_LLAMA_BLOCK | _GATED_MLP),
-)  # fmt: skip
-
-_MINISTRAL = Family(
-    "ministral",
-    "MinistralForCausalLM",
-    "model.",
-    (
-        _sizes(), Heads(kv_heads="num_key_value_heads", kv_absent=8, width="head_dim"), _ROPE, Rope(), _RMS_NORM,
-        Activation("hidden_act", _GATED, "silu"), _no_biases(), WindowByLayer(switched=False), *_ALONE,
-        _more("rms_norm_eps", 1e-6, tied=False), _dropouts(attention_dropout="dropout_attention"),
+    _like_llama(
+        "qwen3", "Qwen3ForCausalLM", _QK_NORM, _ATTENTION_FLAG, window_by_layer(),
+        heads=heads(kv_absent=32, width_absent=128), modules=_QK_NORMS | _GATED_MLP,
     ),
-    places(_LLAMA_BLOCK | _GATED_MLP),
-)  # fmt: skip
-
-_ARCEE = Family(
-    "arcee",
-    "ArceeForCausalLM",
-    "model.",
-    (
-        _sizes(), Heads(kv_heads="num_key_value_heads", width="head_dim", whole=True), _ROPE, Rope(), _RMS_NORM,
-        Activation("hidden_act", _UNGATED, "relu2"), _BOTH_FLAGS, *_ALONE, _more("rms_norm_eps", 1e-5, tied=False),
-        _dropouts(attention_dropout="dropout_attention"),
+    _like_llama(
+        "mistral", "MistralForCausalLM", _NO_BIASES, window_everywhere(absent=4096), heads=heads(kv_absent=8)
     ),
-    places(_LLAMA_BLOCK | _UP_DOWN),
-)  # fmt: skip
-
-_MIXTRAL = Family(
-    "mixtral",
-    "MixtralForCausalLM",
-    "model.",
-    (
-        _sizes(), Heads(kv_heads="num_key_value_heads", kv_absent=8, width="head_dim"), _ROPE,
-        Rope(theta_absent=1_000_000.0), _RMS_NORM, Activation("hidden_act", _GATED, "silu"), _no_biases(),
-        WindowEverywhere(), Experts(("num_local_experts",), 8, 2), *_ALONE, _more("rms_norm_eps", 1e-5, tied=False),
-        _dropouts(attention_dropout="dropout_attention"),
+    _like_llama(
+        "ministral", "MinistralForCausalLM", _NO_BIASES, window_by_layer(switched=False), heads=heads(kv_absent=8)
     ),
-    places(_LLAMA_BLOCK | {
-        "model.layers.{layer}.block_sparse_moe.gate": "blocks.{layer}.mlp.router",
-        "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1": "blocks.{layer}.mlp.experts.{expert}.gate",
-        "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3": "blocks.{layer}.mlp.experts.{expert}.up",
-        "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2": "blocks.{layer}.mlp.experts.{expert}.down",
-    }),
-)  # fmt: skip
-
-_QWEN3_MOE = Family(
-    "qwen3_moe",
-    "Qwen3MoeForCausalLM",
-    "model.",
-    (
-        _sizes(), Heads(kv_heads="num_key_value_heads", kv_absent=4, width="head_dim"), _ROPE, Rope(), _RMS_NORM,
-        Fixed({"qk_norm": True}), Activation("hidden_act", _GATED, "silu"), _ATTENTION_FLAG,
-        WindowEverywhere(absent=4096, switch="use_sliding_window"),
-        Experts(("num_experts", "num_local_experts"), 128, 8), Only("norm_topk_prob", True, absent=False),
-        Only("decoder_sparse_step", 1, absent=1), Only("mlp_only_layers", [], absent=[]), *_ALONE,
-        _more("rms_norm_eps", 1e-6, tied=False, width="moe_intermediate_size"),
-        _dropouts(attention_dropout="dropout_attention"),
+    _like_llama(
+        "arcee", "ArceeForCausalLM", _BOTH_FLAGS, heads=heads(whole=True), eps=1e-5,
+        mlp=activation("hidden_act", _UNGATED, "relu2"), modules=_UP_DOWN,
     ),
-    places(_LLAMA_BLOCK | _QK_NORMS | {
-        "model.layers.{layer}.mlp.gate": "blocks.{layer}.mlp.router",
-        "model.layers.{layer}.mlp.experts.{expert}.gate_proj": "blocks.{layer}.mlp.experts.{expert}.gate",
-        "model.layers.{layer}.mlp.experts.{expert}.up_proj": "blocks.{layer}.mlp.experts.{expert}.up",
-        "model.layers.{layer}.mlp.experts.{expert}.down_proj": "blocks.{layer}.mlp.experts.{expert}.down",
-    }),
-    harmless=frozenset({"intermediate_size", "max_window_layers"}),  # of dense layers; of nothing
-)  # fmt: skip
-
-_GRANITE_MOE = Family(
-    "granitemoeshared",
-    "GraniteMoeSharedForCausalLM",
-    "model.",
-    (
-        _sizes(), Heads(kv_heads="num_key_value_heads", width="head_dim"), _ROPE, Rope(), _RMS_NORM,
-        Activation("hidden_act", _GATED, "silu"), _ATTENTION_FLAG, ScaleFactor(),
-        Experts(("num_local_experts",), 8, 2, shared="shared_intermediate_size"),
-        Only("embedding_multiplier", 1.0, absent=1.0), Only("logits_scaling", 1.0, absent=1.0),
-        Only("residual_multiplier", 1.0, absent=1.0), *_ALONE, _more("rms_norm_eps", 1e-6, tied=False),
-        _dropouts(attention_dropout="dropout_attention"),
+    _like_llama(
+        "mixtral", "MixtralForCausalLM", _NO_BIASES, window_everywhere(),
+        experts("num_local_experts", count_absent=8, per_token_absent=2),
+        heads=heads(kv_absent=8), rope=rope(theta_absent=1_000_000.0), eps=1e-5,
+        modules={
+            "model.layers.{layer}.block_sparse_moe.gate": "blocks.{layer}.mlp.router",
+            "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1": "blocks.{layer}.mlp.experts.{expert}.gate",
+            "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3": "blocks.{layer}.mlp.experts.{expert}.up",
+            "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2": "blocks.{layer}.mlp.experts.{expert}.down",
+        },
     ),
-    (
-        *places(_LLAMA_BLOCK),
-        Place("model.layers.{layer}.block_sparse_moe.router.layer", ("blocks.{layer}.mlp.router",)),
-        Place("model.layers.{layer}.block_sparse_moe.input_linear",
-              ("blocks.{layer}.mlp.experts.{expert}.gate", "blocks.{layer}.mlp.experts.{expert}.up"), STACKED_HALVES),
-        Place("model.layers.{layer}.block_sparse_moe.output_linear",
-              ("blocks.{layer}.mlp.experts.{expert}.down",), STACKED),
-        Place("model.layers.{layer}.shared_mlp.input_linear",
-              ("blocks.{layer}.mlp.shared.gate", "blocks.{layer}.mlp.shared.up"), HALVES),
-        Place("model.layers.{layer}.shared_mlp.output_linear", ("blocks.{layer}.mlp.shared.down",)),
+    _like_llama(
+        "qwen3_moe", "Qwen3MoeForCausalLM", _QK_NORM, _ATTENTION_FLAG,
+        window_everywhere(absent=4096, switch="use_sliding_window"),
+        experts("num_experts", "num_local_experts", count_absent=128, per_token_absent=8),
+        only("norm_topk_prob", True, absent=False), only("decoder_sparse_step", 1, absent=1),
+        only("mlp_only_layers", [], absent=[]),
+        heads=heads(kv_absent=4), width="moe_intermediate_size",
+        modules=_QK_NORMS | {
+            "model.layers.{layer}.mlp.gate": "blocks.{layer}.mlp.router",
+            "model.layers.{layer}.mlp.experts.{expert}.gate_proj": "blocks.{layer}.mlp.experts.{expert}.gate",
+            "model.layers.{layer}.mlp.experts.{expert}.up_proj": "blocks.{layer}.mlp.experts.{expert}.up",
+            "model.layers.{layer}.mlp.experts.{expert}.down_proj": "blocks.{layer}.mlp.experts.{expert}.down",
+        },
+        harmless=frozenset({"intermediate_size", "max_window_layers"}),  # of dense layers; of nothing
+    ),
+    _like_llama(
+        "granitemoeshared", "GraniteMoeSharedForCausalLM", _ATTENTION_FLAG, SCALE_FACTOR,
+        experts("num_local_experts", count_absent=8, per_token_absent=2, shared="shared_intermediate_size"),
+        only("embedding_multiplier", 1.0, absent=1.0), only("logits_scaling", 1.0, absent=1.0),
+        only("residual_multiplier", 1.0, absent=1.0),
+        heads=heads(),
+        modules={
+            "model.layers.{layer}.block_sparse_moe.router.layer": "blocks.{layer}.mlp.router",
+            "model.layers.{layer}.shared_mlp.output_linear": "blocks.{layer}.mlp.shared.down",
+        },
+        joined=(
+            Place("model.layers.{layer}.block_sparse_moe.input_linear",
+                  ("blocks.{layer}.mlp.experts.{expert}.gate", "blocks.{layer}.mlp.experts.{expert}.up"),
+                  STACKED_HALVES),
+            Place("model.layers.{layer}.block_sparse_moe.output_linear",
+                  ("blocks.{layer}.mlp.experts.{expert}.down",), STACKED),
+            Place("model.layers.{layer}.shared_mlp.input_linear",
+                  ("blocks.{layer}.mlp.shared.gate", "blocks.{layer}.mlp.shared.up"), HALVES),
+        ),
     ),
 )  # fmt: skip
-
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (_GPT2, _GPT_NEO, _STARCODER2, _STABLELM, _GPT_NEOX, _LLAMA, _QWEN2, _QWEN3, _MISTRAL, _MINISTRAL,
-                   _ARCEE, _MIXTRAL, _QWEN3_MOE, _GRANITE_MOE)
-}  # fmt: skip
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 """Every architecture by its `model_type`, in the order in which a model is tried on them."""

@@ -22,7 +22,7 @@ from gptworks.interop.huggingface.card import write_card
 from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.tensors import Place, expected_tensors, tensor_places, their_shape
-from gptworks.interop.huggingface.verify import Verification, logit_bound, require_transformers, verify_folder
+from gptworks.interop.huggingface.verify import Verification, logit_bound, require, verify_folder
 from gptworks.model import GPT
 from gptworks.model.lora import remove_lora
 from gptworks.tokenizer import encodings, load_tokenizer, prompt_ids, special_tokens, tokenizer_from_json
@@ -77,7 +77,7 @@ def export_huggingface(
     out = Path(out)
     check_free(out)
     if verify:
-        require_transformers()
+        require("transformers")
     loaded = load_run(run, checkpoint, full=True, merge=merge, report=report)
     if not merge:
         remove_lora(loaded.model)

@@ -4,33 +4,33 @@ Nothing is guessed: a setting that gptworks does not know, a tensor that is left
 refused by their names.
 """
 
-import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from gptworks.checkpoint import Report, load_run, save_checkpoint
+from gptworks.checkpoint import Report
 from gptworks.config import DataConfig, FileTokenizer, ModelConfig, Recipe, TrainConfig
 from gptworks.errors import UserError, nearest
 from gptworks.evaluate.run import PLACEHOLDER_SOURCES
-from gptworks.files import check_free, new_folder, write_sums, write_whole
+from gptworks.files import check_free, new_folder
 from gptworks.interop.huggingface.architectures import FAMILIES, HARMLESS
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.settings import Settings, Values
 from gptworks.interop.huggingface.tensors import expected_tensors, tensor_places, their_shape
-from gptworks.interop.huggingface.verify import load_theirs, require_transformers, verify_import
+from gptworks.interop.huggingface.verify import load_theirs, verify_import
+from gptworks.interop.imported import read_json, run_name, write_run
 from gptworks.plan.params import count_parameters
-from gptworks.recipe import parse_model, save_recipe
+from gptworks.recipe import parse_model
+from gptworks.tensors import stored_tensors
 from gptworks.tokenizer import (
     encodings,
     load_tokenizer,
@@ -39,7 +39,6 @@ from gptworks.tokenizer import (
     special_tokens,
     vocabulary_size,
 )
-from gptworks.train.progress import Progress
 
 _BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
 """Masks and frequencies that older versions saved beside the weights; they follow from the settings."""
@@ -77,40 +76,31 @@ def import_huggingface(
     """
     folder, run_dir = Path(folder), Path(run_dir)
     check_free(run_dir)
-    values = _read_json(folder, "config.json")
+    values = _read_config_file(folder)
     family, model = read_config(values)
     files = _tensor_files(folder)
     tokenizer = _read_tokenizer(folder, model)
     recipe = _recipe(run_dir, model)
     report(f"reading a {family.architecture} of {count_parameters(model).total:,} parameters")
     tensors = read_tensors(files, family, model)
-    notes = tuple(_notes(values, tokenizer))
+    imported = Import(
+        run_dir, family.architecture, model, count_parameters(model).total, tuple(_notes(values, tokenizer)), None
+    )
     with new_folder(run_dir) as aside:
-        save_recipe(recipe, aside / "recipe.yaml")
         save_tokenizer(tokenizer, aside / "tokenizer")
         _copy_chat_template(folder, aside / "tokenizer")
-        write_sums(aside / "tokenizer")
-        save_checkpoint(aside, 0, tensors, {}, asdict(Progress()))
-        difference = _compare(folder, aside, report) if verify else None
-        imported = Import(run_dir, family.architecture, model, count_parameters(model).total, notes, difference)
-        write_whole(aside / "model-card.md", _card(recipe, imported))
-    return imported
+        write_run(aside, recipe, tensors, _card(recipe, imported))
+        difference = verify_import(aside, "transformers", lambda: load_theirs(folder), report) if verify else None
+    return replace(imported, logit_difference=difference)
 
 
-def _compare(folder: Path, run: Path, report: Report) -> float | None:
-    """The largest difference of a logit; None where transformers is not installed."""
-    try:
-        require_transformers()
-    except UserError:
-        report("not compared with the original: transformers is not installed")
-        return None
-    report("comparing it with the original in transformers")
-    return verify_import(load_run(run), lambda: load_theirs(folder))
+def _read_config_file(folder: Path) -> Values:
+    return read_json(folder / "config.json", "Give a folder that transformers' `save_pretrained` wrote.")
 
 
 def read_folder_config(folder: Path) -> tuple[Family, ModelConfig]:
     """The architecture and the model of a Hugging Face folder; see `read_config`."""
-    return read_config(_read_json(folder, "config.json"))
+    return read_config(_read_config_file(folder))
 
 
 def read_config(values: Values) -> tuple[Family, ModelConfig]:
@@ -157,7 +147,7 @@ def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig)
     theirs = _by_known_name(files, family)
     tensors: dict[str, Tensor] = {}
     with ExitStack() as stack:
-        opened = {path: stack.enter_context(_open(path)) for path in sorted(set(files.values()))}
+        opened = {path: stack.enter_context(safe_open(path, "pt")) for path in sorted(set(files.values()))}
         for place in tensor_places(family.places, config, expected):
             if place.theirs not in theirs:
                 raise UserError(f"the tensor `{place.theirs}` is missing: config.json describes a model that has it.")
@@ -221,19 +211,6 @@ def _head(family: Family) -> str:
 # ---------------------------------------------------------------------------------------------------- the folder
 
 
-def _read_json(folder: Path, name: str) -> Values:
-    path = folder / name
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{path}: no such file. Give a folder that transformers' `save_pretrained` wrote.") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not readable JSON: {error}.") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path} holds {type(values).__name__}, not a mapping.")
-    return values
-
-
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor: from the index of several files, or the names in the one."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -246,27 +223,17 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             )
         raise UserError(f"{folder} holds no model.safetensors and no model.safetensors.index.json.")
     if single.exists():
-        with _open(single) as file:
-            return dict.fromkeys(file.keys(), single)
-    names = _read_json(folder, index.name).get("weight_map")
+        return dict.fromkeys(stored_tensors(single), single)
+    names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise UserError(f"{index} has no `weight_map` from tensors to files.")
     files = {tensor: folder / name for tensor, name in names.items()}
     for path in sorted(set(files.values())):
         if path.parent != folder or not path.exists():
             raise UserError(f"{index} names {path.name}, which is not in {folder}.")
-        with _open(path) as file:
-            absent = {tensor for tensor, held in files.items() if held == path} - set(file.keys())
-        if absent:
+        if absent := {tensor for tensor, held in files.items() if held == path} - set(stored_tensors(path)):
             raise UserError(f"{index} says that `{min(absent)}` is in {path.name}, and it is not.")
     return files
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, "pt")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is damaged or no safetensors file: {error}.") from None
 
 
 def _read_tokenizer(folder: Path, model: ModelConfig) -> Tokenizer:
@@ -284,7 +251,7 @@ def _copy_chat_template(folder: Path, target: Path) -> None:
     if (folder / "chat_template.jinja").exists():
         shutil.copy(folder / "chat_template.jinja", target)
     elif (folder / "tokenizer_config.json").exists():
-        template = _read_json(folder, "tokenizer_config.json").get("chat_template")
+        template = read_json(folder / "tokenizer_config.json").get("chat_template")
         if isinstance(template, str):
             (target / "chat_template.jinja").write_text(template, encoding="utf-8")
 
@@ -308,7 +275,7 @@ def _notes(values: Values, tokenizer: Tokenizer) -> Iterator[str]:
 def _recipe(run_dir: Path, model: ModelConfig) -> Recipe:
     """A recipe for the run folder. Its data and training are placeholders: nothing was trained here."""
     return Recipe(
-        name=re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.absolute().name).strip("-._") or "imported",
+        name=run_name(run_dir),
         run_dir=run_dir,
         model=model,
         tokenizer=FileTokenizer(type="file", path=run_dir / "tokenizer"),

@@ -1,12 +1,12 @@
-"""Settings in both directions: each class writes a part of a model's settings as `config.json` has it, and reads it.
+"""Settings in both directions: each clause writes a part of a model's settings as `config.json` has it, and reads it.
 
-A clause writes what its architecture can hold. What cannot be held is written as the nearest thing that can, so that
-reading it back gives another model: comparing the two tells what stands in the way (family.py).
+A clause writes what its architecture can hold. What it cannot hold is written as the nearest thing that it can, so that
+reading it back gives another model: comparing the two shows what stands in the way (family.py).
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from gptworks.config import ModelConfig, RopeScaling
 from gptworks.errors import UserError
@@ -15,7 +15,7 @@ Values = dict[str, Any]
 
 
 class Settings:
-    """A `config.json` being read. Each setting is taken by its name, so that those nobody took can be refused."""
+    """A `config.json` being read. Each setting is taken by its name, so that those left over can be refused."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
@@ -32,114 +32,124 @@ class Settings:
         Raises:
             UserError: it is missing or null.
         """
-        value = self.take(name)
-        if value is None:
+        if (value := self.take(name)) is None:
             raise UserError(f"config.json has no `{name}`: it is not a whole configuration of this model type.")
         return value
 
     def left(self) -> Values:
         """What was set and never taken; null and empty values set nothing."""
-        return {
-            name: value
-            for name, value in self._values.items()
-            if name not in self._taken and value not in (None, [], {})
-        }
+        left = {name: value for name, value in self._values.items() if name not in self._taken}
+        return {name: value for name, value in left.items() if value not in (None, [], {})}
 
 
-class Clause(Protocol):
+@dataclass(frozen=True)
+class Clause:
     """A part of the settings."""
 
-    def write(self, config: ModelConfig) -> Values:
-        """The part as `config.json` has it."""
-        ...
-
-    def read(self, theirs: Settings, ours: Values) -> Values:
-        """The part as fields of ModelConfig; `ours` holds those read by the clauses before."""
-        ...
+    write: Callable[[ModelConfig], Values]
+    """The part as `config.json` has it."""
+    read: Callable[[Settings, Values], Values]
+    """The part as fields of ModelConfig; the second argument holds those read by the clauses before."""
 
 
-@dataclass(frozen=True)
-class Fixed:
+def _refusal(name: str, value: Any, rule: str) -> UserError:
+    return UserError(f"config.json has `{name}`={value!r}: {rule}.")
+
+
+# --------------------------------------------------------------------------------------------- any settings
+
+
+def fixed(**fields: Any) -> Clause:
     """Fields that the architecture has in one way only, and `config.json` does not mention."""
+    return Clause(lambda config: {}, lambda theirs, ours: dict(fields))
 
-    fields: Values
 
-    def write(self, config: ModelConfig) -> Values:
+def only(name: str, value: Any, absent: Any) -> Clause:
+    """A setting of theirs of which we have one value. `absent`: what a missing one means."""
+
+    def read(theirs: Settings, ours: Values) -> Values:
+        given = theirs.take(name, absent)
+        if given != value and not (given is None and absent == value):
+            raise _refusal(name, given, f"gptworks computes {value!r} alone")
         return {}
 
-    def read(self, theirs: Settings, ours: Values) -> Values:
-        return dict(self.fields)
+    return Clause(lambda config: {} if absent == value else {name: value}, read)
 
 
-@dataclass(frozen=True)
-class Only:
-    """A setting of theirs of which we have one value; any other is refused by its name."""
-
-    name: str
-    value: Any
-    absent: Any
-    """What a missing setting means."""
-
-    def write(self, config: ModelConfig) -> Values:
-        return {} if self.absent == self.value else {self.name: self.value}
-
-    def read(self, theirs: Settings, ours: Values) -> Values:
-        given = theirs.take(self.name, self.absent)
-        if given != self.value and not (given is None and self.absent == self.value):
-            raise UserError(f"config.json has `{self.name}`={given!r}: gptworks computes {self.value!r} alone.")
-        return {}
+def needed(**names: str) -> Clause:
+    """Settings that both sides have and that `config.json` must give: their name → ours."""
+    return Clause(
+        lambda config: {theirs: getattr(config, ours) for theirs, ours in names.items()},
+        lambda theirs, ours: {our_name: theirs.need(name) for name, our_name in names.items()},
+    )
 
 
-@dataclass(frozen=True)
-class Same:
-    """Settings that both sides have: their name → ours. With a default, `config.json` may leave one out."""
+def optional(**names: tuple[str, Any]) -> Clause:
+    """Settings that both sides have: their name → ours and the value of a missing one, or a function that makes it from
+    the fields read before.
+    """
 
-    names: Mapping[str, str]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Their name → the value of a missing one, or a function that makes it from the fields read before."""
+    def read(theirs: Settings, ours: Values) -> Values:
+        fields: Values = {}
+        for name, (our_name, default) in names.items():
+            if (value := theirs.take(name)) is None:
+                value = default(ours) if callable(default) else default
+            fields[our_name] = value
+        return fields
 
-    def write(self, config: ModelConfig) -> Values:
-        return {theirs: getattr(config, ours) for theirs, ours in self.names.items()}
-
-    def read(self, theirs: Settings, ours: Values) -> Values:
-        read: Values = {}
-        for name, our_name in self.names.items():
-            value = theirs.take(name) if name in self.defaults else theirs.need(name)
-            if value is None:
-                default = self.defaults[name]
-                value = default(ours | read) if isinstance(default, Callable) else default  # type: ignore[arg-type]
-            read[our_name] = value
-        return read
+    return Clause(lambda config: {theirs: getattr(config, ours) for theirs, (ours, _) in names.items()}, read)
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Query heads, key/value heads and the width of one; where a name is None, the architecture has no choice."""
+# --------------------------------------------------------------------------------------- attention and MLP
 
-    heads: str = "num_attention_heads"
-    kv_heads: str | None = None
-    kv_absent: int | None = None
-    width: str | None = None
-    width_absent: int | None = None
-    whole: bool = False
-    """Whether the number of heads must divide the width of the model even where `width` is given."""
 
-    def write(self, config: ModelConfig) -> Values:
-        values: Values = {self.heads: config.n_heads}
-        if self.kv_heads:
-            values[self.kv_heads] = config.n_kv_heads
-        if self.width and not (self.whole and config.d_model % config.n_heads):
-            values[self.width] = config.d_head
+def heads(
+    heads: str = "num_attention_heads",
+    kv_heads: str | None = "num_key_value_heads",
+    width: str | None = "head_dim",
+    *,
+    kv_absent: int | None = None,
+    width_absent: int | None = None,
+    whole: bool = False,
+) -> Clause:
+    """Query heads, key/value heads and the width of one; where a name is None, the architecture has no choice.
+
+    Args:
+        whole: the number of heads must divide the width of the model even where `width` is given.
+    """
+
+    def write(config: ModelConfig) -> Values:
+        values: Values = {heads: config.n_heads}
+        if kv_heads:
+            values[kv_heads] = config.n_kv_heads
+        if width and not (whole and config.d_model % config.n_heads):
+            values[width] = config.d_head
         return values
 
-    def read(self, theirs: Settings, ours: Values) -> Values:
-        heads = theirs.need(self.heads)
-        kv_heads = theirs.take(self.kv_heads, self.kv_absent) if self.kv_heads else None
-        width = theirs.take(self.width, self.width_absent) if self.width else None
-        d_model = ours["d_model"]
-        share = d_model // heads if d_model % heads == 0 else 0  # 0: no width there is
-        return {"n_heads": heads, "n_kv_heads": kv_heads or heads, "d_head": width or share}
+    def read(theirs: Settings, ours: Values) -> Values:
+        n_heads, d_model = theirs.need(heads), ours["d_model"]
+        n_kv_heads = theirs.take(kv_heads, kv_absent) if kv_heads else None
+        d_head = theirs.take(width, width_absent) if width else None
+        even = d_model // n_heads if d_model % n_heads == 0 else 0  # ModelConfig refuses 0
+        return {"n_heads": n_heads, "n_kv_heads": n_kv_heads or n_heads, "d_head": d_head or even}
 
+    return Clause(write, read)
+
+
+SCALE_SWITCH = Clause(
+    lambda config: {"scale_attn_weights": config.attention_scale != 1.0},
+    lambda theirs, ours: {"attention_scale": None if theirs.take("scale_attn_weights", True) else 1.0},
+)
+"""GPT-2's flag: q·k is divided by √D, or left as it is."""
+
+
+def _read_scale_factor(theirs: Settings, ours: Values) -> Values:
+    scale = theirs.take("attention_multiplier", 1.0)
+    return {"attention_scale": None if scale == ours["d_head"] ** -0.5 else scale}
+
+
+SCALE_FACTOR = Clause(lambda config: {"attention_multiplier": config.score_scale}, _read_scale_factor)
+"""Granite's factor of q·k."""
 
 _ACTIVATION_ALIASES = {
     "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "gelu_accurate": "gelu_pytorch_tanh",
@@ -148,55 +158,50 @@ _ACTIVATION_ALIASES = {
 """Names of transformers for one and the same function."""
 
 
-@dataclass(frozen=True)
-class Activation:
-    """The MLP's activation: ours → their name."""
+def activation(name: str, choices: Mapping[str, str], absent: str) -> Clause:
+    """The MLP's activation: ours → their name. One that they do not have is written as the first."""
 
-    name: str
-    choices: Mapping[str, str]
-    absent: str
-
-    def write(self, config: ModelConfig) -> Values:
-        return {self.name: self.choices.get(config.mlp, next(iter(self.choices.values())))}
-
-    def read(self, theirs: Settings, ours: Values) -> Values:
-        given = theirs.take(self.name, self.absent)
-        for our_name, their_name in self.choices.items():
+    def read(theirs: Settings, ours: Values) -> Values:
+        given = theirs.take(name, absent)
+        for our_name, their_name in choices.items():
             if _ACTIVATION_ALIASES.get(given, given) == _ACTIVATION_ALIASES.get(their_name, their_name):
                 return {"mlp": our_name}
-        known = ", ".join(self.choices.values())
-        raise UserError(f"config.json has `{self.name}`={given!r}: gptworks has {known} for this model type.")
+        raise _refusal(name, given, f"gptworks has {', '.join(choices.values())} for this model type")
+
+    return Clause(lambda config: {name: choices.get(config.mlp, next(iter(choices.values())))}, read)
 
 
+Flags = tuple[bool, ...]
 AttentionBias = bool | Literal["qkv", "out"]
 
 
-@dataclass(frozen=True)
-class Biases:
-    """Which linear layers have biases: for each value of the flags, ours of attention and of the MLP."""
+def bias_flags(absent: Mapping[str, bool], choices: Mapping[Flags, tuple[AttentionBias, bool]]) -> Clause:
+    """Which linear layers have biases.
 
-    flags: Mapping[str, bool]
-    """Names of `config.json`, with what a missing one means."""
-    choices: Mapping[tuple[bool, ...], tuple[AttentionBias, bool]]
+    Args:
+        absent: the names of the flags, with what a missing one means.
+        choices: values of the flags → our biases of attention and of the MLP.
+    """
 
-    def write(self, config: ModelConfig) -> Values:
-        def lacks_and_adds(flags: tuple[bool, ...]) -> tuple[int, int]:
-            ours, theirs = biases(config), biases(config.model_copy(update=self._fields(flags)))
+    def fields(flags: Flags) -> Values:
+        return dict(zip(("attention_bias", "mlp_bias"), choices[flags], strict=True))
+
+    def write(config: ModelConfig) -> Values:
+        def lacks_and_adds(flags: Flags) -> tuple[int, int]:
+            ours, theirs = biases(config), biases(config.model_copy(update=fields(flags)))
             return len(ours - theirs), len(theirs - ours)
 
-        nearest: tuple[bool, ...] = min(list(self.choices), key=lacks_and_adds)
-        return dict(zip(self.flags, nearest, strict=True))
+        nearest: Flags = min(list(choices), key=lacks_and_adds)
+        return dict(zip(absent, nearest, strict=True))
 
-    def read(self, theirs: Settings, ours: Values) -> Values:
-        flags = {name: theirs.take(name, absent) for name, absent in self.flags.items()}
-        if tuple(flags.values()) not in self.choices:
+    def read(theirs: Settings, ours: Values) -> Values:
+        flags = {name: theirs.take(name, missing) for name, missing in absent.items()}
+        if tuple(flags.values()) not in choices:
             given = ", ".join(f"`{name}`={value!r}" for name, value in flags.items())
             raise UserError(f"config.json has {given}: true or false is expected.")
-        return self._fields(tuple(flags.values()))
+        return fields(tuple(flags.values()))
 
-    def _fields(self, flags: tuple[bool, ...]) -> Values:
-        attention, mlp = self.choices[flags]
-        return {"attention_bias": attention, "mlp_bias": mlp}
+    return Clause(write, read)
 
 
 def biases(config: ModelConfig) -> set[str]:
@@ -205,78 +210,106 @@ def biases(config: ModelConfig) -> set[str]:
     return {kind for kind, there in kinds.items() if there}
 
 
+def experts(*count: str, count_absent: int, per_token_absent: int, shared: str | None = None) -> Clause:
+    """How many experts, how many a token, and how wide. At least one: a dense model is of another architecture.
+
+    Args:
+        count: their names of the number, the first of which is written.
+    """
+
+    def write(config: ModelConfig) -> Values:
+        values = {count[0]: max(config.n_experts, 1), "num_experts_per_tok": config.n_experts_per_token}
+        return values | ({shared: config.d_ff_shared} if shared else {})
+
+    def read(theirs: Settings, ours: Values) -> Values:
+        given = [n for name in count if (n := theirs.take(name)) is not None]
+        return {
+            "n_experts": given[0] if given else count_absent,
+            "n_experts_per_token": theirs.take("num_experts_per_tok", per_token_absent),
+            "d_ff_shared": theirs.take(shared, 0) if shared else 0,
+        }
+
+    return Clause(write, read)
+
+
+# ------------------------------------------------------------------------------------------ rotary positions
+
 _ROPE_NEUTRAL = {"mscale": None, "mscale_all_dim": None, "truncate": True}
-_ROPE_NEEDED = {"default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",)}
+_ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
 
 
-@dataclass(frozen=True)
-class Rope:
+def rope(
+    theta: str = "rope_theta",
+    *,
+    theta_absent: float = 10_000.0,
+    fraction: str | None = None,
+    fraction_absent: float = 1.0,
+) -> Clause:
     """Rotary positions and their scaling, and with them the context.
 
     transformers 5 has `rope_parameters`; `rope_theta` beside it, and `rope_scaling`, are what earlier ones and other
     tools read. Its dynamic scaling has `max_position_embeddings` for the original context.
+
+    Args:
+        fraction: their name of the share of a head that is rotated; None: the whole head is.
     """
 
-    theta: str = "rope_theta"
-    theta_absent: float = 10_000.0
-    fraction: str | None = None
-    """Their name of the share of a head that is rotated; None: the whole head is."""
-    fraction_absent: float = 1.0
+    def write(config: ModelConfig) -> Values:
+        scaling, context = config.rope_scaling, config.context_length
+        parameters: Values = {"rope_type": "default", "rope_theta": config.rope_theta}
+        if scaling is not None:
+            parameters |= {"rope_type": scaling.type, "factor": scaling.factor}
+            if scaling.type == "dynamic":
+                context = config.original_context_length
+            if scaling.type == "yarn":
+                parameters |= scaling.model_dump(
+                    include={"beta_fast", "beta_slow", "attention_factor"}, exclude_none=True
+                )
+                parameters["original_max_position_embeddings"] = config.original_context_length
+        values = {"max_position_embeddings": context, theta: config.rope_theta, "rope_parameters": parameters}
+        if fraction:
+            parameters["partial_rotary_factor"] = values[fraction] = config.rope_fraction
+        return values | ({"rope_scaling": dict(parameters)} if scaling else {})
 
-    def write(self, config: ModelConfig) -> Values:
-        scaling = config.rope_scaling
-        scaled: Values = {} if scaling is None else {"rope_type": scaling.type, "factor": scaling.factor}
-        if scaling is not None and scaling.type == "yarn":
-            scaled |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
-            scaled["original_max_position_embeddings"] = config.original_context_length
-            if scaling.attention_factor is not None:
-                scaled["attention_factor"] = scaling.attention_factor
-        parameters = {"rope_type": "default", "rope_theta": config.rope_theta} | scaled
-        dynamic = scaling is not None and scaling.type == "dynamic"
-        values = {
-            "max_position_embeddings": config.original_context_length if dynamic else config.context_length,
-            self.theta: config.rope_theta,
-            "rope_parameters": parameters,
-        }
-        if self.fraction:
-            parameters["partial_rotary_factor"] = values[self.fraction] = config.rope_fraction
-        return values | ({"rope_scaling": dict(parameters)} if scaled else {})
-
-    def read(self, theirs: Settings, ours: Values) -> Values:
+    def read(theirs: Settings, ours: Values) -> Values:
         given, context = theirs.take("rope_parameters"), theirs.need("max_position_embeddings")
         parameters = Settings(theirs.take("rope_scaling") or given or {})
-        theta = parameters.take("rope_theta", theirs.take(self.theta, self.theta_absent))
-        fraction = theirs.take(self.fraction, self.fraction_absent) if self.fraction else 1.0
-        fraction = parameters.take("partial_rotary_factor", fraction)
-        kind = parameters.take("type", "default")
-        kind = parameters.take("rope_type", kind)
-        if kind not in _ROPE_NEEDED:
-            raise UserError(f"config.json has rope_type={kind!r}: gptworks has {', '.join(_ROPE_NEEDED)}.")
-        if not self.fraction and fraction != 1:
-            raise UserError(
-                f"config.json has partial_rotary_factor={fraction}: this model type rotates the whole head."
-            )
+        rotated = theirs.take(fraction, fraction_absent) if fraction else 1.0
+        fields: Values = {
+            "context_length": context,
+            "rope_theta": parameters.take("rope_theta", theirs.take(theta, theta_absent)),
+            "rope_fraction": parameters.take("partial_rotary_factor", rotated),
+            "rope_scaling": None,
+        }
+        kind = parameters.take("rope_type", parameters.take("type", "default"))
+        if kind not in _ROPE_TYPES:
+            raise _refusal("rope_type", kind, f"gptworks has {', '.join(_ROPE_TYPES)}")
+        if not fraction and fields["rope_fraction"] != 1:
+            raise _refusal("partial_rotary_factor", fields["rope_fraction"], "this model type rotates the whole head")
         for name, neutral in _ROPE_NEUTRAL.items():
             if (value := parameters.take(name)) not in (None, neutral):
-                raise UserError(
-                    f"config.json has rope_parameters.{name}={value!r}: gptworks computes {neutral!r} alone."
-                )
-        read: Values = {"context_length": context, "rope_theta": theta, "rope_fraction": fraction, "rope_scaling": None}
-        scaled = {name: parameters.need(name) for name in _ROPE_NEEDED[kind]}
+                raise _refusal(f"rope_parameters.{name}", value, f"gptworks computes {neutral!r} alone")
         original = parameters.take("original_max_position_embeddings", context)
-        if kind == "yarn":
-            scaled |= {
-                "original_context_length": original,
-                "beta_fast": parameters.take("beta_fast") or 32.0,
-                "beta_slow": parameters.take("beta_slow") or 1.0,
-                "attention_factor": parameters.take("attention_factor"),
-            }
-        if kind == "dynamic":
-            scaled["original_context_length"] = context
-            read["context_length"] = round(context * scaled["factor"])
-        if left := parameters.left():
-            raise UserError(f"config.json has rope_parameters.{next(iter(left))}, which gptworks does not know.")
-        return read | ({"rope_scaling": RopeScaling(type=kind, **scaled)} if kind != "default" else {})
+        if kind != "default":
+            scaling: Values = {"type": kind, "factor": parameters.need("factor")}
+            if kind == "yarn":
+                scaling |= {
+                    "original_context_length": original,
+                    "beta_fast": parameters.take("beta_fast") or 32.0,
+                    "beta_slow": parameters.take("beta_slow") or 1.0,
+                    "attention_factor": parameters.take("attention_factor"),
+                }
+            if kind == "dynamic":
+                scaling["original_context_length"] = context
+                fields["context_length"] = round(context * scaling["factor"])
+        for name in parameters.left():
+            raise UserError(f"config.json has rope_parameters.{name}, which gptworks does not know.")
+        return fields | ({"rope_scaling": RopeScaling(**scaling)} if kind != "default" else {})
+
+    return Clause(write, read)
+
+
+# --------------------------------------------------------------------------------------------------- windows
 
 
 def shortest_period(layers: tuple[str, ...]) -> tuple[str, ...]:
@@ -293,125 +326,78 @@ def _windowed(window: int | None, layers: list[bool], ours: Values) -> Values:
     return {"window": window, "window_pattern": shortest_period(kinds)}
 
 
-@dataclass(frozen=True)
-class WindowEverywhere:
-    """A window that every layer has, or none."""
+def window_everywhere(absent: int | None = None, switch: str | None = None) -> Clause:
+    """A window that every layer has, or none.
 
-    absent: int | None = None
-    switch: str | None = None
-    """The flag without which the window does not count; a missing one is false."""
+    Args:
+        switch: the flag without which the window does not count; a missing one is false.
+    """
 
-    def write(self, config: ModelConfig) -> Values:
+    def write(config: ModelConfig) -> Values:
         window = config.window if all(config.layer_windows) else None
-        return {"sliding_window": window} | ({self.switch: window is not None} if self.switch else {})
+        return {"sliding_window": window} | ({switch: window is not None} if switch else {})
 
-    def read(self, theirs: Settings, ours: Values) -> Values:
-        window = theirs.take("sliding_window", self.absent)
-        on = theirs.take(self.switch, False) if self.switch else True
+    def read(theirs: Settings, ours: Values) -> Values:
+        window = theirs.take("sliding_window", absent)
+        on = theirs.take(switch, False) if switch else True
         return _windowed(window if on else None, [True] * ours["n_layers"], ours)
 
+    return Clause(write, read)
 
-@dataclass(frozen=True)
-class WindowByLayer:
-    """A type for each layer; Qwen has a switch besides, and a layer from which on all are windowed."""
 
-    switched: bool = True
+def _check_layers(name: str, n_kinds: int, n_layers: int, kinds: set[str], known: tuple[str, str]) -> None:
+    """Refuse kinds of layers that gptworks does not have, or that are not one for each layer."""
+    if unknown := kinds.difference(known):
+        raise UserError(f"config.json has `{name}` with {min(unknown)!r}: gptworks has {' and '.join(known)}.")
+    if n_kinds != n_layers:
+        raise UserError(f"config.json has `{name}` of {n_kinds} layers and {n_layers} layers.")
 
-    def write(self, config: ModelConfig) -> Values:
+
+def window_by_layer(*, switched: bool = True) -> Clause:
+    """A type for each layer. `switched`: there is a switch besides, and a layer from which on all are windowed."""
+    known = ("sliding_attention", "full_attention")
+
+    def write(config: ModelConfig) -> Values:
         layers = [window is not None for window in config.layer_windows]
-        types = ["sliding_attention" if windowed else "full_attention" for windowed in layers]
+        types = [known[0] if windowed else known[1] for windowed in layers]
         values: Values = {"sliding_window": config.window, "layer_types": types}
         first = layers.index(True) if any(layers) else config.n_layers
-        return values | ({"use_sliding_window": any(layers), "max_window_layers": first} if self.switched else {})
+        return values | ({"use_sliding_window": any(layers), "max_window_layers": first} if switched else {})
 
-    def read(self, theirs: Settings, ours: Values) -> Values:
+    def read(theirs: Settings, ours: Values) -> Values:
         on, first = True, 0
-        if self.switched:
+        if switched:
             on, first = theirs.take("use_sliding_window", False), theirs.take("max_window_layers", 28)
         window, types = theirs.take("sliding_window", 4096), theirs.take("layer_types")
-        types = types or ["sliding_attention" if i >= first else "full_attention" for i in range(ours["n_layers"])]
-        if unknown := set(types) - {"sliding_attention", "full_attention"}:
-            raise UserError(
-                f"config.json has `layer_types` with {unknown.pop()!r}: gptworks has full and sliding ones."
-            )
-        if len(types) != ours["n_layers"]:
-            raise UserError(f"config.json has `layer_types` of {len(types)} layers and {ours['n_layers']} layers.")
-        return _windowed(window if on else None, [kind == "sliding_attention" for kind in types], ours)
+        types = types or [known[0] if i >= first else known[1] for i in range(ours["n_layers"])]
+        _check_layers("layer_types", len(types), ours["n_layers"], set(types), known)
+        return _windowed(window if on else None, [kind == known[0] for kind in types], ours)
+
+    return Clause(write, read)
 
 
-@dataclass(frozen=True)
-class WindowByPattern:
-    """GPT-Neo's global and local layers: [[pattern, repeats], ...]. Its window counts the token itself, as ours."""
-
-    def write(self, config: ModelConfig) -> Values:
-        kinds = tuple("global" if window is None else "local" for window in config.layer_windows)
-        pattern = shortest_period(kinds)
-        repeats, rest = divmod(config.n_layers, len(pattern))
-        types = [[list(kinds), 1]] if rest else [[list(pattern), repeats]]
-        return {"attention_types": types, "window_size": config.window or 256}
-
-    def read(self, theirs: Settings, ours: Values) -> Values:
-        layers = theirs.take("attention_layers")
-        types = theirs.take("attention_types") or [[["global", "local"], 12]]
-        if (n_kinds := sum(len(pattern) * repeats for pattern, repeats in types)) != ours["n_layers"]:
-            raise UserError(f"config.json has `attention_types` of {n_kinds} layers and {ours['n_layers']} layers.")
-        kinds = [kind for pattern, repeats in types for kind in pattern * repeats]
-        if unknown := set(kinds) - {"global", "local"}:
-            raise UserError(f"config.json has `attention_types` with {unknown.pop()!r}: gptworks has global and local.")
-        if layers is not None and layers != kinds:
-            raise UserError(
-                f"config.json has `attention_layers`={layers} and `attention_types` that make {kinds}: they contradict "
-                f"one another. Delete the one that is wrong."
-            )
-        return _windowed(theirs.take("window_size", 256), [kind == "local" for kind in kinds], ours)
+def _write_pattern(config: ModelConfig) -> Values:
+    kinds = tuple("global" if window is None else "local" for window in config.layer_windows)
+    pattern = shortest_period(kinds)
+    repeats, rest = divmod(config.n_layers, len(pattern))
+    types = [[list(kinds), 1]] if rest else [[list(pattern), repeats]]
+    return {"attention_types": types, "window_size": config.window or 256}
 
 
-@dataclass(frozen=True)
-class ScaleSwitch:
-    """GPT-2's flag: q·k is divided by √D, or left as it is."""
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"scale_attn_weights": config.attention_scale != 1.0}
-
-    def read(self, theirs: Settings, ours: Values) -> Values:
-        return {"attention_scale": None if theirs.take("scale_attn_weights", True) else 1.0}
-
-
-@dataclass(frozen=True)
-class ScaleFactor:
-    """Granite's factor of q·k."""
-
-    def write(self, config: ModelConfig) -> Values:
-        return {"attention_multiplier": attention_scale(config)}
-
-    def read(self, theirs: Settings, ours: Values) -> Values:
-        scale = theirs.take("attention_multiplier", 1.0)
-        return {"attention_scale": None if scale == ours["d_head"] ** -0.5 else scale}
+def _read_pattern(theirs: Settings, ours: Values) -> Values:
+    layers = theirs.take("attention_layers")
+    types = theirs.take("attention_types") or [[["global", "local"], 12]]
+    n_kinds = sum(len(pattern) * repeats for pattern, repeats in types)
+    named = {kind for pattern, _ in types for kind in pattern}
+    _check_layers("attention_types", n_kinds, ours["n_layers"], named, ("global", "local"))
+    kinds = [kind for pattern, repeats in types for kind in pattern * repeats]
+    if layers is not None and layers != kinds:
+        raise UserError(
+            f"config.json has `attention_layers`={layers} and `attention_types` that make {kinds}: they contradict "
+            f"one another. Delete the one that is wrong."
+        )
+    return _windowed(theirs.take("window_size", 256), [kind == "local" for kind in kinds], ours)
 
 
-def attention_scale(config: ModelConfig) -> float:
-    """The factor of q·k, as a number."""
-    return config.d_head**-0.5 if config.attention_scale is None else config.attention_scale
-
-
-@dataclass(frozen=True)
-class Experts:
-    """How many experts, how many a token, and how wide. At least one: a dense model is of another architecture."""
-
-    count: tuple[str, ...]
-    """Their names of it; the first is written."""
-    count_absent: int
-    per_token_absent: int
-    shared: str | None = None
-
-    def write(self, config: ModelConfig) -> Values:
-        values = {self.count[0]: max(config.n_experts, 1), "num_experts_per_tok": config.n_experts_per_token}
-        return values | ({self.shared: config.d_ff_shared} if self.shared else {})
-
-    def read(self, theirs: Settings, ours: Values) -> Values:
-        counts = [theirs.take(name) for name in self.count]
-        return {
-            "n_experts": next((count for count in counts if count is not None), self.count_absent),
-            "n_experts_per_token": theirs.take("num_experts_per_tok", self.per_token_absent),
-            "d_ff_shared": theirs.take(self.shared, 0) if self.shared else 0,
-        }
+WINDOW_BY_PATTERN = Clause(_write_pattern, _read_pattern)
+"""GPT-Neo's global and local layers: [[pattern, repeats], ...]. Its window counts the token itself, as ours."""

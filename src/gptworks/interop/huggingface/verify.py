@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from gptworks.checkpoint import LoadedRun
+from gptworks.checkpoint import Report, load_run
 from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError
 from gptworks.model import GPT, SlotCache
@@ -51,21 +51,20 @@ class Verification:
     texts: int
 
 
-def require_transformers() -> Any:
-    """The transformers library.
+def require(library: str) -> Any:
+    """A library that what was written or read is compared in: transformers, or peft.
 
     Raises:
         UserError: it is not installed.
     """
     try:
         with quiet():
-            import transformers
+            return importlib.import_module(library)
     except ImportError:
         raise UserError(
-            "the model is compared with transformers, which is not installed: pip install 'gptworks[interop]', or "
-            "give --no-verify, which leaves the comparison out."
+            f"the model is compared with {library}, which is not installed: pip install 'gptworks[interop]', or "
+            f"give --no-verify, which leaves the comparison out."
         ) from None
-    return transformers
 
 
 @contextlib.contextmanager
@@ -97,7 +96,7 @@ def verify_folder(folder: Path, model: GPT, tokenizer: Tokenizer, texts: Sequenc
         RunError: something differs; it is named.
         UserError: transformers is not installed.
     """
-    transformers = require_transformers()
+    transformers = require("transformers")
     special = [token.content for token in tokenizer.get_added_tokens_decoder().values()]  # theirs reads them as such
     texts = [text for text in dict.fromkeys((*TEXTS, *texts)) if text and not any(name in text for name in special)]
     with quiet():
@@ -111,34 +110,39 @@ def verify_folder(folder: Path, model: GPT, tokenizer: Tokenizer, texts: Sequenc
         theirs.eval()
         _compare_texts(tokenizer, their_tokenizer, texts)
         sequences = _sequences(model, tokenizer, texts)
-        difference, largest = _compare_logits(model, theirs, sequences)
+        difference, largest = _compare_logits(model, theirs, sequences, "the export", "the model")
         n_greedy, n_ties = _compare_greedy(model, theirs, _prompt(sequences[-1], model.config))
     n_tokens = sum(len(ids) for ids in sequences)
     return Verification(transformers.__version__, difference, largest, n_tokens, n_greedy, n_ties, len(texts))
 
 
 @torch.no_grad()
-def verify_logits(model: GPT, theirs: Any, tokenizer: Tokenizer, texts: Sequence[str] = ()) -> tuple[float, int]:
-    """The largest difference between the logits of our model and of one of transformers, and the tokens compared.
+def verify_logits(
+    model: GPT,
+    theirs: Any,
+    tokenizer: Tokenizer,
+    texts: Sequence[str] = (),
+    what: str = "the export",
+    original: str = "the model",
+) -> float:
+    """The largest difference between the logits of our model and of one of transformers.
 
     Raises:
         RunError: it is above the bound.
     """
-    sequences = _sequences(model, tokenizer, [*TEXTS, *texts])
-    difference, _ = _compare_logits(model, theirs, sequences)
-    return difference, sum(map(len, sequences))
+    return _compare_logits(model, theirs, _sequences(model, tokenizer, [*TEXTS, *texts]), what, original)[0]
 
 
 def load_theirs(folder: Path) -> Any:
     """The model in a Hugging Face folder as transformers loads it, in fp32; from safetensors, without its code."""
-    return require_transformers().AutoModelForCausalLM.from_pretrained(
+    return require("transformers").AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
     )
 
 
-@torch.no_grad()
-def verify_import(run: LoadedRun, load: Callable[[], Any]) -> float:
-    """The largest difference between the logits of a run that was made of other people's files and of their library.
+def verify_import(run_dir: Path, library: str, load: Callable[[], Any], report: Report) -> float | None:
+    """The largest difference between the logits of a run that was made of other people's files and of their library;
+    None where the library is not installed.
 
     Args:
         load: makes the model of transformers or PEFT.
@@ -147,7 +151,13 @@ def verify_import(run: LoadedRun, load: Callable[[], Any]) -> float:
         RunError: it is above the bound.
         UserError: their library does not load the files.
     """
-    tokenizer = load_tokenizer(run.tokenizer_folder)
+    try:
+        require(library)
+    except UserError:
+        report(f"not compared with the original: {library} is not installed")
+        return None
+    report(f"comparing it with the original in {library}")
+    run = load_run(run_dir)
     with quiet():
         try:
             theirs = load().eval()
@@ -156,9 +166,8 @@ def verify_import(run: LoadedRun, load: Callable[[], Any]) -> float:
                 f"gptworks reads this and its own library does not, so the import cannot be compared: "
                 f"{type(error).__name__}: {str(error)[:300]}. Give --no-verify to import it without a comparison."
             ) from error
-        sequences = _sequences(run.model, tokenizer, TEXTS)
-        difference, _ = _compare_logits(run.model, theirs, sequences, "the import", "the original")
-    return difference
+        tokenizer = load_tokenizer(run.tokenizer_folder)
+        return verify_logits(run.model, theirs, tokenizer, what="the import", original="the original")
 
 
 def logit_bound(largest_logit: float) -> float:
@@ -197,7 +206,7 @@ def _prompt(sequence: list[int], config: ModelConfig) -> list[int]:
 
 
 def _compare_logits(
-    model: GPT, theirs: Any, sequences: Sequence[list[int]], what: str = "the export", original: str = "the model"
+    model: GPT, theirs: Any, sequences: Sequence[list[int]], what: str, original: str
 ) -> tuple[float, float]:
     """The largest difference, and the largest logit."""
     difference = largest = 0.0
