@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-crashes test-schema test-overload test-engine test-processors test-margins lint bench clean
+.PHONY: help demo pipeline bands test test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-crashes test-schema test-overload test-engine test-guide test-processors test-margins lint bench clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-schema  5,000 requests to the server, made from its schema (about 10 minutes on 2 cores)"
 	@echo "make test-overload  the server with too many clients, slow ones, and ones that leave (about 3 minutes on 2 cores)"
 	@echo "make test-engine  the engine in 5,000 random events against a loop without a cache (about 2 minutes)"
+	@echo "make test-guide  the commands of the README and the guide, in order, in an empty folder (about 5 minutes on 2 cores)"
 	@echo "make lint    ruff, mypy and the import contract"
 	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about an hour on 2 cores)"
 	@echo "make bench   speed beside textbook loops, torch's own passes and other engines and servers; memory beside what was planned"
@@ -88,6 +89,9 @@ test-processors: .venv/.installed-dev
 
 test-engine: .venv/.installed-dev
 	GPTWORKS_MACHINE_STEPS=5000 $(BIN)/python -m pytest -m engine_machine -rP tests/test_engine_machine.py
+
+test-guide: .venv/.installed-dev
+	$(BIN)/python -m pytest -m guide -rP tests/test_guide.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

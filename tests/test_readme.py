@@ -92,7 +92,13 @@ def test_what_the_benchmarks_import_is_installed_by_make_bench() -> None:
                 assert name in installed, f"bench/{path.name} imports {name}, which no extra of `make bench` names"
 
 
-def test_the_first_recipe_of_the_guide_warms_up_evaluates_and_shows_samples() -> None:
+def test_the_first_recipe_of_the_guide_is_the_demo() -> None:
+    block = re.search(r"```yaml\n# demo.yaml\n(.*?)```", GUIDE, re.DOTALL)
+    assert block
+    assert yaml.safe_load(block[1]) == yaml.safe_load((ROOT / "recipes/demo.yaml").read_text(encoding="utf-8"))
+
+
+def test_the_recipe_for_own_texts_in_the_guide_warms_up_evaluates_and_shows_samples() -> None:
     block = re.search(r"```yaml\n# mine.yaml\n(.*?)```", GUIDE, re.DOTALL)
     assert block
     settings = parse_recipe(yaml.safe_load(block[1]) | {"name": "mine", "run_dir": "runs/mine"}).train
@@ -114,7 +120,7 @@ def test_the_python_shown_in_the_guide_runs() -> None:
     blocks = [
         block
         for block in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-        if not re.search("runs/demo|127.0.0.1", block)
+        if not re.search("runs/demo|demo.yaml|127.0.0.1", block)
     ]
     assert blocks
     for block in blocks:
