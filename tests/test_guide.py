@@ -24,7 +24,8 @@ import yaml
 from gptworks.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+FLAGS = re.MULTILINE | re.DOTALL
+BLOCK = re.compile(r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", FLAGS)
 NAMED = re.compile(r"# (?P<name>[\w-]+\.(?:yaml|py))(?:: (?P<base>[\w-]+\.yaml) with these sections)?\n")
 
 SHORT = "train.max_steps=6 train.warmup_steps=1 train.batch_size=8 train.evaluate_sequences=8 train.sample_tokens=8"
@@ -33,10 +34,11 @@ SUBSTITUTIONS = {
     r"(gptworks sweep [^#\n]*?)(?= *(?:#|$))": rf"\1 {SHORT} sweep.n_trials=2",
     r"(--weights int4)(?= *(?:#|$))": r"\1 --calibrate 2048",
     r"(gptworks plan gpt[^#\n]*?)(?= *(?:#|$))": r"\1 || test $? -eq 3",  # 3: it does not fit there
+    r"(gptworks plan [^#\n]*--measure)(?= *(?:#|$))": r"\1 train.batch_size=2",
     r"gptworks serve ([^#\n]*?)(?= *(?:#|$))": r"gptworks serve \1 --port PORT",
     r"127\.0\.0\.1:8000": "127.0.0.1:PORT",
 }
-"""What the test changes in the printed commands: short runs, little calibration, a port that is free."""
+"""What the test changes in the printed commands: short runs, small measurements, a free port."""
 
 
 @dataclass(frozen=True)
