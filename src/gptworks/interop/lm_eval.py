@@ -7,6 +7,7 @@ Texts are encoded, truncated and cut as the harness's `hf` model does it, so tha
 folder. Where an embedding has rows that stand for no token, `hf` gives them probability, and the engine does not.
 """
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -229,18 +230,13 @@ def _evaluation(name: str, found: dict[str, Any], run: str, step: int) -> Evalua
             metrics[label] = Measured.of("mean", means([float(one) for one in of_items]))
         else:
             metrics[label] = Measured("mean", np.empty((0, 2)), float(value), None, None)
-    version = found["versions"].get(name)
+    version, prompts = found["versions"].get(name), " ".join(sorted(one["prompt_hash"] for one in samples))
+    fingerprint = hashlib.sha256(prompts.encode("ascii")).hexdigest()
     return Evaluation(
         name=f"harness-{name}", kind="harness", run=run, step=step, n_items=len({one["doc_id"] for one in samples}),
-        metrics=metrics, shots=found["n-shot"].get(name), fingerprint=_fingerprint(samples),
+        metrics=metrics, shots=found["n-shot"].get(name), fingerprint=fingerprint,
         settings={"task_version": version, "lm_eval": found.get("lm_eval_version")},
     )  # fmt: skip
-
-
-def _fingerprint(samples: Sequence[dict[str, Any]]) -> str:
-    import hashlib
-
-    return hashlib.sha256(" ".join(sorted(one["prompt_hash"] for one in samples)).encode("ascii")).hexdigest()
 
 
 if __name__ == "__main__":

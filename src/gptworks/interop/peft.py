@@ -115,12 +115,12 @@ def export_adapter(
     if verify:
         require("peft")
     theirs = to_peft(family, config, adapter, loaded.model.state_dict())
+    base_name, difference = str(out / "base" if base is None else base), None
     with new_folder(out) as aside:
         if base is None:
             report("writing the model that it adapts")
             export_huggingface(run, aside / "base", checkpoint=checkpoint, verify=verify, merge=False, report=report)
-        _write(aside, theirs, adapter, str(out / "base" if base is None else base), family)
-        difference = None
+        _write(aside, theirs, adapter, base_name, family)
         if verify:
             here = aside / "base" if base is None else Path(base)
             if not here.is_dir():
@@ -128,7 +128,7 @@ def export_adapter(
             report("comparing it with the run in peft")
             difference = _verify(aside, here, loaded, tokenizer)
     n_parameters = sum(a.numel() + b.numel() for a, b in theirs.values())
-    return AdapterExport(out, str(out / "base" if base is None else base), len(theirs), n_parameters, difference)
+    return AdapterExport(out, base_name, len(theirs), n_parameters, difference)
 
 
 def to_peft(family: Family, config: ModelConfig, adapter: LoRAConfig, tensors: Mapping[str, Tensor]) -> dict[str, Pair]:
@@ -137,11 +137,8 @@ def to_peft(family: Family, config: ModelConfig, adapter: LoRAConfig, tensors: M
     Raises:
         UserError: PEFT has no module for one of them.
     """
-    ours = {
-        name.removesuffix(".lora_a"): (tensor, tensors[f"{name.removesuffix('.lora_a')}.lora_b"])
-        for name, tensor in tensors.items()
-        if name.endswith(".lora_a")
-    }
+    adapters = [name.removesuffix(".lora_a") for name in tensors if name.endswith(".lora_a")]
+    ours = {module: (tensors[f"{module}.lora_a"], tensors[f"{module}.lora_b"]) for module in adapters}
     adapted = family.adapted(config)
     if "qkv" in biases(config) - biases(adapted) and adapter.adapts("attention.out"):
         raise UserError(
@@ -200,7 +197,7 @@ def _write(folder: Path, pairs: dict[str, Pair], adapter: LoRAConfig, base: str,
         tensors[f"{PREFIX}{module}.lora_A.weight"] = a.contiguous()
         tensors[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous()
     save_file(tensors, folder / TENSORS_FILE, {"format": "pt"})
-    ranks = {module: len(a) for module, (a, _) in pairs.items() if len(a) != adapter.rank}
+    ranks = {re.escape(module): len(a) for module, (a, _) in pairs.items() if len(a) != adapter.rank}
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -211,9 +208,8 @@ def _write(folder: Path, pairs: dict[str, Pair], adapter: LoRAConfig, base: str,
         "bias": "none",
         "fan_in_fan_out": family.model_type == "gpt2",
         "target_modules": list(pairs),
-        # the keys are regular expressions
-        "rank_pattern": {re.escape(module): rank for module, rank in ranks.items()},
-        "alpha_pattern": {re.escape(module): adapter.scale * rank for module, rank in ranks.items()},
+        "rank_pattern": ranks,
+        "alpha_pattern": {module: adapter.scale * rank for module, rank in ranks.items()},
         "inference_mode": True,
     }
     (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -14,28 +14,24 @@ from torch import Tensor, nn
 
 from gptworks.errors import UserError, nearest
 from gptworks.model import GPT
-from gptworks.quantize.formats import GROUP, KINDS, Weights, dequantize, pack_int4
+from gptworks.quantize.formats import DTYPES, GROUP, KINDS, Weights, dequantize, pack_int4
 from gptworks.quantize.linear import QuantizedGPT
 from gptworks.quantize.rounding import Rounded, gptq, round_int4, round_int8
-
-Step = Callable[[str], None]
-"""Told what is quantized next."""
 
 Packed = tuple[Tensor, Tensor | None]
 """Weight and scale, as `formats` says."""
 
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 @torch.no_grad()
 def quantize_model(
-    model: GPT, weights: Weights, calibration: Sequence[Tensor] = (), step: Step = lambda _: None
+    model: GPT, weights: Weights, calibration: Sequence[Tensor] = (), step: Callable[[str], None] = lambda _: None
 ) -> QuantizedGPT:
     """A quantized copy of the model, on its device, in eval mode. What is not packed is shared with the model.
 
     Args:
         calibration: batches of token ids, int64 [B, T], on which int4's rounding is calibrated (GPTQ). Empty: each
             weight is rounded to the nearest value.
+        step: receives what is quantized next.
 
     Raises:
         UserError: an unknown kind; the model is quantized already; a weight that the kind cannot hold.
@@ -95,28 +91,20 @@ def packed_kinds(model: GPT, dtypes: Mapping[str, object]) -> dict[str, Weights]
 
 
 def _packable(model: GPT) -> dict[str, nn.Linear | nn.Embedding]:
-    """The modules whose matrices may be packed, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding) and name != "position_embedding" and not _routes(name)
-    }
+    """The modules whose matrices may be packed, by name. A rounded router would choose other experts."""
+    matrices = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
+    return {name: m for name, m in matrices.items() if not name.endswith(("position_embedding", "mlp.router"))}
 
 
 def pack(matrix: Tensor, kind: Weights) -> Packed:
     """A matrix [N, K], each weight rounded to the nearest value."""
-    if kind in _HALVES:
-        return matrix.to(_HALVES[kind]), None
+    if DTYPES[kind].is_floating_point:
+        return matrix.to(DTYPES[kind]), None
     return _pack_rounded(round_int4(matrix) if kind == "int4" else round_int8(matrix), kind)
 
 
 def _pack_rounded(rounded: Rounded, kind: Weights) -> Packed:
     return (pack_int4(rounded.levels) if kind == "int4" else rounded.levels), rounded.scale
-
-
-def _routes(name: str) -> bool:
-    """Whether this is an experts' router, whose rounding would change which experts are chosen."""
-    return name.endswith("mlp.router")
 
 
 def _check_holds(name: str, matrix: Tensor, weights: Weights) -> None:
@@ -129,7 +117,9 @@ def _check_holds(name: str, matrix: Tensor, weights: Weights) -> None:
 # -------------------------------------------------------------------------------------------------- calibration
 
 
-def _calibrated(model: GPT, kinds: dict[str, Weights], batches: Iterable[Tensor], step: Step) -> dict[str, Packed]:
+def _calibrated(
+    model: GPT, kinds: dict[str, Weights], batches: Iterable[Tensor], step: Callable[[str], None]
+) -> dict[str, Packed]:
     """The int4 matrices, each rounded for the inputs it gets where the blocks before it are rounded already."""
     packed: dict[str, Packed] = {}
     inputs = _inputs_of_blocks(model, batches)

@@ -23,13 +23,10 @@ GROUP = 32
 LEVELS = {"int8": (-127, 127), "int4": (-8, 7)}
 """The least and the largest integer of each kind."""
 
-_DTYPES: dict[Weights, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "int8": torch.int8,
-    "int4": torch.uint8,
-}
-KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
+DTYPES: dict[Weights, torch.dtype] = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "int4": torch.uint8,
+}  # fmt: skip
+KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 """The kind that a stored matrix's dtype stands for; fp32 is none of them."""
 
 
@@ -43,7 +40,7 @@ def empty(kind: Weights, rows: int, columns: int) -> tuple[Tensor, Tensor | None
         _check_groups(columns)
         halves = torch.empty(rows, columns // 2, dtype=torch.uint8)
         return halves, torch.empty(rows, columns // GROUP, dtype=torch.float16)
-    return torch.empty(rows, columns, dtype=_DTYPES[kind]), torch.empty(rows) if kind == "int8" else None
+    return torch.empty(rows, columns, dtype=DTYPES[kind]), torch.empty(rows) if kind == "int8" else None
 
 
 def pack_int4(levels: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class PackedMatrix(nn.Module):
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.dtype = torch.float32
-        """What it was cast to: the dtype of what it gives where no input tells."""
+        """What it was cast to: the dtype of its values where no input gives one."""
 
     @property
     def kind(self) -> Weights:

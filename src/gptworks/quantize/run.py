@@ -56,7 +56,7 @@ def quantize_run(
         rounding: nearest, or gptq (int4 alone, calibrated on training text). Default: gptq for int4.
         calibration_tokens: of training text; rounded up to whole windows. Default: CALIBRATION_TOKENS.
         prepare: gives the run's text as token shards.
-        report: told what is done.
+        report: receives what is done.
 
     Raises:
         UserError: no such run, or a quantized one; `out` holds something; settings that contradict one another; text

@@ -1,7 +1,7 @@
 """GGUF files: `export_gguf` writes one that llama.cpp loads, tokenizer and all.
 
 architectures   each architecture of llama.cpp: which models it computes, their settings and tensors there
-vocabulary      the tokenizer as llama.cpp has it, where it gives the same ids
+vocabulary      the tokenizer in llama.cpp's form, where that gives the same ids
 exporting       run folder → GGUF file, its tensors rounded or quantized
 """
 

@@ -225,9 +225,8 @@ def _block(architecture: Architecture, config: ModelConfig, ours: Mapping[str, T
     else:
         block |= {"attn_q": query, "attn_k": key, "attn_v": value}
     if config.qk_norm:
-        block |= {
-            f"attn_{x}_norm": _module(ours, f"attention.{name}_norm") for x, name in (("q", "query"), ("k", "key"))
-        }
+        block["attn_q_norm"] = _module(ours, "attention.query_norm")
+        block["attn_k_norm"] = _module(ours, "attention.key_norm")
     block["attn_output"] = _module(ours, "attention.out", biased)
     matrices = ("gate", "up", "down") if config.gated else ("up", "down")
     if not config.n_experts:
@@ -244,11 +243,9 @@ def _block(architecture: Architecture, config: ModelConfig, ours: Mapping[str, T
 def _module(weights: Mapping[str, Tensor], name: str, biased: bool = False) -> Module:
     """A module's tensors. `biased`: with zeros for a bias that it does not have."""
     module = {kind: weights[f"{name}.{kind}"] for kind in ("weight", "bias") if f"{name}.{kind}" in weights}
-    return (
-        module
-        if "bias" in module or not biased
-        else {**module, "bias": module["weight"].new_zeros(len(module["weight"]))}
-    )
+    if biased and "bias" not in module:
+        module["bias"] = module["weight"].new_zeros(len(module["weight"]))
+    return module
 
 
 def interleaved(x: Tensor, n_heads: int) -> Tensor:

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
 Quantization = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
-_FILE_TYPES = {
-    "f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ def export_gguf(
         quantization: of the matrices. q8_0: 8.5 bits a weight; q4_0: 4.5, the embedding and the head in q8_0. A matrix
             whose rows are no whole number of 32 weights is kept in f16; norms, biases, positions and routers in f32.
         tokenizer: write the tokenizer too. Without, the file takes and gives token ids alone.
-        report: told of damage that was passed over.
+        report: receives damage that was skipped.
 
     Raises:
         UserError: no such run; `out` exists; llama.cpp has no architecture or no tokenizer like the run's; the `gguf`
@@ -82,7 +79,8 @@ def export_gguf(
     with replacing(out) as aside, closing(gguf.GGUFWriter(aside, architecture.name)) as writer:
         writer.add_type("model")
         writer.add_name(loaded.recipe.name)
-        writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[quantization]])
+        how_much = "ALL" if quantization == "f32" else "MOSTLY"
+        writer.add_file_type(gguf.LlamaFileType[f"{how_much}_{quantization.upper()}"])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         add_settings(writer, architecture, config)
         add_vocabulary(writer, vocabulary)
@@ -102,15 +100,9 @@ def export_gguf(
         writer.write_ti_data_to_file()
         for name, tensor in their_tensors(architecture, config, weights):
             writer.write_tensor_data(gguf.quantize(tensor.float().contiguous().numpy(), kinds[name]))
-    return Export(
-        file=out,
-        architecture=architecture.name,
-        quantization=quantization,
-        bytes=out.stat().st_size,
-        step=loaded.checkpoint.step,
-        tokenizer=(vocabulary.pattern or vocabulary.model) if vocabulary else None,
-        notes=tuple(notes),
-    )
+    words_there = (vocabulary.pattern or vocabulary.model) if vocabulary else None
+    step, n_bytes = loaded.checkpoint.step, out.stat().st_size
+    return Export(out, architecture.name, quantization, n_bytes, step, words_there, tuple(notes))
 
 
 def stored_as(name: str, shape: tuple[int, ...], quantization: Quantization) -> "GGMLQuantizationType":

@@ -1,4 +1,4 @@
-"""A tokenizer as llama.cpp has it: tokens, merges and the name of a pattern. What gives other ids there is refused."""
+"""A tokenizer in llama.cpp's form: tokens, merges and the name of a pattern. What gives other ids there is refused."""
 
 import json
 from collections.abc import Mapping
@@ -174,12 +174,8 @@ def add_vocabulary(writer: "GGUFWriter", vocabulary: Vocabulary | None) -> None:
     writer.add_token_types(vocabulary.types)
     if vocabulary.merges:
         writer.add_token_merges(vocabulary.merges)
-    add = {
-        "bos": writer.add_bos_token_id, "eos": writer.add_eos_token_id,
-        "unk": writer.add_unk_token_id, "pad": writer.add_pad_token_id,
-    }  # fmt: skip
     for name, index in vocabulary.special_ids.items():
-        add[name](index)
+        getattr(writer, f"add_{name}_token_id")(index)
     writer.add_add_bos_token(vocabulary.begins_with_bos)
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(False)

@@ -67,7 +67,7 @@ def export_huggingface(
         precision: of the stored weights. They are rounded; the comparison is with our model of the same rounded ones.
         verify: compare the folder with the model before it takes its name.
         merge: add a run's adapter to its weights; False: leave it out.
-        report: told of damage that was passed over, and of what is done.
+        report: receives what is done, and damage that was skipped.
 
     Raises:
         UserError: no such run; `out` holds something; no architecture of transformers computes the model; transformers
@@ -88,7 +88,7 @@ def export_huggingface(
     rounded = _rounded(weights, DTYPES[precision])
     with new_folder(out, sum(tensor.nbytes for tensor in rounded.values())) as aside:
         report(f"writing a {family.architecture} of {sum(w.numel() for w in weights.values()):,} parameters")
-        _write_settings(aside, family, config, tokenizer, precision)
+        _write_settings(aside, family, config, loaded.tokenizer_folder, tokenizer, precision)
         _write_tokenizer(aside, loaded.tokenizer_folder, tokenizer, config)
         write_tensors(aside, family, adapted, rounded, SHARD_BYTES)
         verification = None
@@ -126,6 +126,7 @@ def _check_adapted(ours: GPT, adapted: GPT) -> None:
 
 
 def _rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights in a dtype that can hold them."""
     rounded = {name: weight.to(dtype) for name, weight in weights.items()}
     for name, weight in rounded.items():
         if not weight.isfinite().all():
@@ -147,7 +148,10 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _write_settings(folder: Path, family: Family, config: ModelConfig, tokenizer: Tokenizer, precision: str) -> None:
+def _write_settings(
+    folder: Path, family: Family, config: ModelConfig, source: Path, tokenizer: Tokenizer, precision: str
+) -> None:
+    """The model's settings, and those of generation, which ends where a turn does by the chat template."""
     special = special_tokens(tokenizer)
     ids = {
         "bos_token_id": special.eos if special.separator else special.bos,
@@ -156,13 +160,13 @@ def _write_settings(folder: Path, family: Family, config: ModelConfig, tokenizer
     }
     dtype = str(DTYPES[precision]).removeprefix("torch.")
     _write_json(folder / "config.json", family.write(config) | ids | {"dtype": dtype, "use_cache": True})
-    _write_json(folder / "generation_config.json", ids)
+    template = load_chat_template(source, tokenizer)
+    ends = [] if template is None else list(template.end_token_ids())
+    _write_json(folder / "generation_config.json", ids | ({"eos_token_id": ends} if len(ends) > 1 else {}))
 
 
 def _write_tokenizer(folder: Path, source: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
-    """The run's tokenizer, which puts the special tokens before a text that gptworks puts there; its chat template, and
-    what ends a turn by it.
-    """
+    """The run's tokenizer, with the special tokens that gptworks puts before a text, and its chat template."""
     exported = tokenizer_from_json(tokenizer.to_str())
     prefix, sample = prompt_ids(tokenizer, ""), "a"
     if encodings(exported, [sample], add_special_tokens=True)[0].ids != prompt_ids(tokenizer, sample):
@@ -170,9 +174,6 @@ def _write_tokenizer(folder: Path, source: Path, tokenizer: Tokenizer, config: M
         exported.post_processor = processors.TemplateProcessing(
             single=[*starts, "$A"], pair=[*starts, "$A", "$B"], special_tokens=[*zip(starts, prefix, strict=False)]
         )
-    if (template := load_chat_template(source, tokenizer)) is not None and len(template.end_token_ids()) > 1:
-        generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-        _write_json(folder / "generation_config.json", generation | {"eos_token_id": list(template.end_token_ids())})
     (folder / "tokenizer.json").write_text(exported.to_str(pretty=True), encoding="utf-8")
     settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     _write_json(folder / "tokenizer_config.json", settings | {"model_max_length": config.context_length})

@@ -31,14 +31,7 @@ from gptworks.interop.imported import read_json, run_name, write_run
 from gptworks.plan.params import count_parameters
 from gptworks.recipe import parse_model
 from gptworks.tensors import stored_tensors
-from gptworks.tokenizer import (
-    encodings,
-    load_tokenizer,
-    prompt_ids,
-    save_tokenizer,
-    special_tokens,
-    vocabulary_size,
-)
+from gptworks.tokenizer import encodings, load_tokenizer, prompt_ids, save_tokenizer, special_tokens, vocabulary_size
 
 _BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
 """Masks and frequencies that older versions saved beside the weights; they follow from the settings."""
