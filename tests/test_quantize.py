@@ -30,7 +30,7 @@ from gptworks.quantize.convert import matrix_kinds, pack, quantize_model
 from gptworks.quantize.formats import Weights, dequantize, pack_int4, unpack_int4
 from gptworks.quantize.linear import QuantizedGPT, QuantizedLinear, packed_matrices, quantized_tensors
 from gptworks.quantize.rounding import gptq, round_int4, round_int8
-from gptworks.quantize.run import _SignOfLife, quantize_run
+from gptworks.quantize.run import _sign_of_life, quantize_run
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.tokenizer import load_tokenizer
 from gptworks.train.loop import train
@@ -411,7 +411,7 @@ def test_a_long_comparison_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -
     said: list[str] = []
     clock = iter([0.0, 30.0, 33.0, 60.0, 120.0])
     monkeypatch.setattr("gptworks.quantize.run.time.monotonic", lambda: next(clock))
-    sign = _SignOfLife(said.append)
+    sign = _sign_of_life(said.append)
     for done in (1000, 1100, 2000, 4000):
         sign(done, 4000)
     assert said == [

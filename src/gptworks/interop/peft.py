@@ -317,7 +317,7 @@ def from_peft(
         theirs = place.theirs.removesuffix(".weight")
         a, b = left.pop(f"{theirs}.lora_A.weight", None), left.pop(f"{theirs}.lora_B.weight", None)
         targeted = settings.targets(theirs)
-        if a is None and b is None and not (targeted and settings.names_modules):
+        if a is None and b is None and not (targeted and settings.target_modules != "all-linear"):
             continue
         if a is None or b is None:
             missing = " and ".join(f"`{theirs}.lora_{half}.weight`" for half, x in (("A", a), ("B", b)) if x is None)
@@ -328,12 +328,12 @@ def from_peft(
                 f"{TENSORS_FILE} has an adapter of `{theirs}`, which target_modules, exclude_modules and "
                 f"layers_to_transform of {CONFIG_FILE} leave out: PEFT would ignore it. Correct the settings."
             )
-        _check_shapes(theirs, a, b, settings.rank_of(theirs), place, config, weights)
+        scales = [factor if name.endswith(".query.weight") else 1.0 for name in place.ours]
+        whole = place.layout.join([weights[n].float() * s for n, s in zip(place.ours, scales, strict=True)], config)
+        _check_shapes(theirs, a, b, settings.rank_of(theirs), _upright(whole, place).shape)
         parts = place.layout.split(_upright(b.float(), place), config)
         scale = settings.scale_of(theirs)
         found |= {module: (a.float(), part, scale) for module, part in zip(modules, parts, strict=True)}
-        scales = [factor if name.endswith(".query.weight") else 1.0 for name in place.ours]
-        whole = place.layout.join([weights[n].float() * s for n, s in zip(place.ours, scales, strict=True)], config)
         if (taken := settings.part_of_base(theirs, whole, place.layout in UPRIGHT)) is not None:
             rest = place.layout.split(whole - taken, config)
             changed |= {n: (w / s).contiguous() for n, w, s in zip(place.ours, rest, scales, strict=True)}
@@ -360,12 +360,9 @@ def from_peft(
     return Pairs(adapter, changed)
 
 
-def _check_shapes(
-    module: str, a: Tensor, b: Tensor, rank: int, place: Place, config: ModelConfig, weights: Mapping[str, Tensor]
-) -> None:
-    """Refuse an A and B that are not of this module and rank, or hold no finite numbers."""
-    outputs, inputs = (_upright(place.layout.join([weights[name] for name in place.ours], config), place)).shape
-    given, expected = (tuple(a.shape), tuple(b.shape)), ((rank, inputs), (outputs, rank))
+def _check_shapes(module: str, a: Tensor, b: Tensor, rank: int, shape: torch.Size) -> None:
+    """Refuse an A and B that are not of this rank and of a module with a matrix of this shape, [O, I]."""
+    given, expected = (tuple(a.shape), tuple(b.shape)), ((rank, shape[1]), (shape[0], rank))
     if given != expected:
         raise UserError(
             f"the adapter of `{module}` has the shapes {given[0]} and {given[1]}; the model and the rank in "
@@ -379,9 +376,8 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise UserError(f"{folder} has no {TENSORS_FILE}: gptworks reads safetensors alone.")
     tensors: dict[str, Tensor] = {}
-    for name, tensor in read_tensors(
-        path, None, owner="an adapter", fix="Save the adapter again, or take another one."
-    ).items():
+    held = read_tensors(path, None, owner="an adapter", fix="Save the adapter again, or take another one.")
+    for name, tensor in held.items():
         short = name.removeprefix(PREFIX)
         if short in tensors:
             raise UserError(f"{path} has `{short}` twice, with and without `{PREFIX}`: keep one.")

@@ -49,10 +49,10 @@ REFUSED: Mapping[str, str] = {
 }
 """What else an adapter may do than LoRA, and why that cannot be read. Empty values are fine."""
 
-PLAIN_INITS = frozenset({"gaussian", "orthogonal", "eva"})
-"""Values of `init_lora_weights`, beside true and false, that leave the base as it is."""
-CORRECTED_INITS = frozenset({"pissa", "olora"})
-"""Those that take a part from the base, which follows from the base alone."""
+INITS = frozenset({"gaussian", "orthogonal", "eva", "pissa", "olora"})
+"""Values of `init_lora_weights` that are read, beside true and false: the base stays as it is, or gives up a part that
+follows from it alone (`part_of_base`).
+"""
 
 _CONVERT = (
     "Save the adapter again with PEFT's `save_pretrained(path_initial_model_for_weight_conversion=...)`, which makes "
@@ -101,20 +101,16 @@ class LoraSettings(BaseModel):
     layers_to_transform: _Integer | list[_Integer] | None = None
     layers_pattern: _Names = None
 
-    @property
-    def names_modules(self) -> bool:
-        """Whether the targets are named. PEFT writes the names that it found; by itself `all-linear` says nothing."""
-        return self.target_modules not in (None, "all-linear")
-
     def targets(self, module: str) -> bool:
         """Whether PEFT puts an adapter beside a module, by its rules; for a module that it could adapt."""
         if self.exclude_modules and _named(self.exclude_modules, module):
             return False
-        if self.target_modules is None or not self.names_modules:
+        names = self.target_modules
+        if names is None or names == "all-linear":  # PEFT writes the names that it found; by itself this says nothing
             return True
-        if isinstance(self.target_modules, str) or module in self.target_modules:
-            return _named(self.target_modules, module)
-        return _named(self.target_modules, module) and self._in_layers(module)
+        if isinstance(names, str) or module in names:
+            return _named(names, module)
+        return _named(names, module) and self._in_layers(module)
 
     def _in_layers(self, module: str) -> bool:
         if self.layers_to_transform is None:
@@ -198,7 +194,7 @@ def read_settings(folder: Path) -> LoraSettings:
 
 
 def _check_init(init: Any, path: Path) -> None:
-    if isinstance(init, bool) or (isinstance(init, str) and _start(init) in PLAIN_INITS | CORRECTED_INITS):
+    if isinstance(init, bool) or (isinstance(init, str) and _start(init) in INITS):
         return
     reason = "gptworks does not know this start, which may change the base"
     if isinstance(init, str) and init.startswith("pissa_niter_"):

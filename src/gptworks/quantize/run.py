@@ -84,27 +84,24 @@ def quantize_run(
         weights=weights,
         rounding=rounding,
         calibration_tokens=sum(batch.numel() for batch in batches),
-        progress=_SignOfLife(report),
+        progress=_sign_of_life(report),
     )
     _write(out, run, loaded, quantized, measured)
     return measured
 
 
-class _SignOfLife:
-    """Says how far a long comparison is, and how long it will still take: after its first batch, then each 10 s."""
+def _sign_of_life(report: Report) -> Callable[[int, int], None]:
+    """Reports how far a long comparison is, and how long it will still take: after its first batch, then each 10 s."""
+    started = due = time.monotonic()
 
-    def __init__(self, report: Report) -> None:
-        self._report, self._started = report, time.monotonic()
-        self._next = self._started
+    def sign(done_tokens: int, n_tokens: int) -> None:
+        nonlocal due
+        if (now := time.monotonic()) >= due and done_tokens < n_tokens:
+            due = now + SECONDS_BETWEEN_SIGNS
+            minutes, seconds = divmod(round((now - started) * (n_tokens - done_tokens) / done_tokens), 60)
+            report(f"compared {done_tokens:,} of {n_tokens:,} tokens, about {minutes}:{seconds:02d} left")
 
-    def __call__(self, done_tokens: int, n_tokens: int) -> None:
-        now = time.monotonic()
-        if now < self._next or done_tokens >= n_tokens:
-            return
-        self._next = now + SECONDS_BETWEEN_SIGNS
-        left = (now - self._started) * (n_tokens - done_tokens) / done_tokens
-        minutes, seconds = divmod(round(left), 60)
-        self._report(f"compared {done_tokens:,} of {n_tokens:,} tokens, about {minutes}:{seconds:02d} left")
+    return sign
 
 
 def _check_rounding(weights: Weights, rounding: Rounding | None, calibration_tokens: int | None) -> Rounding:
