@@ -95,7 +95,7 @@ class LoraSettings(BaseModel):
     lora_dropout: float = Field(0.0, strict=True, ge=0, lt=1, allow_inf_nan=False)
     rank_pattern: dict[_Pattern, _Whole] = {}
     alpha_pattern: dict[_Pattern, _Number] = {}
-    use_rslora: bool = False
+    use_rslora: bool = Field(False, strict=True)
     target_modules: _Names = None
     exclude_modules: _Names = None
     layers_to_transform: _Integer | list[_Integer] | None = None
@@ -186,7 +186,7 @@ def read_settings(folder: Path) -> LoraSettings:
         reason = REFUSED.get(name, "gptworks does not know this setting, so it may be more than LoRA")
         raise UserError(f"{path} has `{name}`={_short(value)}: {reason}. {_CONVERT}.")
     try:
-        return LoraSettings.model_validate({n: value for n, value in settings.items() if value not in (None, [], {})})
+        return LoraSettings.model_validate({n: value for n, value in settings.items() if value not in (None, [])})
     except ValidationError as error:
         problem = error.errors()[0]
         name, message = str(problem["loc"][0]), problem["msg"].removeprefix("Value error, ")
