@@ -36,7 +36,7 @@ def by_position(run: Path, scaling: str, times: int) -> list[PositionLoss]:
         loaded.model,
         evaluation_windows(TokenShards(prepared.folder, "validation"), times * trained),
         PARTS,
-        token_bytes=None if sizes is None else torch.tensor(sizes),
+        token_bytes=sizes,
         autocast=choose_precision("auto", torch.device("cpu")).autocast,
     )
 

@@ -216,7 +216,7 @@ def test_compressors_equal_the_command_line_programs() -> None:
 @torch.no_grad()
 def test_loss_by_position_equals_float64_arithmetic() -> None:
     model, pairs = random_model(), windows(12, 12, 5, 12, ignore=0.3)
-    sizes = torch.arange(VOCABULARY)
+    sizes = list(range(VOCABULARY))
     parts = evaluate_by_position(model, pairs, 3, token_bytes=sizes)
     assert [(part.first, part.last) for part in parts] == [(1, 4), (5, 8), (9, 12)]
     whole = [pair for pair in pairs if len(pair[0]) == CONTEXT]

@@ -18,9 +18,10 @@ import commands
 from gptworks.config import ModelConfig, Recipe, ValidationSplit
 from gptworks.data import encode, sources
 from gptworks.data import prepare as module
-from gptworks.data.prepare import Prepared, find_prepared, held_out_text, open_prepared, prepare, split_documents
+from gptworks.data.prepare import Prepared, find_prepared, held_out_text, open_prepared, prepare
 from gptworks.data.shards import TokenShards
 from gptworks.data.sources import Piece, iter_documents
+from gptworks.data.split import split_documents
 from gptworks.errors import RunError, UserError
 from gptworks.tokenizer import document_frame, fingerprint
 
@@ -274,7 +275,7 @@ def test_another_vocabulary_than_the_tokenizer_s_is_refused_before_any_text_is_e
     tokenizer = {"type": kind} if kind != "file" else {"type": kind, "path": first.folder / "tokenizer"}
     recipe = make(tokenizer, cache_dir=tmp_path / "other")
     wrong = recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": size - 1})})
-    monkeypatch.setattr("gptworks.data.prepare._write_documents", lambda *_: pytest.fail("text is encoded"))
+    monkeypatch.setattr("gptworks.data.write._write_documents", lambda *_: pytest.fail("text is encoded"))
     with pytest.raises(UserError, match=rf"model\.vocab_size={size - 1} and the tokenizer has {size} tokens"):
         prepare(wrong)
     assert leftovers(tmp_path / "other") == []

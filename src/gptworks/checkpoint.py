@@ -254,7 +254,7 @@ def _first_whole(found: Iterable[Checkpoint], report: Report) -> Checkpoint | No
         try:
             checkpoint.verify()
         except UserError as damage:
-            report(f"{damage} Going back to the checkpoint before it.")
+            report(f"{damage} Using another that is whole.")
         else:
             return checkpoint
     return None
@@ -280,17 +280,12 @@ def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambd
         asked = checkpoint_of_step(run_dir, int(which))
         asked.verify()
         return asked
-    tried: set[int | None] = set()
-    for checkpoint in available if which == "best" else ():  # where the best by the newest is damaged, ask the next
-        best = checkpoint.best_step
-        for chosen in () if best in tried else [one for one in available if one.step == best]:
-            try:
-                chosen.verify()
-                return chosen
-            except UserError as damage:
-                report(f"{damage} Using another that is whole.")
-        tried.add(best)
-    found = _first_whole(available, report)
+    order = available
+    if which == "best":  # where the best by the newest is damaged, the best by the one before it comes next
+        best_steps = dict.fromkeys(checkpoint.best_step for checkpoint in available)
+        best = [checkpoint for step in best_steps for checkpoint in available if checkpoint.step == step]
+        order = list(dict.fromkeys([*best, *available]))
+    found = _first_whole(order, report)
     if found is None:
         raise UserError(f"every checkpoint of {run_dir} is damaged: train again, or restore them from a copy.")
     return found

@@ -110,28 +110,24 @@ def parse_recipe(tree: dict[str, Any], origin: str = "recipe", overrides: Mappin
     """
     if isinstance(tree.get("model"), dict):
         tree = {**tree, "model": expand_preset(tree["model"])}
-    try:
-        recipe = Recipe.model_validate(tree)
-    except ValidationError as error:
-        raise UserError(_explain(error, Recipe, origin, overrides or {})) from None
+    recipe = parse_section(tree, Recipe, origin, overrides)
     known = known_vocab_size(recipe.tokenizer)
     return recipe if known is None else with_vocab_size(recipe, known)
 
 
 def parse_model(tree: dict[str, Any], origin: str = "model") -> ModelConfig:
     """Validate the settings of a model given as a plain dictionary."""
-    try:
-        return ModelConfig.model_validate(expand_preset(tree))
-    except ValidationError as error:
-        raise UserError(_explain(error, ModelConfig, origin)) from None
+    return parse_section(expand_preset(tree), ModelConfig, origin)
 
 
-def parse_section(tree: dict[str, Any], section: type[AnySection], origin: str) -> AnySection:
-    """Validate the settings of any section given as a plain dictionary."""
+def parse_section(
+    tree: dict[str, Any], section: type[AnySection], origin: str, overrides: Mapping[str, str] | None = None
+) -> AnySection:
+    """Validate the settings of any section given as a plain dictionary; see `parse_recipe`."""
     try:
         return section.model_validate(tree)
     except ValidationError as error:
-        raise UserError(_explain(error, section, origin)) from None
+        raise UserError(_explain(error, section, origin, overrides or {})) from None
 
 
 def save_recipe(recipe: Recipe, path: Path) -> None:
@@ -176,7 +172,6 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     node: Any = tree
     index: Any
     for depth, part in enumerate(parts):
-        last = depth == len(parts) - 1
         where = ".".join(parts[: depth + 1])
         if isinstance(node, list):
             n_items = len(node)
@@ -189,7 +184,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             index = part
         else:
             raise UserError(f"override `{override}`: `{'.'.join(parts[:depth])}` is a value, it has no keys below it.")
-        if last:
+        if depth == len(parts) - 1:
             node[index] = value
         else:
             if isinstance(node, dict) and node.get(index) is None:
@@ -253,9 +248,7 @@ def _is_list(location: tuple[Any, ...]) -> bool:
 # --------------------------------------------------------------------------------------------------- errors
 
 
-def _explain(
-    error: ValidationError, root: type[Section], origin: str, overrides: Mapping[str, str] | None = None
-) -> str:
+def _explain(error: ValidationError, root: type[Section], origin: str, overrides: Mapping[str, str]) -> str:
     items: list[dict[str, Any]] = [
         dict(item) for item in error.errors() if item["type"] != "default_factory_not_called"
     ]
@@ -264,12 +257,14 @@ def _explain(
     lines = []
     for item in items:
         key = ".".join(str(part) for part in _visible(item["loc"], root))
-        given = next(
-            (text for name, text in (overrides or {}).items() if name == key or key.startswith(f"{name}.")), None
-        )
-        given = given if given is None or len(given) <= _SHOWN_CHARACTERS else f"{given[:_SHOWN_CHARACTERS]}…"
-        lines.append(f"{origin if given is None else f'override `{given}`'}: {_explain_one(item, root)}")
+        given = next((text for name, text in overrides.items() if name == key or key.startswith(f"{name}.")), None)
+        where = origin if given is None else f"override `{_shortened(given)}`"
+        lines.append(f"{where}: {_explain_one(item, root)}")
     return "\n".join(dict.fromkeys(lines))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
 def _explain_one(item: dict[str, Any], root: type[Section]) -> str:
@@ -282,7 +277,8 @@ def _explain_one(item: dict[str, Any], root: type[Section]) -> str:
     if item["type"] == "missing":
         return f"`{key}` is missing."
     if item["type"] == "union_tag_not_found":
-        return f"`{key}` needs a `type`: one of {item['ctx']['discriminator'] and _tags(location, root)}."
+        tags = [get_args(section.model_fields["type"].annotation)[0] for section in _sections_at(location, root)]
+        return f"`{key}` needs a `type`: one of {', '.join(tags)}."
     if item["type"] == "union_tag_invalid":
         near = nearest(str(item["ctx"]["tag"]), item["ctx"]["expected_tags"].replace("'", "").split(", "))
         hint = f"; did you mean `{near}`?" if near else "."
@@ -291,9 +287,7 @@ def _explain_one(item: dict[str, Any], root: type[Section]) -> str:
     message = message[0].lower() + message[1:] if message.startswith(("Input", "Field")) else message
     if not key:
         return message
-    shown = json.dumps(item["input"], default=str)
-    shown = shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[:_SHOWN_CHARACTERS]}…"
-    given = "" if item["type"] == "value_error" else f"={shown}"
+    given = "" if item["type"] == "value_error" else f"={_shortened(json.dumps(item['input'], default=str))}"
     return f"`{key}`{given}: {message.removeprefix('input ')}"
 
 
@@ -310,18 +304,12 @@ def _elsewhere(name: str, root: type[Section], path: str = "") -> str | None:
     return None
 
 
-def _tags(location: tuple[Any, ...], root: type[Section]) -> str:
-    tags = [get_args(section.model_fields["type"].annotation)[0] for section in _sections_at(location, root)]
-    return ", ".join(tags)
-
-
 def _visible(location: tuple[Any, ...], root: type[Section]) -> Iterator[Any]:
     """The location as the user wrote it: pydantic adds the chosen `type` of a union, which is not a key."""
     for depth, part in enumerate(location):
         before = _sections_at(location[:depth], root)
-        if isinstance(part, str) and len(before) > 1 and part not in ("type",):
-            continue
-        yield part
+        if not (isinstance(part, str) and len(before) > 1 and part != "type"):
+            yield part
 
 
 def _sections_at(location: tuple[Any, ...], root: type[Section]) -> list[type[Section]]:

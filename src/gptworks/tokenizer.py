@@ -416,7 +416,7 @@ class StreamDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._decode: Callable[[list[int]], str] = tokenizer.decode
         self._context: list[int] = []  # the tokens shown last: what follows them may depend on them (a joining space)
         self._held: list[int] = []
 
@@ -441,9 +441,6 @@ class StreamDecoder:
             self._context = shown
         self._held = held
         return new
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids)
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,6 +1,8 @@
 """What the commands share: the options that several have, and how they print."""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +12,7 @@ from gptworks.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress, ProgressColumn
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file, or a run folder.")]
 Overrides = Annotated[
@@ -20,6 +23,8 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, su
 WhichCheckpoint = Annotated[str, typer.Option("--checkpoint", help="best, last, or a step.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")]
+Force = Annotated[bool, typer.Option("--force", help="Try also what should not fit in memory.")]
 Slide = Annotated[bool, typer.Option("--slide", help="When the context is full, go on from its last half.")]
 
 # How to sample; shared by `generate` and `chat`.
@@ -62,8 +67,41 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
+def show(value: Any, as_json: bool) -> None:
+    """Print a result that has `to_json`: as JSON, or as rich renders it."""
+    print_json(value.to_json()) if as_json else console_of().print(value)
+
+
+def show_lines(tree: Any, as_json: bool, *lines: str) -> None:
+    """Print a result as JSON, or as lines of text."""
+    if as_json:
+        print_json(tree)
+    else:
+        typer.echo("\n".join(lines))
+
+
 def console_of(stderr: bool = False) -> "Console":
     from rich.console import Console
 
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=100)
+
+
+@contextmanager
+def progress_bars(*columns: "ProgressColumn | str") -> "Iterator[Progress]":
+    """Progress bars on stderr, where it is a terminal."""
+    from rich.progress import Progress
+
+    console = console_of(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield progress
+
+
+@contextmanager
+def progress_of(noun: str) -> "Iterator[Callable[[int, int], None]]":
+    """A function that shows how many are done, of how many."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
+
+    with progress_bars(noun, BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn()) as progress:
+        bar = progress.add_task("", visible=False)
+        yield lambda done, total: progress.update(bar, completed=done, total=total, visible=True)

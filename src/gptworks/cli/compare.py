@@ -5,7 +5,17 @@ from typing import Annotated
 
 import typer
 
-from gptworks.cli.common import AsJSON, Overrides, RecipeFile, RunFolder, console_of, notice, print_json, refuse_unused
+from gptworks.cli.common import (
+    AsJSON,
+    Overrides,
+    RecipeFile,
+    RunFolder,
+    console_of,
+    notice,
+    print_json,
+    refuse_unused,
+    show,
+)
 from gptworks.cli.make import prepare_with_progress
 
 
@@ -56,8 +66,7 @@ def compare(
     if evaluations:
         from gptworks.runs.evaluations import compare_evaluations
 
-        found = compare_evaluations(runs)
-        print_json(found.to_json()) if as_json else console_of().print(found)
+        show(compare_evaluations(runs), as_json)
         return
     if make_band is not None:
         band = bands.make_band(histories)
@@ -69,10 +78,7 @@ def compare(
     if out is not None:
         write_comparison(comparison, out)
         notice(f"wrote {out}")
-    if as_json:
-        print_json(comparison.to_json())
-    else:
-        console_of().print(comparison)
+    show(comparison, as_json)
 
 
 def sweep(

@@ -1,5 +1,6 @@
 """Commands to and from other formats: export, quantize, import."""
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,10 +12,10 @@ from gptworks.cli.common import (
     Device,
     RunFolder,
     WhichCheckpoint,
-    console_of,
     notice,
-    print_json,
     refuse_unused,
+    show,
+    show_lines,
 )
 from gptworks.cli.make import prepare_with_progress
 from gptworks.errors import UserError
@@ -75,50 +76,42 @@ def export(
     if adapter:
         _export_adapter(run, out, base, checkpoint, verify, as_json)
         return
+    kept: Any = chosen
     if form == "gguf":
         from gptworks.interop.gguf import export_gguf
 
-        quantization: Any = chosen
-        file = export_gguf(
-            run, out, quantization=quantization, tokenizer=tokenizer, checkpoint=checkpoint, report=notice
-        )
-        if as_json:
-            print_json(asdict(file))
-            return
-        typer.echo(
-            f"wrote {out}: {file.architecture} of llama.cpp, {file.quantization}, {file.bytes:,} bytes, "
-            f"tokenizer {file.tokenizer or 'none'}"
-        )
-        for note in file.notes:
-            typer.echo(f"note: {note}")
+        file = export_gguf(run, out, quantization=kept, tokenizer=tokenizer, checkpoint=checkpoint, report=notice)
+        show_lines(
+            asdict(file), as_json, f"wrote {out}: {file.architecture} of llama.cpp, {file.quantization}, "
+            f"{file.bytes:,} bytes, tokenizer {file.tokenizer or 'none'}", *_notes(file.notes),
+        )  # fmt: skip
         return
     from gptworks.interop.huggingface import export_huggingface
 
-    precision: Any = chosen
-    export = export_huggingface(run, out, checkpoint=checkpoint, precision=precision, verify=verify, report=notice)
-    if as_json:
-        print_json(asdict(export))
-        return
-    typer.echo(f"wrote {out}: {export.architecture}, {export.parameters:,} parameters, {export.precision}")
+    export = export_huggingface(run, out, checkpoint=checkpoint, precision=kept, verify=verify, report=notice)
+    lines = [f"wrote {out}: {export.architecture}, {export.parameters:,} parameters, {export.precision}"]
     if (found := export.verification) is not None:
-        typer.echo(
+        lines.append(
             f"equal in transformers {found.transformers_version}: logits of {found.tokens:,} tokens within "
             f"{found.logit_difference:.2e}, {found.greedy_tokens} greedy tokens, token ids of {found.texts} texts"
         )
-    for note in export.notes:
-        typer.echo(f"note: {note}")
+    show_lines(asdict(export), as_json, *lines, *_notes(export.notes))
+
+
+def _notes(notes: Iterable[str]) -> list[str]:
+    return [f"note: {note}" for note in notes]
+
+
+def _equal(library: str, difference: float | None) -> list[str]:
+    return [] if difference is None else [f"equal in {library}: logits within {difference:.2e}"]
 
 
 def _export_adapter(run: Path, out: Path, base: str | None, checkpoint: str, verify: bool, as_json: bool) -> None:
     from gptworks.interop.peft import export_adapter
 
     made = export_adapter(run, out, base=base, checkpoint=checkpoint, verify=verify, report=notice)
-    if as_json:
-        print_json(asdict(made))
-        return
-    typer.echo(f"wrote {out}: LoRA beside {made.modules} modules, {made.parameters:,} parameters, for {made.base}")
-    if made.logit_difference is not None:
-        typer.echo(f"equal in peft: logits within {made.logit_difference:.2e}")
+    what = f"wrote {out}: LoRA beside {made.modules} modules, {made.parameters:,} parameters, for {made.base}"
+    show_lines(asdict(made), as_json, what, *_equal("peft", made.logit_difference))
 
 
 def quantize(
@@ -148,10 +141,7 @@ def quantize(
         run, out, kind, rounding=way, calibration_tokens=calibrate, checkpoint=checkpoint,
         device=choose_device(device), prepare=prepare_with_progress, report=notice,
     )  # fmt: skip
-    if as_json:
-        print_json(made.to_json())
-    else:
-        console_of().print(made)
+    show(made, as_json)
     notice(f"wrote {out}")
 
 
@@ -186,21 +176,13 @@ def import_(
         from gptworks.interop.peft import import_adapter
 
         made = import_adapter(folder, run, base, verify=verify, report=notice)
-        if as_json:
-            print_json({**asdict(made), "adapter": made.adapter.model_dump(mode="json")})
-        else:
-            typer.echo(f"made {run}: LoRA of rank {made.adapter.rank}, {made.parameters:,} parameters, beside {base}")
-            if made.logit_difference is not None:
-                typer.echo(f"equal in peft: logits within {made.logit_difference:.2e}")
+        what = f"made {run}: LoRA of rank {made.adapter.rank}, {made.parameters:,} parameters, beside {base}"
+        tree = {**asdict(made), "adapter": made.adapter.model_dump(mode="json")}
+        show_lines(tree, as_json, what, *_equal("peft", made.logit_difference))
         return
     from gptworks.interop.huggingface import import_huggingface
 
     imported = import_huggingface(folder, run, verify=verify, report=notice)
-    if as_json:
-        print_json({**asdict(imported), "model": imported.model.model_dump(mode="json")})
-        return
-    typer.echo(f"made {run} of a {imported.architecture}: {imported.parameters:,} parameters")
-    if imported.logit_difference is not None:
-        typer.echo(f"equal in transformers: logits within {imported.logit_difference:.2e}")
-    for note in imported.notes:
-        typer.echo(f"note: {note}")
+    what = f"made {run} of a {imported.architecture}: {imported.parameters:,} parameters"
+    tree = {**asdict(imported), "model": imported.model.model_dump(mode="json")}
+    show_lines(tree, as_json, what, *_equal("transformers", imported.logit_difference), *_notes(imported.notes))

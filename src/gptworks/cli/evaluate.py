@@ -1,6 +1,5 @@
 """The command that measures a run: on held-out text, on any text, on tasks, in lm-evaluation-harness."""
 
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,7 @@ from gptworks.cli.common import (
     console_of,
     notice,
     print_json,
+    progress_of,
     refuse_unused,
 )
 from gptworks.cli.make import prepare_with_progress
@@ -22,8 +22,6 @@ from gptworks.errors import UserError
 from gptworks.units import significant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from gptworks.evaluate.results import Evaluation
     from gptworks.evaluate.run import EvaluatedRun
 
@@ -97,7 +95,7 @@ def evaluate(
     )
     if harness:
         from gptworks.interop.lm_eval import run_harness
-    with _progress() as show:
+    with progress_of("items") as show:
         one = EvaluatedRun(
             run, checkpoint, overrides=overrides or [], device=device, precision=precision, report=notice,
             prepare=prepare_with_progress, progress=show,
@@ -184,15 +182,3 @@ def _show(found: "list[Evaluation]", as_json: bool, saved_in: Path | None) -> No
             notice(f"{one.name}: {note}.")
     if saved_in is not None:
         notice(f"saved in {saved_in / 'evaluations'} and in {saved_in / 'model-card.md'}")
-
-
-@contextmanager
-def _progress() -> "Iterator[Callable[[int, int], None]]":
-    """A bar of items done."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("items"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-    console = console_of(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", visible=False)
-        yield lambda done, total: progress.update(bar, completed=done, total=total, visible=True)

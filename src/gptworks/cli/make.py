@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gptworks.cli.common import AsJSON, Overrides, RecipeFile, console_of, notice, print_json
+from gptworks.cli.common import AsJSON, Force, Overrides, RecipeFile, Resume, notice, print_json, progress_bars
 
 if TYPE_CHECKING:
     from gptworks.config import Recipe
@@ -30,10 +30,8 @@ def prepare(recipe: RecipeFile, overrides: Overrides = None, as_json: AsJSON = F
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Try also what should not fit in memory.")] = False,
+    resume: Resume = False,
+    force: Force = False,
 ) -> None:
     """Train the recipe's model.
 
@@ -67,10 +65,8 @@ def launch(
     recipe: RecipeFile,
     overrides: Overrides = None,
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="Processes; one for each GPU.")] = 1,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Try also what should not fit in memory.")] = False,
+    resume: Resume = False,
+    force: Force = False,
 ) -> None:
     """Train in several processes of this machine.
 
@@ -99,15 +95,13 @@ def _settings(recipe: Path, overrides: list[str], resume: bool) -> "Recipe":
 
 def prepare_with_progress(recipe: "Recipe") -> "Prepared":
     """Prepare with a progress bar that shows MB/s."""
-    from rich.progress import BarColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, TransferSpeedColumn
 
     from gptworks.data.prepare import prepare as prepare_data
     from gptworks.data.sources import unread_files
 
     names = {"waiting": "waiting for another prepare", "tokenizer": "training the tokenizer", "shards": "encoding"}
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TransferSpeedColumn())
-    console = console_of(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bars("{task.description}", BarColumn(bar_width=24), TransferSpeedColumn()) as progress:
         tasks: dict[str, Any] = {}
 
         def report(stage: str, done_bytes: int, total_bytes: int | None) -> None:
@@ -119,7 +113,7 @@ def prepare_with_progress(recipe: "Recipe") -> "Prepared":
     tokens = prepared.manifest.splits["train"].tokens
     if not prepared.reused and (unread := unread_files(recipe.data.texts)):
         kinds = ", ".join(f"{n} × {ending}" for ending, n in unread.most_common(5))
-        typer.echo(f"not read, since they do not end in a source's `extensions`: {kinds}", err=True)
+        notice(f"not read, since they do not end in a source's `extensions`: {kinds}")
     said = "nothing has changed, using" if prepared.reused else "prepared"
-    typer.echo(f"{said} {prepared.folder}: {tokens:,} training tokens", err=True)
+    notice(f"{said} {prepared.folder}: {tokens:,} training tokens")
     return prepared

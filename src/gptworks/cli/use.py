@@ -29,9 +29,9 @@ from gptworks.cli.common import (
     TopK,
     TopP,
     WhichCheckpoint,
-    console_of,
     notice,
     print_json,
+    progress_of,
     refuse_unused,
 )
 from gptworks.errors import RunError, UserError
@@ -163,19 +163,14 @@ def drafter_of(guess: int, draft: Path | None, device: str, backend: str) -> "Dr
 
 def _generate_file(engine: "Engine", source: Path, target: Path, settings: "SamplingSettings", **options: Any) -> None:
     """Continue a file of prompts with a progress bar."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from gptworks.infer.batch import BatchReport, generate_file
 
-    columns = (TextColumn("prompts"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-    console = console_of(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("")
+    with progress_of("prompts") as show:
 
-        def show(report: BatchReport) -> None:
-            progress.update(bar, total=report.total, completed=report.skipped + report.done + report.failed)
+        def shown(report: BatchReport) -> None:
+            show(report.skipped + report.done + report.failed, report.total)
 
-        report = generate_file(engine, source, target, settings, report=show, **options)
+        report = generate_file(engine, source, target, settings, report=shown, **options)
     skipped = f", {report.skipped} were there already" if report.skipped else ""
     notice(f"{target}: {report.done} of {report.total} prompts continued{skipped}.")
     for error in report.errors:

@@ -24,6 +24,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 _MAX_REPLY_BYTES = 1 << 27
+_ABANDONED = "nobody waits for this any more."
+_PROCESSES = 2
+"""Questions at a time; others wait."""
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
 """Of the environment: children see no API keys."""
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from gptworks.confined.{} import main; main()"
@@ -70,7 +73,7 @@ class Task:
         """For `Confined`: this process works on the question."""
         with self._lock:
             if self.abandoned and process is not None:
-                raise Abandoned("nobody waits for this any more.")
+                raise Abandoned(_ABANDONED)
             self._process = process
 
 
@@ -84,21 +87,19 @@ class Confined:
         limits: Limits,
         *,
         setup_limits: Limits | None = None,
-        n_processes: int = 2,
         keep_bytes: int = 1 << 26,
     ) -> None:
         """
         Args:
             kind: the module of this package that answers.
-            setup: what a child is told when it starts, as JSON.
+            setup: what a child gets when it starts, as JSON.
             setup_limits: for that; None: the same.
-            n_processes: questions at a time; others wait.
             keep_bytes: a child whose memory has grown by more is not asked again.
         """
         self.limits = limits
         self._kind, self._setup, self._keep_bytes = kind, setup, keep_bytes
         self._setup_limits = setup_limits or limits
-        self._places = threading.BoundedSemaphore(n_processes)
+        self._places = threading.BoundedSemaphore(_PROCESSES)
         self._idle: list[_Child] = []
         self._owner = os.getpid()
         self._finalize = weakref.finalize(self, _kill_all, self._idle)
@@ -114,18 +115,12 @@ class Confined:
         task = task or Task()
         with self._places:
             if task.abandoned:
-                raise Abandoned("nobody waits for this any more.")
+                raise Abandoned(_ABANDONED)
             child = self._take(task)
-            try:
-                with _held(task, child):
-                    reply = child.ask(question, self.limits)
-                if reply["grown_bytes"] > self._keep_bytes:
-                    child.kill()
-            except BaseException:
+            with _working(child, task):
+                reply = child.ask(question, self.limits)
+            if reply["grown_bytes"] > self._keep_bytes:
                 child.kill()
-                if task.abandoned:
-                    raise Abandoned("nobody waits for this any more.") from None
-                raise
             if child.alive:
                 self._idle.append(child)
         return _answer(reply)
@@ -153,14 +148,8 @@ class Confined:
                 if child.alive:
                     return child
         child = _Child(self._kind)
-        try:
-            with _held(task, child):
-                _answer(child.ask(self._setup, self._setup_limits))
-        except BaseException:
-            child.kill()
-            if task.abandoned:
-                raise Abandoned("nobody waits for this any more.") from None
-            raise
+        with _working(child, task):
+            _answer(child.ask(self._setup, self._setup_limits))
         return child
 
 
@@ -207,12 +196,19 @@ class _Child:
 
 
 @contextlib.contextmanager
-def _held(task: Task, child: _Child) -> Any:
-    task.hold(child.process)
+def _working(child: _Child, task: Task) -> Any:
+    """Inside, the task can kill the child, and any error does."""
     try:
-        yield
-    finally:
-        task.hold(None)
+        task.hold(child.process)
+        try:
+            yield
+        finally:
+            task.hold(None)
+    except BaseException:
+        child.kill()
+        if task.abandoned:
+            raise Abandoned(_ABANDONED) from None
+        raise
 
 
 def _cause(code: int, limits: Limits) -> str:

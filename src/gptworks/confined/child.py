@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Answer = Callable[[Any], Any]
-"""A question's answer; both JSON. An exception's text is told instead."""
+"""From a question to its answer, both JSON. The text of an exception goes back instead of an answer."""
 
 
 def serve(prepare: Callable[[Any], Answer]) -> None:
@@ -20,23 +20,22 @@ def serve(prepare: Callable[[Any], Answer]) -> None:
     before = 0
     for line in sys.stdin.buffer:
         limits, question = json.loads(line)
-        reply: dict[str, Any] = {}
         _limit(limits["seconds"], limits["n_bytes"])
         try:
+            reply: dict[str, Any] = {"answer": None}
             if answer is None:
                 answer = prepare(question)
-                reply["answer"] = None
             else:
                 reply["answer"] = answer(question)
             text = json.dumps(reply)
         except MemoryError:
-            text = ""
+            text = '{"out_of_memory": true}'
         except Exception as error:
             text = json.dumps({"error": " ".join(str(error).split())[:2000] or type(error).__name__})
         _lift()
         before = before or resident_bytes()
-        told = json.loads(text) if text else {"out_of_memory": True}
-        replies.write(json.dumps(told | {"grown_bytes": resident_bytes() - before}).encode("ascii") + b"\n")
+        reply = json.loads(text) | {"grown_bytes": resident_bytes() - before}
+        replies.write(json.dumps(reply).encode("ascii") + b"\n")
         replies.flush()
 
 

@@ -57,7 +57,7 @@ def read_tokenizer(setup: dict[str, Any], encode: Encode | None = None) -> Any:
 
 
 def compile_grammar(tokenizer: Any, grammar: str) -> Any:
-    """A matcher at the beginning of a text. A copy of it has told what may stand there.
+    """A matcher at the beginning of a text. A copy of it has computed which tokens may come first.
 
     Raises:
         ValueError: llguidance cannot follow the grammar.
@@ -65,8 +65,9 @@ def compile_grammar(tokenizer: Any, grammar: str) -> Any:
     library = importlib.import_module("llguidance")
     limits = library.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-    probe = matcher if matcher.is_error() else matcher.deep_copy()
-    if probe is not matcher:
+    probe = matcher
+    if not matcher.is_error():
+        probe = matcher.deep_copy()
         probe.compute_bitmask()
     if probe.is_error():
         raise ValueError(_reason(probe.get_error()))

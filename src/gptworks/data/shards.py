@@ -14,7 +14,6 @@ A shard is closed when it holds enough tokens; documents may go on in the next o
 import contextlib
 import hashlib
 import json
-import os
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,10 +25,11 @@ from pydantic import Field, ValidationError
 
 from gptworks.config import Section
 from gptworks.errors import UserError
-from gptworks.files import sealed_json, sha256_file, unsealed_json
+from gptworks.files import sealed_json, sha256_file, sync, unsealed_json
 
 FORMAT_VERSION = 3
 MANIFEST_FILE = "manifest.json"
+TOKENIZER_FOLDER = "tokenizer"
 
 EXAMPLE = ("record", "text", "question", "answer", "flags")
 """What is kept of each example: its number among all records, from 0; hashes of its whole text, of all but its last
@@ -186,18 +186,18 @@ class ShardWriter:
     def _close_shard(self) -> None:
         if self._open is None:
             return
-        sync_and_close(self._open)
+        self._open.close()
         self._open = None
-        offsets = np.asarray(self._starts, dtype="<u8").tobytes()
-        offsets_file = (self._folder / f"{self._name}.offsets").open("wb")
-        offsets_file.write(offsets)
-        sync_and_close(offsets_file)
-        more = {"learned": b"".join(self._learned), "examples": np.asarray(self._examples, dtype="<u8").tobytes()}
-        more = more if self._learned else {}
-        for ending, content in more.items():
-            file = (self._folder / f"{self._name}.{ending}").open("wb")
-            file.write(content)
-            sync_and_close(file)
+        sync(self._folder / f"{self._name}.tokens")
+        files = {"offsets": np.asarray(self._starts, dtype="<u8").tobytes()}
+        if self._learned:
+            examples = np.asarray(self._examples, dtype="<u8").tobytes()
+            files |= {"learned": b"".join(self._learned), "examples": examples}
+        for ending, content in files.items():
+            file = self._folder / f"{self._name}.{ending}"
+            file.write_bytes(content)
+            sync(file)
+        sums = {ending: hashlib.sha256(content).hexdigest() for ending, content in files.items()}
         self._shards.append(
             ShardFile(
                 file=f"{self._name}.tokens",
@@ -206,24 +206,16 @@ class ShardWriter:
                 documents=len(self._starts),
                 text_bytes=self._text_bytes,
                 sha256=self._digest.hexdigest(),
-                offsets_sha256=hashlib.sha256(offsets).hexdigest(),
-                more_sha256={ending: hashlib.sha256(content).hexdigest() for ending, content in more.items()},
+                offsets_sha256=sums.pop("offsets"),
+                more_sha256=sums,
             )
         )
 
 
-def sync_and_close(file: BinaryIO) -> None:
-    """Close a file whose bytes have reached the disk."""
-    with file:
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def write_manifest(manifest: Manifest, folder: Path) -> None:
     """Write manifest.json, durably. It is the last file of a folder."""
-    file = (folder / MANIFEST_FILE).open("wb")
-    file.write(sealed_json(manifest.model_dump(mode="json")).encode("utf-8"))
-    sync_and_close(file)
+    (folder / MANIFEST_FILE).write_text(sealed_json(manifest.model_dump(mode="json")), encoding="utf-8", newline="")
+    sync(folder / MANIFEST_FILE)
 
 
 def _little_endian(dtype: Dtype) -> np.dtype[Any]:
@@ -246,10 +238,10 @@ def read_manifest(folder: Path) -> Manifest:
         if version == FORMAT_VERSION:
             return Manifest.model_validate(unsealed_json(data))
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{folder} holds no prepared text: there is no {MANIFEST_FILE}. {_fix(folder)}") from None
+        raise UserError(f"{folder} holds no prepared text: there is no {MANIFEST_FILE}. {redo(folder)}") from None
     except (ValueError, KeyError, TypeError, ValidationError) as error:
-        raise UserError(f"{file} is broken ({type(error).__name__}). {_fix(folder)}") from None
-    raise UserError(f"{file} has format {version} and this gptworks reads {FORMAT_VERSION}. {_fix(folder)}")
+        raise UserError(f"{file} is broken ({type(error).__name__}). {redo(folder)}") from None
+    raise UserError(f"{file} has format {version} and this gptworks reads {FORMAT_VERSION}. {redo(folder)}")
 
 
 class TokenShards:
@@ -268,7 +260,7 @@ class TokenShards:
         self.manifest = read_manifest(self.folder)
         assert split in get_args(Split)
         if split not in self.manifest.splits:
-            raise UserError(f"{self.folder} has no {split} split. {_fix(self.folder)}")
+            raise UserError(f"{self.folder} has no {split} split. {redo(self.folder)}")
         self._files = self.manifest.splits[split]
         dtype = _little_endian(self.manifest.dtype)
         for shard in self._files.shards:
@@ -357,7 +349,7 @@ class TokenShards:
                 if actual != expected:
                     raise UserError(
                         f"{self.folder / name} is corrupt: its sha256 is {actual[:12]}… and the manifest states "
-                        f"{expected[:12]}…. {_fix(self.folder)}"
+                        f"{expected[:12]}…. {redo(self.folder)}"
                     )
                 if name == shard.file:
                     self._check_ids(shard)
@@ -372,15 +364,15 @@ class TokenShards:
         if highest >= self.manifest.vocab_size:
             raise UserError(
                 f"{self.folder / shard.file} holds the token {highest} and the vocabulary of its manifest has "
-                f"{self.manifest.vocab_size}: ids go from 0 to {self.manifest.vocab_size - 1}. {_fix(self.folder)}"
+                f"{self.manifest.vocab_size}: ids go from 0 to {self.manifest.vocab_size - 1}. {redo(self.folder)}"
             )
 
     def _check_size(self, name: str, expected_bytes: int) -> None:
         file = self.folder / name
         if not file.is_file():
-            raise UserError(f"{file} is missing. {_fix(self.folder)}")
+            raise UserError(f"{file} is missing. {redo(self.folder)}")
         if (actual := file.stat().st_size) != expected_bytes:
-            raise UserError(f"{file} has {actual} bytes and the manifest states {expected_bytes}. {_fix(self.folder)}")
+            raise UserError(f"{file} has {actual} bytes and the manifest states {expected_bytes}. {redo(self.folder)}")
 
 
 _verified: set[tuple[str | int, ...]] = set()
@@ -397,5 +389,6 @@ def _beside(shard: ShardFile, ending: str) -> str:
     return Path(shard.file).with_suffix(f".{ending}").name
 
 
-def _fix(folder: Path) -> str:
+def redo(folder: Path) -> str:
+    """What to do about a folder that is not as it was written."""
     return f"Delete {folder} and run `gptworks prepare` again."

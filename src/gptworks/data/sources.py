@@ -25,6 +25,7 @@ from gptworks.config import (
     ParquetSource,
     PreferencesSource,
     PythonStdlibSource,
+    SourceConfig,
     TextSource,
 )
 from gptworks.errors import RunError, UserError
@@ -35,8 +36,18 @@ _PIECES_CHECKED = 20
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _BOM = b"\xef\xbb\xbf"
 
+_RECORD_FILES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+_EXTENSIONS = {
+    "jsonl": (".jsonl", ".jsonl.gz"),
+    "parquet": (".parquet",),
+    "conversations": _RECORD_FILES,
+    "preferences": _RECORD_FILES,
+}
+"""The files that are read of a folder, by the source's type; sources of text state their own."""
+
 FileSource = TextSource | JSONLSource | ParquetSource
 TextualSource = PythonStdlibSource | FileSource | HuggingFaceSource
+RecordsSource = ConversationsSource | PreferencesSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +89,11 @@ def check_sources(sources: Iterable[TextualSource]) -> None:
         for file in _files(source):
             if isinstance(source, PythonStdlibSource):
                 break  # there, and right by construction
-            if source.path and source.sha256:
-                _verify(file, source.sha256)
+            if source.path and source.sha256 and (actual := sha256_file(file)) != source.sha256:
+                raise UserError(
+                    f"{file}: its sha256 is {actual} and the recipe states {source.sha256}. "
+                    f"These are other bytes: get the right file, or correct the recipe."
+                )
             for _ in islice(_read_file(source, file), _PIECES_CHECKED):
                 pass
 
@@ -98,7 +112,7 @@ def count_documents(sources: Iterable[TextualSource], limit: int) -> int:
 
 
 def total_bytes(sources: Iterable[TextualSource]) -> int | None:
-    """Bytes of text that `iter_documents` will read, for a progress bar. None where only reading would tell."""
+    """Bytes of text that `iter_documents` reads, for a progress bar; None where they are known only after reading."""
     total = 0
     for source in sources:
         if not isinstance(source, TextSource | PythonStdlibSource):
@@ -107,38 +121,33 @@ def total_bytes(sources: Iterable[TextualSource]) -> int | None:
     return total
 
 
-def source_signature(sources: Iterable[TextualSource]) -> list[list[Any]]:
-    """What tells, without reading the text, whether it has changed: as JSON, (path, size, mtime_ns) of each file.
+def source_signature(sources: Iterable[SourceConfig]) -> list[list[Any]]:
+    """What shows, without reading the text, whether it has changed: as JSON, (path, size, mtime_ns) of each file.
 
-    A file with a stated sha256 is known by that; a dataset of the hub by its name.
+    A file with a stated sha256 is identified by that; a dataset of the hub by its name.
     """
     signature: list[list[Any]] = []
     for source in sources:
-        if isinstance(source, HuggingFaceSource):
-            folder = Path(source.dataset)
-            files = sorted(_walk(folder))
+        if isinstance(source, HuggingFaceSource) or (isinstance(source, RecordsSource) and source.dataset):
             signature.append(["huggingface", source.dataset, source.name, source.split])
+            files = sorted(_walk(Path(source.dataset or "")))
         elif not isinstance(source, PythonStdlibSource) and source.sha256:
-            files = []
             signature.append(["sha256", source.sha256])
+            files = []
         else:
             files = _files(source)
-        signature.extend(map(file_signature, files))
+        for file in files:
+            stat = file.stat()
+            signature.append([file.as_posix(), stat.st_size, stat.st_mtime_ns])
     return signature
-
-
-def file_signature(file: Path) -> list[Any]:
-    """What tells whether a file has changed."""
-    stat = file.stat()
-    return [file.as_posix(), stat.st_size, stat.st_mtime_ns]
 
 
 # ---------------------------------------------------------------------------------------------------- files
 
 
-def _files(source: PythonStdlibSource | FileSource) -> list[Path]:
+def _files(source: PythonStdlibSource | FileSource | RecordsSource) -> list[Path]:
     """The files of a source, at least one, sorted; a download is fetched first."""
-    return stdlib_files() if isinstance(source, PythonStdlibSource) else local_files(source, _extensions(source))
+    return stdlib_files() if isinstance(source, PythonStdlibSource) else local_files(source)
 
 
 def stdlib_files() -> list[Path]:
@@ -154,13 +163,12 @@ def stdlib_files() -> list[Path]:
     return sorted(files)
 
 
-def local_files(
-    source: FileSource | ConversationsSource | PreferencesSource, extensions: tuple[str, ...]
-) -> list[Path]:
+def local_files(source: FileSource | RecordsSource) -> list[Path]:
     """The files that a source's path names, those of a folder by their endings; or its download."""
     if source.path is None:
         assert source.url and source.sha256
         return [_download(source.url, source.sha256)]
+    extensions = source.extensions if isinstance(source, TextSource) else _EXTENSIONS[source.type]
     path = Path(source.path).expanduser()
     if path.is_file():
         return [path]
@@ -174,12 +182,6 @@ def local_files(
         kind = "no file matches this pattern" if glob.has_magic(source.path) else "no such file or folder"
         raise UserError(f"source {source.path}: {kind} (looked from {Path.cwd()}). Check the path.")
     return sorted(files)
-
-
-def _extensions(source: FileSource) -> tuple[str, ...]:
-    if isinstance(source, TextSource):
-        return source.extensions
-    return (".jsonl", ".jsonl.gz") if isinstance(source, JSONLSource) else (".parquet",)
 
 
 def _files_of_folder(folder: Path, extensions: tuple[str, ...]) -> list[Path]:
@@ -199,29 +201,16 @@ def unread_files(sources: Iterable[TextualSource]) -> Counter[str]:
     """How many files of each ending are in the folders of the sources and are not read, by their names."""
     found: Counter[str] = Counter()
     for source in sources:
-        if isinstance(source, TextSource) and source.path is not None and (folder := _expanded(source.path)).is_dir():
-            names = (file.name for file in _walk(folder) if not file.name.startswith("."))
+        if isinstance(source, TextSource) and source.path is not None:  # of a file, there is nothing to walk
+            names = (file.name for file in _walk(Path(source.path).expanduser()) if not file.name.startswith("."))
             found.update(Path(name).suffix or name for name in names if not name.endswith(source.extensions))
     return found
-
-
-def _expanded(path: str | Path) -> Path:
-    return Path(path).expanduser()
 
 
 def _walk(folder: Path, skipped_folders: Collection[str] = ()) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in skipped_folders]
         yield from (Path(parent, name) for name in names)
-
-
-def _verify(file: Path, sha256: str) -> None:
-    actual = sha256_file(file)
-    if actual != sha256:
-        raise UserError(
-            f"{file}: its sha256 is {actual} and the recipe states {sha256}. "
-            f"These are other bytes: get the right file, or correct the recipe."
-        )
 
 
 def cache_folder() -> Path:
@@ -325,9 +314,12 @@ def _record_document(where: str, record: Mapping[str, Any], field: str) -> Itera
     text = record[field]
     if not isinstance(text, str):
         raise UserError(f"{where}: field `{field}` holds {type(text).__name__}, not text. Set the source's `field`.")
-    # JSON can spell half of a surrogate pair, which no encoding holds: it becomes U+FFFD.
-    whole = text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    yield from _document(io.BytesIO(whole.encode("utf-8")))
+    yield from _document(io.BytesIO(whole_text(text).encode("utf-8")))
+
+
+def whole_text(text: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair, which JSON can spell and no encoding holds."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def read_jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -372,25 +364,27 @@ def read_parquet(file: Path, field: str | None = None) -> Iterator[tuple[str, Ma
 
 
 def _read_hub(source: HuggingFaceSource) -> Iterator[Piece]:
-    where = f"dataset {source.dataset}"
-    datasets = require_datasets(where)
-    try:
-        rows = datasets.load_dataset(source.dataset, name=source.name, split=source.split, streaming=True)
-    except Exception as error:  # the library raises many types
-        reason = " ".join(str(error).split())
-        raise UserError(f"{where} could not be opened: {reason}. Check its name and split, and the network.") from None
+    where, rows = open_dataset(source)
     for number, record in enumerate(rows):
         yield from _record_document(f"{where}, row {number}", record, source.field)
 
 
-def require_datasets(where: str) -> Any:
-    """The library `datasets`.
+def open_dataset(source: HuggingFaceSource | RecordsSource) -> tuple[str, Iterable[Any]]:
+    """What messages call a dataset of the Hugging Face hub or a local folder, and its rows.
 
     Raises:
-        UserError: it is not installed; `where` says what needs it.
+        UserError: the library `datasets` is not installed, or it cannot open the dataset.
     """
+    where, folder = f"dataset {source.dataset}", Path(source.dataset or "")
     try:
         import datasets
     except ImportError:
         raise UserError(f"{where}: reading it needs datasets. Install it with: pip install 'gptworks[data]'") from None
-    return datasets
+    try:
+        if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+            saved = datasets.load_from_disk(source.dataset)
+            return where, saved[source.split] if isinstance(saved, dict) else saved
+        return where, datasets.load_dataset(source.dataset, name=source.name, split=source.split, streaming=True)
+    except Exception as error:  # the library raises many types
+        reason = " ".join(str(error).split())
+        raise UserError(f"{where} could not be opened: {reason}. Check its name and split, and the network.") from None

@@ -23,38 +23,33 @@ class Interval:
     high: float
 
 
-def interval(statistics: Floats, figure: Figure, *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
+def interval(statistics: Floats, figure: Figure) -> Interval:
     """The figure of all items, and its percentile interval over items drawn with replacement.
 
     Args:
         statistics: of each item, float64 [N, S]; the figure is a function of their sums.
     """
-    return _interval(figure(statistics.sum(0, keepdims=True)), [figure(s) for s in _sums(statistics, seed, resamples)])
+    value = figure(statistics.sum(0, keepdims=True))
+    low, high = np.nanquantile(np.concatenate([figure(sums) for sums in _sums(statistics)]), [0.025, 0.975])
+    return Interval(float(value[0]), float(low), float(high))
 
 
-def paired_difference(
-    first: Floats, second: Floats, figure: Figure, *, seed: int = 0, resamples: int = RESAMPLES
-) -> Interval:
+def paired_difference(first: Floats, second: Floats, figure: Figure) -> Interval:
     """The figure of `second` less that of `first`, for the same items [N, S] each: both are resampled alike."""
     assert first.shape == second.shape
-    both, width = np.concatenate([first, second], axis=1), first.shape[1]
+    width = first.shape[1]
 
     def difference(sums: Floats) -> Floats:
         return figure(sums[:, width:]) - figure(sums[:, :width])
 
-    return interval(both, difference, seed=seed, resamples=resamples)
+    return interval(np.concatenate([first, second], axis=1), difference)
 
 
-def _interval(value: Floats, resampled: list[Floats]) -> Interval:
-    low, high = np.nanquantile(np.concatenate(resampled), [0.025, 0.975])
-    return Interval(float(value[0]), float(low), float(high))
-
-
-def _sums(statistics: Floats, seed: int, resamples: int) -> Iterator[Floats]:
-    """Sums over items drawn with replacement, [rows, S] at a time. They depend on N and the seed alone."""
+def _sums(statistics: Floats) -> Iterator[Floats]:
+    """Sums over items drawn with replacement, [rows, S] at a time. They depend on N alone."""
     n = len(statistics)
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     at_once = max(1, _COUNTS_AT_ONCE // n)
-    for start in range(0, resamples, at_once):
-        counts = random.multinomial(n, np.full(n, 1 / n), size=min(at_once, resamples - start))
+    for start in range(0, RESAMPLES, at_once):
+        counts = random.multinomial(n, np.full(n, 1 / n), size=min(at_once, RESAMPLES - start))
         yield counts @ statistics

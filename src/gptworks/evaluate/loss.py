@@ -4,7 +4,7 @@ import gzip
 import itertools
 import lzma
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -138,7 +138,7 @@ def evaluate_by_position(
     windows: Iterable[tuple[Tensor, Tensor]],
     n_parts: int = 8,
     *,
-    token_bytes: Tensor | None = None,
+    token_bytes: Sequence[int] | None = None,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[PositionLoss]:
     """The loss in each of `n_parts` equal parts of the context: how much a model makes of a longer past.
@@ -146,35 +146,29 @@ def evaluate_by_position(
     Args:
         windows: as for `evaluate_loss`; those shorter than the context are left out, so that each part is asked about
             the same text.
-        token_bytes: bytes of text that each token id stands for, int64 [V]; None: bits per byte stay unknown.
+        token_bytes: bytes of text that each token id stands for, [V]; None: bits per byte stay unknown.
 
     Raises:
         UserError: there is no whole window.
     """
     context = model.config.context_length
     whole = (window for window in windows if window[0].size(-1) == context)
+    bytes_of = None if token_bytes is None else torch.tensor(token_bytes)
     nats, counts, sizes = (torch.zeros(context, dtype=torch.float64) for _ in range(3))
     for cost, targets in each_nats(model, whole, autocast):
         counted = targets != IGNORED
         nats += cost.sum(0)
         counts += counted.sum(0)
-        if token_bytes is not None:
-            sizes += token_bytes[targets.where(counted, 0)].where(counted, 0).sum(0)
+        if bytes_of is not None:
+            sizes += bytes_of[targets.where(counted, 0)].where(counted, 0).sum(0)
     if not counts.any():
         raise UserError(f"the split holds no whole window of context_length={context}: use more text or less context.")
     edges = [part * context // n_parts for part in range(n_parts + 1)]
-    return [
-        PositionLoss(
-            a + 1,
-            b,
-            LossReport(
-                nats[a:b].sum().item(),
-                int(counts[a:b].sum()),
-                None if token_bytes is None else int(sizes[a:b].sum()),
-            ),
-        )
-        for a, b in itertools.pairwise(edges)
-    ]
+    found = []
+    for a, b in itertools.pairwise(edges):
+        n_bytes = None if bytes_of is None else int(sizes[a:b].sum())
+        found.append(PositionLoss(a + 1, b, LossReport(nats[a:b].sum().item(), int(counts[a:b].sum()), n_bytes)))
+    return found
 
 
 def batches_of(windows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:

@@ -21,6 +21,8 @@ from gptworks.model import GPT
 SIZES = (8, 16, 32, 64)
 """Lengths of the n-grams, in tokens: powers of two."""
 
+_WINDOWS = 64
+"""Of each split, for the losses."""
 _PIECE_TOKENS = 1 << 22
 _FILTER_BITS = 22
 _MULTIPLIERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
@@ -60,8 +62,6 @@ def measure_memorization(
     n_texts: int = 64,
     prompt_tokens: int = 16,
     text_tokens: int = 128,
-    n_windows: int = 64,
-    seed: int = 0,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     progress: Progress = lambda done, total: None,
 ) -> Memorization:
@@ -71,7 +71,6 @@ def measure_memorization(
 
     Args:
         n_texts, prompt_tokens, text_tokens: how many texts are written, after how many tokens, and of how many.
-        n_windows: of each split, for the losses.
 
     Raises:
         UserError: the held-out text is shorter than one prompt and its continuation.
@@ -87,8 +86,7 @@ def measure_memorization(
     places = [i * (held_out.n_tokens - length) // max(1, n_texts - 1) for i in range(n_texts)]
     windows = [held_out.read(place, length) for place in places]
     settings = [
-        SamplingSettings(temperature=1.0, max_tokens=text_tokens, ignore_eos=True, seed=seed * 1_000_003 + i)
-        for i in range(n_texts)
+        SamplingSettings(temperature=1.0, max_tokens=text_tokens, ignore_eos=True, seed=i) for i in range(n_texts)
     ]
     made = complete_all(engine, [window[:prompt_tokens].tolist() for window in windows], settings, progress=progress)
     written = [np.array(one[0].token_ids, dtype=np.int64) for one in made]
@@ -99,15 +97,13 @@ def measure_memorization(
     for n in sizes:
         counts = np.array([[hits.sum(), len(hits)] for hits in found[n]], dtype=np.float64)
         copied[n] = (counts[:n_texts], counts[n_texts:])
-    losses = [_window_losses(engine.model, tokens, n_windows, autocast) for tokens in (training, held_out)]
+    losses = [_window_losses(engine.model, tokens, autocast) for tokens in (training, held_out)]
     return Memorization(copied, *losses)
 
 
-def _window_losses(
-    model: GPT, tokens: Tokens, n_windows: int, autocast: Callable[[], AbstractContextManager[object]]
-) -> Floats:
+def _window_losses(model: GPT, tokens: Tokens, autocast: Callable[[], AbstractContextManager[object]]) -> Floats:
     """[nats, tokens] of evenly spaced windows, [W, 2]."""
-    windows = evaluation_windows(tokens, model.config.context_length, n_windows)
+    windows = evaluation_windows(tokens, model.config.context_length, _WINDOWS)
     parts = [np.stack([c.sum(1), (t != IGNORED).sum(1)], axis=1) for c, t in each_nats(model, windows, autocast)]
     return np.concatenate(parts).astype(np.float64)
 

@@ -5,7 +5,7 @@ That is what intervals, and comparisons of runs item by item, need. BLEU and chr
 
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,9 @@ def figure_of(kind: str) -> Figure:
     if kind == "calibration":
         return calibration_error
     metric = _sacrebleu(kind)
-    return lambda sums: np.array([metric._compute_score_from_stats(_whole(row)).score for row in sums])
+    return lambda sums: np.array(
+        [metric._compute_score_from_stats(row).score for row in sums.round().astype(int).tolist()]
+    )
 
 
 def calibration_error(sums: Floats) -> Floats:
@@ -64,7 +66,7 @@ def text_statistics(metric: str, hypotheses: Sequence[str], references: Sequence
         columns = [[refs[i] if i < len(refs) else None for refs in references] for i in range(most)]
         statistics = _sacrebleu(metric)._extract_corpus_statistics(list(hypotheses), columns)
         return metric, np.array(statistics, dtype=np.float64)
-    scorer = _library("rouge_score.rouge_scorer", "rouge-score").RougeScorer([metric])
+    scorer = _rouge().RougeScorer([metric])
     best = [
         max(scorer.score(reference, text)[metric].fmeasure for reference in refs)
         for text, refs in zip(hypotheses, references, strict=True)
@@ -78,20 +80,16 @@ def check_libraries(metrics: Sequence[str]) -> None:
         UserError: a library that one of them needs is not installed.
     """
     for metric in metrics:
-        if metric in ("bleu", "chrf"):
-            _sacrebleu(metric)
-        else:
-            _library("rouge_score.rouge_scorer", "rouge-score")
-
-
-def _whole(row: Floats) -> list[int]:
-    return [round(value) for value in row.tolist()]
+        _sacrebleu(metric) if metric in ("bleu", "chrf") else _rouge()
 
 
 def _sacrebleu(metric: str) -> Any:
     library = _library("sacrebleu.metrics", "sacrebleu")
-    make: Callable[[], Any] = {"bleu": library.BLEU, "chrf": library.CHRF}[metric]
-    return make()
+    return library.BLEU() if metric == "bleu" else library.CHRF()
+
+
+def _rouge() -> Any:
+    return _library("rouge_score.rouge_scorer", "rouge-score")
 
 
 def _library(module: str, package: str) -> Any:

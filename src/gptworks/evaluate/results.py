@@ -1,4 +1,4 @@
-"""What an evaluation found: kept in the run folder as JSON, shown as a table, and told in the model card.
+"""What an evaluation found: kept in the run folder as JSON, shown as a table and in the model card.
 
 RUN/evaluations/capitals-3-shot.json      figures with intervals, and each item's statistics
 RUN/model-card.md                         its section "Evaluations" is made anew from all of them
@@ -7,14 +7,14 @@ RUN/model-card.md                         its section "Evaluations" is made anew
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gptworks.errors import UserError
-from gptworks.evaluate.bootstrap import Floats, Interval, interval
+from gptworks.evaluate.bootstrap import Floats, interval
 from gptworks.evaluate.metrics import figure_of
 from gptworks.files import write_whole
 from gptworks.pages.tables import Table
@@ -39,7 +39,7 @@ class Measured:
     @classmethod
     def of(cls, kind: str, statistics: Floats) -> "Measured":
         """The figure and its interval from the statistics [N, S] of its items."""
-        found: Interval = interval(statistics, figure_of(kind))
+        found = interval(statistics, figure_of(kind))
         return cls(kind, statistics, found.value, found.low, found.high)
 
 
@@ -66,12 +66,8 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         """Everything; `read_evaluations` reads it back."""
-        tree = {key: getattr(self, key) for key in ("name", "kind", "run", "step", "n_items", "shots", "fingerprint")}
-        metrics = {name: {**asdict(one), "statistics": one.statistics.tolist()} for name, one in self.metrics.items()}
-        return {
-            **tree, "metrics": metrics, "settings": self.settings, "notes": list(self.notes), "details": self.details,
-            "items": list(self.items),
-        }  # fmt: skip
+        metrics = {name: {**vars(one), "statistics": one.statistics.tolist()} for name, one in self.metrics.items()}
+        return {**vars(self), "metrics": metrics, "notes": list(self.notes), "items": list(self.items)}
 
     def summary(self) -> dict[str, Any]:
         """The same without items and their statistics, each figure by an identifier made of its name."""
@@ -135,7 +131,7 @@ def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
 
 
 def write_card_section(run_dir: Path) -> None:
-    """Have the model card tell what evaluations there are, in a section at its end; without a card, make one."""
+    """List the evaluations in a section at the end of the model card; without a card, make one."""
     evaluations = read_evaluations(run_dir)
     if not evaluations:
         return
@@ -143,5 +139,5 @@ def write_card_section(run_dir: Path) -> None:
     text = card.read_text(encoding="utf-8") if card.exists() else f"# {run_dir.resolve().name}\n"
     text = re.sub(rf"\n*^{HEADING}\n.*?(?=^## |\Z)", "\n\n", text, flags=re.MULTILINE | re.DOTALL).rstrip()
     notes = [f"* {one.name}: {note}" for one in evaluations.values() for note in one.notes]
-    told = "\n" + "\n".join(notes) + "\n" if notes else ""
-    write_whole(card, f"{text}\n\n{HEADING}\n\n{table(evaluations.values()).markdown()}\n{told}")
+    below = "\n" + "\n".join(notes) + "\n" if notes else ""
+    write_whole(card, f"{text}\n\n{HEADING}\n\n{table(evaluations.values()).markdown()}\n{below}")

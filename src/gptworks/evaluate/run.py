@@ -18,7 +18,7 @@ from gptworks.errors import UserError
 from gptworks.evaluate.calibration import measure_calibration
 from gptworks.evaluate.loss import compressor_bits_per_byte, evaluate_by_position, evaluate_loss
 from gptworks.evaluate.memorization import measure_memorization
-from gptworks.evaluate.results import Evaluation
+from gptworks.evaluate.results import Evaluation, Measured
 from gptworks.evaluate.sandbox import Sandbox
 from gptworks.evaluate.scoring import SLOTS, Progress
 from gptworks.evaluate.task import Task
@@ -52,9 +52,9 @@ class EvaluatedRun:
             checkpoint: best, last, or a step.
             overrides: settings that win over the run's, such as `model.context_length=1024`.
             precision: of losses; None: the run's own. Tasks are computed as the engine computes.
-            report: told of what was fallen back from.
+            report: called with each fallback, as text.
             prepare: makes, or finds, the run's own text as shards.
-            progress: told of items done.
+            progress: called with the items done, and all.
 
         Raises:
             UserError: no such run, checkpoint or device, or damaged files.
@@ -124,10 +124,8 @@ class EvaluatedRun:
         }  # fmt: skip
         if by_position:
             sizes = token_bytes(self.prepared.tokenizer) if round_trips else None
-            parts = evaluate_by_position(
-                self.model, evaluation_windows(shards, context), autocast=self.precision.autocast,
-                token_bytes=None if sizes is None else torch.tensor(sizes),
-            )  # fmt: skip
+            whole = evaluation_windows(shards, context)
+            parts = evaluate_by_position(self.model, whole, token_bytes=sizes, autocast=self.precision.autocast)
             result["positions"] = positions_table(parts)
         if compressors:
             result["compressors"] = compressor_bits_per_byte(b"".join(held_out_text(self.prepared)))
@@ -135,15 +133,12 @@ class EvaluatedRun:
 
     def text(self, path: Path, text: str, stride: int | None = None) -> Evaluation:
         """Loss, perplexity and bits per byte of a text; see `evaluate_text`."""
-        found = evaluate_text(
-            self.model, self.tokenizer, text, stride=stride, autocast=self.precision.autocast
-        )  # fmt: skip
+        found = evaluate_text(self.model, self.tokenizer, text, stride=stride, autocast=self.precision.autocast)
         notes = () if found.report.text_bytes else ("the tokenizer does not keep the whole text: no bits per byte",)
         details = {"tokens": found.report.n_tokens, "positions": positions_table(found.positions)}
-        return Evaluation(
-            name=f"text-{path.stem}", kind="text", run=self.name, step=self.step, n_items=len(found.passages),
-            metrics=found.measured(), fingerprint=text_fingerprint(text), settings=self._settings(stride=stride),
-            notes=notes, details=details,
+        return self._evaluation(
+            "text", found.measured(), len(found.passages), text_fingerprint(text), name=f"text-{path.stem}",
+            notes=notes, details=details, stride=stride,
         )  # fmt: skip
 
     def task(self, task: Task, *, chat: bool = False, run_programs: bool = False) -> Evaluation:
@@ -162,11 +157,9 @@ class EvaluatedRun:
         shards = TokenShards(self.prepared.folder, "validation")
         windows = evaluation_windows(shards, self.model.config.context_length)
         found = measure_calibration(self.model, windows, autocast=self.precision.autocast)
-        return Evaluation(
-            name="calibration", kind="calibration", run=self.name, step=self.step, n_items=len(found.statistics),
-            metrics=found.measured(), fingerprint=self.prepared.manifest.fingerprint, settings=self._settings(),
-            details={"bins": [vars(one) for one in found.bins]},
-        )  # fmt: skip
+        details = {"bins": [vars(one) for one in found.bins]}
+        text = self.prepared.manifest.fingerprint
+        return self._evaluation("calibration", found.measured(), len(found.statistics), text, details=details)
 
     def memorization(self) -> Evaluation:
         """Generated n-grams in the training text; see `measure_memorization`."""
@@ -175,13 +168,17 @@ class EvaluatedRun:
             self.engine, TokenShards(folder, "train"), TokenShards(folder, "validation"),
             autocast=self.precision.autocast, progress=self._progress,
         )  # fmt: skip
-        return Evaluation(
-            name="memorization", kind="memorization", run=self.name, step=self.step, n_items=found.n_texts,
-            metrics=found.measured(), fingerprint=self.prepared.manifest.fingerprint, settings=self._settings(),
-        )  # fmt: skip
+        return self._evaluation("memorization", found.measured(), found.n_texts, self.prepared.manifest.fingerprint)
 
-    def _settings(self, **more: Any) -> dict[str, Any]:
-        return {
+    def _evaluation(
+        self, kind: str, metrics: dict[str, Measured], n_items: int, questions: str, *, name: str | None = None,
+        notes: tuple[str, ...] = (), details: dict[str, Any] | None = None, **settings: Any,
+    ) -> Evaluation:  # fmt: skip
+        settings = {
             "tokenizer": fingerprint(self.tokenizer), "context_length": self.model.config.context_length,
-            "precision": self.precision.name, **more,
+            "precision": self.precision.name, **settings,
         }  # fmt: skip
+        return Evaluation(
+            name=name or kind, kind=kind, run=self.name, step=self.step, n_items=n_items, metrics=metrics,
+            fingerprint=questions, settings=settings, notes=notes, details=details or {},
+        )  # fmt: skip

@@ -16,8 +16,8 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from gptworks.errors import UserError
 from gptworks.evaluate import jail
@@ -55,20 +55,18 @@ class Sandbox:
         programs: Sequence[str],
         timeout_seconds: float,
         memory_mib: int,
-        progress: object = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[str]:
         """Run Python programs, some at a time; for each: passed, timeout, or how it failed.
 
         A program has passed if it ran to its end without an exception. To leave early, with any exit code, is to fail.
         """
+        outcomes: list[str] = []
         with ThreadPoolExecutor(self.n_processes) as pool:
-            running = {pool.submit(self.run, one, timeout_seconds, memory_mib): i for i, one in enumerate(programs)}
-            outcomes = {}
-            for future in as_completed(running):
-                outcomes[running[future]] = future.result()
-                if callable(progress):
-                    progress(len(outcomes), len(programs))
-        return [outcomes[i] for i in range(len(programs))]
+            for outcome in pool.map(lambda one: self.run(one, timeout_seconds, memory_mib), programs):
+                outcomes.append(outcome)
+                progress(len(outcomes), len(programs))
+        return outcomes
 
     def run(self, program: str, timeout_seconds: float, memory_mib: int) -> str:
         """The outcome of one program."""

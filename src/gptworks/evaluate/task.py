@@ -15,18 +15,19 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import Field, model_validator
 
 from gptworks.config import PositiveInt, PositiveTime, Section, ShortPath
+from gptworks.data.sources import read_jsonl
 from gptworks.errors import UserError, nearest
 from gptworks.recipe import parse_section
+from gptworks.yaml_files import read_yaml
 
 Item = dict[str, Any]
 Count = Annotated[int, Field(ge=0, le=10**9)]
@@ -145,7 +146,6 @@ class Task:
             )
         random.Random(f"shots {settings.seed}").shuffle(pool)
         self._pool = pool
-        self._templates: dict[str, Template] = {}
 
     def shots_for(self, item: Item) -> list[Item]:
         """The shots before an item: the first of the shuffled pool that are not the item itself.
@@ -165,60 +165,61 @@ class Task:
         tree = [settings, self.items_asked, self._pool[: self.settings.shots + 1] if self.settings.shots else []]
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode("utf-8")).hexdigest()
 
-    def text(self, item: Item, wanted: str, key: str) -> str:
-        """What a setting gives for an item, as text.
+    def text(self, item: Item, key: str) -> str:
+        """What the setting `key` gives for an item, as text.
 
         Raises:
             UserError: the item lacks the field.
         """
-        return str(self.value(item, wanted, key))
+        return str(self.value(item, key))
 
-    def value(self, item: Item, wanted: str, key: str) -> Any:
-        """What a setting gives for an item: the field of that name, or the template filled in."""
+    def value(self, item: Item, key: str, wanted: str | None = None) -> Any:
+        """What a setting gives for an item: the field of that name, or the template filled in.
+
+        Args:
+            wanted: the setting's value; None: that of `key`.
+        """
+        wanted = getattr(self.settings, key) if wanted is None else wanted
+        assert isinstance(wanted, str)
         if "{{" in wanted or "{%" in wanted:
             try:
-                return self._template(wanted).render(item)
+                return _compiled(wanted).render(item)
             except TemplateSyntaxError as error:
                 raise UserError(f"{self.origin}: `{key}` is not a template: {error.message}.") from None
             except (TemplateError, TypeError, ValueError) as error:
-                where = self._where(item, wanted, key)
-                raise UserError(f"{where}: {error}; its fields are {', '.join(item)}.") from None
+                raise UserError(
+                    f"{self._where(item, key, wanted)}: {error}; its fields are {', '.join(item)}."
+                ) from None
         if wanted not in item:
             near = nearest(wanted, item)
             hint = f"did you mean `{near}`?" if near else f"its fields are {', '.join(item)}."
-            raise UserError(f"{self._where(item, wanted, key)}: there is no such field; {hint}")
+            raise UserError(f"{self._where(item, key, wanted)}: there is no such field; {hint}")
         return item[wanted]
 
-    def _where(self, item: Item, wanted: str, key: str) -> str:
-        return f"{self.origin}: `{key}: {wanted!r}`, item {self._number(item)}"
-
-    def _template(self, source: str) -> Template:
-        """A template, compiled once."""
-        if source not in self._templates:
-            self._templates[source] = self._environment.from_string(source)
-        return self._templates[source]
-
-    def texts(self, item: Item, wanted: str, key: str) -> list[str]:
+    def texts(self, item: Item, key: str) -> list[str]:
         """The same where it may be one text or a list of them: at least one.
 
         Raises:
             UserError: an empty list.
         """
-        value = self.value(item, wanted, key)
+        value = self.value(item, key)
         found = [str(one) for one in value] if isinstance(value, list) else [str(value)]
         if not found:
-            raise UserError(f"{self.origin}: `{key}: {wanted!r}`, item {self._number(item)}: the list is empty.")
+            raise UserError(f"{self._where(item, key, getattr(self.settings, key))}: the list is empty.")
         return found
+
+    def _where(self, item: Item, key: str, wanted: str) -> str:
+        return f"{self.origin}: `{key}: {wanted!r}`, item {self._number(item)}"
 
     def choices(self, item: Item) -> list[str]:
         """The choices of a multiple-choice item, two or more."""
         assert isinstance(self.settings, MultipleChoice)
         wanted = self.settings.choices
         if isinstance(wanted, str):
-            found = self.value(item, wanted, "choices")
+            found = self.value(item, "choices")
             found = found if isinstance(found, list) else str(found).splitlines()
         else:
-            found = [self.value(item, one, "choices") if "{" in one else one for one in wanted]
+            found = [self.value(item, "choices", one) if "{" in one else one for one in wanted]
         texts = [str(one) for one in found]
         if len(texts) < 2 or not all(texts):
             raise UserError(
@@ -229,7 +230,7 @@ class Task:
     def right_choice(self, item: Item) -> int:
         """The index of the right one."""
         assert isinstance(self.settings, MultipleChoice)
-        choices, answer = self.choices(item), self.value(item, self.settings.answer, "answer")
+        choices, answer = self.choices(item), self.value(item, "answer")
         if isinstance(answer, str) and answer in choices:
             return choices.index(answer)
         if str(answer).isdigit() and int(answer) < len(choices):
@@ -241,18 +242,16 @@ class Task:
 
     def answer(self, item: Item) -> str:
         """What a shot shows after its prompt and the delimiter."""
-        settings = self.settings
-        if isinstance(settings, MultipleChoice):
+        if isinstance(self.settings, MultipleChoice):
             return self.choices(item)[self.right_choice(item)]
-        if isinstance(settings, Code):
-            return self.text(item, settings.solution, "solution")
-        key = "answer" if isinstance(settings, ExactMatch) else "references"
-        return self.texts(item, getattr(settings, key), key)[0]
+        if isinstance(self.settings, Code):
+            return self.text(item, "solution")
+        return self.texts(item, "answer" if isinstance(self.settings, ExactMatch) else "references")[0]
 
     def turns(self, item: Item, n_shots: int) -> list[tuple[str, str]]:
         """Prompts and answers: of the shots, and of the item, whose answer is empty."""
-        solved = [(self.text(one, self.settings.prompt, "prompt"), self.answer(one)) for one in self.shots_for(item)]
-        return [*solved[len(solved) - n_shots :], (self.text(item, self.settings.prompt, "prompt"), "")]
+        solved = [(self.text(one, "prompt"), self.answer(one)) for one in self.shots_for(item)]
+        return [*solved[len(solved) - n_shots :], (self.text(item, "prompt"), "")]
 
     def prompt(self, item: Item, n_shots: int) -> str:
         """The text that the model continues: description, shots, the item's own prompt."""
@@ -269,7 +268,7 @@ class Task:
         """
         for item in self.items_asked:
             if isinstance(self.settings, Code):
-                self.text(item, self.settings.tests, "tests")
+                self.text(item, "tests")
             else:
                 self.answer(item)
             self.prompt(item, self.settings.shots)
@@ -277,9 +276,13 @@ class Task:
     def _number(self, item: Item) -> int:
         return self.items.index(item) + 1 if item in self.items else 0
 
-    @cached_property
-    def _environment(self) -> ImmutableSandboxedEnvironment:
-        return ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+
+_ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+
+
+@lru_cache
+def _compiled(source: str) -> Template:
+    return _ENVIRONMENT.from_string(source)
 
 
 def load_task(path: Path, *, shots: int | None = None, limit: int | None = None) -> Task:
@@ -292,11 +295,9 @@ def load_task(path: Path, *, shots: int | None = None, limit: int | None = None)
         UserError: a missing or unreadable file, an unknown key, a wrong type, an item that lacks a field.
     """
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = read_yaml(path)
     except FileNotFoundError:
         raise UserError(f"{path}: no such task file.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not readable YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} holds {type(tree).__name__}, not a mapping with `type`, `data` and `prompt`.")
     kind = str(tree.get("type"))
@@ -320,22 +321,9 @@ def read_items(path: Path) -> list[Item]:
         UserError: no such file, a line that is no JSON object, or none at all.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        items = [dict(item) for _, item in read_jsonl(path)]
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; a task's `data` is a JSONL file, beside the task's own.") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text.") from None
-    items = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: not JSON: {error}.") from None
-        if not isinstance(item, dict):
-            raise UserError(f"{path}, line {number}: it holds {type(item).__name__}, not an object with fields.")
-        items.append(item)
     if not items:
         raise UserError(f"{path} holds no items.")
     return items

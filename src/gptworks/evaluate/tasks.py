@@ -146,7 +146,7 @@ def _multiple_choice(asked: Asked, progress: Progress) -> Found:
         "accuracy by byte": lambda one, choice: one.logprob / len(choice.encode("utf-8")),
     }
     hits: dict[str, list[float]] = {name: [] for name in measures}
-    told = []
+    answered = []
     for of_one, wanted in zip(choices, right, strict=True):
         scores = [next(scored) for _ in of_one]
         chosen = {}
@@ -154,20 +154,19 @@ def _multiple_choice(asked: Asked, progress: Progress) -> Found:
             values = [measure(one, choice) for one, choice in zip(scores, of_one, strict=True)]
             chosen[name] = values.index(max(values))
             hits[name].append(float(chosen[name] == wanted))
-        told.append({"right": wanted, "chosen": chosen["accuracy"], "logprobs": [one.logprob for one in scores]})
-    return {name: Measured.of("mean", means(of_one)) for name, of_one in hits.items()}, told
+        answered.append({"right": wanted, "chosen": chosen["accuracy"], "logprobs": [one.logprob for one in scores]})
+    return {name: Measured.of("mean", means(of_one)) for name, of_one in hits.items()}, answered
 
 
 def _exact_match(asked: Asked, settings: ExactMatch, progress: Progress) -> Found:
-    answers = [asked.task.texts(item, settings.answer, "answer") for item in asked.items]
+    answers = [asked.task.texts(item, "answer") for item in asked.items]
     written = [texts[0] for texts in asked.write(settings.generation, 1, progress)]
-    told, hits = [], []
+    answered, hits = [], []
     for text, right in zip(written, answers, strict=True):
-        given = _extracted(text, settings.extract)
-        hit = _plain(given, settings) in {_plain(one, settings) for one in right}
+        hit = _plain(_extracted(text, settings.extract), settings) in {_plain(one, settings) for one in right}
         hits.append(float(hit))
-        told.append({"right": right, "written": text, "hit": hit})
-    return {"exact match": Measured.of("mean", means(hits))}, told
+        answered.append({"right": right, "written": text, "hit": hit})
+    return {"exact match": Measured.of("mean", means(hits))}, answered
 
 
 def _extracted(text: str, pattern: str | None) -> str:
@@ -186,13 +185,11 @@ def _plain(text: str, settings: ExactMatch) -> str:
 
 
 def _generation(asked: Asked, settings: Generation, progress: Progress) -> Found:
-    references = [asked.task.texts(item, settings.references, "references") for item in asked.items]
+    references = [asked.task.texts(item, "references") for item in asked.items]
     written = [texts[0].strip() for texts in asked.write(settings.generation, 1, progress)]
     metrics = {str(name): Measured.of(*text_statistics(name, written, references)) for name in settings.metrics}
-    told: list[dict[str, Any]] = [
-        {"references": refs, "written": text} for refs, text in zip(references, written, strict=True)
-    ]
-    return metrics, told
+    pairs = zip(references, written, strict=True)
+    return metrics, [{"references": given, "written": text} for given, text in pairs]
 
 
 def _code(asked: Asked, settings: Code, sandbox: Sandbox, progress: Progress) -> Found:
@@ -200,14 +197,14 @@ def _code(asked: Asked, settings: Code, sandbox: Sandbox, progress: Progress) ->
     written = asked.write(settings.generation, settings.samples, progress)
     programs = []
     for item, texts in zip(asked.items, written, strict=True):
-        begun = task.text(item, settings.prompt, "prompt") if settings.prompt_is_code else ""
-        tests = task.text(item, settings.tests, "tests")
+        begun = task.text(item, "prompt") if settings.prompt_is_code else ""
+        tests = task.text(item, "tests")
         programs += [f"{begun}{text}\n\n{tests}\n" for text in texts]
     outcomes = sandbox.run_all(programs, settings.timeout_seconds, settings.memory_mib, progress)
-    told, passed, n = [], [], settings.samples
+    answered, passed, n = [], [], settings.samples
     for i, texts in enumerate(written):
         of_one = outcomes[i * n : (i + 1) * n]
         samples = [{"written": text, "outcome": outcome} for text, outcome in zip(texts, of_one, strict=True)]
         passed.append(of_one.count("passed"))
-        told.append({"passed": passed[-1], "samples": samples})
-    return {f"pass@{k}": Measured.of("mean", means([pass_at_k(n, c, k) for c in passed])) for k in settings.k}, told
+        answered.append({"passed": passed[-1], "samples": samples})
+    return {f"pass@{k}": Measured.of("mean", means([pass_at_k(n, c, k) for c in passed])) for k in settings.k}, answered

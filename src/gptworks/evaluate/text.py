@@ -78,7 +78,6 @@ def evaluate_text(
     text: str,
     *,
     stride: int | None = None,
-    n_parts: int = 8,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> TextEvaluation:
     """Loss, perplexity and bits per byte of a text; each of its tokens is predicted once.
@@ -89,7 +88,6 @@ def evaluate_text(
     Args:
         stride: tokens from a window to the next; below the context, each token sees at least context − stride others.
             None: half the context.
-        n_parts: of the context, for the loss by position.
 
     Raises:
         UserError: an empty text, or a stride that is not within 1 and the context.
@@ -103,10 +101,8 @@ def evaluate_text(
     positions = []
     if tokens.n_tokens > context:
         sizes = token_bytes(tokenizer) if tokens.round_trips else None
-        positions = evaluate_by_position(
-            model, evaluation_windows(tokens, context), n_parts,
-            token_bytes=None if sizes is None else torch.tensor(sizes), autocast=autocast,
-        )  # fmt: skip
+        whole = evaluation_windows(tokens, context)
+        positions = evaluate_by_position(model, whole, token_bytes=sizes, autocast=autocast)
     return TextEvaluation(report, _passages(text, tokens, nats), positions)
 
 

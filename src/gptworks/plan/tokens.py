@@ -2,19 +2,12 @@
 
 from dataclasses import dataclass
 
-from gptworks.config import HuggingFaceSource, PythonStdlibSource, Recipe, SourceConfig, TextSource
+from gptworks.config import HuggingFaceSource, PythonStdlibSource, Recipe, SourceConfig
 from gptworks.data.sources import local_files, stdlib_files
 from gptworks.errors import UserError
 
 BYTES_PER_TOKEN = 4.0
 """Of English text in byte-level BPE with tens of thousands of tokens; a smaller vocabulary has fewer."""
-
-_EXTENSIONS = {
-    "jsonl": (".jsonl", ".jsonl.gz"),
-    "parquet": (".parquet",),
-    "conversations": (".jsonl", ".jsonl.gz", ".json", ".parquet"),
-    "preferences": (".jsonl", ".jsonl.gz", ".json", ".parquet"),
-}
 
 
 @dataclass(frozen=True)
@@ -52,5 +45,4 @@ def _source_bytes(source: SourceConfig) -> int | None:
         return sum(file.stat().st_size for file in stdlib_files())
     if isinstance(source, HuggingFaceSource) or source.path is None:
         return None
-    extensions = source.extensions if isinstance(source, TextSource) else _EXTENSIONS[source.type]
-    return sum(file.stat().st_size for file in local_files(source, extensions))
+    return sum(file.stat().st_size for file in local_files(source))

@@ -1,10 +1,14 @@
-"""Conversations written as examples into shards: tokens, which of them are learned, and what tells them apart."""
+"""Conversations and pairs as examples in shards: tokens, which of them are learned, and what identifies them."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 
+import numpy as np
+import numpy.typing as npt
+
 from gptworks.chat_template import ChatTemplate, Message
-from gptworks.data.conversations.masking import encode_records
+from gptworks.data.conversations.masking import Example, encode_records
+from gptworks.data.conversations.preferences import Pair
 from gptworks.data.conversations.reading import Conversation, is_held_out
 from gptworks.data.shards import ALTERED, EMPTY, NO_END, SWAPPED, UNANSWERED, Origin, ShardWriter, Split
 from gptworks.tokenizer import special_tokens
@@ -13,12 +17,12 @@ from gptworks.tokenizer import special_tokens
 def write_examples(
     writers: Mapping[Split, ShardWriter],
     template: ChatTemplate,
-    conversations: Iterable[Conversation],
+    records: Iterable[Conversation | Pair],
     held_out_fraction: float,
     processes: int,
     report: Callable[[str, int, int | None], None],
 ) -> tuple[Origin, ...]:
-    """Encode each conversation into its split; returns the files they came from.
+    """Encode the conversations of each record into its split; returns the files they came from.
 
     Raises:
         UserError: the template refuses a conversation; the message names the record.
@@ -26,27 +30,44 @@ def write_examples(
     origins: list[Origin] = []
     unknown = special_tokens(template.tokenizer).unk
     done_bytes = 0
-    encoded = encode_records(template, conversations, processes)
-    for n_before, (conversation, [example]) in enumerate(encoded):
-        if not origins or origins[-1].name != conversation.origin or conversation.record == 1:
-            origins.append(Origin(name=conversation.origin, shape=conversation.shape, records=0))
-        origins[-1] = origins[-1].model_copy(update={"records": conversation.record})
-        answers = [message["content"] for message in conversation.messages if message["role"] == "assistant"]
-        flags = NO_END * (not example.all_end) + ALTERED * (not example.as_given)
-        flags += EMPTY * any(not answer.strip() for answer in answers) + UNANSWERED * (not answers)
-        roles = [message["role"] for message in conversation.messages if message["role"] != "system"]
-        flags += SWAPPED * (roles[:1] == ["assistant"] and roles[-1:] == ["user"])
-        writers["validation" if is_held_out(conversation.prompt, held_out_fraction) else "train"].add(
-            example.ids,
-            example.text_bytes,
-            starts_document=True,
-            unknown_tokens=0 if unknown is None else int((example.ids == unknown).sum()),
-            learned=example.learned,
-            example=(n_before, *_hashes(conversation.messages), flags),
-        )
-        done_bytes += example.text_bytes
+    for n_before, (record, examples) in enumerate(encode_records(template, records, processes)):
+        if not origins or origins[-1].name != record.origin or record.record == 1:
+            origins.append(Origin(name=record.origin, shape=record.shape, records=0))
+        origins[-1] = origins[-1].model_copy(update={"records": record.record})
+        writer = writers["validation" if is_held_out(record.prompt, held_out_fraction) else "train"]
+        for example in examples:
+            if isinstance(record, Pair):
+                learned, hashes, flags = _last_run(example.learned), (0, 0, 0), NO_END * (not example.all_end)
+            else:
+                learned, hashes, flags = example.learned, _hashes(record.messages), _flags(record.messages, example)
+            writer.add(
+                example.ids,
+                example.text_bytes,
+                starts_document=True,
+                unknown_tokens=0 if unknown is None else int((example.ids == unknown).sum()),
+                learned=learned,
+                example=(n_before, *hashes, flags),
+            )
+            done_bytes += example.text_bytes
         report("shards", done_bytes, None)
     return tuple(origins)
+
+
+def _last_run(learned: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """The last unbroken run of trues alone: of a pair, earlier answers are part of the prompt."""
+    places = np.flatnonzero(learned)
+    last = learned.copy()
+    if len(gaps := np.flatnonzero(np.diff(places) > 1)):
+        last[: places[gaps[-1]] + 1] = False
+    return last
+
+
+def _flags(messages: list[Message], example: Example) -> int:
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    roles = [message["role"] for message in messages if message["role"] != "system"]
+    flags = NO_END * (not example.all_end) + ALTERED * (not example.as_given)
+    flags += EMPTY * any(not answer.strip() for answer in answers) + UNANSWERED * (not answers)
+    return flags + SWAPPED * (roles[:1] == ["assistant"] and roles[-1:] == ["user"])
 
 
 def _hashes(messages: list[Message]) -> tuple[int, int, int]:

@@ -1,22 +1,28 @@
-"""Pairs of answers, of which one is preferred: read from files and datasets, and written into shards.
+"""Pairs of answers, of which one is preferred: read from files and datasets, and from shards.
 
 In the shards, each pair is two documents: the conversation that ends with the chosen answer, then the one that ends
 with the rejected one. The last answer alone is marked as learned.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from gptworks.chat_template import ChatTemplate, Message
+from gptworks.chat_template import Message
 from gptworks.config import PreferencesSource
-from gptworks.data.conversations.masking import encode_records
-from gptworks.data.conversations.reading import Record, is_held_out, origins, read_messages, read_text
-from gptworks.data.shards import NO_END, Origin, ShardWriter, Split, TokenShards
+from gptworks.data.conversations.reading import (
+    Fields,
+    Record,
+    origins,
+    read_question,
+    read_system,
+    read_text,
+    read_turns,
+)
+from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
-from gptworks.tokenizer import special_tokens
 
 SHAPE = "preferences"
 """What the manifest calls such files."""
@@ -26,18 +32,16 @@ Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """A prompt with two answers, and the place it came from."""
+class Pair(Record):
+    """A prompt with two answers."""
 
     prompt: list[Message]
     chosen: Message
     rejected: Message
-    origin: str
-    record: int
 
     @property
-    def where(self) -> str:
-        return f"{self.origin}, record {self.record}"
+    def messages(self) -> list[Message]:
+        return [*self.prompt, self.chosen, self.rejected]
 
     @property
     def conversations(self) -> list[list[Message]]:
@@ -56,7 +60,7 @@ def iter_pairs(sources: Iterable[PreferencesSource]) -> Iterator[Pair]:
                 try:
                     if not isinstance(record, Mapping):
                         raise ValueError(f"it is a {type(record).__name__}, not an object with fields")
-                    yield Pair(*_read(record), origin, number)
+                    yield Pair(origin, number, SHAPE, *_read(record))
                 except ValueError as error:
                     raise UserError(f"{origin}, record {number}: {error}. {_RULE}") from None
 
@@ -67,7 +71,7 @@ _RULE = (
 )
 
 
-def _read(record: Record) -> tuple[list[Message], Message, Message]:
+def _read(record: Fields) -> tuple[list[Message], Message, Message]:
     """Prompt, chosen and rejected answer."""
     sides = [_side(record, name) for name in ("chosen", "rejected")]
     if any(not side or side[-1]["role"] != "assistant" for side in sides):
@@ -83,68 +87,17 @@ def _read(record: Record) -> tuple[list[Message], Message, Message]:
     return before, chosen, rejected
 
 
-def _side(record: Record, name: str) -> list[Message]:
+def _side(record: Fields, name: str) -> list[Message]:
     if isinstance(record.get(name), str):
         return [{"role": "assistant", "content": read_text(record, name)}]
-    return read_messages(record, name)
+    return read_turns(record, name)
 
 
-def _prompt(record: Record) -> list[Message]:
-    system = [{"role": "system", "content": read_text(record, "system")}] if record.get("system") else []
+def _prompt(record: Fields) -> list[Message]:
     if isinstance(record.get("prompt"), list):
-        return [*system, *read_messages(record, "prompt")]
+        return [*read_system(record), *read_turns(record, "prompt")]
     name = next((name for name in ("prompt", "instruction", "question") if name in record), None)
-    if name is None:
-        return system
-    given = read_text(record, "input") if record.get("input") else ""
-    asked = read_text(record, name)
-    return [*system, {"role": "user", "content": f"{asked}\n\n{given}" if given else asked}]
-
-
-def write_pairs(
-    writers: Mapping[Split, ShardWriter],
-    template: ChatTemplate,
-    pairs: Iterable[Pair],
-    held_out_fraction: float,
-    processes: int,
-    report: Callable[[str, int, int | None], None],
-) -> tuple[Origin, ...]:
-    """Encode both conversations of each pair into its split; returns the files they came from.
-
-    Raises:
-        UserError: the template refuses a conversation; the message names the record.
-    """
-    files: list[Origin] = []
-    unknown = special_tokens(template.tokenizer).unk
-    done_bytes = 0
-    for i, (pair, examples) in enumerate(encode_records(template, pairs, processes)):
-        if not files or files[-1].name != pair.origin or pair.record == 1:
-            files.append(Origin(name=pair.origin, shape=SHAPE, records=0))
-        files[-1] = files[-1].model_copy(update={"records": pair.record})
-        writer = writers["validation" if is_held_out(pair.prompt, held_out_fraction) else "train"]
-        for example in examples:
-            writer.add(
-                example.ids,
-                example.text_bytes,
-                starts_document=True,
-                unknown_tokens=0 if unknown is None else int((example.ids == unknown).sum()),
-                learned=_last_run(example.learned),
-                example=(i, 0, 0, 0, NO_END * (not example.all_end)),
-            )
-            done_bytes += example.text_bytes
-        report("shards", done_bytes, None)
-    return tuple(files)
-
-
-def _last_run(learned: Bools) -> Bools:
-    """The last unbroken run of trues alone: earlier answers are part of the prompt."""
-    places = np.flatnonzero(learned)
-    last = np.zeros_like(learned)
-    if len(places):
-        gaps = np.flatnonzero(np.diff(places) > 1)
-        last[places[gaps[-1] + 1 if len(gaps) else 0] :] = True
-        last &= learned
-    return last
+    return read_system(record) if name is None else [*read_system(record), read_question(record, name)]
 
 
 class Pairs:

@@ -8,34 +8,37 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.chat_template import Message
-from gptworks.config import ConversationsSource, PreferencesSource
-from gptworks.data.sources import file_signature, local_files, read_jsonl, read_parquet, require_datasets
+from gptworks.config import ConversationsSource
+from gptworks.data.sources import RecordsSource, local_files, open_dataset, read_jsonl, read_parquet, whole_text
 from gptworks.errors import UserError
 
-EXTENSIONS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
-
-Record = Mapping[str, Any]
-RecordsSource = ConversationsSource | PreferencesSource
+Fields = Mapping[str, Any]
 
 _ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 _ANSWERS = ("output", "response", "completion", "answer")
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
-    """The turns of one example, and the place it came from."""
+class Record:
+    """What conversations and pairs of answers have in common."""
 
-    messages: list[Message]
     origin: str
     """The file or dataset."""
     record: int
     """From 1 within its origin."""
     shape: str
-    """alpaca, sharegpt or messages."""
+    """alpaca, sharegpt, messages or preferences."""
 
     @property
     def where(self) -> str:
         return f"{self.origin}, record {self.record}"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation(Record):
+    """The turns of one example."""
+
+    messages: list[Message]
 
     @property
     def conversations(self) -> list[list[Message]]:
@@ -63,7 +66,7 @@ def iter_conversations(sources: Iterable[ConversationsSource]) -> Iterator[Conve
     """
     for source in sources:
         for origin, records in origins(source):
-            read: Callable[[Record], list[Message]] | None = None
+            read: Callable[[Fields], list[Message]] | None = None
             shape: str = source.shape
             for number, record in enumerate(records, 1):
                 try:
@@ -74,9 +77,9 @@ def iter_conversations(sources: Iterable[ConversationsSource]) -> Iterator[Conve
                         read = _SHAPES[shape]
                     messages = read(record)
                 except ValueError as error:
-                    told = "" if read is None else f" (its file is read as {shape})"
-                    raise UserError(f"{origin}, record {number}: {error}{told}. {_RULE}") from None
-                yield Conversation(messages, origin, number, shape)
+                    read_as = "" if read is None else f" (its file is read as {shape})"
+                    raise UserError(f"{origin}, record {number}: {error}{read_as}. {_RULE}") from None
+                yield Conversation(origin, number, shape, messages)
 
 
 _RULE = (
@@ -85,14 +88,14 @@ _RULE = (
 )
 
 
-def recognized(record: Record) -> str:
+def recognized(record: Fields) -> str:
     """The shape of a record, by its fields.
 
     Raises:
         ValueError: it has none of them.
     """
-    for shape, fields in (("messages", ["messages"]), ("sharegpt", ["conversations"]), ("alpaca", ["instruction"])):
-        if all(field in record for field in fields):
+    for shape, field in (("messages", "messages"), ("sharegpt", "conversations"), ("alpaca", "instruction")):
+        if field in record:
             return shape
     if "prompt" in record and any(field in record for field in _ANSWERS):
         return "alpaca"
@@ -102,39 +105,43 @@ def recognized(record: Record) -> str:
 # ---------------------------------------------------------------------------------------------------- shapes
 
 
-def _alpaca(record: Record) -> list[Message]:
-    instruction = read_text(record, "prompt" if "prompt" in record and "instruction" not in record else "instruction")
+def _alpaca(record: Fields) -> list[Message]:
+    question = read_question(record, "prompt" if "prompt" in record and "instruction" not in record else "instruction")
     answer = next((name for name in _ANSWERS if name in record), None)
     if answer is None:
         raise ValueError(f"no answer: none of the fields {', '.join(_ANSWERS)}")
-    given = read_text(record, "input") if record.get("input") else ""
-    system = [{"role": "system", "content": read_text(record, "system")}] if record.get("system") else []
-    question = f"{instruction}\n\n{given}" if given else instruction
-    return [*system, {"role": "user", "content": question}, {"role": "assistant", "content": read_text(record, answer)}]
+    return [*read_system(record), question, {"role": "assistant", "content": read_text(record, answer)}]
 
 
-def _sharegpt(record: Record) -> list[Message]:
-    system = [{"role": "system", "content": read_text(record, "system")}] if record.get("system") else []
-    return [*system, *_turns(record, "conversations", "from", "value")]
+def _sharegpt(record: Fields) -> list[Message]:
+    return [*read_system(record), *read_turns(record, "conversations", "from", "value")]
 
 
-def _messages(record: Record) -> list[Message]:
-    return _turns(record, "messages", "role", "content")
+def _messages(record: Fields) -> list[Message]:
+    return read_turns(record, "messages")
 
 
 _SHAPES = {"alpaca": _alpaca, "sharegpt": _sharegpt, "messages": _messages}
 
 
-def read_messages(record: Record, field: str) -> list[Message]:
-    """The messages of a field, in OpenAI's shape.
+def read_system(record: Fields) -> list[Message]:
+    """The system message of a record; empty where it has none."""
+    return [{"role": "system", "content": read_text(record, "system")}] if record.get("system") else []
+
+
+def read_question(record: Fields, field: str) -> Message:
+    """The user's message: a field's text, and below it that of `input`, where there is one."""
+    asked = read_text(record, field)
+    given = read_text(record, "input") if record.get("input") else ""
+    return {"role": "user", "content": f"{asked}\n\n{given}" if given else asked}
+
+
+def read_turns(record: Fields, field: str, role_field: str = "role", text_field: str = "content") -> list[Message]:
+    """The messages of a field; by default in OpenAI's shape.
 
     Raises:
         ValueError: it has another.
     """
-    return _turns(record, field, "role", "content")
-
-
-def _turns(record: Record, field: str, role_field: str, text_field: str) -> list[Message]:
     if field not in record:
         raise ValueError(f"no field `{field}`; its fields are {', '.join(map(str, record)) or 'none'}")
     turns = record[field]
@@ -151,7 +158,7 @@ def _turns(record: Record, field: str, role_field: str, text_field: str) -> list
     return messages
 
 
-def _content(turn: Record, field: str, number: int) -> str:
+def _content(turn: Fields, field: str, number: int) -> str:
     """The text of a turn; OpenAI's messages may have it in parts."""
     content = turn[field]
     if isinstance(content, list) and all(
@@ -163,17 +170,12 @@ def _content(turn: Record, field: str, number: int) -> str:
     return whole_text(content)
 
 
-def read_text(record: Record, field: str) -> str:
+def read_text(record: Fields, field: str) -> str:
     if field not in record:
         raise ValueError(f"no field `{field}`; its fields are {', '.join(map(str, record))}")
     if not isinstance(record[field], str):
         raise ValueError(f"`{field}` is {_kind(record[field])}, not text")
     return whole_text(record[field])
-
-
-def whole_text(text: str) -> str:
-    """JSON can spell half of a surrogate pair, which no encoding holds: it becomes U+FFFD."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _kind(value: object) -> str:
@@ -183,34 +185,21 @@ def _kind(value: object) -> str:
 # ----------------------------------------------------------------------------------------------------- files
 
 
-def conversations_signature(source: RecordsSource) -> list[list[Any]]:
-    """What tells, without reading them, whether the conversations have changed; as `sources.source_signature`."""
+def origins(source: RecordsSource) -> Iterator[tuple[str, Iterable[Any]]]:
+    """The name of each file or dataset of a source, and its records."""
     if source.dataset:
-        folder = Path(source.dataset)
-        files = sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
-        return [["huggingface", source.dataset, source.name, source.split], *map(file_signature, files)]
-    if source.sha256:
-        return [["sha256", source.sha256]]
-    return [file_signature(file) for file in local_files(source, EXTENSIONS)]
-
-
-def origins(source: RecordsSource) -> Iterator[tuple[str, Iterator[Any]]]:
-    if source.dataset:
-        yield f"dataset {source.dataset}", _dataset(source)
+        yield open_dataset(source)
         return
-    for file in local_files(source, EXTENSIONS):
-        yield str(file), _records(file)
+    for file in local_files(source):
+        if file.name.endswith((".jsonl", ".jsonl.gz")):
+            yield str(file), (record for _, record in read_jsonl(file))
+        elif file.suffix == ".parquet":
+            yield str(file), (record for _, record in read_parquet(file))
+        else:
+            yield str(file), _json_list(file)
 
 
-def _records(file: Path) -> Iterator[Any]:
-    if file.name.endswith((".jsonl", ".jsonl.gz")):
-        return (record for _, record in read_jsonl(file))
-    if file.suffix == ".parquet":
-        return (record for _, record in read_parquet(file))
-    return _json_list(file)
-
-
-def _json_list(file: Path) -> Iterator[Any]:
+def _json_list(file: Path) -> list[Any]:
     try:
         records = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -218,20 +207,4 @@ def _json_list(file: Path) -> Iterator[Any]:
         raise UserError(f"{file}: not JSON ({error}).{hint}") from None
     if not isinstance(records, list):
         raise UserError(f"{file} holds {_kind(records)}, not a list of records.")
-    return iter(records)
-
-
-def _dataset(source: RecordsSource) -> Iterator[Any]:
-    assert source.dataset is not None
-    where = f"dataset {source.dataset}"
-    datasets = require_datasets(where)
-    try:
-        if (Path(source.dataset) / "dataset_dict.json").exists() or (Path(source.dataset) / "state.json").exists():
-            saved = datasets.load_from_disk(source.dataset)
-            rows = saved[source.split] if isinstance(saved, dict) else saved
-        else:
-            rows = datasets.load_dataset(source.dataset, name=source.name, split=source.split, streaming=True)
-    except Exception as error:  # the library raises many types
-        reason = " ".join(str(error).split())
-        raise UserError(f"{where} could not be opened: {reason}. Check its name and split, and the network.") from None
-    return iter(rows)
+    return records

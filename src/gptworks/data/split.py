@@ -1,0 +1,45 @@
+"""Which text is for training and which for validation."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from gptworks.config import ValidationSplit
+from gptworks.data.shards import Split
+from gptworks.data.sources import Piece
+
+
+def split_documents(pieces: Iterable[Piece], validation: ValidationSplit) -> Iterator[tuple[Split, Piece]]:
+    """Assign text to training or validation. It depends on the text alone, not on its order or its neighbours.
+
+    `validation.by` is "document" or "tail". A document's tail is given as a document of its own, which the training
+    part then does not end.
+    """
+    if validation.by == "tail":
+        yield from _split_tails(pieces, validation.fraction)
+        return
+    split: Split = "train"
+    for piece in pieces:
+        if piece.starts_document:
+            hashed = hashlib.blake2b(piece.text.encode("utf-8"), digest_size=8).digest()
+            split = "validation" if int.from_bytes(hashed, "big") < validation.fraction * 2**64 else "train"
+        yield split, piece
+
+
+def _split_tails(pieces: Iterable[Piece], fraction: float) -> Iterator[tuple[Split, Piece]]:
+    start_bytes = cut_bytes = 0
+    in_tail = False
+    for piece in pieces:
+        if piece.starts_document:
+            start_bytes, cut_bytes, in_tail = 0, int(piece.document_bytes * (1 - fraction)), False
+        text = piece.text.encode("utf-8")
+        cut = max(cut_bytes - start_bytes, 0)
+        while cut < len(text) and text[cut] & 0xC0 == 0x80:  # inside a character: forward to the next one
+            cut += 1
+        head, tail = text[:cut].decode("utf-8"), text[cut:].decode("utf-8")
+        if head:
+            yield "train", replace(piece, text=head, ends_document=piece.ends_document and not tail)
+        if tail:
+            yield "validation", replace(piece, text=tail, starts_document=not in_tail)
+            in_tail = True
+        start_bytes += len(text)
