@@ -94,7 +94,7 @@ class ChatTemplate:
 
         Args:
             messages: the turns, oldest first.
-            add_generation_prompt: end with what stands before an assistant's answer.
+            add_generation_prompt: end with the text that precedes an assistant's answer.
             task: lets another thread abandon the rendering.
 
         Raises:
@@ -115,7 +115,7 @@ class ChatTemplate:
         return self.encode_text(self.render(guarded, add_generation_prompt=add_generation_prompt, task=task), guard)
 
     def encode_text(self, text: str, guard: str) -> list[int]:
-        """Token ids of rendered text in which `guard` stands inside special tokens' names that are only text."""
+        """Token ids of rendered text; `guard` inside a special token's name marks it as plain text."""
         if guard not in text:
             return encode_text(self._reader, text)
         parts = self._special.split(text) if self._special.pattern else [text]
@@ -213,7 +213,7 @@ _Render = Callable[[dict[str, Any], Task | None], str]
 
 
 def _in_process(source: str) -> _Render:
-    """A template of ours: it takes time and memory in proportion to the conversation."""
+    """Render a built-in template, whose time and memory are proportional to the conversation."""
     template = environment().from_string(source)
 
     def render(variables: dict[str, Any], task: Task | None) -> str:
@@ -226,7 +226,7 @@ def _in_process(source: str) -> _Render:
 
 
 def _confined(source: str) -> _Render:
-    """A template of anyone's: whatever it does, it ends, and its errors are texts."""
+    """Render an untrusted template in a child process with limits."""
     children = Confined("template", source, LIMITS)
     try:
         children.start()

@@ -8,8 +8,8 @@
     checkpoints/weights-000450/ weights only: the best of the run so far, at a step between two of those above
         model.safetensors, state.json, manifest.json
 
-A folder with the final name is complete: a crash at any moment leaves either it or nothing. What time or a failing disk
-does to it later is found by its manifest.
+A folder with the final name is complete: a crash at any moment leaves either it or nothing. The manifest reveals later
+damage.
 """
 
 import json
@@ -102,7 +102,7 @@ class Checkpoint:
 
     @property
     def manifest_sha256(self) -> str | None:
-        """The sha256 of its manifest, which tells checkpoints of one step apart; None where it has none."""
+        """The sha256 of its manifest, which distinguishes checkpoints of one step; None without a manifest."""
         try:
             return sha256_file(self.folder / "manifest.json")
         except OSError:

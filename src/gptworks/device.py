@@ -109,9 +109,9 @@ def reset_peak(device: torch.device) -> int:
 
 
 def peak_growth_bytes(device: torch.device, before_bytes: int) -> int | None:
-    """How far the most memory held since `reset_peak` went above what was held then; None where no system tells.
+    """By how much the most memory held since `reset_peak` exceeded what was held then; None if that is unknown.
 
-    On CUDA what tensors hold, on a CPU what the process has resident.
+    On CUDA the memory of tensors, on a CPU the resident memory of the process.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) - before_bytes
@@ -140,13 +140,13 @@ def cpu_threads(n: int | None) -> Iterator[None]:
 
 
 class BusyCores:
-    """How many cores the programs beside this process keep busy, by the system's own counts."""
+    """How many cores other programs keep busy, by the system's own counts."""
 
     def __init__(self) -> None:
         self._before = self._counts()
 
     def by_others(self) -> float | None:
-        """Cores, on average since the last call; None where the system does not tell, or after less than a second."""
+        """Cores, on average since the last call; None if the system does not report it, or within a second of it."""
         before, self._before = self._before, self._counts()
         if before is None or self._before is None:
             return None
@@ -166,7 +166,7 @@ class BusyCores:
 
 
 def advice_on_threads(by_others: float | None, device: torch.device) -> str | None:
-    """What to do where other programs take cores that this process has threads for; None: nothing."""
+    """Advice if other programs take cores that this process has threads for; else None."""
     n_threads, n_cores = torch.get_num_threads(), os.cpu_count() or 1
     if device.type != "cpu" or by_others is None or n_threads < 2 or n_threads + by_others < n_cores + 0.5:
         return None
@@ -212,7 +212,7 @@ def _side(device: torch.device) -> int:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has done what it was given; a CPU has."""
+    """Wait until an accelerator has finished its queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

@@ -1,4 +1,4 @@
-"""The two ways a command can end badly, and what each tells the user."""
+"""The two kinds of error that a command reports to the user."""
 
 import difflib
 from collections.abc import Iterable

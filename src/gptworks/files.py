@@ -162,8 +162,8 @@ def make_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
-    """A path beside `path` to write to, which takes its place at the end: a reader sees the old file or the new, never
-    a part. Where the writing fails, what was written is removed and the old file stays. `suffix` ends the path's name.
+    """A temporary path to write to, whose name ends in `suffix`. At the end it replaces `path`: a reader sees the old
+    file or the new, never a part. If the writing fails, the old file stays.
 
     Raises:
         RunError: the disk is full, fails or refuses.
@@ -225,7 +225,7 @@ def new_folder(out: Path, needed_bytes: int | None = None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def naming_disk_errors(what: str, place: Path, advice: str, needed_bytes: int | None = None) -> Iterator[None]:
-    """Say why something could not be written, and what to do: `advice`. Other errors pass as they are.
+    """Turn errors of the disk into a RunError that says why, and what to do: `advice`. Other errors pass.
 
     Named are a full, failing or read-only disk, and whatever the system refuses of `place` and the folders above it.
 
@@ -234,7 +234,7 @@ def naming_disk_errors(what: str, place: Path, advice: str, needed_bytes: int | 
         needed_bytes: None where it is not known beforehand.
 
     Raises:
-        RunError: the disk, as an error of Python or of a library in Rust tells it.
+        RunError: the disk failed, by an error of Python or of a library in Rust.
     """
     try:
         yield

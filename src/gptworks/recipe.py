@@ -105,8 +105,8 @@ def parse_recipe(tree: dict[str, Any], origin: str = "recipe", overrides: Mappin
     """Validate a recipe given as plain dictionaries; `model.preset` is replaced by the preset's settings.
 
     Args:
-        origin: where it stands, for messages.
-        overrides: those that were applied, by key: what is wrong with them is said of them, not of the origin.
+        origin: the file, for messages.
+        overrides: those that were applied, by key; messages about these settings name the override instead.
     """
     if isinstance(tree.get("model"), dict):
         tree = {**tree, "model": expand_preset(tree["model"])}
@@ -196,7 +196,7 @@ _NOTHING = ("null", "~", "None", "")
 
 
 def _value_of(location: tuple[Any, ...], text: str) -> Any:
-    """What an override's text stands for, by the type of the setting: paths and names are taken as they are typed.
+    """The value of an override's text, by the type of the setting: paths and names are taken as they are typed.
 
     Lists, sections and settings of several types are read as YAML.
     """

@@ -203,7 +203,7 @@ def _byte_characters() -> list[str]:
 
 
 BYTE_CHARACTERS = _byte_characters()
-"""What stands for each byte in the names of byte-level tokens."""
+"""The character for each byte in the names of byte-level tokens."""
 
 
 def _printable(token: bytes) -> str:
@@ -274,10 +274,10 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 def encodings(
     tokenizer: Tokenizer, texts: Sequence[str], *, offsets: bool = False, add_special_tokens: bool = False
 ) -> list[Encoding]:
-    """What the library reads in each text: the one place that calls it. Given a batch, it lets other threads run.
+    """The library's encoding of each text. All encoding happens here, in batches, which let other threads run.
 
     Args:
-        offsets: also the characters of the text that each id stands for; they cost time.
+        offsets: also the range of characters of each id, which takes longer.
         add_special_tokens: add those that the tokenizer's own post-processor adds.
 
     Raises:

@@ -1,4 +1,4 @@
-"""YAML files of other people, read as plain data: no bomb, no riddle, no traceback."""
+"""Untrusted YAML files, read as plain data within limits."""
 
 from collections.abc import Hashable
 from pathlib import Path
@@ -11,12 +11,12 @@ from gptworks.files import read_text
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 100_000
-"""Values in a file, each alias counted as often as it stands for something."""
+"""Values in a file, each alias counted wherever it is used."""
 MAX_DEPTH = 64
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses what YAML allows and nobody means: a key that stands twice, and nesting without end."""
+    """Refuses duplicate keys and unlimited nesting, which YAML allows."""
 
     depth = 0
 
@@ -60,7 +60,7 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 
 def _count(value: Any, known: dict[int, int], above: set[int]) -> int:
-    """Values that a tree stands for. An alias is one object in several places, which a bomb has exponentially many of.
+    """The number of values in a tree. An alias is one object in several places; a bomb has exponentially many.
 
     Raises:
         ValueError: more than MAX_NODES, or a value that contains itself.

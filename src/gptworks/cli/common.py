@@ -1,4 +1,4 @@
-"""What the commands share: the options that several have, and how they print."""
+"""Options that several commands have, and how commands print."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -47,16 +47,16 @@ def refuse_unused(because: str, **options: Any) -> None:
     """Refuse options that were given and would do nothing, by name.
 
     Args:
-        because: why they would, in words that follow the option: `does nothing with --input`.
-        options: each option as the command's parameter is called, with its value; one that is false or None is not
-            given.
+        because: the reason, as it follows the option: `does nothing with --input`, `is for text: give --text FILE, or`.
+        options: the values by parameter name; false or None means not given.
 
     Raises:
         UserError: one was given.
     """
     for name, value in options.items():
         if value is not None and value is not False:
-            raise UserError(f"--{name.replace('_', '-')} {because}: leave it out.")
+            end = "" if because.endswith(" or") else ":"
+            raise UserError(f"--{name.replace('_', '-')} {because}{end} leave it out.")
 
 
 def notice(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Commands that show runs and set them side by side: report, compare, sweep."""
+"""Commands that show and compare runs: report, compare, sweep."""
 
 from pathlib import Path
 from typing import Annotated
@@ -49,7 +49,7 @@ def compare(
     ] = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Compare runs, and tell differences from noise.
+    """Compare runs, and separate differences from noise.
 
     Or compare a run with the band of its recipe.
     """

@@ -39,7 +39,9 @@ def evaluate(
     shots: Annotated[
         list[int] | None, typer.Option(help="With --task: solved items shown before each; repeatable, for 0, 1, 5.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="With --task or --harness: the first so many items.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="With --task or --harness: ask only this many items.")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="With --task: ask by the run's chat template.")] = False,
     run_generated_code: Annotated[
         bool,
@@ -63,7 +65,7 @@ def evaluate(
         int | None, typer.Option(help="Tokens between windows; below the context, each sees more.")
     ] = None,
     by_position: Annotated[bool, typer.Option("--by-position", help="Also in each eighth of the context.")] = False,
-    compressors: Annotated[bool, typer.Option("--compressors", help="Beside gzip and xz on the same text.")] = False,
+    compressors: Annotated[bool, typer.Option("--compressors", help="Also gzip and xz on the same text.")] = False,
     precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16. Default: the run's own.")] = None,
     device: Device = "auto",
     no_save: Annotated[
@@ -73,7 +75,7 @@ def evaluate(
 ) -> None:
     """Measure a run: loss, perplexity, bits per byte, tasks.
 
-    The whole validation split is read, or what is asked for.
+    By default on the whole validation split.
 
     What --text, --task, --harness, --calibration and --memorization find is kept in RUN/evaluations and in the
     model card. KEY=VALUE settings win over the run's: model.context_length=1024 model.rope_scaling.type=yarn.
@@ -85,14 +87,15 @@ def evaluate(
         only = "is for the validation split: it does nothing with --text, --task or another measurement"
         refuse_unused(only, by_position=by_position, compressors=compressors)
         if not text:
-            refuse_unused("is for text: give --text FILE", stride=stride)
+            refuse_unused("is for text: give --text FILE, or", stride=stride)
         if not (text or calibration or memorization):
             refuse_unused("does nothing with tasks, which are computed as texts are generated", precision=precision)
     tasks = [load_task(path, shots=n, limit=limit) for path in task or [] for n in shots or (None,)]
     texts = {path: _read_text(path) for path in text or []}
-    _check_options(
-        bool(tasks), bool(harness), shots=shots, chat=chat, run_generated_code=run_generated_code, limit=limit
-    )
+    if not tasks:
+        refuse_unused("is for tasks: give --task FILE, or", shots=shots or None, run_generated_code=run_generated_code)
+        if not harness:
+            refuse_unused("is for tasks: give --task FILE or --harness TASK, or", chat=chat, limit=limit)
     if harness:
         from gptworks.interop.lm_eval import run_harness
     with progress_of("items") as show:
@@ -116,17 +119,8 @@ def evaluate(
     _show(found, as_json, None if no_save else run)
 
 
-def _check_options(tasks: bool, harness: bool, **options: Any) -> None:
-    """Refuse what would have no effect."""
-    for name, given in options.items():
-        option = f"--{name.replace('_', '-')}"
-        if given and not tasks and not (harness and name in ("chat", "limit")):
-            also = " or --harness TASK" if name in ("chat", "limit") else ""
-            raise UserError(f"{option} is for tasks: give --task FILE{also}.")
-
-
 def _validation(one: "EvaluatedRun", stride: int | None, by_position: bool, compressors: bool, as_json: bool) -> None:
-    """Print what the run makes of its whole validation split."""
+    """Print the loss on the whole validation split."""
     result = one.validation(stride, by_position, compressors)
     if as_json:
         print_json(result)

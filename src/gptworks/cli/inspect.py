@@ -1,4 +1,4 @@
-"""What a recipe's conversations teach: inspect."""
+"""The command that shows conversations as they are learned: inspect."""
 
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,7 +35,7 @@ def inspect(
 
     settings = load_recipe(recipe, overrides or [])
     if not settings.data.records:
-        raise UserError(f"{recipe}: its sources are text, all of which is learned. `gptworks prepare` tells its size.")
+        raise UserError(f"{recipe}: its sources are text, all of which is learned. `gptworks prepare` prints its size.")
     prepared = prepare_with_progress(settings)
     sides = ("chosen", "rejected") if settings.data.preferences else ("",)
     inspection = inspect_records(settings, prepared)

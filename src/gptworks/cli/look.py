@@ -1,4 +1,4 @@
-"""Commands that look, without work: presets, describe, plan, schema."""
+"""Commands that show what would be built: presets, describe, plan, schema."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +48,7 @@ def describe(
 ) -> None:
     """Draw an architecture: shapes, parameters, exact totals.
 
-    The totals stand beside published ones where there are any.
+    Totals are compared with published ones.
     """
     from gptworks.describe.sheet import describe as describe_model
 
@@ -184,7 +184,7 @@ def _planned_data(recipe: "Recipe") -> tuple["Recipe", "DataSize"]:
 def _planned_device(
     name: str | None, memory_gib: float | None, flops: float | None, bandwidth: float | None, recipe: "Recipe | None"
 ) -> "PlannedDevice":
-    """The device that the options describe; this machine's CPU, unmeasured, where they are silent."""
+    """The device that the options describe; by default this machine's CPU, unmeasured."""
     from gptworks.plan.devices import custom_device, find_device, this_cpu
 
     if memory_gib is not None:
@@ -210,7 +210,7 @@ def schema() -> None:
 
 
 def _architecture(target: str, overrides: list[str]) -> tuple["ModelConfig", str]:
-    """The model that a preset's name, a recipe file or a run folder stands for."""
+    """The model that a preset's name, a recipe file or a run folder describes."""
     from gptworks.presets import PRESETS
     from gptworks.recipe import apply_overrides, load_recipe, parse_model
 
@@ -224,7 +224,7 @@ def _architecture(target: str, overrides: list[str]) -> tuple["ModelConfig", str
 
 
 def with_what_is_prepared(recipe: "Recipe") -> tuple["Recipe", "Prepared | None"]:
-    """The recipe with the vocabulary of its prepared data, and that data, where there is any."""
+    """The recipe with the vocabulary of its prepared data, and that data; None if it is not prepared."""
     from gptworks.data.prepare import find_prepared
     from gptworks.recipe import with_vocab_size
 

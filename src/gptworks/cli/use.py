@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 _SETTING = re.compile(r"(model|tokenizer|data|train)\.[a-z0-9_.]+=\S*")
-"""What stands where a prompt may stand and is a setting; such a text can be given as a prompt by standard input."""
+"""An argument in the prompt's place that is read as a setting; standard input can still give it as a prompt."""
 
 
 def generate(
@@ -61,10 +61,10 @@ def generate(
     presence_penalty: PresencePenalty = 0.0,
     seed: Seed = None,
     stop: Stop = None,
-    min_tokens: Annotated[int, typer.Option(help="Do not end a text before so many tokens.")] = 0,
+    min_tokens: Annotated[int, typer.Option(help="Fewest tokens before a text may end.")] = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="The end-of-text token ends nothing.")] = False,
     logprobs: Annotated[
-        int | None, typer.Option(help="With --json: each token's log-probability, and so many alternatives.")
+        int | None, typer.Option(help="With --json: each token's log-probability, and this many alternatives.")
     ] = None,
     json_schema: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write JSON that this schema allows.")
@@ -105,7 +105,7 @@ def generate(
     if draft is not None and not guess:
         raise UserError("--draft without --guess: say how many tokens it guesses at a time, such as --guess 4.")
     if (input_file is None) != (output_file is None) or (input_file is not None and prompt):
-        raise UserError("--input and --output belong together, without a prompt beside them.")
+        raise UserError("--input and --output belong together, without a prompt.")
     if input_file is not None:
         refuse_unused("does nothing with --input, whose results are JSON lines in --output", json=as_json)
     elif not as_json:
@@ -191,7 +191,7 @@ def chat(
     presence_penalty: PresencePenalty = 0.0,
     seed: Seed = None,
     stop: Stop = None,
-    system: Annotated[str, typer.Option(help="What the assistant is told first; needs a chat template.")] = "",
+    system: Annotated[str, typer.Option(help="System message; needs a chat template.")] = "",
     backend: Backend = "auto",
     cache: Cache = "auto",
     checkpoint: WhichCheckpoint = "best",

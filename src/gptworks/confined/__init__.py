@@ -1,11 +1,11 @@
-"""Work on what strangers wrote (schemas, templates), in processes with limits of time and memory.
+"""Work on untrusted input (schemas, templates) in processes with limits of time and memory.
 
     parent                                     child (confined/child.py and one of its kinds)
     Confined.ask(question) ──► a line of JSON ──► set the limits, answer, lift them
                            ◄── a line of JSON ◄──
 
-A child that passes a limit dies, or is killed where `Task.abandon` says that nobody waits for it; the next question
-starts another. A child that behaves answers the next question too: a start costs some 0.1 s, an answer 0.1 ms.
+A child that passes a limit dies, and `Task.abandon` kills one whose answer is no longer needed; the next question
+starts another. A child within its limits answers the next question too: a start costs some 0.1 s, an answer 0.1 ms.
 
 Time is the child's own processor time, so that a busy machine refuses nothing that an idle one accepts. Memory is
 address space beyond what the child has when the question comes (RLIMIT_AS). macOS does not enforce RLIMIT_AS: there
@@ -126,10 +126,10 @@ class Confined:
         return _answer(reply)
 
     def start(self) -> None:
-        """Have a child that is ready, and know that the setup is right.
+        """Start a child, to check the setup.
 
         Raises:
-            Refused, Exceeded: it is not.
+            Refused, Exceeded: the setup is wrong.
         """
         with self._places:
             self._idle.append(self._take(Task()))

@@ -1,4 +1,4 @@
-"""Chat templates: the Jinja environment that they expect, and its child, in which those of strangers are rendered."""
+"""The Jinja environment that chat templates expect, and the child process that renders untrusted ones."""
 
 import json
 from datetime import datetime
@@ -41,7 +41,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is; Jinja's own filter escapes what HTML would."""
+    """Plain JSON; Jinja's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

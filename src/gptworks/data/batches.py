@@ -1,6 +1,7 @@
 """Batches as a pure function of (shards, seed, position): nothing to restore but integers, the same on any machine."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ _ROUNDS = 8
 
 
 class Tokens(Protocol):
-    """Tokens that can be read anywhere: those of a split, or of a text."""
+    """Tokens with random access: those of a split, or of a text."""
 
     @property
     def split(self) -> str: ...
@@ -57,14 +58,9 @@ class Batches:
 
     def starts(self, samples: Int64s) -> Int64s:
         """Position [n] in the split of the first token of each sample [n]."""
-        epochs, places = np.divmod(samples, self.windows_per_epoch)
-        starts = np.empty_like(samples)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            keys = np.random.SeedSequence([self._seed, epoch]).generate_state(_ROUNDS + 1, np.uint64).astype(np.uint64)
-            windows = permute(places[here], self.windows_per_epoch, keys[:_ROUNDS])
-            starts[here] = int(keys[_ROUNDS]) % self._phases + windows * self._context_length
-        return starts
+        epochs = samples // self.windows_per_epoch
+        phases = [int(_keys(self._seed, epoch)[_ROUNDS]) % self._phases for epoch in epochs.tolist()]
+        return phases + shuffled(samples, self.windows_per_epoch, self._seed) * self._context_length
 
 
 def shuffled(samples: Int64s, n: int, seed: int) -> Int64s:
@@ -73,9 +69,14 @@ def shuffled(samples: Int64s, n: int, seed: int) -> Int64s:
     items = np.empty_like(samples)
     for epoch in np.unique(epochs).tolist():
         here = epochs == epoch
-        keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
-        items[here] = permute(places[here], n, keys)
+        items[here] = permute(places[here], n, _keys(seed, epoch)[:_ROUNDS])
     return items
+
+
+@lru_cache(maxsize=64)
+def _keys(seed: int, epoch: int) -> Uint64s:
+    """Random numbers [_ROUNDS + 1] of an epoch: the keys of its permutation, and one more."""
+    return np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS + 1, np.uint64).astype(np.uint64)
 
 
 def permute(places: Int64s, n: int, keys: Uint64s) -> Int64s:

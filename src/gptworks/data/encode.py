@@ -75,10 +75,10 @@ def encode_in_order(
     arguments: tuple[str, ...],
     processes: int,
 ) -> Iterator[tuple[Item, Result]]:
-    """Each item with what it is encoded as, in order. A small text is not worth starting processes for.
+    """Each item with its encoding, in order. A small text is encoded in this process.
 
     Args:
-        make: a module's function; called once in each process, it gives what encodes a batch.
+        make: a module-level function, called once in each process; returns the function that encodes a batch.
         processes: how many; 0: one for each core.
 
     Raises:
@@ -112,7 +112,7 @@ def encode_in_order(
 
 
 def batches_of(items: Iterator[Item], size: Callable[[Item], int], least: int) -> Iterator[list[Item]]:
-    """Items in lists of at least so much text."""
+    """Items in lists whose sizes add up to at least `least`."""
     batch: list[Item] = []
     total = 0
     for item in items:
@@ -136,7 +136,7 @@ _worker_encode: Callable[[list[Any]], list[Any]]
 def _start_worker(make: Callable[..., Callable[[list[Any]], list[Any]]], arguments: tuple[str, ...]) -> None:
     global _worker_encode  # noqa: PLW0603 (a process of its own, started for this)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends the pool
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the pool
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker_encode = make(*arguments)
 

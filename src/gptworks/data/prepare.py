@@ -50,9 +50,9 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, *, report: Report = lambda stage, done_bytes, total_bytes: None) -> Prepared:
-    """The recipe's text as token shards, made now or found from before.
+    """The recipe's text as token shards: those of an earlier call, or new ones.
 
-    The shards are the same whatever the number of worker processes. Two calls at once are safe: one works, one waits.
+    The number of worker processes does not change the shards. Of two simultaneous calls, one works and one waits.
 
     Raises:
         UserError: something wrong with the sources or the tokenizer, or a split without text.
@@ -88,23 +88,23 @@ def prepare(recipe: Recipe, *, report: Report = lambda stage, done_bytes, total_
 
 
 def find_prepared(recipe: Recipe) -> Prepared | None:
-    """What `prepare` has made of this recipe before; None where it has not, or where the sources are not there.
+    """What an earlier `prepare` of this recipe made; None if there is none, or if the sources are missing.
 
     Raises:
-        UserError: it has, and something in the folder is missing or was changed.
+        UserError: a file of that folder is missing or was changed.
     """
     try:
         folder = _folder(recipe, _made_from(recipe))
-    except UserError:  # without its sources nothing tells what they were
+    except UserError:  # the fingerprint needs the sources
         return None
     return open_prepared(folder) if folder.exists() else None
 
 
 def find_by_fingerprint(cache_dir: Path, fingerprint: str) -> Prepared | None:
-    """The folder of the shards with a fingerprint, such as those that a run was trained on; their sources may be gone.
+    """The shards with a fingerprint, such as those that a run was trained on. Their sources may be gone.
 
     Raises:
-        UserError: it is there, and something in it is missing or was changed.
+        UserError: a file of that folder is missing or was changed.
     """
     for file in sorted(cache_dir.glob(f"[!.]*/{MANIFEST_FILE}")):
         with contextlib.suppress(UserError):  # of another version, or broken: `prepare` says so where it is needed
@@ -225,7 +225,7 @@ def _alone(folder: Path, report: Report) -> Iterator[None]:
 
 
 def _remove_stale(cache_dir: Path) -> None:
-    """Remove what killed processes left: hidden folders whose lock nobody holds."""
+    """Remove the hidden folders of killed processes: those whose lock is free."""
     for partial in cache_dir.glob(".partial-*-????????"):
         with contextlib.suppress(Timeout), _lock(partial.name.removeprefix(".partial-"), cache_dir).acquire(timeout=0):
             shutil.rmtree(partial, ignore_errors=True)

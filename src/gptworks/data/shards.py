@@ -32,8 +32,8 @@ MANIFEST_FILE = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
 
 EXAMPLE = ("record", "text", "question", "answer", "flags")
-"""What is kept of each example: its number among all records, from 0; hashes of its whole text, of all but its last
-answer, and of that answer, less case and white space; and the flags below, added up."""
+"""The columns stored for each example: its record's number, from 0; hashes of its whole text, of all but its last
+answer, and of that answer, ignoring case and white space; the sum of the flags below."""
 
 NO_END, ALTERED, EMPTY, UNANSWERED, SWAPPED = 1, 2, 4, 8, 16
 """Flags: an answer without an end token; one that the template writes otherwise; an empty one; none at all; an
@@ -55,7 +55,7 @@ class ShardFile(Section):
     sha256: str
     offsets_sha256: str
     more_sha256: dict[str, str] = Field(default_factory=dict)
-    """Of the files of the same name that end in these."""
+    """sha256 of further files of the same name, by their ending."""
 
 
 class Origin(Section):
@@ -144,7 +144,7 @@ class ShardWriter:
     ) -> None:
         """Append tokens [n] that stand for `text_bytes` bytes of text.
 
-        Of a conversation, all at once: also which of its tokens are learned [n], and the columns of `EXAMPLE`.
+        A conversation comes whole: with the mask of its learned tokens [n], and the columns of `EXAMPLE`.
         """
         if self._open is None:
             self._name = f"{self._split}-{len(self._shards):05d}"
@@ -245,7 +245,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 class TokenShards:
-    """The tokens of one split, read where they lie: the shards are memory-mapped as one sequence.
+    """The tokens of one split: its shards, memory-mapped as one sequence.
 
     Args:
         verify: compare every byte with its sha256 and every id with the vocabulary. A process does so once for a file,
@@ -322,7 +322,7 @@ class TokenShards:
         return values
 
     def examples(self) -> npt.NDArray[np.uint64]:
-        """What is kept of each example, [n_documents, columns of `EXAMPLE`]."""
+        """The columns of `EXAMPLE`, [n_documents, columns]."""
         parts = [np.fromfile(self.folder / _beside(shard, "examples"), dtype="<u8") for shard in self._files.shards]
         return np.concatenate([*parts, np.empty(0, dtype="<u8")]).reshape(-1, len(EXAMPLE)).astype(np.uint64)
 
@@ -356,7 +356,7 @@ class TokenShards:
                 _verified.add(known)
 
     def _check_ids(self, shard: ShardFile) -> None:
-        """Refuse ids that the vocabulary does not have: whoever wrote them wrote the sums too."""
+        """Refuse ids outside the vocabulary: the sums prove only that the file is as its author wrote it."""
         if not shard.tokens:
             return
         ids = np.memmap(self.folder / shard.file, _little_endian(self.manifest.dtype), mode="r")
@@ -376,7 +376,7 @@ class TokenShards:
 
 
 _verified: set[tuple[str | int, ...]] = set()
-"""Files that this process has compared with their sums: place, inode, bytes, time of the last change, sha256."""
+"""Files that this process has verified: path, inode, bytes, time of the last change, sha256."""
 _CHECKED_IDS = 1 << 22
 
 

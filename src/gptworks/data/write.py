@@ -134,8 +134,8 @@ def _write_documents(
     total: int | None,
     report: Report,
 ) -> tuple[bool, str]:
-    """Encode and write the text of both splits; returns whether its tokens give it back, and the sha256 of the
-    validation text, its documents apart."""
+    """Encode and write the text of both splits; returns whether decoding restores it, and the sha256 of the validation
+    text with its documents separated."""
     prefix, suffix = (np.array(ids, dtype=np.uint32) for ids in document_frame(tokenizer))
     round_trips, done_bytes, at_first_tail = True, 0, validation.by == "tail"
     held_out = hashlib.sha256()
@@ -143,7 +143,7 @@ def _write_documents(
     for (split, piece), encoded in encode_all(tokenizer, parts, data.processes):
         opens = piece.starts_document
         if split == "validation" and at_first_tail:
-            opens = at_first_tail = False  # it goes on where a training text stopped: nothing separates them
+            opens = at_first_tail = False  # it continues a training text: nothing separates them
         ids = [prefix[: len(prefix) * opens], encoded.ids, suffix[: len(suffix) * piece.ends_document]]
         writers[split].add(np.concatenate(ids), encoded.text_bytes, piece.starts_document, encoded.unknown_tokens)
         if split == "validation":
@@ -155,7 +155,7 @@ def _write_documents(
 
 
 def _counted(texts: Iterable[str], limit_bytes: int | None, total: int | None, report: Report) -> Iterator[str]:
-    """The texts, as many as fit in the limit, counted for the report."""
+    """The texts up to the limit, reported as they are read."""
     done_bytes = 0
     for text in texts:
         yield text

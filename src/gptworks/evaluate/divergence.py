@@ -1,4 +1,4 @@
-"""How far a model's predictions lie from another's, on the same text."""
+"""How far one model's predictions are from another's, on the same text."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from gptworks.model import GPT
 from gptworks.model.backend import eval_mode
 
 _LOGITS_AT_ONCE = 2**22
-"""Numbers of a matrix of logits that stand in memory at once; there are a few such matrices."""
+"""Elements of a logits matrix that are in memory at the same time; there are a few such matrices."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """What a model and its reference make of the same targets."""
+    """The losses of a model and of its reference on the same targets, and how far apart they are."""
 
     model: LossReport
     reference: LossReport

@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte of held-out text, and what general compressors make of the same bytes."""
+"""Loss, perplexity and bits per byte of held-out text, and the bits per byte of general compressors."""
 
 import gzip
 import itertools
@@ -24,16 +24,16 @@ BATCH_TOKENS = 4096
 
 @dataclass(frozen=True)
 class LossReport:
-    """What the model paid for the targets it was asked to predict."""
+    """The loss over some targets."""
 
     total_nats: float
     """Sum of −ln p(target)."""
     n_tokens: int
     """Targets counted."""
     text_bytes: int | None = None
-    """Bytes of the original text that the targets stand for, where they are all of it."""
+    """UTF-8 bytes of the text, if the targets cover all of it."""
     unit: str = "nats per token"
-    """What `loss` is in. Of anything but this, there is no perplexity."""
+    """Of `loss`. With another unit, there is no perplexity."""
 
     @property
     def loss(self) -> float:
@@ -116,7 +116,7 @@ def each_nats(
     windows: Iterable[tuple[Tensor, Tensor]],
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """What each target cost: for each batch of windows nats, float64 [B, T], and the targets, int64 [B, T]."""
+    """The loss of each target: for each batch of windows its nats, float64 [B, T], and its targets, int64 [B, T]."""
     for inputs, targets in batches_of(windows):
         with eval_mode(model), torch.inference_mode(), autocast():
             features = model.features(inputs.to(model.device))
@@ -126,7 +126,7 @@ def each_nats(
 
 @dataclass(frozen=True)
 class PositionLoss:
-    """What the targets at some positions of a window cost: each was predicted from `first` to `last` tokens."""
+    """The loss of targets that were predicted from `first` to `last` earlier tokens."""
 
     first: int
     last: int
@@ -141,12 +141,12 @@ def evaluate_by_position(
     token_bytes: Sequence[int] | None = None,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[PositionLoss]:
-    """The loss in each of `n_parts` equal parts of the context: how much a model makes of a longer past.
+    """The loss in each of `n_parts` equal parts of the context: whether a model uses a longer context.
 
     Args:
-        windows: as for `evaluate_loss`; those shorter than the context are left out, so that each part is asked about
-            the same text.
-        token_bytes: bytes of text that each token id stands for, [V]; None: bits per byte stay unknown.
+        windows: as for `evaluate_loss`; those shorter than the context are left out, so that each part covers the same
+            windows.
+        token_bytes: bytes of text of each token id, [V]; None: no bits per byte.
 
     Raises:
         UserError: there is no whole window.
@@ -191,7 +191,7 @@ def _stack(windows: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 def compressor_bits_per_byte(text: bytes) -> dict[str, float]:
-    """Bits per byte that `gzip -9` and `xz -9e` need, containers included: a floor to compare with.
+    """Bits per byte of `gzip -9` and `xz -9e`, containers included: a baseline.
 
     Raises:
         UserError: the text is empty.

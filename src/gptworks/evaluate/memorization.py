@@ -1,4 +1,4 @@
-"""How much of what a model writes stands in its training text word for word, beside what held-out text has of it."""
+"""How much of a model's output occurs verbatim in its training text, compared with held-out text."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,10 +31,10 @@ Hashes = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Memorization:
-    """What generated and held-out texts have in common with the training text, and what either costs."""
+    """The n-grams that generated and held-out texts share with the training text, and the losses of both splits."""
 
     copied: dict[int, tuple[Floats, Floats]]
-    """By n: of each text [copied n-grams, n-grams], [N, 2], as the model wrote it and as it really went on."""
+    """By n: [copied n-grams, n-grams] of each text, [N, 2], for the generated and for the real continuation."""
     training: Floats
     """[nats, tokens] of windows of the training text, [W, 2]."""
     held_out: Floats
@@ -65,12 +65,12 @@ def measure_memorization(
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     progress: Progress = lambda done, total: None,
 ) -> Memorization:
-    """Let a model go on from held-out text, at temperature 1, and look for its n-grams in the training text.
+    """Continue held-out text at temperature 1, and look up the n-grams of the continuations in the training text.
 
-    The held-out text's own continuations are looked up as well: that much is common to texts of one kind.
+    The real continuations are looked up as well: texts of one kind share n-grams without any copying.
 
     Args:
-        n_texts, prompt_tokens, text_tokens: how many texts are written, after how many tokens, and of how many.
+        n_texts: texts to generate. prompt_tokens: before each. text_tokens: of each.
 
     Raises:
         UserError: the held-out text is shorter than one prompt and its continuation.
@@ -111,10 +111,10 @@ def _window_losses(model: GPT, tokens: Tokens, autocast: Callable[[], AbstractCo
 def find_copied(
     training: Tokens, texts: Sequence[Int64s], sizes: Sequence[int] = SIZES
 ) -> dict[int, list[npt.NDArray[np.bool_]]]:
-    """For each n and each text [T], which of its n-grams [T − n + 1] stand somewhere in the training tokens.
+    """For each n and each text [T], which of its n-grams [T − n + 1] occur in the training tokens.
 
-    One pass over the training text, whose n-grams are hashed with those of half their length; what has a wanted hash is
-    compared token by token, so that the answer is exact.
+    One pass over the training text: the hash of an n-gram is made of those of its halves, and n-grams of equal hash are
+    compared token by token, so the answer is exact.
 
     Args:
         sizes: powers of two, ascending.
@@ -156,13 +156,13 @@ class _Wanted:
         self._set_filter()
 
     def _set_filter(self) -> None:
-        """A table of the wanted hashes' highest bits: most n-grams of a text are passed over by it."""
+        """A table of the wanted hashes' highest bits, which excludes most n-grams."""
         self._sorted: Hashes = np.array(sorted(self._missing), dtype=np.uint64)
         self._filter = np.zeros(1 << _FILTER_BITS, dtype=bool)
         self._filter[self._sorted >> np.uint64(64 - _FILTER_BITS)] = True
 
     def look(self, tokens: Int64s, hashes: Hashes) -> None:
-        """Find what stands in these tokens, whose n-grams have these hashes."""
+        """Find the wanted n-grams in these tokens, whose n-grams have these hashes."""
         places = np.flatnonzero(self._filter[hashes >> np.uint64(64 - _FILTER_BITS)])
         places = places[np.isin(hashes[places], self._sorted)]
         for place in places.tolist():
@@ -178,7 +178,7 @@ class _Wanted:
             self._set_filter()
 
     def found_in(self, texts: Sequence[Int64s]) -> list[npt.NDArray[np.bool_]]:
-        """Of each text, which n-grams were found."""
+        """For each text, which of its n-grams were found."""
         n = self.n
         return [
             np.array([text[i : i + n].tobytes() in self._found for i in range(len(text) - n + 1)], dtype=bool)

@@ -26,12 +26,12 @@ HEADING = "## Evaluations"
 
 @dataclass(frozen=True)
 class Measured:
-    """A figure over all items, with its 95% interval and what it is made of."""
+    """A figure over all items, with its 95% interval and its statistics."""
 
     kind: str
     """How statistics make the figure; see `metrics.figure_of`."""
     statistics: Floats
-    """float64 [N, S]; empty where the figure is another program's."""
+    """float64 [N, S]; empty if another program measured the figure."""
     value: float
     low: float | None
     high: float | None
@@ -45,7 +45,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One task, or one text, and what a run makes of it."""
+    """The figures of a run on one task or one text."""
 
     name: str
     kind: str
@@ -60,7 +60,7 @@ class Evaluation:
     settings: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     details: dict[str, Any] = field(default_factory=dict)
-    """What else there is: the loss by position, the bins of a reliability table."""
+    """Further results: the loss by position, the bins of a reliability table."""
     items: tuple[dict[str, Any], ...] = ()
     """What the model answered, item by item."""
 
@@ -109,7 +109,7 @@ def save_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
 
 
 def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
-    """What is kept in a run folder, by name.
+    """The evaluations saved in a run folder, by name.
 
     Raises:
         UserError: a file there is no evaluation.

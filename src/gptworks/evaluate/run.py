@@ -29,11 +29,11 @@ from gptworks.recipe import load_recipe
 from gptworks.tokenizer import fingerprint, token_bytes
 
 PLACEHOLDER_SOURCES = (PythonStdlibSource(type="python-stdlib"),)
-"""What stands in the recipe of an imported run, whose text nobody knows."""
+"""The sources in the recipe of an imported run, whose real sources are unknown."""
 
 
 class EvaluatedRun:
-    """What is measured of a run's checkpoint. Each method makes one evaluation."""
+    """A loaded checkpoint. Each method measures one thing."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class EvaluatedRun:
         Args:
             stride: tokens between windows; None: the context.
             by_position: also the loss in each eighth of the context.
-            compressors: also what gzip and xz make of the same text.
+            compressors: also the bits per byte of gzip and xz on the same text.
 
         Raises:
             UserError: a stride that is not within 1 and the context.
@@ -153,7 +153,7 @@ class EvaluatedRun:
         )  # fmt: skip
 
     def calibration(self) -> Evaluation:
-        """Probabilities beside frequencies, over the whole validation split; see `measure_calibration`."""
+        """Probabilities against frequencies, over the whole validation split; see `measure_calibration`."""
         shards = TokenShards(self.prepared.folder, "validation")
         windows = evaluation_windows(shards, self.model.config.context_length)
         found = measure_calibration(self.model, windows, autocast=self.precision.autocast)

@@ -1,4 +1,4 @@
-"""Programs that a model wrote, run in processes that Linux's namespaces close off from the machine (jail.py).
+"""Runs programs that a model wrote in processes that Linux namespaces isolate from the machine (jail.py).
 
 What holds: a program has no network, no file of the machine but the interpreter and the system's libraries, both
 read-only, and a folder in memory with a size limit. It is nobody, cannot start processes, has limits of time, memory

@@ -1,4 +1,4 @@
-"""What a model gives to texts, and writes after them: many at once, scheduled by the engine, common beginnings once."""
+"""Scores and continuations of many texts, batched by the engine; a common beginning is computed once."""
 
 import itertools
 from collections import deque
@@ -12,18 +12,18 @@ from gptworks.infer.request import Completion, Request
 from gptworks.infer.sampling import SamplingSettings
 
 SLOTS = 16
-"""Slots that the engine should have, and requests that it is given at once."""
+"""Slots of the engine, and the most requests submitted at a time."""
 
 _CONTEXTS = SLOTS // 2
-"""Contexts at once whose continuations are scored: with slots to spare, a context stays in its own until all are."""
+"""Contexts scored at a time. The spare slots let a context stay cached until all its continuations are scored."""
 
 Progress = Callable[[int, int], None]
-"""Told how many are done, and of how many."""
+"""Called with the number done, and the total."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What a model gave the tokens of a continuation."""
+    """The score of a continuation."""
 
     logprob: float
     """Of all its tokens, in nats."""
@@ -44,7 +44,7 @@ def encode_pair(encode: Callable[[str], list[int]], context: str, continuation: 
     kept = context.rstrip()
     context, continuation = kept, context[len(kept) :] + continuation
     before, whole = encode(context), encode(context + continuation)
-    if not context and whole[: len(before)] != before:  # a lone separator stands before an empty text alone
+    if not context and whole[: len(before)] != before:  # a lone separator is put only before an empty text
         whole = before + whole
     after = whole[len(before) :]
     if not after:
@@ -97,9 +97,9 @@ def score_pairs(
 
 def _scored(request: Request, n_tokens: int) -> Scored:
     assert request.prompt_logprobs is not None
-    told = [one for one in request.prompt_logprobs[-n_tokens:] if one is not None]
-    assert len(told) == n_tokens
-    return Scored(sum(one.logprob for one in told), n_tokens, all(one.top[0][0] == one.token_id for one in told))
+    scored = [one for one in request.prompt_logprobs[-n_tokens:] if one is not None]
+    assert len(scored) == n_tokens
+    return Scored(sum(one.logprob for one in scored), n_tokens, all(one.top[0][0] == one.token_id for one in scored))
 
 
 def complete_all(

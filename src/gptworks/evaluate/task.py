@@ -46,7 +46,7 @@ class TaskFile(Section):
     shots_data: ShortPath | None = Field(None, description="JSONL that the shots are from. None: the other items.")
     shots_separator: str = Field("\n\n", description="After each shot.")
     seed: int = Field(0, ge=0, lt=2**32, description="Decides which items are the shots.")
-    limit: PositiveInt | None = Field(None, description="The first so many items. None: all.")
+    limit: PositiveInt | None = Field(None, description="Ask only this many items, from the first. None: all.")
 
 
 class Sampled(Section):
@@ -323,7 +323,7 @@ def read_items(path: Path) -> list[Item]:
     try:
         items = [dict(item) for _, item in read_jsonl(path)]
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; a task's `data` is a JSONL file, beside the task's own.") from None
+        raise UserError(f"{path}: no such file; a task's `data` is a JSONL file, relative to the task's own.") from None
     if not items:
         raise UserError(f"{path} holds no items.")
     return items

@@ -1,4 +1,4 @@
-"""Tasks: what a model answers to the items of a JSONL file, and how good that is. See task.py for the files."""
+"""Ask a model the items of a task, and score its answers. task.py describes the files."""
 
 import re
 import string
@@ -33,7 +33,7 @@ def run_task(
     Where an item with its shots is longer than the context allows, it has as many shots as fit; notes say how often.
 
     Args:
-        run, step: what is evaluated, for the result.
+        run, step: the run's name and the checkpoint's step, for the result.
         sandbox: where the programs of a code task run; None: they are not run.
         chat: hand items over as conversations, by the run's chat template.
 
@@ -77,10 +77,10 @@ class Asked:
         self._n_short = 0
 
     def context(self, item: Item, room: int) -> tuple[str, list[int]]:
-        """The text and the tokens before an answer, with as many shots as leave room for so many tokens.
+        """The text and the tokens before an answer, with as many shots as leave `room` tokens.
 
         Raises:
-            UserError: no room without shots.
+            UserError: it does not fit even without shots.
         """
         n_shots = self.task.settings.shots
         for n in range(n_shots, -1, -1):

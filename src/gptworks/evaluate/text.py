@@ -1,4 +1,4 @@
-"""How well a model predicts a text that it is given: any file, in numbers that do not depend on the tokenizer."""
+"""How well a model predicts any given text, in figures that do not depend on the tokenizer."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from gptworks.model import GPT
 from gptworks.tokenizer import document_frame, encodings, token_bytes
 
 PASSAGE_CHARACTERS = 1000
-"""A text is cut into passages of so many characters, the items of which its figures are sums."""
+"""Length of the passages into which a text is cut: the items that the intervals resample."""
 
 
 class TextTokens:
@@ -43,7 +43,7 @@ class TextTokens:
         self.n_tokens = len(self.tokens)
         self.round_trips = tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
         sizes = token_bytes(tokenizer)
-        unseen = 0 if begin or sizes is None else sizes[encoding.ids[0]]  # of the first token, which nothing foretells
+        unseen = 0 if begin or sizes is None else sizes[encoding.ids[0]]  # of the first token, which is not predicted
         self.unseen_bytes = unseen
 
     def read(self, start: int, length: int) -> Int64s:
@@ -52,10 +52,10 @@ class TextTokens:
 
 @dataclass(frozen=True)
 class TextEvaluation:
-    """What a text cost, whole and in its parts."""
+    """The loss of a text, whole and in parts."""
 
     report: LossReport
-    """All tokens that something foretells. `text_bytes` is None where the tokenizer does not keep the whole text."""
+    """All predicted tokens. `text_bytes` is None if decoding does not restore the text."""
     passages: Floats
     """[P, 3]: nats, tokens and UTF-8 bytes of each passage."""
     positions: list[PositionLoss]

@@ -1,4 +1,4 @@
-"""Faults that examples may have, whatever is learned from them: in words that a person can act on."""
+"""Faults in training examples, in words that a person can act on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Finding:
 _CONSEQUENCES: dict[DataFault, frozenset[DataFault]] = {
     "tokens-not-special": frozenset({"no-end-token", "answers-altered"}),
 }
-"""Faults that another one makes, of which a person need not read before that one is gone."""
+"""Faults that another fault causes, and that are reported only when that one is fixed."""
 
 
 def refuse_faults(findings: Sequence[Finding], allowed: Sequence[str]) -> None:
@@ -60,7 +60,7 @@ class Look:
         return self.manifest.where(int(self.records[example]))
 
     def fault(self, name: DataFault, found: npt.NDArray[np.bool_], above: float, what: str, fix: str) -> list[Finding]:
-        """A finding where more than this share of the examples has it."""
+        """A finding if more than the share `above` of the examples has the fault."""
         count, total = int(found.sum()), len(found)
         if count <= above * total:
             return []
@@ -107,12 +107,12 @@ def about_tokens(recipe: Recipe, manifest: Manifest, template: ChatTemplate) -> 
 
 
 def example_columns(shards: TokenShards) -> dict[str, npt.NDArray[np.uint64]]:
-    """What is kept of each example, by its name in `EXAMPLE`, [n] each."""
+    """The columns of `EXAMPLE` by name, [n] each."""
     return dict(zip(EXAMPLE, shards.examples().T, strict=True))
 
 
 def learned_counts(shards: TokenShards, context: int) -> tuple[Int64s, Int64s]:
-    """Of each example, the tokens that are learned, and those of them that the context reaches: [n] each."""
+    """For each example, the number of learned tokens, and of those within the context: [n] each."""
     starts = shards.document_starts()
     n = len(starts)
     learned, kept = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)

@@ -1,6 +1,6 @@
-"""What conversations hold, before anything is learned from them: figures, and faults that would ruin a run silently.
+"""Figures about conversations before training, and the faults that would silently ruin a run.
 
-A fault stops a run, unless the recipe allows it by its name: `objective.allow`.
+A fault stops a run unless `objective.allow` names it.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ _N_LONGEST = 3
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is known of a recipe's conversations."""
+    """Figures and faults of a recipe's conversations."""
 
     files: list[dict[str, object]]
     """Each with its shape and its records."""
@@ -109,7 +109,7 @@ def inspect_records(recipe: Recipe, prepared: Prepared) -> Inspection | PairInsp
 
 
 def check_records(recipe: Recipe, prepared: Prepared, report: Callable[[str], None]) -> None:
-    """Tell what a recipe's conversations or pairs hold, and refuse faults that it does not allow.
+    """Report the figures of a recipe's conversations or pairs, and refuse faults that it does not allow.
 
     Raises:
         UserError: see `refuse_faults`.
@@ -155,7 +155,7 @@ def _about_length(learned: Int64s, kept: Int64s, n_tokens: int, context: int, lo
     if not kept.any():
         return [Finding("nothing-learned", f"no token within the context of {context:,} belongs to an answer.")]
     longer = "Raise model.context_length, or shorten or leave out these examples."
-    little = f"only {share:.2%} of the tokens are learned. Shorten what stands before the answers."
+    little = f"only {share:.2%} of the tokens are learned. Shorten the text before the answers."
     return [
         *([Finding("little-learned", little)] if share < 0.01 else []),
         *look.fault(
@@ -181,7 +181,7 @@ def _about_repetition(
         also = Look(look.manifest, validation["record"].astype(np.int64))
         findings += also.fault(
             "validation-overlap", in_both, 0.01, "held out are also trained on",
-            "The validation loss would tell nothing: leave repetitions out.",
+            "The validation loss would be meaningless: leave repetitions out.",
         )  # fmt: skip
     _, first, counts = np.unique(train["answer"], return_index=True, return_counts=True)
     most = int(counts.argmax())

@@ -114,7 +114,7 @@ def encode_conversation(template: ChatTemplate, messages: Sequence[Message]) -> 
 
 
 def _place(template: ChatTemplate, messages: Sequence[Message], i: int, whole: str) -> tuple[int, int]:
-    """Where answer i begins and ends in the rendered conversation, in characters."""
+    """The first character of answer i in the rendered conversation, and the one after its last."""
     before = template.render(messages[:i], add_generation_prompt=True)
     until = template.render(messages[: i + 1])
     for text, what in ((before, "before it, with the generation prompt,"), (until, "up to it")):
@@ -142,7 +142,7 @@ def _encode_parts(template: ChatTemplate, whole: str, cuts: Sequence[int], guard
 
 
 def _answer_length(ids: Sequence[int], template: ChatTemplate) -> tuple[int, bool]:
-    """Tokens of an answer with its end token, and whether there is one."""
+    """The length of an answer including its end token, and whether it has one."""
     ends = template.end_token_ids()
     first = next((i for i, token_id in enumerate(ids) if token_id in ends), None)
     return (len(ids), False) if first is None else (first + 1, True)

@@ -1,4 +1,4 @@
-"""What pairs of answers hold, before anything is learned from them: figures and faults, as of conversations."""
+"""Figures about pairs of answers before training, and faults, as for conversations."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ _MOST_ALIKE = 0.5
 
 @dataclass(frozen=True)
 class PairInspection:
-    """What is known of a recipe's pairs."""
+    """Figures and faults of a recipe's pairs."""
 
     files: list[dict[str, object]]
     """Each with its shape and its records."""
@@ -59,7 +59,7 @@ def inspect_pairs(recipe: Recipe, prepared: Prepared) -> PairInspection:
     learned, kept = (counts.reshape(-1, 2) for counts in learned_counts(shards, context))  # P 2, chosen first
     n_tokens = np.diff(np.append(shards.document_starts(), shards.n_tokens)).reshape(-1, 2)
     lengths = np.minimum(n_tokens, context + 1)
-    maybe = np.flatnonzero((lengths[:, 0] == lengths[:, 1]) | (kept <= 1).any(axis=1))  # no others can be
+    maybe = np.flatnonzero((lengths[:, 0] == lengths[:, 1]) | (kept <= 1).any(axis=1))  # only these can be alike
     alike = np.zeros(len(pairs), dtype=np.bool_)
     alike[maybe] = [pairs.says_nothing(i) for i in maybe.tolist()]
     no_end = (columns["flags"] & NO_END) > 0  # of each answer
