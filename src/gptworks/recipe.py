@@ -200,19 +200,19 @@ def _value_of(location: tuple[Any, ...], text: str) -> Any:
 
     Lists, sections and settings of several types are read as YAML.
     """
-    leaves: set[Any] = set()
-    for section in _sections_at(location[:-1], Recipe):
-        if field := section.model_fields.get(str(location[-1])):
-            leaves |= set(_leaves(field.annotation))
-    optional = type(None) in leaves
+    name = str(location[-1])
+    sections = _sections_at(location[:-1], Recipe)
+    annotations = [section.model_fields[name].annotation for section in sections if name in section.model_fields]
+    leaves = {leaf for annotation in annotations for leaf in _leaves(annotation)}
+    is_list = any(get_origin(part) is tuple for one in annotations for part in (one, *get_args(one)))
     words = {leaf for leaf in leaves if leaf in (str, Path) or _is_word(leaf)}
-    if leaves and not _is_list(location):
-        if leaves - {type(None)} == words:
-            if optional and text in _NOTHING:
-                return None
-            return text if words & {str, Path} else _unquoted(text)
-        if leaves <= {int, float, type(None)}:
-            return None if optional and text in _NOTHING else _number(text)
+    numeric = leaves <= {int, float, type(None)}
+    if leaves and not is_list and (numeric or leaves - {type(None)} == words):
+        if type(None) in leaves and text in _NOTHING:
+            return None
+        if numeric:
+            return _number(text)
+        return text if words & {str, Path} else _unquoted(text)
     try:
         return parse_yaml(text, text)
     except UserError:
@@ -234,15 +234,6 @@ def _unquoted(word: str) -> str:
 
 def _is_word(leaf: Any) -> bool:
     return get_origin(leaf) is Literal and all(isinstance(value, str) for value in get_args(leaf))
-
-
-def _is_list(location: tuple[Any, ...]) -> bool:
-    """Whether a setting, some kind of which the location may be, is a list, which `_leaves` looks into."""
-    return any(
-        any(get_origin(part) is tuple for part in (field.annotation, *get_args(field.annotation)))
-        for section in _sections_at(location[:-1], Recipe)
-        if (field := section.model_fields.get(str(location[-1])))
-    )
 
 
 # --------------------------------------------------------------------------------------------------- errors

@@ -40,6 +40,7 @@ FrequencyPenalty = Annotated[float, typer.Option(help="Taken from a token's logi
 PresencePenalty = Annotated[float, typer.Option(help="Taken from a token's logit once it was generated.")]
 BACKENDS, CACHES = ("auto", "torch", "native"), ("auto", "fp32", "bf16", "int8")
 Cache = Annotated[str, typer.Option("--cache", help="How keys and values are kept: auto, fp32, bf16 or int8.")]
+Guess = Annotated[int, typer.Option(min=0, help="Draft this many tokens at a time; the text stays the same.")]
 Backend = Annotated[str, typer.Option(help="auto, torch or native (C++, on a CPU).")]
 
 

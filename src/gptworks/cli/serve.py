@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptworks.cli.common import Backend, Cache, Device, WhichCheckpoint, notice
+from gptworks.cli.common import Backend, Cache, Device, Guess, WhichCheckpoint, notice
 from gptworks.cli.use import drafter_of, load_engine
 from gptworks.errors import UserError
 
@@ -45,7 +45,7 @@ def serve(
     max_prompt_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a prompt's text.")] = 1 << 18,
     request_seconds: Annotated[float, typer.Option(help="Time in which a request must be answered whole.")] = 600,
     drain_seconds: Annotated[float, typer.Option(help="Time to finish what is begun, after SIGTERM.")] = 30,
-    guess: Annotated[int, typer.Option(min=0, help="Guess so many tokens at a time; the text stays the same.")] = 0,
+    guess: Guess = 0,
     backend: Backend = "auto",
     cache: Cache = "auto",
     checkpoint: WhichCheckpoint = "best",

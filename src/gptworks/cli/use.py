@@ -16,6 +16,7 @@ from gptworks.cli.common import (
     Cache,
     Device,
     FrequencyPenalty,
+    Guess,
     MaxTokens,
     MinP,
     Overrides,
@@ -79,10 +80,10 @@ def generate(
         Path | None, typer.Option("--output", metavar="FILE", help="Where to; what it holds already is not redone.")
     ] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Texts generated at once. Default: up to 32.")] = None,
-    guess: Annotated[int, typer.Option(min=0, help="Guess so many tokens at a time; the text stays the same.")] = 0,
+    guess: Guess = 0,
     draft: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="With --guess: a smaller model that guesses. Default: repetition."),
+        typer.Option(metavar="RUN", help="With --guess: the smaller model that drafts. Default: repetition."),
     ] = None,
     backend: Backend = "auto",
     cache: Cache = "auto",
@@ -149,7 +150,7 @@ def _completion_json(completion: "Completion") -> dict[str, Any]:
 
 
 def drafter_of(guess: int, draft: Path | None, device: str, backend: str) -> "Drafter | None":
-    """What guesses tokens ahead, where that is asked for."""
+    """What drafts tokens, if `guess` is not 0."""
     from gptworks.infer.engine import load
     from gptworks.infer.speculate import DraftModel, PromptLookup
 
