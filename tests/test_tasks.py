@@ -24,7 +24,7 @@ from gptworks.evaluate.metrics import figure_of, means, pass_at_k, text_statisti
 from gptworks.evaluate.results import HEADING, Evaluation, Measured, read_evaluations, save_evaluations
 from gptworks.evaluate.sandbox import Sandbox
 from gptworks.evaluate.scoring import encode_pair, score_pairs
-from gptworks.evaluate.task import Task, load_task
+from gptworks.evaluate.task import Task, _compiled, load_task
 from gptworks.evaluate.tasks import Asked, run_task
 from gptworks.infer.engine import Engine
 
@@ -221,6 +221,7 @@ def test_templates_are_compiled_once_and_items_numbered_for_errors_alone(
         Environment, "from_string", lambda self, source: compiled.append(source) or compile_one(self, source)
     )
     monkeypatch.setattr(Task, "_number", None)
+    _compiled.cache_clear()
     task = load_task(write(tmp_path, {**CHOICE, "choices": ["{{sum}}", "none"], "answer": "answer"}))
     task.check()
     assert sorted(compiled) == ["Q: {{question}}\nA:", "{{sum}}"]
