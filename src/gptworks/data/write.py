@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from gptworks import __version__
 from gptworks.chat_template import ChatTemplate, find_chat_template, save_chat_template
 from gptworks.config import BPETokenizer, DataConfig, Recipe, ValidationSplit
 from gptworks.data.conversations.examples import write_examples
@@ -76,7 +76,7 @@ def write_dataset(folder: Path, recipe: Recipe, made_from: dict[str, Any], repor
             raise UserError(_empty(split, validation, bool(data.conversations)))
     manifest = Manifest(
         format_version=FORMAT_VERSION,
-        created_by=f"gptworks {__version__}",
+        created_by=f"gptworks {_version()}",
         dtype=dtype,
         vocab_size=vocabulary_size(tokenizer),
         tokenizer_sha256=fingerprint(tokenizer),
@@ -172,3 +172,10 @@ def _empty(split: Split, validation: ValidationSplit, conversations: bool = Fals
         f"data.validation.fraction={validation.fraction} by {validation.by} leaves the {name} split without text. "
         f"{change} the fraction{other}, or give more text."
     )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("gptworks")
+    except metadata.PackageNotFoundError:  # a source tree that is not installed
+        return "unknown"
