@@ -82,7 +82,7 @@ def gradients(cases: list[dict], ranks: Ranks) -> list[dict]:
             for i in parallel.micro_steps:
                 before = _collectives_issued()
                 if early and i == parallel.micro_steps[-1]:
-                    parallel.begin_sums(nullcontext)
+                    parallel.begin_all_reduce(nullcontext)
                 accumulate(model, i)
                 n_begun = _collectives_issued() - before
             parallel.finish_gradients()
@@ -91,9 +91,9 @@ def gradients(cases: list[dict], ranks: Ranks) -> list[dict]:
         if layout.sums_in_backward:
             differing = sum(g is not None and not torch.equal(g, passes[0][name]) for name, g in passes[1].items())
             digests = [float(g.double().sum()) for g in passes[1].values() if g is not None]
-            apart = ranks.agreed(digests) != digests
-            (differing,) = ranks.add_up([differing + apart])
-            begun = ranks.add_up([n_begun if rank == ranks.rank else 0 for rank in range(ranks.size)])
+            apart = ranks.broadcast(digests) != digests
+            (differing,) = ranks.all_reduce([differing + apart])
+            begun = ranks.all_reduce([n_begun if rank == ranks.rank else 0 for rank in range(ranks.size)])
             results[-1] = {"differing": differing, "begun": begun}
         worst, wanted = 0.0, {name: p.grad for name, p in alone.named_parameters()}
         norm = torch.nn.utils.get_total_norm([g for g in wanted.values() if g is not None]).item()
@@ -105,9 +105,9 @@ def gradients(cases: list[dict], ranks: Ranks) -> list[dict]:
             difference = (gradient - wanted[name]).abs().max() / wanted[name].abs().max()
             worst = max(worst, difference.item())
         results[-1] |= {"worst": worst, "norm": parallel.gradient_norm() / norm}
-        saved = dict(parallel.whole({name: p.detach() for name, p in parallel.parameters.items()}))
+        saved = dict(parallel.gather_tensors({name: p.detach() for name, p in parallel.parameters.items()}))
         assert all(torch.equal(saved[name], p.detach()) for name, p in alone.named_parameters())
-        shares = parallel.shares(saved)
+        shares = parallel.shard_tensors(saved)
         for name, parameter in parallel.parameters.items():
             mine, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (shares[name], parameter.detach()))
             assert torch.equal(mine, theirs), name
@@ -178,7 +178,7 @@ def memory(cases: list[dict], ranks: Ranks) -> list[int]:
                     with precision.autocast():
                         losses = next_token(model, (inputs, targets))
                     if i == parallel.micro_steps[-1]:
-                        parallel.begin_sums(nullcontext)
+                        parallel.begin_all_reduce(nullcontext)
                     (losses.objective / targets.numel()).backward()
                 parallel.finish_gradients()
                 parallel.clip_gradients(1.0, parallel.gradient_norm())
@@ -226,13 +226,13 @@ def muon_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
         muon.orthogonalized = orthogonalized
         assert ends[0].keys() == ends[1].keys() == ends[2].keys() and any("momentum" in key for key in ends[0])
         differing = sum(not torch.equal(one[key], tensor) for one in ends[:2] for key, tensor in ends[2].items())
-        (differing_anywhere,) = ranks.add_up([differing])
-        shares = ranks.add_up([work[True] / work[False] if rank == ranks.rank else 0 for rank in range(ranks.size)])
+        (differing_anywhere,) = ranks.all_reduce([differing])
+        shares = ranks.all_reduce([work[True] / work[False] if rank == ranks.rank else 0 for rank in range(ranks.size)])
         results.append({"differing": differing_anywhere, "shares": shares})
     return results
 
 
-def note_gathered(path: Path, whole: Any = ManyDevices.whole) -> None:
+def note_gathered(path: Path, whole: Any = ManyDevices.gather_tensors) -> None:
     """From here on, write a line of what this rank makes whole for each save: weights, or the optimizer's moments."""
 
     def noted(parallel: ManyDevices, tensors: dict[str, Tensor]) -> Any:
@@ -240,7 +240,7 @@ def note_gathered(path: Path, whole: Any = ManyDevices.whole) -> None:
             file.write("moments\n" if any("/" in name for name in tensors) else "weights\n")
         return whole(parallel, tensors)
 
-    ManyDevices.whole = noted  # type: ignore[method-assign]
+    ManyDevices.gather_tensors = noted  # type: ignore[method-assign]
 
 
 def runs(recipes: list[dict], ranks: Ranks) -> None:
@@ -286,7 +286,7 @@ if __name__ == "__main__":
         cases = json.loads(path.read_text(encoding="utf-8"))
         if what != "train":
             results = {"gradients": gradients, "memory": memory, "muon": muon_steps}[what](cases, ranks)
-            if ranks.is_first:
+            if ranks.is_rank_zero:
                 path.with_suffix(".results").write_text(json.dumps(results), encoding="utf-8")
         else:
             runs(cases, ranks)

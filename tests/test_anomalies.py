@@ -19,7 +19,7 @@ from gptworks.model import GPT
 from gptworks.recipe import parse_recipe
 from gptworks.train import loop, saving
 from gptworks.train.loop import train
-from gptworks.train.objectives.base import Task
+from gptworks.train.objectives.base import Objective
 from gptworks.train.objectives.next_token import Batch, Losses, next_token
 from gptworks.train.optim.anomalies import MEMORY_STEPS, WARMUP_STEPS, GradientEstimate, anomaly
 from gptworks.train.optim.average import WeightAverage
@@ -153,9 +153,9 @@ def test_a_rollback_leaves_no_checkpoint_of_the_steps_that_it_takes_back(tmp_pat
 def told_losses() -> Any:
     """An evaluation that says what it is told to: the best at one step of the kept trajectory, then better still on the
     weights that are taken back."""
-    evaluate = Task.evaluate
+    evaluate = Objective.evaluate
 
-    def evaluated(self: Task, *arguments: Any) -> Any:
+    def evaluated(self: Objective, *arguments: Any) -> Any:
         report, figures = evaluate(self, *arguments)
         return LossReport(report.n_tokens * next(losses), report.n_tokens), figures
 
@@ -169,7 +169,7 @@ def test_the_best_of_the_kept_steps_outlives_a_better_one_that_is_taken_back(
 ) -> None:
     settings = rolled_back(tmp_path, keep_checkpoints=1, checkpoint_every=checkpoint_every)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Task, "evaluate", told_losses())
+        patch.setattr(Objective, "evaluate", told_losses())
         run(tmp_path, exploding(BROKEN_STEPS, math.inf), **settings)
     state = checkpoints(tmp_path / "run")[0].state()
     assert (state["step"], state["best_step"], state["best_loss"], state["rollbacks"]) == (24, 4, 3.0, 1)

@@ -14,7 +14,7 @@ from gptworks.model import GPT
 from gptworks.model.moe import MoE, balance_loss, busiest_load, expert_tokens, route, tokens_per_expert, z_loss
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import train
-from gptworks.train.objectives.next_token import next_token
+from gptworks.train.objectives.next_token import Routing, next_token
 from gptworks.train.record.metrics import read_metrics
 from test_equivalence import Cached
 
@@ -116,7 +116,7 @@ def test_the_objective_adds_both_losses_per_token_and_reports_without_them() -> 
     collected: list[torch.Tensor] = []
     logits = model.logits(model.features(batch[0], router_logits=collected))
     plain = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum")
-    losses = next_token(model, batch, balance_weight=0.3, z_weight=0.1)
+    losses = next_token(model, batch, Routing(balance_weight=0.3, z_weight=0.1))
     extra = sum(0.3 * balance_loss(layer, 2) + 0.1 * z_loss(layer) for layer in collected)
     torch.testing.assert_close(losses.loss, plain)
     torch.testing.assert_close(losses.objective, plain + 32 * extra)

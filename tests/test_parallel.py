@@ -508,10 +508,10 @@ class InThreads(Ranks):
         self._meeting.wait(10)
         return values
 
-    def first(self, work: Callable[[], Any]) -> Any:
+    def from_rank_zero(self, work: Callable[[], Any]) -> Any:
         value: Any = None
         try:
-            value = work() if self.is_first else None
+            value = work() if self.is_rank_zero else None
         except UserError as error:
             value = error
         value = self._meet("first", value)[0]
@@ -519,7 +519,7 @@ class InThreads(Ranks):
             raise value
         return value
 
-    def add_up(self, numbers: list[float]) -> list[float]:
+    def all_reduce(self, numbers: list[float]) -> list[float]:
         return [sum(each) for each in zip(*self._meet("sum", numbers), strict=True)]
 
 

@@ -24,7 +24,7 @@ from gptworks.model.loss import target_logprobs
 from gptworks.recipe import parse_recipe
 from gptworks.train.distributed.parallel import Parallel
 from gptworks.train.loop import train
-from gptworks.train.objectives.choose import choose_task
+from gptworks.train.objectives.choose import choose_objective
 from gptworks.train.objectives.next_token import Batch
 from gptworks.train.objectives.preference import Preference, answer_logprobs, preference_loss
 from gptworks.train.record.metrics import read_metrics
@@ -241,7 +241,7 @@ class Half:
     def __init__(self, rank: int) -> None:
         self.rank, self.n_batches = rank, 0
 
-    def share(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def split_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         batches = list(batches)
         for first in range(0, len(batches), 2):
             spare = first + self.rank >= len(batches)
@@ -249,7 +249,7 @@ class Half:
             self.n_batches += not spare
             yield inputs, torch.full_like(targets, IGNORED) if spare else targets, *rest
 
-    def summed(self, value: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, value: torch.Tensor) -> torch.Tensor:
         return value
 
 
@@ -257,7 +257,7 @@ def test_two_processes_share_the_reference_and_get_the_same_numbers(one_step: Pa
     recipe = parse_recipe(tree_of(one_step, "reference", train={"precision": "fp32"}))
     prepared = find_prepared(recipe)
     assert prepared is not None
-    task = choose_task(recipe, prepared.folder)
+    task = choose_objective(recipe, prepared.folder)
     assert isinstance(task, Preference)
     model, precision = load_run(one_step / "base").model, choose_precision("fp32", torch.device("cpu"))
     alone = task._logprobs(model, precision, "train", Parallel(recipe.train))

@@ -73,7 +73,7 @@ def test_a_rank_that_computes_keeps_all_from_being_taken_for_hung(world: World) 
     """Rank 1 answers prompts for an hour while rank 0 waits for it in a collective."""
     world.issued[0] = 1
     for _ in range(60):
-        world.watches[1].moved()
+        world.watches[1].count_work()
         world.pass_time(60)
         assert world.verdicts() == [None, None]
 
@@ -116,7 +116,7 @@ def test_a_rank_whose_beats_stop_is_named(world: World) -> None:
     for _ in range(int(TIMEOUT) // 5 + 1):  # rank 0 goes on alone
         world.now += 5
         world.beating = 0
-        world.watches[0].mark()
+        world.watches[0].count_point()
         world.watches[0]._beat()
         world.watches[0]._listen()
     assert str(world.watches[0].verdict()).startswith("rank 1 (process ")

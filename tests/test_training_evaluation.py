@@ -91,7 +91,7 @@ def test_rank_0s_figures_decide_for_every_rank(tmp_path: Path, monkeypatch: pyte
     """A rank that measured something else goes on as rank 0 does, in its patience and in its log."""
 
     class Second(Ranks):
-        def agreed(self, numbers: list[float]) -> list[float]:
+        def broadcast(self, numbers: list[float]) -> list[float]:
             return [2.5 * numbers[1], *numbers[1:]] if len(numbers) == 2 and numbers[1] > 32 else numbers
 
     monkeypatch.setattr(TrainingState, "save", lambda state, **_: None)

@@ -31,7 +31,7 @@ from gptworks.runs.history import read_history
 from gptworks.train import saving
 from gptworks.train.distributed.parallel import Parallel
 from gptworks.train.loop import Run, train
-from gptworks.train.objectives.base import Task
+from gptworks.train.objectives.base import Objective
 from gptworks.train.objectives.distillation import TEACHER
 from gptworks.train.saving import remove_newer, remove_old
 
@@ -49,7 +49,7 @@ class BrokenOff(Exception):
 @contextmanager
 def told(losses: dict[int, float], end_before: int | None = None) -> Iterator[None]:
     """Runs whose evaluations find the loss of each step that is told; step `end_before` breaks off."""
-    evaluate, take, step = Task.evaluate, Run.training_step, 0
+    evaluate, take, step = Objective.evaluate, Run.training_step, 0
 
     def training_step(run: Run) -> None:
         nonlocal step
@@ -59,12 +59,12 @@ def told(losses: dict[int, float], end_before: int | None = None) -> Iterator[No
         take(run)
         step = run.progress.step
 
-    def evaluated(task: Task, *arguments: Any) -> Any:
+    def evaluated(task: Objective, *arguments: Any) -> Any:
         report, figures = evaluate(task, *arguments)
         return LossReport(report.n_tokens * losses[step], report.n_tokens), figures
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Task, "evaluate", evaluated)
+        patch.setattr(Objective, "evaluate", evaluated)
         patch.setattr(Run, "training_step", training_step)
         yield
 

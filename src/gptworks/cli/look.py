@@ -175,9 +175,9 @@ def _planned_data(recipe: "Recipe") -> tuple["Recipe", "DataSize"]:
         return recipe, size
     samples = None
     if recipe.data.records:
-        from gptworks.train.objectives.choose import choose_task
+        from gptworks.train.objectives.choose import choose_objective
 
-        samples = choose_task(recipe, prepared.folder).samples_per_epoch
+        samples = choose_objective(recipe, prepared.folder).samples_per_epoch
     return recipe, DataSize(prepared.manifest.splits["train"].tokens, samples, estimated=False)
 
 

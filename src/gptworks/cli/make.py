@@ -57,7 +57,7 @@ def train(
             check_memory(settings, device, precision, force, layout, ranks.local_size)
             prepare_with_progress(settings)
 
-        ranks.first(check_and_prepare)
+        ranks.from_rank_zero(check_and_prepare)
         train_model(settings, resume=resume, force=force, ranks=ranks, overrides=overrides or [])
 
 

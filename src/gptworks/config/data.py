@@ -21,10 +21,13 @@ class _FileSource(Section):
     url: Measured[str | None] = Field(None, description="Downloaded once into the cache; needs sha256.")
     sha256: Measured[str | None] = Field(None, pattern="^[0-9a-f]{64}$")
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_place(self) -> None:
         if not self.path and not self.url:
             raise ValueError("neither path nor url is set: say where the text is")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._check_place()
         if self.url and not self.sha256:
             raise ValueError(f"url={self.url} has no sha256: add it, so that the same bytes are used every time")
         return self
@@ -61,25 +64,16 @@ class HuggingFaceSource(Section):
     field: Measured[str] = "text"
 
 
-class _RecordsSource(Section):
+class _RecordsSource(_FileSource):
     """Records from files or a dataset."""
 
-    path: Free[str | None] = Field(
-        None, description="A file, a folder or a glob. With url: a local copy, used instead."
-    )
-    url: Measured[str | None] = Field(None, description="Downloaded once into the cache; needs sha256.")
-    sha256: Measured[str | None] = Field(None, pattern="^[0-9a-f]{64}$")
     dataset: Measured[str | None] = Field(None, description="Of the Hugging Face hub, or a local dataset folder.")
     name: Measured[str | None] = None
     split: Measured[str] = "train"
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_place(self) -> None:
         if bool(self.path or self.url) == bool(self.dataset):
             raise ValueError("give either path (or url) or dataset: it says where the records are")
-        if self.url and not self.sha256:
-            raise ValueError(f"url={self.url} has no sha256: add it, so that the same bytes are used every time")
-        return self
 
 
 class ConversationsSource(_RecordsSource):

@@ -1,6 +1,7 @@
 """What is learned."""
 
-from typing import Annotated, Literal, Self
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -15,20 +16,79 @@ DataFault = Literal[
 """What conversations and pairs of answers are checked for before the first step."""
 
 
-class _Objective(Section):
+class Rollouts(NamedTuple):
+    """How an objective generates the answers that it learns from."""
+
+    max_tokens: int
+    """Of an answer."""
+    group_size: int
+    """Answers to each prompt."""
+    steps: int
+    """Optimizer steps that use the same answers."""
+
+
+class ObjectiveSettings(Section):
+    """An objective's settings, and what other rooms need to know of it: they read these properties, never its type."""
+
+    sources: ClassVar[tuple[str, ...]] = ("text", "conversations")
+    """Kinds of sources that it learns from."""
+    rows_per_sample: ClassVar[int] = 1
+    """Rows of a batch for each sample that `train.batch_size` counts."""
+    varying_widths: ClassVar[bool] = False
+    """Whether a batch is as long as its longest row; else as the context."""
+    several_texts: ClassVar[bool] = False
+    """Whether a row of conversations may hold several, each with positions of its own."""
+    scores_start: ClassVar[bool] = False
+    """Whether the model at the start reads every sample once, before the first step."""
+    fixed_settings: ClassVar[dict[str, str]] = {}
+    """Settings outside this section that a resumed run may not change: path → why."""
+
     allow: Free[tuple[DataFault, ...]] = Field(
         (), description="Faults found in the examples, which are to be trained on nevertheless."
     )
 
+    @property
+    def loss_unit(self) -> str:
+        """The unit of the validation loss."""
+        return "nats per token"
 
-class NextTokenObjective(_Objective):
+    @property
+    def packs(self) -> bool:
+        """Whether conversations are packed, several a row."""
+        return self.several_texts
+
+    @property
+    def teacher_run(self) -> Path | None:
+        """The run folder of a second model, which reads each batch too."""
+        return None
+
+    @property
+    def keeps_start(self) -> bool:
+        """Whether the weights at the start stay in memory beside those in training."""
+        return False
+
+    @property
+    def rollouts(self) -> Rollouts | None:
+        """How it generates answers; None: it only reads data."""
+        return None
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """What the number of samples in a micro-batch must be a multiple of."""
+        return self.rollouts.group_size if self.rollouts else 1
+
+
+class NextTokenObjective(ObjectiveSettings):
     """Every token of the text is predicted from those before it."""
 
     type: Measured[Literal["next_token"]] = "next_token"
 
 
-class InstructionObjective(_Objective):
+class InstructionObjective(ObjectiveSettings):
     """The answers of conversations are learned, the rest is only read. Needs sources of type conversations."""
+
+    sources = ("conversations",)
+    several_texts = True
 
     type: Measured[Literal["instruction"]]
     packing: Fixed[bool] = Field(
@@ -37,10 +97,19 @@ class InstructionObjective(_Objective):
         "false: one example a row, padded to the context.",
     )
 
+    @property
+    def packs(self) -> bool:
+        return self.packing
 
-class PreferenceObjective(_Objective):
-    """Make preferred answers likelier than the others, by no more than the distance from the start allows. The step's
-    batch_size counts pairs. Needs sources of type preferences."""
+
+class PreferenceObjective(ObjectiveSettings):
+    """Raise the chosen answer's probability over the rejected one's; beta limits the drift from the starting model. The
+    step's batch_size counts pairs. Needs sources of type preferences."""
+
+    sources = ("preferences",)
+    rows_per_sample = 2
+    varying_widths = True
+    scores_start = True
 
     type: Measured[Literal["preference"]]
     loss: Measured[Literal["dpo", "ipo"]] = Field(
@@ -53,6 +122,10 @@ class PreferenceObjective(_Objective):
         0.0, ge=0, lt=0.5, description="dpo: the share of pairs that are taken to be labelled the wrong way round."
     )
 
+    @property
+    def loss_unit(self) -> str:
+        return "IPO loss per pair" if self.loss == "ipo" else "nats per pair"
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.loss == "ipo" and self.label_smoothing:
@@ -60,9 +133,11 @@ class PreferenceObjective(_Objective):
         return self
 
 
-class DistillationObjective(_Objective):
+class DistillationObjective(ObjectiveSettings):
     """Learn a teacher's whole distribution beside the text itself (Hinton et al., 2015):
     ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ student), both softened by the temperature."""
+
+    several_texts = True
 
     type: Measured[Literal["distillation"]]
     teacher: Start[ShortPath] = Field(description="A run folder, trained or imported, with the same tokenizer.")
@@ -70,11 +145,19 @@ class DistillationObjective(_Objective):
     kl_weight: Fixed[float] = Field(0.5, gt=0)
     ce_weight: Fixed[float] = Field(0.5, ge=0)
 
+    @property
+    def teacher_run(self) -> Path:
+        return self.teacher
 
-class RewardObjective(_Objective):
-    """Make answers likelier that a function rewards: GRPO (Shao et al., 2024). For each prompt a group of answers is
-    sampled, and each is judged by how far it is above the group's mean. The step's batch_size counts answers. The
-    prompts are those of conversations, up to the last answer."""
+
+class RewardObjective(ObjectiveSettings):
+    """Raise the probability of answers that a function rewards: GRPO (Shao et al., 2024). For each prompt a group of
+    answers is sampled, and each is judged by how far it is above the group's mean. The step's batch_size counts
+    answers. The prompts are those of conversations, up to the last answer."""
+
+    sources = ("conversations",)
+    varying_widths = True
+    fixed_settings: ClassVar[dict[str, str]] = {"train.batch_size": "its prompts are counted in steps of one size"}
 
     type: Measured[Literal["reward"]]
     reward: Measured[str] = Field(
@@ -96,17 +179,20 @@ class RewardObjective(_Objective):
         True, description="Divide by the group's standard deviation. false: subtract the mean alone (Liu et al., 2025)."
     )
 
+    @property
+    def loss_unit(self) -> str:
+        return "negative reward"
+
+    @property
+    def keeps_start(self) -> bool:
+        return self.beta > 0
+
+    @property
+    def rollouts(self) -> Rollouts:
+        return Rollouts(self.max_tokens, self.group_size, self.steps_per_rollout)
+
 
 ObjectiveConfig = Annotated[
     NextTokenObjective | InstructionObjective | PreferenceObjective | DistillationObjective | RewardObjective,
     Field(discriminator="type"),
 ]
-
-SOURCES_OF = {
-    "next_token": ("text", "conversations"),
-    "instruction": ("conversations",),
-    "preference": ("preferences",),
-    "distillation": ("text", "conversations"),
-    "reward": ("conversations",),
-}
-"""What each objective can learn from."""

@@ -8,13 +8,7 @@ from pydantic import Field, model_validator
 from gptworks.config.base import MOST_NAME_CHARACTERS, Fixed, Free, Repeat, Section, ShortPath, Start
 from gptworks.config.data import DataConfig
 from gptworks.config.model import ModelConfig
-from gptworks.config.objective import (
-    SOURCES_OF,
-    InstructionObjective,
-    NextTokenObjective,
-    ObjectiveConfig,
-    RewardObjective,
-)
+from gptworks.config.objective import NextTokenObjective, ObjectiveConfig
 from gptworks.config.sweep import SweepConfig
 from gptworks.config.tokenizer import BPETokenizer, GPT2Tokenizer, TokenizerConfig
 from gptworks.config.train import TrainConfig
@@ -49,10 +43,10 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         kind = "conversations" if self.data.conversations else "preferences" if self.data.preferences else "text"
-        if kind not in SOURCES_OF[self.objective.type]:
+        if kind not in self.objective.sources:
             raise ValueError(
                 f"objective.type={self.objective.type} and data.sources are {kind}: "
-                f"give sources of type {' or '.join(SOURCES_OF[self.objective.type])}"
+                f"give sources of type {' or '.join(self.objective.sources)}"
             )
         known = known_vocab_size(self.tokenizer)
         if known is not None and self.model.vocab_size not in (0, known):
@@ -60,8 +54,7 @@ class Recipe(Section):
                 f"model.vocab_size={self.model.vocab_size} and the tokenizer has {known} tokens: "
                 f"they must be equal; set tokenizer.vocab_size or leave model.vocab_size out"
             )
-        if isinstance(self.objective, RewardObjective):
-            self._check_groups(self.objective.group_size)
+        self._check_groups(self.objective.micro_batch_multiple)
         self._check_adapter()
         self._check_packing()
         if self.freeze is not None and self.freeze.first_blocks > self.model.n_layers:
@@ -80,9 +73,8 @@ class Recipe(Section):
                 )
 
     def _check_packing(self) -> None:
-        scaling, objective = self.model.rope_scaling, self.objective
-        packs = objective.type == "distillation" or (isinstance(objective, InstructionObjective) and objective.packing)
-        if scaling is not None and scaling.type == "dynamic" and packs and self.data.conversations:
+        scaling = self.model.rope_scaling
+        if scaling is not None and scaling.type == "dynamic" and self.objective.packs and self.data.conversations:
             raise ValueError(
                 "model.rope_scaling.type=dynamic and conversations packed into rows: each would be read as if it were "
                 "as long as its row; set rope_scaling.type=yarn, or objective.packing=false where there is one"

@@ -51,24 +51,18 @@ class LossReport:
         return None if self.text_bytes is None else self.total_nats / math.log(2) / self.text_bytes
 
 
-class Shares(Protocol):
-    """How several processes divide an evaluation; each sees all batches and gets the sum."""
+class Workers(Protocol):
+    """Several processes that divide an evaluation; each gets the sums over all of them."""
 
-    def share(self, batches: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-        """The batches that are this process's. One whose targets are all IGNORED counts nothing: it keeps a process in
+    def split_batches(self, batches: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+        """This process's part of all batches. One whose targets are all IGNORED counts nothing: it keeps a process in
         step with those that compute a batch of their own."""
 
-    def add_up(self, numbers: list[float]) -> list[float]:
+    def all_reduce_numbers(self, numbers: list[float]) -> list[float]:
         """Sums over the processes."""
 
-    def summed(self, value: Tensor) -> Tensor:
+    def all_reduce(self, value: Tensor) -> Tensor:
         """The sum over the processes, in place, of a tensor on the model's device."""
-
-    def busy(self) -> AbstractContextManager[None]:
-        """Inside, this process reads files or the like, for which the others may have to wait."""
-
-    def moved(self) -> None:
-        """Say that this process has begun work that is no pass of the model."""
 
 
 def evaluate_loss(
@@ -76,7 +70,7 @@ def evaluate_loss(
     windows: Iterable[tuple[Tensor, ...]],
     *,
     text_bytes: int | None = None,
-    shares: Shares | None = None,
+    workers: Workers | None = None,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> LossReport:
     """Cross-entropy of the targets of all windows, without dropout; the model's mode is restored.
@@ -87,7 +81,7 @@ def evaluate_loss(
             stands for rows of several texts.
         text_bytes: bytes of the original text. Give it only where the windows count each token of it once: of a
             sample of the windows, bits per byte would come out too low.
-        shares: how several processes divide the work; None: this one does it all.
+        workers: the processes that divide the work; None: this one does it all.
         autocast: makes the context in which the model runs, such as one of `torch.autocast`.
 
     Raises:
@@ -96,15 +90,15 @@ def evaluate_loss(
     total_nats, n_tokens = 0.0, 0
     batches = batches_of(windows)
     with eval_mode(model), torch.inference_mode():
-        for inputs, targets, *positions in batches if shares is None else shares.share(batches):
+        for inputs, targets, *positions in batches if workers is None else workers.split_batches(batches):
             with autocast():
                 places = positions[0].to(model.device) if positions else None
                 features = model.features(inputs.to(model.device), text_positions=places)
                 nats = linear_cross_entropy(features, model.head_weight, targets.to(model.device))
             total_nats += nats.item()
             n_tokens += int((targets != IGNORED).sum())
-    if shares is not None:
-        total_nats, n_targets = shares.add_up([total_nats, n_tokens])
+    if workers is not None:
+        total_nats, n_targets = workers.all_reduce_numbers([total_nats, n_tokens])
         n_tokens = round(n_targets)
     if not n_tokens:
         raise UserError("there is no token to evaluate: the split is empty or shorter than two tokens.")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from gptworks.config import Recipe, RewardObjective
+from gptworks.config import Recipe
 from gptworks.errors import UserError
 from gptworks.plan.arrange import Refusal, arrange, planned_precision, rank_setting
 from gptworks.plan.devices import Device
@@ -100,7 +100,7 @@ class _Search:
         if found is None or found[0].fits:
             return None if found is None else found[0]
         last, recipe, layout = found
-        group = recipe.objective.group_size if isinstance(recipe.objective, RewardObjective) else 1
+        group = recipe.objective.micro_batch_multiple
         micro = recipe.train.rank_micro_batch_size(layout.data_parallel)
         sizes = divisors(recipe.train.batch_size // layout.data_parallel)
         for size in [size for size in sizes if size < micro and size % group == 0]:
@@ -204,5 +204,5 @@ def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list
 
 def _whole_batch(recipe: Recipe) -> int:
     """What data-parallel ranks divide: sequences, or groups of answers."""
-    group = recipe.objective.group_size if isinstance(recipe.objective, RewardObjective) else 1
+    group = recipe.objective.micro_batch_multiple
     return recipe.train.batch_size // gcd(recipe.train.batch_size, group)

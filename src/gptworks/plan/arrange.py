@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass, replace
 
-from gptworks.config import ModelConfig, Recipe, RewardObjective
+from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.plan.devices import Device
 from gptworks.plan.layout import ONE_DEVICE, Layout
@@ -105,11 +105,11 @@ def _batch_refusal(recipe: Recipe, n_data: int) -> Refusal | None:
             f"each has the same number of micro-batches. Change batch_size to a multiple of {n_data * micro}, or "
             f"micro_batch_size.",
         )
-    if isinstance(objective, RewardObjective) and micro % objective.group_size:
-        least = n_data * objective.group_size
+    if micro % objective.micro_batch_multiple:
+        least = n_data * objective.micro_batch_multiple
         return Refusal(
             f"train.batch_size={train.batch_size} gives each of {what} micro-batches of {micro} answers, and the "
-            f"objective.group_size={objective.group_size} answers to a prompt are judged together",
+            f"objective.group_size={objective.micro_batch_multiple} answers to a prompt are judged together",
             f"change batch_size to a multiple of {least}, or take fewer ranks.",
         )
     return None
@@ -149,9 +149,10 @@ def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | No
             f"divides them",
             "use bf16 or fp32.",
         )
-    if isinstance(recipe.objective, RewardObjective):
+    if recipe.objective.rollouts:
         return Refusal(
-            f"objective.type=reward samples with whole weights and train.parallel.{setting} divides them",
+            f"objective.type={recipe.objective.type} samples with whole weights and train.parallel.{setting} divides "
+            f"them",
             "use strategy=ddp and tensor_parallel=1.",
         )
     return None

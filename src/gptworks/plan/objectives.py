@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from gptworks.config import DistillationObjective, ModelConfig, Recipe, RewardObjective
+from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.plan.flops import forward_flops
 from gptworks.plan.memory import Setting
@@ -21,8 +21,8 @@ def recipe_setting(recipe: Recipe, precision: str, on_cpu: bool) -> Setting:
     return replace(
         Setting.of(recipe.model, recipe.train, precision, on_cpu, saves=True, trained=part),
         objective=recipe.objective.type,
-        rows_per_sample=2 if recipe.objective.type == "preference" else 1,  # both answers of a pair
-        several_texts=bool(recipe.data.conversations) and recipe.objective.type in ("instruction", "distillation"),
+        rows_per_sample=recipe.objective.rows_per_sample,
+        several_texts=bool(recipe.data.conversations) and recipe.objective.several_texts,
         other_models_bytes=_other_models_bytes(recipe),
     )
 
@@ -39,9 +39,9 @@ def teacher_config(recipe: Recipe) -> ModelConfig | None:
     Raises:
         UserError: there is no such run.
     """
-    if not isinstance(recipe.objective, DistillationObjective):
+    folder = recipe.objective.teacher_run
+    if folder is None:
         return None
-    folder = recipe.objective.teacher
     if not (folder / "recipe.yaml").exists():
         raise UserError(f"objective.teacher={folder} is not a run folder: it has no recipe.yaml.")
     return load_recipe(folder).model
@@ -52,5 +52,4 @@ def _other_models_bytes(recipe: Recipe) -> int:
     if (model := teacher_config(recipe)) is not None:
         return 4 * count_parameters(model).total
     adapted = recipe.adapter is not None and not recipe.adapter.embeddings
-    keeps = isinstance(recipe.objective, RewardObjective) and recipe.objective.beta > 0 and not adapted
-    return 4 * count_parameters(recipe.model).total if keeps else 0
+    return 4 * count_parameters(recipe.model).total if recipe.objective.keeps_start and not adapted else 0

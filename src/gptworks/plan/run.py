@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, lcm
 
-from gptworks.config import Recipe, RewardObjective, TrainConfig
+from gptworks.config import Recipe, TrainConfig
 from gptworks.errors import UserError
 from gptworks.plan.advice import Apply, Change, changes_that_fit
 from gptworks.plan.arrange import layout_of, planned_precision, rank_setting
@@ -174,14 +174,14 @@ class Plan:
     def sampling_seconds_per_step(self) -> float | None:
         """Of the answers that a step is trained on; None where the device's bandwidth is unknown. Each token of each
         round of answers reads all the weights, in float32, once; the products are counted with the others."""
-        objective = self.recipe.objective
-        if not isinstance(objective, RewardObjective):
+        rollouts = self.recipe.objective.rollouts
+        if rollouts is None:
             return 0.0
         if self.device.bandwidth is None:
             return None
         rounds = ceil(self.train.batch_size / self.setting.layout.data_parallel / SLOTS)
-        reading = rounds * objective.max_tokens * self.weights_bytes / self.device.bandwidth
-        return reading / objective.steps_per_rollout
+        reading = rounds * rollouts.max_tokens * self.weights_bytes / self.device.bandwidth
+        return reading / rollouts.steps
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -8,7 +8,7 @@ trained lies before it, and one for the gradient of W, where W is trained.
 from collections import Counter
 from dataclasses import dataclass
 
-from gptworks.config import Recipe, RewardObjective, computes_again
+from gptworks.config import Recipe, computes_again
 from gptworks.plan.flops import formed_pairs, forward_flops
 from gptworks.plan.objectives import teacher_flops_per_token
 from gptworks.plan.trained import trained
@@ -50,18 +50,18 @@ def training_work(recipe: Recipe) -> Work:
     again = per_layer * sum(computes_again(recipe.train.activation_checkpointing, layer) for layer in layers)
     if (teacher := teacher_flops_per_token(recipe)) > 0:
         forward["teacher"] = teacher
-    if isinstance(objective := recipe.objective, RewardObjective):
-        answered, rounds = min(1.0, objective.max_tokens / length), objective.steps_per_rollout
-        prompts = (1 - answered) / objective.group_size  # read once for all the answers of a group
-        forward["sampling"] = plain * (answered + prompts) / rounds
-        forward["sampling_policy"] = plain / rounds
-        if objective.beta:
-            forward["reference"] = (plain - forward.get("adapter", 0.0)) / rounds
+    if rollouts := recipe.objective.rollouts:
+        answered = min(1.0, rollouts.max_tokens / length)
+        prompts = (1 - answered) / rollouts.group_size  # read once for all the answers of a group
+        forward["sampling"] = plain * (answered + prompts) / rollouts.steps
+        forward["sampling_policy"] = plain / rollouts.steps
+        if recipe.objective.keeps_start:
+            forward["reference"] = (plain - forward.get("adapter", 0.0)) / rollouts.steps
     return Work(
         forward=forward,
         backward={name: backward.get(name, 0.0) for name in forward},
         again_per_token=again,
-        before_first_step_per_token=plain if recipe.objective.type == "preference" else 0.0,
+        before_first_step_per_token=plain if recipe.objective.scores_start else 0.0,
     )
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gptworks.config import PreferenceObjective, Recipe
+from gptworks.config import Recipe
 from gptworks.errors import UserError
 from gptworks.plan.params import count_parameters
 from gptworks.plan.run import planned_steps
@@ -18,23 +18,6 @@ from gptworks.train.record.metrics import Record, Skipped, read_metrics
 
 MOST_RECORDS = 20_000
 """Records of each kind that are kept; of more, evenly spread ones, the first, the last and the best."""
-
-LOSS_UNITS = {
-    "next_token": "nats per token",
-    "instruction": "nats per token",
-    "distillation": "nats per token",
-    "preference": "nats per pair",
-    "reward": "negative reward",
-}
-"""What the validation loss of each objective counts. Training losses have the same unit, but for rewards."""
-
-
-def loss_unit(recipe: Recipe) -> str:
-    """What the validation loss of a recipe's runs counts."""
-    objective = recipe.objective
-    if isinstance(objective, PreferenceObjective) and objective.loss == "ipo":
-        return "IPO loss per pair"
-    return LOSS_UNITS[objective.type]
 
 
 @dataclass(frozen=True)
@@ -73,7 +56,7 @@ class History:
     @property
     def loss_unit(self) -> str:
         """What the validation loss counts."""
-        return loss_unit(self.recipe)
+        return self.recipe.objective.loss_unit
 
     @property
     def rewarded(self) -> bool:

@@ -72,6 +72,11 @@ class Sweep:
         return self.recipe.sweep
 
     @property
+    def loss_unit(self) -> str:
+        """The unit of the trials' validation losses."""
+        return self.recipe.objective.loss_unit
+
+    @property
     def best(self) -> TrialResult | None:
         """The complete trial with the lowest loss."""
         complete = [trial for trial in self.trials if trial.state == "complete" and trial.loss is not None]

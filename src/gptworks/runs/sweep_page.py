@@ -10,7 +10,7 @@ from gptworks.pages.chart import NARROW, WIDE, Series, chart, compact
 from gptworks.pages.page import page, write_page
 from gptworks.pages.parts import Cell, bold, figure, figures, key_figures, number, section, settings, table
 from gptworks.pages.tables import Table
-from gptworks.runs.history import History, loss_unit, read_history
+from gptworks.runs.history import History, read_history
 from gptworks.runs.report import points
 from gptworks.runs.sweep import Sweep, TrialResult
 from gptworks.train.record.display import clock
@@ -40,7 +40,7 @@ def write_sweep_page(sweep: Sweep) -> None:
 
 def to_html(sweep: Sweep) -> str:
     """The page. Numbers stand in <data> elements with their exact values."""
-    best, recipe, unit = sweep.best, sweep.recipe, loss_unit(sweep.recipe)
+    best, recipe, unit = sweep.best, sweep.recipe, sweep.loss_unit
     runs = {trial.number: _history(trial) for trial in sweep.trials}
     tiles: list[tuple[str, str | Markup, str]] = [
         ("trials", number(len(sweep.trials)), f"of {sweep.settings.n_trials:,}")
@@ -99,7 +99,7 @@ def _scatter(sweep: Sweep, i: int, key: str) -> Markup:
     cut = [t for t in sweep.trials if t.state not in ("complete", "failed")]
     drawn = [series(cut, "series-4 idle"), series(others, "series-0")]
     drawn += [series([sweep.best], "series-1")] if sweep.best is not None else []
-    return chart(f"setting-{i}", f"Validation loss by {key}", drawn, x_label=key, y_label=loss_unit(sweep.recipe),
+    return chart(f"setting-{i}", f"Validation loss by {key}", drawn, x_label=key, y_label=sweep.loss_unit,
                  format_x=_text, log_x=values.log, x_range=x_range, x_names=names, width=NARROW)  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def _curves(sweep: Sweep, runs: dict[int, History | None]) -> Markup:
             drawn.append(Series(points(run.validation, "loss"), kind=kind))
         elif run is not None:
             drawn.append(Series(points(run.validation, "loss"), f"trial {trial.number:03d}", "series-1", "both"))
-    return chart("curves", "Validation loss by tokens", drawn, x_label="tokens", y_label=loss_unit(sweep.recipe),
+    return chart("curves", "Validation loss by tokens", drawn, x_label="tokens", y_label=sweep.loss_unit,
                  format_x=compact, width=WIDE, height=360)  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def _cell(value: Any) -> Cell:
 
 def _conventions(sweep: Sweep) -> str:
     return (
-        f"A trial's loss is its lowest validation loss, in {loss_unit(sweep.recipe)}; of a pruned trial, the lowest "
+        f"A trial's loss is its lowest validation loss, in {sweep.loss_unit}; of a pruned trial, the lowest "
         "before it was stopped. Each trial has one seed, so small differences may be noise: train the best settings "
         "with several seeds and compare them with gptworks compare. best.yaml is the recipe of the best trial. Written "
         "by gptworks sweep."

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from gptworks.checkpoint import checkpoints
-from gptworks.config import Recipe, RewardObjective, role_of, settings
+from gptworks.config import Recipe, role_of, settings
 from gptworks.errors import UserError
 from gptworks.files import sealed_json, unsealed_json, write_whole
 from gptworks.recipe import load_recipe
@@ -94,9 +94,9 @@ def check_changes(before: Recipe, now: Recipe) -> Changes:
     changes, folder = changed(before, now), now.run_dir
     for path, (old, new) in changes.items():
         recipe = now if path in {setting.path for setting in settings(now)} else before
-        groups = path == "train.batch_size" and isinstance(now.objective, RewardObjective)
-        if groups or _role(recipe, path) == "refused":
-            why = "its prompts are counted in steps of one size" if groups else role_of(recipe, path).words
+        why = now.objective.fixed_settings.get(path)
+        if why or _role(recipe, path) == "refused":
+            why = why or role_of(recipe, path).words
             raise UserError(
                 f"{folder} was started with {path}={_text(old)}, and it is now {_text(new)}: {why}, so a run cannot "
                 f"change it. Resume with {path}={_text(old)}, or start anew with another run_dir=."

@@ -4,23 +4,23 @@ import math
 
 from gptworks.config import Recipe
 from gptworks.errors import UserError
-from gptworks.train.objectives.base import Task
+from gptworks.train.objectives.base import Objective
 from gptworks.train.progress import Progress
 from gptworks.train.record.display import clock
 
 
 class Length:
-    """The length of a recipe's run, by its task's samples."""
+    """The length of a recipe's run, in steps of its objective's samples."""
 
-    def __init__(self, recipe: Recipe, task: Task) -> None:
-        self._recipe, self._train, self._task = recipe, recipe.train, task
+    def __init__(self, recipe: Recipe, objective: Objective) -> None:
+        self._recipe, self._train, self._objective = recipe, recipe.train, objective
 
     def total_steps(self, progress: Progress) -> int | None:
         """Optimizer steps of the whole run, where that is known; after a change of batch_size, from where it is."""
-        train, planned = self._train, self._task.total_steps
+        train, planned = self._train, self._objective.total_steps
         if train.epochs is None or progress.samples == progress.step * train.batch_size:
             return planned
-        left = train.epochs * self._task.samples_per_epoch - progress.samples
+        left = train.epochs * self._objective.samples_per_epoch - progress.samples
         by_epochs = progress.step + max(0, math.floor(left / train.batch_size + 0.5))
         return min(by_epochs, train.max_steps or by_epochs)
 

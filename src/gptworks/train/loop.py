@@ -32,16 +32,15 @@ from gptworks.tokenizer import save_tokenizer, vocabulary_size
 from gptworks.train.changes import change_words, changed, record
 from gptworks.train.distributed.parallel import Parallel, StopAsked, check_parallel, choose_parallel, run_layout
 from gptworks.train.distributed.ranks import ALONE, Ranks
-from gptworks.train.feed import Feed
 from gptworks.train.generating import generating
 from gptworks.train.length import Length
-from gptworks.train.objectives.choose import choose_task
-from gptworks.train.objectives.distillation import check_teacher
-from gptworks.train.objectives.next_token import Batch, Objective
-from gptworks.train.objectives.reward import check_reward
+from gptworks.train.objectives.base import RunContext
+from gptworks.train.objectives.choose import check_objective, choose_objective
+from gptworks.train.objectives.next_token import Batch, LossFunction
 from gptworks.train.optim.anomalies import anomaly
 from gptworks.train.optim.schedule import rate_factor
 from gptworks.train.optim.trainable import check_trained, trained_part
+from gptworks.train.prefetch import Prefetcher
 from gptworks.train.progress import Progress
 from gptworks.train.record.display import Display
 from gptworks.train.record.layer_norms import LayerNorms
@@ -75,7 +74,7 @@ def train(
     resume: bool = False,
     force: bool = False,
     display: Display | None = None,
-    objective: Objective | None = None,
+    objective: LossFunction | None = None,
     ranks: Ranks = ALONE,
     overrides: Sequence[str] = (),
 ) -> Outcome:
@@ -94,28 +93,28 @@ def train(
         UserError: the recipe, its data or the run folder cannot be used, or the run does not fit in memory.
         RunError: loss or gradients stayed non-finite, or a checkpoint could not be written.
     """
-    display = display or Display(None if ranks.is_first else Console(quiet=True))
-    ranks.first(lambda: check_train(recipe, resume, ranks.size))
+    display = display or Display(None if ranks.is_rank_zero else Console(quiet=True))
+    ranks.from_rank_zero(lambda: check_train(recipe, resume, ranks.size))
     device = choose_device(recipe.train.device)
     precision = choose_precision(recipe.train.precision, device)
-    prepared = ranks.in_turn(lambda: prepare(recipe))
-    ranks.first(lambda: check_records(recipe, prepared, display.message))
+    prepared = ranks.rank_zero_first(lambda: prepare(recipe))
+    ranks.from_rank_zero(lambda: check_records(recipe, prepared, display.message))
     recipe = with_vocab_size(recipe, vocabulary_size(prepared.tokenizer))
-    layout = Layout(**ranks.first(lambda: asdict(run_layout(recipe, ranks, device, precision))))
-    peak = check_memory(recipe, device, precision, force or not ranks.is_first, layout, ranks.local_size)
+    layout = Layout(**ranks.from_rank_zero(lambda: asdict(run_layout(recipe, ranks, device, precision))))
+    peak = check_memory(recipe, device, precision, force or not ranks.is_rank_zero, layout, ranks.local_size)
     if ranks.size > 1:
         display.message(f"{ranks.size} ranks: {layout_words(layout)}")
     display.message(f"memory: {readable(peak.total_bytes, 'B')} planned at the peak, reached during: {peak.moment}")
     choose_allocation(peak, device, ranks.local_size)
     parallel = choose_parallel(recipe, ranks, device, layout)
     run = Run(recipe, prepared, display, objective, ranks, parallel)
-    folder = open_run_folder(recipe, resume) if ranks.is_first else contextlib.nullcontext()
+    folder = open_run_folder(recipe, resume) if ranks.is_rank_zero else contextlib.nullcontext()
     with folder, run.state.writer, cpu_threads(recipe.train.threads):
         run.begin(resume, overrides)
         run.reporter.opening(run.model, run.progress)
         with stop_signals() as stop_asked, display:
             parallel.stop_asked = stop_asked
-            while (reason := run.end_reason(ranks.asked(stop_asked()))) is None:
+            while (reason := run.end_reason(ranks.agree_to_stop(stop_asked()))) is None:
                 again = run.progress.evaluation_cut  # by a stop: a resumed run makes up for it first
                 if not again:
                     run.training_step()
@@ -139,8 +138,7 @@ def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1) -> None:
     check_run_folder(recipe, resume)
     check_start(recipe, resume)
     check_trained(recipe)
-    check_teacher(recipe)
-    check_reward(recipe)
+    check_objective(recipe)
     check_writers(recipe.train.loggers)
     check_parallel(recipe, n_ranks)
 
@@ -153,7 +151,7 @@ class Run:
         recipe: Recipe,
         prepared: Prepared,
         display: Display,
-        objective: Objective | None = None,
+        loss: LossFunction | None = None,
         ranks: Ranks = ALONE,
         parallel: Parallel | None = None,
     ) -> None:
@@ -162,21 +160,21 @@ class Run:
         self.tokenizer, device = prepared.tokenizer, choose_device(recipe.train.device)
         self.precision = choose_precision(recipe.train.precision, device)
         with ranks.busy():
-            self.task = choose_task(recipe, prepared.folder, verify=ranks.is_first)
-        self.task.ranks = ranks
+            self.objective = choose_objective(recipe, prepared.folder, verify=ranks.is_rank_zero)
         torch.manual_seed(recipe.seed)
         self._memory_before_bytes = reset_peak(device)
         self.model = self.parallel.place(trained_part(GPT(recipe.model), recipe.adapter, recipe.freeze), device)
         self.model.activation_checkpointing = recipe.train.activation_checkpointing
-        loss = objective or self.task.loss
-        self.step = TrainStep(self.model, recipe.train, loss, self.precision, self.parallel, ranks)
-        self.feed = Feed(self.task, self.parallel.micro_batch_size, self.parallel.micro_steps, device)
+        self.step = TrainStep(
+            self.model, recipe.train, loss or self.objective.loss, self.precision, self.parallel, ranks
+        )
+        self.prefetcher = Prefetcher(self.objective, self.parallel.micro_batch_size, self.parallel.micro_steps, device)
         self.layer_norms = LayerNorms(self.model, self.parallel, recipe.train.log_every)
-        held_out_sha256 = self.task.validation_shards.manifest.validation_text_sha256 or ""
-        start = Progress(data_fingerprint=self.task.data_fingerprint, validation_text_sha256=held_out_sha256)
+        held_out_sha256 = self.objective.validation_shards.manifest.validation_text_sha256 or ""
+        start = Progress(data_fingerprint=self.objective.data_fingerprint, validation_text_sha256=held_out_sha256)
         self.state = TrainingState(recipe, self.step, start, display)
-        self.length = Length(recipe, self.task)
-        self.reporter = Reporter(recipe, self.task, self.step, self.length, display, self.precision)
+        self.length = Length(recipe, self.objective)
+        self.reporter = Reporter(recipe, self.objective, self.step, self.length, display, self.precision)
         template = load_chat_template(prepared.folder / "tokenizer", self.tokenizer)
         self.engine = Engine(self.model, self.tokenizer, cache_dtype=self.precision.dtype, chat_template=template)
         for prompt in recipe.train.sample_prompts if recipe.train.sample_every else ():
@@ -192,26 +190,28 @@ class Run:
     def begin(self, resume: bool, overrides: Sequence[str] = ()) -> None:
         """Start a new run folder, or restore the newest whole checkpoint of the one that is there."""
         folder, report = self.recipe.run_dir, self.display.message
-        before = load_recipe(folder) if self.ranks.is_first and (folder / "recipe.yaml").exists() else None
-        self._batch_size_before = self.ranks.first(lambda: (before or self.recipe).train.batch_size)
+        before = load_recipe(folder) if self.ranks.is_rank_zero and (folder / "recipe.yaml").exists() else None
+        self._batch_size_before = self.ranks.from_rank_zero(lambda: (before or self.recipe).train.batch_size)
         checkpoint = self.state.newest_checkpoint() if resume else None
         if checkpoint is not None:
             self.state.restore(checkpoint, self._batch_size_before)
-            self.ranks.first(lambda: self.length.check_resume(self.progress, before))
+            self.ranks.from_rank_zero(lambda: self.length.check_resume(self.progress, before))
             report(f"resuming {folder} from step {self.progress.step:,}")
         else:
-            self.ranks.first(lambda: _refuse_damaged(folder))
+            self.ranks.from_rank_zero(lambda: _refuse_damaged(folder))
             if resume:
                 report(f"{folder} has no checkpoint to go on from: starting from step 0")
             if self.recipe.initialize_from is not None:
                 with self.ranks.busy():
                     weights = starting_weights(self.recipe, self.tokenizer, report, self.ranks)
                 self.state.start_from(weights)
-        fresh, writes = checkpoint is None, self.ranks.is_first
-        with self.parallel.resting():
-            self.task.begin(self.model, self.engine, self.precision, fresh, writes, report, self.parallel)
-        if writes:
-            self._write_settings(None if fresh else before, before, resume, overrides)
+        is_new = checkpoint is None
+        with self.parallel.inference_mode():
+            self.objective.begin(
+                RunContext(self.model, self.engine, self.precision, self.parallel, self.ranks, is_new, report)
+            )
+        if self.ranks.is_rank_zero:
+            self._write_settings(None if is_new else before, before, resume, overrides)
         self.reporter.begin(self.progress)
 
     def _write_settings(
@@ -249,7 +249,7 @@ class Run:
         losses = step.accumulate(micro_batches, n_targets, (self.recipe.seed, progress.step))
         with step.stopwatch.part("optimizer"):
             norm = step.gradient_norm()
-            losses.loss, norm = self.ranks.agreed([losses.loss, norm])
+            losses.loss, norm = self.ranks.broadcast([losses.loss, norm])
             by_layer = self.layer_norms.finish()
             skipped = anomaly(settings, progress.gradient, losses.loss, norm)
             if skipped is None:
@@ -264,7 +264,7 @@ class Run:
         progress.step += 1
         progress.samples += settings.batch_size
         progress.tokens += n_tokens
-        progress.seconds = self.ranks.latest(progress.seconds + time.perf_counter() - started)
+        progress.seconds = self.ranks.all_reduce_max(progress.seconds + time.perf_counter() - started)
         if skipped is None:
             self.reporter.step(progress, losses, norm, factor, by_layer)
         else:
@@ -276,12 +276,12 @@ class Run:
         """This rank's micro-batches of the next step; the targets and the tokens of all ranks."""
         position, part = self.progress.position, self.step.stopwatch.part
         with part("data"):
-            micro_batches, *own = self.feed.step(position)
-        if self.task.rolls_out:
-            with part("rollouts"), self.parallel.resting():
-                micro_batches, *own = self.task.roll_out(position, self.parallel.micro_steps, micro_batches)
+            micro_batches, *own = self.prefetcher.step(position)
+        if self.objective.generates:
+            with part("rollouts"), self.parallel.inference_mode():
+                micro_batches, *own = self.objective.generate(position, self.parallel.micro_steps, micro_batches)
         with part("data"):
-            n_targets, n_tokens = map(round, self.parallel.add_up([float(number) for number in own]))
+            n_targets, n_tokens = map(round, self.parallel.all_reduce_numbers([float(number) for number in own]))
         return micro_batches, n_targets, n_tokens
 
     def _roll_back(self, reason: str) -> None:
@@ -303,7 +303,7 @@ class Run:
                 f"{reason}: {where}. Lower train.learning_rate, warm up longer, use precision fp32, or set "
                 f"train.max_rollbacks."
             )
-        self.ranks.first(lambda: remove_newer(self.recipe.run_dir, good.step))
+        self.ranks.from_rank_zero(lambda: remove_newer(self.recipe.run_dir, good.step))
         self.state.restore(good, self._batch_size_before)
         progress = self.progress
         progress.seconds, progress.rollbacks = broken.seconds, broken.rollbacks + 1
@@ -318,14 +318,14 @@ class Run:
         not cut short by a signal."""
         progress = self.progress
         try:
-            with self.step.stopwatch.part("evaluation"), self.state.average.applied(), self.parallel.resting():
-                report, figures = self.task.evaluate(self.model, self.parallel, self.precision)
+            with self.step.stopwatch.part("evaluation"), self.state.average.applied(), self.parallel.inference_mode():
+                report, figures = self.objective.evaluate(self.model, self.parallel, self.precision)
         except StopAsked:
             progress.evaluation_cut = True
             self.display.message(f"step {progress.step:,}: the evaluation is cut short, and made up for by --resume")
             return False
         progress.evaluation_cut = False
-        total, n_counted, *means = self.ranks.agreed([report.total_nats, report.n_tokens, *figures.values()])
+        total, n_counted, *means = self.ranks.broadcast([report.total_nats, report.n_tokens, *figures.values()])
         report = replace(report, total_nats=total, n_tokens=round(n_counted))
         better = report.loss < progress.best_loss
         if better:
@@ -345,7 +345,7 @@ class Run:
             with (
                 self.step.stopwatch.part("samples"),
                 self.state.average.applied(),
-                self.parallel.resting(),
+                self.parallel.inference_mode(),
                 generating(self.precision),
             ):
                 text = self.engine.generate(prompt, sampling, overflow="slide")
@@ -368,7 +368,7 @@ class Run:
     def finish(self, reason: str) -> Outcome:
         """Save, and describe the run in its folder."""
         self.state.save()
-        self.ranks.first(lambda: self._describe(reason))
+        self.ranks.from_rank_zero(lambda: self._describe(reason))
         progress = self.progress
         return Outcome(
             reason, progress.step, progress.tokens, progress.seconds, progress.best_loss, self.recipe.run_dir

@@ -1,8 +1,8 @@
 """Which checkpoints a run keeps, and the thread that writes them while training goes on."""
 
 import shutil
-import threading
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -92,15 +92,15 @@ def _signature(checkpoint: Checkpoint) -> Signature:
 
 
 class CheckpointWriter:
-    """Saves while training goes on: what is to be written is copied, and a thread of its own writes the copy.
+    """Saves while training goes on: copies the tensors, which a thread of its own then writes.
 
     At most one save is in flight. A failure is raised by the next call, or at the end of the `with`.
     """
 
     def __init__(self, run_dir: Path, keep: int, keep_every: int = 0) -> None:
         self.run_dir, self.keep, self.keep_every = run_dir, keep, keep_every
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._in_flight: Future[None] | None = None
         self._known: dict[str, Signature] = {}
 
     def __enter__(self) -> Self:
@@ -109,13 +109,12 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
+        self._pool.shutdown()
+        if error is None:  # else that is the error to report
             self.wait()
-        elif self._thread is not None:
-            self._thread.join()  # the first error is the one to tell
 
     def save(self, step: int, tensors: dict[str, Iterable[tuple[str, Tensor]]], state: dict[str, Any]) -> None:
-        """Copy and begin to write; returns as soon as the copy is made and an earlier save has ended.
+        """Copy and begin to write; returns once the copy is made and an earlier save has ended.
 
         The tensors, by name, are those of the `model` and, unless it is to hold weights only, of the `optimizer`.
 
@@ -127,20 +126,16 @@ class CheckpointWriter:
             kind: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
             for kind, named in tensors.items()
         }
-        self._thread = threading.Thread(target=self._write, args=(step, copies, state), name="checkpoint")
-        self._thread.start()
+        self._in_flight = self._pool.submit(self._write, step, copies, state)
 
     def _write(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
-        try:
-            saved = save_checkpoint(self.run_dir, step, tensors["model"], tensors.get("optimizer"), state)
-            self._known[saved.folder.name] = _signature(saved)  # its manifest has just been made from its files
-            remove_old(self.run_dir, self.keep, self.keep_every, self._known)
-        except BaseException as error:  # raised where someone waits for it
-            self._error = error
+        saved = save_checkpoint(self.run_dir, step, tensors["model"], tensors.get("optimizer"), state)
+        self._known[saved.folder.name] = _signature(saved)  # its manifest has just been made from its files
+        remove_old(self.run_dir, self.keep, self.keep_every, self._known)
 
     def check(self) -> None:
         """Raise the error of a save that has failed meanwhile."""
-        if self._thread is not None and not self._thread.is_alive():
+        if self._in_flight is not None and self._in_flight.done():
             self.wait()
 
     def wait(self) -> None:
@@ -149,9 +144,6 @@ class CheckpointWriter:
         Raises:
             RunError: the save failed.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            in_flight.result()

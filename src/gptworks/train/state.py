@@ -38,7 +38,7 @@ class TrainingState:
     def start_from(self, weights: dict[str, Tensor]) -> None:
         """Take over the weights of another run; of an adapter's run, those of the model that it adapts."""
         model = self._step.model
-        model.load_state_dict(self._step.parallel.shares(weights), strict=self._recipe.adapter is None)
+        model.load_state_dict(self._step.parallel.shard_tensors(weights), strict=self._recipe.adapter is None)
         self.average = WeightAverage(model, self._recipe.train.ema_decay)
 
     def restore(self, checkpoint: Checkpoint, batch_size: int) -> None:
@@ -64,7 +64,7 @@ class TrainingState:
             )
         self.progress = progress
         self._saved_step = progress.step
-        optimizer, shares, own = self._step.optimizer, self._step.parallel.shares, self.average.own_tensors
+        optimizer, shares, own = self._step.optimizer, self._step.parallel.shard_tensors, self.average.own_tensors
         weights = checkpoint.model_tensors({name: Expected.like(p) for name, p in self.average.parameters.items()})
         moments = checkpoint.optimizer_tensors(lambda stored: optimizer.expected_tensors(stored, own))
         optimizer.load_state_tensors(self.average.restore(shares(weights), shares(moments)))
@@ -79,13 +79,13 @@ class TrainingState:
         """
         if self._saved_step == self.progress.step:
             return
-        step, ranks, whole = self._step, self._step.ranks, self._step.parallel.whole
+        step, ranks, whole = self._step, self._step.ranks, self._step.parallel.gather_tensors
         self.progress.scaler = step.scaler.state_dict()
         with step.stopwatch.part("checkpoint"):
             tensors = {"model": whole(self.average.model_tensors)}
             if not weights_only:
                 tensors["optimizer"] = whole(step.optimizer.state_tensors() | self.average.own_tensors)
-            if ranks.is_first:
+            if ranks.is_rank_zero:
                 with ranks.busy():
                     self.writer.wait()
                 self.writer.save(self.progress.step, tensors, asdict(self.progress))

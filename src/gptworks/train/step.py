@@ -13,7 +13,7 @@ from gptworks.device import Precision
 from gptworks.model import GPT
 from gptworks.train.distributed.parallel import Parallel
 from gptworks.train.distributed.ranks import ALONE, Ranks
-from gptworks.train.objectives.next_token import Batch, Objective
+from gptworks.train.objectives.next_token import Batch, LossFunction
 from gptworks.train.optim.optimizer import Optimizer
 from gptworks.train.record.stopwatch import Stopwatch
 
@@ -39,7 +39,7 @@ class TrainStep:
         self,
         model: GPT,
         train: TrainConfig,
-        objective: Objective,
+        loss: LossFunction,
         precision: Precision,
         parallel: Parallel,
         ranks: Ranks = ALONE,
@@ -48,7 +48,7 @@ class TrainStep:
         Args:
             model: as `parallel.place` returned it.
         """
-        self.model, self.objective, self.precision = model, objective, precision
+        self.model, self.loss, self.precision = model, loss, precision
         self.parallel, self.ranks = parallel, ranks
         self.stopwatch = Stopwatch(model.device)
         self.optimizer = Optimizer(model, train, parallel.replicas)
@@ -70,12 +70,12 @@ class TrainStep:
         exchange = "gradients of all ranks" if self.ranks.size > 1 else "backward"
         self.model.train()
         for number, batch in zip(self.parallel.micro_steps, micro_batches, strict=True):
-            self.ranks.mark()
+            self.ranks.count_point()
             torch.manual_seed(int(np.random.SeedSequence((*seed, number)).generate_state(1, np.uint64)[0]))
             with self.stopwatch.part("forward"), self.precision.autocast():
-                losses = self.objective(self.model, batch)
+                losses = self.loss(self.model, batch)
             if number == self.parallel.micro_steps[-1]:
-                self.parallel.begin_sums(lambda: self.stopwatch.part(exchange))
+                self.parallel.begin_all_reduce(lambda: self.stopwatch.part(exchange))
             with self.stopwatch.part("backward"):
                 self.scaler.scale(losses.objective / max(1, n_targets)).backward()  # type: ignore[no-untyped-call]
             total += losses.loss
@@ -86,10 +86,10 @@ class TrainStep:
         with self.stopwatch.part(exchange):
             self.parallel.finish_gradients()
         if expert_tokens is not None:
-            expert_tokens = self.parallel.summed(expert_tokens)
-        means = {name: self.parallel.summed(value) / max(1, n_targets) for name, value in sums.items()}
+            expert_tokens = self.parallel.all_reduce(expert_tokens)
+        means = {name: self.parallel.all_reduce(value) / max(1, n_targets) for name, value in sums.items()}
         figures = {name: float(f"{value.item():.5g}") for name, value in means.items()}
-        return StepLosses((self.parallel.summed(total) / max(1, n_targets)).item(), figures, expert_tokens)
+        return StepLosses((self.parallel.all_reduce(total) / max(1, n_targets)).item(), figures, expert_tokens)
 
     def gradient_norm(self) -> float:
         """The norm of the step's gradients, of all ranks together; after it they are no longer scaled."""

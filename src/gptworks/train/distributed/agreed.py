@@ -19,13 +19,13 @@ def agreed_checkpoint(ranks: Ranks, run_dir: Path, choose: Callable[[], Checkpoi
         checkpoint = choose()
         return None if checkpoint is None else (checkpoint.folder.name, checkpoint.manifest_sha256)
 
-    told = ranks.first(chosen)
-    if told is None:
+    found = ranks.from_rank_zero(chosen)
+    if found is None:
         return None
-    name, sha256 = told
+    name, sha256 = found
     checkpoint = Checkpoint(run_dir / "checkpoints" / name)
     sees = checkpoint.manifest_sha256 == sha256
-    blind = ranks.add_up([float(rank == ranks.rank and not sees) for rank in range(ranks.size)])
+    blind = ranks.all_reduce([float(rank == ranks.rank and not sees) for rank in range(ranks.size)])
     if any(blind):
         names = ", ".join(f"rank {rank}" for rank, missing in enumerate(blind) if missing)
 
@@ -35,5 +35,5 @@ def agreed_checkpoint(ranks: Ranks, run_dir: Path, choose: Callable[[], Checkpoi
                 f"disk that all machines share, and nothing may delete checkpoints from it meanwhile."
             )
 
-        ranks.first(refuse)
+        ranks.from_rank_zero(refuse)
     return checkpoint

@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from gptworks.config import IGNORED, ModelConfig, PreferenceObjective, Recipe, RewardObjective, TrainConfig
+from gptworks.config import IGNORED, ModelConfig, Recipe, TrainConfig
 from gptworks.device import Precision
 from gptworks.errors import UserError
 from gptworks.model import GPT
@@ -51,7 +51,7 @@ class StopAsked(Exception):
 
 
 class Parallel:
-    """One device, which has everything. `ManyDevices` overrides what many have to do together."""
+    """One device. `ManyDevices` overrides what several do together."""
 
     layout = ONE_DEVICE
     samples = True
@@ -77,15 +77,15 @@ class Parallel:
         self.parameters = dict(model.to(device).named_parameters())
         return model
 
-    def summed(self, value: Tensor) -> Tensor:
-        """A sum over the whole step, from this rank's part of it."""
+    def all_reduce(self, value: Tensor) -> Tensor:
+        """The sum over the ranks that divide a step's batches, in place."""
         return value
 
-    def add_up(self, numbers: list[float]) -> list[float]:
+    def all_reduce_numbers(self, numbers: list[float]) -> list[float]:
         """The same for plain numbers, in float64."""
         return numbers
 
-    def begin_sums(self, timed: Timed) -> None:
+    def begin_all_reduce(self, timed: Timed) -> None:
         """Before the last micro-batch's backward pass, in which gradients may be added up; it waits within `timed`."""
 
     def finish_gradients(self) -> None:
@@ -100,20 +100,20 @@ class Parallel:
         """Scale gradients of this norm down to `max_norm`."""
         nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, torch.tensor(norm))
 
-    def shares(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part of whole tensors, by `parameter` or `parameter/key`."""
+    def shard_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's shard of whole tensors, by `parameter` or `parameter/key`."""
         return tensors
 
-    def whole(self, tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-        """Names and whole tensors, one after the other. All ranks go through it to the end together."""
+    def gather_tensors(self, tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+        """Names and whole tensors, one by one. All ranks iterate over them to the end together."""
         return tensors.items()
 
     @contextmanager
-    def resting(self) -> Iterator[None]:
+    def inference_mode(self) -> Iterator[None]:
         """Inside, the model is used without training it."""
         yield
 
-    def share(self, batches: Iterator[Rows]) -> Iterator[Rows]:
+    def split_batches(self, batches: Iterator[Rows]) -> Iterator[Rows]:
         """This rank's part of the batches of an evaluation.
 
         Raises:
@@ -123,14 +123,6 @@ class Parallel:
             if self.stop_asked():
                 raise StopAsked
             yield batch
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Inside, this rank reads files or the like; no rank takes the wait for a hang."""
-        yield
-
-    def moved(self) -> None:
-        """Say that this rank has begun work that is no pass of the model."""
 
 
 def run_layout(recipe: Recipe, ranks: Ranks, device: torch.device, precision: Precision) -> Layout:
@@ -143,18 +135,13 @@ def run_layout(recipe: Recipe, ranks: Ranks, device: torch.device, precision: Pr
 
 
 def choose_parallel(recipe: Recipe, ranks: Ranks, device: torch.device, layout: Layout) -> Parallel:
-    """What brings this layout about. All ranks call it together."""
+    """The `Parallel` of this layout. All ranks call it together."""
     if ranks.size == 1:
-        return Parallel(recipe.train, has_varying_widths(recipe))
+        return Parallel(recipe.train, recipe.objective.varying_widths)
     mesh = init_device_mesh(
         device.type, (layout.data_parallel, layout.tensor_parallel), mesh_dim_names=("data", "tensor")
     )
-    return ManyDevices(recipe.train, ranks, mesh, layout, has_varying_widths(recipe))
-
-
-def has_varying_widths(recipe: Recipe) -> bool:
-    """Whether batches are as long as the longest text in them: pairs of answers, and answers made in the run."""
-    return isinstance(recipe.objective, PreferenceObjective | RewardObjective)
+    return ManyDevices(recipe.train, ranks, mesh, layout, recipe.objective.varying_widths)
 
 
 def check_parallel(recipe: Recipe, n_ranks: int, precision: str = "auto") -> None:
@@ -181,16 +168,16 @@ class ManyDevices(Parallel):
         self.micro_steps = range(index, train.batch_size // self.micro_batch_size, n_data)
         if layout.sums_in_backward:
             self.replicas = self._data.get_group()
-        self.samples = ranks.is_first or self._sharded or self._tensor.size() > 1
-        # DTensor warns that a matrix divided over both dimensions is gathered in two steps, which is what is meant.
+        self.samples = ranks.is_rank_zero or self._sharded or self._tensor.size() > 1
+        # DTensor warns about two-step gathers of matrices divided over both dimensions, which are intended here.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
     # ------------------------------------------------------------------------------------------- model
 
     def place(self, model: GPT, device: torch.device) -> GPT:
-        """Every rank has made the same model from the seed; each keeps its share, block after block.
+        """Shard the model, which every rank has made from the same seed, block after block.
 
-        The root group holds what stands outside the blocks, because a tied embedding is the head too.
+        The root group holds the parameters outside the blocks, because a tied embedding is the head too.
         """
         if self._tensor.size() > 1:
             for block in model.blocks:
@@ -224,11 +211,11 @@ class ManyDevices(Parallel):
             trained = [p for p in self.parameters.values() if p.requires_grad and "data" not in divided_over(p)]
             self._sums = GradientSums(reversed(trained), self._data.get_group())
         ranks = self._ranks
-        model.token_embedding.register_forward_pre_hook(lambda *_: ranks.moved())  # every pass begins with it
+        model.token_embedding.register_forward_pre_hook(lambda *_: ranks.count_work())  # every pass begins with it
         return model
 
     @contextmanager
-    def resting(self) -> Iterator[None]:
+    def inference_mode(self) -> Iterator[None]:
         gathered = self._sharded and self.layout.gathers == "bf16"  # such matrices multiply under autocast alone
         try:
             with torch.autocast(self._mesh.device_type, dtype=torch.bfloat16, enabled=gathered):
@@ -239,20 +226,20 @@ class ManyDevices(Parallel):
 
     # --------------------------------------------------------------------------------------- gradients
 
-    def summed(self, value: Tensor) -> Tensor:
+    def all_reduce(self, value: Tensor) -> Tensor:
         distributed.all_reduce(value, group=self._data.get_group())
         return value
 
-    def add_up(self, numbers: list[float]) -> list[float]:
+    def all_reduce_numbers(self, numbers: list[float]) -> list[float]:
         counts = self._tensor.get_local_rank() == 0  # the others have seen the same sequences
-        return self._ranks.add_up([number * counts for number in numbers])
+        return self._ranks.all_reduce([number * counts for number in numbers])
 
-    def begin_sums(self, timed: Timed) -> None:
+    def begin_all_reduce(self, timed: Timed) -> None:
         if self.layout.sums_in_backward:
             self._sums.begin(timed)
 
     def finish_gradients(self) -> None:
-        self._ranks.mark()
+        self._ranks.count_point()
         if self._tensor.size() > 1:
             self._agree_over_tensor_ranks()
         if self._data.size() > 1:
@@ -282,7 +269,7 @@ class ManyDevices(Parallel):
             copies = self._ranks.size // math.prod(sizes)
             by_copies.setdefault(copies, []).append(gradient)
         squares = [nn.utils.get_total_norm(there).item() ** 2 / copies for copies, there in by_copies.items()]
-        (square,) = self._ranks.add_up([sum(squares)])
+        (square,) = self._ranks.all_reduce([sum(squares)])
         return float(square**0.5)
 
     def clip_gradients(self, max_norm: float, norm: float) -> None:
@@ -294,39 +281,31 @@ class ManyDevices(Parallel):
 
     # -------------------------------------------------------------------------------------- checkpoints
 
-    def shares(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self._share_of(name, tensor) for name, tensor in tensors.items()}
+    def shard_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._shard(name, tensor) for name, tensor in tensors.items()}
 
-    def _share_of(self, name: str, tensor: Tensor) -> Tensor:
+    def _shard(self, name: str, tensor: Tensor) -> Tensor:
         parameter = self.parameters.get(name, self.parameters.get(name.rpartition("/")[0]))
         if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
             return tensor
         return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
-    def whole(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def gather_tensors(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors.items():
-            self._ranks.mark()
+            self._ranks.count_point()
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     # --------------------------------------------------------------------------------------- evaluation
 
-    def share(self, batches: Iterator[Rows]) -> Iterator[Rows]:
-        """Every n-th; a rank that has none in the last round computes that round's first and counts nothing, because
-        blocks that are gathered need all ranks."""
+    def split_batches(self, batches: Iterator[Rows]) -> Iterator[Rows]:
+        """Every n-th; a rank without one in the last round computes that round's first and counts nothing, because
+        gathering blocks needs all ranks."""
         n, index = self._data.size(), self._data.get_local_rank()
         while turn := list(islice(batches, n)):
-            if self._ranks.asked(self.stop_asked()):
+            if self._ranks.agree_to_stop(self.stop_asked()):
                 raise StopAsked
             inputs, targets, *positions = turn[min(index, len(turn) - 1)]
             yield inputs, targets if index < len(turn) else torch.full_like(targets, IGNORED), *positions
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        with self._ranks.busy():
-            yield
-
-    def moved(self) -> None:
-        self._ranks.moved()
 
 
 def compile_blocks(model: GPT, setting: str, device: torch.device, varying_widths: bool = False) -> None:

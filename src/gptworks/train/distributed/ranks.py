@@ -43,41 +43,41 @@ class Ranks:
     rank, size, local_rank, local_size = 0, 1, 0, 1
 
     @property
-    def is_first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this process writes the run folder and speaks to the user."""
         return self.rank == 0
 
-    def first(self, work: Callable[[], T]) -> T:
-        """What rank 0's work gives (anything JSON can say), on every rank, however long it takes.
+    def from_rank_zero(self, work: Callable[[], T]) -> T:
+        """What `work` returns on rank 0 (any JSON value), on every rank, however long it takes.
 
-        What stops rank 0 stops them all.
+        An error on rank 0 ends all ranks.
         """
         return work()
 
-    def in_turn(self, work: Callable[[], T]) -> T:
-        """Done by rank 0, then by the others, which find what it has left."""
+    def rank_zero_first(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0, then on the others, which find what it has written."""
         return work()
 
-    def asked(self, stop: str | None) -> str | None:
-        """The name of the signal that has asked any rank to stop; all ranks hear of it at the same step."""
+    def agree_to_stop(self, stop: str | None) -> str | None:
+        """The name of the signal that has asked any rank to stop, on all ranks at the same step."""
         return stop
 
-    def latest(self, seconds: float) -> float:
-        """The largest of all ranks' clocks, so that what is due by the clock is due for all."""
+    def all_reduce_max(self, seconds: float) -> float:
+        """The maximum over all ranks, so that what is due by the clock is due for all."""
         return seconds
 
-    def add_up(self, numbers: list[float]) -> list[float]:
+    def all_reduce(self, numbers: list[float]) -> list[float]:
         """Sums over all ranks, in float64."""
         return numbers
 
-    def agreed(self, numbers: list[float]) -> list[float]:
+    def broadcast(self, numbers: list[float]) -> list[float]:
         """Rank 0's numbers, on every rank: what decides how the run goes on must not differ by a bit."""
         return numbers
 
-    def mark(self) -> None:
+    def count_point(self) -> None:
         """Count a point that all ranks pass."""
 
-    def moved(self) -> None:
+    def count_work(self) -> None:
         """Count work that this rank has begun, such as a forward pass; others may have more or less of it."""
 
     @contextmanager
@@ -156,54 +156,54 @@ class _Joined(Ranks):
         )
         self.watch.start()
 
-    def first(self, work: Callable[[], T]) -> T:
+    def from_rank_zero(self, work: Callable[[], T]) -> T:
         key = f"first/{self._turn}"
-        with self.watch.patience(busy=self.is_first):
-            if self.is_first:
+        with self.watch.patience(busy=self.is_rank_zero):
+            if self.is_rank_zero:
                 value = work()  # an error leaves `failed` under this key, see `leave`
                 self._store.set(key, json.dumps({"value": value}))
             else:
                 self._store.wait([key], _FOR_EVER)
-        told = json.loads(self._store.get(key))
-        if _FAILED in told:
-            raise SystemExit(told[_FAILED])
+        received = json.loads(self._store.get(key))
+        if _FAILED in received:
+            raise SystemExit(received[_FAILED])
         self._turn += 1
-        return value if self.is_first else told["value"]
+        return value if self.is_rank_zero else received["value"]
 
-    def in_turn(self, work: Callable[[], T]) -> T:
+    def rank_zero_first(self, work: Callable[[], T]) -> T:
         made: list[T] = []
-        self.first(lambda: made.append(work()))
+        self.from_rank_zero(lambda: made.append(work()))
         with self.busy():
             return made[0] if made else work()
 
-    def asked(self, stop: str | None) -> str | None:
-        self.mark()
+    def agree_to_stop(self, stop: str | None) -> str | None:
+        self.count_point()
         number = torch.tensor(signal.Signals[stop].value if stop else 0)
         distributed.all_reduce(number, distributed.ReduceOp.MAX)
         return signal.Signals(int(number)).name if number else None
 
-    def latest(self, seconds: float) -> float:
+    def all_reduce_max(self, seconds: float) -> float:
         clock = torch.tensor(seconds, dtype=torch.float64)
         distributed.all_reduce(clock, distributed.ReduceOp.MAX)
         return clock.item()
 
-    def add_up(self, numbers: list[float]) -> list[float]:
+    def all_reduce(self, numbers: list[float]) -> list[float]:
         sums = torch.tensor(numbers, dtype=torch.float64)
         distributed.all_reduce(sums)
         added: list[float] = sums.tolist()
         return added
 
-    def agreed(self, numbers: list[float]) -> list[float]:
-        told = torch.tensor(numbers, dtype=torch.float64)
-        distributed.broadcast(told, src=0)
-        agreed: list[float] = told.tolist()
-        return agreed
+    def broadcast(self, numbers: list[float]) -> list[float]:
+        received = torch.tensor(numbers, dtype=torch.float64)
+        distributed.broadcast(received, src=0)
+        values: list[float] = received.tolist()
+        return values
 
-    def mark(self) -> None:
-        self.watch.mark()
+    def count_point(self) -> None:
+        self.watch.count_point()
 
-    def moved(self) -> None:
-        self.watch.moved()
+    def count_work(self) -> None:
+        self.watch.count_work()
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -214,7 +214,7 @@ class _Joined(Ranks):
         """Tell the others that this rank needs no watching any more, and how it has ended."""
         error = sys.exc_info()[1]
         with contextlib.suppress(RuntimeError):  # the launcher and its store may be gone
-            if how == _FAILED and self.is_first:
+            if how == _FAILED and self.is_rank_zero:
                 code = getattr(error, "exit_code", 1)
                 self._store.set(f"first/{self._turn}", json.dumps({_FAILED: code}))
             self.watch.stop(how)
@@ -286,11 +286,11 @@ class _Watch(threading.Thread):
         store.set_timeout(timedelta(seconds=max(10.0, timeout_seconds)))
         self._beat()
 
-    def mark(self) -> None:
+    def count_point(self) -> None:
         """Count a common point."""
         self._marks += 1
 
-    def moved(self) -> None:
+    def count_work(self) -> None:
         """Count work that has begun."""
         self._moves += 1
 
@@ -304,7 +304,7 @@ class _Watch(threading.Thread):
             yield
         finally:
             self._patient, self._busy = before
-            self.mark()
+            self.count_point()
 
     def stop(self, how: str) -> None:
         """Beat no more; `how` stands where the beats stood."""

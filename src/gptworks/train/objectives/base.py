@@ -1,26 +1,58 @@
-"""What a run learns, and from what: the one place where objectives differ. The loop knows only `Task`."""
+"""What a run learns, and from what: the one place where objectives differ. The loop knows only `Objective`.
 
-from collections.abc import Callable, Sequence
+To add one, write its settings in `gptworks.config.objective`, a subclass of `Objective` in a file here, and an entry in
+`choose.OBJECTIVES`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from gptworks.config import Recipe
+from gptworks.config import Recipe, TrainConfig
+from gptworks.config.objective import ObjectiveSettings
 from gptworks.data.batches import Batches, evaluation_windows
+from gptworks.data.conversations.packing import ExampleBatches, Examples, evaluation_rows
 from gptworks.data.shards import TokenShards
 from gptworks.device import Precision
-from gptworks.evaluate.loss import LossReport, Shares, evaluate_loss
+from gptworks.evaluate.loss import LossReport, Workers, evaluate_loss
 from gptworks.infer.engine import Engine
 from gptworks.model import GPT
 from gptworks.plan.run import planned_steps
-from gptworks.train.distributed.ranks import ALONE, Ranks
-from gptworks.train.objectives.next_token import Batch, Losses, count_targets, next_token, routing_weights
+from gptworks.train.distributed.ranks import Ranks
+from gptworks.train.objectives.next_token import Batch, Losses, LossFunction, Routing, count_targets, next_token
+
+Report = Callable[[str], None]
 
 
-class Task:
-    """Predicting every next token of the text. Other objectives override what differs.
+@dataclass(frozen=True)
+class RunContext:
+    """The run that an objective is part of."""
 
-    Batches are a function of (shards, seed, position) alone: that is what exact resume rests on. A position counts
-    samples from the start of the run, those that rollbacks have passed included.
+    model: GPT
+    """With the weights that training starts from, or goes on from."""
+    engine: Engine
+    precision: Precision
+    workers: Workers
+    ranks: Ranks
+    is_new: bool
+    """Whether the run begins, so that these are the weights of its start."""
+    report: Report
+
+
+class Objective:
+    """Predicting every next token of the text, or every token of the answers of conversations. Others override what
+    differs.
+
+    Batches are a function of (shards, seed, position) alone: exact resume rests on that. A position counts samples from
+    the start of the run, including those that rollbacks have passed.
     """
+
+    generates = False
+    """Whether a step's batches are made with the current model (`generate`)."""
+
+    _held_out: Examples | None = None
+    """Conversations in rows, if it reads those."""
 
     def __init__(self, recipe: Recipe, data_folder: Path, verify: bool = False) -> None:
         """
@@ -34,62 +66,63 @@ class Task:
         self.recipe, self.context_length = recipe, recipe.model.context_length
         self.train_shards = TokenShards(data_folder, "train", verify=verify)
         self.validation_shards = TokenShards(data_folder, "validation", verify=verify)
-        self._routing = routing_weights(recipe.train)
+        self._routing = Routing.of(recipe.train)
         self._open()
 
     def _open(self) -> None:
-        """Make what batches are read from."""
-        recipe = self.recipe
-        self._windows = Batches(self.train_shards, self.context_length, recipe.seed)
+        """Open the splits: as windows of text, or as rows of conversations."""
+        settings, context, seed = self.recipe.objective, self.context_length, self.recipe.seed
+        self._batches: Batches | ExampleBatches
+        if settings.several_texts and self.recipe.data.conversations:
+            self._batches = rows = ExampleBatches(Examples(self.train_shards, context, settings.packs), seed)
+            self._samples_per_epoch = rows.rows_per_epoch
+            self._held_out = Examples(self.validation_shards, context, settings.packs)
+        else:
+            self._batches = windows = Batches(self.train_shards, context, seed)
+            self._samples_per_epoch = windows.windows_per_epoch
 
-    ranks: Ranks = ALONE
-    """The processes that train together; the run sets it."""
+    @staticmethod
+    def check(recipe: Recipe) -> None:
+        """Check what else the objective needs, such as another run or a file, before any work is done.
 
-    rolls_out = False
-    """Whether a step's batches are made with the model as it is then (`roll_out`)."""
+        Raises:
+            UserError: it is missing or cannot be used.
+        """
 
-    def begin(
-        self,
-        model: GPT,
-        engine: Engine,
-        precision: Precision,
-        fresh: bool,
-        writes: bool,
-        report: Callable[[str], None],
-        shares: Shares,
-    ) -> None:
-        """What is done once, before the first step of a sitting.
+    @classmethod
+    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig) -> LossFunction:
+        """The loss of batches of inputs and targets alone, by which a step is traced and measured."""
+        return partial(next_token, routing=Routing.of(train))
 
-        Args:
-            model: has the weights that training starts from, or goes on from.
-            fresh: whether the run begins, so that these are the weights of its start.
-            writes: whether this process writes the run folder.
-            shares: how the run's processes divide work.
+    def begin(self, run: RunContext) -> None:
+        """Called once, before the first step of each session.
 
         Raises:
             UserError: something that the objective needs is missing or cannot be used.
         """
 
-    def roll_out(self, position: int, micro_steps: Sequence[int], batches: list[Batch]) -> tuple[list[Batch], int, int]:
+    def generate(self, position: int, micro_steps: Sequence[int], batches: list[Batch]) -> tuple[list[Batch], int, int]:
         """The micro-batches of the step at a position from what `batch` made, their count and their tokens.
 
-        Called where `rolls_out`.
+        Called if `generates`.
         """
         raise NotImplementedError
 
     @property
     def data_fingerprint(self) -> str:
-        """What must be equal when a run goes on."""
+        """Must be equal when a run is resumed."""
         return self.train_shards.manifest.fingerprint
 
     @property
     def samples_per_epoch(self) -> int:
-        """What a step's batch_size counts, in the whole training split."""
-        return self._windows.windows_per_epoch
+        """Samples in the training split, as `train.batch_size` counts them."""
+        return self._samples_per_epoch
 
     @property
     def n_validation(self) -> int:
         """Sequences in the whole validation split: windows, rows, pairs or prompts."""
+        if self._held_out is not None:
+            return len(self._held_out.rows)
         return max(1, -(-(self.validation_shards.n_tokens - 1) // self.context_length))
 
     @property
@@ -99,34 +132,37 @@ class Task:
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the run, where that is known beforehand."""
+        """Optimizer steps of the run, if known beforehand."""
         train, samples = self.recipe.train, self.samples_per_epoch
         return planned_steps(train, self.context_length, None, windows_per_epoch=samples)[0]
 
     @property
     def tokens_per_epoch(self) -> int:
+        """Tokens that the model reads in an epoch, about."""
+        if self._held_out is not None:
+            return self.samples_per_epoch * self.context_length
         return self.train_shards.n_tokens
 
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
-        """Micro-batch number `micro_step`, of `size` rows, of the step that begins at a position, on the CPU."""
-        return self._windows.batch(position + micro_step * size, size)
+        """Micro-batch number `micro_step`, of `size` samples, of the step that begins at a position, on the CPU."""
+        return self._batches.batch(position + micro_step * size, size)
 
     def count(self, batch: Batch) -> int:
-        """What the sum of a batch's losses is divided by: its targets."""
+        """The divisor of the sum of a batch's losses: its targets."""
         return count_targets(batch)
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        """The objective: sums over the batch."""
-        return next_token(model, batch, **self._routing)
+        """Sums over the batch."""
+        return next_token(model, batch, self._routing)
 
-    def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
+    def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
         """The loss on held-out text, and other figures for the metrics, by name."""
-        shards, n_sequences = self.validation_shards, self.n_evaluated
-        report = evaluate_loss(
-            model,
-            evaluation_windows(shards, self.context_length, n_sequences),
-            text_bytes=shards.text_bytes if n_sequences == 0 and shards.manifest.round_trips else None,
-            shares=shares,
-            autocast=precision.autocast,
-        )
+        shards, n_sequences, text_bytes = self.validation_shards, self.n_evaluated, None
+        windows: Iterator[Batch]
+        if self._held_out is not None:
+            windows = evaluation_rows(self._held_out, n_sequences)
+        else:
+            windows = evaluation_windows(shards, self.context_length, n_sequences)
+            text_bytes = shards.text_bytes if n_sequences == 0 and shards.manifest.round_trips else None
+        report = evaluate_loss(model, windows, text_bytes=text_bytes, workers=workers, autocast=precision.autocast)
         return report, {}

@@ -1,17 +1,16 @@
-"""Which task a recipe's objective is."""
+"""The objective of a recipe."""
 
 from pathlib import Path
 
 from gptworks.config import Recipe
-from gptworks.train.objectives.base import Task
+from gptworks.train.objectives.base import Objective
 from gptworks.train.objectives.distillation import Distillation
-from gptworks.train.objectives.instruction import Instruction
 from gptworks.train.objectives.preference import Preference
 from gptworks.train.objectives.reward import Reward
 
-TASKS: dict[str, type[Task]] = {
-    "next_token": Task,
-    "instruction": Instruction,
+OBJECTIVES: dict[str, type[Objective]] = {
+    "next_token": Objective,
+    "instruction": Objective,
     "preference": Preference,
     "distillation": Distillation,
     "reward": Reward,
@@ -19,6 +18,15 @@ TASKS: dict[str, type[Task]] = {
 """By `objective.type`."""
 
 
-def choose_task(recipe: Recipe, data_folder: Path, verify: bool = False) -> Task:
-    """The task that `recipe.objective` names; arguments as for `Task`."""
-    return TASKS[recipe.objective.type](recipe, data_folder, verify)
+def check_objective(recipe: Recipe) -> None:
+    """Check what the recipe's objective needs besides its data, before any work is done.
+
+    Raises:
+        UserError: see `Objective.check`.
+    """
+    OBJECTIVES[recipe.objective.type].check(recipe)
+
+
+def choose_objective(recipe: Recipe, data_folder: Path, verify: bool = False) -> Objective:
+    """The objective that `recipe.objective` names; arguments as for `Objective`."""
+    return OBJECTIVES[recipe.objective.type](recipe, data_folder, verify)

@@ -1,6 +1,6 @@
 """Preference tuning without a reward model: DPO (Rafailov et al., 2023), cDPO and IPO.
 
-What the model gives an answer is compared with what the model at the start of the run gave it, its reference. That is
+The model's log-probability of an answer is compared with the reference: that of the model at the start of the run,
 computed once, before the first step, and kept in the run folder.
 
 Shapes: P pairs, T tokens of the longest conversation among them.
@@ -8,7 +8,8 @@ Shapes: P pairs, T tokens of the longest conversation among them.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,24 +19,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gptworks.config import IGNORED, PreferenceObjective
+from gptworks.config import IGNORED, PreferenceObjective, TrainConfig
+from gptworks.config.objective import ObjectiveSettings
 from gptworks.data.batches import shuffled
 from gptworks.data.conversations.preferences import Pairs
 from gptworks.device import Precision
 from gptworks.errors import UserError
-from gptworks.evaluate.loss import LossReport, Shares
+from gptworks.evaluate.loss import LossReport, Workers
 from gptworks.files import sealed_json, unsealed_json, write_whole
-from gptworks.infer.engine import Engine
 from gptworks.model import GPT
 from gptworks.model.backend import eval_mode
 from gptworks.model.loss import target_logprobs
-from gptworks.train.objectives.base import Task
-from gptworks.train.objectives.next_token import Batch, Losses, with_routing
+from gptworks.train.objectives.base import Objective, RunContext
+from gptworks.train.objectives.next_token import Batch, Losses, LossFunction, Routing, padded, with_routing
 
 REFERENCE = "reference.safetensors"
-
-_ROUND_TOKENS = 32
-"""Batches are as long as their longest conversation, rounded up to this: fewer shapes for kernels to meet."""
 
 
 def preference_loss(
@@ -69,9 +67,7 @@ def answer_logprobs(model: GPT, inputs: Tensor, targets: Tensor, router_logits: 
     return target_logprobs(features, model.head_weight, targets).sum(-1)
 
 
-def preference(
-    objective: PreferenceObjective, model: GPT, batch: Batch, *, balance_weight: float, z_weight: float
-) -> Losses:
+def preference(objective: PreferenceObjective, model: GPT, batch: Batch, routing: Routing) -> Losses:
     """`preference_loss` of inputs and targets [2P, T] with their reference [2P]; see `Preference.batch`."""
     inputs, targets, reference = batch
     router_logits: list[Tensor] = []
@@ -79,20 +75,24 @@ def preference(
     n_tokens = (targets != IGNORED).sum(-1).clamp(min=1)
     loss, figures = preference_loss(objective, logprobs - reference, n_tokens)
     n_pairs = len(inputs) // 2
-    return with_routing(loss, loss, router_logits, model, n_pairs, balance_weight, z_weight, figures)
+    return with_routing(loss, loss, router_logits, model, n_pairs, routing, figures)
 
 
-class Preference(Task):
+class Preference(Objective):
     """Pairs of answers; a step's batch_size counts pairs."""
-
-    objective: PreferenceObjective
 
     def _open(self) -> None:
         assert isinstance(self.recipe.objective, PreferenceObjective)
-        self.objective = self.recipe.objective
+        self._settings = self.recipe.objective
         self._pairs = {"train": Pairs(self.train_shards, self.context_length),
                        "validation": Pairs(self.validation_shards, self.context_length)}  # fmt: skip
         self._reference: dict[str, Tensor] = {}  # [n pairs, 2] by split
+
+    @classmethod
+    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig) -> LossFunction:
+        assert isinstance(settings, PreferenceObjective)
+        loss = partial(preference, settings, routing=Routing.of(train))
+        return lambda model, batch: loss(model, (*batch, torch.zeros(len(batch[0]), device=model.device)))
 
     @property
     def samples_per_epoch(self) -> int:
@@ -104,35 +104,26 @@ class Preference(Task):
 
     # ----------------------------------------------------------------------------------------------- reference
 
-    def begin(
-        self,
-        model: GPT,
-        engine: Engine,
-        precision: Precision,
-        fresh: bool,
-        writes: bool,
-        report: Callable[[str], None],
-        shares: Shares,
-    ) -> None:
+    def begin(self, run: RunContext) -> None:
         path = self.recipe.run_dir / REFERENCE
-        if not fresh:
+        if not run.is_new:
             self._reference = self._read_reference(path)
             return
         n_pairs = sum(map(len, self._pairs.values()))
-        report(f"computing what the model gives {n_pairs:,} pairs of answers at the start")
-        self._reference = {split: self._logprobs(model, precision, split, shares) for split in self._pairs}
-        if writes:
+        run.report(f"computing what the model gives {n_pairs:,} pairs of answers at the start")
+        self._reference = {split: self._logprobs(run.model, run.precision, split, run.workers) for split in self._pairs}
+        if run.ranks.is_rank_zero:
             data = save(self._reference)
             described = {
                 "data": self.data_fingerprint,
-                "weights": weights_fingerprint(model),
+                "weights": weights_fingerprint(run.model),
                 "tensors": hashlib.sha256(data).hexdigest(),
             }
             path.write_bytes(data)
             write_whole(path.with_suffix(".json"), sealed_json(described))
 
     def _read_reference(self, path: Path) -> dict[str, Tensor]:
-        """What the model gave at the start, from the run folder.
+        """The log-probabilities at the start, from the run folder.
 
         Raises:
             UserError: it is missing, damaged or of other data.
@@ -146,26 +137,26 @@ class Preference(Task):
         if not reference:
             raise UserError(
                 f"{path} is missing or damaged: it holds what the model gave the answers before the run began, which "
-                f"cannot be told now. Restore it from a copy, or start anew with another run_dir=."
+                f"cannot be computed now. Restore it from a copy, or start anew with another run_dir=."
             )
         if described["data"] != self.data_fingerprint:
             raise UserError(f"{path} is of other pairs than these: restore the data, or give another run_dir=.")
         return reference
 
-    def _logprobs(self, model: GPT, precision: Precision, split: str, shares: Shares) -> Tensor:
-        """log π of both answers of every pair, float32 [n, 2] on the CPU; each process computes its share.
+    def _logprobs(self, model: GPT, precision: Precision, split: str, workers: Workers) -> Tensor:
+        """log π of both answers of every pair, float32 [n, 2] on the CPU; each process computes some pairs.
 
-        With gradients, though nobody wants them: so the kernels are those of training, and round alike.
+        Gradients stay enabled, though unused, so that the kernels are those of training, and round alike.
         """
         given = torch.zeros(len(self._pairs[split]), 2, device=model.device)
         batches = self._chunks(split, list(range(len(given))))
         with eval_mode(model):
-            for inputs, targets, chosen in shares.share(batches):
+            for inputs, targets, chosen in workers.split_batches(batches):
                 with precision.autocast():
                     logprobs = answer_logprobs(model, inputs.to(model.device), targets.to(model.device))
                 if counts(targets):
                     given[chosen.to(model.device)] = logprobs.detach().view(2, -1).T.float()
-        return shares.summed(given).cpu()  # zeros but for one process's numbers: the sum is these
+        return workers.all_reduce(given).cpu()  # all but one process have zeros
 
     def _chunks(self, split: str, pairs: list[int]) -> Iterator[Batch]:
         """Inputs and targets [2P, T] of the pairs, a micro-batch at a time, and which these are [P]."""
@@ -187,30 +178,23 @@ class Preference(Task):
 
     def _rows(self, split: str, pairs: list[int]) -> tuple[Tensor, Tensor]:
         answers = [self._pairs[split].answer(pair, side) for side in (0, 1) for pair in pairs]
-        longest = max(len(ids) for ids, _ in answers) - 1
-        width = min(self.context_length, -(-longest // _ROUND_TOKENS) * _ROUND_TOKENS)
-        inputs = torch.zeros(len(answers), width, dtype=torch.int64)
-        targets = torch.full_like(inputs, IGNORED)
-        for row, (ids, learned) in enumerate(answers):
-            inputs[row, : len(ids) - 1] = torch.from_numpy(ids[:-1])
-            targets[row, : len(ids) - 1] = torch.from_numpy(np.where(learned[1:], ids[1:], IGNORED))
-        return inputs, targets
+        return padded(answers, self.context_length)
 
     def count(self, batch: Batch) -> int:
         return batch[0].size(0) // 2
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        return preference(self.objective, model, batch, **self._routing)
+        return preference(self._settings, model, batch, self._routing)
 
     @torch.no_grad()
-    def evaluate(self, model: GPT, shares: Shares, precision: Precision) -> tuple[LossReport, dict[str, float]]:
+    def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
         """The held-out pairs' mean loss, reward margin, and how often the chosen answer gained more than the other."""
         n_pairs = len(self._pairs["validation"])
         n_chosen = self.n_evaluated or n_pairs
         chosen = [place * n_pairs // n_chosen for place in range(n_chosen)]
         sums = dict.fromkeys(("loss", "reward_margin", "reward_chosen", "accuracy"), 0.0)
         with eval_mode(model):
-            for inputs, targets, pairs in shares.share(self._chunks("validation", chosen)):
+            for inputs, targets, pairs in workers.split_batches(self._chunks("validation", chosen)):
                 reference = self._reference["validation"][pairs].T.flatten()
                 batch = tuple(x.to(model.device) for x in (inputs, targets, reference))
                 with precision.autocast():
@@ -218,18 +202,18 @@ class Preference(Task):
                 if counts(targets):
                     for name, value in {"loss": losses.loss, **losses.figures}.items():
                         sums[name] += value.item()
-        total, *figures = shares.add_up(list(sums.values()))
+        total, *figures = workers.all_reduce_numbers(list(sums.values()))
         means = {name: value / n_chosen for name, value in zip(list(sums)[1:], figures, strict=True)}
         return LossReport(total, n_chosen, unit="nats per pair"), means
 
 
 def counts(targets: Tensor) -> bool:
-    """Whether a batch of an evaluation is this process's own, see `Shares.share`."""
+    """Whether a batch of an evaluation is this process's own, see `Workers.split_batches`."""
     return bool((targets != IGNORED).any())
 
 
 def weights_fingerprint(model: GPT) -> str:
-    """sha256 of a model's parameters, in the order of their names. Of sharded ones, this process's share."""
+    """sha256 of a model's parameters, in the order of their names. Of sharded ones, this process's shard."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter

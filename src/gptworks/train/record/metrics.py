@@ -4,7 +4,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -133,14 +133,6 @@ def read_metrics(path: Path, skipped: Skipped | None = None) -> Iterator[Record]
 _MOST_LINE_BYTES = 1 << 22
 
 _TEXTS = ("kind", "prompt", "text", "unit")
-_NEEDED: dict[str, dict[str, tuple[type, ...]]] = {
-    "train": {"tokens": (int,), "loss": (int, float), "seconds": (int, float)},
-    "validation": {"tokens": (int,), "loss": (int, float)},
-    "sample": {"prompt": (str,), "text": (str,)},
-    "rollback": {"from_step": (int,)},
-}
-"""What a record of each kind cannot do without, and the types."""
-
 _NOT_FINITE = ("nan", "inf", "-inf")
 """JSON has no such numbers: a figure that is one of them is written as its name."""
 
@@ -156,32 +148,41 @@ def _lines(file: BinaryIO) -> Iterator[bytes | None]:
         yield None
 
 
-def _fault(record: Any) -> str | None:
-    """Why this is no record, in words that follow a number of lines; None: it is one."""
-    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-        return "without a kind"
-    if not _is_count(record.get("step")):
-        return "without a step"
-    for key, types in _NEEDED.get(record["kind"], {}).items():
-        value = record.get(key)
-        right = (
-            isinstance(value, str)
-            if types == (str,)
-            else _is_count(value)
-            if types == (int,)
-            else _is_number(value) or value in _NOT_FINITE
-        )
-        if not right:
-            return f"without {key}"
-    return None
-
-
 def _is_number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and -(2**63) < value < 2**63)
 
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and _is_number(value) and value >= 0
+
+
+def _is_figure(value: Any) -> bool:
+    return _is_number(value) or value in _NOT_FINITE
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_NEEDED: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "train": {"tokens": _is_count, "loss": _is_figure, "seconds": _is_figure},
+    "validation": {"tokens": _is_count, "loss": _is_figure},
+    "sample": {"prompt": _is_text, "text": _is_text},
+    "rollback": {"from_step": _is_count},
+}
+"""The values without which a record of each kind is none, and how each is checked."""
+
+
+def _fault(record: Any) -> str | None:
+    """Why this is no record, in words that follow a number of lines; None: it is one."""
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return "without a kind"
+    if not _is_count(record.get("step")):
+        return "without a step"
+    for key, is_right in _NEEDED.get(record["kind"], {}).items():
+        if not is_right(record.get(key)):
+            return f"without {key}"
+    return None
 
 
 def _checked(record: Record) -> Record:

@@ -12,7 +12,7 @@ from gptworks.model.moe import busiest_load
 from gptworks.plan.memory import training_peak
 from gptworks.plan.params import count_parameters
 from gptworks.train.length import Length
-from gptworks.train.objectives.base import Task
+from gptworks.train.objectives.base import Objective
 from gptworks.train.progress import Progress
 from gptworks.train.record.card import MemoryPeaks, write_model_card
 from gptworks.train.record.display import Display, clock
@@ -31,9 +31,16 @@ class Reporter:
     """Reports a run. Every rank has one; those but the first are silent."""
 
     def __init__(
-        self, recipe: Recipe, task: Task, step: TrainStep, length: Length, display: Display, precision: Precision
+        self,
+        recipe: Recipe,
+        objective: Objective,
+        step: TrainStep,
+        length: Length,
+        display: Display,
+        precision: Precision,
     ) -> None:
-        self.recipe, self.task, self.length, self.display, self.precision = recipe, task, length, display, precision
+        self.recipe, self.objective, self.length = recipe, objective, length
+        self.display, self.precision = display, precision
         self.log: MetricsLog | NoLog = NoLog()
         self._device, self._ranks, self._stopwatch = step.model.device, step.ranks, step.stopwatch
         self._layout = step.parallel.layout
@@ -50,15 +57,15 @@ class Reporter:
         )  # fmt: skip
         self.display.message(
             f"{self.recipe.run_dir}: {total:,} parameters{part}\n"
-            f"{self.precision.name} on {device_name(self._device)}; {self.task.tokens_per_epoch:,} tokens an epoch, "
-            f"and the run ends after {self.length.words(progress)}"
+            f"{self.precision.name} on {device_name(self._device)}; {self.objective.tokens_per_epoch:,} tokens an "
+            f"epoch, and the run ends after {self.length.words(progress)}"
         )
 
     def begin(self, progress: Progress) -> None:
         """Open the log where the run stands, after a start, a resume or a rollback."""
         self.log.close()
         self._throughput.start(progress.tokens, progress.seconds)
-        if self._ranks.is_first:
+        if self._ranks.is_rank_zero:
             self.log = open_log(self.recipe, progress.step, progress.rollbacks)
 
     def step(self, progress: Progress, losses: StepLosses, norm: float, rate_factor: float, by_layer: Record) -> None:
@@ -108,8 +115,8 @@ class Reporter:
 
     def validation(self, progress: Progress, report: LossReport, figures: dict[str, float], better: bool) -> None:
         """An evaluation; after it the curves are drawn anew, where that is long ago."""
-        n_there = self.task.n_validation
-        n_read = self.task.n_evaluated or n_there
+        n_there = self.objective.n_validation
+        n_read = self.objective.n_evaluated or n_there
         likelihood = report.unit == "nats per token"
         self.log.write(
             {
@@ -130,7 +137,7 @@ class Reporter:
         bits += f"  {report.bits_per_byte:.4f} bits per byte" if report.bits_per_byte is not None else ""
         bits += f"  of {n_read:,} of {n_there:,} held-out sequences" if n_read < n_there else ""
         self.display.validation(progress.step, report.loss, bits + ("  (best)" if better else ""))
-        if self._ranks.is_first and time.monotonic() - self._curves_drawn >= CURVES_EVERY_SECONDS:
+        if self._ranks.is_rank_zero and time.monotonic() - self._curves_drawn >= CURVES_EVERY_SECONDS:
             self._draw_curves()
 
     def _draw_curves(self) -> bool:
@@ -145,7 +152,7 @@ class Reporter:
 
     def sampled(self) -> None:
         """All texts of a step are there."""
-        if self._ranks.is_first:
+        if self._ranks.is_rank_zero:
             write_samples(self.recipe.run_dir / "metrics.jsonl", self.recipe.run_dir / "samples.md")
 
     def end(self, progress: Progress, reason: str, memory_before_bytes: int) -> None:
@@ -158,7 +165,7 @@ class Reporter:
             predicted_bytes=training_peak(setting).total_bytes,
             measured_bytes=peak_growth_bytes(self._device, memory_before_bytes),
         )
-        samples = self.task.samples_per_epoch
+        samples = self.objective.samples_per_epoch
         write_model_card(self.recipe, progress, reason, samples, self.precision, memory, self._layout)
         left = " Go on with --resume." if self.length.share_done(progress) < 1 else ""
         self.display.message(

@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, replace
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import BaseModel
 
 from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, ObjectiveConfig, TrainConfig
 from gptworks.device import (
@@ -48,47 +48,65 @@ def measure_step(
     Raises:
         RunError: a process failed; where memory did not suffice, the system may have ended it.
     """
-    order: dict[str, object] = {
-        "model": model.model_dump(mode="json"),
-        "train": train.model_dump(mode="json"),
-        "device": device,
-        "precision": precision,
-        "adapter": None if adapter is None else adapter.model_dump(mode="json"),
-        "freeze": None if freeze is None else freeze.model_dump(mode="json"),
-        "objective": objective.model_dump(mode="json"),
-        "several_texts": several_texts,
-    }
-    as_trained = _in_new_process(order | {"keep": True})
+    order = _Order(
+        model=model, train=train, device=device, precision=precision, adapter=adapter, freeze=freeze,
+        objective=objective, several_texts=several_texts,
+    )  # fmt: skip
+    as_trained = _in_new_process(order)
     if device != "cpu":
         return as_trained
-    return replace(as_trained, peak_bytes=_in_new_process(order | {"keep": False}).peak_bytes)
+    return replace(as_trained, peak_bytes=_in_new_process(order.model_copy(update={"keep": False})).peak_bytes)
 
 
-def _in_new_process(order: dict[str, object]) -> Measured:
+class _Order(BaseModel):
+    """What a new process measures."""
+
+    model: ModelConfig
+    train: TrainConfig
+    device: str
+    precision: str
+    adapter: LoRAConfig | None
+    freeze: FreezeConfig | None
+    objective: ObjectiveConfig
+    several_texts: bool
+    keep: bool = True
+    """Whether the allocator keeps freed memory."""
+
+
+def _in_new_process(order: _Order) -> Measured:
     command = [sys.executable, "-m", "gptworks.train.rehearsal.measure"]
-    result = subprocess.run(command, input=json.dumps(order), capture_output=True, text=True, check=False)
+    result = subprocess.run(command, input=order.model_dump_json(), capture_output=True, text=True, check=False)
     if result.returncode:
         why = (result.stderr.strip().splitlines() or [f"ended by signal {-result.returncode}"])[-1]
         raise RunError(f"the measured step failed: {why}. It may be that memory did not suffice.")
     return Measured(**json.loads(result.stdout))
 
 
-Part = tuple[LoRAConfig | None, FreezeConfig | None, ObjectiveConfig]
+def _measure(order: _Order) -> Measured:
+    if order.keep:
+        keep_freed_memory()
+    else:
+        return_freed_memory()
+    model, device = order.model, torch.device(order.device)
+    small = {"vocab_size": 64, "context_length": 64, "n_layers": 1, "d_model": 64, "n_heads": 2, "n_kv_heads": 2}
+    small |= {"d_head": 32, "d_ff": 64, "d_ff_shared": 64 if model.d_ff_shared else 0}
+    warm = model.model_copy(update=small | {"window": None, "window_pattern": ("full",), "rope_scaling": None})
+    plain = {"model": warm, "adapter": None, "freeze": None, "objective": NEXT_TOKEN, "several_texts": False}
+    _last_step_seconds(order.model_copy(update=plain))  # what torch loads at its first step belongs to no step
+    before = reset_peak(device)
+    seconds = _last_step_seconds(order)
+    peak = peak_growth_bytes(device, before) or 0
+    kept = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak
+    return Measured(peak, kept, order.train.batch_size * model.context_length / seconds)
 
 
-def _steps(
-    model: ModelConfig,
-    train: TrainConfig,
-    device: torch.device,
-    precision: str,
-    part: Part = (None, None, NEXT_TOKEN),
-    several_texts: bool = False,
-) -> float:
-    """Take the steps; seconds of the last."""
-    step = new_step(model, train, device, choose_precision(precision, device), *part)
+def _last_step_seconds(order: _Order) -> float:
+    model, train, device = order.model, order.train, torch.device(order.device)
+    precision = choose_precision(order.precision, device)
+    step = new_step(model, train, device, precision, order.adapter, order.freeze, order.objective)
     tokens = torch.randint(model.vocab_size, (train.batch_size, model.context_length), device=device)
     batch: Batch = (tokens, tokens)
-    if several_texts:
+    if order.several_texts:
         batch = (*batch, torch.arange(model.context_length, device=device).expand_as(tokens))
     seconds = 0.0
     synchronize(device)
@@ -100,43 +118,5 @@ def _steps(
     return seconds
 
 
-def _measure(
-    model: ModelConfig,
-    train: TrainConfig,
-    device: torch.device,
-    precision: str,
-    keep: bool,
-    part: Part,
-    several_texts: bool,
-) -> Measured:
-    if keep:
-        keep_freed_memory()
-    else:
-        return_freed_memory()
-    small = {"vocab_size": 64, "context_length": 64, "n_layers": 1, "d_model": 64, "n_heads": 2, "n_kv_heads": 2}
-    small |= {"d_head": 32, "d_ff": 64, "d_ff_shared": 64 if model.d_ff_shared else 0}
-    warm = model.model_copy(update=small | {"window": None, "window_pattern": ("full",), "rope_scaling": None})
-    _steps(warm, train, device, precision)  # what torch loads at its first step belongs to no step
-    before = reset_peak(device)
-    seconds = _steps(model, train, device, precision, part, several_texts)
-    peak = peak_growth_bytes(device, before) or 0
-    kept = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak
-    return Measured(peak, kept, train.batch_size * model.context_length / seconds)
-
-
 if __name__ == "__main__":
-    given = json.load(sys.stdin)
-    measured = _measure(
-        ModelConfig.model_validate(given["model"]),
-        TrainConfig.model_validate(given["train"]),
-        torch.device(given["device"]),
-        given["precision"],
-        given["keep"],
-        (
-            given["adapter"] and LoRAConfig.model_validate(given["adapter"]),
-            given["freeze"] and FreezeConfig.model_validate(given["freeze"]),
-            TypeAdapter(ObjectiveConfig).validate_python(given["objective"]),
-        ),
-        given["several_texts"],
-    )
-    json.dump(asdict(measured), sys.stdout)
+    json.dump(asdict(_measure(_Order.model_validate_json(sys.stdin.read()))), sys.stdout)

@@ -9,7 +9,6 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,23 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gptworks.config import (
-    DistillationObjective,
     FreezeConfig,
     LoRAConfig,
     ModelConfig,
     NextTokenObjective,
     ObjectiveConfig,
-    PreferenceObjective,
     TrainConfig,
 )
 from gptworks.device import Precision, choose_precision
 from gptworks.errors import UserError
 from gptworks.model import GPT
-from gptworks.recipe import load_recipe
 from gptworks.train.distributed.parallel import Parallel
-from gptworks.train.objectives.distillation import distillation
-from gptworks.train.objectives.next_token import Batch, Losses, Objective, count_targets, next_token, routing_weights
-from gptworks.train.objectives.preference import preference
+from gptworks.train.objectives.choose import OBJECTIVES
+from gptworks.train.objectives.next_token import Batch, count_targets
 from gptworks.train.optim.trainable import trained_part
 from gptworks.train.step import TrainStep
 
@@ -109,7 +104,7 @@ def new_step(
     parallel = Parallel(train)
     with device:
         model = trained_part(GPT(model_config), adapter, freeze)
-        loss = _objective(objective, train)
+        loss = OBJECTIVES[objective.type].loss_without_data(objective, train)
     model.activation_checkpointing = train.activation_checkpointing
     parallel.parameters = dict(model.named_parameters())  # not `place`: fake tensors cannot be moved
     return TrainStep(model, train, loss, precision, parallel)
@@ -125,22 +120,6 @@ def take(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
     """A whole step of a batch of `train.batch_size` rows."""
     accumulate(step, train, batch)
     step.apply(step.gradient_norm())
-
-
-def _objective(config: ObjectiveConfig, train: TrainConfig) -> Objective:
-    """An objective's loss, without the data that its task reads; a teacher is as new as the model."""
-    routing = routing_weights(train)
-    if isinstance(config, PreferenceObjective):
-
-        def pairs(model: GPT, batch: Batch) -> Losses:
-            reference = torch.zeros(len(batch[0]), device=model.device)
-            return preference(config, model, (*batch, reference), **routing)
-
-        return pairs
-    if isinstance(config, DistillationObjective):
-        teacher = GPT(load_recipe(config.teacher).model).requires_grad_(False).eval()
-        return partial(distillation, config, teacher, **routing)
-    return partial(next_token, **routing)
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,0 +1,82 @@
+"""The user's reward function: found, called, and kept in the run folder."""
+
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gptworks.errors import RunError, UserError
+
+RewardFunction = Callable[..., float]
+"""Called as function(completion, prompt=..., answer=...), all text; answer is the one in the conversation."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The beginning of a conversation, up to its last answer."""
+
+    ids: list[int]
+    text: str
+    answer: str
+    """The answer in the conversation."""
+
+
+def load_reward(name: str) -> RewardFunction:
+    """The function that `path/to/file.py:function` names. The file is run.
+
+    Raises:
+        UserError: it is not there, or does not run.
+    """
+    path, _, function = name.rpartition(":")
+    if not Path(path).is_file():
+        raise UserError(f"objective.reward={name}: there is no file {path}.")
+    spec = importlib.util.spec_from_file_location("gptworks_reward", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's own code
+        raise UserError(f"objective.reward={name}: {path} fails when it is read: {_said(error)}.") from None
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise UserError(f"objective.reward={name}: {path} has no function {function}.")
+    reward: RewardFunction = found
+    return reward
+
+
+def reward_of(function: RewardFunction, name: str, completion: str, prompt: Prompt) -> float:
+    """The reward of an answer.
+
+    Raises:
+        RunError: the function fails, or gives no finite number.
+    """
+    try:
+        reward = function(completion, prompt=prompt.text, answer=prompt.answer)
+    except Exception as error:  # the user's own code
+        raise RunError(f"objective.reward={name} fails on {completion[:60]!r}: {_said(error)}.") from error
+    if isinstance(reward, bool | int | float | np.number) and math.isfinite(reward):
+        return float(reward)
+    raise RunError(f"objective.reward={name} gives {reward!r} for {completion[:60]!r}: it must give a finite number.")
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def keep_reward_file(name: str, run_dir: Path, is_new: bool, writes: bool) -> None:
+    """Copy the function's file into the run folder, or compare it with the copy there.
+
+    Raises:
+        UserError: it has changed since the run began.
+    """
+    now, kept = Path(name.rpartition(":")[0]).read_bytes(), run_dir / "reward.py"
+    if is_new and writes:
+        kept.write_bytes(now)
+    elif not is_new and kept.exists() and kept.read_bytes() != now:
+        raise UserError(
+            f"objective.reward={name} has changed since the run began: put {kept} in its place, or start anew with "
+            f"another run_dir=."
+        )

@@ -1,0 +1,87 @@
+"""A new objective needs its settings, its class and an entry in the table: no other room knows it by name."""
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from torch import Tensor
+
+import tiny
+from gptworks.config import Recipe
+from gptworks.config.base import Measured
+from gptworks.config.objective import ObjectiveSettings
+from gptworks.errors import UserError
+from gptworks.model import GPT
+from gptworks.model.loss import linear_cross_entropy
+from gptworks.plan.run import plan as plan_run
+from gptworks.recipe import parse_recipe
+from gptworks.train.changes import check_changes
+from gptworks.train.loop import check_train, train
+from gptworks.train.objectives.base import Objective
+from gptworks.train.objectives.choose import OBJECTIVES
+from gptworks.train.objectives.next_token import Batch, Losses, counted, with_routing
+from gptworks.train.record.metrics import read_metrics
+from gptworks.train.rehearsal.trace import trace_step
+
+
+class EverySecond(ObjectiveSettings):
+    """Every second token is learned."""
+
+    sources = ("text",)
+    scores_start = True
+    fixed_settings = {"train.learning_rate": "a test says so"}  # noqa: RUF012
+
+    type: Measured[Literal["every_second"]] = "every_second"
+    weight: Measured[float] = 2.0
+
+
+class EverySecondObjective(Objective):
+    @staticmethod
+    def check(recipe: Recipe) -> None:
+        assert isinstance(recipe.objective, EverySecond)
+        if recipe.objective.weight <= 0:
+            raise UserError(f"objective.weight={recipe.objective.weight}: give one above 0.")
+
+    def batch(self, position: int, micro_step: int, size: int) -> Batch:
+        inputs, targets = super().batch(position, micro_step, size)
+        targets[:, ::2] = -100
+        return inputs, targets
+
+    def loss(self, model: GPT, batch: Batch) -> Losses:
+        router_logits: list[Tensor] = []
+        features = model.features(batch[0], None, router_logits)
+        nats = linear_cross_entropy(features, model.head_weight, batch[1])
+        weight = self.recipe.objective.weight
+        figures = {"weighted": weight * nats}
+        return with_routing(weight * nats, nats, router_logits, model, counted(batch), self._routing, figures)
+
+
+class OwnRecipe(Recipe):
+    objective: EverySecond = EverySecond()
+
+
+def own_recipe(folder: Path, **train_settings: object) -> Recipe:
+    settings = parse_recipe(tiny.recipe_tree(folder, max_steps=4, log_every=1, evaluate_every=2, **train_settings))
+    return OwnRecipe.model_validate(settings.model_dump(exclude={"objective"}))
+
+
+def test_an_objective_from_outside_is_planned_checked_and_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(OBJECTIVES, "every_second", EverySecondObjective)
+    recipe = own_recipe(tmp_path)
+    check_train(recipe)
+    outcome = train(recipe)
+    assert (outcome.reason, outcome.step) == ("finished", 4)
+    rows = list(read_metrics(recipe.run_dir / "metrics.jsonl"))
+    steps = [row for row in rows if row["kind"] == "train"]
+    assert len(steps) == 4 and all(row["weighted"] == pytest.approx(2 * row["loss"], rel=1e-4) for row in steps)
+    assert [row["step"] for row in rows if row["kind"] == "validation"] == [2, 4]
+
+    known = recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": 64})})
+    assert plan_run(known, 10_000, samples_per_epoch=300).flops_before_first_step > 0
+    assert trace_step(known.model, known.train, objective=known.objective).peak_bytes > 0
+    with pytest.raises(UserError, match=r"train\.learning_rate=.* a test says so, so a run cannot change it"):
+        check_changes(recipe, own_recipe(tmp_path, learning_rate=0.5))
+    with pytest.raises(UserError, match=r"objective\.weight=0\.0: give one above 0"):
+        check_train(recipe.model_copy(update={"objective": EverySecond(weight=0.0), "run_dir": tmp_path / "other"}))
