@@ -1,7 +1,7 @@
 """Optimizers: AdamW, or Muon for the blocks' matrices beside AdamW for the rest. Decay falls on matrices alone."""
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -11,39 +11,8 @@ from gptworks.model import GPT
 from gptworks.tensors import Expected
 from gptworks.train.optim.muon import Muon
 
-
-@dataclass(frozen=True)
-class ParameterGroup:
-    """Parameters that share an optimizer, a peak learning rate and a weight decay."""
-
-    name: str
-    names: tuple[str, ...]
-    optimizer: str
-    learning_rate: float
-    weight_decay: float
-
-
-def parameter_groups(model: GPT, train: TrainConfig) -> list[ParameterGroup]:
-    """How the trained parameters are divided: blocks' matrices, embeddings and head, vectors (norms and biases)."""
-    members: dict[tuple[str, object], list[str]] = {(kind, None): [] for kind in ("matrices", "embeddings", "vectors")}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        kind = "vectors" if parameter.ndim < 2 else "matrices" if name.startswith("blocks.") else "embeddings"
-        mesh = getattr(parameter, "device_mesh", None)  # fused updates take tensors that are divided alike
-        members.setdefault((kind, mesh), []).append(name)
-    muon = train.optimizer == "muon"
-    groups = [
-        ParameterGroup(
-            name=kind,
-            names=tuple(names),
-            optimizer="muon" if muon and kind == "matrices" else "adamw",
-            learning_rate=train.muon_learning_rate if muon and kind == "matrices" else train.learning_rate,
-            weight_decay=0.0 if kind == "vectors" else train.weight_decay,
-        )
-        for (kind, _), names in members.items()
-    ]
-    return [group for group in groups if group.names]
+Group = dict[str, Any]
+"""Parameters that share a peak learning rate and a weight decay, as torch's optimizers take them."""
 
 
 class Optimizer:
@@ -54,34 +23,48 @@ class Optimizer:
         Args:
             replicas: the ranks that hold the same whole model and divide what need not be computed by each.
         """
-        self.groups = parameter_groups(model, train)
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._optimizers: list[tuple[torch.optim.Optimizer, list[ParameterGroup]]] = []
-        for kind in ("adamw", "muon"):
-            groups = [group for group in self.groups if group.optimizer == kind]
-            if not groups:
-                continue
-            settings = [
-                {
-                    "params": [self.parameters[name] for name in group.names],
-                    "lr": group.learning_rate,
-                    "weight_decay": group.weight_decay,
-                }
-                for group in groups
-            ]
+        self._optimizers: list[tuple[torch.optim.Optimizer, list[str]]] = []  # with the names of its parameters
+        for kind, groups in self._groups(train).items():
             optimizer: torch.optim.Optimizer
             if kind == "adamw":
                 fused = all(parameter.device.type in ("cpu", "cuda", "mps") for parameter in self.parameters.values())
-                optimizer = torch.optim.AdamW(settings, betas=train.betas, eps=train.eps, fused=fused)
+                optimizer = torch.optim.AdamW(groups, betas=train.betas, eps=train.eps, fused=fused)
             else:
-                optimizer = Muon(settings, momentum=train.muon_momentum, replicas=replicas)
-            self._optimizers.append((optimizer, groups))
+                optimizer = Muon(groups, momentum=train.muon_momentum, replicas=replicas)
+            self._optimizers.append((optimizer, [name for group in groups for name in group["names"]]))
+
+    def _groups(self, train: TrainConfig) -> dict[str, list[Group]]:
+        """Blocks' matrices, embeddings and head, vectors (norms and biases), by the optimizer that updates them."""
+        members: dict[tuple[str, object], list[str]] = {
+            (kind, None): [] for kind in ("matrices", "embeddings", "vectors")
+        }
+        for name, parameter in self.parameters.items():
+            kind = "vectors" if parameter.ndim < 2 else "matrices" if name.startswith("blocks.") else "embeddings"
+            mesh = getattr(parameter, "device_mesh", None)  # fused updates take tensors that are divided alike
+            members.setdefault((kind, mesh), []).append(name)
+        groups: dict[str, list[Group]] = {}
+        for (kind, _), names in members.items():
+            if not names:
+                continue
+            by_muon = train.optimizer == "muon" and kind == "matrices"
+            rate = train.muon_learning_rate if by_muon else train.learning_rate
+            groups.setdefault("muon" if by_muon else "adamw", []).append(
+                {
+                    "names": names,
+                    "params": [self.parameters[name] for name in names],
+                    "lr": rate,
+                    "peak_lr": rate,
+                    "weight_decay": 0.0 if kind == "vectors" else train.weight_decay,
+                }
+            )
+        return dict(sorted(groups.items()))  # adamw first
 
     def set_rate(self, factor: float) -> None:
         """Set every group's learning rate to `factor` times its peak."""
-        for optimizer, groups in self._optimizers:
-            for torch_group, group in zip(optimizer.param_groups, groups, strict=True):
-                torch_group["lr"] = factor * group.learning_rate
+        for optimizer, _ in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = factor * group["peak_lr"]
 
     def step(self, scaler: torch.amp.GradScaler) -> None:
         """Update the parameters from their gradients."""
@@ -100,17 +83,14 @@ class Optimizer:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def _named(self, groups: list[ParameterGroup]) -> Iterator[tuple[int, str]]:
-        yield from enumerate(name for group in groups for name in group.names)
-
     def state_tensors(self) -> dict[str, Tensor]:
         """The whole state as `parameter/key` → tensor."""
-        tensors = {}
-        for optimizer, groups in self._optimizers:
-            for _, name in self._named(groups):
-                for key, value in optimizer.state[self.parameters[name]].items():
-                    tensors[f"{name}/{key}"] = value
-        return tensors
+        return {
+            f"{name}/{key}": value
+            for optimizer, names in self._optimizers
+            for name in names
+            for key, value in optimizer.state[self.parameters[name]].items()
+        }
 
     def expected_tensors(self, stored: Collection[str], own: Collection[str] = ()) -> dict[str, Expected]:
         """The state that a checkpoint may hold: all of a parameter's tensors, or none before its first step.
@@ -122,8 +102,8 @@ class Optimizer:
         begun = {name.rpartition("/")[0] for name in stored if name not in own}
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         expected = {key: Expected(shapes[key.rpartition("/")[0]]) for key in own}
-        for optimizer, groups in self._optimizers:
-            for _, name in self._named(groups):
+        for optimizer, names in self._optimizers:
+            for name in names:
                 if name not in begun:
                     continue
                 if isinstance(optimizer, Muon):
@@ -140,6 +120,6 @@ class Optimizer:
         for key, value in tensors.items():
             name, _, slot = key.rpartition("/")
             by_name.setdefault(name, {})[slot] = value
-        for optimizer, groups in self._optimizers:
-            state = {index: by_name[name] for index, name in self._named(groups) if name in by_name}
+        for optimizer, names in self._optimizers:
+            state = {index: by_name[name] for index, name in enumerate(names) if name in by_name}
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
