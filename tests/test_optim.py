@@ -27,23 +27,21 @@ def model_with_gradients(seed: int = 0) -> GPT:
 
 def test_decay_falls_on_matrices_alone_and_every_parameter_is_in_one_group() -> None:
     model = GPT(CONFIG)
-    groups = parameter_groups(model, TrainConfig(max_steps=1, weight_decay=0.3))
-    names = [name for group in groups for name in group.names]
+    (groups,) = parameter_groups(dict(model.named_parameters()), TrainConfig(max_steps=1, weight_decay=0.3)).values()
+    names = [name for group in groups for name in group["names"]]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     shapes = {name: parameter.ndim for name, parameter in model.named_parameters()}
     for group in groups:
-        assert {shapes[name] >= 2 for name in group.names} == {group.weight_decay == 0.3}
+        assert {shapes[name] >= 2 for name in group["names"]} == {group["weight_decay"] == 0.3}
 
 
 def test_muon_takes_the_matrices_of_the_blocks_and_nothing_else() -> None:
-    model = GPT(CONFIG)
     train = TrainConfig(max_steps=1, optimizer="muon", learning_rate=0.003, muon_learning_rate=0.02)
-    by_optimizer = {group.optimizer: group for group in parameter_groups(model, train) if group.name == "matrices"}
-    muon = by_optimizer["muon"]
-    assert muon.learning_rate == 0.02
-    assert len(muon.names) == CONFIG.n_layers * 6
-    assert all(name.startswith("blocks.") and name.endswith("weight") for name in muon.names)
-    assert not any("embedding" in name or "head" in name or "norm" in name for name in muon.names)
+    (muon,) = parameter_groups(dict(GPT(CONFIG).named_parameters()), train)["muon"]
+    assert muon["lr"] == muon["peak_lr"] == 0.02
+    assert len(muon["names"]) == CONFIG.n_layers * 6
+    assert all(name.startswith("blocks.") and name.endswith("weight") for name in muon["names"])
+    assert not any("embedding" in name or "head" in name or "norm" in name for name in muon["names"])
 
 
 def test_adamw_step_equals_torch_step_by_step() -> None:

@@ -15,6 +15,31 @@ Group = dict[str, Any]
 """Parameters that share a peak learning rate and a weight decay, as torch's optimizers take them."""
 
 
+def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) -> dict[str, list[Group]]:
+    """Blocks' matrices, embeddings and head, vectors (norms and biases), by the optimizer that updates them."""
+    members: dict[tuple[str, object], list[str]] = {(kind, None): [] for kind in ("matrices", "embeddings", "vectors")}
+    for name, parameter in parameters.items():
+        kind = "vectors" if parameter.ndim < 2 else "matrices" if name.startswith("blocks.") else "embeddings"
+        mesh = getattr(parameter, "device_mesh", None)  # fused updates take tensors that are divided alike
+        members.setdefault((kind, mesh), []).append(name)
+    groups: dict[str, list[Group]] = {}
+    for (kind, _), names in members.items():
+        if not names:
+            continue
+        by_muon = train.optimizer == "muon" and kind == "matrices"
+        rate = train.muon_learning_rate if by_muon else train.learning_rate
+        groups.setdefault("muon" if by_muon else "adamw", []).append(
+            {
+                "names": names,
+                "params": [parameters[name] for name in names],
+                "lr": rate,
+                "peak_lr": rate,
+                "weight_decay": 0.0 if kind == "vectors" else train.weight_decay,
+            }
+        )
+    return dict(sorted(groups.items()))  # adamw first
+
+
 class Optimizer:
     """One or two of torch's optimizers, driven as one. State is kept by parameter name."""
 
@@ -25,7 +50,7 @@ class Optimizer:
         """
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._optimizers: list[tuple[torch.optim.Optimizer, list[str]]] = []  # with the names of its parameters
-        for kind, groups in self._groups(train).items():
+        for kind, groups in parameter_groups(self.parameters, train).items():
             optimizer: torch.optim.Optimizer
             if kind == "adamw":
                 fused = all(parameter.device.type in ("cpu", "cuda", "mps") for parameter in self.parameters.values())
@@ -33,32 +58,6 @@ class Optimizer:
             else:
                 optimizer = Muon(groups, momentum=train.muon_momentum, replicas=replicas)
             self._optimizers.append((optimizer, [name for group in groups for name in group["names"]]))
-
-    def _groups(self, train: TrainConfig) -> dict[str, list[Group]]:
-        """Blocks' matrices, embeddings and head, vectors (norms and biases), by the optimizer that updates them."""
-        members: dict[tuple[str, object], list[str]] = {
-            (kind, None): [] for kind in ("matrices", "embeddings", "vectors")
-        }
-        for name, parameter in self.parameters.items():
-            kind = "vectors" if parameter.ndim < 2 else "matrices" if name.startswith("blocks.") else "embeddings"
-            mesh = getattr(parameter, "device_mesh", None)  # fused updates take tensors that are divided alike
-            members.setdefault((kind, mesh), []).append(name)
-        groups: dict[str, list[Group]] = {}
-        for (kind, _), names in members.items():
-            if not names:
-                continue
-            by_muon = train.optimizer == "muon" and kind == "matrices"
-            rate = train.muon_learning_rate if by_muon else train.learning_rate
-            groups.setdefault("muon" if by_muon else "adamw", []).append(
-                {
-                    "names": names,
-                    "params": [self.parameters[name] for name in names],
-                    "lr": rate,
-                    "peak_lr": rate,
-                    "weight_decay": 0.0 if kind == "vectors" else train.weight_decay,
-                }
-            )
-        return dict(sorted(groups.items()))  # adamw first
 
     def set_rate(self, factor: float) -> None:
         """Set every group's learning rate to `factor` times its peak."""
