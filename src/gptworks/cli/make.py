@@ -53,7 +53,7 @@ def train(
 
         def check_and_prepare() -> None:
             check_train(settings, resume, ranks.size)
-            layout = run_layout(settings, ranks, device, precision)
+            layout = run_layout(settings, ranks, device)
             check_memory(settings, device, precision, force, layout, ranks.local_size)
             prepare_with_progress(settings)
 

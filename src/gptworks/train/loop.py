@@ -100,7 +100,7 @@ def train(
     prepared = ranks.rank_zero_first(lambda: prepare(recipe))
     ranks.from_rank_zero(lambda: check_records(recipe, prepared, display.message))
     recipe = with_vocab_size(recipe, vocabulary_size(prepared.tokenizer))
-    layout = Layout(**ranks.from_rank_zero(lambda: asdict(run_layout(recipe, ranks, device, precision))))
+    layout = Layout(**ranks.from_rank_zero(lambda: asdict(run_layout(recipe, ranks, device))))
     peak = check_memory(recipe, device, precision, force or not ranks.is_rank_zero, layout, ranks.local_size)
     if ranks.size > 1:
         display.message(f"{ranks.size} ranks: {layout_words(layout)}")

@@ -34,7 +34,6 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from gptworks.config import IGNORED, ModelConfig, Recipe, TrainConfig
-from gptworks.device import Precision
 from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.plan.arrange import layout_of, refusal
@@ -125,7 +124,7 @@ class Parallel:
             yield batch
 
 
-def run_layout(recipe: Recipe, ranks: Ranks, device: torch.device, precision: Precision) -> Layout:
+def run_layout(recipe: Recipe, ranks: Ranks, device: torch.device) -> Layout:
     """How the recipe's model lies on these ranks, as `gptworks.plan.arrange` says.
 
     Raises:

@@ -170,11 +170,9 @@ class Preference(Objective):
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
         """Inputs and targets, int64 [2P, T]: the chosen conversations, then the rejected; and their reference [2P]."""
         first = position + micro_step * size
-        pairs = self._pairs["train"]
-        return self._batch("train", shuffled(np.arange(first, first + size), len(pairs), self.recipe.seed).tolist())
-
-    def _batch(self, split: str, pairs: list[int]) -> Batch:
-        return (*self._rows(split, pairs), self._reference[split][pairs].T.flatten())
+        samples = np.arange(first, first + size)
+        pairs = shuffled(samples, len(self._pairs["train"]), self.recipe.seed).tolist()
+        return (*self._rows("train", pairs), self._reference["train"][pairs].T.flatten())
 
     def _rows(self, split: str, pairs: list[int]) -> tuple[Tensor, Tensor]:
         answers = [self._pairs[split].answer(pair, side) for side in (0, 1) for pair in pairs]
