@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -227,14 +227,6 @@ def _verify(folder: Path, base: Path, loaded: LoadedRun, tokenizer: Tokenizer) -
 # ------------------------------------------------------------------------------------------------------- import
 
 
-class Pairs(NamedTuple):
-    """An adapter in our form."""
-
-    adapter: LoRAConfig
-    weights: dict[str, Tensor]
-    """A and B of each module, and the matrices of the base from which the adapter's start took a part."""
-
-
 def import_adapter(
     folder: str | Path,
     run_dir: str | Path,
@@ -298,13 +290,17 @@ def from_peft(
     settings: LoraSettings,
     tensors: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
-) -> Pairs:
+) -> tuple[LoRAConfig, dict[str, Tensor]]:
     """An adapter of ours from PEFT's settings and tensors (names without their prefix).
 
     All modules get the largest rank that occurs, filled up with zeros, and one scale, the rest of which B takes.
 
     Args:
         weights: of the base.
+
+    Returns:
+        The adapter, and the weights that it changes: A and B of each module, and the matrices of the base from which
+        its start took a part.
 
     Raises:
         UserError: a tensor has no place in the model, another shape or rank than the settings say, or no other half.
@@ -357,7 +353,7 @@ def from_peft(
                 if module.endswith(".query"):
                     b /= factor
             changed |= {f"{module}.lora_a": a, f"{module}.lora_b": b}
-    return Pairs(adapter, changed)
+    return adapter, changed
 
 
 def _check_shapes(module: str, a: Tensor, b: Tensor, rank: int, shape: torch.Size) -> None:
