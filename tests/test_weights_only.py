@@ -302,7 +302,7 @@ def test_optimizer_state_is_gathered_for_the_saves_that_write_it_alone(tmp_path:
         return tensors.items()
 
     with told(LOSSES), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Parallel, "whole", whole)
+        patch.setattr(Parallel, "gather_tensors", whole)
         train(parse_recipe(tiny.recipe_tree(tmp_path, **SETTINGS)))
     light, whole_one = ["weights"], ["weights", "moments"]
     assert gathered == light + whole_one + light + whole_one + light + whole_one * 2  # of 3, 4, 6, 8, 9, 12 and 14
