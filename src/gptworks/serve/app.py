@@ -12,9 +12,11 @@ from pydantic import BaseModel, ValidationError
 
 from gptworks import __version__
 from gptworks.infer.engine import Engine
-from gptworks.serve import chat, completions, documents, errors, openai
-from gptworks.serve.caller import caller_of
-from gptworks.serve.chat import conversation_ids
+from gptworks.serve import documents, errors, openai
+from gptworks.serve.answer import Answer
+from gptworks.serve.caller import Caller
+from gptworks.serve.chat import begin_chat, conversation_ids
+from gptworks.serve.completions import begin_completions
 from gptworks.serve.documents import takes
 from gptworks.serve.embeddings import embeddings
 from gptworks.serve.errors import APIError
@@ -33,7 +35,7 @@ def create_app(engines: Mapping[str, Engine], settings: ServerSettings | None = 
     """The server's ASGI app; `app.state.service` is its state.
 
     Args:
-        engines: the models by name; the first is meant where a request may leave the name out, and does.
+        engines: the models by name; the first is the default where a request may leave the name out.
 
     Raises:
         UserError: no engines, or a name that no model can have.
@@ -68,7 +70,7 @@ async def _body(request: Request, kind: type[_Wire]) -> _Wire:
     """The request's JSON.
 
     Raises:
-        APIError: it is something else, or says something else.
+        APIError: the body is not JSON, or not of this kind.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
@@ -79,8 +81,19 @@ async def _body(request: Request, kind: type[_Wire]) -> _Wire:
         raise errors.from_validation(error) from None
 
 
+def _caller(request: Request) -> Caller:
+    caller: Caller = request.state.caller
+    return caller
+
+
 def _json(answer: BaseModel) -> Response:
     return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
+
+
+async def _generated(answer: Answer[Any]) -> Response:
+    if answer.body.stream:
+        return EventStream(answer.chunks(), answer.generation.cancel)
+    return _json(await answer.whole())
 
 
 @router.post(
@@ -92,10 +105,7 @@ def _json(answer: BaseModel) -> Response:
 async def create_completion(request: Request) -> Response:
     """Continue texts."""
     body = await _body(request, openai.CompletionRequest)
-    generation = await completions.begin_completions(_service(request), body, caller_of(request.scope))
-    if body.stream:
-        return EventStream(completions.stream(generation, body), generation.cancel)
-    return _json(await completions.complete(generation, body))
+    return await _generated(await begin_completions(_service(request), body, _caller(request)))
 
 
 @router.post(
@@ -107,29 +117,25 @@ async def create_completion(request: Request) -> Response:
 async def create_chat_completion(request: Request) -> Response:
     """Answer in a conversation."""
     body = await _body(request, openai.ChatRequest)
-    generation = await chat.begin_chat(_service(request), body, caller_of(request.scope))
-    if body.stream:
-        return EventStream(chat.stream(generation, body), generation.cancel)
-    return _json(await chat.complete(generation, body))
+    return await _generated(await begin_chat(_service(request), body, _caller(request)))
 
 
 @router.post("/v1/embeddings", response_model=openai.EmbeddingResponse, openapi_extra=takes(openai.EmbeddingRequest))
 async def create_embeddings(request: Request) -> Response:
     """The mean of the last hidden states of each text."""
-    return _json(
-        await embeddings(_service(request), await _body(request, openai.EmbeddingRequest), caller_of(request.scope))
-    )
+    body = await _body(request, openai.EmbeddingRequest)
+    return _json(await embeddings(_service(request), body, _caller(request)))
 
 
 @router.get("/v1/models", response_model=openai.ModelList)
 async def list_models(request: Request) -> Response:
-    """The models there are."""
+    """The models that are served."""
     return _json(openai.ModelList(object="list", data=[model.describe() for model in _service(request).models]))
 
 
 @router.get("/v1/models/{model_id}", response_model=openai.Model)
 async def get_model(request: Request, model_id: str) -> Response:
-    """One of them."""
+    """One of the models."""
     return _json(_service(request).models.get(model_id).describe())
 
 
@@ -138,12 +144,11 @@ async def tokenize(request: Request) -> Response:
     """The token ids of a text or a conversation."""
     body = await _body(request, openai.TokenizeRequest)
     model = _service(request).models.get(body.model)
-
-    task = caller_of(request.scope).task()
+    task = _caller(request).task()
 
     def read() -> list[int]:
         if body.messages is not None:
-            return conversation_ids(model, body.messages, add_generation_prompt=body.add_generation_prompt, task=task)
+            return conversation_ids(model, body.messages, task, add_generation_prompt=body.add_generation_prompt)
         return model.tokens.encode(body.prompt or "", "prompt")
 
     ids = await _in_thread(request, read)
@@ -162,7 +167,7 @@ async def detokenize(request: Request) -> Response:
 
 @router.get("/", response_model=documents.About)
 async def about(request: Request) -> Response:
-    """What this server is, and where its interface begins."""
+    """The server's name and the addresses of its API."""
     base = str(request.base_url)
     return JSONResponse(
         {
@@ -176,7 +181,7 @@ async def about(request: Request) -> Response:
 
 @router.get("/health", response_model=documents.Health)
 async def health(request: Request) -> Response:
-    """Whether the server takes requests: 200, or 503 where it is about to stop or an engine has stopped."""
+    """200 if the server accepts requests; 503 if it is about to stop or an engine has stopped."""
     service = _service(request)
     status = "draining" if service.draining else "ok" if service.healthy else "failed"
     return JSONResponse({"status": status}, 200 if status == "ok" else 503)

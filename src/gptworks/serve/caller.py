@@ -2,16 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from starlette.types import Scope
-
 from gptworks.confined import Task
-
-_IN_SCOPE = "gptworks.caller"
 
 
 @dataclass(eq=False)
 class Caller:
-    """One request's sender."""
+    """The sender of one request; `request.state.caller`."""
 
     client: str
     """An API key's digest, or an address."""
@@ -20,10 +16,10 @@ class Caller:
     n_tokens: int = 0
     """Tokens read and written for it."""
     tasks: set[Task] = field(default_factory=set)
-    """What works on it in processes of their own; abandoned with the request."""
+    """Its work in other processes; abandoned with the request."""
 
     def task(self) -> Task:
-        """A task that is abandoned where the request ends early."""
+        """A new task, which is abandoned if the request ends early."""
         task = Task()
         self.tasks.add(task)
         return task
@@ -31,13 +27,3 @@ class Caller:
     def abandon(self) -> None:
         for task in self.tasks:
             task.abandon()
-
-
-def introduce(scope: Scope, caller: Caller) -> None:
-    """Let the routes know who calls."""
-    scope[_IN_SCOPE] = caller
-
-
-def caller_of(scope: Scope) -> Caller:
-    caller: Caller = scope[_IN_SCOPE]
-    return caller

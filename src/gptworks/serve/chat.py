@@ -1,29 +1,61 @@
-"""/v1/chat/completions: a conversation through the run's chat template, and its answer as OpenAI writes it."""
+"""/v1/chat/completions: a conversation is rendered by the run's chat template."""
 
-import time
-import uuid
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from gptworks.confined import Task
 from gptworks.errors import UserError
 from gptworks.serve import openai
+from gptworks.serve.answer import Answer, sampling_settings
 from gptworks.serve.caller import Caller
-from gptworks.serve.completions import sampling_settings
-from gptworks.serve.errors import APIError
-from gptworks.serve.generate import Delta, Entry, Generation, Order, Prompt, begin
+from gptworks.serve.errors import invalid
+from gptworks.serve.generate import Delta, Entry, Order, Prompt, begin
 from gptworks.serve.models import ServedModel
 from gptworks.serve.service import Service
 from gptworks.serve.settings import MAX_SCHEMA_BYTES
 
 
-async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller) -> Generation:
+class ChatAnswer(Answer[openai.ChatRequest]):
+    id_prefix = "chatcmpl"
+    whole_type, whole_object = openai.ChatCompletion, "chat.completion"
+    chunk_type, chunk_object = openai.ChatChunk, "chat.completion.chunk"
+
+    def choices(self, entries: list[list[Entry]]) -> list[Any]:
+        return [
+            openai.ChatChoice(
+                index=choice.index,
+                message=openai.AnswerMessage(role="assistant", content=choice.text, refusal=None),
+                logprobs=_logprobs(entries[choice.index]) if self.body.logprobs else None,
+                finish_reason=choice.finish_reason,
+            )
+            for choice in self.generation.choices
+        ]
+
+    def chunk_choices(self, delta: Delta) -> list[Any]:
+        """The role, the text, and why it ended."""
+
+        def chunk(part: openai.Delta, logprobs: Any = None, finish_reason: Any = None) -> openai.ChatChunkChoice:
+            return openai.ChatChunkChoice(
+                index=delta.choice, delta=part, logprobs=logprobs, finish_reason=finish_reason
+            )
+
+        made = []
+        if delta.first:
+            made.append(chunk(openai.Delta(role="assistant", content="")))
+        if delta.text or delta.entries:
+            logprobs = _logprobs(delta.entries) if self.body.logprobs and delta.entries else None
+            made.append(chunk(openai.Delta(content=delta.text), logprobs))
+        if delta.finish_reason is not None:
+            made.append(chunk(openai.Delta(), finish_reason=delta.finish_reason))
+        return made
+
+
+async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller) -> ChatAnswer:
     """Submit a conversation.
 
     Raises:
-        APIError, UserError, QueueFull: it cannot be taken.
+        APIError, UserError, QueueFull: the request cannot be accepted.
     """
-    model = service.models.get(body.model)
+    model, task = service.models.get(body.model), caller.task()
     template = model.chat_template
     max_tokens = next(n for n in (body.max_completion_tokens, body.max_tokens, model.engine.context) if n is not None)
     settings = sampling_settings(
@@ -33,41 +65,31 @@ async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller)
         json_schema=_schema(body.response_format),
         stop_token_ids=() if body.ignore_eos else template.end_token_ids(),
     )
+
+    def read(messages: list[openai.ChatMessage]) -> Prompt:
+        return Prompt(conversation_ids(model, messages, task))
+
     order = Order(settings, n=body.n or 1, streams=bool(body.stream))
-    task = caller.task()
-    return await begin(
-        service, model, order, [lambda: Prompt(conversation_ids(model, body.messages, task=task))], caller
-    )
+    return ChatAnswer(await begin(service, model, order, [body.messages], read, caller), body)
 
 
 def conversation_ids(
-    model: ServedModel,
-    messages: list[openai.ChatMessage],
-    *,
-    add_generation_prompt: bool = True,
-    task: Task | None = None,
+    model: ServedModel, messages: list[openai.ChatMessage], task: Task, *, add_generation_prompt: bool = True
 ) -> list[int]:
-    """What the model reads of a conversation. Call it in a thread.
+    """The token ids of a conversation. Call it in a thread.
 
     Raises:
         APIError: it is too long, or the template refuses it.
     """
-    n_bytes = sum(len(message.text.encode()) + len((message.name or "").encode()) for message in messages)
-    if n_bytes > model.tokens.max_bytes:
-        raise APIError(
-            400,
-            f"messages: {n_bytes} bytes of text; this model's context of {model.engine.context} tokens and the "
-            f"server's limit allow {model.tokens.max_bytes}.",
-            param="messages",
-            code="context_length_exceeded",
-        )
+    texts = (text for message in messages for text in (message.text, message.name or ""))
+    model.tokens.check_bytes(sum(len(text.encode()) for text in texts), "messages")
     turns = [message.turn() for message in messages]
     try:
         ids = model.chat_template.encode(turns, add_generation_prompt=add_generation_prompt, task=task)
     except UserError as error:
-        raise APIError(400, f"messages: {error}", param="messages") from None
+        raise invalid("messages", str(error)) from None
     if not ids:
-        raise APIError(400, "messages: the template makes no text of them.", param="messages")
+        raise invalid("messages", "the template makes no text of them.")
     return model.tokens.check(ids, "messages")
 
 
@@ -76,71 +98,9 @@ def _schema(wanted: openai.ResponseFormat | None) -> dict[str, Any] | None:
         return None
     if wanted.json_schema is None:
         return {"type": "object"}
-    schema = wanted.json_schema.json_schema
     if len(wanted.json_schema.model_dump_json().encode()) > MAX_SCHEMA_BYTES:
-        raise APIError(400, f"response_format: the schema has more than {MAX_SCHEMA_BYTES} bytes.",
-                       param="response_format")  # fmt: skip
-    return {} if schema is None else schema
-
-
-async def complete(generation: Generation, body: openai.ChatRequest) -> openai.ChatCompletion:
-    """All answers, when they are finished."""
-    entries: dict[int, list[Entry]] = {choice.index: [] for choice in generation.choices}
-    async for deltas in generation.deltas():
-        for delta in deltas:
-            entries[delta.choice] += delta.entries
-    choices = []
-    for choice in generation.choices:
-        assert choice.finish_reason is not None
-        choices.append(
-            openai.ChatChoice(
-                index=choice.index,
-                message=openai.AnswerMessage(role="assistant", content=choice.text, refusal=None),
-                logprobs=_logprobs(entries[choice.index]) if body.logprobs else None,
-                finish_reason=choice.finish_reason,
-            )
-        )
-    return openai.ChatCompletion(
-        **_frame(generation), object="chat.completion", choices=choices, usage=generation.usage()
-    )
-
-
-async def stream(generation: Generation, body: openai.ChatRequest) -> AsyncGenerator[list[openai.ChatChunk]]:
-    """The answers as they come: who speaks, the text, and why it ended."""
-    frame = _frame(generation) | {"object": "chat.completion.chunk"}
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
-    null_usage = {"usage": None} if with_usage else {}
-    async for deltas in generation.deltas():
-        yield [
-            openai.ChatChunk(**frame, choices=[choice], **null_usage)
-            for delta in deltas
-            for choice in _chunk_choices(delta, body)
-        ]
-    if with_usage:
-        yield [openai.ChatChunk(**frame, choices=[], usage=generation.usage())]
-
-
-def _frame(generation: Generation) -> dict[str, Any]:
-    """What all chunks of an answer have in common."""
-    return {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": generation.model.name}
-
-
-def _chunk_choices(delta: Delta, body: openai.ChatRequest) -> list[openai.ChatChunkChoice]:
-    made: list[openai.ChatChunkChoice] = []
-
-    def add(what: openai.Delta, finish_reason: Any = None, entries: list[Entry] | None = None) -> None:
-        logprobs = _logprobs(entries) if body.logprobs and entries else None
-        made.append(
-            openai.ChatChunkChoice(index=delta.choice, delta=what, logprobs=logprobs, finish_reason=finish_reason)
-        )
-
-    if delta.first:
-        add(openai.Delta(role="assistant", content=""))
-    if delta.text or delta.entries:
-        add(openai.Delta(content=delta.text), entries=delta.entries)
-    if delta.finish_reason is not None:
-        add(openai.Delta(), delta.finish_reason)
-    return made
+        raise invalid("response_format", f"the schema has more than {MAX_SCHEMA_BYTES} bytes.")
+    return wanted.json_schema.json_schema or {}
 
 
 def _logprobs(entries: list[Entry]) -> openai.ChatLogprobs:

@@ -1,4 +1,4 @@
-"""What goes wrong, as OpenAI's clients expect it: {"error": {"message", "type", "param", "code"}}."""
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
 
 import json
 import logging
@@ -65,14 +65,19 @@ class APIError(Exception):
         return JSONResponse(self.tree(), self.status, self.headers)
 
 
+def invalid(param: str, message: str, code: str | None = None) -> APIError:
+    """A field of the request is wrong."""
+    return APIError(400, f"{param}: {message}", param=param, code=code)
+
+
 def log_unforeseen(error: Exception) -> None:
-    """Have the log say how the server failed, where the client is told no more than that it did."""
+    """Log an error of which the client learns no more than that the server failed."""
     if as_api_error(error).status == 500 and not getattr(error, "is_logged", False):
         logging.getLogger("gptworks").error("a request failed", exc_info=error)
 
 
 def as_api_error(error: Exception) -> APIError:
-    """What a client is told of an error. Of one that nobody foresaw, nothing."""
+    """An error as the client sees it; an unforeseen one without its message."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, UserError):
@@ -89,12 +94,12 @@ def as_api_error(error: Exception) -> APIError:
 
 
 def _shortened(message: str) -> str:
-    """Without the middle, where a message repeats what was sent."""
+    """A long message without its middle: it may repeat what was sent."""
     return message if len(message) <= 600 else f"{message[:250]} … {message[-250:]}"
 
 
 def from_validation(error: ValidationError) -> APIError:
-    """A thing wrong with a request's body, by the field's name. Of a union's members, the one that fits best."""
+    """The error of a request's body that lies deepest: of a union's members, that of the one that fits best."""
     first = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
     place = ".".join(str(part) for part in first["loc"] if not _is_type_name(part)) or None
     message = first["msg"].removeprefix("Value error, ")
@@ -104,7 +109,7 @@ def from_validation(error: ValidationError) -> APIError:
         name = str(first["ctx"]["name"])
         place = name if place is None else f"{place}.{name}"
         return APIError(400, message, param=place, code="unknown_parameter")
-    return APIError(400, f"{place}: {message}" if place else message, param=place, code="invalid_value")
+    return invalid(place, message, "invalid_value") if place else APIError(400, message, code="invalid_value")
 
 
 def _is_type_name(part: int | str) -> bool:
@@ -113,7 +118,7 @@ def _is_type_name(part: int | str) -> bool:
 
 
 def install(app: FastAPI) -> None:
-    """Let every error of the app be answered in OpenAI's shape."""
+    """Answer every error of the app in OpenAI's format."""
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response()

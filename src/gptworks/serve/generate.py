@@ -1,11 +1,14 @@
-"""The texts of one request in the making: prompts are read and submitted in a thread, pieces become choices' deltas."""
+"""The texts of one request while they are generated.
+
+A thread tokenizes and submits the prompts; the engine's pieces become deltas of the choices.
+"""
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from gptworks.confined import Abandoned
 from gptworks.infer.constrain import Grammar
@@ -16,16 +19,16 @@ from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import DECODER_CONTEXT_TOKENS, Piece
 from gptworks.serve import openai
 from gptworks.serve.caller import Caller
-from gptworks.serve.errors import APIError
+from gptworks.serve.errors import APIError, invalid
 from gptworks.serve.metrics import ModelMetrics, RequestClock
 from gptworks.serve.models import ServedModel
 from gptworks.serve.service import Service
-from gptworks.serve.settings import MAX_TEXTS, MAX_TOLD_TOKENS
+from gptworks.serve.settings import MAX_LOGPROB_NUMBERS, MAX_TEXTS
 from gptworks.serve.tokens import Tokens
 from gptworks.tokenizer import StreamDecoder
 
 PIECES_AT_ONCE = 32
-"""Of whole texts: the reader is told this rarely, and of an end at once."""
+"""If only whole texts are sent, the reader wakes once in so many pieces, and at an end at once."""
 
 LEAST_LOGPROB = -9999.0
 """Stands for −inf, which JSON has not."""
@@ -40,13 +43,9 @@ class Prompt:
     """As it is echoed."""
 
 
-Reader = Callable[[], Prompt]
-"""Tokenizes a prompt. Called in a thread."""
-
-
 @dataclass(frozen=True)
 class Order:
-    """What a request wants of its prompts."""
+    """What a request asks for."""
 
     settings: SamplingSettings
     n: int = 1
@@ -55,27 +54,27 @@ class Order:
     echo: bool = False
     prompt_logprobs: int | None = None
     streams: bool = False
-    """Pieces are told as they come, not whole texts at their end."""
+    """Pieces are sent as they come, not whole texts at their end."""
 
 
 class Entry(NamedTuple):
-    """What the model gave a token, as it is told."""
+    """A token and its log-probability, as they are sent."""
 
     text: str
     bytes: list[int] | None
     logprob: float | None
     top: list[tuple[str, list[int] | None, float]] | None
     offset: int
-    """Of the token's text in the choice's."""
+    """Where the token's text begins in the choice's."""
 
 
 class Delta(NamedTuple):
-    """What a choice has more than before."""
+    """What is new in a choice."""
 
     choice: int
     text: str
     entries: list[Entry]
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: openai.FinishReason | None
     first: bool
 
 
@@ -93,8 +92,8 @@ class Speller:
         self._offset += len(self._decoder.push(token))
         if given is None:
             return Entry(text, spelled, None, None, offset)
-        top = [(*self._tokens.spell(other), _finite(logprob)) for other, logprob in given.top]
-        return Entry(text, spelled, _finite(given.logprob), top, offset)
+        top = [(*self._tokens.spell(other), max(logprob, LEAST_LOGPROB)) for other, logprob in given.top]
+        return Entry(text, spelled, max(given.logprob, LEAST_LOGPROB), top, offset)
 
 
 class Choice:
@@ -104,14 +103,14 @@ class Choice:
         self.index, self.order = index, order
         self.text = ""
         self.n_tokens, self.logprob = 0, 0.0
-        self.finish_reason: Literal["stop", "length"] | None = None
+        self.finish_reason: openai.FinishReason | None = None
         self._prompt, self._tokens = prompt, tokens
         self._speller: Speller | None = None
         self._held: list[Entry] = []
         self._begun = False
 
     def push(self, piece: Piece, request: Request) -> Delta:
-        """Take a piece of the text."""
+        """Add a piece of the text."""
         first, self._begun = not self._begun, True
         text = piece.text
         if first and self.order.echo:
@@ -144,16 +143,12 @@ class Choice:
         return [speller.entry(token, one) for token, one in zip(request.prompt_ids, given, strict=True)]
 
     def _settled(self, piece: Piece) -> list[Entry]:
-        """Entries of tokens whose text is told. Those of a stop string never are."""
-        if not self._held:
-            return []
-        ended_by_text = piece.finish_reason == "stop" and piece.token_id is not None
-        if piece.finish_reason is not None and not ended_by_text:
-            settled, self._held = self._held, []
-            return settled
+        """Entries of tokens whose text is sent. Those of a stop string never are."""
         n = len(self._held)
-        while n and self._held[n - 1].offset >= len(self.text):
-            n -= 1
+        ended_by_text = piece.finish_reason == "stop" and piece.token_id is not None
+        if piece.finish_reason is None or ended_by_text:
+            while n and self._held[n - 1].offset >= len(self.text):
+                n -= 1
         settled, self._held = self._held[:n], self._held[n:]
         return settled
 
@@ -171,13 +166,13 @@ class Generation:
     prompts: list[Prompt] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
 
-    def submit(self, readers: Sequence[Reader]) -> None:
-        """Read the prompts and let the engine have them. Takes long; to be called in a thread."""
+    def submit(self, prompts: Sequence[Any], read: Callable[[Any], Prompt]) -> None:
+        """Tokenize each prompt with `read` and submit it to the engine. Takes long: call it in a thread."""
         order = self.order
-        for read in readers:
+        for given in prompts:
             if self.stream.cancelled:  # the client has gone
                 return
-            prompt = read()
+            prompt = read(given)
             self.choices += [
                 Choice(len(self.prompts) * order.n + i, prompt, order, self.model.tokens) for i in range(order.n)
             ]
@@ -189,18 +184,16 @@ class Generation:
             )  # fmt: skip
 
     async def deltas(self) -> AsyncGenerator[list[Delta]]:
-        """What comes of all choices, as it comes. Leaving cancels the rest."""
+        """What all choices get, as it comes. Leaving cancels the rest."""
         clock = RequestClock(self.metrics, self.began)
         async with aclosing(self.stream.batches()) as batches:
             async for batch in batches:
                 found = []
                 for number, piece, came_at in batch:
                     request = self.stream.requests[number]
-                    n = self.order.n
+                    choices = self.choices[number * self.order.n :][: self.order.n]
                     if self.order.generates:
-                        choices = [self.choices[number * n + piece.sample]]
-                    else:
-                        choices = self.choices[number * n : (number + 1) * n]
+                        choices = [choices[piece.sample]]
                     self.caller.n_tokens += piece.token_id is not None
                     for choice in choices:
                         found.append(choice.push(piece, request))
@@ -229,21 +222,23 @@ def check_size(model: ServedModel, order: Order, n_prompts: int) -> None:
     """
     n_texts, settings = n_prompts * order.n, order.settings
     if n_texts > MAX_TEXTS:
-        raise APIError(400, f"n: {n_prompts} prompts and {order.n} texts of each; one request may ask for {MAX_TEXTS}.",
-                       param="n")  # fmt: skip
+        raise invalid("n", f"{n_prompts} prompts and {order.n} texts of each; one request may ask for {MAX_TEXTS}.")
     if settings.logprobs is None:
         return
     n_tokens = min(settings.max_tokens, model.engine.context) + order.echo * model.engine.context
-    if (n := n_texts * n_tokens * (1 + settings.logprobs)) > MAX_TOLD_TOKENS:
-        raise APIError(400, f"logprobs: {n_texts} texts of up to {n_tokens} tokens with alternatives: {n} numbers; "
-                            f"one answer may hold {MAX_TOLD_TOKENS}.", param="logprobs")  # fmt: skip
+    if (n := n_texts * n_tokens * (1 + settings.logprobs)) > MAX_LOGPROB_NUMBERS:
+        raise invalid(
+            "logprobs",
+            f"{n_texts} texts of up to {n_tokens} tokens with alternatives: {n} numbers; one answer may hold "
+            f"{MAX_LOGPROB_NUMBERS}.",
+        )
 
 
 async def compiled(service: Service, model: ServedModel, settings: SamplingSettings, caller: Caller) -> Grammar | None:
-    """The grammar of constrained texts, compiled where it must be; None: they are free.
+    """The grammar of constrained texts, compiled if it is new; None: the texts are free.
 
     Raises:
-        APIError, UserError, QueueFull: it cannot be, or too many schemas wait.
+        APIError, UserError, QueueFull: it cannot be compiled, or too many schemas wait.
     """
     if settings.json_schema is None and settings.regex is None:
         return None
@@ -269,34 +264,32 @@ async def compiled(service: Service, model: ServedModel, settings: SamplingSetti
 
 
 async def begin(
-    service: Service, model: ServedModel, order: Order, readers: Sequence[Reader], caller: Caller
+    service: Service,
+    model: ServedModel,
+    order: Order,
+    prompts: Sequence[Any],
+    read: Callable[[Any], Prompt],
+    caller: Caller,
 ) -> Generation:
-    """Read the prompts in a thread, and submit each as soon as it is read.
-
-    Args:
-        readers: one for each prompt; they may raise what they like.
+    """Tokenize the prompts in a thread with `read`, and submit each as soon as it is tokenized.
 
     Raises:
-        APIError, UserError, QueueFull: the request cannot be taken; nothing of it goes on.
+        APIError, UserError, QueueFull: the request cannot be accepted; nothing of it goes on.
     """
-    check_size(model, order, len(readers))
-    service.take_places(caller, len(readers))
+    check_size(model, order, len(prompts))
+    service.take_places(caller, len(prompts))
     grammar = await compiled(service, model, order.settings, caller)  # held until the engine has its own hold on it
     stream = model.loop.open(
-        max_unread=service.settings.max_unread_pieces * len(readers) * order.n,
+        max_unread=service.settings.max_unread_pieces * len(prompts) * order.n,
         patience=1 if order.streams else PIECES_AT_ONCE,
     )
     generation = Generation(model, order, stream, service.metrics.of(model.name), caller)
     loop = asyncio.get_running_loop()
     try:
-        await loop.run_in_executor(service.threads, generation.submit, readers)
+        await loop.run_in_executor(service.threads, generation.submit, prompts, read)
     except BaseException:
         stream.cancel()
         caller.abandon()
         raise
     del grammar
     return generation
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)

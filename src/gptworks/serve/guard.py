@@ -1,7 +1,7 @@
-"""What stands before the routes: the key, the body's size and time, how much goes on at once, and who has gone.
+"""The checks before the routes: the key, the body's size and time, the number of requests, and clients that are gone.
 
-Each request is read whole before a route sees it. While it is worked on, its connection is watched: where the client
-goes away or the time is over, the work is cancelled, and with it the texts that the engine was making.
+Each request is read whole before a route sees it. While a route works, the guard watches the connection: if the client
+goes away or the time is over, the guard cancels the work, and with it the texts that the engine generates.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from ipaddress import ip_address
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gptworks.serve.caller import Caller, introduce
+from gptworks.serve.caller import Caller
 from gptworks.serve.errors import APIError
 from gptworks.serve.log import log_request
 from gptworks.serve.service import Service
@@ -39,7 +39,7 @@ class Guard:
             return
         answer = _Answer(send, self._service.metrics.answered)
         caller = Caller(self._client(scope))
-        introduce(scope, caller)
+        scope.setdefault("state", {})["caller"] = caller
         if scope["path"] == "/health":
             await self._app(scope, receive, answer)
             return
@@ -51,7 +51,7 @@ class Guard:
         try:
             await self._serve(scope, receive, answer)
         except APIError as error:
-            await answer.error(error, scope, receive)
+            await error.response()(scope, receive, answer)
         except _Gone:
             pass
         except Exception:
@@ -67,7 +67,7 @@ class Guard:
             log_request(scope, answer.status, time.monotonic() - began, caller.n_tokens)
 
     def _client(self, scope: Scope) -> str:
-        """Whom a request's share is counted for: its key, where keys are needed, or its address."""
+        """The client to whose share a request counts: its key, where keys are needed, or its address."""
         authorization = dict(scope["headers"]).get(b"authorization", b"")
         if self._keys and authorization:
             return sha256(authorization.partition(b" ")[2].strip()).hexdigest()
@@ -111,7 +111,7 @@ class Guard:
             raise self._too_large()
 
     def _has_key(self, headers: dict[bytes, bytes]) -> bool:
-        """Takes as long whatever the key is, and whichever fits."""
+        """Takes the same time for every key, valid or not."""
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
         digest = sha256(key.strip()).digest()
         fits = [hmac.compare_digest(digest, known) for known in self._keys]
@@ -147,11 +147,11 @@ class Guard:
         return bytes(body)
 
     async def _discard(self, headers: dict[bytes, bytes], incoming: "_Body", answer: "_Answer") -> None:
-        """Read what is left of a refused body, so that its sender comes to read the answer; or close after it."""
+        """Read the rest of a refused body, so that the client gets to read the answer; or close after the answer."""
         settings = self._service.settings
         left = settings.max_discarded_bytes
         answer.closes = True
-        if b"expect" in headers and not incoming.begun:  # it waits to be told to send
+        if b"expect" in headers and not incoming.begun:  # it waits for a 100 before it sends
             return
         try:
             async with asyncio.timeout(min(settings.body_seconds, 5.0)):
@@ -164,7 +164,7 @@ class Guard:
         answer.closes = False
 
     async def _work(self, scope: Scope, receive: Receive, answer: "_Answer", body: bytes) -> None:
-        """Let the app answer, as long as there is somebody to read it, and time."""
+        """Let the app answer, until the client is gone or the time is over."""
         seconds = self._service.settings.request_seconds
         work: asyncio.Task[None] = asyncio.create_task(self._app(scope, _replay(body), answer))  # type: ignore[arg-type]
         watch = asyncio.create_task(_until_gone(receive))
@@ -184,7 +184,7 @@ class Guard:
 
 
 class _Answer:
-    """`send` that knows how far the answer is."""
+    """`send`, with the state of the answer."""
 
     def __init__(self, send: Send, answered: Callable[[int], None]) -> None:
         self._send, self._answered = send, answered
@@ -202,9 +202,6 @@ class _Answer:
             if self.closes:
                 message["headers"] = [*headers, (b"connection", b"close")]
         await self._send(message)
-
-    async def error(self, error: APIError, scope: Scope, receive: Receive) -> None:
-        await error.response()(scope, receive, self)
 
     async def end(self, error: APIError) -> None:
         """Answer with an error, also where the answer has begun."""
@@ -237,7 +234,7 @@ class _Body:
 
 
 def _raise_error(work: "asyncio.Task[None]") -> None:
-    """What went wrong, where something did, as an `Exception`: a Rust library's panic is none, and has no handler."""
+    """Raise the task's error, if any, as an `Exception`: a Rust library's panic is none, and has no handler."""
     error = work.exception()
     if error is not None and not isinstance(error, Exception):
         raise RuntimeError(f"{type(error).__name__}: {error}") from error

@@ -1,20 +1,12 @@
-"""The wire: requests and responses of OpenAI's interface, and of vLLM's where OpenAI has none.
+"""Requests and responses of OpenAI's API, and of vLLM's where OpenAI has none.
 
-A field that is not listed is refused, not ignored. Every number and list has a bound. Responses are dumped with what
-was set alone, so that a null stands where one was set, and what is constant in them is set like the rest.
+A field that is not listed is refused, not ignored. Every number and list has a bound. A response is dumped without the
+fields that were not set, so constants such as `object` are set like the rest.
 """
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from gptworks.errors import nearest
@@ -52,15 +44,11 @@ REFUSED = {
     "safety_identifier": "the server keeps no list of users",
     "prompt_cache_key": "prompts that begin alike share what was computed by themselves",
 }
-"""Fields of others, and why they are not here. null says that they are not wanted, and is taken."""
-
-
-def _asks_nothing(name: str, value: Any) -> bool:
-    return name in REFUSED and (value is None or (name == "store" and value is False))
+"""Fields of OpenAI's API that are not supported, and why. They may be null."""
 
 
 class Wire(BaseModel):
-    """What a client sends. Of the fields that are wrong, one is named: an answer is short, however long the body."""
+    """A request, or a part of one. An error names one field: the answer is short, however long the body."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, regex_engine="rust-regex")
 
@@ -68,25 +56,17 @@ class Wire(BaseModel):
     @classmethod
     def _refuse_unknown(cls, tree: Any) -> Any:
         if isinstance(tree, dict):
-            tree = {name: value for name, value in tree.items() if not _asks_nothing(name, value)}
+            known = [field.alias or name for name, field in cls.model_fields.items()]
+            unwanted = {name for name in REFUSED if name in tree and tree[name] is None}
+            unwanted |= {"store"} if tree.get("store") is False else set()
+            tree = {name: value for name, value in tree.items() if name not in unwanted}
             for name in tree:
-                if name not in cls.known():
-                    raise PydanticCustomError(
-                        "unknown_field", "{reason}", {"name": name[:64], "reason": cls._why(name)}
-                    )
+                if name not in known:
+                    near, short = nearest(name[:64], known), name[:64]
+                    hint = f": {REFUSED[name]}." if name in REFUSED else f"; did you mean `{near}`?" if near else "."
+                    reason = f"`{short}` is not supported{hint}"
+                    raise PydanticCustomError("unknown_field", "{reason}", {"name": short, "reason": reason})
         return tree
-
-    @classmethod
-    def known(cls) -> list[str]:
-        """The fields' names on the wire."""
-        return [field.alias or name for name, field in cls.model_fields.items()]
-
-    @classmethod
-    def _why(cls, name: str) -> str:
-        if name in REFUSED:
-            return f"`{name}` is not supported: {REFUSED[name]}."
-        near = nearest(name[:64], cls.known())
-        return f"`{name[:64]}` is not supported" + (f"; did you mean `{near}`?" if near else ".")
 
 
 # ------------------------------------------------------------------------------------------------------- parts
@@ -143,37 +123,15 @@ _STOP_SCHEMA = {"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "ma
 Stops = Annotated[tuple[str, ...], PlainValidator(_stops), WithJsonSchema(_STOP_SCHEMA)]
 
 
-def _biases(value: Any) -> dict[int, float]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or len(value) > MAX_BIASES:
-        raise ValueError(f"it must be an object of at most {MAX_BIASES} token ids")
-    biases = {}
-    for token, bias in value.items():
-        if not token.isdecimal() or not token.isascii() or len(token) > 7:
-            raise ValueError("its keys must be token ids")
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise ValueError("its values must be numbers from -100 to 100")
-        biases[int(token)] = float(bias)
-    return biases
-
-
-_BIAS_SCHEMA = {
-    "anyOf": [
-        {
-            "type": "object",
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-            "propertyNames": {"pattern": "^[0-9]{1,7}$"},
-            "maxProperties": MAX_BIASES,
-        },
-        {"type": "null"},
-    ]
-}
-Biases = Annotated[dict[int, float], PlainValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)]
-
+TokenKey = Annotated[str, Field(pattern="^[0-9]{1,7}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[
+    dict[TokenKey, Bias], Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False})
+]
 Count = Annotated[int, Field(ge=1, le=MAX_N)]
 Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
+FinishReason = Literal["stop", "length"]
 
 
 class StreamOptions(Wire):
@@ -181,7 +139,7 @@ class StreamOptions(Wire):
 
 
 class SamplingFields(Wire):
-    """What completions and chat have in common. Those after `user` are vLLM's."""
+    """The fields that completions and chat share. Those after `user` are vLLM's."""
 
     model: ModelName
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -189,7 +147,7 @@ class SamplingFields(Wire):
     n: Count | None = None
     stop: Stops = ()
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    logit_bias: Biases = {}
+    logit_bias: Biases | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     stream: bool | None = None
@@ -220,11 +178,12 @@ class CompletionRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _samples(self) -> Self:
-        if self.best_of is not None:
-            if self.best_of < (self.n or 1):
-                raise ValueError(f"best_of: {self.best_of} is below n={self.n or 1}")
-            if self.stream and self.best_of > (self.n or 1):
-                raise ValueError("best_of: not with stream: which are best is known at the end")
+        n = self.n or 1
+        best_of = self.best_of or n
+        if best_of < n:
+            raise ValueError(f"best_of: {best_of} is below n={n}")
+        if self.stream and best_of > n:
+            raise ValueError("best_of: not with stream: which are best is known at the end")
         return self
 
 
@@ -239,7 +198,7 @@ class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: FinishReason | None
 
 
 class PromptTokensDetails(BaseModel):
@@ -281,7 +240,7 @@ Nothing = Annotated[Any, AfterValidator(_nothing), WithJsonSchema({"type": "null
 
 
 class ChatMessage(Wire):
-    """One turn. The fields after `name` are what clients send back of an answer, empty."""
+    """One turn. Clients that send an answer back also send its empty fields, which follow `name`."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -297,7 +256,7 @@ class ChatMessage(Wire):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
     def turn(self) -> dict[str, str]:
-        """As the template gets it. `developer` is OpenAI's newer word for `system`, which templates know."""
+        """The turn for the template. `developer` is OpenAI's newer word for `system`, which templates know."""
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": self.text} | ({"name": self.name} if self.name is not None else {})
 
@@ -365,7 +324,7 @@ class ChatChoice(BaseModel):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
 
 
 class ChatCompletion(BaseModel):
@@ -386,7 +345,7 @@ class ChatChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: FinishReason | None
 
 
 class ChatChunk(BaseModel):

@@ -53,7 +53,7 @@ def make_server(app: FastAPI, host: str, port: int, started: Callable[[int], Non
 
     Args:
         port: 0 takes a free one.
-        started: told of the port, when the server listens.
+        started: called with the port when the server listens.
     """
     service: Service = app.state.service
     settings: ServerSettings = service.settings

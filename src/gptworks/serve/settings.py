@@ -1,4 +1,4 @@
-"""Every bound of the server. What a client may send, and for how long, is decided here and nowhere else."""
+"""Every bound of the server: what a client may send, and how long things may take."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ MAX_PROMPTS = 64
 """Prompts of one request."""
 MAX_TEXTS = 128
 """Of one request: prompts times continuations. Each has its own copy of its prompt from the beginning."""
-MAX_TOLD_TOKENS = 1 << 20
-"""Of one request that asks for log-probabilities: tokens times what is told of each. The answer is held in memory."""
+MAX_LOGPROB_NUMBERS = 1 << 20
+"""Numbers in an answer with log-probabilities: tokens times (1 + alternatives). The answer is held in memory."""
 MAX_MESSAGES = 1024
 MAX_LOGPROBS = 20
 MAX_STOPS = 16

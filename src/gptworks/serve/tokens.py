@@ -1,4 +1,4 @@
-"""Text to token ids and back, in a thread: reading a long prompt must not hold up those who are being answered."""
+"""Text to token ids and back, in a thread: a long prompt must not hold up other requests."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -6,13 +6,13 @@ from functools import cached_property
 from tokenizers import Tokenizer, decoders
 
 from gptworks.infer.constrain import token_spellings
-from gptworks.serve.errors import APIError
+from gptworks.serve.errors import invalid
 from gptworks.serve.settings import ServerSettings
 from gptworks.tokenizer import StreamDecoder, document_frame, encode_text, special_tokens, token_bytes, vocabulary_size
 
 
 class Tokens:
-    """A model's tokenizer, for requests: what they send is bounded first."""
+    """A model's tokenizer, for requests, which are bounded first."""
 
     def __init__(self, tokenizer: Tokenizer, context: int, settings: ServerSettings) -> None:
         """
@@ -31,30 +31,35 @@ class Tokens:
         return self.encode(prompt, param) if isinstance(prompt, str) else self.check(prompt, param)
 
     def encode(self, text: str, param: str) -> list[int]:
-        """The ids of a prompt, as `Engine.encode_prompt` has them, but for its warnings. Call it in a thread.
+        """The ids of a prompt, as `Engine.encode_prompt` gives them, without its warnings. Call it in a thread.
 
         Raises:
-            APIError: the text is too long, or no tokens come of it.
+            APIError: the text is too long, or has no tokens.
             UserError: the tokenizer cannot read it.
         """
-        n_bytes = len(text.encode())
-        if n_bytes > self.max_bytes:
-            raise APIError(
-                400,
-                f"{param}: {n_bytes} bytes of text; this model's context of {self.context} tokens and the server's "
-                f"limit allow {self.max_bytes}.",
-                param=param,
-                code="context_length_exceeded",
-            )
+        self.check_bytes(len(text.encode()), param)
         before, _ = document_frame(self.tokenizer)
         ids = encode_text(self.tokenizer, text) if text else []
         if text and not ids:
-            raise APIError(400, f"{param}: it has no token that this model's tokenizer knows.", param=param)
+            raise invalid(param, "it has no token that this model's tokenizer knows.")
         if not text or not special_tokens(self.tokenizer).separator:
             ids = before + ids
         if not ids:
-            raise APIError(400, f"{param}: it is empty, and this model has no token to begin a text.", param=param)
+            raise invalid(param, "it is empty, and this model has no token to begin a text.")
         return self.check(ids, param)
+
+    def check_bytes(self, n_bytes: int, param: str) -> None:
+        """
+        Raises:
+            APIError: a text of so many bytes is too long.
+        """
+        if n_bytes > self.max_bytes:
+            raise invalid(
+                param,
+                f"{n_bytes} bytes of text; this model's context of {self.context} tokens and the server's limit allow "
+                f"{self.max_bytes}.",
+                code="context_length_exceeded",
+            )
 
     def check(self, ids: list[int], param: str) -> list[int]:
         """The ids, if the model can read them.
@@ -63,18 +68,11 @@ class Tokens:
             APIError: there are too many, or one is not in the vocabulary.
         """
         if len(ids) > self.context:
-            raise APIError(
-                400,
-                f"{param}: {len(ids)} tokens; this model's context is {self.context}.",
-                param=param,
-                code="context_length_exceeded",
+            raise invalid(
+                param, f"{len(ids)} tokens; this model's context is {self.context}.", code="context_length_exceeded"
             )
         if wrong := [token for token in ids if not 0 <= token < self.n_ids]:
-            raise APIError(
-                400,
-                f"{param}: token id {wrong[0]} is not in the vocabulary; ids go from 0 to {self.n_ids - 1}.",
-                param=param,
-            )
+            raise invalid(param, f"token id {wrong[0]} is not in the vocabulary; ids go from 0 to {self.n_ids - 1}.")
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
