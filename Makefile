@@ -128,9 +128,9 @@ clean:
 	$(PYTHON) -m venv .venv
 
 .venv/.installed: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) -e ".[plots]"
+	$(PIP) -e "."
 	@touch $@
 
 .venv/.installed-dev: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) -e ".[plots,data,dev]"
+	$(PIP) -e ".[data,dev]"
 	@touch $@ .venv/.installed

@@ -1,7 +1,6 @@
 """Fixtures shared by the tests."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,11 +25,3 @@ def shared_data() -> Path:
 def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has learned to write the lines of `tiny.TEXT`. Tests leave it as it is."""
     return tiny.trained(tmp_path_factory.mktemp("trained"))
-
-
-@pytest.fixture(scope="module")
-def without_curves() -> Iterator[None]:
-    """Runs draw no curves.png, which takes longer than a tiny training."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gptworks.train.record.reporter.draw_curves", lambda *_: True)
-        yield

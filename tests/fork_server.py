@@ -19,7 +19,7 @@ import struct
 import sys
 from pathlib import Path
 
-IMPORTED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "matplotlib.backends.backend_agg")
+IMPORTED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
 """What commands import when they run, beside gptworks' own modules."""
 
 

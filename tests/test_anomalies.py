@@ -26,8 +26,6 @@ from gptworks.train.optim.average import WeightAverage
 from gptworks.train.record.metrics import TIMINGS, read_metrics
 from gptworks.train.state import TrainingState
 
-pytestmark = pytest.mark.usefixtures("without_curves")
-
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in read_metrics(folder / "run" / "metrics.jsonl") if record["kind"] == kind]

@@ -24,17 +24,13 @@ from gptworks.train.loop import train
 from gptworks.train.objectives.next_token import Batch, Losses, next_token
 from gptworks.train.progress import Progress
 
-pytestmark = pytest.mark.usefixtures("without_curves")
-
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe, `tiny.yaml`, and its run of four steps. Tests copy it."""
     folder = tmp_path_factory.mktemp("changes")
     path = tiny.write_recipe(folder, max_steps=4, micro_batch_size=2, evaluate_every=4, optimizer="adamw")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gptworks.train.record.reporter.draw_curves", lambda *_: True)
-        train(load_recipe(path))
+    train(load_recipe(path))
     return folder
 
 

@@ -15,8 +15,6 @@ from gptworks.train.loop import check_train, train
 from gptworks.train.record.metrics import read_metrics
 from halves import assert_resumes_exactly
 
-pytestmark = pytest.mark.usefixtures("without_curves")
-
 
 @pytest.mark.parametrize("chunk", [3, 1000])
 def test_loss_and_gradients_are_the_definition(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:

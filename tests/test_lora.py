@@ -24,8 +24,6 @@ from gptworks.train.loop import check_train, train
 from gptworks.train.rehearsal.trace import trace_step
 from halves import assert_resumes_exactly
 
-pytestmark = pytest.mark.usefixtures("without_curves")
-
 SMALL: dict[str, Any] = {"vocab_size": 40, "context_length": 24, "n_layers": 2, "d_model": 32, "n_heads": 4}
 
 

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from gptworks.files import naming_disk_errors, replacing, write_whole
 from gptworks.recipe import parse_recipe, with_vocab_size
 from gptworks.train.progress import Progress
 from gptworks.train.record.card import write_model_card
-from gptworks.train.record.metrics import MetricsLog, Record, Skipped, draw_curves, read_metrics, write_samples
+from gptworks.train.record.curves import draw_curves
+from gptworks.train.record.metrics import MetricsLog, Record, Skipped, read_metrics, write_samples
 
 
 def validation(step: int, loss: float) -> Record:
@@ -69,8 +71,11 @@ def test_curves_and_card_stand_whatever_the_figures(tmp_path: Path, losses: list
     path = recipe.run_dir / "metrics.jsonl"
     records = [record for i, loss in enumerate(losses, 1) for record in (training(i, loss), validation(i, loss))]
     write(path, records)
-    assert draw_curves(path, recipe.run_dir / "curves.png", "test")
-    assert (recipe.run_dir / "curves.png").exists() == bool(losses)
+    draw_curves(path, recipe.run_dir / "curves.svg", "test")
+    assert (recipe.run_dir / "curves.svg").exists() == bool(losses)
+    if 2.0 in losses:
+        drawn = ElementTree.parse(recipe.run_dir / "curves.svg").getroot()
+        assert "validation, best 2.0000" in [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
     write_model_card(recipe, Progress(), "finished", 1000, choose_precision("fp32", torch.device("cpu")))
     card = (recipe.run_dir / "model-card.md").read_text(encoding="utf-8")
     assert "| parameters | 26,176 |" in card
@@ -129,7 +134,9 @@ def test_a_line_that_is_no_record_is_left_out_and_counted(tmp_path: Path, name: 
     assert (count, line) == (1, 3) and "line 3" in str(skipped)
     write(path, [training(2, 2.0)], resume_step=1)
     assert len(list(read_metrics(path))) == 3
-    assert draw_curves(path, tmp_path / "curves.png", "$\\frac{")
+    draw_curves(path, tmp_path / "curves.svg", "</title><script>\x00")
+    drawn = ElementTree.parse(tmp_path / "curves.svg").getroot()
+    assert not [element for element in drawn.iter() if element.tag.endswith("script")]
 
 
 def test_values_that_are_no_figures_are_left_out_of_a_record(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from gptworks.config import ModelConfig, Recipe, SweepConfig, SweepRange
 from gptworks.describe.page import to_html as sheet_page
 from gptworks.describe.sheet import describe
 from gptworks.errors import UserError
-from gptworks.pages.chart import Series, chart
+from gptworks.pages.chart import Chart, Series
 from gptworks.pages.page import page
 from gptworks.pages.parts import MOST_CHARACTERS, key_figures, number, paragraph, samples, section, settings, table
 from gptworks.recipe import parse_recipe, save_recipe
@@ -223,8 +223,8 @@ def test_every_part_escapes_what_it_is_given() -> None:
     parts = [
         section(bad, bad), paragraph(bad, bad), key_figures([(bad, bad, bad)]), number(1, bad, bad),
         table([bad, bad], "lr", [[bad, bad]], [[bad, bad]]), settings({bad: bad}), samples([(number(1), bad, bad)]),
-        chart("c", bad, [Series([(0, 1), (1, 2)], bad, titles=[bad, bad], style="both")], x_label=bad, y_label=bad,
-              x_names=[bad, bad]),
+        Chart("c", bad, [Series([(0, 1), (1, 2)], bad, titles=[bad, bad], style="both")], bad, bad,
+              x_names=[bad, bad]).svg(),
     ]  # fmt: skip
     text = page(bad, [bad], parts, bad)
     assert "<i" not in text and text.count("&lt;i&gt;") > 20
@@ -246,5 +246,5 @@ def test_a_chart_stands_whatever_the_values(values: list[float]) -> None:
     points = [(float(i), value) for i, value in enumerate(values)]
     for place in (points, [(y, x) for x, y in points]):
         for log_x in (False, True):
-            svg = chart("c", "c", [Series(place, style="both")], x_label="x", y_label="y", log_x=log_x)
+            svg = Chart("c", "c", [Series(place, style="both")], "x", "y", log_x=log_x).svg()
             assert not re.search(r"\b(nan|inf)\b", svg)

@@ -30,8 +30,6 @@ from gptworks.train.objectives.preference import Preference, answer_logprobs, pr
 from gptworks.train.record.metrics import read_metrics
 from halves import assert_resumes_exactly
 
-pytestmark = pytest.mark.usefixtures("without_curves")
-
 SMALL: dict[str, Any] = {"vocab_size": 50, "context_length": 24, "n_layers": 2, "d_model": 32, "n_heads": 4}
 
 

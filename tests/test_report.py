@@ -10,11 +10,12 @@ from xml.etree import ElementTree
 import pytest
 
 import tiny
-from gptworks.pages.chart import Series, chart
+from gptworks.pages.chart import Chart, Series
 from gptworks.recipe import parse_recipe
 from gptworks.runs.history import read_history
-from gptworks.runs.report import smoothed, to_html
+from gptworks.runs.report import to_html
 from gptworks.train.loop import train
+from gptworks.train.record.curves import smoothed
 from histories import training, validation, write_run
 from test_html import Reader
 
@@ -115,7 +116,7 @@ def test_skips_experts_time_and_memory_are_shown_where_the_records_have_them(tmp
 def test_a_long_run_keeps_its_peaks_and_its_page_small() -> None:
     points = [(float(i), math.sin(i)) for i in range(100_000)]
     points[54_321] = (54_321.0, 3.0)
-    svg = chart("long", "long", [Series(points)], x_label="x", y_label="y")
+    svg = Chart("long", "long", [Series(points)], "x", "y").svg()
     assert len(svg) < 60_000
     root = ElementTree.fromstring(re.sub(r' xmlns="[^"]*"', "", svg))
     (y0, v0), *_, (y1, v1) = values_by_height(root).items()
@@ -127,7 +128,7 @@ def test_a_long_run_keeps_its_peaks_and_its_page_small() -> None:
 def test_values_far_above_the_rest_leave_room_for_these() -> None:
     points = [(float(i), 1.0 + i / 100) for i in range(100)]
     points[3] = (3.0, 1e6)
-    svg = chart("spike", "spike", [Series(points)], x_label="x", y_label="y")
+    svg = Chart("spike", "spike", [Series(points)], "x", "y").svg()
     root = ElementTree.fromstring(re.sub(r' xmlns="[^"]*"', "", svg))
     assert max(values_by_height(root).values()) < 5
     assert "1 higher" in svg

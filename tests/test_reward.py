@@ -21,8 +21,6 @@ from gptworks.train.objectives.reward import advantages, policy_loss, sampling_g
 from gptworks.train.record.metrics import read_metrics
 from halves import assert_resumes_exactly
 
-pytestmark = pytest.mark.usefixtures("without_curves")
-
 
 def test_advantages_are_those_of_the_paper() -> None:
     rewards = torch.tensor([1.0, 0.0, 0.0, 3.0, 2.0, 2.0, 2.0, 2.0], dtype=torch.float64)

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -49,14 +50,14 @@ def test_a_run_learns_and_leaves_everything_in_its_folder(tmp_path: Path) -> Non
     assert validation[-1]["loss"] < math.log(43) - 1.1  # half of how far below a uniform guess fp32 and bf16 came
     names = {path.name for path in (tmp_path / "run").iterdir()} - {".lock"}
     assert names == {
-        "recipe.yaml", "tokenizer", "checkpoints", "metrics.jsonl", "curves.png", "samples.md", "model-card.md",
+        "recipe.yaml", "tokenizer", "checkpoints", "metrics.jsonl", "curves.svg", "samples.md", "model-card.md",
         "outcome.json",
     }  # fmt: skip
     assert "line " in (tmp_path / "run" / "samples.md").read_text(encoding="utf-8")
     card = (tmp_path / "run" / "model-card.md").read_text(encoding="utf-8")
     assert f"{outcome.best_validation_loss:.4f}" in card
     assert "26,176" in card
-    assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert ElementTree.parse(tmp_path / "run" / "curves.svg").getroot().tag.endswith("svg")
 
 
 def test_the_saved_recipe_is_resolved_and_repeats_the_run(tmp_path: Path) -> None:

@@ -22,8 +22,6 @@ from gptworks.train.objectives.preference import answer_logprobs
 from gptworks.train.record.metrics import TIMINGS, read_metrics
 from gptworks.train.state import TrainingState
 
-pytestmark = pytest.mark.usefixtures("without_curves")
-
 
 def records(folder: Path) -> list[dict[str, Any]]:
     rows = read_metrics(folder / "metrics.jsonl")

@@ -35,8 +35,6 @@ from gptworks.train.objectives.base import Objective
 from gptworks.train.objectives.distillation import TEACHER
 from gptworks.train.saving import remove_newer, remove_old
 
-pytestmark = pytest.mark.usefixtures("without_curves")
-
 SETTINGS: dict[str, Any] = {"optimizer": "adamw", "checkpoint_every": 4, "evaluate_every": 3, "max_steps": 14}
 LOSSES = {3: 9.0, 6: 8.0, 9: 7.0, 12: 7.5, 14: 7.2}
 """The best are 3, 6 and 9, between the saves of 4, 8, 12 and 14."""

@@ -10,6 +10,7 @@ from gptworks.pages.page import page, write_page
 from gptworks.pages.parts import (
     Cell,
     bar,
+    byte_table,
     columns,
     exact,
     figure,
@@ -47,7 +48,7 @@ def to_html(sheet: Sheet) -> str:
         section("Parameters and operations by part", figure(_shares(sheet))),
         section("Parameters", _parameters(sheet)),
         columns(section("Memory", _memory(sheet)), section("Operations for a token", _operations(sheet))),
-        *([section("Published beside exact", _published(sheet))] if sheet.published else []),
+        section("Published beside exact", _published(sheet) if sheet.published else ""),
         section("Settings", settings(sheet.config.model_dump(mode="json"))),
     )
     return page(sheet.name, (unbroken(summary(sheet)), unbroken(traits(sheet.config))), parts, _conventions(sheet))
@@ -103,15 +104,12 @@ def _parameters(sheet: Sheet) -> Markup:
 
 def _memory(sheet: Sheet) -> Markup:
     total, length = sheet.parameters.total, sheet.config.context_length
-    figures = (
+    return byte_table((
         ("weights in fp32", 4 * total),
         ("weights in bf16", 2 * total),
         ("KV cache in fp16, a token", sheet.kv_cache_bytes_per_token),
         (f"KV cache in fp16, {length:,} tokens", sheet.kv_cache_bytes),
-    )
-    largest = max(n_bytes for _, n_bytes in figures)
-    rows = [(name, number(n, readable(n, "B")), bar(n / largest, "memory")) for name, n in figures]
-    return table(("", "bytes", ""), "lrt", rows)
+    ))  # fmt: skip
 
 
 def _operations(sheet: Sheet) -> Markup:

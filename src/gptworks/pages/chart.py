@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from gptworks.pages.drawing import SMALL, Drawing, Point, text_width
-from gptworks.pages.parts import paragraph
+from gptworks.pages.parts import paragraph, printable, stylesheet
 
 Format = Callable[[float], str]
 
@@ -19,6 +19,9 @@ N_COLOURS = 8
 
 TOP, BOTTOM, GAP, LINE = 30.0, 40.0, 8.0, 16.0
 """Room above and below the plot, between text and plot, and from one line of text to the next."""
+
+MARGIN = 24.0
+"""Around the charts of a picture."""
 
 
 def compact(value: float) -> str:
@@ -44,90 +47,115 @@ class Series:
     """What is shown of a dot under the pointer, a text for each point."""
 
 
-def chart(
-    name: str,
-    title: str,
-    series: Sequence[Series],
-    *,
-    x_label: str,
-    y_label: str,
-    format_x: Format = compact,
-    format_y: Format = lambda value: f"{value:g}",
-    width: float = NARROW,
-    height: float = 250.0,
-    log_x: bool = False,
-    x_range: tuple[float, float] | None = None,
-    x_names: Sequence[str] | None = None,
-    from_zero: bool = False,
-) -> Markup:
-    """Curves over axes, or a line of text where no point is finite.
+@dataclass(frozen=True)
+class Chart:
+    """Curves over axes.
 
     Where the highest values are far above nearly all others, the axis ends below them, and the figure says so.
-
-    Args:
-        name: tells the drawing's ids from those of others on the page.
-        title: read to those who do not see it.
-        x_range: what the x axis holds, where that is not what the points tell; whole numbers have whole ticks.
-        x_names: what stands at x = 0, 1, 2 … where these are not numbers.
-        from_zero: the y axis begins at 0.
     """
-    series = [_drawable(s, log_x) for s in series]
-    points = [(x, y) for s in series for x, y in s.points if math.isfinite(x) and math.isfinite(y)]
-    if not points:
-        return paragraph(f"{y_label}: nothing yet", "note")
-    low, high, n_above = _limits([y for _, y in points])
-    y_ticks = _ticks(0 if from_zero else low, high, 5 if width > NARROW else 4)
-    low, high = min(low, y_ticks[0]), max(high, y_ticks[-1])
-    left_x, right_x = min(x for x, _ in points), max(x for x, _ in points)
-    if x_names is not None:
-        left_x, right_x = -0.5, len(x_names) - 0.5
-    elif x_range is not None:
-        left_x, right_x = map(math.log10, x_range) if log_x else x_range
-        left_x, right_x = left_x - 0.04 * (right_x - left_x), right_x + 0.04 * (right_x - left_x)
-    left_x, right_x = _apart(left_x, right_x)
-    if not log_x and x_range is None and left_x > 0 and left_x < 0.3 * right_x:
-        left_x = 0.0
-    x_ticks = (
-        list(map(float, range(len(x_names))))
-        if x_names is not None
-        else _log_ticks(left_x, right_x)
-        if log_x
-        else _ticks(left_x, right_x, 7 if width > NARROW else 4)
-    )
-    x_ticks = [x for x in x_ticks if left_x <= x <= right_x]
-    if x_range is not None and not log_x and all(isinstance(x, int) for x in x_range):
-        x_ticks = [x for x in x_ticks if x == int(x)]
 
-    left = max(text_width(format_y(y), SMALL) for y in y_ticks) + GAP
-    named = [s for s in series if s.name]
-    right = max((text_width(s.name, SMALL) + GAP for s in named), default=0.0) + 6
-    plot_width, plot_height = width - left - right, height - TOP - BOTTOM
+    name: str
+    """Distinguishes the drawing's ids from those of others on the page."""
+    title: str
+    """Read to those who do not see it."""
+    series: Sequence[Series]
+    x_label: str
+    y_label: str
+    format_x: Format = compact
+    format_y: Format = "{:g}".format
+    width: float = NARROW
+    height: float = 250.0
+    log_x: bool = False
+    x_range: tuple[float, float] | None = None
+    """What the x axis holds, where that does not follow from the points; whole numbers have whole ticks."""
+    x_names: Sequence[str] | None = None
+    """The labels of x = 0, 1, 2 … where these are not numbers."""
+    from_zero: bool = False
+    """The y axis begins at 0."""
 
-    def place(x: float, y: float) -> Point:
-        return left + (x - left_x) / (right_x - left_x) * plot_width, TOP + (high - y) / (high - low) * plot_height
+    def svg(self) -> Markup:
+        """The drawing, or a line of text where no point is finite."""
+        drawing = self.draw()
+        if drawing is None:
+            return paragraph(f"{self.y_label}: nothing yet", "note")
+        return drawing.svg(self.width, self.height, self.title, self.words(), self.name)
 
-    d = Drawing()
-    d.text(0, 12, y_label, width * 0.62)
-    if n_above:
-        d.text(width - right, 12, f"{n_above:,} higher", width * 0.36, anchor="end")
-    for y in y_ticks:
-        _, tick_y = place(left_x, y)
-        d.line((left, tick_y), (left + plot_width, tick_y), kind="grid")
-        d.text(left - GAP, tick_y + 4, format_y(y), left, anchor="end")
-    for x in x_ticks:
-        tick_x, _ = place(x, low)
-        d.line((tick_x, TOP + plot_height), (tick_x, TOP + plot_height + 4), kind="axis")
-        text = x_names[int(x)] if x_names is not None else format_x(10**x if log_x else x)
-        d.text(tick_x, TOP + plot_height + 18, text, plot_width / len(x_ticks) - 4, anchor="middle")
-    d.line((left, TOP + plot_height), (left + plot_width, TOP + plot_height), kind="axis")
-    d.text(left + plot_width, height - 4, x_label, plot_width, anchor="end")
-    inside = Drawing()
-    for s in series:
-        _draw(inside, s, place, int(plot_width))
-    d.clip(inside, name, left - 5, TOP - 5, plot_width + 10, plot_height + 10)
-    _names(d, named, place, left + plot_width + GAP, (TOP, TOP + plot_height))
-    words = "; ".join(f"{s.name or y_label}: {_words(s)}" for s in series if s.style != "area")
-    return d.svg(width, height, title, words, name)
+    def words(self) -> str:
+        """The curves in words."""
+        placed = (_drawable(s, self.log_x) for s in self.series if s.style != "area")
+        return "; ".join(f"{s.name or self.y_label}: {_words(s)}" for s in placed)
+
+    def draw(self) -> Drawing | None:
+        """The chart's elements; None where no point is finite."""
+        series = [_drawable(s, self.log_x) for s in self.series]
+        points = [(x, y) for s in series for x, y in s.points if math.isfinite(x) and math.isfinite(y)]
+        if not points:
+            return None
+        low, high, n_above = _limits([y for _, y in points])
+        y_ticks = _ticks(0 if self.from_zero else low, high, 5 if self.width > NARROW else 4)
+        low, high = min(low, y_ticks[0]), max(high, y_ticks[-1])
+        left_x, right_x, x_ticks = self._x_axis([x for x, _ in points])
+
+        left = max(text_width(self.format_y(y), SMALL) for y in y_ticks) + GAP
+        right = max((text_width(s.name, SMALL) + GAP for s in series if s.name), default=0.0) + 6
+        end, bottom = self.width - right, self.height - BOTTOM
+        plot_width, plot_height = end - left, bottom - TOP
+
+        def place(x: float, y: float) -> Point:
+            return left + (x - left_x) / (right_x - left_x) * plot_width, TOP + (high - y) / (high - low) * plot_height
+
+        d = Drawing()
+        d.text(0, 12, self.y_label, self.width * 0.62)
+        if n_above:
+            d.text(end, 12, f"{n_above:,} higher", self.width * 0.36, anchor="end")
+        for y in y_ticks:
+            _, tick_y = place(left_x, y)
+            d.line((left, tick_y), (end, tick_y), kind="grid")
+            d.text(left - GAP, tick_y + 4, self.format_y(y), left, anchor="end")
+        for x in x_ticks:
+            tick_x, _ = place(x, low)
+            d.line((tick_x, bottom), (tick_x, bottom + 4), kind="axis")
+            text = self.x_names[int(x)] if self.x_names is not None else self.format_x(10**x if self.log_x else x)
+            d.text(tick_x, bottom + 18, text, plot_width / len(x_ticks) - 4, anchor="middle")
+        d.line((left, bottom), (end, bottom), kind="axis")
+        d.text(end, self.height - 4, self.x_label, plot_width, anchor="end")
+        inside = Drawing()
+        for s in series:
+            _draw(inside, s, place, int(plot_width))
+        d.clip(inside, self.name, left - 5, TOP - 5, plot_width + 10, plot_height + 10)
+        _names(d, [s for s in series if s.name], place, end + GAP, (TOP, bottom))
+        return d
+
+    def _x_axis(self, xs: list[float]) -> tuple[float, float, list[float]]:
+        """Both ends of the x axis, and its ticks."""
+        low, high, n_ticks = min(xs), max(xs), 7 if self.width > NARROW else 4
+        if self.x_names is not None:
+            return -0.5, len(self.x_names) - 0.5, [float(i) for i in range(len(self.x_names))]
+        if self.x_range is not None:
+            low, high = map(math.log10, self.x_range) if self.log_x else self.x_range
+            low, high = low - 0.04 * (high - low), high + 0.04 * (high - low)
+        low, high = _apart(low, high)
+        if not self.log_x and self.x_range is None and 0 < low < 0.3 * high:
+            low = 0.0
+        ticks = [x for x in (_log_ticks(low, high) if self.log_x else _ticks(low, high, n_ticks)) if low <= x <= high]
+        if self.x_range is not None and not self.log_x and all(isinstance(x, int) for x in self.x_range):
+            ticks = [x for x in ticks if x == int(x)]
+        return low, high, ticks
+
+
+def picture(charts: Sequence[Chart], title: str) -> str:
+    """Charts of one width, one below the other, as an SVG file with its own style. Empty: no chart has a point."""
+    drawn = [(chart, drawing) for chart in charts if (drawing := chart.draw()) is not None]
+    if not drawn:
+        return ""
+    whole, width, y = Drawing(), drawn[0][0].width, 2 * MARGIN
+    whole.style(stylesheet())
+    whole.text(MARGIN, MARGIN, title, width, bold=True)
+    for chart, drawing in drawn:
+        whole.group(drawing, transform=f"translate({MARGIN:g} {y:g})")
+        y += chart.height
+    words = "; ".join(chart.words() for chart, _ in drawn)
+    return printable(whole.svg(width + 2 * MARGIN, y + MARGIN, title, words, "picture")) + "\n"
 
 
 def colour(i: int) -> str:

@@ -48,12 +48,21 @@ class Drawing:
             element.append(_element("title", title))
         self.elements.append(element)
 
+    def style(self, sheet: str) -> None:
+        """The rules of a stylesheet, for a drawing that is a file of its own."""
+        self.elements.append(_element("style"))
+        self.elements[-1].text = sheet
+
+    def group(self, inside: "Drawing", **attributes: str) -> None:
+        """Another drawing within this one."""
+        self.elements.append(_element("g", None, **attributes))
+        self.elements[-1].extend(inside.elements)
+
     def clip(self, inside: "Drawing", name: str, x: float, y: float, width: float, height: float) -> None:
-        """Another drawing, as far as it lies in a rectangle. `name` tells its id from those of other drawings."""
-        path, group = _element("clipPath", id=f"{name}-clip"), _element("g", clip_path=f"url(#{name}-clip)")
-        path.append(_element("rect", x=x, y=y, width=width, height=height))
-        group.extend(inside.elements)
-        self.elements += [path, group]
+        """Another drawing, as far as it lies in a rectangle. `name` distinguishes its id from others'."""
+        self.elements.append(_element("clipPath", id=f"{name}-clip"))
+        self.elements[-1].append(_element("rect", x=x, y=y, width=width, height=height))
+        self.group(inside, clip_path=f"url(#{name}-clip)")
 
     def box(self, x: float, y: float, width: float, height: float, kind: str, radius: float = 6) -> None:
         self.add("rect", class_=kind, x=x, y=y, width=width, height=height, rx=radius)
@@ -94,7 +103,7 @@ class Drawing:
         self.add("path", class_="sign", d=f"M{x - 5:.6g} {y:.6g} h10 M{x:.6g} {y - 5:.6g} v10")
 
     def svg(self, width: float, height: float, title: str, description: str, name: str) -> Markup:
-        """The whole, scaled to the page's width. `name` tells the title's id from those of other drawings."""
+        """The whole, scaled to the page's width. `name` distinguishes the title's id from others'."""
         root = _element(
             "svg", xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width:.6g} {height:.6g}", role="img",
             aria_labelledby=f"{name}-title {name}-description",

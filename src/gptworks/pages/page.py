@@ -10,34 +10,24 @@ from markupsafe import Markup
 
 from gptworks.errors import UserError
 from gptworks.files import write_whole
-from gptworks.pages.parts import environment
-
-_DIRECTIONS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
-"""Characters that turn the direction of the text after them, also of what is not theirs."""
-
-_UNPRINTABLE = dict.fromkeys(
-    (*range(9), 0x0B, 0x0C, *range(0x0E, 0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF,
-     *_DIRECTIONS),
-    "\ufffd",
-)  # fmt: skip
+from gptworks.pages.parts import environment, printable, stylesheet
 
 
 def page(title: str, lines: Sequence[str], parts: Sequence[Markup], footer: str) -> str:
-    """A whole page. `lines` stand below the title.
+    """A whole page, without the parts that are empty. `lines` stand below the title.
 
     Text is escaped, markup comes from templates and drawings alone, and the page's policy lets a browser load nothing
     and run nothing. Characters that cannot be shown are replaced by U+FFFD.
     """
     template = environment().get_template("page.html")
     text = template.render(title=title, lines=lines, parts=parts, footer=footer, policy=content_security_policy())
-    return text.translate(_UNPRINTABLE)
+    return printable(text)
 
 
 @cache
 def content_security_policy() -> str:
     """What a browser may do with a page: apply its one stylesheet, and nothing else."""
-    style = environment().get_template("style.css").render()
-    digest = base64.b64encode(hashlib.sha256(style.encode("utf-8")).digest()).decode("ascii")
+    digest = base64.b64encode(hashlib.sha256(stylesheet().encode("utf-8")).digest()).decode("ascii")
     return f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
 
 

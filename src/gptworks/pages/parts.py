@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import jinja2
 from markupsafe import Markup
@@ -15,6 +15,16 @@ MOST_CHARACTERS = 20_000
 """Characters of one text that a page shows."""
 
 _COUNTS = {"k": "thousand", "M": "million", "G": "billion", "T": "trillion"}
+
+
+_DIRECTIONS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
+"""Characters that turn the direction of the text after them, beyond their own."""
+
+_UNPRINTABLE = dict.fromkeys(
+    (*range(9), 0x0B, 0x0C, *range(0x0E, 0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF,
+     *_DIRECTIONS),
+    "\ufffd",
+)  # fmt: skip
 
 
 @cache
@@ -28,6 +38,16 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+def stylesheet() -> str:
+    """The style of every page and picture."""
+    return environment().get_template("style.css").render()
+
+
+def printable(text: str) -> str:
+    """The text with U+FFFD for each character that cannot be shown."""
+    return text.translate(_UNPRINTABLE)
 
 
 def shortened(value: Any) -> Any:
@@ -51,11 +71,6 @@ def unbroken(text: str) -> str:
     return text.replace(" ", "\xa0").replace("\xa0·\xa0", "\xa0· ")
 
 
-def together(parts: Iterable[str | Markup]) -> Markup:
-    """Parts one after the other."""
-    return Markup("").join(parts)
-
-
 def paragraph(text: str, kind: str = "") -> Markup:
     """A paragraph; kind: a class of the stylesheet, such as note or verdict."""
     return _made("paragraph", text, kind)
@@ -66,9 +81,9 @@ def bold(text: str | Markup) -> Markup:
     return _made("bold", text)
 
 
-def section(title: str, content: str | Markup) -> Markup:
-    """A part of a page under its heading; without a title, the part alone."""
-    return _made("section", title, content)
+def section(title: str, *parts: str | Markup) -> Markup:
+    """Parts of a page under a heading, which may be empty; nothing, if all parts are."""
+    return _made("section", title, parts) if any(parts) else Markup("")
 
 
 def columns(*sections: Markup) -> Markup:
@@ -103,6 +118,16 @@ def number(value: float, text: str | None = None, unit: str = "") -> Markup:
     return _made("number", exact, f"{value:,}" if text is None else text, unit)
 
 
+def figure_of(value: object, form: str = ".4f", unit: str = "") -> Markup:
+    """A figure of a record, rounded; nothing where it is no number."""
+    return number(value, format(value, form), unit) if is_figure(value) else Markup("")
+
+
+def is_figure(value: object) -> TypeGuard[float]:
+    """Whether a value of a record is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def key(text: str, kind: str) -> Markup:
     """A text behind a dot in its curve's colour."""
     return _made("key", text, kind)
@@ -134,6 +159,14 @@ def percent(share: float) -> str:
 def bar(share: float, kind: str) -> Markup:
     """A bar of this share of its track, at least a hair wide."""
     return _made("bar", f"{max(share, 0.005):.2%}", kind)
+
+
+def byte_table(sizes: Iterable[tuple[str, int]]) -> Markup:
+    """Amounts of memory by name, with bars; nothing where there are none."""
+    named = list(sizes)
+    largest = max((n for _, n in named), default=0) or 1
+    rows = [(name, number(n, readable(n, "B")), bar(n / largest, "memory")) for name, n in named]
+    return table(("", "bytes", ""), "lrt", rows) if rows else Markup("")
 
 
 def samples(texts: Iterable[tuple[Markup, str, str]]) -> Markup:

@@ -1,14 +1,17 @@
 """Runs side by side as a page: figures, what can be concluded, curves."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from markupsafe import Markup
 
-from gptworks.pages.chart import WIDE, Series, chart, colour
+from gptworks.pages.chart import WIDE, Chart, Series, colour
+from gptworks.pages.drawing import Point
 from gptworks.pages.page import page, write_page
-from gptworks.pages.parts import Cell, figure, key, number, paragraph, section, table, together
+from gptworks.pages.parts import Cell, figure, figure_of, key, number, paragraph, section, table
 from gptworks.runs.compare import HEADER, Comparison, losses, text_of
-from gptworks.runs.report import dot_titles, points, smoothed
+from gptworks.runs.history import History
+from gptworks.train.record.curves import dot_titles, points, smoothed
 from gptworks.train.record.display import clock
 
 
@@ -26,14 +29,16 @@ def to_html(comparison: Comparison) -> str:
     runs = comparison.runs
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     names = " · ".join(run.name for run in runs) if len(runs) > 1 else f"the recipe {runs[0].recipe.name}"
-    notes = together(paragraph(note, "verdict") for note in comparison.notes)
+    by_time = [[(run.seconds_at(r["step"]) / 60, r["loss"]) for r in run.validation] for run in runs]
+    training = [Series(smoothed(points(run.train, "loss")), run.name, colour(i)) for i, run in enumerate(runs)]
+    by_tokens = [*_bands(comparison), *_evaluated(runs, [points(run.validation, "loss") for run in runs])]
     parts = [
         section("Runs", _runs(comparison)),
-        *([section("What can be concluded", notes)] if notes else []),
-        section("Validation loss by tokens", figure(_by_tokens(comparison))),
-        section("Validation loss by time", figure(_by_time(comparison))),
-        section("Training loss by tokens", figure(_training(comparison))),
-        *([section("Settings that differ", _settings(comparison))] if comparison.differing else []),
+        section("What can be concluded", *(paragraph(note, "verdict") for note in comparison.notes)),
+        _curves(comparison, "by-tokens", "Validation loss by tokens", by_tokens, height=400),
+        _curves(comparison, "by-time", "Validation loss by time", _evaluated(runs, by_time), "minutes of training"),
+        _curves(comparison, "training", "Training loss by tokens", training),
+        section("Settings that differ", _settings(comparison) if comparison.differing else ""),
     ]
     return page(title, (names,), parts, _conventions())
 
@@ -46,57 +51,44 @@ def _runs(comparison: Comparison) -> Markup:
             number(run.tokens),
             number(run.seconds, clock(run.seconds)),
             number(run.tokens_per_second, f"{run.tokens_per_second:,.0f}"),
-            *("" if value is None else number(value, f"{value:.4f}") for value in losses(run)),
+            *map(figure_of, losses(run)),
         )
         for i, run in enumerate(comparison.runs)
     ]
     return table(HEADER, "lrrrrrrr", rows)
 
 
-def _by_tokens(comparison: Comparison) -> Markup:
-    series = []
+def _curves(
+    comparison: Comparison, name: str, title: str, series: list[Series], x_label: str = "tokens", height: float = 320
+) -> Markup:
+    units = {run.loss_unit for run in comparison.runs}
+    unit = units.pop() if len(units) == 1 else "loss (the units differ: do not compare the curves)"
+    return section(title, figure(Chart(name, title, series, x_label, unit, width=WIDE, height=height).svg()))
+
+
+def _evaluated(runs: Sequence[History], curves: Sequence[Sequence[Point]]) -> list[Series]:
+    """A series for each run, with a dot for each evaluation."""
+    return [
+        Series(curve, run.name, colour(i), "both", dot_titles(run.validation))
+        for i, (run, curve) in enumerate(zip(runs, curves, strict=True))
+    ]
+
+
+def _bands(comparison: Comparison) -> Iterator[Series]:
+    """The area of each band."""
     drawn: set[str] = set()
     for i, band in enumerate(comparison.bands):
-        if band is None or band.fingerprint in drawn:
-            continue
-        drawn.add(band.fingerprint)
-        upper = [(p.tokens, p.mean + band.margin(p)) for p in band.points]
-        lower = [(p.tokens, p.mean - band.margin(p)) for p in band.points]
-        series.append(Series([*upper, *reversed(lower)], kind=colour(i), style="area"))
-    for i, run in enumerate(comparison.runs):
-        records = run.validation
-        series.append(Series(points(records, "loss"), run.name, colour(i), "both", dot_titles(records)))
-    return chart("by-tokens", "Validation loss by tokens", series, x_label="tokens", y_label=_unit(comparison),
-                 width=WIDE, height=400)  # fmt: skip
-
-
-def _by_time(comparison: Comparison) -> Markup:
-    series = [
-        Series(
-            [(run.seconds_at(record["step"]) / 60, record["loss"]) for record in run.validation],
-            run.name, colour(i), "both", dot_titles(run.validation),
-        )
-        for i, run in enumerate(comparison.runs)
-    ]  # fmt: skip
-    return chart("by-time", "Validation loss by time", series, x_label="minutes of training",
-                 y_label=_unit(comparison), width=WIDE, height=320)  # fmt: skip
-
-
-def _training(comparison: Comparison) -> Markup:
-    series = [Series(smoothed(points(run.train, "loss")), run.name, colour(i)) for i, run in enumerate(comparison.runs)]
-    return chart("training", "Training loss by tokens", series, x_label="tokens", y_label=_unit(comparison),
-                 width=WIDE, height=320)  # fmt: skip
+        if band is not None and band.fingerprint not in drawn:
+            drawn.add(band.fingerprint)
+            upper = [(p.tokens, p.mean + band.margin(p)) for p in band.points]
+            lower = [(p.tokens, p.mean - band.margin(p)) for p in band.points]
+            yield Series([*upper, *reversed(lower)], kind=colour(i), style="area")
 
 
 def _settings(comparison: Comparison) -> Markup:
     rows = [(name, *(text_of(value) for value in values)) for name, values in comparison.differing.items()]
     header = ("", *(run.name for run in comparison.runs))
     return table(header, "l" + "r" * len(comparison.runs), rows)
-
-
-def _unit(comparison: Comparison) -> str:
-    units = {run.loss_unit for run in comparison.runs}
-    return units.pop() if len(units) == 1 else "loss (the units differ: do not compare the curves)"
 
 
 def _conventions() -> str:

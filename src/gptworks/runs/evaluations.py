@@ -12,8 +12,8 @@ from gptworks.errors import UserError
 from gptworks.evaluate.bootstrap import Interval, paired_difference
 from gptworks.evaluate.metrics import figure_of
 from gptworks.evaluate.results import Evaluation, number, read_evaluations, table
-from gptworks.pages.chart import NARROW, Series, chart, colour
-from gptworks.pages.parts import figure, section, together
+from gptworks.pages.chart import Chart, Series, colour
+from gptworks.pages.parts import figure, section
 from gptworks.pages.parts import table as html_table
 from gptworks.pages.tables import Table
 
@@ -106,26 +106,23 @@ def _findings(one: Evaluation, other: Evaluation, first: str, second: str) -> li
         if one.kind == "text" and metric in _OF_TOKENS and not same_tokens:
             continue
         found = paired_difference(measured.statistics, theirs.statistics, figure_of(measured.kind))
-        findings.append(
-            Finding(one.name, metric, one.n_items, first, second, measured.value, theirs.value, found)
-        )  # fmt: skip
+        findings.append(Finding(one.name, metric, one.n_items, first, second, measured.value, theirs.value, found))
     return findings
 
 
-def evaluations_section(run_dir: Path) -> list[Markup]:
-    """A run's tasks and texts as a section of its page, the loss by position as a figure. Empty: there are none."""
+def evaluations_section(run_dir: Path) -> Markup:
+    """A run's tasks and texts as a section of its page, with the loss by position; empty, if it has none."""
     evaluations = list(read_evaluations(run_dir).values())
     if not evaluations:
-        return []
+        return Markup("")
     sheet = table(evaluations)
-    body = html_table(sheet.header, sheet.align, sheet.rows)
+    parts = [html_table(sheet.header, sheet.align, sheet.rows)]
     texts = [one for one in evaluations if one.details.get("positions")]
     if texts:
         curves = [
             Series([(p["last"], p["loss"]) for p in one.details["positions"]], one.name, colour(i), "both")
             for i, one in enumerate(texts)
         ]
-        drawn = chart("position", "Loss by position in the context", curves, x_label="tokens before, at most",
-                      y_label="nats per token", width=NARROW)  # fmt: skip
-        body = together((body, figure(drawn)))
-    return [section("Tasks and texts", body)]
+        title = "Loss by position in the context"
+        parts.append(figure(Chart("position", title, curves, "tokens before, at most", "nats per token").svg()))
+    return section("Tasks and texts", *parts)

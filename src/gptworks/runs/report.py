@@ -1,23 +1,24 @@
 """`gptworks report`: one run as a page, from its recipe and its metrics."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeGuard
 
 from markupsafe import Markup
 
 from gptworks.describe.figure import architecture_svg
 from gptworks.describe.sheet import describe, summary, traits
-from gptworks.pages.chart import NARROW, WIDE, Format, Series, chart, colour, compact
-from gptworks.pages.drawing import Point
+from gptworks.pages.chart import Chart, Format, Series, colour, compact
 from gptworks.pages.page import page, write_page
 from gptworks.pages.parts import (
     Cell,
     bar,
     bold,
+    byte_table,
     figure,
+    figure_of,
     figures,
+    is_figure,
     key_figures,
     large,
     number,
@@ -27,15 +28,15 @@ from gptworks.pages.parts import (
     section,
     settings,
     table,
-    together,
     unbroken,
 )
 from gptworks.runs.evaluations import evaluations_section
 from gptworks.runs.history import History
+from gptworks.train.record.curves import points, training_chart
 from gptworks.train.record.display import clock
-from gptworks.train.record.metrics import Record, smooth
+from gptworks.train.record.metrics import Record
 from gptworks.train.record.outcome import read_outcome
-from gptworks.units import readable, significant
+from gptworks.units import significant
 
 MOST_ROWS = 24
 """Evaluations and bad steps that a table shows."""
@@ -65,26 +66,28 @@ def to_html(run: History) -> str:
         *_left_out_lines(run),
         section("Reward" if run.rewarded else "Loss", figure(_loss(run))),
         section("Along the run", figures((*_charts(run), *_by_layer(run)))),
-        *_where_time_went(run),
-        *_memory(run),
-        *_evaluations(run),
-        *evaluations_section(run.folder),
-        *_bad_steps(run),
-        *_outcome(run),
-        *_samples(run),
+        section("Where the time went", _where_time_went(run)),
+        section(
+            "Memory", byte_table((k.removesuffix("_bytes").replace("_", " "), n) for k, n in run.memory_bytes.items())
+        ),
+        section("Evaluations", *_evaluations(run)),
+        evaluations_section(run.folder),
+        section("Steps skipped", *_bad_steps(run)),
+        section("When it last ended", _outcome(run)),
+        section("Samples", *_samples(run)),
         section(
             "Architecture",
-            together(
-                (
-                    paragraph(unbroken(summary(sheet))),
-                    paragraph(unbroken(traits(run.recipe.model))),
-                    figure(drawn, "architecture"),
-                )
-            ),
+            paragraph(unbroken(summary(sheet))),
+            paragraph(unbroken(traits(run.recipe.model))),
+            figure(drawn, "architecture"),
         ),
         section("Settings", settings(run.recipe.model_dump(mode="json", exclude={"name", "run_dir", "sweep"}))),
     ]
     return page(run.name, (unbroken(_where_it_stands(run)), unbroken(summary(sheet))), parts, _conventions(run))
+
+
+def _kind_of_memory(key: str) -> str:
+    return key.removesuffix("_bytes").replace("_", " ")
 
 
 def _where_it_stands(run: History) -> str:
@@ -98,14 +101,13 @@ def _key_figures(run: History) -> Markup:
     tiles: list[tuple[str, str | Markup, str]] = []
     if best is not None:
         perplexity = "" if best["perplexity"] is None else f"perplexity {significant(best['perplexity'])}, "
-        tiles.append(("best validation loss", _exact(best["loss"], run.loss_unit), f"{perplexity}{_at(best)}"))
+        tiles.append(("best validation loss", figure_of(best["loss"], unit=run.loss_unit), f"{perplexity}{_at(best)}"))
         if best["bits_per_byte"] is not None:
-            tiles.append(("bits per byte", _exact(best["bits_per_byte"], "bits"), _at(best)))
+            tiles.append(("bits per byte", figure_of(best["bits_per_byte"], unit="bits"), _at(best)))
     finite = [record for record in run.train if math.isfinite(record["loss"])]
     if finite and len(tiles) < 2:
-        tiles.append(
-            ("last training loss", _exact(finite[-1]["loss"], run.train_unit), f"one batch, {_at(finite[-1])}")
-        )
+        loss = figure_of(finite[-1]["loss"], unit=run.train_unit)
+        tiles.append(("last training loss", loss, f"one batch, {_at(finite[-1])}"))
     tiles += [
         ("parameters", large(run.parameters), f"{run.parameters:,}"),
         ("tokens trained on", large(run.tokens), f"{run.tokens:,}"),
@@ -113,10 +115,6 @@ def _key_figures(run: History) -> Markup:
         ("throughput", large(run.tokens_per_second, "tok/s"), "over the whole run"),
     ]
     return key_figures(tiles)
-
-
-def _exact(value: float, unit: str) -> Markup:
-    return number(value, f"{value:.4f}", unit)
 
 
 def _at(record: Record) -> str:
@@ -133,73 +131,33 @@ def _duration(seconds: float) -> tuple[str, str]:
 # ------------------------------------------------------------------------------------------------ curves
 
 
-def is_figure(value: object) -> TypeGuard[float]:
-    """Whether a value of a record is a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def points(records: Sequence[Record], key: str) -> list[Point]:
-    """Tokens and a figure of each record that has it."""
-    return [(record["tokens"], record[key]) for record in records if is_figure(record.get(key))]
-
-
-def dot_titles(records: Sequence[Record], key: str = "loss") -> list[str]:
-    """What is shown of an evaluation's dot, for each that `points` draws."""
-    drawn = (record for record in records if is_figure(record.get(key)))
-    return [f"step {r['step']:,}, {r['tokens']:,} tokens: {r[key]:.4f}" for r in drawn]
-
-
-def smoothed(curve: Sequence[Point]) -> list[Point]:
-    """The mean of two moving averages, from the left and from the right, so that the curve does not lag."""
-    values = [y for _, y in curve]
-    pairs = zip(smooth(values, 0.8), reversed(smooth(values[::-1], 0.8)), strict=True)
-    return [(x, (left + right) / 2) for (x, _), (left, right) in zip(curve, pairs, strict=True)]
-
-
 def _loss(run: History) -> Markup:
-    """The loss over the tokens; where a reward is maximized, the reward: its loss is no likelihood."""
-    key, title, label = "loss", "Loss", run.loss_unit
-    if run.rewarded:
-        key, title, label = "reward", "Reward", "mean reward of an answer"
-    raw, evaluated = points(run.train, key), run.validation
-    series = [
-        Series(raw, kind="series-0 faint"),
-        Series(smoothed(raw), "training"),
-        Series(points(evaluated, key), "validation", "series-1", "both", dot_titles(evaluated, key)),
-    ]
-    return chart("loss", f"{title} of {run.name}", series, x_label="tokens", y_label=label, width=WIDE,
-                 height=380)  # fmt: skip
+    return training_chart(run.train, run.validation, run.name, run.loss_unit, rewarded=run.rewarded).svg()
 
 
 def _charts(run: History) -> Iterator[Markup]:
-    """A figure for each thing that the records hold."""
-    load = "tokens of the busiest expert ÷ the mean"
+    """A figure for each quantity that the records hold."""
+    load, share = "tokens of the busiest expert ÷ the mean", "share of the speed of large matrix products"
     plain: Format = "{:g}".format
     for name, title, records, key, label, form in (
-        *([("policy", "Policy loss", run.train, "loss", run.train_unit, plain)] if run.rewarded else []),
+        ("policy", "Policy loss", run.train if run.rewarded else [], "loss", run.train_unit, plain),
         ("bits", "Bits per byte", run.validation, "bits_per_byte", "bits per byte", plain),
         ("rate", "Learning rate", run.train, "learning_rate", "learning rate", plain),
         ("norm", "Gradient norm", run.train, "grad_norm", "gradient norm", plain),
         ("speed", "Throughput", run.train, "tokens_per_second", "tokens a second", compact),
-        (
-            "share",
-            "Utilization",
-            run.train,
-            "utilization",
-            "share of the speed of large matrix products",
-            "{:.0%}".format,
-        ),
+        ("share", "Utilization", run.train, "utilization", share, "{:.0%}".format),
         ("expert", "Busiest expert", run.train, "busiest_expert_load", load, plain),
     ):
         if curve := points(records, key):
             kind, style = ("series-1", "both") if records is run.validation else ("series-0", "line")
-            drawn = chart(name, f"{title} of {run.name}", [Series(curve, kind=kind, style=style)], x_label="tokens",
-                          y_label=label, format_y=form, width=NARROW, from_zero=name in ("speed", "share"))  # fmt: skip
-            yield drawn
+            series, from_zero = [Series(curve, kind=kind, style=style)], name in ("speed", "share")
+            yield Chart(
+                name, f"{title} of {run.name}", series, "tokens", label, format_y=form, from_zero=from_zero
+            ).svg()
 
 
 def _by_layer(run: History) -> Iterator[Markup]:
-    """A figure for each thing that is recorded layer by layer: the first, the last and what lies evenly between."""
+    """A figure for each quantity that is recorded by layer: the first layer, the last, and some evenly between."""
     for key, title in (
         ("gradient_norm_by_layer", "Gradient norm by layer"),
         ("activation_rms_by_layer", "Block output (root mean square) by layer"),
@@ -214,54 +172,40 @@ def _by_layer(run: History) -> Iterator[Markup]:
             Series([(r["tokens"], r[key][layer]) for r in records], f"layer {layer + 1}", colour(i))
             for i, layer in enumerate(layers)
         ]
-        drawn = chart(key, f"{title} of {run.name}", series, x_label="tokens", y_label=title.lower(), width=NARROW)
-        yield drawn
+        yield Chart(key, f"{title} of {run.name}", series, "tokens", title.lower()).svg()
 
 
 # ------------------------------------------------------------------------------------------------ tables
 
 
-def _where_time_went(run: History) -> list[Markup]:
+def _where_time_went(run: History) -> Markup:
     """Seconds of each part of a step, over the whole run."""
     parts = sorted(run.seconds_by_part.items(), key=lambda part: -part[1])
     total = sum(run.seconds_by_part.values())
     if not parts or not 0 < total < math.inf:
-        return []
+        return Markup("")
     rows = [
         (name, number(seconds, f"{seconds:,.1f} s"), percent(seconds / total), bar(seconds / parts[0][1], "memory"))
         for name, seconds in parts
     ]
     foot = [("together", number(total, f"{total:,.1f} s"), "", "")]
-    return [section("Where the time went", table(("", "time", "share", ""), "lrrt", rows, foot))]
-
-
-def _memory(run: History) -> list[Markup]:
-    """The last figure of each kind of memory that records hold, in bytes."""
-    if not run.memory_bytes:
-        return []
-    largest = max(run.memory_bytes.values()) or 1
-    rows = [
-        (key.removesuffix("_bytes").replace("_", " "), number(n, readable(n, "B")), bar(n / largest, "memory"))
-        for key, n in run.memory_bytes.items()
-    ]
-    return [section("Memory", table(("", "bytes", ""), "lrt", rows))]
+    return table(("", "time", "share", ""), "lrrt", rows, foot)
 
 
 def _evaluations(run: History) -> list[Markup]:
     if not run.validation:
         return []
     best = run.best
-    shown = _spread([r for r in run.validation if r is not best], MOST_ROWS - 1)
-    chosen = {id(record) for record in shown}
+    chosen = {id(r) for r in _spread([r for r in run.validation if r is not best], MOST_ROWS - 1)}
     shown = [r for r in run.validation if r is best or id(r) in chosen]
     rows: list[list[Cell]] = [
         [
             number(r["step"]),
             number(r["tokens"]),
             clock(run.seconds_at(r["step"])),
-            number(r["loss"], f"{r['loss']:.4f}"),
+            figure_of(r["loss"]),
             number(r["perplexity"], significant(r["perplexity"])) if is_figure(r["perplexity"]) else "",
-            number(r["bits_per_byte"], f"{r['bits_per_byte']:.4f}") if is_figure(r["bits_per_byte"]) else "",
+            figure_of(r["bits_per_byte"]),
             "best" if r is best else "",
         ]
         for r in shown
@@ -269,7 +213,7 @@ def _evaluations(run: History) -> list[Markup]:
     marked = [[bold(cell) for cell in row] if row[-1] else row for row in rows]
     bits = "bits per byte" if any(is_figure(r["bits_per_byte"]) for r in shown) else ""
     body = table(("step", "tokens", "time", "validation loss", "perplexity", bits, ""), "lrrrrrl", marked)
-    return [section("Evaluations", together((body, *_left_out(len(run.validation), len(shown), "evaluations"))))]
+    return [body, _left_out(len(run.validation), len(shown), "evaluations")]
 
 
 def _bad_steps(run: History) -> list[Markup]:
@@ -281,20 +225,19 @@ def _bad_steps(run: History) -> list[Markup]:
     rows: list[tuple[Cell, ...]] = [
         (
             number(r["step"]),
-            *(number(r[key], f"{r[key]:.4g}") if is_figure(r.get(key)) else "" for key in ("loss", "grad_norm")),
+            *(figure_of(r.get(key), ".4g") for key in ("loss", "grad_norm")),
             f"went back to this step from step {r['from_step']:,}" if r["kind"] == "rollback" else "skipped",
         )
         for r in shown
     ]
     body = table(("step", "loss", "gradient norm", ""), "lrrl", rows)
-    return [section("Steps skipped", together((body, *_left_out(len(bad), len(shown), "steps, the last"))))]
+    return [body, _left_out(len(bad), len(shown), "steps, the last")]
 
 
-def _outcome(run: History) -> list[Markup]:
-    """How the training ended, where, in what memory. A run that goes on has an older outcome."""
+def _outcome(run: History) -> Markup:
+    """How and where the training ended, and its memory. A run that goes on has an older outcome."""
     outcome = read_outcome(run.folder)
-    body = paragraph(outcome, "note") if isinstance(outcome, str) else settings(dict(outcome.training))
-    return [section("When it last ended", body)]
+    return paragraph(outcome, "note") if isinstance(outcome, str) else settings(dict(outcome.training))
 
 
 def _left_out_lines(run: History) -> list[Markup]:
@@ -318,21 +261,19 @@ def _samples(run: History) -> list[Markup]:
         for prompt, records in list(prompts.items())[:MOST_PROMPTS]
         for r in _spread(records, MOST_SAMPLES)
     ]
-    if not texts:
-        return []
-    more = _left_out(len(prompts), min(len(prompts), MOST_PROMPTS), "prompts")
-    return [section("Samples", together((samples(texts), *more)))]
+    left_out = _left_out(len(prompts), min(len(prompts), MOST_PROMPTS), "prompts")
+    return [samples(texts), left_out] if texts else []
 
 
 def _spread(records: list[Record], n: int) -> list[Record]:
-    """At most n of them, evenly spread, the first and the last included."""
+    """At most n of the records, evenly spread, the first and the last included."""
     if len(records) <= n:
         return records
     return [records[round(i * (len(records) - 1) / (n - 1))] for i in range(n)]
 
 
-def _left_out(n: int, n_shown: int, what: str) -> list[Markup]:
-    return [paragraph(f"{n_shown:,} of {n:,} {what}", "note")] if n_shown < n else []
+def _left_out(n: int, n_shown: int, what: str) -> Markup:
+    return paragraph(f"{n_shown:,} of {n:,} {what}", "note") if n_shown < n else Markup("")
 
 
 def _conventions(run: History) -> str:

@@ -6,13 +6,25 @@ from typing import Any
 from markupsafe import Markup
 from rich.console import RenderableType
 
-from gptworks.pages.chart import NARROW, WIDE, Series, chart, compact
+from gptworks.pages.chart import WIDE, Chart, Series
 from gptworks.pages.page import page, write_page
-from gptworks.pages.parts import Cell, bold, figure, figures, key_figures, number, section, settings, table
+from gptworks.pages.parts import (
+    Cell,
+    bold,
+    figure,
+    figure_of,
+    figures,
+    is_figure,
+    key_figures,
+    number,
+    section,
+    settings,
+    table,
+)
 from gptworks.pages.tables import Table
 from gptworks.runs.history import History, read_history
-from gptworks.runs.report import points
 from gptworks.runs.sweep import Sweep, TrialResult
+from gptworks.train.record.curves import points
 from gptworks.train.record.display import clock
 
 
@@ -43,21 +55,19 @@ def to_html(sweep: Sweep) -> str:
     best, recipe, unit = sweep.best, sweep.recipe, sweep.loss_unit
     runs = {trial.number: _history(trial) for trial in sweep.trials}
     tiles: list[tuple[str, str | Markup, str]] = [
-        ("trials", number(len(sweep.trials)), f"of {sweep.settings.n_trials:,}")
+        ("trials", number(len(sweep.trials)), f"of {sweep.settings.n_trials:,}"),
+        ("pruned", number(sweep.count("pruned")), f"{sweep.count('failed'):,} failed"),
     ]
-    if best is not None and best.loss is not None:
-        note = f"trial {best.number:03d}"
-        tiles.insert(0, ("best validation loss", number(best.loss, f"{best.loss:.4f}", unit), note))
-    tiles.append(("pruned", number(sweep.count("pruned")), f"{sweep.count('failed'):,} failed"))
+    if best is not None:
+        tiles.insert(0, ("best validation loss", figure_of(best.loss, unit=unit), f"trial {best.number:03d}"))
     charts = figures(_scatter(sweep, i, key) for i, key in enumerate(sweep.settings.ranges))
     parts = [
         key_figures(tiles),
         section("Validation loss by setting", charts),
         section("Validation loss by tokens", figure(_curves(sweep, runs))),
         section("Trials", _trials(sweep, runs)),
+        section("The best settings", settings(best.values) if best is not None else ""),
     ]
-    if best is not None:
-        parts.append(section("The best settings", settings(best.values)))
     lines = (f"{len(sweep.settings.ranges)} settings · {len(sweep.trials):,} trials", f"the recipe {recipe.name}")
     return page(f"{recipe.name}: sweep", lines, parts, _conventions(sweep))
 
@@ -99,8 +109,10 @@ def _scatter(sweep: Sweep, i: int, key: str) -> Markup:
     cut = [t for t in sweep.trials if t.state not in ("complete", "failed")]
     drawn = [series(cut, "series-4 idle"), series(others, "series-0")]
     drawn += [series([sweep.best], "series-1")] if sweep.best is not None else []
-    return chart(f"setting-{i}", f"Validation loss by {key}", drawn, x_label=key, y_label=sweep.loss_unit,
-                 format_x=_text, log_x=values.log, x_range=x_range, x_names=names, width=NARROW)  # fmt: skip
+    return Chart(
+        f"setting-{i}", f"Validation loss by {key}", drawn, key, sweep.loss_unit,
+        format_x=_text, log_x=values.log, x_range=x_range, x_names=names,
+    ).svg()  # fmt: skip
 
 
 def _curves(sweep: Sweep, runs: dict[int, History | None]) -> Markup:
@@ -112,8 +124,8 @@ def _curves(sweep: Sweep, runs: dict[int, History | None]) -> Markup:
             drawn.append(Series(points(run.validation, "loss"), kind=kind))
         elif run is not None:
             drawn.append(Series(points(run.validation, "loss"), f"trial {trial.number:03d}", "series-1", "both"))
-    return chart("curves", "Validation loss by tokens", drawn, x_label="tokens", y_label=sweep.loss_unit,
-                 format_x=compact, width=WIDE, height=360)  # fmt: skip
+    title, unit = "Validation loss by tokens", sweep.loss_unit
+    return Chart("curves", title, drawn, "tokens", unit, width=WIDE, height=360).svg()
 
 
 def _trials(sweep: Sweep, runs: dict[int, History | None]) -> Markup:
@@ -123,7 +135,7 @@ def _trials(sweep: Sweep, runs: dict[int, History | None]) -> Markup:
         run = runs[trial.number]
         cells: list[Cell] = [
             f"{trial.number:03d}",
-            "" if trial.loss is None else number(trial.loss, f"{trial.loss:.4f}"),
+            figure_of(trial.loss),
             *(_cell(trial.values.get(key)) for key in keys),
             "" if run is None else number(run.tokens),
             "" if run is None else number(run.seconds, clock(run.seconds)),
@@ -135,8 +147,7 @@ def _trials(sweep: Sweep, runs: dict[int, History | None]) -> Markup:
 
 
 def _cell(value: Any) -> Cell:
-    plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return number(value, _text(value)) if plain else _text(value)
+    return number(value, _text(value)) if is_figure(value) else _text(value)
 
 
 def _conventions(sweep: Sweep) -> str:

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: metrics.jsonl (the truth), and samples.md and curves.png made from it."""
+"""metrics.jsonl, from which everything that shows a run is made, and samples.md."""
 
 import json
 import math
@@ -232,56 +232,3 @@ def fenced(text: str) -> str:
     longest = max((len(ticks) for ticks in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"
-
-
-def draw_curves(metrics: Path, path: Path, title: str) -> bool:
-    """Draw training and validation loss and the learning rate over tokens. False where matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    train: list[tuple[float, float, float]] = []
-    validation: list[tuple[float, float]] = []
-    name = "loss (nats per token)"
-    for record in read_metrics(metrics):
-        if record["kind"] == "train":
-            # a run that maximizes a reward has no likelihood to show
-            value = record["reward"] if "reward" in record else record["loss"]
-            train.append((record["tokens"] / 1e6, value, record.get("learning_rate", math.nan)))
-            name = "reward" if "reward" in record else name
-        elif record["kind"] == "validation":
-            rewarded = isinstance(record.get("reward"), int | float)
-            name = name if rewarded or "unit" not in record else f"loss ({record['unit']})"
-            validation.append((record["tokens"] / 1e6, record["reward"] if rewarded else record["loss"]))
-    if not train:
-        return True
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-    loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    tokens, losses, rates = (list(column) for column in zip(*train, strict=True))
-    loss_axes.plot(tokens, losses, color="#9db8d9", linewidth=0.8, label="training, one batch")
-    loss_axes.plot(tokens, smooth(losses), color="#1f5fa8", linewidth=1.4, label="training, smoothed")
-    if validation := [point for point in validation if math.isfinite(point[1])]:
-        loss_axes.plot(*zip(*validation, strict=True), "o-", color="#d1495b", markersize=3.5, label="validation")
-        best = (max if name == "reward" else min)(validation, key=lambda point: point[1])
-        loss_axes.annotate(
-            f"{best[1]:.4f}", best, textcoords="offset points", xytext=(0, -14), ha="right", color="#d1495b"
-        )
-    loss_axes.set_ylabel(name, parse_math=False)
-    loss_axes.set_title(title, parse_math=False)
-    loss_axes.grid(alpha=0.25)
-    loss_axes.legend(frameon=False)
-    rate_axes.plot(tokens, rates, color="#666666", linewidth=1.2)
-    rate_axes.set(xlabel="training tokens (millions)", ylabel="learning rate")
-    rate_axes.grid(alpha=0.25)
-    with replacing(path, ".png") as aside:
-        figure.savefig(aside)
-    return True
-
-
-def smooth(values: list[float], decay: float = 0.9) -> list[float]:
-    """Exponential moving average without the bias of its start (Kingma & Ba, 2015, section 3)."""
-    smoothed, average = [], 0.0
-    for i, value in enumerate(values):
-        average = decay * average + (1 - decay) * value if math.isfinite(value) else average
-        smoothed.append(average / (1 - decay ** (i + 1)))
-    return smoothed

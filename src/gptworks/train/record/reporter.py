@@ -15,8 +15,9 @@ from gptworks.train.length import Length
 from gptworks.train.objectives.base import Objective
 from gptworks.train.progress import Progress
 from gptworks.train.record.card import MemoryPeaks, write_model_card
+from gptworks.train.record.curves import draw_curves
 from gptworks.train.record.display import Display, clock
-from gptworks.train.record.metrics import MetricsLog, NoLog, Record, draw_curves, write_samples
+from gptworks.train.record.metrics import MetricsLog, NoLog, Record, write_samples
 from gptworks.train.record.throughput import Throughput
 from gptworks.train.record.writers import open_log
 from gptworks.train.rehearsal.preflight import run_setting
@@ -24,7 +25,7 @@ from gptworks.train.step import StepLosses, TrainStep
 from gptworks.units import significant
 
 CURVES_EVERY_SECONDS = 60.0
-"""How often an evaluation draws curves.png anew; the end of a run always does."""
+"""How often an evaluation draws curves.svg anew; the end of a run always does."""
 
 
 class Reporter:
@@ -140,10 +141,10 @@ class Reporter:
         if self._ranks.is_rank_zero and time.monotonic() - self._curves_drawn >= CURVES_EVERY_SECONDS:
             self._draw_curves()
 
-    def _draw_curves(self) -> bool:
+    def _draw_curves(self) -> None:
         folder = self.recipe.run_dir
         self._curves_drawn = time.monotonic()
-        return draw_curves(folder / "metrics.jsonl", folder / "curves.png", self.recipe.name)
+        draw_curves(folder / "metrics.jsonl", folder / "curves.svg", self.recipe.name)
 
     def sample(self, progress: Progress, prompt: str, text: str) -> None:
         """A text that the model has written."""
@@ -158,8 +159,7 @@ class Reporter:
     def end(self, progress: Progress, reason: str, memory_before_bytes: int) -> None:
         """The run's end: the curves, the card and a line. On the first rank."""
         self.log.close()
-        if not self._draw_curves():
-            self.display.message("curves.png is left out: matplotlib is not installed (pip install 'gptworks[plots]').")
+        self._draw_curves()
         setting = run_setting(self.recipe, self._device, self.precision, self._layout)
         memory = MemoryPeaks(
             predicted_bytes=training_peak(setting).total_bytes,
