@@ -17,7 +17,7 @@ import tiny
 from gptworks.errors import RunError, UserError
 from gptworks.recipe import load_recipe
 from gptworks.runs.sweep import Sweep, load_sweep, read_sweep, run_sweep
-from gptworks.runs.sweep_page import to_html
+from gptworks.runs.sweep_page import to_html, write_sweep_page
 from test_html import Reader
 
 pytest.importorskip("optuna")
@@ -175,7 +175,8 @@ def test_trials_are_runs_and_the_best_is_written(tmp_path: Path, quick: Path) ->
 
 
 def test_the_page_has_the_numbers(tmp_path: Path, quick: Path) -> None:
-    sweep = run_sweep(write_sweep(tmp_path, {**RATES, "train.schedule": {"choices": ["wsd", "cosine"]}}))
+    path = write_sweep(tmp_path, {**RATES, "train.schedule": {"choices": ["wsd", "cosine"]}})
+    sweep = run_sweep(path, after_trial=write_sweep_page)
     page = (tmp_path / "run" / "sweep.html").read_text(encoding="utf-8")
     assert page == to_html(sweep)
     exact = {value for value, _ in Reader(page).data}
@@ -206,7 +207,7 @@ def test_a_trial_that_cannot_be_or_diverges_does_not_end_the_sweep(tmp_path: Pat
 
 def test_what_is_no_settings_fault_ends_the_sweep(tmp_path: Path, quick: Path) -> None:
     path = write_sweep(tmp_path, {"train.learning_rate": {"low": 1.0, "high": 2.0}})
-    with pytest.raises(RunError, match=r"3 trials in a row failed, the last because no space left on device\. What"):
+    with pytest.raises(RunError, match=r"3 trials in a row failed, the last because no space left on device\. Its log"):
         run_sweep(path)
 
 

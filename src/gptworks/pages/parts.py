@@ -118,7 +118,7 @@ def number(value: float, text: str | None = None, unit: str = "") -> Markup:
     return _made("number", exact, f"{value:,}" if text is None else text, unit)
 
 
-def figure_of(value: object, form: str = ".4f", unit: str = "") -> Markup:
+def rounded(value: object, form: str = ".4f", unit: str = "") -> Markup:
     """A figure of a record, rounded; nothing where it is no number."""
     return number(value, format(value, form), unit) if is_figure(value) else Markup("")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from gptworks.config import Recipe, settings
 from gptworks.runs.history import History
+from gptworks.runs.settings import text_of
 from gptworks.train.record.metrics import Record
 
 FINISHED = 0.98
@@ -34,7 +35,7 @@ def comparability(first: History, second: History) -> Comparability:
     ours, theirs = _measured(first.recipe), _measured(second.recipe)
     differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
     reasons = [
-        f"{key} is {_words(ours.get(key))} and {_words(theirs.get(key))}"
+        f"{key} is {text_of(ours.get(key), 80) or 'absent'} and {text_of(theirs.get(key), 80) or 'absent'}"
         for key in differing
         if not key.startswith("tokenizer")
     ]
@@ -77,10 +78,6 @@ def _in_bits(
 
 def _measured(recipe: Recipe) -> dict[str, Any]:
     return {setting.path: setting.value for setting in settings(recipe) if setting.role.decides_measure}
-
-
-def _words(value: Any) -> str:
-    return "absent" if value is None else f"{value:g}" if isinstance(value, float) else str(value)[:80]
 
 
 @dataclass(frozen=True)

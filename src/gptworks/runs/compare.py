@@ -14,7 +14,7 @@ from gptworks.pages.tables import Table
 from gptworks.runs.bands import Band, Verdict, judge
 from gptworks.runs.comparable import Place, by_clock, common_place, comparability, finished_by_clock
 from gptworks.runs.history import History
-from gptworks.runs.settings import decisive, differences, fingerprint
+from gptworks.runs.settings import decisive, differences, fingerprint, text_of
 from gptworks.runs.statistics import Difference, known_spread, welch
 from gptworks.train.record.display import clock
 from gptworks.units import counted
@@ -33,7 +33,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Finding:
-    """What two groups of runs come to at a point of training that they have in common."""
+    """The difference of two groups of runs at a point of training that they have in common."""
 
     first: str
     second: str
@@ -120,7 +120,7 @@ class Comparison:
 
     @cached_property
     def results(self) -> list[Finding | Refusal]:
-        """Every further group against the first: what it comes to, or why that cannot be said."""
+        """Every further group compared with the first, or why it cannot be compared."""
         return [self._result(self.groups[0], other) for other in self.groups[1:]]
 
     @property
@@ -264,12 +264,6 @@ def figure_of(record: dict[str, Any] | None, key: str) -> float | None:
 
 def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
-
-
-def text_of(value: Any, room: int = 40) -> str:
-    """A setting's value; of a long one, its end."""
-    text = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= room else f"…{text[1 - room :]}"
 
 
 def _why_no_band(run: History) -> str:

@@ -8,9 +8,10 @@ from markupsafe import Markup
 from gptworks.pages.chart import WIDE, Chart, Series, colour
 from gptworks.pages.drawing import Point
 from gptworks.pages.page import page, write_page
-from gptworks.pages.parts import Cell, figure, figure_of, key, number, paragraph, section, table
-from gptworks.runs.compare import HEADER, Comparison, losses, text_of
+from gptworks.pages.parts import Cell, figure, key, number, paragraph, rounded, section, table
+from gptworks.runs.compare import HEADER, Comparison, losses
 from gptworks.runs.history import History
+from gptworks.runs.settings import text_of
 from gptworks.train.record.curves import dot_titles, points, smoothed
 from gptworks.train.record.display import clock
 
@@ -51,7 +52,7 @@ def _runs(comparison: Comparison) -> Markup:
             number(run.tokens),
             number(run.seconds, clock(run.seconds)),
             number(run.tokens_per_second, f"{run.tokens_per_second:,.0f}"),
-            *map(figure_of, losses(run)),
+            *map(rounded, losses(run)),
         )
         for i, run in enumerate(comparison.runs)
     ]

@@ -16,7 +16,6 @@ from gptworks.pages.parts import (
     bold,
     byte_table,
     figure,
-    figure_of,
     figures,
     is_figure,
     key_figures,
@@ -24,6 +23,7 @@ from gptworks.pages.parts import (
     number,
     paragraph,
     percent,
+    rounded,
     samples,
     section,
     settings,
@@ -101,12 +101,12 @@ def _key_figures(run: History) -> Markup:
     tiles: list[tuple[str, str | Markup, str]] = []
     if best is not None:
         perplexity = "" if best["perplexity"] is None else f"perplexity {significant(best['perplexity'])}, "
-        tiles.append(("best validation loss", figure_of(best["loss"], unit=run.loss_unit), f"{perplexity}{_at(best)}"))
+        tiles.append(("best validation loss", rounded(best["loss"], unit=run.loss_unit), f"{perplexity}{_at(best)}"))
         if best["bits_per_byte"] is not None:
-            tiles.append(("bits per byte", figure_of(best["bits_per_byte"], unit="bits"), _at(best)))
+            tiles.append(("bits per byte", rounded(best["bits_per_byte"], unit="bits"), _at(best)))
     finite = [record for record in run.train if math.isfinite(record["loss"])]
     if finite and len(tiles) < 2:
-        loss = figure_of(finite[-1]["loss"], unit=run.train_unit)
+        loss = rounded(finite[-1]["loss"], unit=run.train_unit)
         tiles.append(("last training loss", loss, f"one batch, {_at(finite[-1])}"))
     tiles += [
         ("parameters", large(run.parameters), f"{run.parameters:,}"),
@@ -203,9 +203,9 @@ def _evaluations(run: History) -> list[Markup]:
             number(r["step"]),
             number(r["tokens"]),
             clock(run.seconds_at(r["step"])),
-            figure_of(r["loss"]),
+            rounded(r["loss"]),
             number(r["perplexity"], significant(r["perplexity"])) if is_figure(r["perplexity"]) else "",
-            figure_of(r["bits_per_byte"]),
+            rounded(r["bits_per_byte"]),
             "best" if r is best else "",
         ]
         for r in shown
@@ -225,7 +225,7 @@ def _bad_steps(run: History) -> list[Markup]:
     rows: list[tuple[Cell, ...]] = [
         (
             number(r["step"]),
-            *(figure_of(r.get(key), ".4g") for key in ("loss", "grad_norm")),
+            *(rounded(r.get(key), ".4g") for key in ("loss", "grad_norm")),
             f"went back to this step from step {r['from_step']:,}" if r["kind"] == "rollback" else "skipped",
         )
         for r in shown

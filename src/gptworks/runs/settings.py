@@ -35,6 +35,12 @@ def differences(recipes: Sequence[Recipe]) -> dict[str, list[Any]]:
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 
 
+def text_of(value: Any, room: int = 40) -> str:
+    """A setting's value; of a long one, its end."""
+    text = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= room else f"…{text[1 - room :]}"
+
+
 def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every value of a tree with its path, as an override names it."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None

@@ -1,7 +1,7 @@
 """`gptworks sweep`: trials of a recipe with other settings, chosen by Optuna, each an ordinary run in its own process.
 
-A sweep's folder holds `sweep.yaml` (the recipe), `trials/000.yaml` (the recipe of a trial), `trials/000.log` (what it
-said), `trials/000/` (its run folder), `journal.log` (Optuna's), `sweep.html` and `best.yaml`. Trial n depends on the
+A sweep's folder holds `sweep.yaml` (the recipe), `trials/000.yaml` (the recipe of a trial), `trials/000.log` (its
+output), `trials/000/` (its run folder), `journal.log` (Optuna's), `sweep.html` and `best.yaml`. Trial n depends on the
 seed, on n and on the trials before it, so that a sweep that was killed goes on as if it had not been.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]
 
 MOST_FAILURES = 3
-"""Processes in a row that may fail before the sweep ends: it is then no setting's fault."""
+"""Processes in a row that may fail before the sweep ends: the settings are then not the cause."""
 
 TRAIN = (sys.executable, "-m", "gptworks", "train")
 """What trains a trial; its recipe and --resume follow."""
@@ -61,7 +61,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep's folder and what its trials came to, in their order."""
+    """A sweep's folder and the results of its trials, in their order."""
 
     recipe: Recipe
     trials: tuple[TrialResult, ...]
@@ -214,18 +214,16 @@ def read_sweep(folder: Path) -> Sweep:
     states = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
     trials = []
     for trial in _study(recipe).get_trials(deepcopy=False):
-        place = folder / "trials" / f"{trial.number:03d}"
-        trials.append(
-            TrialResult(
-                number=trial.number,
-                state=states.get(trial.state.name, "running"),
-                values=dict(trial.params),
-                loss=min(trial.intermediate_values.values(), default=None),
-                folder=place,
-                reason=trial.user_attrs.get("reason", ""),
-            )
-        )
+        loss = min(trial.intermediate_values.values(), default=None)
+        state, reason = states.get(trial.state.name, "running"), trial.user_attrs.get("reason", "")
+        place = _place(folder, trial.number)
+        trials.append(TrialResult(trial.number, state, dict(trial.params), loss, place, reason))
     return Sweep(recipe, tuple(trials))
+
+
+def _place(folder: Path, number: int) -> Path:
+    """The run folder of a trial; its recipe and its log have the same name with a suffix."""
+    return folder / "trials" / f"{number:03d}"
 
 
 def _study(recipe: Recipe) -> "optuna.Study":
@@ -248,24 +246,22 @@ def _evaluations(folder: Path) -> list[Record]:
     return [record for record in records if record.get("kind") == "validation" and math.isfinite(record["loss"])]
 
 
+@dataclass
 class _Sweeper:
     """A sweep in progress."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        path: str | Path,
-        overrides: Sequence[str],
-        stop_asked: Callable[[], Any],
-        report: Report,
-        after_trial: Callable[[Sweep], None],
-    ) -> None:
-        assert recipe.sweep is not None
-        self.settings, self.folder = recipe.sweep, recipe.run_dir
-        self.path, self.overrides, self.stop_asked, self.report = path, overrides, stop_asked, report
-        self.after_trial = after_trial
-        self.study = _study(recipe)
-        self.failures = 0
+    recipe: Recipe
+    path: str | Path
+    overrides: Sequence[str]
+    stop_asked: Callable[[], Any]
+    report: Report
+    after_trial: Callable[[Sweep], None]
+    failures: int = 0
+    """Trials in a row whose process failed."""
+
+    def __post_init__(self) -> None:
+        assert self.recipe.sweep is not None
+        self.settings, self.folder, self.study = self.recipe.sweep, self.recipe.run_dir, _study(self.recipe)
 
     def run(self) -> None:
         """Trials, one after the other."""
@@ -280,11 +276,11 @@ class _Sweeper:
             if self.failures >= MOST_FAILURES:
                 raise RunError(
                     f"{self.failures} trials in a row failed, the last because {sweep.trials[trial.number].reason}. "
-                    f"What it said is in {self.folder / 'trials' / f'{trial.number:03d}.log'}."
+                    f"Its log is {_place(self.folder, trial.number).with_suffix('.log')}."
                 )
 
     def _next_trial(self) -> "optuna.Trial":
-        """The trial that an earlier sitting did not end, or a new one, its sampler seeded by its number."""
+        """The trial that an earlier session did not end, or a new one, its sampler seeded by its number."""
         import numpy as np
         from optuna.samplers import TPESampler
         from optuna.trial import Trial, TrialState
@@ -300,7 +296,7 @@ class _Sweeper:
         from optuna.trial import TrialState
 
         values = {key: _suggest(trial, key, values) for key, values in self.settings.ranges.items()}
-        place = self.folder / "trials" / f"{trial.number:03d}"
+        place = _place(self.folder, trial.number)
         try:
             recipe = load_recipe(self.path, [*self.overrides, *(_override(*pair) for pair in values.items())])
         except UserError as error:  # each value is allowed, but not all together
@@ -328,7 +324,7 @@ class _Sweeper:
         if not self._alone(place):
             return None
         command = [*TRAIN, str(place.with_suffix(".yaml")), "--resume"]
-        told = set(trial.storage.get_trial(trial._trial_id).intermediate_values)
+        reported = set(trial.storage.get_trial(trial._trial_id).intermediate_values)
         with (
             place.with_suffix(".log").open("a", encoding="utf-8") as log,
             # a session of its own: Ctrl-C reaches the sweep alone, which stops the trial in its own way
@@ -339,8 +335,8 @@ class _Sweeper:
             while True:
                 code = process.poll()
                 for record in _evaluations(place):
-                    if record["step"] not in told:
-                        told.add(record["step"])
+                    if record["step"] not in reported:
+                        reported.add(record["step"])
                         trial.report(record["loss"], record["step"])
                         if trial.should_prune():  # also where it has gone on since: the next look must not decide
                             return "pruned"
@@ -354,17 +350,15 @@ class _Sweeper:
         """Wait for a process that a killed sweep left at work; False where this sweep was asked to stop."""
         if not place.exists():
             return True
-        lock, said = filelock.FileLock(place / ".lock"), False
+        reported = False
         while not self.stop_asked():
             try:
-                lock.acquire(timeout=0.5)
+                with filelock.FileLock(place / ".lock", timeout=0.5):
+                    return True
             except filelock.Timeout:
-                if not said:
+                if not reported:
                     self.report(f"waiting for the process that is at work in {place}")
-                said = True
-            else:
-                lock.release()
-                return True
+                reported = True
         return False
 
     def _describe(self, sweep: Sweep, number: int) -> None:

@@ -12,11 +12,11 @@ from gptworks.pages.parts import (
     Cell,
     bold,
     figure,
-    figure_of,
     figures,
     is_figure,
     key_figures,
     number,
+    rounded,
     section,
     settings,
     table,
@@ -59,7 +59,7 @@ def to_html(sweep: Sweep) -> str:
         ("pruned", number(sweep.count("pruned")), f"{sweep.count('failed'):,} failed"),
     ]
     if best is not None:
-        tiles.insert(0, ("best validation loss", figure_of(best.loss, unit=unit), f"trial {best.number:03d}"))
+        tiles.insert(0, ("best validation loss", rounded(best.loss, unit=unit), f"trial {best.number:03d}"))
     charts = figures(_scatter(sweep, i, key) for i, key in enumerate(sweep.settings.ranges))
     parts = [
         key_figures(tiles),
@@ -135,7 +135,7 @@ def _trials(sweep: Sweep, runs: dict[int, History | None]) -> Markup:
         run = runs[trial.number]
         cells: list[Cell] = [
             f"{trial.number:03d}",
-            figure_of(trial.loss),
+            rounded(trial.loss),
             *(_cell(trial.values.get(key)) for key in keys),
             "" if run is None else number(run.tokens),
             "" if run is None else number(run.seconds, clock(run.seconds)),

@@ -70,6 +70,15 @@ def invalid(param: str, message: str, code: str | None = None) -> APIError:
     return APIError(400, f"{param}: {message}", param=param, code=code)
 
 
+_FORESEEN: tuple[tuple[type[Exception], int, str | None], ...] = (
+    (UserError, 400, None),
+    (QueueFull, 429, "queue_full"),
+    (SlowReader, 408, "slow_reader"),
+    (EngineStopped, 503, "stopped"),
+    (RunError, 500, None),
+)
+
+
 def log_unforeseen(error: Exception) -> None:
     """Log an error of which the client learns no more than that the server failed."""
     if as_api_error(error).status == 500 and not getattr(error, "is_logged", False):
@@ -80,16 +89,9 @@ def as_api_error(error: Exception) -> APIError:
     """An error as the client sees it; an unforeseen one without its message."""
     if isinstance(error, APIError):
         return error
-    if isinstance(error, UserError):
-        return APIError(400, _shortened(str(error)))
-    if isinstance(error, QueueFull):
-        return APIError(429, str(error), code="queue_full")
-    if isinstance(error, SlowReader):
-        return APIError(408, str(error), code="slow_reader")
-    if isinstance(error, EngineStopped):
-        return APIError(503, str(error), code="stopped")
-    if isinstance(error, RunError):
-        return APIError(500, str(error))
+    for kind, status, code in _FORESEEN:
+        if isinstance(error, kind):
+            return APIError(status, _shortened(str(error)), code=code)
     return APIError(500, "the server failed; its log says how.", headers={"connection": "close"})  # as uvicorn will
 
 

@@ -1,10 +1,9 @@
 """/metrics: Prometheus text. Names and meanings are vLLM's (`vllm:…`), so that its dashboards need only another prefix.
 
-What an engine counts is read from it when Prometheus asks; the times of requests are observed as they go.
+Prometheus' request reads the counters of the engines; the times of requests are observed as they pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,21 +15,25 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000)
 
-_GAUGES: dict[str, tuple[str, Callable[[Statistics], float]]] = {
-    "num_requests_running": ("Texts in a slot.", lambda s: s.running),
-    "num_requests_waiting": ("Texts that wait for a slot.", lambda s: s.waiting),
-    "kv_cache_usage_perc": ("Share of the slots in use; 1 is all.", lambda s: s.slots_used / s.slots if s.slots else 0),
-}
-_COUNTERS: dict[str, tuple[str, Callable[[Statistics], float]]] = {
-    "prompt_tokens": ("Tokens of prompts.", lambda s: s.prompt_tokens),
-    "generation_tokens": ("Tokens generated.", lambda s: s.generated_tokens),
-    "prefix_cache_queries": ("Tokens of prompts that were looked for in slots.", lambda s: s.prompt_tokens),
-    "prefix_cache_hits": ("Tokens of prompts that a slot held already.", lambda s: s.reused_tokens),
-    "spec_decode_num_draft_tokens": ("Tokens guessed.", lambda s: s.guessed_tokens),
-    "spec_decode_num_accepted_tokens": ("Tokens guessed rightly.", lambda s: s.accepted_tokens),
-    "requests_cancelled": ("Requests whose client went away, or that took too long.", lambda s: s.cancelled),
-    "requests_failed": ("Requests that ended with an error.", lambda s: s.failed),
-}
+_Family = GaugeMetricFamily | CounterMetricFamily
+_COUNTED: tuple[tuple[type[_Family], str, str, Callable[[Statistics], float]], ...] = (
+    (GaugeMetricFamily, "num_requests_running", "Texts in a slot.", lambda s: s.running),
+    (GaugeMetricFamily, "num_requests_waiting", "Texts that wait for a slot.", lambda s: s.waiting),
+    (GaugeMetricFamily, "kv_cache_usage_perc", "Share of the slots in use; 1 is all.",
+     lambda s: s.slots_used / s.slots if s.slots else 0),
+    (CounterMetricFamily, "prompt_tokens", "Tokens of prompts.", lambda s: s.prompt_tokens),
+    (CounterMetricFamily, "generation_tokens", "Tokens generated.", lambda s: s.generated_tokens),
+    (CounterMetricFamily, "prefix_cache_queries", "Tokens of prompts that were looked for in slots.",
+     lambda s: s.prompt_tokens),
+    (CounterMetricFamily, "prefix_cache_hits", "Tokens of prompts that a slot held already.",
+     lambda s: s.reused_tokens),
+    (CounterMetricFamily, "spec_decode_num_draft_tokens", "Tokens guessed.", lambda s: s.guessed_tokens),
+    (CounterMetricFamily, "spec_decode_num_accepted_tokens", "Tokens guessed rightly.", lambda s: s.accepted_tokens),
+    (CounterMetricFamily, "requests_cancelled", "Requests whose client went away, or that took too long.",
+     lambda s: s.cancelled),
+    (CounterMetricFamily, "requests_failed", "Requests that ended with an error.", lambda s: s.failed),
+)  # fmt: skip
+"""What an engine counts: the kind, the name, the help text, and the value."""
 
 
 class Metrics:
@@ -127,17 +130,11 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = {name: read() for name, read in self._statistics.items()}
-        for name, (help_text, value) in _GAUGES.items():
-            yield _family(GaugeMetricFamily, name, help_text, {model: value(s) for model, s in now.items()})
-        for name, (help_text, value) in _COUNTERS.items():
-            yield _family(CounterMetricFamily, name, help_text, {model: value(s) for model, s in now.items()})
+        for kind, name, help_text, value in _COUNTED:
+            family = kind(f"gptworks:{name}", help_text, labels=["model_name"])
+            for model, statistics in now.items():
+                family.add_metric([model], value(statistics))
+            yield family
 
     def describe(self) -> Iterable[Metric]:
         return []
-
-
-def _family(kind: Any, name: str, help_text: str, values: Mapping[str, float]) -> Metric:
-    family: Metric = kind(f"gptworks:{name}", help_text, labels=["model_name"])
-    for model, value in values.items():
-        family.add_metric([model], value)  # type: ignore[attr-defined]
-    return family

@@ -1,4 +1,4 @@
-"""What the routes share: the models, the settings, the metrics, and the threads for what takes long."""
+"""The state that the routes share: the models, the settings, the metrics, and the threads for long work."""
 
 import time
 from collections import Counter
@@ -13,7 +13,7 @@ from gptworks.serve.models import Models
 from gptworks.serve.settings import ServerSettings
 
 _NEED_NO_SLOT = 16
-"""Requests beside those that the engines take: tokenizing, embeddings, lists of models."""
+"""Requests beyond those that the engines accept: tokenizing, embeddings, lists of models."""
 
 
 class Service:
@@ -30,23 +30,23 @@ class Service:
         self.threads = ThreadPoolExecutor(2, "gptworks text")
         """Tokenize and render templates."""
         self.schema_threads = ThreadPoolExecutor(2, "gptworks schemas")
-        """Wait for schemas to be compiled. Apart from the others, which so never wait for a schema."""
+        """Wait for schemas to be compiled; apart, so that no text waits for a schema."""
         self.embedding_thread = ThreadPoolExecutor(1, "gptworks embeddings")
         self.draining = False
-        """Nothing new is taken: the server is about to end."""
+        """The server is about to end and accepts nothing new."""
         self.in_flight = 0
-        """Requests, but for those after the server's health, that are not answered."""
+        """Requests that are not yet answered, without those to /health."""
         self.n_working = 0
-        """Of these, those whose bodies are read."""
+        """Requests in flight whose bodies are complete."""
         self.bodies_bytes = 0
-        """Of bodies that are being read."""
+        """Bytes of the bodies that are being read."""
         self.max_prompts = sum(settings.max_waiting + model.engine.most_texts for model in self.models)
-        """That may run or wait."""
+        """Prompts that may run or wait."""
         self.max_in_flight = self.max_prompts + _NEED_NO_SLOT
         self.max_prompts_each = max(1, int(settings.client_share * self.max_prompts))
         self.callers: set[Caller] = set()
         self.schemas: Counter[str] = Counter()
-        """Schemas that are being compiled or wait for it, for each client."""
+        """Schemas that are compiled or wait to be, for each client."""
         self.n_answered = 0
         self._began = time.monotonic()
         self._prompts: Counter[str] = Counter()
@@ -66,11 +66,11 @@ class Service:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def enter(self, caller: Caller) -> None:
-        """A request has come."""
+        """A request begins."""
         self.callers.add(caller)
 
     def leave(self, caller: Caller) -> None:
-        """It is answered, or its client has gone: what it held is free."""
+        """A request is answered, or its client is gone: free what it held."""
         caller.abandon()
         self.callers.discard(caller)
         self._prompts[caller.client] -= caller.n_prompts
@@ -78,10 +78,10 @@ class Service:
             del self._prompts[caller.client]
 
     def take_places(self, caller: Caller, n_prompts: int) -> None:
-        """Let a request's prompts count as its client's, until `leave`.
+        """Count a request's prompts for its client, until `leave`.
 
         Raises:
-            APIError: the client has as many as it may.
+            APIError: the client has as many prompts as it may.
         """
         held = self._prompts[caller.client]
         if held and held + n_prompts > self.max_prompts_each:
