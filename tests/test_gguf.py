@@ -29,7 +29,7 @@ from gptworks.interop.gguf import export_gguf
 from gptworks.interop.gguf.architectures import ARCHITECTURES, choose_architecture, interleaved
 from gptworks.interop.gguf.vocabulary import PATTERNS, read_vocabulary
 from gptworks.model.attention import Rotary, rotate
-from gptworks.presets import PRESETS
+from gptworks.presets import PRESETS, preset
 from gptworks.tokenizer import prompt_ids, special_tokens, tokenizer_from_json, train_tokenizer, vocabulary_size
 
 VOCABULARY = hf.VOCABULARY
@@ -446,9 +446,9 @@ def test_models_that_llama_cpp_does_not_have_are_refused(setting: str) -> None:
 
 def test_which_presets_have_an_architecture() -> None:
     chosen = {}
-    for name, make in PRESETS.items():
+    for name in PRESETS:
         try:
-            chosen[name] = choose_architecture(make()).name
+            chosen[name] = choose_architecture(preset(name)).name
         except UserError:
             chosen[name] = None
     assert {name for name, architecture in chosen.items() if architecture is None} == {

@@ -20,7 +20,7 @@ from gptworks.interop.huggingface.exporting import write_tensors
 from gptworks.interop.huggingface.importing import read_config
 from gptworks.interop.huggingface.settings import Settings
 from gptworks.interop.huggingface.verify import quiet
-from gptworks.presets import PRESETS
+from gptworks.presets import PRESETS, preset
 from gptworks.tokenizer import load_tokenizer
 
 EXACT = 1e-5
@@ -290,8 +290,8 @@ def shrunk(config: ModelConfig) -> ModelConfig:
 
 
 SHRUNK: dict[ModelConfig, list[str]] = {}
-for preset_name, make in PRESETS.items():
-    SHRUNK.setdefault(shrunk(make()), []).append(preset_name)
+for preset_name in PRESETS:
+    SHRUNK.setdefault(shrunk(preset(preset_name)), []).append(preset_name)
 
 
 @pytest.mark.parametrize("config", SHRUNK, ids=[" ".join(names) for names in SHRUNK.values()])
@@ -373,4 +373,4 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def test_a_published_configuration_is_the_preset_of_its_name(name: str) -> None:
     beside_the_point = {"init": "normal", "init_std": 0.02}
     read = read_config(PUBLISHED[name])[1].model_copy(update=beside_the_point)
-    assert read == PRESETS[name]().model_copy(update=beside_the_point)
+    assert read == preset(name).model_copy(update=beside_the_point)

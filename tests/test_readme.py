@@ -12,7 +12,7 @@ import yaml
 
 from gptworks.cli import app
 from gptworks.plan.params import count_parameters
-from gptworks.presets import PRESETS
+from gptworks.presets import preset
 from gptworks.recipe import load_recipe, parse_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -62,7 +62,7 @@ def test_each_reference_architecture_has_a_recipe() -> None:
     used = {load_recipe(path).model.model_copy(update={"context_length": 0}) for path in RECIPES}
     for name in ("custom-300m", "gpt3-125m", "gpt2-tiny", "gpt2-mini", "gpt2-midi", "gpt2-small-untied", "vaani-427m",
                  "llm-200m"):  # fmt: skip
-        assert PRESETS[name]().model_copy(update={"context_length": 0}) in used, name
+        assert preset(name).model_copy(update={"context_length": 0}) in used, name
 
 
 def test_parameter_counts_in_the_readme_are_exact() -> None:
@@ -71,7 +71,7 @@ def test_parameter_counts_in_the_readme_are_exact() -> None:
     rows = re.findall(r"^ *\| `([\w.-]+)` \| ([\d,]+) \|$", table[1], re.MULTILINE)
     assert len(rows) == table[1].count("\n") - 2 > 3
     for name, shown in rows:
-        assert f"{count_parameters(PRESETS[name]()).total:,}" == shown, name
+        assert f"{count_parameters(preset(name)).total:,}" == shown, name
 
 
 def test_what_the_benchmarks_import_is_installed_by_make_bench() -> None:

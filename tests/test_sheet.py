@@ -15,13 +15,14 @@ from rich.cells import cell_len
 from rich.console import Console
 from safetensors.torch import save_file
 
+import reference_page
 from gptworks.config import ModelConfig
 from gptworks.data.batches import Batches
 from gptworks.data.shards import TokenShards
 from gptworks.describe import plan_tables
 from gptworks.describe.diagram import diagram
 from gptworks.describe.plan_tables import plan_json
-from gptworks.describe.published import published_figures, reference_architectures_markdown
+from gptworks.describe.published import published_figures
 from gptworks.describe.sheet import describe
 from gptworks.errors import UserError
 from gptworks.model import GPT
@@ -30,8 +31,6 @@ from gptworks.presets import PRESETS, preset
 from gptworks.recipe import parse_model, parse_recipe
 from gptworks.units import readable
 from test_memory import caches_bytes
-
-ROOT = Path(__file__).parent.parent
 
 
 def planned(n_train_tokens: int | None = None, model: dict[str, Any] | None = None, **train: Any) -> Plan:
@@ -258,7 +257,7 @@ def test_every_reference_preset_has_published_figures() -> None:
 
 
 def test_the_reference_page_has_every_preset() -> None:
-    page = reference_architectures_markdown()
+    page = reference_page.PAGE.read_text(encoding="utf-8")
     for name in PRESETS:
         assert f"| `{name.removesuffix('-banded')}` |" in page
     assert re.search(r"\| `mixtral-8x7b` .* \| 32 / 8 \| 8 × 14336, 2 for a token .* \| none \| untied ", page)
@@ -266,8 +265,8 @@ def test_the_reference_page_has_every_preset() -> None:
 
 
 def test_the_reference_page_is_current() -> None:
-    page = (ROOT / "docs" / "reference-architectures.md").read_text(encoding="utf-8")
-    assert page == reference_architectures_markdown(), "write the page anew from reference_architectures_markdown()"
+    page = reference_page.PAGE.read_text(encoding="utf-8")
+    assert page == reference_page.current(page), "run `python tests/reference_page.py`"
 
 
 # plan -------------------------------------------------------------------------------------------------------

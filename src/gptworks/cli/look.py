@@ -21,9 +21,9 @@ def presets(as_json: AsJSON = False) -> None:
     from rich.table import Table
 
     from gptworks.plan.params import count_parameters
-    from gptworks.presets import PRESETS
+    from gptworks.presets import PRESETS, preset
 
-    rows = {name: (make(), count_parameters(make()).total) for name, make in PRESETS.items()}
+    rows = {name: (preset(name), count_parameters(preset(name)).total) for name in PRESETS}
     if as_json:
         print_json(
             {name: {"parameters": {"total": total}, "model": c.model_dump()} for name, (c, total) in rows.items()}
