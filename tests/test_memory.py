@@ -13,10 +13,10 @@ from gptworks.config import ModelConfig, TrainConfig
 from gptworks.model import GPT, SlotCache, attention, cpu
 from gptworks.model import loss as model_loss
 from gptworks.plan import memory, stages
+from gptworks.plan.arrange import rank_setting
 from gptworks.plan.inference import inference_memory
 from gptworks.plan.layout import Layout, rank_config
 from gptworks.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS, Setting, training_peak
-from gptworks.plan.objectives import recipe_setting
 from gptworks.plan.params import count_parameters
 from gptworks.plan.stages import MLP
 from gptworks.presets import PRESETS, preset
@@ -311,7 +311,7 @@ def test_other_objectives(kind: str, name: str, checkpointing: str, precision: s
         tree["data"] = {"sources": [{"type": "preferences", "path": "pairs.json"}]}
         tree["tokenizer"]["chat_template"] = "plain"
     recipe = parse_recipe(tree | {"objective": {"type": kind} | ({} if pairs else {"teacher": str(tmp_path)})})
-    planned = replace(recipe_setting(recipe, precision, True), saves=False)
+    planned = replace(rank_setting(recipe, precision, True), saves=False)
     rows = recipe.train.model_copy(update={"batch_size": 4, "micro_batch_size": 4}) if pairs else recipe.train
     traced = trace_step(model, rows, "cpu", precision, objective=recipe.objective)
     assert planned.rows_per_sample == (2 if pairs else 1)

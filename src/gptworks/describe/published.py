@@ -1,5 +1,6 @@
 """What documents print about their models, beside what the dimensions come to."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -60,7 +61,7 @@ def published_figures(config: ModelConfig) -> tuple[Figure, ...]:
     return ()
 
 
-def _exact(config: ModelConfig) -> dict[str, dict[str, float]]:
+def _exact(config: ModelConfig) -> Mapping[str, Mapping[str, float]]:
     """What documents print figures of, by unit and key."""
     count, flops = count_parameters(config), forward_flops(config)
     step = flops.per_token_dense * 512 * 2048

@@ -10,7 +10,8 @@ from gptworks.errors import UserError
 from gptworks.plan.devices import Device
 from gptworks.plan.layout import ONE_DEVICE, Layout
 from gptworks.plan.memory import Setting, training_peak
-from gptworks.plan.objectives import recipe_setting
+from gptworks.plan.objectives import other_models_bytes
+from gptworks.plan.trained import trained
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,11 @@ def refusal(recipe: Recipe, n_ranks: int, precision: str = "auto") -> Refusal | 
     if (refused := _batch_refusal(recipe, n_data)) is not None:
         return refused
     if tensor > 1:
-        return (
-            _tensor_refusal(model, tensor)
-            or _not_in_shares(recipe, precision, f"tensor_parallel={tensor}")
-            or _adapter_refusal(recipe, tensor)
-        )
+        refused = _tensor_refusal(model, tensor) or _not_in_shares(recipe, precision, f"tensor_parallel={tensor}")
+        if refused is None and recipe.adapter is not None:
+            rule = f"train.parallel.tensor_parallel={tensor} with an adapter, whose A and B are not divided"
+            return Refusal(rule, "set tensor_parallel=1.")
+        return refused
     if n_ranks > 1 and train.parallel.strategy == "fsdp":
         return _not_in_shares(recipe, precision, "strategy=fsdp")
     return None
@@ -158,13 +159,6 @@ def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | No
     return None
 
 
-def _adapter_refusal(recipe: Recipe, tensor: int) -> Refusal | None:
-    if recipe.adapter is None:
-        return None
-    rule = f"train.parallel.tensor_parallel={tensor} with an adapter, whose A and B are not divided"
-    return Refusal(rule, "set tensor_parallel=1.")
-
-
 def planned_precision(name: str, device: Device) -> str:
     """The precision called `name` on a device, as `gptworks.device.choose_precision` takes it."""
     if name != "auto":
@@ -174,14 +168,24 @@ def planned_precision(name: str, device: Device) -> str:
 
 def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = ONE_DEVICE) -> Setting:
     """The step of one of the layout's devices, checkpoints included; the least that it may be where the vocabulary is
-    not known yet."""
-    model, train = recipe.model, recipe.train
+    not known yet.
+
+    Raises:
+        UserError: a teacher's recipe cannot be read.
+    """
+    model, train, objective = recipe.model, recipe.train, recipe.objective
     if not model.vocab_size:
-        recipe = recipe.model_copy(update={"model": model.model_copy(update={"vocab_size": 1})})
+        model = model.model_copy(update={"vocab_size": 1})
+        recipe = recipe.model_copy(update={"model": model})
     micro = train.rank_micro_batch_size(layout.data_parallel)
     return replace(
-        recipe_setting(recipe, precision, on_cpu),
+        Setting.of(model, train, precision, on_cpu, trained(model, recipe.adapter, recipe.freeze)),
         micro_batch_size=micro,
         accumulates=micro < train.batch_size // layout.data_parallel,
+        saves=True,
         layout=layout,
+        objective=objective.type,
+        rows_per_sample=objective.rows_per_sample,
+        several_texts=bool(recipe.data.conversations) and objective.several_texts,
+        other_models_bytes=other_models_bytes(recipe),
     )

@@ -80,7 +80,7 @@ class Shards:
     """Of the largest tensor."""
 
 
-def shards_of(parameters: ParameterCount, model: ModelConfig, trained: Trained | None) -> Shards:
+def shards_of(parameters: ParameterCount, model: ModelConfig, trained: Trained) -> Shards:
     """The groups of `gptworks.train.distributed.parallel.ManyDevices.place`."""
     groups = parameters.groups.values()
     in_blocks = sum(group.total for group in groups if group.in_block)
@@ -91,20 +91,17 @@ def shards_of(parameters: ParameterCount, model: ModelConfig, trained: Trained |
         if group.in_block and (len(shape) < 2 or group.name == "router")
     )
     outside, block = parameters.total - in_blocks, (in_blocks - whole) // model.n_layers
-    largest = max(prod(shape) for group in groups for shape in group.tensors.values())
-    if trained is None:
-        return Shards(block, outside, whole, block, outside, whole, largest)
     added = trained.added // model.n_layers
-    outside_trained = outside if trained.embedding or trained.head else 0
-    of_blocks = max(0, trained.parameters - trained.added - outside_trained) / max(in_blocks, 1)
+    trained_outside = outside if trained.embedding or trained.head else 0
+    of_blocks = max(0, trained.parameters - trained.added - trained_outside) / max(in_blocks, 1)
     return Shards(
         block=block + added,
         outside=outside,
         whole=whole,
         trained_block=round(of_blocks * block) + added,
-        trained_outside=outside_trained,
+        trained_outside=trained_outside,
         trained_whole=round(of_blocks * whole),
-        largest=largest,
+        largest=max(prod(shape) for group in groups for shape in group.tensors.values()),
     )
 
 

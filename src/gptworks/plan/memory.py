@@ -27,21 +27,11 @@ from gptworks.plan.stages import (
     norm_stage,
     rotary_tables_bytes,
 )
-from gptworks.plan.trained import Trained
+from gptworks.plan.trained import Trained, everything
 
-WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, LOSS, TEMPORARY, COMMUNICATION, TOKENS, CHECKPOINT, ADAPTER, OTHER_MODELS = (
-    "weights",
-    "weights_average",
-    "gradients",
-    "optimizer_state",
-    "logits_and_loss",
-    "temporary",
-    "communication",
-    "tokens",
-    "checkpoint_being_written",
-    "adapter_inputs",
-    "other_models",
-)
+WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER = "weights", "weights_average", "gradients", "optimizer_state"
+LOSS, TEMPORARY, COMMUNICATION, TOKENS = "logits_and_loss", "temporary", "communication", "tokens"
+CHECKPOINT, ADAPTER, OTHER_MODELS = "checkpoint_being_written", "adapter_inputs", "other_models"
 """Parts beside the kinds of saved tensors in `gptworks.plan.stages`."""
 
 CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS, CPU_CACHE_BYTES, CHUNK_TOKENS = 1024, 2 * 2**20, 8 * 2**20, 8192
@@ -83,14 +73,9 @@ class Setting:
 
     @staticmethod
     def of(
-        model: ModelConfig,
-        train: TrainConfig,
-        precision: str,
-        on_cpu: bool,
-        saves: bool = False,
-        trained: Trained | None = None,
+        model: ModelConfig, train: TrainConfig, precision: str, on_cpu: bool, trained: Trained | None = None
     ) -> "Setting":
-        """The step that a recipe's training section asks for, on one device."""
+        """The step that a recipe's training section asks for, on one device, with no checkpoint being written."""
         return Setting(
             model=model,
             micro_batch_size=train.micro_batch_size,
@@ -100,7 +85,6 @@ class Setting:
             accumulates=train.accumulation_steps > 1,
             optimizer=train.optimizer,
             averages=train.ema_decay > 0,
-            saves=saves,
             trained=trained,
         )
 
@@ -117,41 +101,20 @@ class Peak:
         return sum(self.parts.values())
 
 
-class Timeline:
-    """What is held now by part, and the most that was held at once."""
-
-    def __init__(self) -> None:
-        self.held: Counter[str] = Counter()
-        self.total_bytes = 0
-        self.peak = Peak("start", {})
-        self._peak_bytes = 0
-
-    def hold(self, part: str, n_bytes: int) -> None:
-        """Take memory; a negative number gives it back."""
-        self.held[part] += n_bytes
-        self.total_bytes += n_bytes
-
-    def mark(self, moment: str, momentary: int = 0, part: str = TEMPORARY) -> None:
-        """Look at this moment, at which so many more bytes are held for an instant."""
-        if self.total_bytes + momentary > self._peak_bytes:
-            self._peak_bytes = self.total_bytes + momentary
-            parts = self.held + Counter({part: momentary})
-            self.peak = Peak(moment, {name: n_bytes for name, n_bytes in parts.items() if n_bytes})
-
-
 def training_peak(setting: Setting) -> Peak:
     """The most that one device holds during a training step after the first."""
     return _Step(setting).run()
 
 
 class _Step:
-    """The timeline of one micro-batch and the optimizer's step that follows."""
+    """The timeline of one micro-batch and the optimizer's step that follows: what is held, and the most at once."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.layout = setting, setting.layout
         self.model = rank_config(setting.model, self.layout.tensor_parallel)
         self.parameters = count_parameters(self.model)
-        self.shards = shards_of(self.parameters, self.model, setting.trained)
+        self.trained = setting.trained or everything(self.parameters)
+        self.shards = shards_of(self.parameters, self.model, self.trained)
         self.sharded = self.layout.sharding != "none" and self.layout.data_parallel > 1
         self.shapes = Shapes(
             config=self.model,
@@ -161,9 +124,10 @@ class _Step:
             on_cpu=setting.on_cpu,
             several_texts=setting.several_texts,
         )
-        self.n_still = 0 if setting.trained is None else setting.trained.n_still
-        self.gathered_bytes = 2 if self.layout.gathers == "bf16" else 4  # of an element of a block's matrices
-        self.no_copies = self.sharded and self.gathered_bytes == self.shapes.product_bytes  # what is gathered is used
+        self.layers = range(self.trained.n_still, self.model.n_layers)  # with a backward pass
+        self.element_bytes = 2 if self.layout.gathers == "bf16" else 4  # of a block's matrices, gathered
+        self.gathered_bytes = self.element_bytes * self.shards.block if self.sharded else 0
+        self.no_copies = self.sharded and self.element_bytes == self.shapes.product_bytes  # what is gathered is used
         self.reducing_bytes = 0  # of the input of a reduction that may still be under way
         self.bucket_bytes = 0  # of gradients that wait to be sent to the other ranks
         self.block_gradients_bytes = 0  # of a block's matrices, whole, before they are reduced
@@ -171,109 +135,128 @@ class _Step:
             window: [self._without_copies(stage) for stage in block_stages(self.shapes, window)]
             for window in set(self.model.layer_windows)
         }
-        self.timeline = Timeline()
+        self.final_norm = norm_stage(self.shapes, "final norm")
+        self.held: Counter[str] = Counter()  # by part
+        self.total_bytes = 0
+        self.peak = Peak("start", {})
+        self.peak_bytes = 0
+
+    def hold(self, part: str, n_bytes: int) -> None:
+        """Take memory; a negative number gives it back."""
+        self.held[part] += n_bytes
+        self.total_bytes += n_bytes
+
+    def hold_saved(self, stage: Stage, sign: int = 1) -> None:
+        """Take what an operation saves, or give it back with `sign` -1."""
+        for part, n_bytes in stage.saved.items():
+            self.hold(part, sign * n_bytes)
+
+    def mark(self, moment: str, momentary: int = 0, part: str = TEMPORARY) -> None:
+        """Compare this moment, at which so many more bytes are held for an instant, with the peak so far."""
+        if self.total_bytes + momentary > self.peak_bytes:
+            self.peak_bytes = self.total_bytes + momentary
+            parts = self.held + Counter({part: momentary})
+            self.peak = Peak(moment, {name: n_bytes for name, n_bytes in parts.items() if n_bytes})
 
     def run(self) -> Peak:
         self._start()
         self._forward()
         self._loss()
         self._backward()
-        self._optimize()
-        return self.timeline.peak
+        self.mark("optimizer", optimizer_scratch_bytes(self.parameters, self.setting.optimizer))
+        return self.peak
 
     def _start(self) -> None:
-        hold, trained = self.timeline.hold, self.setting.trained
-        n_trained = self.parameters.total if trained is None else trained.parameters
-        n_all = self.parameters.total + (0 if trained is None else trained.added)
-        weights = self._shared(4 * n_all, 4 * self.shards.whole)
-        state = trained_state_bytes(self.parameters, self.setting.optimizer, trained)
+        weights = self._shared(4 * (self.parameters.total + self.trained.added), 4 * self.shards.whole)
+        state = trained_state_bytes(self.parameters, self.setting.optimizer, self.trained)
         state = self._shared(state, 8 * self.shards.trained_whole)
-        gradients = self._shared(4 * n_trained, 4 * self.shards.trained_whole)
+        gradients = self._shared(4 * self.trained.parameters, 4 * self.shards.trained_whole)
         average = gradients if self.setting.averages else 0
-        hold(WEIGHTS, weights)
-        hold(OTHER_MODELS, self.setting.other_models_bytes)
-        hold(OPTIMIZER, state)
-        hold(AVERAGE, average)
+        self.hold(WEIGHTS, weights)
+        self.hold(OTHER_MODELS, self.setting.other_models_bytes)
+        self.hold(OPTIMIZER, state)
+        self.hold(AVERAGE, average)
         if self.setting.saves and self.setting.on_cpu:
-            hold(CHECKPOINT, weights + state + average)
-        hold(TOKENS, (3 if self.setting.several_texts else 2) * 8 * self.shapes.n_tokens)
-        hold(ATTENTION, rotary_tables_bytes(self.shapes))
+            self.hold(CHECKPOINT, weights + state + average)
+        self.hold(TOKENS, (3 if self.setting.several_texts else 2) * 8 * self.shapes.n_tokens)
+        self.hold(ATTENTION, rotary_tables_bytes(self.shapes))
         if self.setting.accumulates:
-            hold(GRADIENTS, gradients)
+            self.hold(GRADIENTS, gradients)
 
     def _shared(self, n_bytes: int, whole_bytes: int) -> int:
         """What this rank has of so many bytes, of which some are whole on each rank."""
         return (n_bytes - whole_bytes) // self.layout.data_parallel + whole_bytes if self.sharded else n_bytes
 
+    def _block(self, layer: int) -> list[Stage]:
+        return self.blocks[self.model.layer_window(layer)]
+
+    def _computes_again(self, layer: int) -> bool:
+        return computes_again(self.setting.checkpointing, layer)
+
     def _forward(self) -> None:
-        self.timeline.hold(ATTENTION, bias_bytes(self.shapes))
+        self.hold(ATTENTION, bias_bytes(self.shapes))
         if self.sharded:  # embedding, head and last norm: gathered until the end of the backward pass
-            self.timeline.mark("embedding, gathered", 2 * 4 * self.shards.outside, COMMUNICATION)
-            self.timeline.hold(COMMUNICATION, 4 * self.shards.outside)
-        for part, n_bytes in embedding_stage(self.shapes).saved.items():
-            self.timeline.hold(part, n_bytes)
-        gathered = self.gathered_bytes * self.shards.block if self.sharded else 0
-        kept = gathered if self.layout.sharding == "zero2" else 0
-        self.timeline.hold(COMMUNICATION, kept * self.n_still)
-        for layer in range(self.n_still, self.model.n_layers):
-            again = computes_again(self.setting.checkpointing, layer)
-            self.timeline.hold(COMMUNICATION, kept)
-            for stage in self.blocks[self.model.layer_window(layer)]:
-                for part, n_bytes in stage.saved.items():
-                    if not again or part == COPIES:  # autocast keeps copies until it ends
-                        self.timeline.hold(part, n_bytes)
-            if again:
-                self.timeline.hold(RESIDUAL, self.shapes.floats(self.model.d_model))
+            self.mark("embedding, gathered", 2 * 4 * self.shards.outside, COMMUNICATION)
+            self.hold(COMMUNICATION, 4 * self.shards.outside)
+        self.hold_saved(embedding_stage(self.shapes))
+        kept = self.gathered_bytes if self.layout.sharding == "zero2" else 0
+        self.hold(COMMUNICATION, kept * self.trained.n_still)
+        for layer in self.layers:
+            self.hold(COMMUNICATION, kept)
+            if self._computes_again(layer):
+                self._hold_copies(layer)  # autocast keeps them until it ends
+                self.hold(RESIDUAL, self.shapes.floats(self.model.d_model))
             else:
-                self.timeline.hold(ADAPTER, self._adapter_bytes)
-            self.timeline.mark(f"layer {layer + 1}, forward", 2 * gathered - kept, COMMUNICATION)  # and as it arrived
+                for stage in self._block(layer):
+                    self.hold_saved(stage)
+                self.hold(ADAPTER, self._adapter_bytes)
+            arriving = 2 * self.gathered_bytes - kept  # gathered, and as it arrived
+            self.mark(f"layer {layer + 1}, forward", arriving, COMMUNICATION)
         if not self._keeps_bias:
-            self.timeline.hold(ATTENTION, -bias_bytes(self.shapes))
-        for part, n_bytes in self._final_norm().saved.items():
-            self.timeline.hold(part, n_bytes)
+            self.hold(ATTENTION, -bias_bytes(self.shapes))
+        self.hold_saved(self.final_norm)
+
+    def _hold_copies(self, layer: int, sign: int = 1) -> None:
+        self.hold(COPIES, sign * sum(stage.saved.get(COPIES, 0) for stage in self._block(layer)))
 
     def _loss(self) -> None:
         """`gptworks.model.loss`: logits of a chunk of tokens at a time; gradients of features and head come with it."""
         shapes, vocabulary, width = self.shapes, self.model.vocab_size, self.model.d_model
-        features, head = shapes.products(width), vocabulary * width
-        if self.setting.trained is not None and not self.setting.trained.head:
-            head = 0  # its matrix gets no gradient
-        self.timeline.hold(LOSS, features)  # their gradient
+        features = shapes.products(width)
+        head = vocabulary * width if self.trained.head else 0  # a frozen matrix gets no gradient
+        self.hold(LOSS, features)  # their gradient
         copy = shapes.product_bytes * vocabulary * width if shapes.autocast else 0
         chunk = loss_chunk_bytes(shapes, vocabulary, width, self.setting.objective)
         # the features that count stand as copies; a teacher, taken to be as wide, has features and a head too
         also = {"preference": features, "reward": features, "distillation": 4 * features + copy}
-        self.timeline.mark("loss", chunk + copy + also.get(self.setting.objective, 0), LOSS)
-        self.timeline.hold(LOSS, 4 * head)
-        for layer in range(self.n_still, self.model.n_layers):  # autocast has ended, and nothing else keeps these
-            if computes_again(self.setting.checkpointing, layer):
-                for stage in self.blocks[self.model.layer_window(layer)]:
-                    self.timeline.hold(COPIES, -stage.saved.get(COPIES, 0))
-        self.timeline.mark("loss, backward", features + 4 * head)  # each gradient scaled into a new tensor
-        self.timeline.hold(LOSS, -features)
-        self.timeline.hold(TEMPORARY, features)
+        self.mark("loss", chunk + copy + also.get(self.setting.objective, 0), LOSS)
+        self.hold(LOSS, 4 * head)
+        for layer in filter(self._computes_again, self.layers):  # autocast has ended, and nothing else keeps these
+            self._hold_copies(layer, -1)
+        self.mark("loss, backward", features + 4 * head)  # each gradient scaled into a new tensor
+        self.hold(LOSS, -features)
+        self.hold(TEMPORARY, features)
         if not self.model.tie_embeddings:
-            self.timeline.hold(LOSS, -4 * head)
+            self.hold(LOSS, -4 * head)
             self._gain(head)
 
     def _backward(self) -> None:
-        self._go_back(replace(self._final_norm(), merges=False), "final norm, backward")
-        for layer in reversed(range(self.n_still, self.model.n_layers)):
-            stages = self.blocks[self.model.layer_window(layer)]
+        self._go_back(replace(self.final_norm, merges=False), "final norm, backward")
+        for layer in reversed(self.layers):
             self._gather(layer)
-            if computes_again(self.setting.checkpointing, layer):  # the block's input is the first norm's now
-                self.timeline.hold(RESIDUAL, -self.shapes.floats(self.model.d_model))
-                for stage in stages:
-                    for part, n_bytes in stage.saved.items():
-                        self.timeline.hold(part, n_bytes)
-                self.timeline.hold(ADAPTER, self._adapter_bytes)
-            for stage in reversed(stages):
+            if self._computes_again(layer):  # the block's input is the first norm's now
+                self.hold(RESIDUAL, -self.shapes.floats(self.model.d_model))
+                for stage in self._block(layer):
+                    self.hold_saved(stage)
+                self.hold(ADAPTER, self._adapter_bytes)
+            for stage in reversed(self._block(layer)):
                 self._go_back(stage, f"{stage.name} of layer {layer + 1}, backward")
-            self.timeline.hold(ADAPTER, -self._adapter_bytes)
-            self._reduce_block(layer)
+            self.hold(ADAPTER, -self._adapter_bytes)
+            if self.sharded:
+                self._reduce(self.shards.trained_block, self.gathered_bytes, f"layer {layer + 1}, gradients reduced")
         if self._keeps_bias:
-            self.timeline.hold(ATTENTION, -bias_bytes(self.shapes))
-        if self.setting.trained is None or self.setting.trained.embedding:
+            self.hold(ATTENTION, -bias_bytes(self.shapes))
+        if self.trained.embedding:
             self._embedding_backward()
         if self.sharded:
             self._reduce(self.shards.trained_outside, 4 * self.shards.outside, "embedding, reduced")
@@ -285,71 +268,60 @@ class _Step:
         table = self.model.vocab_size * self.model.d_model
         if self.model.position == "learned":
             self._gain(self.model.context_length * self.model.d_model)
-        self.timeline.mark("token embedding, backward", 4 * table)
-        self.timeline.hold(TEMPORARY, -self.timeline.held[TEMPORARY])
+        self.mark("token embedding, backward", 4 * table)
+        self.hold(TEMPORARY, -self.held[TEMPORARY])
         if self.model.tie_embeddings:  # the head's gradient has waited; the sum of the two is a third tensor
-            self.timeline.mark("token embedding, backward", 2 * 4 * table)
-            self.timeline.hold(LOSS, -self.timeline.held[LOSS])
+            self.mark("token embedding, backward", 2 * 4 * table)
+            self.hold(LOSS, -self.held[LOSS])
         self._gain(table)
 
     def _gather(self, layer: int) -> None:
         """FSDP2 before a block's backward pass: the block, and the one whose turn is next, as it arrives."""
         if self.sharded and self.layout.sharding == "fsdp":
-            last = layer == self.model.n_layers - 1
-            gathered = self.gathered_bytes * self.shards.block
-            self.timeline.hold(COMMUNICATION, gathered if last else 0)  # others' arrived during the block before
-            self.timeline.mark(f"layer {layer + 1}, gathered", gathered, COMMUNICATION)
-            self.timeline.hold(COMMUNICATION, gathered if layer > 0 else 0)
-
-    def _reduce_block(self, layer: int) -> None:
-        if self.sharded:
-            gathered = self.gathered_bytes * self.shards.block
-            self._reduce(self.shards.trained_block, gathered, f"layer {layer + 1}, gradients reduced")
+            if layer == self.model.n_layers - 1:  # others arrived during the block before
+                self.hold(COMMUNICATION, self.gathered_bytes)
+            self.mark(f"layer {layer + 1}, gathered", self.gathered_bytes, COMMUNICATION)
+            self.hold(COMMUNICATION, self.gathered_bytes if layer > 0 else 0)
 
     def _reduce(self, elements: int, gathered_bytes: int, moment: str) -> None:
         """FSDP2 after a group's backward pass: its weights go, and its gradients become float32 shares."""
-        self.timeline.hold(COMMUNICATION, -gathered_bytes)
+        self.hold(COMMUNICATION, -gathered_bytes)
         self._end_reduction()
         whole, share = 4 * elements, 4 * elements // self.layout.data_parallel
-        self.timeline.mark(moment, whole, COMMUNICATION)
-        self.timeline.hold(GRADIENTS, -self.block_gradients_bytes)
+        self.mark(moment, whole, COMMUNICATION)
+        self.hold(GRADIENTS, -self.block_gradients_bytes)
         self.block_gradients_bytes = 0
         copy = whole if self.shapes.on_cpu else 0  # gloo adds up in a copy
-        self.timeline.mark(moment, whole + copy + share, COMMUNICATION)
-        self.timeline.hold(GRADIENTS, 0 if self.setting.accumulates else share)
-        self.timeline.hold(COMMUNICATION, whole)
+        self.mark(moment, whole + copy + share, COMMUNICATION)
+        self.hold(GRADIENTS, 0 if self.setting.accumulates else share)
+        self.hold(COMMUNICATION, whole)
         self.reducing_bytes = whole
 
     def _end_reduction(self) -> None:
-        self.timeline.hold(COMMUNICATION, -self.reducing_bytes)
+        self.hold(COMMUNICATION, -self.reducing_bytes)
         self.reducing_bytes = 0
 
     def _add_up_over_ranks(self) -> None:
         """Gradients that are whole on each rank, in pieces."""
         if self.layout.data_parallel > 1:
-            trained = self.parameters.total if self.setting.trained is None else self.setting.trained.parameters
-            there = 4 * (self.shards.trained_whole if self.sharded else trained)
+            there = 4 * (self.shards.trained_whole if self.sharded else self.trained.parameters)
             largest = 0 if self.sharded else 4 * self.shards.largest
             if self.layout.sums_in_backward:
-                self.timeline.hold(COMMUNICATION, -self.timeline.held[COMMUNICATION])
-            self.timeline.mark("gradients added up over ranks", min(there, BUCKET_BYTES + largest), COMMUNICATION)
-
-    def _optimize(self) -> None:
-        self.timeline.mark("optimizer", optimizer_scratch_bytes(self.parameters, self.setting.optimizer))
+                self.hold(COMMUNICATION, -self.held[COMMUNICATION])
+            self.mark("gradients added up over ranks", min(there, BUCKET_BYTES + largest), COMMUNICATION)
 
     def _go_back(self, stage: Stage, moment: str) -> None:
         """A stage's backward pass; `Stage` says what happens when."""
-        product, hold = self.shapes.product_bytes, self.timeline.hold
+        product = self.shapes.product_bytes
         gradient = product * stage.matrices
-        self.timeline.mark(moment, stage.leaves + stage.scratch + gradient)
-        for part, n_bytes in stage.saved.items():
-            hold(part, -n_bytes)
-        hold(TEMPORARY, stage.leaves - stage.arrives)
+        self.mark(moment, stage.leaves + stage.scratch + gradient)
+        self.hold_saved(stage, -1)
+        self.hold(TEMPORARY, stage.leaves - stage.arrives)
         if stage.merges:
-            self.timeline.mark(moment, gradient + stage.leaves)
-            hold(TEMPORARY, -stage.leaves)
+            self.mark(moment, gradient + stage.leaves)
+            self.hold(TEMPORARY, -stage.leaves)
         if self.shapes.autocast and not self.no_copies:
-            self.timeline.mark(moment, (product + 4) * stage.matrices)
+            self.mark(moment, (product + 4) * stage.matrices)
         self._gain(stage.matrices, stage.vectors)
 
     @property
@@ -361,9 +333,7 @@ class _Step:
     def _adapter_bytes(self) -> int:
         """What the adapters of a block keep for the backward pass: r numbers for each of their tokens, and with dropout
         their inputs and masks too."""
-        trained, config = self.setting.trained, self.model
-        if trained is None:
-            return 0
+        trained, config = self.trained, self.model
         share = min(1.0, config.n_experts_per_token / config.n_experts) if config.n_experts else 1.0
         kept = self.shapes.products(trained.inputs) + self.shapes.mask(trained.inputs) if trained.dropout else 0
         return round(share * (self.shapes.products(trained.rank * trained.n_adapted) + kept))
@@ -373,26 +343,22 @@ class _Step:
 
         A vector or a router of a block is never in shares.
         """
-        if (trained := self.setting.trained) is not None:
-            in_blocks = self.parameters.total - self.parameters.embedding
-            matrices = round(matrices * trained.share) + trained.added * matrices // in_blocks
-            vectors = round(vectors * trained.share)
+        in_blocks = self.parameters.total - self.parameters.embedding
+        matrices = round(matrices * self.trained.share) + self.trained.added * matrices // in_blocks
+        vectors = round(vectors * self.trained.share)
         if self.sharded:
-            before_bytes = self.gathered_bytes * matrices
+            before_bytes = self.element_bytes * matrices
             self.block_gradients_bytes += before_bytes
-            self.timeline.hold(GRADIENTS, before_bytes)
+            self.hold(GRADIENTS, before_bytes)
             matrices = 0
-        self.timeline.mark("gradients added up", 4 * (matrices + vectors) if self.setting.accumulates else 0)
+        self.mark("gradients added up", 4 * (matrices + vectors) if self.setting.accumulates else 0)
         if not self.setting.accumulates:
-            self.timeline.hold(GRADIENTS, 4 * (matrices + vectors))
+            self.hold(GRADIENTS, 4 * (matrices + vectors))
         self.bucket_bytes += 4 * (matrices + vectors)
         if self.layout.sums_in_backward and self.bucket_bytes >= BUCKET_BYTES:  # the one before has come back
-            self.timeline.hold(COMMUNICATION, self.bucket_bytes - self.timeline.held[COMMUNICATION])
-            self.timeline.mark("gradients added up over ranks")
+            self.hold(COMMUNICATION, self.bucket_bytes - self.held[COMMUNICATION])
+            self.mark("gradients added up over ranks")
             self.bucket_bytes = 0
-
-    def _final_norm(self) -> Stage:
-        return norm_stage(self.shapes, "final norm")
 
     def _without_copies(self, stage: Stage) -> Stage:
         if not self.no_copies:
@@ -428,16 +394,10 @@ def loss_chunk_bytes(shapes: Shapes, vocab_size: int, width: int, objective: str
     )
 
 
-def optimizer_state_bytes(parameters: ParameterCount, optimizer: str) -> int:
-    """AdamW keeps two float32 moments, Muon one."""
+def trained_state_bytes(parameters: ParameterCount, optimizer: str, trained: Trained) -> int:
+    """The optimizer's state: two float32 moments of AdamW, one of Muon; of an adapter, and of what is not frozen."""
     muon = parameters.block_matrices if optimizer == "muon" else 0
-    return 4 * (2 * (parameters.total - muon) + muon)
-
-
-def trained_state_bytes(parameters: ParameterCount, optimizer: str, trained: Trained | None) -> int:
-    """The state of what is trained: of an adapter, of the share that is not frozen, or of all."""
-    whole = optimizer_state_bytes(parameters, optimizer)
-    return whole if trained is None else 8 * trained.added + round(trained.share * whole)
+    return 8 * trained.added + round(trained.share * 4 * (2 * parameters.total - muon))
 
 
 def optimizer_scratch_bytes(parameters: ParameterCount, optimizer: str) -> int:

@@ -1,36 +1,9 @@
-"""What a run's objective asks of a step beyond predicting the next token: more rows, a mask, other models."""
-
-from dataclasses import replace
+"""The other models that a run's objective reads: a teacher, or those of the start."""
 
 from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import UserError
-from gptworks.plan.flops import forward_flops
-from gptworks.plan.memory import Setting
 from gptworks.plan.params import count_parameters
-from gptworks.plan.trained import trained
 from gptworks.recipe import load_recipe
-
-
-def recipe_setting(recipe: Recipe, precision: str, on_cpu: bool) -> Setting:
-    """The step of a run on one device, checkpoints included.
-
-    Raises:
-        UserError: a teacher's recipe cannot be read.
-    """
-    part = trained(recipe.model, recipe.adapter, recipe.freeze)
-    return replace(
-        Setting.of(recipe.model, recipe.train, precision, on_cpu, saves=True, trained=part),
-        objective=recipe.objective.type,
-        rows_per_sample=recipe.objective.rows_per_sample,
-        several_texts=bool(recipe.data.conversations) and recipe.objective.several_texts,
-        other_models_bytes=_other_models_bytes(recipe),
-    )
-
-
-def teacher_flops_per_token(recipe: Recipe) -> float:
-    """Of the forward pass of a teacher; 0 without one."""
-    model = teacher_config(recipe)
-    return 0.0 if model is None else forward_flops(model, recipe.model.context_length).per_token_dense
 
 
 def teacher_config(recipe: Recipe) -> ModelConfig | None:
@@ -47,7 +20,7 @@ def teacher_config(recipe: Recipe) -> ModelConfig | None:
     return load_recipe(folder).model
 
 
-def _other_models_bytes(recipe: Recipe) -> int:
+def other_models_bytes(recipe: Recipe) -> int:
     """Of the weights that stand beside those in training: a teacher's, or those of the start."""
     if (model := teacher_config(recipe)) is not None:
         return 4 * count_parameters(model).total

@@ -14,6 +14,7 @@ from gptworks.plan.fit import Alternative, alternatives, largest_micro_batch
 from gptworks.plan.inference import InferenceMemory, inference_memory
 from gptworks.plan.memory import Peak, Setting, trained_state_bytes, training_peak
 from gptworks.plan.params import ParameterCount, count_parameters
+from gptworks.plan.trained import Trained, everything
 from gptworks.plan.work import Work, training_work
 
 SLOTS = 32
@@ -68,6 +69,11 @@ class Plan:
     @property
     def train(self) -> TrainConfig:
         return self.recipe.train
+
+    @property
+    def trained(self) -> Trained:
+        """The part of the model that is trained."""
+        return self.setting.trained or everything(self.parameters)
 
     @property
     def flops_per_token(self) -> float:
@@ -209,16 +215,16 @@ class Plan:
     @property
     def weights_bytes(self) -> int:
         """Weights in fp32, a tied head once, an adapter beside them; the file adds a header of some kilobytes."""
-        return 4 * (self.parameters.total + (0 if self.setting.trained is None else self.setting.trained.added))
+        return 4 * (self.parameters.total + self.trained.added)
 
     @property
     def n_trained(self) -> int:
         """Parameters that are trained: all, or an adapter's, or what is not frozen."""
-        return self.parameters.total if self.setting.trained is None else self.setting.trained.parameters
+        return self.trained.parameters
 
     @property
     def optimizer_state_bytes(self) -> int:
-        return trained_state_bytes(self.parameters, self.train.optimizer, self.setting.trained)
+        return trained_state_bytes(self.parameters, self.train.optimizer, self.trained)
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -12,18 +12,12 @@ Letters: N tokens of a micro-batch, C width, Q query heads × their width, K key
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gptworks.config import ModelConfig
 
-RESIDUAL, ATTENTION, WEIGHTS_KEPT, MLP, COPIES, DROPOUT = (
-    "residual_stream_and_norms",
-    "attention",
-    "attention_weights",
-    "mlp",
-    "weight_copies",
-    "dropout_masks",
-)
+RESIDUAL, ATTENTION, WEIGHTS_KEPT = "residual_stream_and_norms", "attention", "attention_weights"
+MLP, COPIES, DROPOUT = "mlp", "weight_copies", "dropout_masks"
 """Kinds of saved tensors."""
 
 BLOCK_QUERIES, LONGEST_BLOCKED = 128, 2048
@@ -134,7 +128,8 @@ def norm_stage(s: Shapes, name: str, saves_input: bool = True) -> Stage:
 
 
 def _branch(s: Shapes) -> Stage:
-    """Where a branch's result joins the stream; backward, where its gradient leaves it, rounded and masked."""
+    """Where a branch's result joins the stream; backward, where its gradient leaves it, rounded and masked: nothing
+    leaves where it is the stream's own gradient."""
     width, dropout = s.config.d_model, s.config.dropout_residual > 0
     return Stage(
         "branch",
@@ -142,11 +137,6 @@ def _branch(s: Shapes) -> Stage:
         leaves=s.products(width) if dropout or s.autocast else 0,
         scratch=s.products(width) if dropout and s.autocast else 0,
     )
-
-
-def _branch_gradient(s: Shapes) -> int:
-    """What `_branch` hands on: nothing where it is the stream's own gradient."""
-    return _branch(s).leaves
 
 
 # ------------------------------------------------------------------------------------------------ attention
@@ -186,7 +176,7 @@ def attention_stages(s: Shapes, window: int | None) -> Iterator[Stage]:
     yield Stage(
         "attention out",
         {ATTENTION: 0 if output_is_shared(s, window) else q} | s.copies(c.d_model * q_width),
-        arrives=_branch_gradient(s),
+        arrives=_branch(s).leaves,
         leaves=q,
         matrices=c.d_model * q_width,
         vectors=c.d_model if c.out_bias else 0,
@@ -303,7 +293,7 @@ def mlp_stages(s: Shapes, d_ff: int, n_tokens: float, expert: bool = False) -> I
     matrix, biases = c.d_model * d_ff, c.mlp_bias
     source = {} if expert else {RESIDUAL: outer}
     copy = s.copies(matrix)
-    arrives = 0 if expert else _branch_gradient(s)
+    arrives = 0 if expert else _branch(s).leaves
     if c.gated:
         yield Stage("gate", source | copy, inner, outer, merges=True, matrices=matrix, vectors=biases * d_ff)
         yield Stage("activation", {MLP: inner}, inner, inner)
@@ -332,17 +322,14 @@ def moe_stages(s: Shapes) -> Iterator[Stage]:
         scratch=s.floats(c.d_model),
         vectors=c.d_model * c.n_experts,
     )
-    yield Stage(
-        "gather", {MLP: gathered}, arrives=gathered, leaves=width, merges=c.d_ff_shared > 0,
-        scratch=max(width, gathered - width),
-    )  # fmt: skip
+    scratch = max(width, gathered - width)
+    yield Stage("gather", {MLP: gathered}, gathered, leaves=width, merges=c.d_ff_shared > 0, scratch=scratch)
     for e in range(c.n_experts):
         stages = list(mlp_stages(s, c.d_ff, share, expert=True))
         if e == 0:  # the last that the backward pass comes to: the gradient of all results goes
-            stages[-1] = Stage(**vars(stages[-1]) | {"arrives": gathered})
+            stages[-1] = replace(stages[-1], arrives=gathered)
         yield from stages
     yield Stage("reorder", arrives=gathered, leaves=gathered, scratch=gathered)
-    yield Stage("weighted sum", {MLP: gathered}, arrives=_branch_gradient(s), leaves=gathered, scratch=gathered)
+    yield Stage("weighted sum", {MLP: gathered}, arrives=_branch(s).leaves, leaves=gathered, scratch=gathered)
     if c.d_ff_shared:
-        stages = list(mlp_stages(s, c.d_ff_shared, s.n_tokens, expert=True))
-        yield from stages
+        yield from mlp_stages(s, c.d_ff_shared, s.n_tokens, expert=True)

@@ -1,10 +1,10 @@
 """How much of a model a run trains, where not all: what is frozen has no gradient and no optimizer state."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig
-from gptworks.plan.params import count_parameters
+from gptworks.plan.params import ParameterCount, count_parameters
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,28 @@ class Trained:
     head: bool
     """Whether the head's matrix, or the embedding that it is tied to, is trained."""
     embedding: bool
-    rank: int
+    rank: int = 0
     """Of the adapter; 0: none."""
-    dropout: bool
+    dropout: bool = False
     """Whether each adapter keeps a copy of its input."""
-    inputs: int
+    inputs: int = 0
     """Elements of the inputs of the adapters of a block, for each token."""
-    n_adapted: int
+    n_adapted: int = 0
     """Adapters of a block."""
-    n_still: int
+    n_still: int = 0
     """Blocks from the first on that nothing trained stands before or in: their backward pass is left out."""
+
+
+def trains(parameter: str, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> bool:
+    """Whether a parameter of the model itself is trained, by its name."""
+    if adapter is not None:
+        return adapter.trains(parameter)
+    return freeze is None or not freeze.freezes(parameter)
+
+
+def everything(count: ParameterCount) -> Trained:
+    """A whole model."""
+    return Trained(parameters=count.total, added=0, share=1.0, head=True, embedding=True)
 
 
 def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> Trained | None:
@@ -37,40 +49,29 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
     if adapter is None and freeze is None:
         return None
     count = count_parameters(model)
-    shapes = count.shapes
-    if adapter is not None:
-        adapted = [
-            shape for name, shape in shapes.items() if len(shape) == 2 and adapter.adapts(name.removesuffix(".weight"))
-        ]
-        added = adapter.rank * sum(map(sum, adapted))
-        n_adapted = len(adapted) // model.n_layers
-        inputs = sum(shape[1] for shape in adapted) // model.n_layers
-        own = sum(prod(shape) for name, shape in shapes.items() if adapter.trains(name))
-        return Trained(
-            parameters=added + own,
-            added=added,
-            share=own / count.total,
-            head=adapter.embeddings,
-            embedding=adapter.embeddings,
-            rank=adapter.rank,
-            dropout=adapter.dropout > 0,
-            inputs=inputs,
-            n_adapted=n_adapted,
-            n_still=0,
-        )
-    assert freeze is not None
-    moving = {name: prod(shape) for name, shape in shapes.items() if not freeze.freezes(name)}
-    embedding = any(name in moving for name in ("token_embedding.weight", "position_embedding.weight"))
-    blocks = [name.split(".")[1] for name in moving if name.startswith("blocks.")]
-    return Trained(
-        parameters=sum(moving.values()),
+    own = {name: prod(shape) for name, shape in count.shapes.items() if trains(name, adapter, freeze)}
+    part = Trained(
+        parameters=sum(own.values()),
         added=0,
-        share=sum(moving.values()) / count.total,
-        head=("token_embedding.weight" if model.tie_embeddings else "untied_head.weight") in moving,
-        embedding=embedding,
-        rank=0,
-        dropout=False,
-        inputs=0,
-        n_adapted=0,
-        n_still=0 if embedding else min(map(int, blocks), default=model.n_layers),
+        share=sum(own.values()) / count.total,
+        head=("token_embedding.weight" if model.tie_embeddings else "untied_head.weight") in own,
+        embedding=not own.keys().isdisjoint(("token_embedding.weight", "position_embedding.weight")),
+    )
+    if adapter is None:
+        blocks = [int(name.split(".")[1]) for name in own if name.startswith("blocks.")]
+        return replace(part, n_still=0 if part.embedding else min(blocks, default=model.n_layers))
+    adapted = [
+        shape
+        for name, shape in count.shapes.items()
+        if len(shape) == 2 and adapter.adapts(name.removesuffix(".weight"))
+    ]
+    added = adapter.rank * sum(map(sum, adapted))
+    return replace(
+        part,
+        parameters=part.parameters + added,
+        added=added,
+        rank=adapter.rank,
+        dropout=adapter.dropout > 0,
+        inputs=sum(shape[1] for shape in adapted) // model.n_layers,
+        n_adapted=len(adapted) // model.n_layers,
     )

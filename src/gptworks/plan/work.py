@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from gptworks.config import Recipe, computes_again
 from gptworks.plan.flops import formed_pairs, forward_flops
-from gptworks.plan.objectives import teacher_flops_per_token
-from gptworks.plan.trained import trained
+from gptworks.plan.objectives import teacher_config
+from gptworks.plan.trained import trained, trains
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ def training_work(recipe: Recipe) -> Work:
     per_layer = (plain - forward["head"]) / model.n_layers
     layers = range(n_still, model.n_layers)
     again = per_layer * sum(computes_again(recipe.train.activation_checkpointing, layer) for layer in layers)
-    if (teacher := teacher_flops_per_token(recipe)) > 0:
-        forward["teacher"] = teacher
+    if (teacher := teacher_config(recipe)) is not None:
+        forward["teacher"] = forward_flops(teacher, length).per_token_dense
     if rollouts := recipe.objective.rollouts:
         answered = min(1.0, rollouts.max_tokens / length)
         prompts = (1 - answered) / rollouts.group_size  # read once for all the answers of a group
@@ -89,9 +89,7 @@ class _Walk:
             del self.forward["adapter"]
 
     def _trains(self, name: str) -> bool:
-        if self.adapter is not None:
-            return self.adapter.trains(name)
-        return self.freeze is None or not self.freeze.freezes(name)
+        return trains(name, self.adapter, self.freeze)
 
     def _norm(self, name: str, moving: bool) -> bool:
         return moving or self._trains(f"{name}.weight") or (self.model.norm_bias and self._trains(f"{name}.bias"))
