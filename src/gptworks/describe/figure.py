@@ -1,7 +1,6 @@
 """The architecture as a figure: the whole model on the left, one of its blocks on the right.
 
-Drawn from the configuration alone, in SVG; shapes and words are the terminal drawing's (diagram.py). Each function
-draws from a height y downwards and returns the height that it reached.
+Drawn from the configuration alone, in SVG; shapes and words are the terminal drawing's (diagram.py).
 """
 
 from markupsafe import Markup
@@ -31,7 +30,6 @@ PAD = 12.0
 
 COLUMN_X, COLUMN_WIDTH = 34.0, 220.0
 """The whole model."""
-COLUMN_MIDDLE = COLUMN_X + COLUMN_WIDTH / 2
 
 PANEL_X, STREAM_X = 312.0, 348.0
 """One block, and the residual stream in it."""
@@ -53,37 +51,100 @@ def architecture_svg(config: ModelConfig, name: str, words: str) -> Markup:
     )
 
 
+# Boxes and lines ------------------------------------------------------------------------------------------------
+
+
+class Column:
+    """Boxes and arrows one below the other, drawn downwards from the height y."""
+
+    def __init__(self, d: Drawing, x: float, y: float, width: float) -> None:
+        self.d, self.x, self.y, self.width = d, x, y, width
+        self.middle = x + width / 2
+
+    def row(self, kind: str, name: str, weights: str = "", below: str = "") -> None:
+        """A box with a name on its left and weights on its right, and perhaps a second line."""
+        height, right = ROW + (18 if below else 0), self.x + self.width - PAD
+        self.d.box(self.x, self.y, self.width, height, kind)
+        room = self.width - 2 * PAD - (GAP if weights else 0)
+        wanted = text_width(name, LABEL, bold=True), text_width(weights, SMALL)
+        share = min(1.0, room / sum(wanted))
+        self.d.text(self.x + PAD, self.y + 22, name, share * wanted[0], bold=True)
+        if weights:
+            self.d.text(right, self.y + 22, weights, share * wanted[1], anchor="end")
+        if below:
+            self.d.text(right, self.y + 40, below, self.width - 2 * PAD, anchor="end")
+        self.y += height
+
+    def tile(self, kind: str, name: str, weights: str = "") -> None:
+        """A box with a name and weights below it, centred."""
+        height = 48 if weights else ROW
+        self.d.box(self.x, self.y, self.width, height, kind)
+        y, room = self.y + (20 if weights else 22), self.width - PAD
+        self.d.text(self.middle, y, name, room, bold=True, anchor="middle")
+        if weights:
+            self.d.text(self.middle, self.y + 38, weights, room, anchor="middle")
+        self.y += height
+
+    def arrow(self, gap: float) -> None:
+        self.d.line((self.middle, self.y), (self.middle, self.y + gap), arrow=True)
+        self.y += gap
+
+    def flow(self, text: str, ground: str) -> None:
+        """An arrow downwards that carries a shape."""
+        self.arrow(40)
+        _pill(self.d, self.middle, self.y - 23, text, ground)
+
+    def fan(self, xs: tuple[float, ...], text: str, ground: str) -> None:
+        """A line downwards that carries a shape and parts into several."""
+        y = self.y + 30
+        self.d.line((self.middle, self.y), (self.middle, y))
+        self.d.line((xs[0], y), (xs[-1], y))
+        for x in xs:
+            self.d.line((x, y), (x, y + 16), arrow=True)
+        _pill(self.d, self.middle, self.y + 14, text, ground)
+        self.y += 46
+
+
+def _pill(d: Drawing, x: float, y: float, text: str, ground: str) -> None:
+    """A shape written over a line, which is interrupted for it."""
+    width = text_width(text, SMALL) + 8
+    d.box(x - width / 2, y - 8, width, 16, f"ground {ground}", radius=3)
+    d.text(x, y + 4, text, width, anchor="middle")
+
+
 # The whole model ------------------------------------------------------------------------------------------------
 
 
 def _model(c: ModelConfig, height: float) -> Drawing:
     """From token ids to logits, the blocks drawn as bars as long as what each sees."""
     d = Drawing()
+    column = Column(d, COLUMN_X, 20, COLUMN_WIDTH)
     stream, table = f"B × T × {c.d_model:,}", dims((c.vocab_size, c.d_model))
-    middle, x, width = COLUMN_MIDDLE, COLUMN_X, COLUMN_WIDTH
+    middle, x, right = column.middle, COLUMN_X, COLUMN_X + COLUMN_WIDTH
 
-    d.text(middle, 14, "token ids · B × T", width, anchor="middle")
-    y = _arrow(d, middle, 20, 18)
-    table_y = y + 24
-    y = _tile(d, x, y, width, "embedding", "Token embedding", table)
+    d.text(middle, 14, "token ids · B × T", COLUMN_WIDTH, anchor="middle")
+    column.arrow(18)
+    table_y = column.y + 24
+    column.tile("embedding", "Token embedding", table)
     if c.position == "learned":
-        positions = dims((c.context_length, c.d_model))
-        y = _tile(d, x, _arrow(d, middle, y, 16), width, "embedding", "+ position embedding", positions)
+        column.arrow(16)
+        column.tile("embedding", "+ position embedding", dims((c.context_length, c.d_model)))
     if c.dropout_embedding:
-        d.line((middle, y), (middle, y + 30))
-        _pill(d, middle, y + 17, f"dropout {c.dropout_embedding:g}", "page")
-        y += 30
-    y = _flow(d, middle, y, stream, "page", gap=40)
+        d.line((middle, column.y), (middle, column.y + 30))
+        _pill(d, middle, column.y + 17, f"dropout {c.dropout_embedding:g}", "page")
+        column.y += 30
+    column.flow(stream, "page")
     foot = height - 20 - 18 - 48 - 24 - 48 - 40
-    d.add("path", class_="zoom", d=f"M{x + width} {y} L{PANEL_X} 1 V{height - 1} L{x + width} {foot} Z")
-    _stack(d, y, foot, c)
-    y = _flow(d, middle, foot, stream, "page", gap=40)
-    y = _tile(d, x, y, width, "norm", f"Final {norm_name(c)}", norm_weights(c))
-    y = _arrow(d, middle, y, 24)
-    head_y = y + 24
-    y = _tile(d, x, y, width, "embedding", "Head", table)
-    y = _arrow(d, middle, y, 18)
-    d.text(middle, y + 13, f"logits · B × T × {c.vocab_size:,}", width, anchor="middle")
+    d.add("path", class_="zoom", d=f"M{right} {column.y} L{PANEL_X} 1 V{height - 1} L{right} {foot} Z")
+    _stack(d, column.y, foot, c)
+    column.y = foot
+    column.flow(stream, "page")
+    column.tile("norm", f"Final {norm_name(c)}", norm_weights(c))
+    column.arrow(24)
+    head_y = column.y + 24
+    column.tile("embedding", "Head", table)
+    column.arrow(18)
+    d.text(middle, column.y + 13, f"logits · B × T × {c.vocab_size:,}", COLUMN_WIDTH, anchor="middle")
     if c.tie_embeddings:
         d.line((x, table_y), (20, table_y), (20, head_y), (x, head_y), kind="tie")
         d.text(13, (table_y + head_y) / 2, "tied: the same matrix", head_y - table_y, anchor="middle", upright=True)
@@ -146,27 +207,30 @@ def _block(c: ModelConfig) -> tuple[Drawing, float]:
 
 
 def _part(d: Drawing, fork: float, c: ModelConfig, kind: str, count: str, from_stream: bool = True) -> float:
-    """Attention or the MLP in its frame, fed from the height `fork`."""
+    """Attention or the MLP in a frame, fed from the height `fork`; the height of its end."""
     top = fork + 14
-    inside = Drawing()
-    y = _row(inside, top + 40, "norm", norm_name(c), norm_weights(c))
+    column = Column(Drawing(), INNER_X, top + 40, INNER_WIDTH)
+    column.row("norm", norm_name(c), norm_weights(c))
     if kind == "attention":
-        title, bottom = "Attention", _attention(inside, y, c)
+        title = "Attention"
+        _attention(column, c)
     elif c.n_experts:
-        title, bottom = "Mixture of experts", _experts(inside, y, c)
+        title = "Mixture of experts"
+        _experts(column, c)
     else:
-        title, bottom = "MLP", _mlp(inside, y, c, c.d_ff, "B × T", INNER_X, INNER_WIDTH, "mlp")
-    d.box(PART_X, top, PART_WIDTH, bottom + 16 - top, f"part {kind}", radius=10)
+        title = "MLP"
+        _mlp(column, c, c.d_ff, "B × T", "mlp")
+    end = column.y + 16
+    d.box(PART_X, top, PART_WIDTH, end - top, f"part {kind}", radius=10)
     d.text(PART_X + 16, top + 25, title, 200, bold=True)
     d.text(PART_X + PART_WIDTH - 16, top + 25, f"{count} parameters", 230, anchor="end")
     if from_stream:
         d.add("circle", class_="fork", cx=STREAM_X, cy=fork, r=4)
-        d.line((STREAM_X, fork), (MIDDLE, fork), (MIDDLE, top + 40), arrow=True)
-    else:
-        d.line((MIDDLE, fork), (MIDDLE, top + 40), arrow=True)
-    d.elements += inside.elements
-    d.line((MIDDLE, bottom), (MIDDLE, bottom + 16))
-    return bottom + 16
+    start = [(STREAM_X, fork)] if from_stream else []
+    d.line(*start, (MIDDLE, fork), (MIDDLE, top + 40), arrow=True)
+    d.elements += column.d.elements
+    d.line((MIDDLE, column.y), (MIDDLE, end))
+    return end
 
 
 def _added(d: Drawing, y: float, c: ModelConfig) -> float:
@@ -179,46 +243,45 @@ def _added(d: Drawing, y: float, c: ModelConfig) -> float:
     return y_plus
 
 
-def _attention(d: Drawing, y: float, c: ModelConfig) -> float:
+def _attention(column: Column, c: ModelConfig) -> None:
     per_query, per_key = f"B × {c.n_heads:,} × T × {c.d_head:,}", f"B × {c.n_kv_heads:,} × T × {c.d_head:,}"
     query_width, key_width = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
-    width = (INNER_WIDTH - 2 * GAP) / 3
-    left = [INNER_X + i * (width + GAP) for i in range(3)]
-    query_x, key_x, value_x = (x + width / 2 for x in left)
-    pair_width, pair_middle = 2 * width + GAP, INNER_X + width + GAP / 2
+    d, width = column.d, (INNER_WIDTH - 2 * GAP) / 3
+    thirds = [Column(d, INNER_X + i * (width + GAP), column.y + 46, width) for i in range(3)]
+    query, key, value = thirds
 
-    y = _fan(d, MIDDLE, y, (query_x, key_x, value_x), f"B × T × {c.d_model:,}", "attention")
+    column.fan(tuple(third.middle for third in thirds), f"B × T × {c.d_model:,}", "attention")
     columns = (("Query", c.n_heads, query_width), ("Key", c.n_kv_heads, key_width), ("Value", c.n_kv_heads, key_width))
-    for x, (name, heads, out) in zip(left, columns, strict=True):
-        d.box(x, y, width, 74, "op attention")
-        d.text(x + PAD, y + 20, name, 60, bold=True)
-        d.text(x + width - PAD, y + 20, f"{heads:,} head{'s' * (heads > 1)}", width - 2 * PAD - 60, anchor="end")
-        d.text(x + PAD, y + 39, matrix(out, c.d_model, c.qkv_bias), width - 2 * PAD)
-        _heads(d, x + PAD, y + 49, width - 2 * PAD, c.n_heads, c.n_heads // heads)
-    y += 74
-    value_y = y
-    for x in (query_x, key_x):
-        _flow(d, x, y, per_query if x == query_x else per_key, "attention")
-    y += 40
-    if c.qk_norm:
-        y = _row(d, y, "norm", "RMSNorm of each head", f"2 of {c.d_head:,}", INNER_X, pair_width)
-        for x in (query_x, key_x):
-            _arrow(d, x, y, 18)
-        y += 18
+    for third, (name, heads, out) in zip(thirds, columns, strict=True):
+        x, y, room = third.x + PAD, third.y, width - 2 * PAD
+        d.box(third.x, y, width, 74, "op attention")
+        d.text(x, y + 20, name, 60, bold=True)
+        d.text(x + room, y + 20, f"{heads:,} head{'s' * (heads > 1)}", room - 60, anchor="end")
+        d.text(x, y + 39, matrix(out, c.d_model, c.qkv_bias), room)
+        _heads(d, x, y + 49, room, c.n_heads, c.n_heads // heads)
+        third.y += 74
+    query.flow(per_query, "attention")
+    key.flow(per_key, "attention")
+    pair = Column(d, INNER_X, query.y, 2 * width + GAP)
+    rows = [("norm", "RMSNorm of each head", f"2 of {c.d_head:,}", "")] if c.qk_norm else []
     if c.position == "rope":
-        theta, below = f"θ = {c.rope_theta:,.10g}", ", ".join(filter(None, (turned(c), scaled(c))))
-        y = _row(d, y, "op attention", "Rotate by position", theta, INNER_X, pair_width, below)
-        for x in (query_x, key_x):
-            _arrow(d, x, y, 18)
-        y += 18
-    y = _scores(d, y, pair_width, c)
-    _flow(d, pair_middle, y, f"B × {c.n_heads:,} × T × T", "attention")
-    d.line((value_x, value_y), (value_x, y + 40), arrow=True)
-    _pill(d, value_x, (value_y + y + 40) / 2, per_key, "attention")
+        below = ", ".join(filter(None, (turned(c), scaled(c))))
+        rows.append(("op attention", "Rotate by position", f"θ = {c.rope_theta:,.10g}", below))
+    for row in rows:
+        pair.row(*row)
+        for third in (query, key):
+            third.y = pair.y
+            third.arrow(18)
+        pair.y += 18
+    _scores(pair, c)
+    pair.flow(f"B × {c.n_heads:,} × T × T", "attention")
+    d.line((value.middle, value.y), (value.middle, pair.y), arrow=True)
+    _pill(d, value.middle, (value.y + pair.y) / 2, per_key, "attention")
+    column.y = pair.y
     dropout = f"dropout {c.dropout_attention:g}" if c.dropout_attention else ""
-    y = _row(d, y + 40, "op attention", "Weighted sum of values", dropout)
-    y = _flow(d, MIDDLE, y, f"B × T × {query_width:,}", "attention")
-    return _row(d, y, "op attention", "Output projection", matrix(c.d_model, query_width, c.out_bias))
+    column.row("op attention", "Weighted sum of values", dropout)
+    column.flow(f"B × T × {query_width:,}", "attention")
+    column.row("op attention", "Output projection", matrix(c.d_model, query_width, c.out_bias))
 
 
 def _heads(d: Drawing, x: float, y: float, width: float, n_heads: int, n_queries: int) -> None:
@@ -236,17 +299,18 @@ def _heads(d: Drawing, x: float, y: float, width: float, n_heads: int, n_queries
     d.add("path", class_="heads", d=cells)
 
 
-def _scores(d: Drawing, y: float, width: float, c: ModelConfig) -> float:
+def _scores(column: Column, c: ModelConfig) -> None:
     """The softmax, with a picture of what each query sees."""
-    d.box(INNER_X, y, width, 60, "op attention")
+    d, x, y = column.d, column.x, column.y
+    d.box(x, y, column.width, 60, "op attention")
     banded = {window is not None for window in c.layer_windows}
-    masks = len(banded) * 52
-    d.text(INNER_X + PAD, y + 25, scores(c), width - 2 * PAD - masks, bold=True)
+    room = column.width - 2 * PAD - len(banded) * 52
+    d.text(x + PAD, y + 25, scores(c), room, bold=True)
     words = "causal" if not n_banded(c) else f"{n_banded(c):,} of {c.n_layers:,} layers: last {c.window:,}"
-    d.text(INNER_X + PAD, y + 45, words, width - 2 * PAD - masks)
+    d.text(x + PAD, y + 45, words, room)
     for i, band in enumerate(sorted(banded, reverse=True)):
-        _mask(d, INNER_X + width - PAD - 44 - 52 * i, y + 8, 44, band)
-    return y + 60
+        _mask(d, x + column.width - PAD - 44 - 52 * i, y + 8, 44, band)
+    column.y += 60
 
 
 def _mask(d: Drawing, x: float, y: float, size: float, banded: bool) -> None:
@@ -259,79 +323,84 @@ def _mask(d: Drawing, x: float, y: float, size: float, banded: bool) -> None:
     d.add("path", class_="heads", d=path)
 
 
-def _mlp(d: Drawing, y: float, c: ModelConfig, d_ff: int, tokens: str, x: float, width: float, kind: str) -> float:
+def _mlp(column: Column, c: ModelConfig, d_ff: int, tokens: str, kind: str) -> None:
     """The matrices of an MLP of inner width `d_ff`, over what `tokens` says."""
-    middle, inner = x + width / 2, f"{tokens} × {d_ff:,}"
+    stream, inner = f"{tokens} × {c.d_model:,}", f"{tokens} × {d_ff:,}"
     up, down = matrix(d_ff, c.d_model, c.mlp_bias), matrix(c.d_model, d_ff, c.mlp_bias)
-    if width < 2 * 140 + GAP:
-        names = ("Gate and up", f"2 of {up}") if c.gated else ("Up", up)
-        y = _tile(d, x, y, width, "op mlp", *names)
-        y = _tile(d, x, _flow(d, middle, y, inner, kind), width, "op mlp", activation(c))
-        return _tile(d, x, _flow(d, middle, y, inner, kind), width, "op mlp", "Down", down)
-    if c.gated:
-        half = (width - GAP) / 2
-        left, right = x + half / 2, x + width - half / 2
-        y = _fan(d, middle, y, (left, right), f"{tokens} × {c.d_model:,}", kind)
-        _tile(d, x, y, half, "op mlp", "Gate", up)
-        y = _tile(d, x + half + GAP, y, half, "op mlp", "Up", up)
-        for side in (left, right):
-            _flow(d, side, y, inner, kind)
-        y += 40
+    narrow = column.width < 2 * 140 + GAP
+    box = column.tile if narrow else column.row
+    if narrow:
+        column.tile("op mlp", *(("Gate and up", f"2 of {up}") if c.gated else ("Up", up)))
+        column.flow(inner, kind)
+    elif c.gated:
+        half = (column.width - GAP) / 2
+        sides = [Column(column.d, x, column.y + 46, half) for x in (column.x, column.x + half + GAP)]
+        column.fan(tuple(side.middle for side in sides), stream, kind)
+        for side, name in zip(sides, ("Gate", "Up"), strict=True):
+            side.tile("op mlp", name, up)
+        for side in sides:
+            side.flow(inner, kind)
+        column.y = sides[0].y
     else:
-        y = _row(d, _flow(d, middle, y, f"{tokens} × {c.d_model:,}", kind), "op mlp", "Up", up, x, width)
-        y = _flow(d, middle, y, inner, kind)
-    y = _row(d, y, "op mlp", activation(c), "", x, width)
-    return _row(d, _flow(d, middle, y, inner, kind), "op mlp", "Down", down, x, width)
+        column.flow(stream, kind)
+        column.row("op mlp", "Up", up)
+        column.flow(inner, kind)
+    box("op mlp", activation(c))
+    column.flow(inner, kind)
+    box("op mlp", "Down", down)
 
 
-def _experts(d: Drawing, y: float, c: ModelConfig) -> float:
+def _experts(column: Column, c: ModelConfig) -> None:
     """A router, the experts in a strip with a few of them chosen, and one of them opened."""
-    third = (INNER_WIDTH - 2 * GAP) / 3
-    width = 2 * third + GAP if c.d_ff_shared else INNER_WIDTH
-    middle, shared_x = INNER_X + width / 2, INNER_X + INNER_WIDTH - third
+    d, third = column.d, (INNER_WIDTH - 2 * GAP) / 3
     stream, k = f"B × T × {c.d_model:,}", c.n_experts_per_token
+    routed = Column(d, INNER_X, column.y, 2 * third + GAP if c.d_ff_shared else INNER_WIDTH)
+    shared = Column(d, INNER_X + INNER_WIDTH - third, column.y + 46, third)
     if c.d_ff_shared:
-        shared_y = y = _fan(d, MIDDLE, y, (middle, shared_x + third / 2), stream, "mlp")
+        column.fan((routed.middle, shared.middle), stream, "mlp")
+        routed.y = column.y
     else:
-        y = _flow(d, middle, y, stream, "mlp")
-    y = _row(d, y, "op mlp", "Router", dims((c.n_experts, c.d_model)), INNER_X, width)
-    y = _cells(d, y, middle, width, c)
-    frame_y, frame_width, inside = y, width - 8, Drawing()
+        routed.flow(stream, "mlp")
+    routed.row("op mlp", "Router", dims((c.n_experts, c.d_model)))
+    _cells(routed, c)
+    top, width = routed.y, routed.width - 8
+    expert = Column(Drawing(), INNER_X + PAD, top + 30, width - 2 * PAD)
     words = f"Each of {c.n_experts:,} experts, {k:,} for a token" if c.n_experts > 1 else "The expert"
-    inside.text(INNER_X + PAD, y + 22, words, frame_width - 2 * PAD, bold=True)
-    y = _mlp(inside, y + 30, c, c.d_ff, f"B × T × {k:,}", INNER_X + PAD, frame_width - 2 * PAD, "expert")
+    expert.d.text(expert.x, top + 22, words, expert.width, bold=True)
+    _mlp(expert, c, c.d_ff, f"B × T × {k:,}", "expert")
     for offset in (8, 4, 0):
-        d.box(INNER_X + offset, frame_y + offset, frame_width, y + PAD - frame_y, "expert")
-    d.elements += inside.elements
-    inside_middle = INNER_X + frame_width / 2
-    d.line((inside_middle, y), (inside_middle, y + PAD + 8))
-    y = _flow(d, inside_middle, y + PAD + 8, f"B × T × {k:,} × {c.d_model:,}", "mlp")
+        d.box(INNER_X + offset, top + offset, width, expert.y + PAD - top, "expert")
+    d.elements += expert.d.elements
+    opened = Column(d, INNER_X, expert.y + PAD + 8, width)
+    d.line((opened.middle, expert.y), (opened.middle, opened.y))
+    opened.flow(f"B × T × {k:,} × {c.d_model:,}", "mlp")
+    column.y = opened.y
     if c.d_ff_shared:
-        d.text(shared_x + third / 2, shared_y + 14, "Shared expert", third, bold=True, anchor="middle")
-        bottom = _mlp(d, shared_y + 24, c, c.d_ff_shared, "B × T", shared_x, third, "mlp")
-        d.line((shared_x + third / 2, bottom), (shared_x + third / 2, y), arrow=True)
-        _pill(d, shared_x + third / 2, (bottom + y) / 2, stream, "mlp")
-    name = "Sum, weighted by the router"
-    return _row(d, y, "op mlp", name, "plus the shared expert's" if c.d_ff_shared else "")
+        d.text(shared.middle, shared.y + 14, "Shared expert", third, bold=True, anchor="middle")
+        shared.y += 24
+        _mlp(shared, c, c.d_ff_shared, "B × T", "mlp")
+        d.line((shared.middle, shared.y), (shared.middle, column.y), arrow=True)
+        _pill(d, shared.middle, (shared.y + column.y) / 2, stream, "mlp")
+    column.row("op mlp", "Sum, weighted by the router", "plus the shared expert's" if c.d_ff_shared else "")
 
 
-def _cells(d: Drawing, y: float, middle: float, width: float, c: ModelConfig) -> float:
+def _cells(column: Column, c: ModelConfig) -> None:
     """A cell for each expert; those that some token is sent to are filled, and lines from the router lead to them."""
     k = c.n_experts_per_token
     per_row = min(c.n_experts, 32)
     n_rows = -(-c.n_experts // per_row)
-    pitch, height = width / per_row, (20.0 if n_rows == 1 else 10.0)
+    pitch, height = column.width / per_row, (20.0 if n_rows == 1 else 10.0)
     apart = c.n_experts // k
     chosen = {i * c.n_experts // k + (7 * i + 3) % apart for i in range(k)}  # one in each k-th, scattered
-    top = y + 26
+    top = column.y + 26
     for expert in range(c.n_experts):
-        row, column = divmod(expert, per_row)
-        x = INNER_X + column * pitch
-        kind = "chosen" if expert in chosen else "idle"
+        row, i = divmod(expert, per_row)
+        x, y = column.x + i * pitch, top + row * height
         if expert in chosen:
-            d.line((middle, y), (x + pitch / 2, top))
-        d.add("rect", class_=kind, x=x + 1, y=top + row * height, width=pitch - 2, height=height - 2, rx=2)
-    return top + n_rows * height + 14
+            column.d.line((column.middle, column.y), (x + pitch / 2, top))
+        kind = "chosen" if expert in chosen else "idle"
+        column.d.add("rect", class_=kind, x=x + 1, y=y, width=pitch - 2, height=height - 2, rx=2)
+    column.y = top + n_rows * height + 14
 
 
 # Shares ---------------------------------------------------------------------------------------------------------
@@ -358,69 +427,3 @@ def shares_svg(rows: list[tuple[str, str, list[Share]]], words: str) -> Markup:
             x += width
         y += 84
     return d.svg(WIDTH, y - 24, "Shares of parameters and operations", words, "shares")
-
-
-# Boxes and lines ------------------------------------------------------------------------------------------------
-
-
-def _row(
-    d: Drawing,
-    y: float,
-    kind: str,
-    name: str,
-    weights: str = "",
-    x: float = INNER_X,
-    width: float = INNER_WIDTH,
-    below: str = "",
-) -> float:
-    """A box with a name on its left and weights on its right, and perhaps a second line."""
-    height = ROW + (18 if below else 0)
-    d.box(x, y, width, height, kind)
-    room = width - 2 * PAD - (GAP if weights else 0)
-    wanted = text_width(name, LABEL, bold=True), text_width(weights, SMALL)
-    share = min(1.0, room / sum(wanted))
-    d.text(x + PAD, y + 22, name, share * wanted[0], bold=True)
-    if weights:
-        d.text(x + width - PAD, y + 22, weights, share * wanted[1], anchor="end")
-    if below:
-        d.text(x + width - PAD, y + 40, below, width - 2 * PAD, anchor="end")
-    return y + height
-
-
-def _tile(d: Drawing, x: float, y: float, width: float, kind: str, name: str, weights: str = "") -> float:
-    """A box with a name and weights below it, centred."""
-    height = 48 if weights else ROW
-    d.box(x, y, width, height, kind)
-    d.text(x + width / 2, y + (20 if weights else 22), name, width - PAD, bold=True, anchor="middle")
-    if weights:
-        d.text(x + width / 2, y + 38, weights, width - PAD, anchor="middle")
-    return y + height
-
-
-def _flow(d: Drawing, x: float, y: float, text: str, ground: str, gap: float = 40) -> float:
-    """An arrow downwards that carries a shape."""
-    d.line((x, y), (x, y + gap), arrow=True)
-    _pill(d, x, y + gap / 2 - 3, text, ground)
-    return y + gap
-
-
-def _arrow(d: Drawing, x: float, y: float, gap: float) -> float:
-    d.line((x, y), (x, y + gap), arrow=True)
-    return y + gap
-
-
-def _fan(d: Drawing, start: float, y: float, xs: tuple[float, ...], text: str, ground: str) -> float:
-    """A line from (start, y) that carries a shape and parts into several."""
-    d.line((start, y), (start, y + 30))
-    d.line((xs[0], y + 30), (xs[-1], y + 30))
-    for x in xs:
-        d.line((x, y + 30), (x, y + 46), arrow=True)
-    _pill(d, start, y + 14, text, ground)
-    return y + 46
-
-
-def _pill(d: Drawing, x: float, y: float, text: str, ground: str) -> None:
-    """A shape written over a line, which is interrupted for it."""
-    width = text_width(text, SMALL) + 8
-    d.box(x - width / 2, y - 8, width, 16, f"ground {ground}", radius=3)
-    d.text(x, y + 4, text, width, anchor="middle")
