@@ -79,25 +79,22 @@ def _key_figures(sheet: Sheet) -> Markup:
 
 
 def _parameters(sheet: Sheet) -> Markup:
-    count, per_layer = sheet.parameters, sheet.parameters_per_layer
-    groups = [group for group in count.groups.values() if group.total or group.name == "head"]
-    largest = max(group.total for group in groups)
+    total, largest = sheet.parameters.total, max(group.total for group in sheet.groups)
     rows = [
         (
             label(group),
-            tensors_text(group).replace(" × ", "\xa0×\xa0") if group.total else "tied to the token embedding",
+            tensors_text(group).replace(" × ", "\xa0×\xa0"),
             number(group.per_layer) if group.in_block else "",
             number(group.total),
-            percent(group.total / count.total),
+            percent(group.total / total),
             bar(group.total / largest, KINDS[group.name]) if group.total else "",
         )
-        for group in groups
+        for group in sheet.groups
     ]
-    foot: list[tuple[Cell, ...]] = [("total", "", number(per_layer), number(count.total), "", "")]
-    if sheet.config.n_experts:
-        idle = count.total - count.active
-        active = number(per_layer - idle // sheet.config.n_layers), number(count.active)
-        foot.append(("for a token", "", *active, percent(count.active / count.total), ""))
+    foot: list[tuple[Cell, ...]] = [
+        (name, "", number(per_layer), number(n), "" if name == "total" else percent(n / total), "")
+        for name, per_layer, n in sheet.totals
+    ]
     header = ("group", "tensors [out × in]", "a layer", "all layers", "share", "")
     return table(header, "lqrrrt", rows, foot)
 

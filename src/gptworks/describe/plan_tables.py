@@ -10,6 +10,7 @@ from gptworks.pages.tables import Table, or_unknown
 from gptworks.plan.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from gptworks.plan.fit import layout_words
 from gptworks.plan.inference import BATCHES
+from gptworks.plan.memory import Setting
 from gptworks.plan.run import Plan
 from gptworks.units import readable
 
@@ -41,7 +42,7 @@ def printed(plan: Plan, details: bool = False) -> Group:
 
 def tables(plan: Plan, details: bool = False) -> Iterator[Table]:
     """Whether the run fits and what to change, what it takes; with details, every figure there is."""
-    yield Table((plan.name, "plan"), "ll", _facts(plan, details))
+    yield Table((plan.recipe.name, "plan"), "ll", _facts(plan, details))
     yield _memory(plan)
     if plan.changes:
         rows = [(readable(change.peak_bytes, "B"), change.words, change.costs) for change in plan.changes]
@@ -62,8 +63,8 @@ def _work(plan: Plan) -> Table:
     return Table(("FLOPs a token", "forward", "backward"), "lrr", [*rows, ("total", *map(flop, total))])
 
 
-def flop(flops: float) -> str:
-    return readable(flops, "FLOP")
+def flop(flops: float | None) -> str:
+    return "unknown" if flops is None else readable(flops, "FLOP")
 
 
 def _facts(plan: Plan, details: bool) -> list[tuple[str, str]]:
@@ -87,13 +88,12 @@ def _facts(plan: Plan, details: bool) -> list[tuple[str, str]]:
     ]
     if details:
         facts += [
-            ("training FLOPs a token", readable(plan.flops_per_token, "FLOP")),
-            ("training FLOPs a step", readable(plan.flops_per_step, "FLOP")),
+            ("training FLOPs a token", flop(plan.flops_per_token)),
+            ("training FLOPs a step", flop(plan.flops_per_step)),
+            *([("FLOPs before the first step", flop(before))] if before != 0 else []),
         ]
-        if before != 0:
-            facts.append(("FLOPs before the first step", "unknown" if before is None else readable(before, "FLOP")))
     facts += [
-        ("training FLOPs in all", "unknown" if plan.total_flops is None else readable(plan.total_flops, "FLOP")),
+        ("training FLOPs in all", flop(plan.total_flops)),
         ("device", _device(plan)),
         ("step", f"{plan.setting.precision}, checkpointing {plan.setting.checkpointing}, {train.optimizer}"),
         ("memory of a device", _fit(plan)),
@@ -157,18 +157,16 @@ def _time(plan: Plan) -> str:
     speed = plan.tokens_per_second
     if speed is None:
         return "unknown (--device this measures this machine's speed)"
-    how = f"at {plan.utilization:.0%} of the device's rate"
-    if plan.measured is not None:
-        how = "as measured"
+    how = "as measured" if plan.measured else f"at {plan.utilization:.0%} of the device's rate"
     duration = "unknown" if plan.seconds is None else readable_seconds(plan.seconds)
     return f"{duration}, {speed:,.0f} tokens/s {how}"
 
 
 def readable_seconds(seconds: float) -> str:
     """`45 s`, `12 min`, `3.4 h`, `12 days`, `1.5 years`: a duration as one plans with it."""
-    for unit, length in (("years", 365.25 * 86_400), ("days", 2 * 86_400), ("h", 2 * 3600), ("min", 120)):
-        if seconds >= length:
-            size = {"years": 365.25 * 86_400, "days": 86_400, "h": 3600, "min": 60}[unit]
+    year = 365.25 * 86_400
+    for unit, size, least in (("years", year, 1), ("days", 86_400, 2), ("h", 3600, 2), ("min", 60, 2)):
+        if seconds >= least * size:
             return f"{seconds / size:,.3g} {unit}"
     return f"{seconds:.3g} s"
 
@@ -225,17 +223,13 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     """Stable keys; null where a figure is unknown before the run."""
     setting, device, layout = plan.setting, plan.device, plan.setting.layout
     return {
-        "name": plan.name,
+        "name": plan.recipe.name,
         "parameters": parameters_json(plan.parameters),
-        "objective": plan.setting.objective,
-        "tokens_per_step": plan.tokens_per_step,
-        "steps": plan.steps,
-        "steps_reason": plan.steps_reason,
-        "tokens": plan.tokens,
+        "objective": setting.objective,
+        **_named(plan, "tokens_per_step", "steps", "steps_reason", "tokens"),
         "train_tokens": plan.n_train_tokens,
         "train_tokens_estimated": plan.tokens_estimated,
-        "tokens_per_parameter": plan.tokens_per_parameter,
-        "compute_optimal_tokens": plan.compute_optimal_tokens,
+        **_named(plan, "tokens_per_parameter", "compute_optimal_tokens"),
         "flops": {
             "per_token": plan.flops_per_token,
             "per_step": plan.flops_per_step,
@@ -245,79 +239,44 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "flops_by_part": {
             part: {"forward": forward, "backward": backward} for part, (forward, backward) in plan.flops_by_part.items()
         },
-        "step": {
-            "precision": setting.precision,
-            "activation_checkpointing": setting.checkpointing,
-            "optimizer": setting.optimizer,
-            "micro_batch_size": setting.micro_batch_size,
-            "sharding": layout.sharding,
-            "data_parallel": layout.data_parallel,
-            "tensor_parallel": layout.tensor_parallel,
-            "gathers": layout.gathers if layout.sharding != "none" else None,
-        },
-        "device": {
-            "name": device.name,
-            "kind": device.kind,
-            "memory_bytes": device.memory_bytes,
-            "flops_per_second": device.flops(setting.precision),
-            "bytes_per_second": device.bandwidth,
-            "source": device.source,
-        },
+        "step": _step_json(setting)
+        | _named(setting, "optimizer", "micro_batch_size")
+        | {"gathers": layout.gathers if layout.sharding != "none" else None},
+        "device": _named(device, "name", "kind", "memory_bytes", "source")
+        | {"flops_per_second": device.flops(setting.precision), "bytes_per_second": device.bandwidth},
         "memory": {
             "peak_bytes": plan.peak.total_bytes,
-            "moment": plan.peak.moment,
-            "parts": plan.peak.parts,
-            "alternatives": [
-                {
-                    "precision": each.setting.precision,
-                    "activation_checkpointing": each.setting.checkpointing,
-                    "sharding": each.setting.layout.sharding,
-                    "data_parallel": each.setting.layout.data_parallel,
-                    "tensor_parallel": each.setting.layout.tensor_parallel,
-                    "peak_bytes": each.peak_bytes,
-                }
-                for each in plan.alternatives
-            ],
+            **_named(plan.peak, "moment", "parts"),
+            "alternatives": [_step_json(each.setting) | {"peak_bytes": each.peak_bytes} for each in plan.alternatives],
         },
-        "fit": {
-            "fits": plan.fits,
-            "largest_micro_batch_size": plan.largest_micro_batch_size,
+        "fit": _named(plan, "fits", "largest_micro_batch_size")
+        | {
             "changes": [
-                {
-                    "words": change.words,
-                    "overrides": list(change.overrides),
-                    "world_size": change.n_ranks,
-                    "costs": change.costs,
-                    "peak_bytes": change.peak_bytes,
-                    "fits": change.fits,
-                }
+                _named(change, "words", "costs", "peak_bytes", "fits")
+                | {"overrides": list(change.overrides), "world_size": change.n_ranks}
                 for change in plan.changes
             ],
         },
-        "time": {
-            "seconds": plan.seconds,
-            "tokens_per_second": plan.tokens_per_second,
-            "utilization": None if plan.measured else plan.utilization,
-        },
-        "step_bytes": plan.step_bytes,
-        "traced_bytes": plan.traced_bytes,
+        "time": _named(plan, "seconds", "tokens_per_second")
+        | {"utilization": None if plan.measured else plan.utilization},
+        **_named(plan, "step_bytes", "traced_bytes"),
         "measured": None if plan.measured is None else vars(plan.measured),
         "inference": [
-            {
-                "weights": m.weights,
-                "weights_bytes": m.weights_bytes,
-                "cache_bytes": {f"batch_{n}": size for n, size in m.cache_bytes.items()},
-            }
+            _named(m, "weights", "weights_bytes")
+            | {"cache_bytes": {f"batch_{n}": size for n, size in m.cache_bytes.items()}}
             for m in plan.inference
         ],
-        "disk": {
-            "weights_bytes": plan.weights_bytes,
-            "optimizer_state_bytes": plan.optimizer_state_bytes,
-            "checkpoint_bytes": plan.checkpoint_bytes,
-            "most_checkpoints": plan.most_checkpoints,
-            "most_weights_only_checkpoints": plan.most_weights_only,
-            "checkpoints_bytes": plan.checkpoints_bytes,
-            "shard_bytes_per_token": plan.shard_bytes_per_token,
-            "shards_bytes": plan.shards_bytes,
-        },
+        "disk": _named(plan, "weights_bytes", "optimizer_state_bytes", "checkpoint_bytes", "checkpoints_bytes")
+        | _named(plan, "most_checkpoints", "shard_bytes_per_token", "shards_bytes")
+        | {"most_weights_only_checkpoints": plan.most_weights_only},
     }
+
+
+def _step_json(setting: Setting) -> dict[str, Any]:
+    own = {"precision": setting.precision, "activation_checkpointing": setting.checkpointing}
+    return own | _named(setting.layout, "sharding", "data_parallel", "tensor_parallel")
+
+
+def _named(thing: object, *names: str) -> dict[str, Any]:
+    """Attributes by their names."""
+    return {name: getattr(thing, name) for name in names}

@@ -55,9 +55,17 @@ class Sheet:
         return kv_cache_bytes(self.config)
 
     @property
-    def parameters_per_layer(self) -> int:
-        """Parameters of one block."""
-        return sum(group.per_layer for group in self.parameters.groups.values() if group.in_block)
+    def groups(self) -> list[ParameterGroup]:
+        """Those that the model has, and its head, tied or not."""
+        return [group for group in self.parameters.groups.values() if group.total or group.name == "head"]
+
+    @property
+    def totals(self) -> list[tuple[str, int, int]]:
+        """Parameters of one block and of the model; with experts also those that take part for one token."""
+        count, per_layer = self.parameters, sum(group.per_layer for group in self.groups if group.in_block)
+        idle = (count.total - count.active) // self.config.n_layers
+        for_a_token = [("for a token", per_layer - idle, count.active)] if self.config.n_experts else []
+        return [("total", per_layer, count.total), *for_a_token]
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -131,10 +139,16 @@ class Sheet:
     @property
     def _tables(self) -> tuple[Table, Table, Table]:
         header = ("parameters", "tensors [out × in]", "a layer", "all layers")
-        parts = [(self.words_of(part), n) for part, n in self.flops_by_part.items()]
-        shares = _share_rows(parts, self.flops.per_token_dense)
+        parameters = [
+            (label(group), tensors_text(group), f"{group.per_layer:,}" if group.in_block else "", f"{group.total:,}")
+            for group in self.groups
+        ]
+        parameters += [(name, "", f"{per_layer:,}", f"{total:,}") for name, per_layer, total in self.totals]
+        total = self.flops.per_token_dense
+        parts = [*((self.words_of(part), n) for part, n in self.flops_by_part.items()), ("total", total)]
+        shares = [(part, readable(flops, "FLOP"), f"{flops / total:.1%}") for part, flops in parts]
         return (
-            Table(header, "llrr", _parameter_rows(self)),
+            Table(header, "llrr", parameters),
             Table((f"at {self.flops.length:,} tokens", ""), "lr", self.facts),
             Table(("forward FLOPs a token", "", "share"), "lrr", shares),
         )
@@ -223,6 +237,8 @@ def label(group: ParameterGroup) -> str:
 
 def tensors_text(group: ParameterGroup) -> str:
     """Tensors of one shape together: `query out [768 × 768] · key value [256 × 768]`; experts once."""
+    if not group.tensors:
+        return "tied to the token embedding"
     tensors = {name: shape for name, shape in group.tensors.items() if not re.search(r"experts\.[1-9]", name)}
     by_shape: dict[Shape, list[str]] = {}
     for name, shape in tensors.items():
@@ -246,32 +262,6 @@ def _wrapped(text: str, width: int) -> str:
         else:
             lines.append(part)
     return "\n".join(lines)
-
-
-def _parameter_rows(sheet: Sheet) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    count, per_layer = sheet.parameters, sheet.parameters_per_layer
-    for group in count.groups.values():
-        if group.total:
-            rows.append(
-                (
-                    label(group),
-                    tensors_text(group),
-                    f"{group.per_layer:,}" if group.in_block else "",
-                    f"{group.total:,}",
-                )
-            )
-        elif group.name == "head":
-            rows.append((label(group), "tied to the token embedding", "", "0"))
-    rows.append(("total", "", f"{per_layer:,}", f"{count.total:,}"))
-    if sheet.config.n_experts:
-        idle_per_layer = (count.total - count.active) // sheet.config.n_layers
-        rows.append(("for a token", "", f"{per_layer - idle_per_layer:,}", f"{count.active:,}"))
-    return rows
-
-
-def _share_rows(parts: list[tuple[str, float]], total: float) -> list[tuple[str, ...]]:
-    return [(part, readable(flops, "FLOP"), f"{flops / total:.1%}") for part, flops in [*parts, ("total", total)]]
 
 
 def _styled(lines: list[str]) -> Text:

@@ -3,11 +3,11 @@ again before it is given."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, inf
 
 from gptworks.config import Recipe
 from gptworks.errors import UserError
-from gptworks.plan.arrange import Refusal, arrange, planned_precision, rank_setting
+from gptworks.plan.arrange import Refusal, arrange, device_setting, planned_precision
 from gptworks.plan.devices import Device
 from gptworks.plan.fit import divisors
 from gptworks.plan.layout import Layout
@@ -67,7 +67,7 @@ def changes_that_fit(recipe: Recipe, n_ranks: int, device: Device, apply: Apply 
     found: list[tuple[frozenset[_Remedy], Change]] = []
     furthest: Change | None = None
     for remedies in _on_the_same_devices(recipe, device):
-        if any(given < frozenset(remedies) and not _smaller(change) for given, change in found):
+        if any(given < frozenset(remedies) and _micro(change) == inf for given, change in found):
             continue  # less is enough already
         change = search.tried(remedies, n_ranks)
         if change is None:
@@ -122,19 +122,15 @@ class _Search:
         layout = arrange(recipe, n_ranks, self.device)
         if isinstance(layout, Refusal):
             return None
-        precision = planned_precision(recipe.train.precision, self.device)
-        peak_bytes = training_peak(rank_setting(recipe, precision, self.device.on_cpu, layout)).total_bytes
+        peak_bytes = training_peak(device_setting(recipe, self.device, layout)).total_bytes
         fits, more = peak_bytes <= self.device.memory_bytes, n_ranks != self.n_ranks
         return Change(overrides, n_ranks, more, "; ".join(costs), peak_bytes, fits), recipe, layout
 
 
-def _smaller(change: Change) -> bool:
-    return any(override.startswith("train.micro_batch_size=") for override in change.overrides)
-
-
 def _micro(change: Change) -> float:
+    """The micro-batch size that the change sets; infinite where it sets none."""
     sizes = [each.partition("=")[2] for each in change.overrides if each.startswith("train.micro_batch_size=")]
-    return int(sizes[-1]) if sizes else float("inf")
+    return int(sizes[-1]) if sizes else inf
 
 
 def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Remedy, ...]]:

@@ -51,7 +51,7 @@ def arrange(recipe: Recipe, n_ranks: int, device: Device) -> Layout | Refusal:
         return sharded
     if _not_in_shares(recipe, precision, "") is not None:
         return whole
-    peak = training_peak(rank_setting(recipe, precision, device.on_cpu, whole))
+    peak = training_peak(device_setting(recipe, device, whole))
     return whole if peak.total_bytes <= device.memory_bytes else sharded
 
 
@@ -164,6 +164,11 @@ def planned_precision(name: str, device: Device) -> str:
     if name != "auto":
         return name
     return "bf16" if device.has_bf16 else "fp16" if device.kind == "cuda" else "fp32"
+
+
+def device_setting(recipe: Recipe, device: Device, layout: Layout) -> Setting:
+    """`rank_setting` in the precision that the recipe has on such a device."""
+    return rank_setting(recipe, planned_precision(recipe.train.precision, device), device.on_cpu, layout)
 
 
 def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = ONE_DEVICE) -> Setting:

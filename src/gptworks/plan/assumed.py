@@ -5,7 +5,7 @@ from math import ceil
 from typing import Any
 
 from gptworks.config import Recipe
-from gptworks.plan.arrange import Refusal, arrange, planned_precision, rank_setting
+from gptworks.plan.arrange import Refusal, arrange, device_setting
 from gptworks.plan.devices import Device
 from gptworks.plan.fit import divisors
 from gptworks.plan.memory import training_peak
@@ -59,9 +59,8 @@ def _largest_that_fits(recipe: Recipe, device: Device, n_ranks: int) -> int:
     layout = arrange(_with(recipe, micro_batch_size=1), n_ranks, device)
     if isinstance(layout, Refusal):
         return recipe.train.micro_batch_size
-    precision = planned_precision(recipe.train.precision, device)
     for size in divisors(recipe.train.batch_size // layout.data_parallel):
-        setting = rank_setting(_with(recipe, micro_batch_size=size), precision, device.on_cpu, layout)
+        setting = device_setting(_with(recipe, micro_batch_size=size), device, layout)
         if training_peak(setting).total_bytes <= device.memory_bytes:
             return size
     return 1

@@ -7,7 +7,7 @@ from math import ceil, lcm
 from gptworks.config import Recipe, TrainConfig
 from gptworks.errors import UserError
 from gptworks.plan.advice import Apply, Change, changes_that_fit
-from gptworks.plan.arrange import layout_of, planned_precision, rank_setting
+from gptworks.plan.arrange import device_setting, layout_of
 from gptworks.plan.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from gptworks.plan.devices import UTILIZATION, Device, this_cpu
 from gptworks.plan.fit import Alternative, alternatives, largest_micro_batch
@@ -61,10 +61,6 @@ class Plan:
     measured: Measured | None = None
 
     # ------------------------------------------------------------------------------------------ work
-
-    @property
-    def name(self) -> str:
-        return self.recipe.name
 
     @property
     def train(self) -> TrainConfig:
@@ -306,7 +302,6 @@ def plan(
         estimated=tokens_estimated,
     )
     parameters, layout = count_parameters(model), layout_of(recipe, n_ranks, device)
-    precision = planned_precision(train.precision, device)
     return Plan(
         recipe=recipe,
         parameters=parameters,
@@ -316,7 +311,7 @@ def plan(
         n_train_tokens=n_train_tokens,
         tokens_estimated=tokens_estimated,
         samples_per_epoch=samples_per_epoch,
-        setting=rank_setting(recipe, precision, device.on_cpu, layout),
+        setting=device_setting(recipe, device, layout),
         device=device,
         utilization=utilization,
         apply=apply,
