@@ -107,7 +107,7 @@ def test_checkpoints_on_disk_count_those_that_stay(tmp_path: Path) -> None:
     assert kept.most_checkpoints == 4 + len([*range(100, 1050, 100), 1050])
     for found in (without, kept):  # and between the saves the best, and the one before it
         saved = found.most_checkpoints * found.checkpoint_bytes + 2 * found.weights_bytes
-        assert found.checkpoints_bytes == saved == found.to_json()["disk"]["checkpoints_bytes"]
+        assert found.checkpoints_bytes == saved == plan_json(found)["disk"]["checkpoints_bytes"]
 
 
 def write(tmp_path: Path, **changes: Any) -> Path:

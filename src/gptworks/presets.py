@@ -68,7 +68,7 @@ def _modern(vocab_size: int, d_model: int, n_layers: int, context_length: int) -
     """Our default for small models: what their speedruns kept, as far as every other tool can run it.
 
     RoPE, RMSNorm, QK-norm, SwiGLU of 8/3 the width, projections that start at zero, a tied head; heads of 64. ReLU²
-    does as well at this size, and no architecture of Hugging Face or llama.cpp has it together with QK-norm.
+    does as well at this size, and no architecture of Hugging Face or llama.cpp combines it with QK-norm.
     """
     return _sized(
         vocab_size, d_model, n_layers, d_model // 64, context_length, d_ff=round(d_model * 8 / 3 / 64) * 64,

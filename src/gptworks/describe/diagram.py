@@ -98,7 +98,8 @@ def _lines(c: ModelConfig, width: int) -> Iterator[Line]:
     yield from _box(embedding, width)
     yield "      │", ""
     yield f"╔═════▼{f' {c.n_layers} × block '.ljust(width - 8, '═')}╗", ""
-    attention, mlp = [norm, *_attention(c), *residual], [norm, *(_experts(c) if c.n_experts else _mlp(c)), *residual]
+    inside = _experts(c) if c.n_experts else _matrices(c, c.d_ff, "B × T")
+    attention, mlp = [norm, *_attention(c), *residual], [norm, *inside, *residual]
     yield from _parallel(attention, mlp, width) if c.parallel_residual else _serial(attention, mlp, width)
     yield f"╚═════╪{'═' * (width - 8)}╝", ""
     yield "      │", ""
@@ -124,10 +125,6 @@ def _attention(c: ModelConfig) -> Iterator[Row]:
     yield scores(c), sight(c), f"B × {c.n_heads:,} × T × T"
     yield "weighted sum of values", f"dropout {c.dropout_attention:g}" if c.dropout_attention else "", per_query
     yield "output projection", matrix(c.d_model, query_width, c.out_bias), f"B × T × {c.d_model:,}"
-
-
-def _mlp(c: ModelConfig) -> Iterator[Row]:
-    yield from _matrices(c, c.d_ff, "B × T")
 
 
 def _matrices(c: ModelConfig, d_ff: int, tokens: str, indent: str = "") -> Iterator[Row]:

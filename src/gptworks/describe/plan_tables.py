@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Group
 
-from gptworks.describe.figures import parameters_json
+from gptworks.describe.sheet import parameters_json
 from gptworks.pages.tables import Table, or_unknown
 from gptworks.plan.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from gptworks.plan.fit import layout_words
@@ -78,7 +78,7 @@ def _facts(plan: Plan, details: bool) -> list[tuple[str, str]]:
     facts = [
         ("parameters", f"{count.total:,}"),
         *([("active for a token", f"{count.active:,}")] if count.active != count.total else []),
-        *([("trained of them", f"{plan.n_trained:,}")] if plan.setting.trained is not None else []),
+        *([("trained of them", f"{plan.trained.parameters:,}")] if plan.setting.trained is not None else []),
         *([("outside the embeddings", f"{count.non_embedding:,}")] if details else []),
         *([("objective", objective)] if (objective := _objective(plan)) else []),
         ("tokens a step", f"{plan.tokens_per_step:,} ({_batch(plan)})"),

@@ -1,4 +1,4 @@
-"""What documents print about their models, beside what the dimensions come to."""
+"""Figures that documents print about their models, beside the exact ones."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -18,7 +18,6 @@ from rich.text import Text
 
 from gptworks.config import ModelConfig
 from gptworks.describe.diagram import diagram, dims, n_banded, norm_name
-from gptworks.describe.figures import parameters_json
 from gptworks.describe.published import Figure, published_figures
 from gptworks.pages.tables import Table
 from gptworks.plan.flops import ForwardFlops, forward_flops
@@ -89,7 +88,7 @@ class Sheet:
         """Forward FLOPs per token of each kind of product, attention dense."""
         flops, length = self.flops, self.flops.length
         return {
-            "query_key_value": (flops.query + flops.key + flops.value) / length,
+            "query_key_value": flops.query_key_value / length,
             "attention_scores": flops.attention_dense / length,
             "output_projection": flops.out / length,
             **dict(self._mlp_flops()),
@@ -187,12 +186,27 @@ class Sheet:
 
 
 def describe(config: ModelConfig, name: str | None = None) -> Sheet:
-    """The data sheet of a model. Published figures stand on it where the settings are exactly a preset's.
+    """The data sheet of a model. It has published figures where the settings are exactly a preset's.
 
     Raises:
         UserError: the vocabulary is not known yet.
     """
     return Sheet(name or "model", config, count_parameters(config), forward_flops(config), published_figures(config))
+
+
+def parameters_json(parameters: ParameterCount) -> dict[str, Any]:
+    """Counts in all and by group, with the shape of each tensor."""
+    groups = {
+        group.name: {
+            "per_layer": group.per_layer if group.in_block else None,
+            "total": group.total,
+            "tensors": {name: list(shape) for name, shape in group.tensors.items()},
+        }
+        for group in parameters.groups.values()
+    }
+    return {name: getattr(parameters, name) for name in ("total", "active", "embedding", "non_embedding")} | {
+        "groups": groups
+    }
 
 
 # ------------------------------------------------------------------------------------------------ the words

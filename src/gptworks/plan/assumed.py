@@ -1,4 +1,4 @@
-"""How a preset is taken to be trained, where nobody says."""
+"""The recipe that `plan` assumes for a preset."""
 
 from collections.abc import Sequence
 from math import ceil

@@ -12,7 +12,7 @@ from pathlib import Path
 from gptworks.errors import UserError, nearest
 
 UTILIZATION = 0.4
-"""Share of a device's rate that training is taken to reach where nobody says. PaLM's 46% was among the highest
+"""Share of a device's rate that training is assumed to reach by default. PaLM's 46% was among the highest
 published (Chowdhery et al., 2022); small models on one device reach less."""
 
 
@@ -22,7 +22,7 @@ class Device:
 
     name: str
     kind: str
-    """cpu, cuda (AMD's too, as torch has it) or mps."""
+    """cpu, cuda (AMD's too, as torch calls it) or mps."""
     memory_bytes: int
     half_flops: float | None
     """bf16, or fp16 where there is no bf16."""
@@ -45,16 +45,13 @@ def _gpu(
     name: str, gigabytes: int, half: float, single: float, bandwidth: float, source: str, has_bf16: bool = True
 ) -> Device:
     """A row of the table: GB, TFLOP/s, TFLOP/s, GB/s."""
-    return Device(
-        name, "cuda", gigabytes * 10**9, half * 1e12, single * 1e12, bandwidth * 1e9, source, has_bf16
-    )  # fmt: skip
+    return Device(name, "cuda", gigabytes * 10**9, half * 1e12, single * 1e12, bandwidth * 1e9, source, has_bf16)
 
 
 def _apple(name: str, gigabytes: int, single: float, bandwidth: float) -> Device:
     """Apple prints float32 rates alone; memory is that of the largest model, shared with the CPU."""
-    return Device(
-        name, "mps", gigabytes * 10**9, single * 1e12, single * 1e12, bandwidth * 1e9, "Apple, press release", False
-    )  # fmt: skip
+    rate = single * 1e12
+    return Device(name, "mps", gigabytes * 10**9, rate, rate, bandwidth * 1e9, "Apple, press release", has_bf16=False)
 
 
 DEVICES: dict[str, Device] = {
@@ -155,7 +152,7 @@ def cpu_name() -> str:
 def available_memory_bytes() -> int:
     """Memory that a new run may take: what Linux calls available, or less where a control group allows less.
 
-    Where neither is told (not Linux), all memory.
+    Where neither is known (not Linux), all memory.
     """
     free = (line for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:"))
     bounds = [int(line.split()[1]) * 1024 for line in free]

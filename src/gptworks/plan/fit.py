@@ -9,7 +9,7 @@ from gptworks.plan.layout import Layout
 from gptworks.plan.memory import Setting, training_peak
 
 LARGEST_BATCH = 4096
-"""Sequences beyond which nobody asks what fits."""
+"""Sequences beyond which no larger micro-batch is tried."""
 
 COMPARED_DEVICES = 8
 """Devices for which sharding is shown where a plan has one."""

@@ -27,9 +27,7 @@ class ForwardFlops:
     """
 
     length: int
-    query: int
-    key: int
-    value: int
+    query_key_value: int
     out: int
     attention_dense: int
     attention_causal: int
@@ -40,7 +38,7 @@ class ForwardFlops:
     @property
     def projections(self) -> int:
         """Query, key, value and output projections."""
-        return self.query + self.key + self.value + self.out
+        return self.query_key_value + self.out
 
     @property
     def total_dense(self) -> int:
@@ -91,15 +89,12 @@ def forward_flops(config: ModelConfig, length: int | None = None) -> ForwardFlop
         raise UserError(f"length={length} is not between 1 and context_length={config.context_length}")
     layer_tokens = config.n_layers * length
     query_width, key_width = config.n_heads * config.d_head, config.n_kv_heads * config.d_head
-    query, key = (2 * layer_tokens * config.d_model * width for width in (query_width, key_width))
     inner_width = config.d_ff * (config.n_experts_per_token if config.n_experts else 1) + config.d_ff_shared
     per_pair = 2 * 2 * query_width  # a score and a weighted value, in every head
     return ForwardFlops(
         length=length,
-        query=query,
-        key=key,
-        value=key,
-        out=query,
+        query_key_value=2 * layer_tokens * config.d_model * (query_width + 2 * key_width),
+        out=2 * layer_tokens * config.d_model * query_width,
         attention_dense=per_pair * sum(formed_pairs(length, window) for window in config.layer_windows),
         attention_causal=per_pair * sum(visible_pairs(length, window) for window in config.layer_windows),
         mlp=2 * layer_tokens * config.d_model * (inner_width * (3 if config.gated else 2) + config.n_experts),

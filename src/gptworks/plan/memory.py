@@ -339,7 +339,7 @@ class _Step:
         return round(share * (self.shapes.products(trained.rank * trained.n_adapted) + kept))
 
     def _gain(self, matrices: int, vectors: int = 0) -> None:
-        """Gradients come to stand, or are added to those that do; of matrices in shares whole, until they are reduced.
+        """New gradients are kept, or added to those of earlier micro-batches; sharded matrices whole, until reduced.
 
         A vector or a router of a block is never in shares.
         """

@@ -86,7 +86,7 @@ def require_vocab_size(config: ModelConfig) -> int:
     if not config.vocab_size:
         raise UserError(
             "model.vocab_size=0: nothing can be counted before the vocabulary is known. "
-            "Set model.vocab_size, or prepare the data first, so that its tokenizer tells it."
+            "Set model.vocab_size, or prepare the data first: its tokenizer sets it."
         )
     return config.vocab_size
 

@@ -1,4 +1,4 @@
-"""What a training run comes to before it starts: parameters, FLOPs, memory, steps, time and bytes on disk."""
+"""Estimate of a training run before it starts: parameters, FLOPs, memory, steps, time and bytes on disk."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +23,7 @@ SLOTS = 32
 
 @dataclass(frozen=True)
 class Measured:
-    """What a step came to where it ran."""
+    """Figures of a step that was run."""
 
     peak_bytes: int
     """Most memory in use: what tensors held on CUDA; on a CPU the growth of the process's resident memory, freed memory
@@ -35,7 +35,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run comes to before it starts."""
+    """Estimate of a run before it starts."""
 
     recipe: Recipe
     parameters: ParameterCount
@@ -214,18 +214,13 @@ class Plan:
         return 4 * (self.parameters.total + self.trained.added)
 
     @property
-    def n_trained(self) -> int:
-        """Parameters that are trained: all, or an adapter's, or what is not frozen."""
-        return self.trained.parameters
-
-    @property
     def optimizer_state_bytes(self) -> int:
         return trained_state_bytes(self.parameters, self.train.optimizer, self.trained)
 
     @property
     def checkpoint_bytes(self) -> int:
         """Weights, optimizer state and, where it is kept, the weights' average."""
-        average = 4 * self.n_trained if self.setting.averages else 0
+        average = 4 * self.trained.parameters if self.setting.averages else 0
         return self.weights_bytes + average + self.optimizer_state_bytes
 
     @property
@@ -276,7 +271,7 @@ def plan(
     utilization: float = UTILIZATION,
     apply: Apply | None = None,
 ) -> Plan:
-    """What training `recipe` comes to.
+    """Estimate what training `recipe` takes.
 
     Args:
         n_train_tokens: the size of its prepared training split, if known.
@@ -337,18 +332,15 @@ def planned_steps(
             f"n_train_tokens={n_train_tokens} is shorter than one window (context_length={context_length}, and one): "
             f"use more text or a shorter context_length"
         )
-    bounds: list[tuple[int, str]] = []
+    bounds = [] if train.max_steps is None else [(train.max_steps, f"max_steps={train.max_steps}")]
     unknown: list[str] = []
-    if train.max_steps is not None:
-        bounds.append((train.max_steps, f"max_steps={train.max_steps}"))
     about = "about " if estimated else ""
     windows, text = windows_per_epoch, f"{about}{windows_per_epoch:,} samples" if windows_per_epoch else ""
     if windows is None and n_train_tokens is not None:
         windows, text = max(1, (n_train_tokens - context_length) // context_length), f"{about}{n_train_tokens:,} tokens"
     if train.epochs is not None and windows is not None:
-        bounds.append(
-            (max(1, round(train.epochs * windows / train.batch_size)), f"epochs={train.epochs:g} over {text}")
-        )
+        n_steps = max(1, round(train.epochs * windows / train.batch_size))
+        bounds.append((n_steps, f"epochs={train.epochs:g} over {text}"))
     elif train.epochs is not None:
         unknown.append(f"epochs={train.epochs:g} needs the number of training tokens")
     if train.max_minutes is not None:

@@ -96,7 +96,7 @@ def block_stages(s: Shapes, window: int | None) -> list[Stage]:
 
 
 def embedding_stage(s: Shapes) -> Stage:
-    """The lookup saves the tokens alone; the table's gradient is the timeline's affair."""
+    """The lookup saves the tokens alone; the timeline counts the table's gradient."""
     width = s.config.d_model
     kept = (s.floats(width) if s.on_cpu else s.n_tokens * width) if s.config.dropout_embedding else 0
     return Stage("embedding dropout", {DROPOUT: kept}, arrives=s.floats(width), leaves=s.floats(width) if kept else 0)
@@ -215,7 +215,7 @@ def is_plain(s: Shapes, window: int | None) -> bool:
 
 
 def output_is_shared(s: Shapes, window: int | None) -> bool:
-    """Whether attention's result, which it saves, is laid out as the output projection wants it.
+    """Whether attention's result, which it saves, has the layout that the output projection needs.
 
     A fused kernel lays it out as the queries are; rotation, and on an accelerator QK-norm, changes that. torch's
     float32 kernel for GPUs lays it out right in any case.

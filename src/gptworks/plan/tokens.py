@@ -40,7 +40,7 @@ def data_size(recipe: Recipe) -> DataSize:
 
 
 def _source_bytes(source: SourceConfig) -> int | None:
-    """The size of a source's files; None where only fetching them would tell."""
+    """The size of a source's files; None where it is unknown before they are fetched."""
     if isinstance(source, PythonStdlibSource):
         return sum(file.stat().st_size for file in stdlib_files())
     if isinstance(source, HuggingFaceSource) or source.path is None:
