@@ -160,7 +160,7 @@ def available_memory_bytes() -> int:
         figures = [next(iter(_lines(path)), "").strip() for path in (limit, used)]
         if all(figure.isdigit() for figure in figures):  # "max" is no limit
             bounds.append(int(figures[0]) - int(figures[1]))
-    return max(0, min(bounds)) if bounds else _physical_memory_bytes()
+    return max(0, min(bounds)) if bounds else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 _CONTROL_GROUP_FILES = (
@@ -169,13 +169,8 @@ _CONTROL_GROUP_FILES = (
 )
 
 
-def _physical_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def _lines(path: str) -> list[str]:
-    file = Path(path)
     try:
-        return file.read_text(encoding="utf-8", errors="replace").splitlines()
+        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
