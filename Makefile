@@ -27,7 +27,7 @@ help:
 	@echo "make bench   speed beside textbook loops, torch's own passes and other engines and servers; memory beside what was planned"
 
 demo: .venv/.installed
-	$(BIN)/gptworks train recipes/demo.yaml --resume
+	$(BIN)/gptworks train demo --resume
 	@echo; echo "Completions:"
 	$(BIN)/gptworks generate runs/demo "def read_lines(path):" --max-tokens 120 --temperature 0.6 --seed 1
 	@echo
@@ -114,7 +114,7 @@ bands: .venv/.installed
 	mkdir -p src/gptworks/runs/bands
 	set -e; for recipe in $(BANDS); do \
 	  for seed in 1 2 3; do \
-	    $(BIN)/gptworks train recipes/$$recipe.yaml $(BAND_SETTINGS) seed=$$seed run_dir=runs/bands/$$recipe-$$seed --resume; \
+	    $(BIN)/gptworks train $$recipe $(BAND_SETTINGS) seed=$$seed run_dir=runs/bands/$$recipe-$$seed --resume; \
 	  done; \
 	  $(BIN)/gptworks compare runs/bands/$$recipe-1 runs/bands/$$recipe-2 runs/bands/$$recipe-3 \
 	    --make-band src/gptworks/runs/bands/$$recipe.json; \

@@ -24,13 +24,8 @@ from gptworks.infer import SamplingSettings, load
 from gptworks.recipe import load_recipe
 from gptworks.train.record.metrics import read_metrics
 
-ROOT = Path(__file__).parents[1]
-PHASES = {
-    "base": ROOT / "recipes/miniature/pretrain.yaml",
-    "tuned": ROOT / "recipes/miniature/finetune.yaml",
-    "preferred": ROOT / "recipes/miniature/preference.yaml",
-}
-"""In the order of training; each starts from the one before."""
+PHASES = {"base": "miniature/pretrain", "tuned": "miniature/finetune", "preferred": "miniature/preference"}
+"""In the order of training; each starts from the one before, and takes its model from it."""
 
 LEAST_TUNED, MOST_BASE = 0.95, 0.20
 MAX_TOKENS = 80
@@ -38,11 +33,11 @@ N_PAIRS = 2000
 """About so many, evenly over all: the steps see half of them."""
 
 
-def train(recipe: Path, share: float) -> float:
+def train(recipe: str, share: float) -> float:
     """Train a phase, or this share of it, in a process of its own; its seconds."""
     started = time.perf_counter()
     steps = max(20, round(share * (load_recipe(recipe).train.max_steps or 0)))
-    command = [sys.executable, "-m", "gptworks", "train", str(recipe), f"train.max_steps={steps}", "--resume"]
+    command = [sys.executable, "-m", "gptworks", "train", recipe, f"train.max_steps={steps}", "--resume"]
     subprocess.run(command, check=True)
     return time.perf_counter() - started
 
@@ -84,14 +79,18 @@ def main() -> None:
     options = parser.parse_args()
 
     started = time.perf_counter()
-    recipes = {name: load_recipe(path) for name, path in PHASES.items()}
-    [instructions], [preferences] = recipes["tuned"].data.conversations, recipes["preferred"].data.preferences
     rows = list(stdlib_instructions.records())
     pairs = list(stdlib_instructions.pairs(rows))
-    for source, some in ((instructions, rows), (preferences, pairs[:: max(1, len(pairs) // N_PAIRS)])):
-        assert source.path is not None
-        print(f"{stdlib_instructions.write(Path(source.path), some):,} records in {source.path}", file=sys.stderr)
-    seconds = {name: train(recipe, options.share) for name, recipe in PHASES.items()}
+    records = {"tuned": rows, "preferred": pairs[:: max(1, len(pairs) // N_PAIRS)]}
+    recipes: dict[str, Recipe] = {}
+    seconds: dict[str, float] = {}
+    for name, path in PHASES.items():
+        recipes[name] = load_recipe(path)
+        for source in recipes[name].data.records:
+            assert source.path is not None
+            n_written = stdlib_instructions.write(Path(source.path), records[name])
+            print(f"{n_written:,} records in {source.path}", file=sys.stderr)
+        seconds[name] = train(path, options.share)
     asked = questions(recipes["tuned"], options.answers)
     results = {name: answers_in_form(recipe.run_dir, asked) for name, recipe in recipes.items()}
     margins = reward_margins(recipes["preferred"].run_dir)

@@ -67,8 +67,7 @@ def test_presets_and_describe_as_json() -> None:
 def test_describe_takes_a_recipe_and_a_run(folder: Path) -> None:
     assert json.loads(run("describe", folder / "run", "--json"))["parameters"]["total"] == 26_176
     assert "residual" in run("describe", folder / "run") or "attention" in run("describe", folder / "run")
-    recipe = Path(__file__).parents[1] / "recipes" / "demo.yaml"
-    assert json.loads(run("describe", recipe, "--json"))["model"]["vocab_size"] == 4096
+    assert json.loads(run("describe", "demo", "--json"))["model"]["vocab_size"] == 4096
 
 
 def test_plan_knows_more_once_the_data_is_prepared(folder: Path) -> None:

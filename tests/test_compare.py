@@ -20,6 +20,7 @@ from gptworks.config import settings
 from gptworks.data.prepare import prepare
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.recipes import shipped_paths
 from gptworks.runs.bands import Band, find_band, judge, make_band, read_band, shipped_bands, write_band
 from gptworks.runs.comparable import comparability
 from gptworks.runs.compare import Comparison, compare
@@ -199,7 +200,7 @@ def test_what_is_no_band_is_refused(tmp_path: Path) -> None:
 
 
 def test_shipped_bands_belong_to_shipped_recipes() -> None:
-    recipes = {fingerprint(load_recipe(path)): path.stem for path in ROOT.glob("recipes/*.yaml")}
+    recipes = {fingerprint(load_recipe(name)): name for name in shipped_paths() if "/" not in name}
     for band in shipped_bands():
         assert band.fingerprint == settings_fingerprint(band.settings)
         assert band.name == recipes.get(band.fingerprint), f"the recipe {band.name} has changed: run `make bands`"

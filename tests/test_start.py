@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import hf
 import tiny
@@ -72,13 +73,41 @@ def test_another_model_is_refused_before_the_data_is_prepared(
     assert not (tmp_path / "run").exists()
 
 
+def test_model_and_tokenizer_are_those_of_the_other_where_they_are_left_out(source: Path, tmp_path: Path) -> None:
+    tree = following(source, tmp_path)
+    del tree["model"], tree["tokenizer"]
+    base = load_recipe(source).model
+    recipe = parse_recipe(tree)
+    assert recipe.model == base and base.vocab_size
+    assert recipe.tokenizer.model_dump()["path"] == source / "tokenizer"
+    longer = parse_recipe(tree | {"model": {"context_length": 64}, "tokenizer": {"added_tokens": ["<|user|>"]}})
+    assert longer.model == base.model_copy(update={"context_length": 64, "vocab_size": 0})  # it grows
+    train(longer)
+    kept = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text(encoding="utf-8"))
+    assert kept["model"].keys() == ModelConfig.model_fields.keys()
+    assert (kept["model"]["d_model"], kept["model"]["vocab_size"]) == (32, base.vocab_size + 1)
+    assert kept["tokenizer"]["type"] == "file"
+    (moved := tmp_path / "elsewhere").mkdir()
+    kept["initialize_from"] = str(moved)  # the run is whole without the other
+    (tmp_path / "run" / "recipe.yaml").write_text(yaml.safe_dump(kept), encoding="utf-8")
+    assert load_recipe(tmp_path / "run").model.vocab_size == base.vocab_size + 1
+
+
+def test_what_is_left_out_needs_the_other(source: Path, tmp_path: Path) -> None:
+    tree = following(source, tmp_path) | {"initialize_from": "runs/none", "tokenizer": {"chat_template": "plain"}}
+    with pytest.raises(UserError, match=r"initialize_from=runs/none is not a run folder.* takes its tokenizer from it"):
+        parse_recipe(tree)
+    with pytest.raises(UserError, match=r"model\.n_layers=3 and initialize_from=.* has 2.*Leave model\.n_layers out"):
+        parse_recipe(following(source, tmp_path) | {"model": {"n_layers": 3}})
+
+
 def test_another_tokenizer_is_refused(source: Path, tmp_path: Path) -> None:
     """Of the same size, and each id stands for another character."""
     tree = following(source, tmp_path) | {"tokenizer": {"type": "char"}}
     other = tmp_path / "other.txt"
     other.write_text(tiny.TEXT.replace("q", "Q"), encoding="utf-8")
     tree["data"]["sources"] = [{"type": "text", "path": str(other)}]
-    with pytest.raises(UserError, match=r"the tokenizer differs from that of initialize_from=.*tokenizer\.type=file"):
+    with pytest.raises(UserError, match=r"type=char has .* differs from that of initialize_from=.*\.type=file"):
         train(parse_recipe(tree))
 
 

@@ -1,8 +1,8 @@
 """Recipe files: reading, overriding, checking, saving.
 
 A recipe is one YAML file with the sections `model`, `tokenizer`, `data` and `train`. `load_recipe` reads it, applies
-`key.path=value` overrides, and refuses unknown keys, wrong types and settings that contradict one another before any
-work begins.
+`key.path=value` overrides, takes what it leaves out of model and tokenizer from the run that it starts from, and
+refuses unknown keys, wrong types and settings that contradict one another before any work begins.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from gptworks.config import FileTokenizer, ModelConfig, Recipe, Section, known_v
 from gptworks.errors import UserError, nearest
 from gptworks.files import write_whole
 from gptworks.presets import expand_preset
+from gptworks.recipes import shipped_paths
 from gptworks.yaml_files import parse_yaml, read_yaml
 
 _SHOWN_CHARACTERS = 200
@@ -47,12 +48,15 @@ def with_vocab_size(recipe: Recipe, vocab_size: int) -> Recipe:
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file, or the one of a run folder, apply `key.path=value` overrides, and validate the whole.
+    """Read a recipe file, the one of a run folder or a shipped one by its name, apply `key.path=value` overrides, and
+    validate the whole.
 
     Raises:
         UserError: a missing file, broken YAML, an unknown key, a wrong type or settings that contradict one another.
     """
     path = Path(path)
+    if path.as_posix() in shipped_paths() and not path.exists():
+        path = shipped_paths()[path.as_posix()]
     run_dir = path if path.is_dir() else None
     path = path / "recipe.yaml" if path.is_dir() else path
     try:
@@ -71,8 +75,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if run_dir is not None:
         tree["run_dir"] = str(run_dir)  # a run folder may have been moved or copied
     given = {override.partition("=")[0].strip(): override for override in overrides}
-    recipe = parse_recipe(apply_overrides(tree, overrides), str(path), given)
-    return recipe if run_dir is None else _with_tokenizer_at_hand(recipe, run_dir)
+    tree = apply_overrides(tree, overrides)
+    if run_dir is None:
+        return parse_recipe(tree, str(path), given)
+    return _with_tokenizer_at_hand(_parse_whole(tree, str(path), given), run_dir)
 
 
 def _no_such_recipe(path: Path) -> str:
@@ -86,7 +92,9 @@ def _no_such_recipe(path: Path) -> str:
     near = nearest(path.name, (one.name for one in folder.iterdir() if one.suffix in (".yaml", ".yml")))
     if near:
         return f"{path}: no such recipe file; did you mean {folder / near}?"
-    return f"{path}: no such recipe file. `gptworks presets` lists what can be described by name."
+    if shipped := nearest(path.with_suffix("").as_posix(), shipped_paths()):
+        return f"{path}: no such recipe file; did you mean `{shipped}`, which comes with gptworks?"
+    return f"{path}: no such recipe file. `gptworks recipes` lists those that have a name."
 
 
 def _with_tokenizer_at_hand(recipe: Recipe, run_dir: Path) -> Recipe:
@@ -102,14 +110,80 @@ def _with_tokenizer_at_hand(recipe: Recipe, run_dir: Path) -> Recipe:
 
 
 def parse_recipe(tree: dict[str, Any], origin: str = "recipe", overrides: Mapping[str, str] | None = None) -> Recipe:
-    """Validate a recipe given as plain dictionaries; `model.preset` is replaced by the preset's settings.
+    """Validate a recipe given as plain dictionaries. `model.preset` is replaced by the preset's settings; what model
+    and tokenizer leave out is taken from the run that `initialize_from` names.
 
     Args:
         origin: the file, for messages.
         overrides: those that were applied, by key; messages about these settings name the override instead.
+
+    Raises:
+        UserError: a wrong setting; or model and run contradict each other.
     """
     if isinstance(tree.get("model"), dict):
         tree = {**tree, "model": expand_preset(tree["model"])}
+    source = tree.get("initialize_from")
+    if not isinstance(source, str | Path) or not source:
+        return _parse_whole(tree, origin, overrides)
+    if not (Path(source) / "recipe.yaml").exists():
+        _require_model_and_tokenizer(tree, Path(source), origin)
+        return _parse_whole(tree, origin, overrides)
+    recipe = _parse_whole(_completed(tree, Path(source)), origin, overrides)
+    check_same_model(recipe.model, Path(source))
+    return recipe
+
+
+def _require_model_and_tokenizer(tree: dict[str, Any], source: Path, origin: str) -> None:
+    """Refuse a recipe that leaves out what the run it starts from would supply, where that run is missing."""
+    model, tokenizer = tree.get("model"), tree.get("tokenizer")
+    missing = [] if isinstance(model, dict) and model.keys() >= _SIZES else ["model"]
+    missing += [] if isinstance(tokenizer, dict) and "type" in tokenizer else ["tokenizer"]
+    if missing:
+        raise UserError(
+            f"{origin}: initialize_from={source} is not a run folder, for it has no recipe.yaml, and the recipe takes "
+            f"its {' and '.join(missing)} from it. Train or import that run first, or correct the path."
+        )
+
+
+_SIZES = {name for name, field in ModelConfig.model_fields.items() if field.is_required()}
+
+
+def _completed(tree: dict[str, Any], source: Path) -> dict[str, Any]:
+    """The tree with what its model and its tokenizer leave out, taken from the run that it starts from."""
+    base = load_recipe(source).model.model_dump(mode="json")
+    model, tokenizer = tree.get("model") or {}, tree.get("tokenizer") or {}
+    if isinstance(tokenizer, dict) and "type" not in tokenizer:
+        tokenizer = {"type": "file", "path": str(source / "tokenizer")} | tokenizer
+    if isinstance(tokenizer, dict) and (tokenizer["type"] != "file" or tokenizer.get("added_tokens")):
+        base["vocab_size"] = 0  # another tokenizer has, or new tokens make, another vocabulary
+    return {**tree, "model": base | model if isinstance(model, dict) else model, "tokenizer": tokenizer}
+
+
+FREE_TO_CHANGE = frozenset({
+    "vocab_size", "context_length", "rope_scaling", "dropout_embedding", "dropout_attention", "dropout_residual",
+    "init", "init_std", "zero_init_projections",
+})  # fmt: skip
+"""Fields that the weights do not depend on, or not alone: vocabulary and tokenizer are compared when both are known."""
+
+
+def check_same_model(model: ModelConfig, source: Path) -> None:
+    """Refuse a model that the weights of a run do not belong to.
+
+    Raises:
+        UserError: a field differs; both values are named.
+    """
+    theirs = load_recipe(source).model
+    for name in ModelConfig.model_fields:
+        ours, other = getattr(model, name), getattr(theirs, name)
+        if name not in FREE_TO_CHANGE and ours != other:
+            raise UserError(
+                f"model.{name}={ours} and initialize_from={source} has {other}: its weights belong to another model. "
+                f"Leave model.{name} out, and it is taken from that run."
+            )
+
+
+def _parse_whole(tree: dict[str, Any], origin: str, overrides: Mapping[str, str] | None = None) -> Recipe:
+    """Validate a recipe that leaves nothing out."""
     recipe = parse_section(tree, Recipe, origin, overrides)
     known = known_vocab_size(recipe.tokenizer)
     return recipe if known is None else with_vocab_size(recipe, known)

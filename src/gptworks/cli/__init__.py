@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 
 for command in (
-    look.presets, look.describe, look.plan, look.schema,
+    look.presets, look.recipes, look.describe, look.plan, look.schema,
     make.prepare, inspect.inspect, make.train, make.launch,
     evaluate.evaluate, use.generate, use.chat,
     serve.serve,

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file, or a run folder.")]
+RecipeFile = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A recipe file, a run folder, or a name: `gptworks recipes`.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the file's, such as train.max_steps=200."),

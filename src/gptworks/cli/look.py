@@ -1,4 +1,4 @@
-"""Commands that show what would be built: presets, describe, plan, schema."""
+"""Commands that show what would be built: presets, recipes, describe, plan, schema."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gptworks.cli.common import AsJSON, Overrides, console_of, notice, print_json, refuse_unused
-from gptworks.errors import UserError
+from gptworks.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from gptworks.config import ModelConfig, Recipe
@@ -36,6 +36,41 @@ def presets(as_json: AsJSON = False) -> None:
     for name, (c, total) in rows.items():
         figures = (total, c.n_layers, c.d_model, c.n_heads, c.context_length, c.vocab_size)
         table.add_row(name, *(f"{figure:,}" for figure in figures), f"{c.position}, {c.norm}, {c.mlp}")
+    console_of().print(table)
+
+
+def recipes(as_json: AsJSON = False) -> None:
+    """List the recipes that come with gptworks.
+
+    Every command that takes RECIPE takes one of these names.
+    """
+    from rich.table import Table
+
+    from gptworks.plan.params import count_parameters
+    from gptworks.recipe import load_recipe
+    from gptworks.recipes import shipped_recipes
+
+    def parameters(path: Path) -> int | None:
+        """None where the vocabulary is the text's, or the model that of a run which is not here."""
+        try:
+            model = load_recipe(path).model
+        except UserError:
+            return None
+        return count_parameters(model).total if model.vocab_size else None
+
+    rows = [(shipped, parameters(shipped.path)) for shipped in shipped_recipes()]
+    if as_json:
+        print_json([
+            {"name": one.name, "parameters": total, "time": one.time, "summary": one.summary, "file": str(one.path)}
+            for one, total in rows
+        ])  # fmt: skip
+        return
+    table = Table("recipe", box=None, header_style="bold", pad_edge=False)
+    table.add_column("parameters", justify="right")
+    for column in ("training", "what it makes"):
+        table.add_column(column)
+    for one, total in rows:
+        table.add_row(one.name, "" if total is None else f"{total:,}", one.time or "", one.summary)
     console_of().print(table)
 
 
@@ -105,16 +140,12 @@ def plan(
     from gptworks.plan.devices import check_figures
     from gptworks.plan.layout import parallel_overrides
     from gptworks.plan.run import plan as plan_recipe
-    from gptworks.presets import PRESETS, preset
     from gptworks.recipe import load_recipe
 
     check_figures(memory_gib=memory_gib, flops=flops, bandwidth=bandwidth, utilization=utilization)
     given = [*parallel_overrides(sharding, tensor_parallel), *(overrides or [])]
-    data, reason, loaded = None, None, None
-    if target not in PRESETS:
-        if not (Path(target).exists() or target.endswith((".yaml", ".yml"))):
-            preset(target)  # says which preset is nearest
-        loaded = load_recipe(target, given)
+    data, reason = None, None
+    loaded = None if _is_preset(target) else load_recipe(target, given)
     place = _planned_device(device, memory_gib, flops, bandwidth, loaded)
     if loaded is None:
         recipe, reason = preset_recipe(target, given, place, world_size)
@@ -211,16 +242,23 @@ def schema() -> None:
 
 def _architecture(target: str, overrides: list[str]) -> tuple["ModelConfig", str]:
     """The model that a preset's name, a recipe file or a run folder describes."""
-    from gptworks.presets import PRESETS
     from gptworks.recipe import apply_overrides, load_recipe, parse_model
 
-    if target in PRESETS:
+    if _is_preset(target):
         tree = apply_overrides({"model": {"preset": target}}, overrides)
         return parse_model(tree["model"], target), target
-    if Path(target).exists() or target.endswith((".yaml", ".yml")):
-        recipe, _ = with_what_is_prepared(load_recipe(target, overrides))
-        return recipe.model, recipe.name
-    return parse_model({"preset": target}), target  # says which preset is nearest
+    recipe, _ = with_what_is_prepared(load_recipe(target, overrides))
+    return recipe.model, recipe.name
+
+
+def _is_preset(target: str) -> bool:
+    """Whether a target is a preset, perhaps misspelled, and no recipe or run."""
+    from gptworks.presets import PRESETS
+    from gptworks.recipes import shipped_paths
+
+    if target in PRESETS or Path(target).exists() or target.endswith((".yaml", ".yml")):
+        return target in PRESETS
+    return nearest(target, [*PRESETS, *shipped_paths()]) not in shipped_paths()
 
 
 def with_what_is_prepared(recipe: "Recipe") -> tuple["Recipe", "Prepared | None"]:

@@ -6,18 +6,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from gptworks.checkpoint import Report, all_checkpoints, checkpoints, choose_checkpoint, load_run, require_full_weights
-from gptworks.config import ModelConfig, Recipe
+from gptworks.config import Recipe
 from gptworks.errors import UserError
-from gptworks.recipe import load_recipe
+from gptworks.recipe import check_same_model
 from gptworks.tokenizer import add_tokens, fingerprint, load_tokenizer, vocabulary_size
 from gptworks.train.distributed.agreed import agreed_checkpoint
 from gptworks.train.distributed.ranks import ALONE, Ranks
-
-FREE_TO_CHANGE = frozenset({
-    "vocab_size", "context_length", "rope_scaling", "dropout_embedding", "dropout_attention", "dropout_residual",
-    "init", "init_std", "zero_init_projections",
-})  # fmt: skip
-"""Fields that the weights do not depend on, or not alone: vocabulary and tokenizer are compared when both are known."""
 
 
 def check_start(recipe: Recipe, resume: bool = False) -> None:
@@ -39,14 +33,7 @@ def check_start(recipe: Recipe, resume: bool = False) -> None:
     for checkpoint in all_checkpoints(source)[:1]:
         require_full_weights(checkpoint)
     _check_new_tokens(recipe, source)
-    theirs = load_recipe(source).model
-    for name in ModelConfig.model_fields:
-        ours, other = getattr(recipe.model, name), getattr(theirs, name)
-        if name not in FREE_TO_CHANGE and ours != other:
-            raise UserError(
-                f"model.{name}={ours} and initialize_from={source} has {other}: its weights belong to another model. "
-                f"Take over the `model` section of {source / 'recipe.yaml'}."
-            )
+    check_same_model(recipe.model, source)
 
 
 def _check_new_tokens(recipe: Recipe, source: Path) -> None:
@@ -82,8 +69,10 @@ def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report, ranks
     n_before = vocabulary_size(before)
     if fingerprint(add_tokens(before, recipe.tokenizer.added_tokens)) != fingerprint(tokenizer):
         raise UserError(
-            f"the tokenizer differs from that of initialize_from={source}: its ids would select the wrong embeddings. "
-            f"Set tokenizer.type=file and tokenizer.path={source / 'tokenizer'}; tokenizer.added_tokens may add to it."
+            f"tokenizer.type={recipe.tokenizer.type} has {vocabulary_size(tokenizer):,} tokens, and the tokenizer "
+            f"differs from that of initialize_from={source} with {n_before:,}: its ids would select the wrong "
+            f"embeddings. Leave the tokenizer's type and path out, which means tokenizer.type=file and "
+            f"tokenizer.path={source / 'tokenizer'}; tokenizer.added_tokens may add to it."
         )
     best = agreed_checkpoint(ranks, source, lambda: choose_checkpoint(source, report=report))
     assert best is not None
