@@ -65,7 +65,8 @@ def recipes(as_json: AsJSON = False) -> None:
             for one, total in rows
         ])  # fmt: skip
         return
-    table = Table("recipe", box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("recipe", no_wrap=True)
     table.add_column("parameters", justify="right")
     for column in ("training", "what it makes"):
         table.add_column(column)
