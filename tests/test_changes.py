@@ -19,10 +19,19 @@ from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.recipe import load_recipe, parse_recipe
-from gptworks.train.changes import changed, load_to_resume, read_history, record
+from gptworks.train.changes import (
+    change_words,
+    changed,
+    check_changes,
+    inexact,
+    load_to_resume,
+    read_history,
+    record,
+)
 from gptworks.train.loop import train
 from gptworks.train.objectives.next_token import Batch, Losses, next_token
 from gptworks.train.progress import Progress
+from gptworks.train.record.metrics import read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +49,9 @@ def run(done: Path, tmp_path: Path) -> Path:
 
 
 def resume(run: Path, *overrides: str, **options: Any) -> None:
-    train(load_recipe(run, overrides), resume=True, overrides=overrides, **options)
+    """Go on with other settings, each asked for."""
+    asked = [override.partition("=")[0] for override in overrides]
+    train(load_recipe(run, overrides), resume=True, change=asked, overrides=overrides, **options)
 
 
 @pytest.mark.parametrize("batch_size", [4, 12])
@@ -78,29 +89,95 @@ def test_a_checkpoint_that_counts_batches_is_read(run: Path) -> None:
     assert Progress.from_json(json.loads(json.dumps(asdict(progress))), 5).position == 104
 
 
-@pytest.mark.parametrize(
-    ("override", "old"),
-    [
-        ("train.optimizer=muon", "adamw"),
-        ("train.evaluate_sequences=4", "8"),
-        ("seed=2", "1337"),
-        ("model.dropout_residual=0.2", "0.1"),
-        ("data.validation.fraction=0.2", "0.1"),
-        ("tokenizer.added_tokens=[x]", r"\[\]"),
-        ("data.shard_tokens=1000", "100000000"),
-    ],
-)
-def test_what_a_run_cannot_change_is_refused_with_both_values_and_the_fix(run: Path, override: str, old: str) -> None:
-    key, _, _ = override.partition("=")
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    with pytest.raises(UserError) as refused:
-        resume(run, override)
+ANSWERS = {
+    "refused": {
+        "train.optimizer=muon": "adamw", "train.evaluate_sequences=4": "8", "seed=2": "1337",
+        "model.dropout_residual=0.2": "0.1", "data.validation.fraction=0.2": "0.1", "tokenizer.added_tokens=[x]": "[]",
+        "data.shard_tokens=1000": "100000000", "model.n_layers=3": "2",
+    },
+    "asks": {
+        "train.learning_rate=0.001": "0.003", "train.batch_size=4": "8", "train.max_steps=9": "4",
+        "train.max_minutes=5": "null", "train.schedule=constant": "cosine", "train.betas=[0.9, 0.99]": "[0.9, 0.95]",
+        "train.weight_decay=0": "0.1", "train.grad_clip=2": "1.0", "train.warmup_steps=3": "2",
+    },
+    "free": {
+        "train.precision=fp32": "auto", "train.threads=1": "null", "train.micro_batch_size=4": "2",
+        "train.checkpoint_every=2": "4", "train.sample_prompts=[x]": "['']", "train.parallel.strategy=ddp": "auto",
+    },
+}  # fmt: skip
+"""What a resumed run answers to a changed setting; the setting's value so far."""
 
-    assert re.search(rf"started with {re.escape(key)}={old}, and it is now", str(refused.value))
-    assert re.search(rf"Resume with {re.escape(key)}={old}, or start anew", str(refused.value))
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"} == {
-        path: data for path, data in before.items() if path.name != ".lock"
+
+@pytest.mark.parametrize(
+    ("answer", "override", "old"), [(answer, *each) for answer in ANSWERS for each in ANSWERS[answer].items()]
+)
+def test_each_changed_setting_has_its_answer(done: Path, answer: str, override: str, old: str) -> None:
+    key, _, new = override.partition("=")
+    before, now = load_recipe(done / "run"), load_recipe(done / "run", [override])
+    if answer == "free":
+        assert check_changes(before, now).keys() == {key}
+        return
+    with pytest.raises(UserError) as unasked:
+        check_changes(before, now)
+    if answer == "refused":
+        with pytest.raises(UserError, match=f"Resume with {re.escape(f'{key}={old}')}, or start anew") as asked:
+            check_changes(before, now, [key])
+        assert f"started with {key}={old}, and it is now" in str(asked.value) == str(unasked.value)
+        return
+    assert re.search(rf"  {re.escape(f'{key} {old} → {new}')}(\.0)?: .* depends on", str(unasked.value))
+    assert f"add --change {key};" in str(unasked.value) and f"resume with {key}={old}." in str(unasked.value)
+    changes = check_changes(before, now, [key])
+    assert key in changes and change_words({key: changes[key]}).startswith(f"{key} {old} → {new}")
+
+
+def test_a_refused_change_leaves_the_folder_as_it_is(run: Path) -> None:
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match="learning_rate"):
+        train(load_recipe(run, ["train.learning_rate=1"]), resume=True)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_all_that_must_be_asked_for_is_in_one_message_and_asking_for_a_part_is_not_enough(done: Path) -> None:
+    before = load_recipe(done / "run")
+    now = load_recipe(done / "run", ["train.learning_rate=1", "train.eps=1e-6"])
+    with pytest.raises(UserError, match=r"add --change train\.learning_rate --change train\.eps;"):
+        check_changes(before, now)
+    with pytest.raises(UserError, match=r"add --change train\.eps;"):
+        check_changes(before, now, ["train.learning_rate"])
+    with pytest.raises(UserError, match=r"--change train.lerning_rate: .*did you mean train.learning_rate\?"):
+        check_changes(before, now, ["train.lerning_rate"])
+
+
+def test_a_run_without_a_checkpoint_is_begun_with_any_rate(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    assert check_changes(load_recipe(run), load_recipe(run, ["train.learning_rate=1"])).keys() == {
+        "train.learning_rate"
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "same"),
+    [
+        (["train.schedule=constant"], True), (["train.schedule=wsd", "train.decay_fraction=0.1"], True),
+        (["train.schedule=wsd", "train.decay_fraction=0.5"], False), ([], False), (["train.warmup_steps=4"], True),
+    ],
+)  # fmt: skip
+def test_a_longer_run_asks_where_the_rate_has_followed_the_length(done: Path, settings: list[str], same: bool) -> None:
+    """Four steps are done: at a rate that has not begun to fall, those of a run of any length."""
+    before, now = (load_recipe(done / "run", [*settings, f"train.max_steps={n}"]) for n in (5, 50))
+    assert (inexact(before, now, changed(before, now), 4) == []) == same
+
+
+def test_a_card_that_says_repeats_is_right(tmp_path: Path) -> None:
+    """A longer run at a constant rate needs no asking, and a new run of its recipe.yaml ends with the same weights."""
+    tree = tiny.recipe_tree(tmp_path, max_steps=3, optimizer="adamw", schedule="constant", evaluate_every=9)
+    train(parse_recipe(tree))
+    train(load_recipe(tmp_path / "run", ["train.max_steps=5"]), resume=True)
+    card = (tmp_path / "run" / "model-card.md").read_text(encoding="utf-8")
+    assert "| from step 3 | train.max_steps 3 → 5 |" in card and "beside this file repeats the run" in card
+    train(load_recipe(tmp_path / "run" / "recipe.yaml", [f"run_dir={tmp_path / 'again'}"]))
+    one, other = (tmp_path / name / "checkpoints" / "step-000005" / "model.safetensors" for name in ("run", "again"))
+    assert one.read_bytes() == other.read_bytes()
 
 
 def test_an_adapter_cannot_be_put_on_or_taken_off(run: Path) -> None:
@@ -128,7 +205,7 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(run: Path) -> None:
     assert not (run / "changes.json").exists()
 
 
-def test_changes_are_recorded_and_the_card_says_that_the_recipe_does_not_repeat_the_run(run: Path) -> None:
+def test_the_card_and_the_recipe_say_what_happened_at_which_step(run: Path) -> None:
     assert "repeats the run" in (run / "model-card.md").read_text(encoding="utf-8")
     resume(run, "train.max_steps=5", "train.learning_rate=0.001")
     resume(run, "train.max_steps=6")
@@ -137,7 +214,12 @@ def test_changes_are_recorded_and_the_card_says_that_the_recipe_does_not_repeat_
     assert changes[0]["settings"] == {"train.max_steps": [4, 5], "train.learning_rate": [0.003, 0.001]}
     card = (run / "model-card.md").read_text(encoding="utf-8")
     assert "| from step 4 | train.max_steps 4 → 5, train.learning_rate 0.003 → 0.001 |" in card
+    assert "| from step 5 | train.max_steps 5 → 6 |" in card
     assert "does not repeat the run" in card
+    head = [line for line in (run / "recipe.yaml").read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    assert head[1] == "# from step 4: train.max_steps 4 → 5, train.learning_rate 0.003 → 0.001"
+    rates = {r["step"]: r["learning_rate"] for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"}
+    assert rates[4] > 0.001 > rates[5], "as the card says"
 
 
 def test_free_changes_are_recorded_and_the_recipe_repeats_the_run_still(run: Path) -> None:
@@ -153,10 +235,12 @@ def test_settings_of_the_command_line_that_are_left_out_are_kept(tmp_path: Path)
     path = tiny.write_recipe(tmp_path, max_steps=3, optimizer="adamw", evaluate_every=9)
     first = CliRunner().invoke(app, ["train", str(path), "train.learning_rate=0.01", "train.keep_every=2"])
     assert first.exit_code == 0, first.output
-    again = CliRunner().invoke(app, ["train", str(path), "--resume", "train.max_steps=4", "train.keep_every=1"])
+    again = CliRunner().invoke(
+        app, ["train", str(path), "--resume", "--change", "train.max_steps=4", "train.keep_every=1"]
+    )
     assert again.exit_code == 0, again.output
     assert "settings of the earlier command line are kept: train.learning_rate=0.01" in again.output
-    assert "changed from step 3 on: train.max_steps 3 → 4, train.keep_every 2 → 1" in again.output
+    assert "changed from step 3 on:\n  train.max_steps 3 → 4\n  train.keep_every 2 → 1\n" in again.output
     assert load_recipe(tmp_path / "run").train.learning_rate == 0.01
     recipe, kept = load_to_resume(path)
     assert kept == ["train.learning_rate=0.01", "train.keep_every=1", "train.max_steps=4"]

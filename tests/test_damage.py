@@ -104,7 +104,7 @@ def test_every_damage_to_a_run_s_tokenizer_is_noticed(run_dir: Path, tmp_path: P
     [
         ["generate", "RUN", "line", "--max-tokens", "1"], ["evaluate", "RUN"], ["export", "RUN", "OUT"],
         ["chat", "RUN"], ["quantize", "RUN", "OUT", "--weights", "int8"],
-        ["train", "RUN", "--resume", "train.max_steps=3"],
+        ["train", "RUN", "--resume", "--change", "train.max_steps=3"],
     ],
     ids=lambda command: command[0],
 )  # fmt: skip

@@ -147,7 +147,7 @@ def test_a_corrupt_shard_is_named(damage: str, trained: Path, tmp_path: Path, co
     data = bytearray(shard.read_bytes())
     data[100] ^= 1
     shard.write_bytes(data if damage == "flip" else data[:-2])
-    code, error = command("train", run_dir, "--resume", "train.max_steps=8")
+    code, error = command("train", run_dir, "--resume", "--change", "train.max_steps=8")
     assert_clear(code, error, shard.name, "prepare` again")
 
 
@@ -184,7 +184,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path, comman
 def test_a_run_folder_in_use(trained: Path, tmp_path: Path, command: Command) -> None:
     run_dir = copy_of(trained, tmp_path)
     with filelock.FileLock(run_dir / ".lock"):
-        result = tiny.gptworks("train", run_dir, "--resume", "train.max_steps=8")
+        result = tiny.gptworks("train", run_dir, "--resume", "--change", "train.max_steps=8")
     assert_clear(result.returncode, result.stderr, "in use by another process")
 
 
@@ -197,7 +197,7 @@ def test_resuming_with_another_model(trained: Path, tmp_path: Path, command: Com
 def test_resuming_on_text_that_has_changed(trained: Path, tmp_path: Path, command: Command) -> None:
     run_dir = copy_of(trained, tmp_path)
     (tmp_path / "text.txt").write_text(tiny.TEXT.replace("fox", "xof"), encoding="utf-8")
-    code, error = command("train", run_dir, "--resume", "train.max_steps=8")
+    code, error = command("train", run_dir, "--resume", "--change", "train.max_steps=8")
     assert_clear(code, error, "data has changed")
 
 
@@ -288,7 +288,7 @@ def test_a_full_disk_while_saving_keeps_the_earlier_checkpoint(trained: Path, tm
     run_dir = copy_of(trained, tmp_path)
     prepare_for(run_dir)
     before = checkpoints(run_dir)[0]
-    result = tiny.gptworks("train", run_dir, "--resume", "train.max_steps=8", preexec_fn=limited(60_000))
+    result = tiny.gptworks("train", run_dir, "--resume", "--change", "train.max_steps=8", preexec_fn=limited(60_000))
     expected = ("could not be written", f"Earlier ones kept: {before.folder.name}")
     assert_clear(result.returncode, result.stderr, *expected, exit_code=1)
     assert checkpoints(run_dir) == [before]

@@ -113,7 +113,7 @@ def use(checkpoint: Checkpoint, name: str) -> None:
     if name == "model":
         load_run(run)
     else:
-        train(load_recipe(run, (f"run_dir={run}", "train.max_steps=8")), resume=True)
+        train(load_recipe(run, (f"run_dir={run}", "train.max_steps=8")), resume=True, change=["train.max_steps"])
 
 
 def change(function: Callable[[dict[str, Tensor]], None], file: Path) -> None:

@@ -485,7 +485,7 @@ def test_what_stops_the_first_rank_stops_all_and_is_said_once(tmp_path: Path) ->
 
 
 def test_a_rank_that_does_not_see_the_run_folder_is_named_and_none_starts_afresh(tmp_path: Path) -> None:
-    path = tiny.write_recipe(tmp_path, optimizer="adamw", max_steps=4)
+    path = tiny.write_recipe(tmp_path, optimizer="adamw", max_steps=4, schedule="constant")
     train(load_recipe(path))
     case = {"path": str(path), "overrides": ["train.max_steps=8"], "resume": True, "blind": 1}
     (tmp_path / "cases").write_text(json.dumps([case]), encoding="utf-8")

@@ -135,7 +135,7 @@ def test_a_moved_run_folder_resumes_where_it_lies_and_can_be_prolonged(
     _, whole = uninterrupted
     moved = tmp_path / "moved"
     shutil.copytree(whole, moved)
-    result = tiny.gptworks("train", moved, "--resume", f"train.max_steps={STEPS + 4}")
+    result = tiny.gptworks("train", moved, "--resume", "--change", f"train.max_steps={STEPS + 4}")
     assert result.returncode == 0, result.stderr
     assert checkpoints(moved)[0].step == STEPS + 4
     assert checkpoints(whole)[0].step == STEPS

@@ -98,7 +98,7 @@ def test_wandb_is_sent_each_record_once(tmp_path: Path, server: Path) -> None:
     shutil.rmtree(recipe.run_dir / "checkpoints" / "step-000010")  # as after a crash: 9 and 10 are made again
     train(recipe, resume=True)
     tree["train"]["max_steps"] = 14
-    train(parse_recipe(tree), resume=True)
+    train(parse_recipe(tree), resume=True, change=["train.max_steps"])
     lines = sent(server)
     got = [(line["step"], {k: v for k, v in line.items() if k in scalars_of(line)}) for line in lines]
     wanted = expected(recipe.run_dir)
@@ -141,7 +141,7 @@ def test_tensorboard_shows_what_the_metrics_hold(tmp_path: Path) -> None:
     log.write({"kind": "train", "step": 8, "loss": 99.0})
     log.close()
     tree["train"]["max_steps"] = 12
-    train(parse_recipe(tree), resume=True)
+    train(parse_recipe(tree), resume=True, change=["train.max_steps"])
     shown = events(recipe.run_dir)
     for key in ("loss", "learning_rate", "tokens", "grad_norm", "seconds"):
         wanted = [(r["step"], r[key]) for r in read_metrics(recipe.run_dir / "metrics.jsonl") if r["kind"] == "train"]
@@ -157,5 +157,5 @@ def test_wandb_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     recipe = parse_recipe(tree)
     train(recipe)
     tree["train"]["max_steps"] = 6
-    train(parse_recipe(tree), resume=True)
+    train(parse_recipe(tree), resume=True, change=["train.max_steps"])
     assert len(list((recipe.run_dir / "wandb").glob("offline-run-*"))) == 1

@@ -204,9 +204,15 @@ def parse_section(
         raise UserError(_explain(error, section, origin, overrides or {})) from None
 
 
-def save_recipe(recipe: Recipe, path: Path) -> None:
-    """Write the resolved recipe as YAML, replacing an earlier one at once; `load_recipe` reads back an equal one."""
-    write_whole(path, yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+def save_recipe(recipe: Recipe, path: Path, history: Sequence[str] = ()) -> None:
+    """Write the resolved recipe as YAML, replacing an earlier one at once; `load_recipe` reads back an equal one.
+
+    Args:
+        history: what a run has changed on its way, a line each, for who reads the file: written as comments.
+    """
+    heading = ["These are the run's last settings. Changed on the way:"] if history else []
+    comments = "".join(f"# {' '.join(line.split())}\n" for line in [*heading, *history])
+    write_whole(path, comments + yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
 
 def recipe_schema() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gptworks.cli.common import AsJSON, Force, Overrides, RecipeFile, Resume, notice, print_json, progress_bars
+from gptworks.errors import UserError
 
 if TYPE_CHECKING:
     from gptworks.config import Recipe
@@ -27,10 +28,17 @@ def prepare(recipe: RecipeFile, overrides: Overrides = None, as_json: AsJSON = F
         typer.echo(f"{split:<10} {files.tokens:>13,} tokens  {files.documents:>9,} documents{per_token}")
 
 
+Change = Annotated[
+    list[str] | None,
+    typer.Option("--change", metavar="KEY[=VALUE]", help="With --resume: change this, and record from which step on."),
+]
+
+
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
     resume: Resume = False,
+    change: Change = None,
     force: Force = False,
 ) -> None:
     """Train the recipe's model.
@@ -39,7 +47,8 @@ def train(
 
     Started by torchrun or `gptworks launch`, several processes train it together.
     """
-    settings = _settings(recipe, overrides or [], resume)
+    overrides, change = _with_changes(overrides, change, resume)
+    settings = _settings(recipe, overrides, resume)
     from gptworks.device import choose_device, choose_precision
     from gptworks.train.distributed.parallel import run_layout
     from gptworks.train.distributed.ranks import join
@@ -52,13 +61,13 @@ def train(
     with join(settings.train.parallel.timeout_seconds, device) as ranks:
 
         def check_and_prepare() -> None:
-            check_train(settings, resume, ranks.size)
+            check_train(settings, resume, ranks.size, change)
             layout = run_layout(settings, ranks, device)
             check_memory(settings, device, precision, force, layout, ranks.local_size)
             prepare_with_progress(settings)
 
         ranks.from_rank_zero(check_and_prepare)
-        train_model(settings, resume=resume, force=force, ranks=ranks, overrides=overrides or [])
+        train_model(settings, resume=resume, change=change, force=force, ranks=ranks, overrides=overrides)
 
 
 def launch(
@@ -66,6 +75,7 @@ def launch(
     overrides: Overrides = None,
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="Processes; one for each GPU.")] = 1,
     resume: Resume = False,
+    change: Change = None,
     force: Force = False,
 ) -> None:
     """Train in several processes of this machine.
@@ -75,9 +85,18 @@ def launch(
     from gptworks.train.distributed.launch import launch as start
     from gptworks.train.loop import check_train
 
-    check_train(_settings(recipe, overrides or [], resume), resume, nproc)
+    overrides, change = _with_changes(overrides, change, resume)
+    check_train(_settings(recipe, overrides, resume), resume, nproc, change)
     options = [name for name, given in (("--resume", resume), ("--force", force)) if given]
-    sys.exit(start(nproc, ["train", str(recipe), *(overrides or []), *options]))
+    sys.exit(start(nproc, ["train", str(recipe), *overrides, *options, *(f"--change={key}" for key in change)]))
+
+
+def _with_changes(overrides: list[str] | None, change: list[str] | None, resume: bool) -> tuple[list[str], list[str]]:
+    """The overrides with those that `--change KEY=VALUE` gives, and the keys that it names."""
+    if change and not resume:
+        raise UserError(f"--change {change[0]} is for a run that goes on: add --resume, or give KEY=VALUE alone.")
+    changes = change or []
+    return [*(overrides or []), *(one for one in changes if "=" in one)], [one.partition("=")[0] for one in changes]
 
 
 def _settings(recipe: Path, overrides: list[str], resume: bool) -> "Recipe":

@@ -1,9 +1,10 @@
 """What a resumed run may change, and the run folder's record of what it has changed: `changes.json`.
 
-The record also keeps the settings of the command line, so that a resumed run has them though they are not given again.
+A change on which the loss curve depends must be asked for by name; any other is made and recorded. The record also
+keeps the settings of the command line, so that a resumed run has them though they are not given again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from gptworks.checkpoint import checkpoints
-from gptworks.config import Recipe, role_of, settings
-from gptworks.errors import UserError
+from gptworks.config import Recipe, Role, role_of, settings
+from gptworks.errors import UserError, nearest
 from gptworks.files import sealed_json, unsealed_json, write_whole
 from gptworks.recipe import load_recipe
+from gptworks.train.optim.schedule import rate_factor
 
 CHANGES = "changes.json"
 
@@ -29,11 +31,18 @@ class History:
     overrides: list[str] = field(default_factory=list)
     """`key.path=value` in the order in which they were given, each key once."""
     changes: list[dict[str, Any]] = field(default_factory=list)
-    """`step`: from which step on; `settings`: path → [old, new]."""
+    """`step`: from which on; `settings`: path → [old, new]; `exact`: whether the steps before would be the same."""
 
-    def steering(self, recipe: Recipe) -> bool:
-        """Whether a change was made on which the loss curve depends."""
-        return any(_role(recipe, key) == "recorded" for change in self.changes for key in change["settings"])
+    def exact(self, recipe: Recipe) -> bool:
+        """Whether the run's last settings would make the same steps from the first on. Older records do not say it."""
+        return all(
+            change.get("exact", all(_role(recipe, path) != "recorded" for path in change["settings"]))
+            for change in self.changes
+        )
+
+    def lines(self) -> list[str]:
+        """The changes in words, a line for each step at which some were made."""
+        return [f"from step {change['step']:,}: {change_words(change['settings'])}" for change in self.changes]
 
 
 def read_history(run_dir: Path) -> History:
@@ -85,13 +94,22 @@ def changed(before: Recipe, now: Recipe) -> Changes:
     return {path: (old.get(path), new.get(path)) for path in paths}
 
 
-def check_changes(before: Recipe, now: Recipe) -> Changes:
+def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = ()) -> Changes:
     """What a resumed run changes.
 
+    Args:
+        asked: paths of settings, or of sections of them, that the run may change though its loss curve depends on them.
+
     Raises:
-        UserError: a setting that a run may not change; or it ends before the step that it has reached.
+        UserError: a setting that a run may not change, or that it may and was not asked to; or it ends before the step
+            that it has reached; or `asked` names no setting.
     """
     changes, folder = changed(before, now), now.run_dir
+    known = {setting.path for recipe in (before, now) for setting in settings(recipe)}
+    for name in asked:
+        if not _covers([name], known):
+            near = nearest(name, known) or nearest(name.rpartition(".")[2], {path.rpartition(".")[2] for path in known})
+            raise UserError(f"--change {name}: there is no such setting" + (f"; did you mean {near}?" if near else "."))
     for path, (old, new) in changes.items():
         recipe = now if path in {setting.path for setting in settings(now)} else before
         why = now.objective.fixed_settings.get(path)
@@ -107,23 +125,70 @@ def check_changes(before: Recipe, now: Recipe) -> Changes:
             f"train.max_steps={now.train.max_steps} and {folder} has done {done:,} steps: give more than those to go "
             f"on, or use its checkpoints as they are."
         )
+    if unasked := [path for path in inexact(before, now, changes, done) if not _covers(asked, [path])]:
+        lines = "\n".join(f"  {change_words({path: changes[path]})}: {_why(before, path)}" for path in unasked)
+        asking = " ".join(f"--change {path}" for path in unasked)
+        keeping = " ".join(f"{path}={_text(changes[path][0])}" for path in unasked)
+        raise UserError(
+            f"{folder} has done {done:,} steps with other settings than it is to go on with:\n{lines}\n"
+            f"To change this from here on, add {asking}; changes.json and the model card will say so. "
+            f"To go on as before, resume with {keeping}."
+        )
     return changes
 
 
-def record(run_dir: Path, step: int, changes: Changes, overrides: Sequence[str], before: Recipe | None) -> History:
+def inexact(before: Recipe, now: Recipe, changes: Iterable[str], done: int) -> list[str]:
+    """Those of the changed settings with which the steps that are done would have been others."""
+    return [
+        path
+        for path in changes
+        if done and _role(now, path) == "recorded" and not (path in _LENGTH and _same_rates(before, now, done))
+    ]
+
+
+_LENGTH = ("train.max_steps", "train.epochs", "train.max_minutes")
+
+
+def _same_rates(before: Recipe, now: Recipe, done: int) -> bool:
+    """Whether a run of another length has had the same learning rates: they have not yet begun to follow the length."""
+    trains, step = (before.train, now.train), done - 1
+    if all(train.schedule == "constant" or done <= train.warmup_steps for train in trains):
+        return True
+    ends = [train.max_steps for train in trains if train.epochs is None and train.max_minutes is None]
+    factors = {rate_factor(train, step, step / end) for train, end in zip(trains, ends, strict=False) if end}
+    return before.train.schedule == now.train.schedule and len(ends) == 2 and len(factors) == 1
+
+
+def _why(recipe: Recipe, path: str) -> str:
+    if path in _LENGTH:
+        return f"with train.schedule={recipe.train.schedule}, the learning rate depends on the run's length"
+    return Role.STEERING.words
+
+
+def _covers(asked: Iterable[str], paths: Collection[str]) -> bool:
+    """Whether one of the paths is asked for, or lies inside or around what is."""
+    pairs = ((f"{one}.", f"{path}.") for one in asked for path in paths)
+    return any(one.startswith(path) or path.startswith(one) for one, path in pairs)
+
+
+def record(
+    run_dir: Path, step: int, changes: Changes, overrides: Sequence[str], before: Recipe | None, exact: bool = True
+) -> History:
     """Add to the run folder's record what holds from a step on; written before the new recipe.yaml.
 
-    Changes that a crash kept from `recipe.yaml` are taken out, and those of steps that are run again hold from here.
+    `exact` says of the changes whether the steps before would have been the same with them. Changes that a crash kept
+    from `recipe.yaml` are taken out, and those of steps that are run again hold from here.
     """
     history = read_history(run_dir)
     values = {} if before is None else {s.path: to_jsonable_python(s.value) for s in settings(before)}
     entries = [
-        {"step": min(change["step"], step), "settings": change["settings"]}
+        change | {"step": min(change["step"], step)}
         for n, change in enumerate(history.changes)
         if n < len(history.changes) - 1 or all(values.get(k) == new for k, (_, new) in change["settings"].items())
     ]
     if changes:
-        entries.append({"step": step, "settings": {path: list(pair) for path, pair in changes.items()}})
+        new_settings = {path: list(pair) for path, pair in changes.items()}
+        entries.append({"step": step, "settings": new_settings, "exact": exact})
     given = {_key(override): override for override in (*history.overrides, *overrides) if _key(override) != "run_dir"}
     now = History(list(given.values()), entries)
     if now != history:
@@ -148,4 +213,5 @@ def _key(override: str) -> str:
 
 
 def _text(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text if text.isprintable() else repr(text)

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from gptworks.plan.fit import layout_words
 from gptworks.plan.layout import Layout
 from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
-from gptworks.train.changes import change_words, changed, record
+from gptworks.train.changes import change_words, changed, inexact, record
 from gptworks.train.distributed.parallel import Parallel, StopAsked, check_parallel, choose_parallel, run_layout
 from gptworks.train.distributed.ranks import ALONE, Ranks
 from gptworks.train.generating import generating
@@ -72,6 +72,7 @@ def train(
     recipe: Recipe,
     *,
     resume: bool = False,
+    change: Collection[str] = (),
     force: bool = False,
     display: Display | None = None,
     objective: LossFunction | None = None,
@@ -84,6 +85,7 @@ def train(
         recipe: what to train, on what, for how long.
         resume: go on from the newest whole checkpoint of `recipe.run_dir`, bit for bit as if never stopped; a folder
             without one is begun anew.
+        change: settings by path that a resumed run may change, though its loss curve depends on them.
         force: try also where the run should not fit in memory.
         objective: a loss of your own instead of the recipe's.
         ranks: the processes that train together, from `gptworks.train.distributed.ranks.join`; each calls this.
@@ -94,7 +96,7 @@ def train(
         RunError: loss or gradients stayed non-finite, or a checkpoint could not be written.
     """
     display = display or Display(None if ranks.is_rank_zero else Console(quiet=True))
-    ranks.from_rank_zero(lambda: check_train(recipe, resume, ranks.size))
+    ranks.from_rank_zero(lambda: check_train(recipe, resume, ranks.size, change))
     device = choose_device(recipe.train.device)
     precision = choose_precision(recipe.train.precision, device)
     prepared = ranks.rank_zero_first(lambda: prepare(recipe))
@@ -108,7 +110,7 @@ def train(
     choose_allocation(peak, device, ranks.local_size)
     parallel = choose_parallel(recipe, ranks, device, layout)
     run = Run(recipe, prepared, display, objective, ranks, parallel)
-    folder = open_run_folder(recipe, resume) if ranks.is_rank_zero else contextlib.nullcontext()
+    folder = open_run_folder(recipe, resume, change) if ranks.is_rank_zero else contextlib.nullcontext()
     with folder, run.state.writer, cpu_threads(recipe.train.threads):
         run.begin(resume, overrides)
         run.reporter.opening(run.model, run.progress)
@@ -129,13 +131,13 @@ def train(
             return run.finish(reason)
 
 
-def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1) -> None:
+def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1, change: Collection[str] = ()) -> None:
     """Refuse a run that cannot be, before any work is done.
 
     Raises:
         UserError: the run folder, the run to start from, a logger or the number of ranks; it says which.
     """
-    check_run_folder(recipe, resume)
+    check_run_folder(recipe, resume, change)
     check_start(recipe, resume)
     check_trained(recipe)
     check_objective(recipe)
@@ -225,12 +227,14 @@ class Run:
         """
         folder, step = self.recipe.run_dir, self.progress.step
         changes = {} if resumed is None else changed(resumed, self.recipe)
-        record(folder, step, changes, overrides, before)
+        exact = resumed is None or not inexact(resumed, self.recipe, changes, step)
+        history = record(folder, step, changes, overrides, before, exact)
         if resume:  # the run makes them again on its way
             remove_newer(folder, step, weights_only=True)
         if changes:
-            self.display.message(f"changed from step {step:,} on: {change_words(changes)}")
-        save_recipe(self.recipe, folder / "recipe.yaml")
+            each = "".join(f"\n  {change_words({path: pair})}" for path, pair in changes.items())
+            self.display.message(f"changed from step {step:,} on:{each}")
+        save_recipe(self.recipe, folder / "recipe.yaml", history.lines())
         save_tokenizer(self.tokenizer, folder / "tokenizer")
         if self.engine.chat_template is not None:
             save_chat_template(self.engine.chat_template, folder / "tokenizer")

@@ -1,7 +1,7 @@
 """The run folder: opened by one process at a time, and never overwritten silently."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import filelock
 
@@ -14,15 +14,16 @@ from gptworks.train.changes import check_changes
 
 
 @contextlib.contextmanager
-def open_run_folder(recipe: Recipe, resume: bool) -> Iterator[None]:
+def open_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) -> Iterator[None]:
     """Lock the run folder for this process, creating it for a new run.
 
     Raises:
         UserError: another process is using it; or it holds a run and `resume` is false; or it holds something else;
-            or the run in it was started with settings that a run cannot change, or its tokenizer's files have changed.
+            or the run in it was started with settings that a run cannot change or that `change` does not name, or its
+            tokenizer's files have changed.
     """
     folder = recipe.run_dir
-    check_run_folder(recipe, resume)
+    check_run_folder(recipe, resume, change)
     try:
         make_folder(folder)
         lock = filelock.FileLock(folder / ".lock", timeout=0)
@@ -39,7 +40,7 @@ def open_run_folder(recipe: Recipe, resume: bool) -> Iterator[None]:
         lock.release()
 
 
-def check_run_folder(recipe: Recipe, resume: bool) -> None:
+def check_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) -> None:
     """Refuse a run folder that this recipe must not write to, before any work is done.
 
     Raises:
@@ -54,7 +55,7 @@ def check_run_folder(recipe: Recipe, resume: bool) -> None:
                 f"{folder} already holds a run, and a run is never overwritten: add --resume to go on with it, "
                 f"give another run_dir=, or delete the folder."
             )
-        check_changes(load_recipe(folder), recipe)
+        check_changes(load_recipe(folder), recipe, change)
         check_sums(folder / "tokenizer", MAX_TOKENIZER_BYTES)
     elif folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir()):
         raise UserError(f"run_dir={folder} exists and holds other files, not a run: give another run_dir=.")

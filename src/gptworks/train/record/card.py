@@ -56,7 +56,7 @@ def write_model_card(
         sections["Changed on the way"] = {
             f"from step {change['step']:,}": change_words(change["settings"]) for change in history.changes
         }
-    if history.steering(recipe):
+    if not history.exact(recipe):
         repeats = "`recipe.yaml` beside this file has its last settings: it does not repeat the run, see the changes."
     parts = [f"# {recipe.name}", "A language model trained with gptworks. Every figure here was counted or measured."]
     for heading, rows in sections.items():
