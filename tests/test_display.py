@@ -10,9 +10,11 @@ from rich.console import Console
 
 import tiny
 from gptworks.recipe import parse_recipe
-from gptworks.train.loop import train
+from gptworks.train.loop import Run, train
 from gptworks.train.record import display as display_module
+from gptworks.train.record import reporter as reporter_module
 from gptworks.train.record.display import Display
+from halves import BrokenOff
 
 
 class Clock:
@@ -53,6 +55,21 @@ def test_the_loss_shown_is_a_mean_over_steps(clock: Clock) -> None:
     assert "nan" not in display.figures()
 
 
+def test_the_line_moves_in_whatever_takes_long(clock: Clock) -> None:
+    display = quiet_display()
+    assert display.figures() == "first step"
+    clock.now += 7
+    assert display.figures() == "first step 0:07"
+    display.step("step 1/10", 0.1, 3.0, eta=3.0)
+    assert "this step" not in display.figures()
+    clock.now += 9
+    assert display.figures().endswith("0:00 left  this step 0:09")
+    with display.during("evaluation"):
+        clock.now += 12
+        assert display.figures().endswith("evaluation 0:12")
+    assert "evaluation" not in display.figures()
+
+
 def test_the_first_step_shows_its_own_loss(clock: Clock) -> None:
     display = quiet_display()
     display.step("step 1", 0.0, 5.25, eta=1.0)
@@ -67,8 +84,32 @@ def test_a_run_says_at_its_start_what_it_trains_and_where(tmp_path: Path) -> Non
     assert "26,176 parameters" in said
     assert str(tmp_path / "run") in said
     assert "fp32 on" in said
-    assert "the run ends after 3 steps" in said
+    assert re.search(r"the run ends after 3 steps, about 7\d\d tokens or 0\.0\d+ epochs\n", said)
     assert "step      1  line ▸" in said  # a sample, as soon as it is made
+    folder = tmp_path / "run"
+    assert f"Next: gptworks generate {folder} PROMPT\n      gptworks evaluate {folder}\n" in said
+
+
+def test_a_run_describes_itself_from_the_first_evaluation_on_and_says_when_it_will_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporter_module, "PACE_KNOWN_SECONDS", 0.0)
+    out, step = io.StringIO(), Run.training_step
+
+    def until_the_third(run: Run) -> None:
+        if run.progress.step == 2:
+            raise BrokenOff
+        step(run)
+
+    monkeypatch.setattr(Run, "training_step", until_the_third)
+    tree = tiny.recipe_tree(tmp_path, max_steps=9, evaluate_every=2, sample_every=2, sample_tokens=3)
+    with pytest.raises(BrokenOff):
+        train(parse_recipe(tree), display=Display(Console(file=out, width=200)))
+    folder = tmp_path / "run"
+    assert {"model-card.md", "curves.svg", "samples.md"} <= {path.name for path in folder.iterdir()}
+    assert not (folder / "outcome.json").exists(), "it has not ended"
+    assert "| in training | so far, step 2 |" in (folder / "model-card.md").read_text(encoding="utf-8")
+    assert len(re.findall(r"at this pace the run ends in \d+:\d\d, at about \d\d:\d\d\n", out.getvalue())) == 1
 
 
 def test_a_run_by_the_clock_shows_the_clock(tmp_path: Path) -> None:

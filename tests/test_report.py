@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import tiny
 from gptworks.pages.chart import Chart, Series
 from gptworks.recipe import parse_recipe
 from gptworks.runs.history import read_history
-from gptworks.runs.report import to_html
+from gptworks.runs.report import to_html, watch_report
 from gptworks.train.loop import train
 from gptworks.train.record.curves import smoothed
 from histories import training, validation, write_run
@@ -74,6 +75,37 @@ def test_the_page_stands_alone(tmp_path: Path) -> None:
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in page
     assert not re.findall(r"(?:src|href)=|url\((?!#)|https?://(?!www\.w3\.org/2000/svg)", page)
+
+
+def test_a_watched_page_follows_the_run_until_it_ends(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [training(1, 3.0)])
+    log, page, seen = run.folder / "metrics.jsonl", tmp_path / "page.html", []
+
+    def goes_on(seconds: float) -> None:
+        seen.append(page.read_text(encoding="utf-8") if page.exists() else "")
+        page.unlink(missing_ok=True)
+        if len(seen) == 1:  # a step more; then nothing for a while; then its end
+            with log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(training(2, 2.5)) + "\n")
+            os.utime(log, ns=(1, 2**40))
+        if len(seen) == 3:
+            (run.folder / "outcome.json").write_text("{}", encoding="utf-8")
+
+    os.utime(log, ns=(1, 2**39))
+    watch_report(run.folder, page, wait=goes_on)
+    refreshes = '<meta http-equiv="refresh" content="5">'
+    assert [refreshes in text for text in seen] == [True, True, False]
+    assert "step\xa01\xa0of" in seen[0] and "step\xa02\xa0of" in seen[1] and not seen[2]
+    assert "step\xa02\xa0of" in page.read_text(encoding="utf-8") and refreshes not in page.read_text(encoding="utf-8")
+
+    (run.folder / "outcome.json").unlink()
+    os.utime(log, ns=(1, 2**41))
+
+    def ctrl_c(_: float) -> None:
+        raise KeyboardInterrupt
+
+    watch_report(run.folder, page, wait=ctrl_c)
+    assert refreshes not in page.read_text(encoding="utf-8")
 
 
 RECORDS = {

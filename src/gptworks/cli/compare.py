@@ -22,16 +22,21 @@ from gptworks.cli.make import prepare_with_progress
 def report(
     run: RunFolder,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Default: RUN/report.html.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Write it again as the run goes on, until it ends.")] = False,
 ) -> None:
     """Write a run as a page: curves, evaluations, samples.
 
-    The run may still be training, or have crashed.
+    The run may still be training, or have crashed. With --watch, an open page refreshes itself.
     """
     from gptworks.runs.history import read_history
-    from gptworks.runs.report import write_report
+    from gptworks.runs.report import watch_report, write_report
 
     path = out or run / "report.html"
-    write_report(read_history(run), path)
+    if watch:
+        notice(f"writing {path} as the run goes on; Ctrl-C ends this")
+        watch_report(run, path)
+    else:
+        write_report(read_history(run), path)
     typer.echo(f"wrote {path}")
 
 

@@ -113,14 +113,15 @@ def _settings(recipe: Path, overrides: list[str], resume: bool) -> "Recipe":
 
 
 def prepare_with_progress(recipe: "Recipe") -> "Prepared":
-    """Prepare with a progress bar that shows MB/s."""
-    from rich.progress import BarColumn, TransferSpeedColumn
+    """Prepare with a progress bar that shows MB/s and the remaining time."""
+    from rich.progress import BarColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from gptworks.data.prepare import prepare as prepare_data
     from gptworks.data.sources import unread_files
 
     names = {"waiting": "waiting for another prepare", "tokenizer": "training the tokenizer", "shards": "encoding"}
-    with progress_bars("{task.description}", BarColumn(bar_width=24), TransferSpeedColumn()) as progress:
+    columns = ("{task.description}", BarColumn(bar_width=24), TransferSpeedColumn(), TimeRemainingColumn())
+    with progress_bars(*columns) as progress:
         tasks: dict[str, Any] = {}
 
         def report(stage: str, done_bytes: int, total_bytes: int | None) -> None:

@@ -13,14 +13,18 @@ from gptworks.files import write_whole
 from gptworks.pages.parts import environment, printable, stylesheet
 
 
-def page(title: str, lines: Sequence[str], parts: Sequence[Markup], footer: str) -> str:
+def page(
+    title: str, lines: Sequence[str], parts: Sequence[Markup], footer: str, refresh_seconds: int | None = None
+) -> str:
     """A whole page, without the parts that are empty. `lines` stand below the title.
 
     Text is escaped, markup comes from templates and drawings alone, and the page's policy lets a browser load nothing
     and run nothing. Characters that cannot be shown are replaced by U+FFFD.
     """
     template = environment().get_template("page.html")
-    text = template.render(title=title, lines=lines, parts=parts, footer=footer, policy=content_security_policy())
+    text = template.render(
+        title=title, lines=lines, parts=parts, footer=footer, policy=content_security_policy(), refresh=refresh_seconds
+    )
     return printable(text)
 
 

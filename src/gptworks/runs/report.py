@@ -1,7 +1,9 @@
 """`gptworks report`: one run as a page, from its recipe and its metrics."""
 
+import contextlib
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from markupsafe import Markup
@@ -31,10 +33,11 @@ from gptworks.pages.parts import (
     unbroken,
 )
 from gptworks.runs.evaluations import evaluations_section
-from gptworks.runs.history import History
+from gptworks.runs.history import History, read_history
 from gptworks.train.record.curves import points, training_chart
 from gptworks.train.record.display import clock
 from gptworks.train.record.metrics import Record
+from gptworks.train.record.outcome import FILE as OUTCOME
 from gptworks.train.record.outcome import read_outcome
 from gptworks.units import significant
 
@@ -48,17 +51,54 @@ MOST_PROMPTS, MOST_SAMPLES = 20, 6
 """Prompts of which samples are shown, and steps for each."""
 
 
-def write_report(run: History, path: Path) -> None:
-    """Write the page at once, over an older one.
+REFRESH_SECONDS = 5
+"""How often a watched page is written and loaded again."""
+
+
+def write_report(run: History, path: Path, refresh_seconds: int | None = None) -> None:
+    """Write the page at once, over an older one; see `to_html`.
 
     Raises:
         UserError: the path is a folder, or lies in none.
     """
-    write_page(to_html(run), path, "--out")
+    write_page(to_html(run, refresh_seconds), path, "--out")
 
 
-def to_html(run: History) -> str:
-    """The page. Numbers stand in <data> elements with their exact values."""
+def watch_report(folder: Path, path: Path, wait: Callable[[float], object] = time.sleep) -> None:
+    """Write the page of a run whenever the run has written something, until it ends or Ctrl-C is pressed.
+
+    Raises:
+        UserError: it is no run folder; or the path is a folder, or lies in none.
+    """
+    seen = None
+    with contextlib.suppress(KeyboardInterrupt):
+        while not has_ended(folder):
+            if (now := _written(folder / "metrics.jsonl")) != seen:
+                write_report(read_history(folder), path, REFRESH_SECONDS)
+                seen = now
+            wait(REFRESH_SECONDS)
+    write_report(read_history(folder), path)
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether the run's outcome was written after its last record. A run that crashed has none."""
+    return _written(folder / OUTCOME) >= max(1, _written(folder / "metrics.jsonl"))
+
+
+def _written(path: Path) -> int:
+    """When, in nanoseconds; 0 for what is not there."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def to_html(run: History, refresh_seconds: int | None = None) -> str:
+    """The page. Numbers stand in <data> elements with their exact values.
+
+    Args:
+        refresh_seconds: how often a browser loads it again; None: never.
+    """
     sheet = describe(run.recipe.model, run.recipe.name)
     drawn = architecture_svg(run.recipe.model, run.recipe.name, f"{summary(sheet)}. {traits(run.recipe.model)}.")
     parts = [
@@ -83,7 +123,8 @@ def to_html(run: History) -> str:
         ),
         section("Settings", settings(run.recipe.model_dump(mode="json", exclude={"name", "run_dir", "sweep"}))),
     ]
-    return page(run.name, (unbroken(_where_it_stands(run)), unbroken(summary(sheet))), parts, _conventions(run))
+    lines = (unbroken(_where_it_stands(run)), unbroken(summary(sheet)))
+    return page(run.name, lines, parts, _conventions(run), refresh_seconds)
 
 
 def _kind_of_memory(key: str) -> str:

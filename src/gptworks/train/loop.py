@@ -322,7 +322,12 @@ class Run:
         not cut short by a signal."""
         progress = self.progress
         try:
-            with self.step.stopwatch.part("evaluation"), self.state.average.applied(), self.parallel.inference_mode():
+            with (
+                self.display.during("evaluation"),
+                self.step.stopwatch.part("evaluation"),
+                self.state.average.applied(),
+                self.parallel.inference_mode(),
+            ):
                 report, figures = self.objective.evaluate(self.model, self.parallel, self.precision)
         except StopAsked:
             progress.evaluation_cut = True
@@ -347,6 +352,7 @@ class Run:
         sampling = SamplingSettings(max_tokens=tokens, temperature=0.8, top_k=50, seed=seed)
         for prompt in self.settings.sample_prompts:
             with (
+                self.display.during("sample"),
                 self.step.stopwatch.part("samples"),
                 self.state.average.applied(),
                 self.parallel.inference_mode(),
@@ -380,7 +386,8 @@ class Run:
 
     def _describe(self, reason: str) -> None:
         self.state.writer.wait()
-        self.reporter.end(self.progress, reason, self._memory_before_bytes)
+        talks = self.engine.chat_template is not None
+        self.reporter.end(self.progress, reason, self._memory_before_bytes, talks)
 
 
 def _refuse_damaged(run_dir: Path) -> None:

@@ -17,7 +17,7 @@ from gptworks.files import write_whole
 from gptworks.plan.fit import layout_words
 from gptworks.plan.layout import ONE_DEVICE, Layout
 from gptworks.plan.params import count_parameters
-from gptworks.train.changes import change_words, read_history
+from gptworks.train.changes import History, change_words, read_history
 from gptworks.train.progress import Progress
 from gptworks.train.record.display import clock
 from gptworks.train.record.metrics import Record, read_metrics
@@ -37,13 +37,17 @@ class MemoryPeaks:
 def write_model_card(
     recipe: Recipe,
     progress: Progress,
-    reason: str,
+    reason: str | None,
     samples_per_epoch: int,
     precision: Precision,
     memory: MemoryPeaks | None = None,
     layout: Layout = ONE_DEVICE,
 ) -> None:
-    """Write the card and `outcome.json` into the run folder, the results from the run's own metrics."""
+    """Write the card and `outcome.json` into the run folder, the results from the run's own metrics.
+
+    Args:
+        reason: why the run has ended; None while it trains, when there is no outcome to write.
+    """
     validation = [record for record in read_metrics(recipe.run_dir / "metrics.jsonl") if record["kind"] == "validation"]
     training = _training(recipe, progress, reason, samples_per_epoch, precision) | _layout(layout) | _memory(memory)
     sections = {
@@ -53,9 +57,7 @@ def write_model_card(
     }
     history, repeats = read_history(recipe.run_dir), "`recipe.yaml` beside this file repeats the run."
     if history.changes:
-        sections["Changed on the way"] = {
-            f"from step {change['step']:,}": change_words(change["settings"]) for change in history.changes
-        }
+        sections["Changed on the way"] = _changes(history)
     if not history.exact(recipe):
         repeats = "`recipe.yaml` beside this file has its last settings: it does not repeat the run, see the changes."
     parts = [f"# {recipe.name}", "A language model trained with gptworks. Every figure here was counted or measured."]
@@ -64,19 +66,27 @@ def write_model_card(
         parts.append(f"## {heading}\n\n| | |\n|---|---|\n{table}")
     parts.append(f"Use it with `gptworks generate` and this folder. {repeats}")
     write_whole(recipe.run_dir / "model-card.md", "\n\n".join(parts) + "\n")
-    write_outcome(
-        recipe.run_dir,
-        RunOutcome(
+    if reason is not None:
+        outcome = RunOutcome(
             reason=reason, step=progress.step, tokens=progress.tokens, seconds=progress.seconds,
             skipped_steps=progress.skipped, best_step=progress.best_step,
             best_validation_loss=finite_or_none(progress.best_loss),
             predicted_memory_bytes=None if memory is None else memory.predicted_bytes,
             measured_memory_bytes=None if memory is None else memory.measured_bytes,
             training=training,
-        ),
-    )  # fmt: skip
+        )  # fmt: skip
+        write_outcome(recipe.run_dir, outcome)
     with contextlib.suppress(UserError):  # a damaged evaluation is no reason to fail
         write_card_section(recipe.run_dir)
+
+
+def _changes(history: History) -> dict[str, str]:
+    """What was changed at each step; twice at one where the run was stopped again before its next checkpoint."""
+    rows: dict[str, str] = {}
+    for change in history.changes:
+        step, words = f"from step {change['step']:,}", change_words(change["settings"])
+        rows[step] = f"{rows[step]}, then {words}" if step in rows else words
+    return rows
 
 
 def _layout(layout: Layout) -> dict[str, str]:
@@ -117,7 +127,7 @@ def _architecture(recipe: Recipe) -> dict[str, str]:
 
 
 def _training(
-    recipe: Recipe, progress: Progress, reason: str, samples_per_epoch: int, precision: Precision
+    recipe: Recipe, progress: Progress, reason: str | None, samples_per_epoch: int, precision: Precision
 ) -> dict[str, str]:
     train = recipe.train
     speed = progress.tokens / progress.seconds if progress.seconds else 0.0
@@ -126,7 +136,7 @@ def _training(
     matrices = f" ({train.muon_learning_rate:g} for matrices)" if train.optimizer == "muon" else ""
     return {
         **({} if recipe.initialize_from is None else {"started from": f"the run {recipe.initialize_from.name}"}),
-        "ended": f"{reason}, step {progress.step:,}",
+        "in training" if reason is None else "ended": f"{reason or 'so far'}, step {progress.step:,}",
         "sources": ", ".join(_source(source) for source in recipe.data.sources),
         "tokens": f"{progress.tokens:,}, {progress.samples / samples_per_epoch:.2f} epochs of the training text",
         "time": f"{clock(progress.seconds)} of training, {speed:,.0f} tokens/s",

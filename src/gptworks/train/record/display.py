@@ -2,6 +2,8 @@
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -10,6 +12,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 PLAIN_LINE_SECONDS = 10.0
+SLOW_SECONDS = 2.0
+"""What takes longer than this is named in the line, with the time that it has taken."""
 LOSS_MEMORY = 0.95
 """The share of the mean loss that each step keeps: the line shows a mean over some 20 steps."""
 
@@ -37,6 +41,7 @@ class Display:
         self._validation = self._speed = ""
         self._loss, self._loss_weight = 0.0, 0.0
         self._end: float | None = None  # when the run should be done, on the monotonic clock
+        self._doing, self._since = "first step", time.monotonic()
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -44,6 +49,7 @@ class Display:
             self._progress = Progress(*columns, console=self.console, transient=True, refresh_per_second=2)
             self._progress.add_task("train", total=1.0, where="step 0")
             self._progress.start()
+        self._since = time.monotonic()
         return self
 
     def __exit__(
@@ -70,6 +76,15 @@ class Display:
         line.append(text)
         self.console.print(line, highlight=False, soft_wrap=True)
 
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Inside, the line names what the run does besides its steps, once that takes long."""
+        self._doing, self._since = what, time.monotonic()
+        try:
+            yield
+        finally:
+            self._doing, self._since = "this step", time.monotonic()
+
     def step(self, where: str, share_done: float, loss: float, eta: float) -> None:
         """Show where the run is, after each step.
 
@@ -83,7 +98,7 @@ class Display:
             self._loss = LOSS_MEMORY * self._loss + (1 - LOSS_MEMORY) * loss
             self._loss_weight = LOSS_MEMORY * self._loss_weight + 1 - LOSS_MEMORY
         now = time.monotonic()
-        self._end = now + eta
+        self._end, self._doing, self._since = now + eta, "this step", now
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=share_done, where=where)
         elif now - self._last_plain >= PLAIN_LINE_SECONDS or share_done >= 1:
@@ -97,11 +112,13 @@ class Display:
 
     def figures(self) -> str:
         """The right part of the line, as of now."""
+        now = time.monotonic()
+        waiting = f"{self._doing} {clock(now - self._since)}" if now - self._since >= SLOW_SECONDS else ""
         if self._end is None:
-            return "first step"
+            return waiting or self._doing
         loss = f"loss {self._loss / self._loss_weight:.4f}" if self._loss_weight else "loss not finite"
-        left = clock(self._end - time.monotonic())
-        return f"{loss}{self._validation}{self._speed}  {left} left"
+        left = f"{clock(self._end - now)} left" + (f"  {waiting}" if waiting else "")
+        return f"{loss}{self._validation}{self._speed}  {left}"
 
 
 def clock(seconds: float) -> str:

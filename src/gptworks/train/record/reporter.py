@@ -1,6 +1,7 @@
 """What a run says of itself, as it goes: to the terminal, to metrics.jsonl and what is drawn of that, to its card."""
 
 import math
+import shlex
 import time
 
 import torch
@@ -22,10 +23,13 @@ from gptworks.train.record.throughput import Throughput
 from gptworks.train.record.writers import open_log
 from gptworks.train.rehearsal.preflight import run_setting
 from gptworks.train.step import StepLosses, TrainStep
-from gptworks.units import significant
+from gptworks.units import readable, significant
 
-CURVES_EVERY_SECONDS = 60.0
-"""How often an evaluation draws curves.svg anew; the end of a run always does."""
+DESCRIBED_EVERY_SECONDS = 60.0
+"""How often an evaluation writes curves.svg and the card anew; the first and the end of a run always do."""
+
+PACE_KNOWN_SECONDS = 10.0
+"""Into a session, when the line on its expected end is shown; a run that is nearly done by then has none."""
 
 
 class Reporter:
@@ -47,7 +51,9 @@ class Reporter:
         self._layout = step.parallel.layout
         self._throughput = Throughput(recipe.model, self._device, precision, self._ranks.size)
         self._cores, self._advised = BusyCores(), False
-        self._curves_drawn = time.monotonic()
+        self._described = -math.inf  # when the curves and the card were written, on the monotonic clock
+        self._started: tuple[float, float] | None = None  # the session's first second, and how much of the run was done
+        self._end_announced = False
 
     def opening(self, model: torch.nn.Module, progress: Progress) -> None:
         """What is trained, where, on how much text and for how long."""
@@ -59,8 +65,18 @@ class Reporter:
         self.display.message(
             f"{self.recipe.run_dir}: {total:,} parameters{part}\n"
             f"{self.precision.name} on {device_name(self._device)}; {self.objective.tokens_per_epoch:,} tokens an "
-            f"epoch, and the run ends after {self.length.words(progress)}"
+            f"epoch, and the run ends after {self.length.words(progress)}{self._epochs(progress)}"
         )
+        self._started = time.monotonic(), self.length.share_done(progress)
+
+    def _epochs(self, progress: Progress) -> str:
+        """How often the run reads its text, where its steps are known."""
+        steps, per_epoch = self.length.total_steps(progress), self.objective.samples_per_epoch
+        if steps is None:
+            return ""
+        epochs = (progress.samples + (steps - progress.step) * self.recipe.train.batch_size) / per_epoch
+        tokens = readable(epochs * self.objective.tokens_per_epoch, "tokens")
+        return f", about {tokens} tokens or {significant(epochs, 3)} epochs"
 
     def begin(self, progress: Progress) -> None:
         """Open the log where the run stands, after a start, a resume or a rollback."""
@@ -94,8 +110,21 @@ class Reporter:
             )
             note = "" if load is None else f"  busiest expert {load:.2f}×"
             self.display.speed(pace.tokens_per_second, pace.utilization, note)
-        seconds_left = progress.seconds / done * (1 - done) if done else 0.0
-        self.display.step(self.length.reached(progress), done, losses.loss, seconds_left)
+        self.display.step(self.length.reached(progress), done, losses.loss, self._seconds_left(progress, done))
+
+    def _seconds_left(self, progress: Progress, done: float) -> float:
+        """Until the end, at the pace of this session with its evaluations and samples; said once it is known."""
+        began, done_before = self._started or (0.0, 0.0)
+        if self._started is None or done <= done_before:
+            return progress.seconds / done * (1 - done) if done else 0.0
+        taken = time.monotonic() - began
+        left = taken / (done - done_before) * (1 - done)
+        if not self._end_announced and taken >= PACE_KNOWN_SECONDS:
+            self._end_announced = True
+            if left >= PACE_KNOWN_SECONDS:
+                at = time.strftime("%H:%M", time.localtime(time.time() + left))
+                self.display.message(f"at this pace the run ends in {clock(left)}, at about {at}")
+        return left
 
     def _advise_on_threads(self) -> None:
         if self._ranks.size == 1 and not self._advised and (by_others := self._cores.by_others()) is not None:
@@ -138,13 +167,15 @@ class Reporter:
         bits += f"  {report.bits_per_byte:.4f} bits per byte" if report.bits_per_byte is not None else ""
         bits += f"  of {n_read:,} of {n_there:,} held-out sequences" if n_read < n_there else ""
         self.display.validation(progress.step, report.loss, bits + ("  (best)" if better else ""))
-        if self._ranks.is_rank_zero and time.monotonic() - self._curves_drawn >= CURVES_EVERY_SECONDS:
-            self._draw_curves()
+        if self._ranks.is_rank_zero and time.monotonic() - self._described >= DESCRIBED_EVERY_SECONDS:
+            self._describe(progress)
 
-    def _draw_curves(self) -> None:
-        folder = self.recipe.run_dir
-        self._curves_drawn = time.monotonic()
+    def _describe(self, progress: Progress, reason: str | None = None, memory: MemoryPeaks | None = None) -> None:
+        """Draw the curves and write the card, as of now."""
+        folder, samples = self.recipe.run_dir, self.objective.samples_per_epoch
+        self._described = time.monotonic()
         draw_curves(folder / "metrics.jsonl", folder / "curves.svg", self.recipe.name)
+        write_model_card(self.recipe, progress, reason, samples, self.precision, memory, self._layout)
 
     def sample(self, progress: Progress, prompt: str, text: str) -> None:
         """A text that the model has written."""
@@ -156,19 +187,25 @@ class Reporter:
         if self._ranks.is_rank_zero:
             write_samples(self.recipe.run_dir / "metrics.jsonl", self.recipe.run_dir / "samples.md")
 
-    def end(self, progress: Progress, reason: str, memory_before_bytes: int) -> None:
-        """The run's end: the curves, the card and a line. On the first rank."""
+    def end(self, progress: Progress, reason: str, memory_before_bytes: int, talks: bool) -> None:
+        """The run's end: the curves, the card, a line, and what one can do next. On the first rank.
+
+        Args:
+            talks: whether the model has a chat template.
+        """
         self.log.close()
-        self._draw_curves()
         setting = run_setting(self.recipe, self._device, self.precision, self._layout)
         memory = MemoryPeaks(
             predicted_bytes=training_peak(setting).total_bytes,
             measured_bytes=peak_growth_bytes(self._device, memory_before_bytes),
         )
-        samples = self.objective.samples_per_epoch
-        write_model_card(self.recipe, progress, reason, samples, self.precision, memory, self._layout)
+        self._describe(progress, reason, memory)
         left = " Go on with --resume." if self.length.share_done(progress) < 1 else ""
         self.display.message(
             f"{reason} at step {progress.step:,} after {clock(progress.seconds)}, {progress.tokens:,} tokens. "
             f"Saved in {self.recipe.run_dir}.{left}"
         )
+        folder = shlex.quote(str(self.recipe.run_dir))
+        first = f"chat {folder}" if talks else f"generate {folder} PROMPT"
+        commands = (f"gptworks {command}" for command in (first, f"evaluate {folder}", f"report {folder}"))
+        self.display.message("Next: " + "\n      ".join(commands))
