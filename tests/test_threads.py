@@ -1,5 +1,6 @@
 """Threads of the CPU: how they wait, how many compute, and what is said where other programs take their cores."""
 
+import io
 import os
 import subprocess
 import sys
@@ -9,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import tiny
 from gptworks.config import Recipe
-from gptworks.device import BusyCores, advice_on_threads, cpu_threads
-from gptworks.recipe import parse_recipe
+from gptworks.device import BusyCores, advice_on_threads, cpu_threads, free_threads
+from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.train.changes import load_to_resume
 from gptworks.train.loop import Run, train
+from gptworks.train.record.display import Display
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
@@ -56,6 +60,40 @@ def test_a_run_computes_with_the_threads_that_its_recipe_asks_for(
     recipe: Recipe = parse_recipe(tiny.recipe_tree(tmp_path, max_steps=2, warmup_steps=0, threads=3))
     train(recipe)
     assert seen == [3, 3] and torch.get_num_threads() == 2
+
+
+def test_a_new_run_takes_the_threads_that_others_leave_and_keeps_them_when_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: None
+) -> None:
+    seen: list[int] = []
+    step = Run.training_step
+    monkeypatch.setattr(Run, "training_step", lambda run: (seen.append(torch.get_num_threads()), step(run))[1])
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(BusyCores, "soon_by_others", lambda _: 2.1)
+    torch.set_num_threads(4)
+    path, out = tiny.write_recipe(tmp_path, max_steps=2, warmup_steps=0, schedule="constant"), io.StringIO()
+    train(load_recipe(path), display=Display(Console(file=out, width=200)))
+    assert "other programs keep 2.1 of 4 cores busy: computing with 2 threads" in out.getvalue()
+    assert load_recipe(tmp_path / "run").train.threads == 2
+    monkeypatch.setattr(BusyCores, "soon_by_others", lambda _: pytest.fail("asked of a run that goes on"))
+    recipe, kept = load_to_resume(path, ["train.max_steps=3"])
+    assert kept == ["train.threads=2"]
+    train(recipe, resume=True)
+    assert seen == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("n_threads", "given"), [(1, None), (4, "4")])
+def test_a_run_takes_the_threads_that_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, threads: None, n_threads: int, given: str | None
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(BusyCores, "soon_by_others", lambda _: pytest.fail("nothing is to be decided"))
+    torch.set_num_threads(n_threads)
+    assert free_threads(BusyCores(), torch.device("cpu")) is None
+    assert free_threads(BusyCores(), torch.device("cuda")) is None
 
 
 def test_threads_are_as_before_after_an_error(threads: None) -> None:

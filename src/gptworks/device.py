@@ -145,6 +145,12 @@ class BusyCores:
     def __init__(self) -> None:
         self._before = self._counts()
 
+    def soon_by_others(self) -> float | None:
+        """The same, once a second has passed."""
+        if self._before is not None:
+            time.sleep(max(0.0, 1.01 - (time.monotonic() - self._before[0])))
+        return self.by_others()
+
     def by_others(self) -> float | None:
         """Cores, on average since the last call; None if the system does not report it, or within a second of it."""
         before, self._before = self._before, self._counts()
@@ -165,18 +171,43 @@ class BusyCores:
         return time.monotonic(), (user + nice + system + irq + soft_irq) / ticks, sum(os.times()[:4])
 
 
-def advice_on_threads(by_others: float | None, device: torch.device) -> str | None:
-    """Advice if other programs take cores that this process has threads for; else None."""
+def fewer_threads(by_others: float | None, device: torch.device) -> int | None:
+    """With how many threads to compute if other programs take cores that this process has threads for; else None."""
     n_threads, n_cores = torch.get_num_threads(), os.cpu_count() or 1
     if device.type != "cpu" or by_others is None or n_threads < 2 or n_threads + by_others < n_cores + 0.5:
         return None
     fewer = max(1, n_cores - math.ceil(by_others - 0.25))
-    if fewer >= n_threads:
+    return fewer if fewer < n_threads else None
+
+
+def advice_on_threads(by_others: float | None, device: torch.device) -> str | None:
+    """Advice for a run whose threads have to wait for other programs; else None."""
+    if by_others is None or (fewer := fewer_threads(by_others, device)) is None:
         return None
     return (
-        f"other programs keep {by_others:.1f} of {n_cores} cores busy, and {n_threads} threads wait for one another: "
-        f"train.threads={fewer} may be faster."
+        f"{_busy(by_others)}, and {torch.get_num_threads()} threads wait for one another: train.threads={fewer} may be "
+        f"faster."
     )
+
+
+def free_threads(cores: BusyCores, device: torch.device) -> tuple[int, str] | None:
+    """How many threads a new run takes where other programs keep cores busy, and a line on it; None: as many as ever.
+
+    Not where OMP_NUM_THREADS says it. Takes up to a second, to see what the others do.
+    """
+    if device.type != "cpu" or torch.get_num_threads() < 2 or "OMP_NUM_THREADS" in os.environ:
+        return None
+    by_others = cores.soon_by_others()
+    if by_others is None or (fewer := fewer_threads(by_others, device)) is None:
+        return None
+    return fewer, (
+        f"{_busy(by_others)}: computing with {counted(fewer, 'thread')}, as recipe.yaml records. "
+        f"train.threads={torch.get_num_threads()} takes all."
+    )
+
+
+def _busy(by_others: float) -> str:
+    return f"other programs keep {by_others:.1f} of {os.cpu_count()} cores busy"
 
 
 PROBE_SECONDS = 0.4

@@ -101,8 +101,8 @@ class TrainConfig(Section):
     threads: Free[PositiveInt | None] = Field(
         None,
         le=1024,
-        description="CPU threads that a process computes with. null: OMP_NUM_THREADS, else one for each core. Fewer "
-        "where other programs keep cores busy: all threads wait for the slowest.",
+        description="CPU threads that a process computes with. null: OMP_NUM_THREADS, else one for each core less the "
+        "cores that other programs keep busy as a run of one process begins: all threads wait for the slowest.",
     )
 
     log_every: Free[PositiveInt] = 10

@@ -15,9 +15,11 @@ from gptworks.config import Recipe
 from gptworks.data.conversations.inspection import check_records
 from gptworks.data.prepare import Prepared, prepare
 from gptworks.device import (
+    BusyCores,
     choose_device,
     choose_precision,
     cpu_threads,
+    free_threads,
     reset_peak,
 )
 from gptworks.errors import RunError, UserError
@@ -97,6 +99,7 @@ def train(
     """
     display = display or Display(None if ranks.is_rank_zero else Console(quiet=True))
     ranks.from_rank_zero(lambda: check_train(recipe, resume, ranks.size, change))
+    cores, is_new = BusyCores(), not (recipe.run_dir / "recipe.yaml").exists()
     device = choose_device(recipe.train.device)
     precision = choose_precision(recipe.train.precision, device)
     prepared = ranks.rank_zero_first(lambda: prepare(recipe))
@@ -108,6 +111,11 @@ def train(
         display.message(f"{ranks.size} ranks: {layout_words(layout)}")
     display.message(f"memory: {readable(peak.total_bytes, 'B')} planned at the peak, reached during: {peak.moment}")
     choose_allocation(peak, device, ranks.local_size)
+    if is_new and ranks.size == 1 and recipe.train.threads is None and (free := free_threads(cores, device)):
+        threads, words = free
+        display.message(words)
+        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"threads": threads})})
+        overrides = [*overrides, f"train.threads={threads}"]  # a resumed run keeps them, and so repeats each bit
     parallel = choose_parallel(recipe, ranks, device, layout)
     run = Run(recipe, prepared, display, objective, ranks, parallel)
     folder = open_run_folder(recipe, resume, change) if ranks.is_rank_zero else contextlib.nullcontext()
