@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import commands
 import demo_claim
 import tiny
 from gptworks.cli import app
@@ -227,6 +229,29 @@ def test_chat_continues_forgets_and_quits(folder: Path) -> None:
     assert len(replies) == 5
     assert replies[0] == replies[3]  # after /reset the same words get the same answer
     assert "base model" in result.stderr
+
+
+@pytest.mark.skipif(not commands.CAN_FORK, reason="needs a pseudo-terminal that a test can drive")
+def test_a_chat_at_a_terminal_recalls_what_was_typed(folder: Path, tmp_path: Path) -> None:
+    """The arrow key brings the line back, here and in a later chat; Ctrl-D ends."""
+    environment = {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
+    for typed in (b"line 1: the\n", b"\x1b[A\n"):
+        ours, theirs = os.openpty()
+        with os.fdopen(theirs, "r+b", buffering=0) as terminal:
+            options = {"stdin": terminal, "stdout": terminal, "stderr": terminal, "env": environment}
+            chat = commands.start("-m", "gptworks", "chat", folder / "run", "--max-tokens", "4", **options)
+        shown = b""
+        for until, then in ((b"> ", typed), (b"tokens/s", b"\x1b[A\n"), (b"tokens/s", b"\x04")):
+            n_before = shown.count(until)
+            while shown.count(until) == n_before or (until != b"> " and not shown.endswith(b"> ")):
+                assert select.select([ours], [], [], 60)[0], shown
+                shown += os.read(ours, 4096)
+            os.write(ours, then)
+        assert chat.wait(60) == 0, shown
+        os.close(ours)
+        assert shown.count(b"line 1: the") >= 2 and b"^[[A" not in shown, shown
+    history = tmp_path / "gptworks" / "chat_history"
+    assert "line 1: the" in history.read_text(encoding="utf-8") and history.stat().st_mode & 0o077 == 0
 
 
 def test_unknown_characters_are_said(folder: Path) -> None:

@@ -199,6 +199,7 @@ def chat(
     device: Device = "auto",
 ) -> None:
     """Talk with a model. A base model has no turns: it continues the growing text."""
+    from gptworks.cli.talk import Talk, Terminal
     from gptworks.infer.chat import chat_session
 
     engine = load_engine(run, checkpoint, device, backend=backend, cache=cache, reuse="all")
@@ -208,32 +209,9 @@ def chat(
         presence_penalty=presence_penalty, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()),
     )  # fmt: skip
     kind = "an assistant: it answers" if engine.chat_template else "a base model: it continues"
-    notice(f"This is {kind} what you write. /reset forgets the text, /quit ends. Ctrl-C stops a reply.")
-    forgotten_said = False
-    while True:
-        try:
-            text = input("> ")
-        except (EOFError, KeyboardInterrupt):
-            typer.echo()
-            return
-        if text.strip() in ("/quit", "/exit"):
-            return
-        if text.strip() == "/reset":
-            session.reset()
-            forgotten_said = False
-            continue
-        try:
-            for part in session.send(text):
-                sys.stdout.write(part)
-                sys.stdout.flush()
-        except KeyboardInterrupt:
-            pass
-        except UserError as error:
-            notice(f"error: {error}")
-        typer.echo()
-        if session.n_forgotten_tokens and not forgotten_said:
-            notice("(The context is full: the oldest text falls out as the conversation grows.)")
-            forgotten_said = True
+    notice(f"This is {kind} what you write. /help lists what you can do; Ctrl-C stops an answer, Ctrl-D ends.")
+    with Terminal() as terminal:
+        Talk(session, terminal).run()
 
 
 def load_engine(

@@ -1,15 +1,24 @@
 """A conversation: turns, where the run has a chat template; with a base model, one transcript that it continues."""
 
-from collections.abc import Iterator
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from gptworks.chat_template import Message
+from gptworks.config import ConversationsSource
+from gptworks.data.conversations.reading import iter_conversations
 from gptworks.errors import UserError
+from gptworks.files import check_regular
 from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
-from gptworks.infer.text import Piece
+from gptworks.infer.text import FinishReason, Piece
 from gptworks.tokenizer import encode_text
+
+MOST_FILE_BYTES = 1 << 24
+"""Of a file of conversations that a chat reads."""
 
 
 class ChatSession:
@@ -18,6 +27,8 @@ class ChatSession:
     A base model has no notion of turns: it continues the transcript as plain text. When the transcript outgrows the
     context, its oldest tokens fall out for good, down to the last half of the context.
     """
+
+    system = ""
 
     def __init__(self, engine: Engine, settings: SamplingSettings | None = None, **changes: Any) -> None:
         """Settings as for `Engine.generate`.
@@ -32,9 +43,17 @@ class ChatSession:
     def reset(self) -> None:
         """Forget the transcript."""
         self.token_ids: list[int] = []
+        self.said: list[Message] = []
+        """All that was sent and that the model wrote, as messages of user and assistant."""
         self.n_turns = 0
         self.n_forgotten_tokens = 0
         """Tokens that fell out of the transcript; the caller should warn the user when it leaves 0."""
+        self.n_answer_tokens = 0
+        """Of the last answer, as far as it was read."""
+        self.finish_reason: FinishReason | None = None
+        """Why the last answer ended; None where it was not read to its end."""
+        self._n_hidden = 0  # of the first messages: a context of turns has no room for them
+        self._before: tuple[int, list[int], int, int] | None = None
 
     def send(self, text: str) -> Iterator[str]:
         """Append text to the transcript and stream the model's continuation, which is appended as it comes.
@@ -44,22 +63,139 @@ class ChatSession:
         Raises:
             UserError: no tokens come of the first text, or the tokenizer cannot read the text.
         """
+        before = self._state()
         if not self.token_ids:
             self.token_ids = self.engine.encode_prompt(text)
         else:
             self.token_ids += encode_text(self.engine.tokenizer, text)
         self._forget()
-        seed = None if self.settings.seed is None else self.settings.seed + self.n_turns  # each turn draws anew
-        self.n_turns += 1
-        return self._reply(self.engine.pieces(self.token_ids, self.settings, overflow="slide", seed=seed))
+        pieces = self.engine.pieces(self.token_ids, self.settings, overflow="slide", seed=self._next_seed())
+        return self._answer(text, before, pieces)
 
-    def _reply(self, pieces: Iterator[Piece]) -> Iterator[str]:
+    @property
+    def last_text(self) -> str:
+        """What was sent last.
+
+        Raises:
+            UserError: nothing was sent, or it was taken back.
+        """
+        if self._before is None:
+            raise UserError("there is no last text: write one first.")
+        return str(self.said[-2]["content"])
+
+    def take_back(self) -> str:
+        """Forget the last text that was sent, and its answer; returns the text.
+
+        Raises:
+            UserError: nothing was sent, or it was taken back already.
+        """
+        text, before = self.last_text, self._before
+        assert before is not None
+        n_said, self.token_ids, self.n_forgotten_tokens, self._n_hidden = before
+        del self.said[n_said:]
+        self._before = None
+        return text
+
+    def set_system(self, text: str) -> None:
+        """Give the conversation another system message, or none with an empty text, from the next turn on.
+
+        Raises:
+            UserError: a base model has none.
+        """
+        raise UserError("a base model has no system message: it continues what you write.")
+
+    def save(self, path: Path) -> int:
+        """Add the conversation to a .jsonl file, as a record of `messages`; returns how many messages it has.
+
+        Raises:
+            UserError: there is none yet; or the file is no .jsonl file, or cannot be written.
+        """
+        if not self.said:
+            raise UserError("there is nothing to save yet.")
+        _check_name(path)
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        line = json.dumps({"messages": [*system, *self.said]}, ensure_ascii=False) + "\n"
+        try:
+            if path.exists():
+                check_regular(path)
+            with path.open("a+b") as file:
+                if file.tell():
+                    file.seek(-1, 2)
+                    line = line if file.read() == b"\n" else f"\n{line}"
+                file.write(line.encode("utf-8", "replace"))
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror}.") from None
+        return len(system) + len(self.said)
+
+    def load(self, path: Path) -> int:
+        """Go on from the last conversation of a .jsonl file, whatever its shape; returns how many messages it has.
+
+        Raises:
+            UserError: the file is missing, too large or broken, or its turns do not alternate; nothing changes then.
+        """
+        _check_name(path)
+        try:
+            check_regular(path, MOST_FILE_BYTES)
+            [last] = deque(iter_conversations([ConversationsSource(type="conversations", path=str(path))]), 1)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+        except ValueError as error:
+            raise error if isinstance(error, UserError) else UserError(f"{path} holds no conversation.") from None
+        self._restore(last.messages, path)
+        return len(last.messages)
+
+    # ----------------------------------------------------------------------------------------------- inside
+
+    def _restore(self, messages: Sequence[Message], path: Path) -> None:
+        n_system = int(messages[0]["role"] == "system")
+        said = list(messages[n_system:])
+        roles = [message["role"] for message in said]
+        if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
+            raise UserError(
+                f"{path}: a chat goes on from turns of user and assistant that alternate and end with an answer; these "
+                f"are {', '.join(roles[:8])}{', …' if len(roles) > 8 else ''}."
+            )
+        before, ids = self._encoded(said[:-2]), self._encoded(said)
+        if n_system or self.system:
+            self.set_system(messages[0]["content"] if n_system else "")
+        self.reset()
+        self.token_ids, self.said = ids, said
+        self._forget()
+        self._before = len(said) - 2, before[-self.engine.context :], 0, 0
+
+    def _encoded(self, said: Sequence[Message]) -> list[int]:
+        """The tokens of a transcript; none where there is no text."""
+        text = "".join(message["content"] for message in said)
+        return self.engine.encode_prompt(text) if text else []
+
+    def _state(self) -> tuple[int, list[int], int, int]:
+        return len(self.said), list(self.token_ids), self.n_forgotten_tokens, self._n_hidden
+
+    def _next_seed(self) -> int | None:
+        """Each turn draws anew."""
+        return None if self.settings.seed is None else self.settings.seed + self.n_turns
+
+    def _answer(self, text: str, before: tuple[int, list[int], int, int], pieces: Iterator[Piece]) -> Iterator[str]:
+        """Begin a turn that `take_back` can take back, and stream its answer."""
+        answer: Message = {"role": "assistant", "content": ""}
+        self.said += [{"role": "user", "content": text}, answer]
+        self._before, self.n_answer_tokens, self.finish_reason = before, 0, None
+        self.n_turns += 1
+        return self._read(pieces, answer)
+
+    def _read(self, pieces: Iterator[Piece], answer: Message) -> Iterator[str]:
         for piece in pieces:
+            self.finish_reason = piece.finish_reason
             if piece.token_id is not None:
-                self.token_ids.append(piece.token_id)
-                self._forget()
+                self.n_answer_tokens += 1
+                self._written(piece.token_id)
             if piece.text:
+                answer["content"] += piece.text
                 yield piece.text
+
+    def _written(self, token: int) -> None:
+        self.token_ids.append(token)
+        self._forget()
 
     def _forget(self) -> None:
         """Drop what the engine's window drops, so that the next turn goes on with what the model still sees."""
@@ -85,15 +221,20 @@ class TurnSession(ChatSession):
         """
         if engine.chat_template is None:
             raise UserError("this run has no chat template: it is a base model, which has no turns.")
-        self._template, self._system = engine.chat_template, system
+        self._template, self.system = engine.chat_template, system
         super().__init__(engine, settings, **changes)
         ends = (*self.settings.stop_token_ids, *self._template.end_token_ids())
         self.settings = replace(self.settings, stop_token_ids=tuple(dict.fromkeys(ends)))
 
-    def reset(self) -> None:
-        """Forget all turns."""
-        super().reset()
-        self.messages: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
+    @property
+    def messages(self) -> list[Message]:
+        """The turns that the model sees, the system's first."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *self.said[self._n_hidden :]]
+
+    def set_system(self, text: str) -> None:
+        """Give the conversation another system message, or none with an empty text, from the next turn on."""
+        self.system = text
 
     def send(self, text: str) -> Iterator[str]:
         """Add the user's turn and stream the assistant's, which is added as far as it is read.
@@ -101,31 +242,35 @@ class TurnSession(ChatSession):
         Raises:
             UserError: the template refuses the turns, or this one alone is longer than the context.
         """
-        messages, ids, n_forgotten = self._fitting([*self.messages, {"role": "user", "content": text}])
-        seed = None if self.settings.seed is None else self.settings.seed + self.n_turns
-        pieces = self.engine.pieces(ids, self.settings, seed=seed)
-        self.messages, self.token_ids = messages, ids
+        before = self._state()
+        n_hidden, ids, n_forgotten = self._fitting([*self.messages, {"role": "user", "content": text}])
+        pieces = self.engine.pieces(ids, self.settings, seed=self._next_seed())
+        self._n_hidden += n_hidden
+        self.token_ids = ids
         self.n_forgotten_tokens += n_forgotten
-        self.n_turns += 1
-        return self._answer(pieces)
+        return self._answer(text, before, pieces)
 
-    def _answer(self, pieces: Iterator[Piece]) -> Iterator[str]:
-        answer: Message = {"role": "assistant", "content": ""}
-        self.messages.append(answer)
-        for piece in pieces:
-            if piece.text:
-                answer["content"] += piece.text
-                yield piece.text
+    def _encoded(self, said: Sequence[Message]) -> list[int]:
+        return []  # each turn encodes those before it anew
 
-    def _fitting(self, messages: list[Message]) -> tuple[list[Message], list[int], int]:
-        """The turns less the oldest, until there is room for an answer; their tokens; how many tokens that cost."""
+    def _written(self, token: int) -> None:
+        """An answer is encoded with the next turn."""
+
+    def _fitting(self, messages: list[Message]) -> tuple[int, list[int], int]:
+        """How many of the oldest turns leave no room for an answer; the tokens of the others; those that this costs."""
         room = self.engine.context - min(self.settings.max_tokens, self.engine.context // 2)
         ids = self._template.encode(messages, add_generation_prompt=True)
-        n_before, first = len(ids), 1 if self._system else 0
+        n_before, n_hidden, first = len(ids), 0, 1 if self.system else 0
         while len(ids) > room and len(messages) > first + 2:
             messages = messages[:first] + messages[first + 2 :]  # without a question and its answer
+            n_hidden += 2
             ids = self._template.encode(messages, add_generation_prompt=True)
-        return messages, ids, n_before - len(ids)
+        return n_hidden, ids, n_before - len(ids)
+
+
+def _check_name(path: Path) -> None:
+    if path.suffix != ".jsonl":
+        raise UserError(f"{path}: a file of conversations, a line each, has a name that ends in .jsonl.")
 
 
 def chat_session(

@@ -1,0 +1,231 @@
+"""What a person types in `gptworks chat`, and what comes of it."""
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from gptworks.errors import UserError, nearest
+from gptworks.infer.chat import ChatSession
+from gptworks.infer.sampling import SamplingSettings
+from gptworks.units import counted
+
+HELP = """\
+/retry            another answer to your last text
+/edit [TEXT]      your last text again: on its own line to be changed, or TEXT instead of it
+/system [TEXT]    another system message from now on; without TEXT, none
+/temperature [X]  0 takes the likeliest token; without X, say what it is
+/save FILE.jsonl  add the conversation to a file of conversations, which training reads too
+/load FILE.jsonl  go on from the last conversation of such a file
+/reset            forget the conversation
+/help             this list
+/quit             end, as Ctrl-D does
+Several lines: begin with three double quotes, end with three. Arrow keys bring back what you have typed.
+A text that begins with / is a command; begin with a space to send it. Ctrl-C stops an answer and keeps the chat."""
+
+BLOCK = '"""'
+MOST_HISTORY_LINES, MOST_HISTORY_BYTES = 1000, 1 << 20
+
+_HIDDEN = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Characters by which a model or a file could drive the terminal."""
+
+
+class Terminal:
+    """Reads lines, with arrow keys and a history where a person types them; prints answers and remarks."""
+
+    def __init__(self) -> None:
+        self._readline: Any = None
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            with contextlib.suppress(ImportError):  # not on Windows
+                import readline
+
+                self._readline = readline
+
+    def __enter__(self) -> Self:
+        """Recall what was typed in earlier chats."""
+        if self._readline is not None and (file := history_file()) is not None:
+            with contextlib.suppress(OSError):
+                if file.is_file() and file.stat().st_size <= MOST_HISTORY_BYTES:
+                    self._readline.read_history_file(file)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Keep the newest lines, in a file that only its owner reads."""
+        if self._readline is not None and (file := history_file()) is not None:
+            self._readline.set_history_length(MOST_HISTORY_LINES)
+            with contextlib.suppress(OSError):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
+                self._readline.write_history_file(file)
+
+    def read(self, prompt: str, prefilled: str = "") -> str:
+        """A line, that begins as `prefilled`.
+
+        Raises:
+            EOFError: there is no more.
+        """
+        readline = self._readline
+        if readline is not None and prefilled:
+            readline.set_startup_hook(lambda: readline.insert_text(prefilled))
+        try:
+            return input(prompt)
+        finally:
+            if readline is not None:
+                readline.set_startup_hook()
+
+    def write(self, text: str) -> None:
+        """Part of an answer."""
+        sys.stdout.write(text.translate(_HIDDEN))
+        sys.stdout.flush()
+
+    def remark(self, text: str) -> None:
+        """Something that is not the model's."""
+        sys.stderr.write(f"{text.translate(_HIDDEN)}\n")
+        sys.stderr.flush()
+
+
+def history_file() -> Path | None:
+    """chat_history in gptworks/ below $XDG_STATE_HOME or ~/.local/state; None where there is no home."""
+    base = os.environ.get("XDG_STATE_HOME", "")
+    if not Path(base).is_absolute():  # so the specification
+        try:
+            base = str(Path.home() / ".local" / "state")
+        except RuntimeError:
+            return None
+    return Path(base) / "gptworks" / "chat_history"
+
+
+class Talk:
+    """A conversation at a terminal, until the person ends it."""
+
+    def __init__(self, session: ChatSession, terminal: Terminal) -> None:
+        self.session, self.terminal = session, terminal
+        self._commands: dict[str, Callable[[str], object]] = {
+            "retry": self._retry, "edit": self._edit, "system": self._system, "temperature": self._temperature,
+            "save": self._save, "load": self._load, "reset": self._reset, "help": lambda _: terminal.remark(HELP),
+        }  # fmt: skip
+        self._warned = False
+
+    def run(self) -> None:
+        """Read and answer until /quit or the end of the input."""
+        while True:
+            try:
+                if not self.take(self._read()):
+                    return
+            except EOFError:
+                self.terminal.write("\n")
+                return
+            except KeyboardInterrupt:  # at the prompt: the line is dropped
+                self.terminal.write("\n")
+
+    def take(self, typed: str) -> bool:
+        """Obey a command, or send a text; whether the conversation goes on."""
+        command = re.fullmatch(r"/(\w+)(?:\s+(.*))?\s*", typed)
+        try:
+            if command is None:
+                self._answer(self.session.send(typed[1:] if typed.startswith(" /") else typed))
+            elif command[1] in ("quit", "exit"):
+                return False
+            elif command[1] in self._commands:
+                self._commands[command[1]]((command[2] or "").strip())
+            else:
+                near = nearest(command[1], self._commands)
+                hint = f"did you mean /{near}?" if near else "/help lists them."
+                self.terminal.remark(f"there is no /{command[1]}: {hint}")
+        except UserError as error:
+            self.terminal.remark(f"error: {error}")
+        return True
+
+    def _read(self) -> str:
+        """A line, or the lines between three double quotes and three more."""
+        line = self.terminal.read("> ")
+        if not line.startswith(BLOCK):
+            return line
+        lines = [line.removeprefix(BLOCK)]
+        while not lines[-1].rstrip().endswith(BLOCK):
+            lines.append(self.terminal.read("… "))
+        text = "\n".join([*lines[:-1], lines[-1].rstrip().removesuffix(BLOCK)]).strip("\n")
+        return f" {text}" if text.startswith("/") else text
+
+    def _answer(self, parts: Iterator[str]) -> None:
+        """Print an answer as it comes, up to Ctrl-C, and how fast it came."""
+        session, began = self.session, time.perf_counter()
+        with interrupts() as interrupted:
+            for part in parts:
+                self.terminal.write(part)
+                if interrupted():
+                    break
+        seconds = time.perf_counter() - began
+        self.terminal.write("\n")
+        n = session.n_answer_tokens
+        why = {"length": f"; --max-tokens {session.settings.max_tokens}", "context": "; the context is full"}
+        end = "; stopped" if interrupted() else why.get(session.finish_reason or "", "")
+        self.terminal.remark(f"({counted(n, 'token')}, {n / max(seconds, 1e-9):.3g} tokens/s{end})")
+        if session.n_forgotten_tokens and not self._warned:
+            self.terminal.remark("(The context is full: the oldest text falls out as the conversation grows.)")
+        self._warned = session.n_forgotten_tokens > 0
+
+    # --------------------------------------------------------------------------------------------- commands
+
+    def _retry(self, _: str) -> None:
+        self._answer(self.session.send(self.session.take_back()))
+
+    def _edit(self, text: str) -> None:
+        if text := text or self.terminal.read("> ", self.session.last_text):
+            self.session.take_back()
+            self._answer(self.session.send(text))
+
+    def _system(self, text: str) -> None:
+        self.session.set_system(text)
+        self.terminal.remark("the system message is changed" if text else "there is no system message now")
+
+    def _temperature(self, text: str) -> None:
+        if text:
+            try:
+                value = float(text)
+            except ValueError:
+                raise UserError(f"/temperature {text}: give a number, such as 0.7.") from None
+            self.session.settings = SamplingSettings.of(self.session.settings, temperature=value)
+        self.terminal.remark(f"temperature {self.session.settings.temperature:g}")
+
+    def _save(self, name: str) -> None:
+        n = self.session.save(_file("save", name))
+        self.terminal.remark(f"added {n} messages to {name}")
+
+    def _load(self, name: str) -> None:
+        n = self.session.load(_file("load", name))
+        question, answer = (message["content"][-2000:] for message in self.session.said[-2:])
+        self.terminal.remark(f"going on from the {n} messages of {name}, which end with:")
+        self.terminal.write(f"> {question}\n{answer}\n")
+
+    def _reset(self, _: str) -> None:
+        self.session.reset()
+        self._warned = False
+
+
+def _file(command: str, name: str) -> Path:
+    if not name:
+        raise UserError(f"/{command} needs a file, such as /{command} chat.jsonl.")
+    return Path(name).expanduser()
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Inside, the first Ctrl-C is only noted, so that an engine's step is never cut; the second acts as usual."""
+    seen: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, _: object) -> None:
+        seen.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)
