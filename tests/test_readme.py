@@ -17,6 +17,7 @@ from gptworks.plan.params import count_parameters
 from gptworks.presets import preset
 from gptworks.recipe import load_recipe, parse_recipe, save_recipe
 from gptworks.recipes import shipped_paths
+from gptworks.train.record.writers import WRITERS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -106,6 +107,31 @@ def test_what_the_benchmarks_import_is_installed_by_make_bench() -> None:
                 [node.module or ""] if isinstance(node, ast.ImportFrom) else [])  # fmt: skip
             for name in {name.split(".")[0] for name in names} - own - set(sys.stdlib_module_names):
                 assert name in installed, f"bench/{path.name} imports {name}, which no extra of `make bench` names"
+
+
+def test_each_extra_that_an_error_names_exists_and_holds_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {
+        name: {re.split(r"[\[><=;~! ]", one)[0] for one in packages}
+        for name, packages in project["optional-dependencies"].items()
+    }
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")}
+    assert [path.name for path, text in sources.items() if "pip install" in text] == ["errors.py"]
+    calls = [
+        node
+        for text in sources.values()
+        if "not_installed(" in text
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "not_installed"
+    ]
+    named = [
+        [ast.literal_eval(arg) if isinstance(arg, ast.Constant) else "" for arg in call.args[:2]] for call in calls
+    ]
+    named += [[name, name] for name in WRITERS]  # of train.loggers
+    assert len(named) >= 11
+    for package, extra in named:
+        assert extra in extras or not extra, extra
+        assert not package or package in extras[extra], package
 
 
 def test_the_first_recipe_of_the_guide_is_the_demo() -> None:

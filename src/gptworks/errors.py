@@ -10,6 +10,18 @@ class UserError(ValueError):
     exit_code = 2
 
 
+def not_installed(package: str, extra: str, what: str, advice: str = "") -> UserError:
+    """The error of a package that is missing, with the command that installs it.
+
+    Args:
+        extra: the one of gptworks' optional dependencies that holds it.
+        what: needs it, such as "a sweep".
+        advice: another way out, as a sentence.
+    """
+    command = f"pip install 'gptworks[{extra}]', or in a clone of gptworks pip install '.[{extra}]'"
+    return UserError(f"{what} needs {package}, which is not installed: {command}.{advice and ' ' + advice}")
+
+
 class RunError(RuntimeError):
     """The input was right and the work failed (a full disk, a diverging run). Exit code 1."""
 

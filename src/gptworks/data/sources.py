@@ -28,7 +28,7 @@ from gptworks.config import (
     SourceConfig,
     TextSource,
 )
-from gptworks.errors import RunError, UserError
+from gptworks.errors import RunError, UserError, not_installed
 from gptworks.files import sha256_file
 
 PIECE_BYTES = 1 << 20
@@ -347,7 +347,7 @@ def read_parquet(file: Path, field: str | None = None) -> Iterator[tuple[str, Ma
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise UserError(f"{file}: reading it needs pyarrow. Install it with: pip install 'gptworks[data]'") from None
+        raise not_installed("pyarrow", "data", f"{file}: reading it") from None
     try:
         table = pq.ParquetFile(file)
     except pa.ArrowInvalid as error:
@@ -379,7 +379,7 @@ def open_dataset(source: HuggingFaceSource | RecordsSource) -> tuple[str, Iterab
     try:
         import datasets
     except ImportError:
-        raise UserError(f"{where}: reading it needs datasets. Install it with: pip install 'gptworks[data]'") from None
+        raise not_installed("datasets", "data", f"{where}: reading it") from None
     try:
         if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
             saved = datasets.load_from_disk(source.dataset)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gptworks.errors import UserError
+from gptworks.errors import not_installed
 from gptworks.evaluate.bootstrap import Figure, Floats
 
 
@@ -96,7 +96,7 @@ def _library(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise UserError(f"{package} is not installed: pip install 'gptworks[evaluate]'.") from None
+        raise not_installed(package, "evaluate", "this metric") from None
 
 
 def pass_at_k(n_samples: int, n_right: int, k: int) -> float:

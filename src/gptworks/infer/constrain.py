@@ -1,6 +1,6 @@
 """Text that follows a JSON schema or a regular expression: which tokens may come next, by llguidance.
 
-The extra `constrain` holds the library: `pip install gptworks[constrain]`.
+The extra `constrain` holds the library.
 
 llguidance bounds neither the time nor the memory of a compilation, and does not stop one. Each grammar is therefore
 compiled first in a process with limits (`gptworks.confined`), which dies where it passes them. What has proved cheap
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gptworks.confined import Confined, Exceeded, Limits, Refused, Task
 from gptworks.confined.grammar import compile_grammar, read_tokenizer
-from gptworks.errors import UserError
+from gptworks.errors import UserError, not_installed
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.scheduler import QueueFull
 from gptworks.infer.schema import check_regex, check_schema
@@ -106,9 +106,7 @@ class Constraints:
         try:
             import llguidance
         except ImportError:
-            raise UserError(
-                "json_schema and regex need the library llguidance: pip install 'gptworks[constrain]'."
-            ) from None
+            raise not_installed("llguidance", "constrain", "a text with json_schema or regex") from None
         self._library: Any = llguidance
         self._n_tokens = vocabulary_size(tokenizer)
         setup = _setup(tokenizer, self._n_tokens)

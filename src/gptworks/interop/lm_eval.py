@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from gptworks.chat_template import ChatTemplate
-from gptworks.errors import UserError
+from gptworks.errors import UserError, not_installed
 from gptworks.evaluate.metrics import means
 from gptworks.evaluate.results import Evaluation, Measured
 from gptworks.evaluate.scoring import SLOTS, complete_all, score_pairs
@@ -32,7 +32,7 @@ try:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError:
-    raise UserError("lm-evaluation-harness is not installed: pip install 'gptworks[harness]'.") from None
+    raise not_installed("lm_eval", "harness", "lm-evaluation-harness") from None
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import filelock
 
 from gptworks.config import Recipe, Role, SweepConfig, SweepRange, settings
-from gptworks.errors import RunError, UserError
+from gptworks.errors import RunError, UserError, not_installed
 from gptworks.recipe import load_recipe, save_recipe
 from gptworks.runs.settings import flat
 from gptworks.train.record.metrics import Record, read_metrics
@@ -105,7 +105,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), resume: bool = F
     if recipe.sweep is None:
         raise UserError(f"{path} has no `sweep` section: name there what to try, as in docs/guide.md.")
     if find_spec("optuna") is None:
-        raise UserError("a sweep needs Optuna, which is not installed: pip install 'gptworks[sweep]'.")
+        raise not_installed("optuna", "sweep", "a sweep")
     for key, values in recipe.sweep.ranges.items():
         _check_tunable(recipe, key)
         for value in _probes(values):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gptworks.checkpoint import Report, load_run
 from gptworks.config import ModelConfig
-from gptworks.errors import RunError, UserError
+from gptworks.errors import RunError, UserError, not_installed
 from gptworks.model import GPT, SlotCache
 from gptworks.tokenizer import load_tokenizer, prompt_ids
 
@@ -61,9 +61,8 @@ def require(library: str) -> Any:
         with quiet():
             return importlib.import_module(library)
     except ImportError:
-        raise UserError(
-            f"the model is compared with {library}, which is not installed: pip install 'gptworks[interop]', or "
-            f"give --no-verify, which leaves the comparison out."
+        raise not_installed(
+            library, "interop", "the comparison of the model", "--no-verify leaves the comparison out."
         ) from None
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from gptworks.config import Recipe
-from gptworks.errors import UserError
+from gptworks.errors import UserError, not_installed
 from gptworks.files import write_whole
 from gptworks.train.record.metrics import MetricsLog, Record, Writer
 
@@ -22,7 +22,7 @@ def check_writers(names: Sequence[str]) -> None:
     """
     for name in names:
         if find_spec(name) is None:
-            raise UserError(f"train.loggers names {name}, which is not installed: pip install 'gptworks[{name}]'.")
+            raise not_installed(name, name, f"train.loggers={name}")
 
 
 def open_log(recipe: Recipe, resume_step: int, resume_rollbacks: int = 0) -> MetricsLog:
