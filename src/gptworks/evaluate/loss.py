@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -163,6 +163,18 @@ def evaluate_by_position(
         n_bytes = None if bytes_of is None else int(sizes[a:b].sum())
         found.append(PositionLoss(a + 1, b, LossReport(nats[a:b].sum().item(), int(counts[a:b].sum()), n_bytes)))
     return found
+
+
+def watched(
+    windows: Iterable[tuple[Tensor, ...]], n_tokens: int, stride: int | None, progress: Callable[[int, int], None]
+) -> Iterator[Any]:
+    """The windows of `n_tokens` tokens; `progress` is called with the tokens done, and all, as the next one is asked
+    for."""
+    done = 0
+    for window in windows:
+        yield window
+        done = min(n_tokens, done + (window[0].numel() if stride is None else stride))
+        progress(done, n_tokens)
 
 
 def batches_of(windows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:

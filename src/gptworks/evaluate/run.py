@@ -16,7 +16,7 @@ from gptworks.data.shards import TokenShards
 from gptworks.device import choose_device, choose_precision
 from gptworks.errors import UserError
 from gptworks.evaluate.calibration import measure_calibration
-from gptworks.evaluate.loss import compressor_bits_per_byte, evaluate_by_position, evaluate_loss
+from gptworks.evaluate.loss import compressor_bits_per_byte, evaluate_by_position, evaluate_loss, watched
 from gptworks.evaluate.memorization import measure_memorization
 from gptworks.evaluate.results import Evaluation, Measured
 from gptworks.evaluate.sandbox import Sandbox
@@ -54,7 +54,7 @@ class EvaluatedRun:
             precision: of losses; None: the run's own. Tasks are computed as the engine computes.
             report: called with each fallback, as text.
             prepare: makes, or finds, the run's own text as shards.
-            progress: called with the items done, and all.
+            progress: called with the items or tokens done, and all.
 
         Raises:
             UserError: no such run, checkpoint or device, or damaged files.
@@ -117,6 +117,7 @@ class EvaluatedRun:
         windows: Iterable[tuple[torch.Tensor, ...]] = (
             held_out_rows(shards, self.recipe) if answers_alone else evaluation_windows(shards, context, stride=stride)
         )
+        windows = watched(windows, shards.n_tokens, stride, self._progress)
         report = evaluate_loss(self.model, windows, text_bytes=text_bytes, autocast=self.precision.autocast)
         result: dict[str, Any] = {
             "loss": report.loss, "perplexity": report.perplexity, "bits_per_byte": report.bits_per_byte,
@@ -124,7 +125,7 @@ class EvaluatedRun:
         }  # fmt: skip
         if by_position:
             sizes = token_bytes(self.prepared.tokenizer) if round_trips else None
-            whole = evaluation_windows(shards, context)
+            whole = watched(evaluation_windows(shards, context), shards.n_tokens, None, self._progress)
             parts = evaluate_by_position(self.model, whole, token_bytes=sizes, autocast=self.precision.autocast)
             result["positions"] = positions_table(parts)
         if compressors:
@@ -133,7 +134,9 @@ class EvaluatedRun:
 
     def text(self, path: Path, text: str, stride: int | None = None) -> Evaluation:
         """Loss, perplexity and bits per byte of a text; see `evaluate_text`."""
-        found = evaluate_text(self.model, self.tokenizer, text, stride=stride, autocast=self.precision.autocast)
+        found = evaluate_text(
+            self.model, self.tokenizer, text, stride=stride, autocast=self.precision.autocast, progress=self._progress
+        )
         notes = () if found.report.text_bytes else ("the tokenizer does not keep the whole text: no bits per byte",)
         details = {"tokens": found.report.n_tokens, "positions": positions_table(found.positions)}
         return self._evaluation(
@@ -156,6 +159,7 @@ class EvaluatedRun:
         """Probabilities against frequencies, over the whole validation split; see `measure_calibration`."""
         shards = TokenShards(self.prepared.folder, "validation")
         windows = evaluation_windows(shards, self.model.config.context_length)
+        windows = watched(windows, shards.n_tokens, None, self._progress)
         found = measure_calibration(self.model, windows, autocast=self.precision.autocast)
         details = {"bins": [vars(one) for one in found.bins]}
         text = self.prepared.manifest.fingerprint

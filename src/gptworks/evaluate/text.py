@@ -14,7 +14,7 @@ from gptworks.config import IGNORED
 from gptworks.data.batches import Int64s, evaluation_windows
 from gptworks.errors import UserError
 from gptworks.evaluate.bootstrap import Floats
-from gptworks.evaluate.loss import LossReport, PositionLoss, each_nats, evaluate_by_position
+from gptworks.evaluate.loss import LossReport, PositionLoss, each_nats, evaluate_by_position, watched
 from gptworks.evaluate.results import Measured
 from gptworks.model import GPT
 from gptworks.tokenizer import document_frame, encodings, token_bytes
@@ -79,6 +79,7 @@ def evaluate_text(
     *,
     stride: int | None = None,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> TextEvaluation:
     """Loss, perplexity and bits per byte of a text; each of its tokens is predicted once.
 
@@ -88,12 +89,14 @@ def evaluate_text(
     Args:
         stride: tokens from a window to the next; below the context, each token sees at least context − stride others.
             None: half the context.
+        progress: called with the tokens done, and all.
 
     Raises:
         UserError: an empty text, or a stride that is not within 1 and the context.
     """
     tokens, context = TextTokens(tokenizer, text), model.config.context_length
-    windows = evaluation_windows(tokens, context, stride=max(1, context // 2) if stride is None else stride)
+    stride = max(1, context // 2) if stride is None else stride
+    windows = watched(evaluation_windows(tokens, context, stride=stride), tokens.n_tokens, stride, progress)
     parts = [nats[targets != IGNORED] for nats, targets in each_nats(model, windows, autocast)]
     nats = torch.cat(parts).numpy()  # of tokens 1, 2, …
     n_bytes = len(text.encode("utf-8")) - tokens.unseen_bytes

@@ -9,6 +9,7 @@ import atexit
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -42,6 +43,7 @@ _OLDER_NAMES = {"znver4": ("cooperlake",), "sapphirerapids": ("cooperlake",)}
 """For compilers that do not know a processor yet: one with the instructions that the kernels use."""
 
 _lock = threading.Lock()
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,8 @@ def _load(compiler: str) -> Library:
         try:
             _make_private(folder)
             kept = content or _kept(folder, key)
+            if kept is None:
+                _LOG.info("compiling the kernels for this processor, which is done once and takes some seconds")
             content = kept or build(compiler)
             digest = hashlib.sha256(content).hexdigest()
             file = folder / f"kernels-{key}-{digest}.so"
