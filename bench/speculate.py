@@ -1,9 +1,9 @@
-"""Guessing ahead on code: tokens per second with and without, from one run.
+"""Speculative decoding of code: tokens per second with and without, from one run.
 
     python bench/speculate.py runs/demo
 
 Prompts are 128 tokens of held-out documents of the run, evenly spaced; each is continued greedily by 100 tokens, one
-text at a time, without guesses and with prompt lookup. Texts are compared: they must be the same. The ways take turns.
+text at a time, without drafts and with prompt lookup. Texts are compared: they must be the same. The ways take turns.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from gptworks.infer.speculate import PromptLookup
 from gptworks.recipe import load_recipe
 
 PROMPT, NEW, N_PROMPTS = 128, 100, 12
-GUESSES = (0, 4, 8, 16)
+DRAFT_TOKENS = (0, 4, 8, 16)
 
 
 def prompts_of(run: Path) -> list[list[int]]:
@@ -47,8 +47,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     prompts = prompts_of(arguments.run)
-    engines = {n: load(arguments.run, drafter=PromptLookup(n) if n else None) for n in GUESSES}
-    times: dict[int, list[float]] = {n: [] for n in GUESSES}
+    engines = {n: load(arguments.run, drafter=PromptLookup(n) if n else None) for n in DRAFT_TOKENS}
+    times: dict[int, list[float]] = {n: [] for n in DRAFT_TOKENS}
     for turn in range(arguments.rounds + 1):
         for prompt in prompts:
             texts = []
@@ -58,14 +58,14 @@ def main() -> None:
                 if turn:  # the first one warms up
                     times[n].append(taken)
             if any(text != texts[0] for text in texts):
-                raise SystemExit("a guess has changed a text")
+                raise SystemExit("a draft has changed a text")
     print(f"{device_name(torch.device('cpu'))}, torch {torch.__version__}; {arguments.run}, {N_PROMPTS} prompts")
     plain = statistics.mean(times[0])
     for n, taken in times.items():
         rate = engines[n].statistics().acceptance_rate
-        told = f", {rate:.0%} of the guesses right" if rate is not None else ""
+        told = f", {rate:.0%} of the draft tokens accepted" if rate is not None else ""
         mean = statistics.mean(taken)
-        print(f"{f'guessing {n}' if n else 'without':<12} {NEW / mean:>7,.0f} tokens/s, {plain / mean:.2f} ×{told}")
+        print(f"{f'{n} draft tokens' if n else 'without':<16} {NEW / mean:>7,.0f} tokens/s, {plain / mean:.2f} ×{told}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
     python tests/golden.py record FILE       # some two minutes
     python tests/golden.py compare OLD NEW   # exit code 1 if a value differs
 
+A value keeps the name that it was first recorded under, though the command has changed since.
+
 A record holds the losses of a short run of each objective, the texts of the engine on both backends, every value that
 a command prints as JSON, and every number on every page. Values hold for one machine; figures of time are left out.
 """
@@ -152,13 +154,15 @@ def record() -> dict[str, Any]:
         for i, line in enumerate(Path(f"runs/{name}/metrics.jsonl").read_text(encoding="utf-8").splitlines()):
             recorder.values |= flat(f"losses {name}[{i}]", json.loads(line))
         still(Path(f"runs/{name}"))
-        recorder.command(f"plan {name}.yaml --json --details --device h100 --world-size 2")
+        on = "--device h100 --world-size 2"
+        recorder.command(f"plan {name}.yaml --json {on}", name=f"plan {name}.yaml --json --details {on}")
         recorder.command(f"report runs/{name}")
         recorder.page(Path(f"runs/{name}/report.html"), f"report {name}")
     presets = json.loads(recorder.command("presets --json"))
     for preset in presets:
         recorder.command(f"describe {preset} --json")
-        recorder.command(f"plan {preset} --json --details --device h100 --world-size 8")
+        on = "--device h100 --world-size 8"
+        recorder.command(f"plan {preset} --json {on}", name=f"plan {preset} --json --details {on}")
         recorder.command(f"describe {preset} --html page.html")
         recorder.page(Path("page.html"), f"describe {preset}")
     recorder.command("plan next.yaml --json --trace")
@@ -174,7 +178,10 @@ def record() -> dict[str, Any]:
     Path("task.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
     recorder.command("evaluate runs/next --json --by-position --compressors --stride 32")
     recorder.command("evaluate runs/next --json --text text.txt --task task.yaml --calibration --memorization")
-    recorder.command("compare runs/next runs/gpt2 runs/moe --json --out compare.html")
+    recorder.command(
+        "compare runs/next runs/gpt2 runs/moe --json --html compare.html",
+        name="compare runs/next runs/gpt2 runs/moe --json --out compare.html",
+    )
     recorder.page(Path("compare.html"), "compare")
     recorder.command("evaluate runs/gpt2 --json --text text.txt")
     recorder.command("compare runs/next runs/gpt2 --evaluations --json")
@@ -193,14 +200,15 @@ def record() -> dict[str, Any]:
 
 
 def engine_texts(recorder: Recorder, backend: str) -> None:
-    """Greedy and sampled texts, several samples, stop strings, guesses, a window that slides."""
+    """Greedy and sampled texts, several samples, stop strings, drafts, a window that slides."""
     for options in (
         "--temperature 0", "--seed 1 --samples 3", "--seed 2 --top-k 20 --top-p 0.9 --min-p 0.01 --stop and",
-        "--seed 3 --repetition-penalty 1.2 --frequency-penalty 0.1 --presence-penalty 0.1", "--temperature 0 --guess 4",
+        "--seed 3 --repetition-penalty 1.2 --frequency-penalty 0.1 --presence-penalty 0.1",
+        "--temperature 0 --speculative 4",
         "--seed 4 --slide --max-tokens 120 --ignore-eos", "--seed 5 --logprobs 3", "--seed 6 --cache int8",
     ):  # fmt: skip
         line = f"generate runs/next 'one and two' --json --max-tokens 40 {options}"
-        recorder.command(line, name=f"{backend}: {line}")
+        recorder.command(line, name=f"{backend}: {line}".replace("speculative", "guess"))
     recorder.command("generate runs/moe 'one and' --json --seed 1", name=f"{backend}: moe")
 
 

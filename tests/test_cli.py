@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import commands
@@ -108,8 +110,17 @@ JSON_COMMANDS: dict[str, list[str]] = {
 }  # fmt: skip
 
 
+WORKING = {"prepare": "looking at", "generate": "loading", "compare": "comparing", "quantize": "quantizing",
+           "evaluate": "evaluating", "evaluate, text and tasks": "evaluating"}  # fmt: skip
+"""What a terminal shows while a command works."""
+
+
 @pytest.mark.parametrize("name", JSON_COMMANDS)
-def test_keys_of_printed_json_are_identifiers(name: str, folder: Path, tmp_path: Path) -> None:
+def test_json_has_keys_that_are_identifiers_and_no_progress_in_it(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes what it writes to for a terminal
+    monkeypatch.setenv("TERM", "xterm")
     items = [{"question": "line", "options": ["1", "2"], "answer": "1"}] * 3
     (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, items)), encoding="utf-8")
     task = {"type": "multiple_choice", "data": "items.jsonl", "prompt": "question", "choices": "options"}
@@ -121,6 +132,7 @@ def test_keys_of_printed_json_are_identifiers(name: str, folder: Path, tmp_path:
     assert result.exit_code == 0, result.output
     tree = json.loads(result.stdout)
     assert tree and not tiny.odd_keys(tree)
+    assert WORKING.get(name, "") in result.stderr
 
 
 def test_generate_is_seeded_and_can_give_several_samples(folder: Path) -> None:
@@ -192,13 +204,13 @@ def test_generate_continues_a_file_and_goes_on_where_it_stopped(folder: Path, tm
     assert {"line " + line["completions"][0]["text"] + "\n" for line in again} == {alone}
 
 
-def test_generate_guesses_without_changing_the_text(folder: Path) -> None:
+def test_speculative_decoding_does_not_change_the_text(folder: Path) -> None:
     greedy = ("generate", folder / "run", "line ", "--max-tokens", "24", "--temperature", "0")
     expected = run(*greedy)
-    for guess in (("--guess", "4"), ("--guess", "3", "--draft", folder / "run")):
-        guessed = tiny.gptworks(*greedy, *guess)
-        assert guessed.stdout == expected
-    assert "100% of the guessed tokens were right" in guessed.stderr
+    for drafter in (("--speculative", "4"), ("--speculative", "3", "--draft-model", folder / "run")):
+        drafted = tiny.gptworks(*greedy, *drafter)
+        assert drafted.stdout == expected
+    assert "100% of the draft tokens were accepted" in drafted.stderr
 
 
 def test_generate_tells_log_probabilities_and_follows_a_regular_expression(folder: Path) -> None:
@@ -211,10 +223,12 @@ def test_generate_tells_log_probabilities_and_follows_a_regular_expression(folde
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--input", "x.jsonl"), "--input and --output belong together"), (("--draft", "run"), "--draft without"),
-        (("--backend", "gpu"), "--backend=gpu"), (("--cache", "int4"), "--cache=int4"),
+        (("--input", "x.jsonl"), "--input and --output belong together"),
+        (("--backend", "gpu"), "'gpu' is not one of 'auto', 'torch', 'native'"),
+        (("--cache", "int4"), "'int4' is not one of 'auto', 'fp32', 'bf16', 'int8'"),
+        (("--device", "gpu"), "'gpu' is not one of 'auto', 'cpu', 'cuda', 'mps'"),
     ],
-)  # fmt: skip
+)
 def test_generate_refuses_what_does_not_go_together(folder: Path, arguments: Any, message: str) -> None:
     result = tiny.gptworks("generate", folder / "run", *(() if "--input" in arguments else ("line ",)), *arguments)
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
@@ -271,12 +285,47 @@ print(model.generate("line ", max_tokens=5, seed=1))
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment).stdout
 
 
-def test_the_list_of_commands_fits_a_terminal_of_80_columns() -> None:
-    shown = tiny.gptworks("-h", env={"COLUMNS": "80"}).stdout
-    commands = shown.partition("Commands:")[2]
-    assert len(commands.splitlines()) > 15
-    assert "..." not in commands
-    assert max(map(len, shown.splitlines())) <= 80
+GROUP: Any = get_command(app)
+
+
+def test_help_fits_a_terminal_of_80_columns_and_shows_no_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in ("", *GROUP.commands):
+        shown = CliRunner().invoke(app, [*command.split(), "-h"]).stdout
+        assert max(map(len, shown.splitlines())) <= 80, shown
+        assert not re.search(r"<[a-z]|\{|\[\[", shown), shown
+        if not command:
+            _, _, listed = shown.partition("Design:\n")
+            assert "..." not in listed and all(f"\n  {name} " in f"\n{listed}" for name in GROUP.commands)
+
+
+OF_THEIR_OWN = {"--base", "--chat", "--device", "--html", "--resume", "--slots", "--verify", "--help"}
+"""Options whose help says what they do for one command; plan's --device names a device to plan for."""
+
+
+def test_an_option_of_several_commands_is_the_same_in_all() -> None:
+    seen: dict[str, set[tuple[str | None, str]]] = {}
+    for command in GROUP.commands.values():
+        for option in command.params:
+            for name in set(option.opts) - OF_THEIR_OWN:
+                seen.setdefault(name, set()).add(
+                    (getattr(option, "help", None), str(option.type_descriptor.annotation))
+                )
+    assert {name: said for name, said in seen.items() if name.startswith("--") and len(said) > 1} == {}
+
+
+def test_options_with_a_fixed_set_of_values_list_them() -> None:
+    choices = {
+        f"{name} {option.opts[0]}": "|".join(option.type_descriptor.choices)
+        for name, command in GROUP.commands.items()
+        for option in command.params
+        if option.type_descriptor.choices
+    }
+    assert choices["evaluate --precision"] == "auto|fp32|bf16|fp16"
+    assert choices["export --format"] == "hf|gguf"
+    for name in ("generate", "chat", "serve"):
+        assert f"--backend {choices[f'{name} --backend']}" in CliRunner().invoke(app, [name, "-h"]).stdout
+    assert len(choices) >= 17
 
 
 IDLE = [
@@ -287,14 +336,23 @@ IDLE = [
     (["evaluate", "RUN", "--task", "FILE", "--stride", "8"], "--stride is for text"),
     (["evaluate", "RUN", "--task", "FILE", "--precision", "bf16"], "--precision does nothing with tasks"),
     (["evaluate", "RUN", "--harness", "NAME", "--precision", "bf16"], "--precision does nothing with tasks"),
-    (["compare", "RUN", "RUN", "--evaluations", "--out", "FILE"], "--out does nothing with --evaluations"),
+    (["compare", "RUN", "RUN", "--evaluations", "--html", "FILE"], "--html does nothing with --evaluations"),
     (["compare", "RUN", "RUN", "--evaluations", "--make-band", "FILE"], "--make-band does nothing with --evaluations"),
     (["compare", "RUN", "RUN", "--evaluations", "--against", "FILE"], "--against does nothing with --evaluations"),
     (["compare", "RUN", "--make-band", "FILE", "--json"], "--json does nothing with --make-band"),
-    (["compare", "RUN", "--make-band", "FILE", "--out", "FILE"], "--out does nothing with --make-band"),
+    (["compare", "RUN", "--make-band", "FILE", "--html", "FILE"], "--html does nothing with --make-band"),
     (["compare", "RUN", "--make-band", "FILE", "--against", "FILE"], "--against does nothing with --make-band"),
     (["generate", "RUN", "--input", "FILE", "--output", "FILE", "--json"], "--json does nothing with --input"),
+    (["generate", "RUN", "--input", "FILE", "--output", "FILE", "--logprobs", "2"], "--logprobs does nothing with"),
+    (["generate", "RUN", "a prompt", "--slots", "2"], "--slots is for several texts"),
+    (["evaluate", "RUN", "--no-save"], "--no-save does nothing"),
     (["generate", "RUN", "a prompt", "--logprobs", "2"], "--logprobs is for --json"),
+    (["generate", "RUN", "a prompt", "--draft-model", "RUN"], "--draft-model is for --speculative N"),
+    (["plan", "gpt2", "--json", "--details"], "--details does nothing with --json"),
+    (["plan", "gpt2", "--measure", "--utilization", "0.5"], "--utilization does nothing with --measure"),
+    (["export", "RUN", "OUT", "--type", "q8_0"], "--type is for --format gguf; hf has --dtype"),
+    (["export", "RUN", "OUT", "--format", "gguf", "--dtype", "bf16"], "--dtype is for --format hf; gguf has --type"),
+    (["export", "RUN", "OUT", "--no-tokenizer"], "--no-tokenizer is for --format gguf"),
     (["export", "RUN", "OUT", "--format", "gguf", "--no-verify"], "--no-verify does nothing with --format gguf"),
     (["describe", "gpt2", "--json", "--markdown"], "--markdown does nothing with --json"),
 ]

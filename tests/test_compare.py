@@ -441,7 +441,7 @@ def test_runs_of_one_recipe_on_other_text_are_no_repeats(tmp_path: Path) -> None
 
 def test_the_table_is_printed_beside_the_page(tmp_path: Path) -> None:
     runs = [str(run.folder) for run in repeats(tmp_path)[:2]]
-    result = CliRunner().invoke(app, ["compare", *runs, "--out", str(tmp_path / "page.html")])
+    result = CliRunner().invoke(app, ["compare", *runs, "--html", str(tmp_path / "page.html")])
     assert (tmp_path / "page.html").exists()
     assert "tokens/s" in result.output and "seed-2" in result.output
 

@@ -98,7 +98,7 @@ def texts(made: list[Completion]) -> list[Any]:
         {}, {"reuse": "all"}, {"n_slots": 5, "drafter": PromptLookup(3, 2)}, {"backend": "native"},
         {"backend": "native", "drafter": PromptLookup(3, 2)},
     ],
-    ids=["plain", "reuse", "guesses", "native", "native-guesses"],
+    ids=["plain", "reuse", "drafts", "native", "native-drafts"],
 )  # fmt: skip
 def test_thirty_two_requests_get_what_each_gets_alone(model: Any, options: dict[str, Any]) -> None:
     """Mixed settings, random arrivals and cancellations, shared beginnings, several samples, sliding windows."""

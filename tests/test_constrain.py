@@ -62,7 +62,7 @@ def test_a_text_matches_its_regular_expression(tokenizer: Tokenizer, regex: str)
 
 
 def test_constrained_and_free_texts_run_side_by_side() -> None:
-    """And guesses that the constraint forbids are left out."""
+    """And drafts that the constraint forbids are left out."""
     one = engine(CHARACTERS, n_slots=4, drafter=PromptLookup(4, 2))
     chance, wanted = random.Random(1), []
     for i in range(8):

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from typer.testing import CliRunner
 
 import chats
 import commands
 from gptworks.chat_template import BUILT_IN
 from gptworks.checkpoint import checkpoints, load_run
+from gptworks.cli import app
 from gptworks.cli.evaluate import evaluate
 from gptworks.config import IGNORED
 from gptworks.data.conversations.packing import Examples, evaluation_rows, stack
@@ -137,6 +139,26 @@ def test_it_learns_the_answers_and_chats_in_turns(folder: Path) -> None:
     with pytest.raises(UserError, match="the prompt has 518 tokens"):
         chat.send("what " * 100)
     assert chat.messages[-1]["role"] == "assistant"
+
+
+def test_generate_asks_by_the_template_or_says_that_it_does_not(folder: Path) -> None:
+    run, question, source, target = tuned(folder), "what of lazy 1?", folder / "in.jsonl", folder / "out.jsonl"
+
+    def generate(run: Path, *arguments: str | Path) -> Any:
+        greedy = ("--temperature", "0", "--max-tokens", "12", "--backend", "torch")
+        return CliRunner().invoke(app, ["generate", *map(str, (run, *arguments)), *greedy], catch_exceptions=False)
+
+    expected = "".join(TurnSession(load(run, backend="torch"), temperature=0, max_tokens=12).send(question))
+    asked = generate(run, question, "--chat")
+    assert asked.stdout == expected + "\n" and not asked.stderr
+    chats.write_jsonl(source, [{"prompt": question}])
+    assert "--chat" not in generate(run, "--input", source, "--output", target, "--chat").stderr
+    assert json.loads(target.read_text())["completions"][0]["text"] == expected
+    plain = generate(run, question)
+    assert plain.stdout.startswith(question) and "--chat" in plain.stderr and plain.stderr.count("\n") == 1
+    assert not generate(folder / "base", question).stderr
+    with pytest.raises(UserError, match="no chat template"):
+        generate(folder / "base", question, "--chat")
 
 
 def test_a_base_model_has_no_turns(folder: Path) -> None:

@@ -251,7 +251,7 @@ def test_rollback_and_copy() -> None:
     backend = native.try_backend(model, 2, CONTEXT)
     ids, other = text(20, 1), text(8, 2)
     plain = backend.compute([Chunk(0, 0, ids, 8)])[0]
-    backend.compute([Chunk(0, 12, other)])  # guesses that turn out wrong
+    backend.compute([Chunk(0, 12, other)])  # drafts that are not accepted
     assert torch.equal(backend.compute([Chunk(0, 12, ids[12:], 8)])[0], plain)
     backend.copy(0, 1, 12)
     backend.compute([Chunk(0, 0, other)])

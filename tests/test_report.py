@@ -195,7 +195,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert "has no recipe.yaml; a sweep's runs are below" in result.stderr
     run = write_run(tmp_path / "run", [])
-    result = tiny.gptworks("report", run.folder, "--out", tmp_path / "nowhere" / "page.html")
+    result = tiny.gptworks("report", run.folder, "--html", tmp_path / "nowhere" / "page.html")
     assert result.returncode == 2
     assert "there is no folder" in result.stderr
 

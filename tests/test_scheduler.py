@@ -242,7 +242,7 @@ def test_a_second_sample_takes_the_whole_prompt_over() -> None:
     assert scheduler.plan() == [] and twin.n_computed == 11
 
 
-def test_what_was_guessed_wrongly_is_forgotten() -> None:
+def test_draft_tokens_that_are_not_accepted_are_forgotten() -> None:
     scheduler = Scheduler(1, prefill_tokens=PREFILL)
     job = Job([1, 2, 3])
     scheduler.add(job)

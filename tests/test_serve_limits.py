@@ -338,7 +338,7 @@ def test_sigterm_lets_requests_finish_and_refuses_others(tmp_path: Path) -> None
     run_folder = write_run(tmp_path / "tiny")
     long = LONG | {"model": "tiny", "max_tokens": 500}
     log: list[str] = []
-    options = ["--model", f"second={run_folder}", "--guess", "2", "--cache", "fp32"]
+    options = ["--model", f"second={run_folder}", "--speculative", "2", "--cache", "fp32"]
     with command(run_folder, *options, log=log) as (process, http), ThreadPoolExecutor(2) as threads:
         assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["tiny", "second"]
         chat = {"model": "second", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}

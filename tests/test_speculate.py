@@ -1,4 +1,4 @@
-"""Guessed tokens change how fast a text comes and nothing else: not a token, not a probability."""
+"""Draft tokens change how fast a text comes and nothing else: not a token, not a probability."""
 
 from typing import Any
 
@@ -49,8 +49,8 @@ MODEL = random_model(TOKENIZER, init_std=0.2).double().eval()
     ],
     ids=str,
 )  # fmt: skip
-def test_texts_are_those_without_guesses(drafter: Any, settings: dict[str, Any]) -> None:
-    """Over several windows, for several samples at once, whose guesses are partly right."""
+def test_texts_are_those_without_drafts(drafter: Any, settings: dict[str, Any]) -> None:
+    """Over several windows, for several samples at once, whose drafts are partly right."""
     sampling = SamplingSettings(**settings, max_tokens=3 * CONTEXT)
     one = engine(MODEL, drafter=drafter())
     for prompt in ("abcabcabc", "j", "hhhh"):
@@ -63,11 +63,11 @@ def test_texts_are_those_without_guesses(drafter: Any, settings: dict[str, Any])
             told = [p.logprob for p in ours.logprobs or []]
             assert told == pytest.approx([p.logprob for p in theirs.logprobs or []], abs=1e-4)
     statistics = one.statistics()
-    assert 0 < statistics.accepted_tokens < statistics.guessed_tokens
+    assert 0 < statistics.accepted_tokens < statistics.draft_tokens
     assert statistics.generated_tokens > 0
 
 
-class OneGuess(Drafter):
+class OneDraft(Drafter):
     """Always drafts the same tokens."""
 
     def __init__(self, tokens: list[int]) -> None:
@@ -78,7 +78,7 @@ class OneGuess(Drafter):
 
 
 def test_sampled_texts_have_the_probabilities_of_the_model() -> None:
-    """3,000 texts of three tokens over a vocabulary of five, the last two guessed: by Pearson's chi-square."""
+    """3,000 texts of three tokens over a vocabulary of five, the last two drafted: by Pearson's chi-square."""
     tokenizer = byte_tokenizer()
     model = random_model(tokenizer, vocab_size=256, init_std=0.1).eval()
     only = {token: -float("inf") for token in range(256) if token not in (65, 66, 67)}
@@ -95,7 +95,7 @@ def test_sampled_texts_have_the_probabilities_of_the_model() -> None:
                 for a in range(3) for b in range(3) for c in range(3)
             ]
         )  # fmt: skip
-    one = Engine(model, tokenizer, backend="torch", drafter=OneGuess([66, 65]))
+    one = Engine(model, tokenizer, backend="torch", drafter=OneDraft([66, 65]))
     drawn = []
     for completion in one.complete([1, 2], settings, n_samples=3000):
         a, b, c = (token - 65 for token in completion.token_ids)

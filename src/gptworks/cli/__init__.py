@@ -1,5 +1,6 @@
 """The command line: one function a command, each importing what it needs when it runs."""
 
+import logging
 import sys
 import warnings
 from typing import Annotated
@@ -9,10 +10,12 @@ import typer
 from gptworks import __version__
 from gptworks.cli import compare, convert, evaluate, inspect, look, make, serve, use
 from gptworks.cli.common import notice
+from gptworks.cli.help import Command, Group
 from gptworks.errors import RunError, UserError
 
 app = typer.Typer(
     name="gptworks",
+    cls=Group,
     help="Design, plan, train, evaluate and run your own GPT-family language models.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -20,19 +23,33 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-for command in (
-    look.presets, look.recipes, look.describe, look.plan, look.schema,
-    make.prepare, inspect.inspect, make.train, make.launch,
-    evaluate.evaluate, use.generate, use.chat,
-    serve.serve,
-    compare.report, compare.compare, compare.sweep,
-    convert.export, convert.quantize, convert.import_,
-):  # fmt: skip
-    app.command(command.__name__.strip("_"))(command)
+COMMANDS = {
+    "Design": (look.presets, look.recipes, look.describe, look.plan, look.schema),
+    "Train": (make.prepare, inspect.inspect, make.train, make.launch, compare.sweep),
+    "Measure and compare": (evaluate.evaluate, compare.report, compare.compare),
+    "Use": (use.generate, use.chat, serve.serve),
+    "Convert": (convert.export, convert.quantize, convert.import_),
+}
+"""By the headings under which help lists them."""
+
+for heading, commands in COMMANDS.items():
+    for command in commands:
+        app.command(command.__name__.strip("_"), cls=Command, rich_help_panel=heading)(command)
+
+
+class _Notices(logging.Handler):
+    """Prints what is logged on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        notice(record.getMessage())
 
 
 def main() -> None:
     """Run a command; a mistake of the user or a failure of the work is one clear message and an exit code."""
+    if sys.stderr.isatty():
+        log = logging.getLogger("gptworks.native")
+        log.setLevel(logging.INFO)
+        log.addHandler(_Notices())
     warnings.showwarning = lambda message, *_: notice(f"warning: {message}")
     try:
         app()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gptworks.choices import BackendName, CacheName, DeviceName
 from gptworks.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,14 +20,15 @@ RecipeFile = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the file's, such as train.max_steps=200."),
+    typer.Argument(metavar="KEY=VALUE", help="Settings that win over the file's, such as train.max_steps=200."),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/demo.")]
-WhichCheckpoint = Annotated[str, typer.Option("--checkpoint", help="best, last, or a step.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+WhichCheckpoint = Annotated[str, typer.Option("--checkpoint", metavar="best|last|STEP", help="Which checkpoint.")]
+Device = Annotated[DeviceName, typer.Option(help="Where to compute. auto: a GPU if there is one.")]
+PageFile = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write an HTML page.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")]
-Force = Annotated[bool, typer.Option("--force", help="Try also what should not fit in memory.")]
+Force = Annotated[bool, typer.Option("--force", help="Start even if it should not fit in memory.")]
 Slide = Annotated[bool, typer.Option("--slide", help="When the context is full, go on from its last half.")]
 
 # How to sample; shared by `generate` and `chat`.
@@ -37,13 +39,15 @@ TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens that hold t
 MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")]
 RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: tokens already there become less likely.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End before this string; may be given several times.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this string; repeatable.")]
 FrequencyPenalty = Annotated[float, typer.Option(help="Taken from a token's logit each time it was generated.")]
 PresencePenalty = Annotated[float, typer.Option(help="Taken from a token's logit once it was generated.")]
-BACKENDS, CACHES = ("auto", "torch", "native"), ("auto", "fp32", "bf16", "int8")
-Cache = Annotated[str, typer.Option("--cache", help="How keys and values are kept: auto, fp32, bf16 or int8.")]
-Guess = Annotated[int, typer.Option(min=0, help="Draft this many tokens at a time; the text stays the same.")]
-Backend = Annotated[str, typer.Option(help="auto, torch or native (C++, on a CPU).")]
+Cache = Annotated[CacheName, typer.Option("--cache", help="How keys and values are kept.")]
+Speculative = Annotated[
+    int,
+    typer.Option("--speculative", min=0, help="Speculative decoding: tokens drafted at a time. The text is the same."),
+]
+Backend = Annotated[BackendName, typer.Option(help="What computes: native is C++, on a CPU. auto: the faster.")]
 
 
 def refuse_unused(because: str, **options: Any) -> None:
@@ -92,19 +96,40 @@ def console_of(stderr: bool = False) -> "Console":
 
 @contextmanager
 def progress_bars(*columns: "ProgressColumn | str") -> "Iterator[Progress]":
-    """Progress bars on stderr, where it is a terminal."""
+    """Progress bars on stderr, where it is a terminal; until they end, others that are shown give way to them."""
     from rich.progress import Progress
 
     console = console_of(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress
+    disabled = not console.is_terminal
+    progress = Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=disabled)
+    for outer in _shown[-1:]:
+        outer.stop()
+    _shown.append(progress)
+    try:
+        with progress:
+            yield progress
+    finally:
+        _shown.pop()
+        for outer in _shown[-1:]:
+            outer.start()
+
+
+_shown: "list[Progress]" = []
 
 
 @contextmanager
-def progress_of(noun: str) -> "Iterator[Callable[[int, int], None]]":
-    """A function that shows how many are done, of how many."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
+def working(what: str) -> "Iterator[Callable[[int, int], None]]":
+    """Show what is being done and for how long; the function that is yielded shows how many are done, of how many.
 
-    with progress_bars(noun, BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn()) as progress:
-        bar = progress.add_task("", visible=False)
-        yield lambda done, total: progress.update(bar, completed=done, total=total, visible=True)
+    Print no result inside.
+    """
+    from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = "{task.description}", BarColumn(bar_width=24), TimeElapsedColumn(), TimeRemainingColumn()
+    with progress_bars(*columns) as progress:
+        task = progress.add_task(what, total=None)
+
+        def show(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, description=f"{what}: {done:,} of {total:,}")
+
+        yield show

@@ -1,13 +1,14 @@
 """Commands that show and compare runs: report, compare, sweep."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gptworks.cli.common import (
     AsJSON,
     Overrides,
+    PageFile,
     RecipeFile,
     RunFolder,
     console_of,
@@ -15,13 +16,19 @@ from gptworks.cli.common import (
     print_json,
     refuse_unused,
     show,
+    working,
 )
 from gptworks.cli.make import prepare_with_progress
+
+if TYPE_CHECKING:
+    from gptworks.runs.sweep import Sweep
 
 
 def report(
     run: RunFolder,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Default: RUN/report.html.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Where to write it. Default: RUN/report.html.")
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Write it again as the run goes on, until it ends.")] = False,
 ) -> None:
     """Write a run as a page: curves, evaluations, samples.
@@ -31,24 +38,25 @@ def report(
     from gptworks.runs.history import read_history
     from gptworks.runs.report import watch_report, write_report
 
-    path = out or run / "report.html"
+    path = html or run / "report.html"
     if watch:
         notice(f"writing {path} as the run goes on; Ctrl-C ends this")
         watch_report(run, path)
     else:
-        write_report(read_history(run), path)
+        with working(f"reading {run}"):
+            write_report(read_history(run), path)
     typer.echo(f"wrote {path}")
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders.")],
     against: Annotated[
         Path | None, typer.Option("--against", metavar="BAND", help="Hold the runs against this band's file.")
     ] = None,
     make_band: Annotated[
         Path | None, typer.Option("--make-band", metavar="FILE", help="Make a band of the runs, each of another seed.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write a page with the curves.")] = None,
+    html: PageFile = None,
     evaluations: Annotated[
         bool, typer.Option("--evaluations", help="Instead of curves, what `gptworks evaluate` has kept of each.")
     ] = False,
@@ -64,10 +72,11 @@ def compare(
     from gptworks.runs.history import read_history
 
     if evaluations:
-        refuse_unused("does nothing with --evaluations", out=out, make_band=make_band, against=against)
+        refuse_unused("does nothing with --evaluations", html=html, make_band=make_band, against=against)
     if make_band is not None:
-        refuse_unused("does nothing with --make-band", out=out, against=against, json=as_json)
-    histories = [read_history(run) for run in runs]
+        refuse_unused("does nothing with --make-band", html=html, against=against, json=as_json)
+    with working(f"reading {len(runs)} runs"):
+        histories = [read_history(run) for run in runs]
     if evaluations:
         from gptworks.runs.evaluations import compare_evaluations
 
@@ -79,10 +88,12 @@ def compare(
         typer.echo(f"wrote {make_band}: {len(band.points)} evaluations of {band.name}, {len(band.seeds)} seeds")
         return
     given = None if against is None else bands.read_band(against)
-    comparison = compare_runs(histories, [given or bands.find_band(history) for history in histories])
-    if out is not None:
-        write_comparison(comparison, out)
-        notice(f"wrote {out}")
+    with working(f"comparing {len(runs)} runs"):
+        comparison = compare_runs(histories, [given or bands.find_band(history) for history in histories])
+        if html is not None:
+            write_comparison(comparison, html)
+    if html is not None:
+        notice(f"wrote {html}")
     show(comparison, as_json)
 
 
@@ -102,7 +113,13 @@ def sweep(
     from gptworks.runs.sweep_page import sweep_table, write_sweep_page
 
     prepare_with_progress(load_sweep(recipe, overrides or [], resume))
-    done = run_sweep(recipe, overrides or [], resume=resume, report=notice, after_trial=write_sweep_page)
+    with working("trials") as progress:
+
+        def after_trial(so_far: "Sweep") -> None:
+            write_sweep_page(so_far)
+            progress(len(so_far.trials) - so_far.count("running"), so_far.settings.n_trials)
+
+        done = run_sweep(recipe, overrides or [], resume=resume, report=notice, after_trial=after_trial)
     if as_json:
         print_json(done.to_json())
     else:

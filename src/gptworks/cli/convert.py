@@ -3,10 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from gptworks.choices import ExportFormat, ExportPrecision, GGUFType, Rounding, Weights
 from gptworks.cli.common import (
     AsJSON,
     Device,
@@ -16,25 +17,20 @@ from gptworks.cli.common import (
     refuse_unused,
     show,
     show_lines,
+    working,
 )
 from gptworks.cli.make import prepare_with_progress
 from gptworks.errors import UserError
-
-EXPORT_FORMATS = {
-    "hf": ("--dtype", ("fp32", "bf16", "fp16")),
-    "gguf": ("--type", ("f16", "f32", "bf16", "q8_0", "q4_0")),
-}
-"""Each format's option for how numbers are kept, and its choices, the default first."""
 
 
 def export(
     run: RunFolder,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="hf: a new folder. gguf: a new file.")],
-    form: Annotated[str, typer.Option("--format", help="hf (Hugging Face transformers) or gguf (llama.cpp).")] = "hf",
-    dtype: Annotated[str | None, typer.Option(help="hf: fp32, bf16 or fp16. Default: fp32.")] = None,
-    kind: Annotated[
-        str | None, typer.Option("--type", help="gguf: f32, f16, bf16, q8_0 or q4_0. Default: f16.")
-    ] = None,
+    form: Annotated[
+        ExportFormat, typer.Option("--format", help="hf: Hugging Face transformers. gguf: llama.cpp.")
+    ] = "hf",
+    dtype: Annotated[ExportPrecision | None, typer.Option(help="hf: of the weights. Default: fp32.")] = None,
+    kind: Annotated[GGUFType | None, typer.Option("--type", help="gguf: of the matrices. Default: f16.")] = None,
     verify: Annotated[
         bool, typer.Option(help="hf: compare with the run in transformers, and keep only what is equal.")
     ] = True,
@@ -55,19 +51,11 @@ def export(
 
     An adapter is merged, or kept.
     """
-    if form not in EXPORT_FORMATS:
-        raise UserError(f"--format={form}: it must be one of {', '.join(EXPORT_FORMATS)}.")
-    option, known = EXPORT_FORMATS[form]
-    given = {"--dtype": dtype, "--type": kind}
-    chosen = given.pop(option) or known[0]
-    if chosen not in known:
-        raise UserError(f"{option}={chosen}: it must be one of {', '.join(known)}.")
-    for other, value in given.items():
-        if value is not None:
-            raise UserError(f"{other}={value} with --format={form}: that format has {option}.")
-    if form == "hf" and not tokenizer:
-        raise UserError("--no-tokenizer with --format=hf: such a folder always has its tokenizer; drop the option.")
-    if form == "gguf":
+    if form == "hf":
+        refuse_unused("is for --format gguf; hf has --dtype", type=kind)
+        refuse_unused("is for --format gguf: a folder always has its tokenizer", no_tokenizer=not tokenizer)
+    else:
+        refuse_unused("is for --format hf; gguf has --type", dtype=dtype)
         refuse_unused("does nothing with --format gguf, which is not verified", no_verify=not verify)
     if adapter and (form != "hf" or dtype is not None):
         raise UserError("--adapter is for --format=hf, in fp32: leave the other option out.")
@@ -76,11 +64,13 @@ def export(
     if adapter:
         _export_adapter(run, out, base, checkpoint, verify, as_json)
         return
-    kept: Any = chosen
     if form == "gguf":
         from gptworks.interop.gguf import export_gguf
 
-        file = export_gguf(run, out, quantization=kept, tokenizer=tokenizer, checkpoint=checkpoint, report=notice)
+        with working(f"exporting {run}"):
+            file = export_gguf(
+                run, out, quantization=kind or "f16", tokenizer=tokenizer, checkpoint=checkpoint, report=notice
+            )
         show_lines(
             asdict(file), as_json, f"wrote {out}: {file.architecture} of llama.cpp, {file.quantization}, "
             f"{file.bytes:,} bytes, tokenizer {file.tokenizer or 'none'}", *_notes(file.notes),
@@ -88,7 +78,10 @@ def export(
         return
     from gptworks.interop.huggingface import export_huggingface
 
-    export = export_huggingface(run, out, checkpoint=checkpoint, precision=kept, verify=verify, report=notice)
+    with working(f"exporting {run}"):
+        export = export_huggingface(
+            run, out, checkpoint=checkpoint, precision=dtype or "fp32", verify=verify, report=notice
+        )
     lines = [f"wrote {out}: {export.architecture}, {export.parameters:,} parameters, {export.precision}"]
     if (found := export.verification) is not None:
         lines.append(
@@ -109,7 +102,8 @@ def _equal(library: str, difference: float | None) -> list[str]:
 def _export_adapter(run: Path, out: Path, base: str | None, checkpoint: str, verify: bool, as_json: bool) -> None:
     from gptworks.interop.peft import export_adapter
 
-    made = export_adapter(run, out, base=base, checkpoint=checkpoint, verify=verify, report=notice)
+    with working(f"exporting {run}"):
+        made = export_adapter(run, out, base=base, checkpoint=checkpoint, verify=verify, report=notice)
     what = f"wrote {out}: LoRA beside {made.modules} modules, {made.parameters:,} parameters, for {made.base}"
     show_lines(asdict(made), as_json, what, *_equal("peft", made.logit_difference))
 
@@ -117,9 +111,10 @@ def _export_adapter(run: Path, out: Path, base: str | None, checkpoint: str, ver
 def quantize(
     run: RunFolder,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The run folder to make.")],
-    weights: Annotated[str, typer.Option("--weights", help="bf16, fp16, int8 or int4.")],
+    weights: Annotated[Weights, typer.Option("--weights", help="How matrices are kept.")],
     rounding: Annotated[
-        str | None, typer.Option(help="nearest, or gptq: int4 calibrated on training text. Default for int4: gptq.")
+        Rounding | None,
+        typer.Option(help="gptq: for int4, calibrated on training text. Default: gptq for int4, else nearest."),
     ] = None,
     calibrate: Annotated[
         int | None, typer.Option(metavar="TOKENS", help="gptq: tokens of training text. Default: 32,768.")
@@ -135,12 +130,11 @@ def quantize(
     from gptworks.device import choose_device
     from gptworks.quantize.run import quantize_run
 
-    kind: Any = weights
-    way: Any = rounding
-    made = quantize_run(
-        run, out, kind, rounding=way, calibration_tokens=calibrate, checkpoint=checkpoint,
-        device=choose_device(device), prepare=prepare_with_progress, report=notice,
-    )  # fmt: skip
+    with working(f"quantizing {run}"):
+        made = quantize_run(
+            run, out, weights, rounding=rounding, calibration_tokens=calibrate, checkpoint=checkpoint,
+            device=choose_device(device), prepare=prepare_with_progress, report=notice,
+        )  # fmt: skip
     show(made, as_json)
     notice(f"wrote {out}")
 
@@ -175,14 +169,16 @@ def import_(
     if base is not None:
         from gptworks.interop.peft import import_adapter
 
-        made = import_adapter(folder, run, base, verify=verify, report=notice)
+        with working(f"importing {folder}"):
+            made = import_adapter(folder, run, base, verify=verify, report=notice)
         what = f"made {run}: LoRA of rank {made.adapter.rank}, {made.parameters:,} parameters, beside {base}"
         tree = {**asdict(made), "adapter": made.adapter.model_dump(mode="json")}
         show_lines(tree, as_json, what, *_equal("peft", made.logit_difference))
         return
     from gptworks.interop.huggingface import import_huggingface
 
-    imported = import_huggingface(folder, run, verify=verify, report=notice)
+    with working(f"importing {folder}"):
+        imported = import_huggingface(folder, run, verify=verify, report=notice)
     what = f"made {run} of a {imported.architecture}: {imported.parameters:,} parameters"
     tree = {**asdict(imported), "model": imported.model.model_dump(mode="json")}
     show_lines(tree, as_json, what, *_equal("transformers", imported.logit_difference), *_notes(imported.notes))

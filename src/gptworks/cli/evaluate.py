@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gptworks.choices import PrecisionName
 from gptworks.cli.common import (
     AsJSON,
     Device,
@@ -14,8 +15,8 @@ from gptworks.cli.common import (
     console_of,
     notice,
     print_json,
-    progress_of,
     refuse_unused,
+    working,
 )
 from gptworks.cli.make import prepare_with_progress
 from gptworks.errors import UserError
@@ -66,7 +67,9 @@ def evaluate(
     ] = None,
     by_position: Annotated[bool, typer.Option("--by-position", help="Also in each eighth of the context.")] = False,
     compressors: Annotated[bool, typer.Option("--compressors", help="Also gzip and xz on the same text.")] = False,
-    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16. Default: the run's own.")] = None,
+    precision: Annotated[
+        PrecisionName | None, typer.Option(help="Precision of matrix products. Default: the run's own.")
+    ] = None,
     device: Device = "auto",
     no_save: Annotated[
         bool, typer.Option("--no-save", help="Leave the run folder as it is: no evaluations/, no lines in its card.")
@@ -92,26 +95,33 @@ def evaluate(
             refuse_unused("does nothing with tasks, which are computed as texts are generated", precision=precision)
     tasks = [load_task(path, shots=n, limit=limit) for path in task or [] for n in shots or (None,)]
     texts = {path: _read_text(path) for path in text or []}
+    if tasks and all(each.settings.type != "code" for each in tasks):
+        refuse_unused("is for tasks of the type code", run_generated_code=run_generated_code)
     if not tasks:
         refuse_unused("is for tasks: give --task FILE, or", shots=shots or None, run_generated_code=run_generated_code)
         if not harness:
             refuse_unused("is for tasks: give --task FILE or --harness TASK, or", chat=chat, limit=limit)
     if harness:
         from gptworks.interop.lm_eval import run_harness
-    with progress_of("items") as show:
+    others = bool(tasks or texts or harness or calibration or memorization)
+    if not others:
+        refuse_unused("does nothing: what is measured on the validation split is not saved", no_save=no_save)
+    found: list[Evaluation] = []
+    with working(f"evaluating {run}") as show:
         one = EvaluatedRun(
             run, checkpoint, overrides=overrides or [], device=device, precision=precision, report=notice,
             prepare=prepare_with_progress, progress=show,
         )  # fmt: skip
-        if not (tasks or texts or harness or calibration or memorization):
-            _validation(one, stride, by_position, compressors, as_json)
-            return
-        found = [one.text(path, contents, stride) for path, contents in texts.items()]
+        validation = {} if others else one.validation(stride, by_position, compressors)
+        found += [one.text(path, contents, stride) for path, contents in texts.items()]
         found += [one.task(each, chat=chat, run_programs=run_generated_code) for each in tasks]
         if harness:
             found += run_harness(one.engine, harness, run=one.name, step=one.step, limit=limit, chat=chat)
         found += [one.calibration()] if calibration else []
         found += [one.memorization()] if memorization else []
+    if not others:
+        _show_validation(one, validation, as_json)
+        return
     if not no_save:
         from gptworks.evaluate.results import save_evaluations
 
@@ -119,9 +129,8 @@ def evaluate(
     _show(found, as_json, None if no_save else run)
 
 
-def _validation(one: "EvaluatedRun", stride: int | None, by_position: bool, compressors: bool, as_json: bool) -> None:
+def _show_validation(one: "EvaluatedRun", result: dict[str, Any], as_json: bool) -> None:
     """Print the loss on the whole validation split."""
-    result = one.validation(stride, by_position, compressors)
     if as_json:
         print_json(result)
         return

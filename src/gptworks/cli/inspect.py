@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gptworks.cli.common import AsJSON, Overrides, RecipeFile, console_of, print_json
+from gptworks.cli.common import AsJSON, Overrides, RecipeFile, console_of, print_json, working
 from gptworks.cli.make import prepare_with_progress
 from gptworks.errors import UserError
 
@@ -38,7 +38,8 @@ def inspect(
         raise UserError(f"{recipe}: its sources are text, all of which is learned. `gptworks prepare` prints its size.")
     prepared = prepare_with_progress(settings)
     sides = ("chosen", "rejected") if settings.data.preferences else ("",)
-    inspection = inspect_records(settings, prepared)
+    with working(f"inspecting {recipe}"):
+        inspection = inspect_records(settings, prepared)
     context = settings.model.context_length
     shards = TokenShards(prepared.folder, "validation" if validation else "train")
     rows = Examples(shards, context, packing=False)

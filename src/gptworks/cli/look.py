@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptworks.cli.common import AsJSON, Overrides, console_of, notice, print_json, refuse_unused
+from gptworks.choices import Sharding
+from gptworks.cli.common import AsJSON, Overrides, PageFile, console_of, notice, print_json, refuse_unused, working
 from gptworks.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -14,6 +15,27 @@ if TYPE_CHECKING:
     from gptworks.data.prepare import Prepared
     from gptworks.plan.devices import Device as PlannedDevice
     from gptworks.plan.tokens import DataSize
+
+
+def _targets(incomplete: str) -> list[str]:
+    from gptworks.presets import PRESETS
+    from gptworks.recipes import shipped_paths
+
+    return [name for name in (*PRESETS, *shipped_paths()) if name.startswith(incomplete)]
+
+
+def _device_names(incomplete: str) -> list[str]:
+    from gptworks.plan.devices import DEVICES
+
+    return [name for name in ("this", *DEVICES) if name.startswith(incomplete)]
+
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="PRESET|RECIPE|RUN", autocompletion=_targets, help="A preset's name, a recipe file, or a run folder."
+    ),
+]
 
 
 def presets(as_json: AsJSON = False) -> None:
@@ -76,9 +98,9 @@ def recipes(as_json: AsJSON = False) -> None:
 
 
 def describe(
-    target: Annotated[str, typer.Argument(metavar="PRESET|RECIPE|RUN")],
+    target: Target,
     overrides: Overrides = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page with the figure.")] = None,
+    html: PageFile = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: AsJSON = False,
 ) -> None:
@@ -106,22 +128,29 @@ def describe(
 
 
 def plan(
-    target: Annotated[str, typer.Argument(metavar="PRESET|RECIPE|RUN")],
+    target: Target,
     overrides: Overrides = None,
     device: Annotated[
-        str | None, typer.Option(help="h100, rtx-4090, m2-ultra...; this: measured. Default: this machine's CPU.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            autocompletion=_device_names,
+            help="h100, rtx-4090, m2-ultra...; this: measured. Default: this machine's CPU.",
+        ),
     ] = None,
     memory_gib: Annotated[float | None, typer.Option(help="Memory of a GPU that is not listed.")] = None,
-    flops: Annotated[float | None, typer.Option(help="Its dense FLOP/s in the precision trained in.")] = None,
-    bandwidth: Annotated[float | None, typer.Option(help="Its bytes/s.")] = None,
-    world_size: Annotated[int, typer.Option(min=1, help="How many devices.")] = 1,
-    sharding: Annotated[
-        str | None, typer.Option(help="none, zero2 or fsdp: sets train.parallel. auto: as little as fits.")
+    flops: Annotated[
+        float | None, typer.Option(help="With --memory-gib: its dense FLOP/s in the training precision.")
     ] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="With --memory-gib: the bytes/s of its memory.")] = None,
+    world_size: Annotated[int, typer.Option(min=1, help="How many devices.")] = 1,
+    sharding: Annotated[Sharding | None, typer.Option(help="Sets train.parallel. auto: as little as fits.")] = None,
     tensor_parallel: Annotated[
         int | None, typer.Option(min=1, help="Sets train.parallel.tensor_parallel: devices that share each matrix.")
     ] = None,
-    utilization: Annotated[float, typer.Option(help="Share of the device's FLOP/s that training reaches.")] = 0.4,
+    utilization: Annotated[
+        float | None, typer.Option(help="Share of the device's FLOP/s that training reaches. Default: 0.4.")
+    ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Count a step's memory on fake tensors too.")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Take two real steps on this machine too.")] = False,
     details: Annotated[
@@ -136,9 +165,13 @@ def plan(
     """
     from dataclasses import replace
 
+    if as_json:
+        refuse_unused("does nothing with --json, which has every figure", details=details)
+    if measure:
+        refuse_unused("does nothing with --measure, which times a step", utilization=utilization)
     from gptworks.describe.plan_tables import plan_json, printed
     from gptworks.plan.assumed import preset_recipe
-    from gptworks.plan.devices import check_figures
+    from gptworks.plan.devices import UTILIZATION, check_figures
     from gptworks.plan.layout import parallel_overrides
     from gptworks.plan.run import plan as plan_recipe
     from gptworks.recipe import load_recipe
@@ -163,7 +196,7 @@ def plan(
     sheet = plan_recipe(
         recipe, data.train_tokens if data else None, samples_per_epoch=data.samples_per_epoch if data else None,
         tokens_estimated=data is not None and data.estimated, steps_reason=reason, device=place, n_ranks=world_size,
-        utilization=utilization, apply=apply,
+        utilization=utilization or UTILIZATION, apply=apply,
     )  # fmt: skip
     if (trace or measure) and world_size > 1:
         raise UserError("--trace and --measure follow one device's step: leave --world-size out.")
@@ -171,16 +204,17 @@ def plan(
     if trace:
         from gptworks.train.rehearsal.trace import trace_step
 
-        traced = trace_step(recipe.model, sheet.one_step, place.kind, sheet.setting.precision, *part)
+        with working("tracing a step"):
+            traced = trace_step(recipe.model, sheet.one_step, place.kind, sheet.setting.precision, *part)
         sheet = replace(sheet, traced_bytes=traced.peak_bytes)
     if measure:
         from gptworks.device import choose_device
         from gptworks.train.rehearsal.measure import measure_step
 
         here = choose_device(place.kind)
-        sheet = replace(
-            sheet, measured=measure_step(recipe.model, sheet.one_step, here.type, sheet.setting.precision, *part)
-        )
+        with working("measuring two steps"):
+            measured = measure_step(recipe.model, sheet.one_step, here.type, sheet.setting.precision, *part)
+        sheet = replace(sheet, measured=measured)
     if as_json:
         print_json(plan_json(sheet))
     else:

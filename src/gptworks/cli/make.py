@@ -123,8 +123,10 @@ def prepare_with_progress(recipe: "Recipe") -> "Prepared":
     columns = ("{task.description}", BarColumn(bar_width=24), TransferSpeedColumn(), TimeRemainingColumn())
     with progress_bars(*columns) as progress:
         tasks: dict[str, Any] = {}
+        before = progress.add_task("looking at the sources", total=None)
 
         def report(stage: str, done_bytes: int, total_bytes: int | None) -> None:
+            progress.update(before, visible=False)
             if stage not in tasks:
                 tasks[stage] = progress.add_task(names.get(stage, stage), total=total_bytes)
             progress.update(tasks[stage], completed=done_bytes, total=total_bytes)

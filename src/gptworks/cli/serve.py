@@ -5,32 +5,36 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptworks.cli.common import Backend, Cache, Device, Guess, WhichCheckpoint, notice
+from gptworks.cli.common import Backend, Cache, Device, Speculative, WhichCheckpoint, notice
 from gptworks.cli.use import drafter_of, load_engine
-from gptworks.errors import UserError
+from gptworks.errors import UserError, not_installed
 
 if TYPE_CHECKING:
     from gptworks.infer.engine import Engine
 
 
 def serve(
-    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A run folder; its name is the model's.")] = None,
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="A run folder; its name is the model's.")] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", metavar="NAME=RUN", help="A further model; may be given several times."),
+        typer.Option("--model", metavar="NAME=RUN", help="A further model; repeatable."),
     ] = None,
-    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 is all of them.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="The address to listen at; 0.0.0.0 is all of them.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            "--api-key", envvar="GPTWORKS_API_KEY", help="A key that requests must carry; may be given several times."
+            "--api-key", metavar="KEY", envvar="GPTWORKS_API_KEY", help="A key that requests must carry; repeatable."
         ),
     ] = None,
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(
-            "--cors-origin", help="Let web pages of this origin call the server, such as http://localhost:3000."
+            "--cors-origin",
+            metavar="ORIGIN",
+            help="Let web pages of this origin call the server, such as http://localhost:3000; repeatable.",
         ),
     ] = None,
     slots: Annotated[int, typer.Option(min=1, max=1024, help="Texts generated at once, for each model.")] = 32,
@@ -45,7 +49,7 @@ def serve(
     max_prompt_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a prompt's text.")] = 1 << 18,
     request_seconds: Annotated[float, typer.Option(help="Time in which a request must be answered whole.")] = 600,
     drain_seconds: Annotated[float, typer.Option(help="Time to finish what is begun, after SIGTERM.")] = 30,
-    guess: Guess = 0,
+    speculative: Speculative = 0,
     backend: Backend = "auto",
     cache: Cache = "auto",
     checkpoint: WhichCheckpoint = "best",
@@ -65,7 +69,7 @@ def serve(
         from gptworks.serve.server import make_server
         from gptworks.serve.settings import ServerSettings
     except ModuleNotFoundError as error:
-        raise UserError(f"serving needs {error.name}: pip install 'gptworks[serve]'.") from None
+        raise not_installed(error.name or "a package", "serve", "serving") from None
     keys, local = tuple(api_key or ()), _is_loopback(host)
     settings = ServerSettings(
         api_keys=keys, cors_origins=tuple(cors_origin or ()), local_names_only=local and not keys,
@@ -80,7 +84,7 @@ def serve(
         notice(f"loading {name} from {folder}")
         engine = load_engine(
             folder, checkpoint, device, n_slots=slots, slot_tokens=context,
-            drafter=drafter_of(guess, None, device, backend), backend=backend, cache=cache,
+            drafter=drafter_of(speculative, None, device, backend), backend=backend, cache=cache,
         )  # fmt: skip
         cache_bytes = engine.warm_up(promised_bytes=promised_bytes)
         notice(f"{slots} slots of {engine.context:,} tokens: {readable(cache_bytes, 'B')} of keys and values when full")

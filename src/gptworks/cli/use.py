@@ -1,22 +1,22 @@
 """Commands that use a run: generate, chat."""
 
+import itertools
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gptworks.choices import BackendName, CacheName, DeviceName
 from gptworks.cli.common import (
-    BACKENDS,
-    CACHES,
     AsJSON,
     Backend,
     Cache,
     Device,
     FrequencyPenalty,
-    Guess,
     MaxTokens,
     MinP,
     Overrides,
@@ -25,6 +25,7 @@ from gptworks.cli.common import (
     RunFolder,
     Seed,
     Slide,
+    Speculative,
     Stop,
     Temperature,
     TopK,
@@ -32,14 +33,14 @@ from gptworks.cli.common import (
     WhichCheckpoint,
     notice,
     print_json,
-    progress_of,
     refuse_unused,
+    working,
 )
 from gptworks.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from gptworks.infer.engine import Engine
-    from gptworks.infer.request import Completion
+    from gptworks.infer.request import Completion, Prompt
     from gptworks.infer.sampling import SamplingSettings
     from gptworks.infer.speculate import Drafter
 
@@ -50,7 +51,9 @@ _SETTING = re.compile(r"(model|tokenizer|data|train)\.[a-z0-9_.]+=\S*")
 
 def generate(
     run: RunFolder,
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")] = "",
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")
+    ] = "",
     overrides: Overrides = None,
     max_tokens: MaxTokens = 200,
     temperature: Temperature = 0.8,
@@ -71,6 +74,9 @@ def generate(
         Path | None, typer.Option(metavar="FILE", help="Write JSON that this schema allows.")
     ] = None,
     regex: Annotated[str | None, typer.Option(help="Write a text that matches this regular expression.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask the prompt by the run's chat template; the answer is printed alone.")
+    ] = False,
     samples: Annotated[int, typer.Option(help="How many continuations.")] = 1,
     slide: Slide = False,
     input_file: Annotated[
@@ -80,10 +86,10 @@ def generate(
         Path | None, typer.Option("--output", metavar="FILE", help="Where to; what it holds already is not redone.")
     ] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Texts generated at once. Default: up to 32.")] = None,
-    guess: Guess = 0,
-    draft: Annotated[
+    speculative: Speculative = 0,
+    draft_model: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="With --guess: the smaller model that drafts. Default: repetition."),
+        typer.Option(metavar="RUN", help="With --speculative: a smaller model that drafts. Default: prompt lookup."),
     ] = None,
     backend: Backend = "auto",
     cache: Cache = "auto",
@@ -103,35 +109,51 @@ def generate(
         stop=tuple(stop or ()), min_tokens=min_tokens, ignore_eos=ignore_eos, logprobs=logprobs,
         json_schema=schema, regex=regex,
     )  # fmt: skip
-    if draft is not None and not guess:
-        raise UserError("--draft without --guess: say how many tokens it guesses at a time, such as --guess 4.")
+    if not speculative:
+        refuse_unused("is for --speculative N: add it, or", draft_model=draft_model)
     if (input_file is None) != (output_file is None) or (input_file is not None and prompt):
         raise UserError("--input and --output belong together, without a prompt.")
+    if chat and input_file is None and not prompt:
+        raise UserError("--chat without a prompt: give the question, or - to read it from standard input.")
     if input_file is not None:
-        refuse_unused("does nothing with --input, whose results are JSON lines in --output", json=as_json)
-    elif not as_json:
-        refuse_unused("is for --json: add it, or", logprobs=logprobs)
-    drafter = drafter_of(guess, draft, device, backend)
+        refuse_unused(
+            "does nothing with --input, whose results are JSON lines in --output", json=as_json, logprobs=logprobs
+        )
+    else:
+        if not as_json:
+            refuse_unused("is for --json: add it, or", logprobs=logprobs)
+        if samples == 1:
+            refuse_unused("is for several texts: give --samples or --input, or", slots=slots)
+    drafter = drafter_of(speculative, draft_model, device, backend)
     engine = load_engine(
         run, checkpoint, device, overrides, n_slots=slots, drafter=drafter, backend=backend, cache=cache
     )
+    encode: Callable[[str], Prompt] = str
+    if chat:
+        settings, encode = _asked(engine, settings)
+    elif engine.chat_template is not None:
+        notice("the prompt is continued as plain text; --chat asks it by the run's chat template.")
     overflow: Any = "slide" if slide else "error"
     if input_file is not None and output_file is not None:
-        _generate_file(engine, input_file, output_file, settings, n_samples=samples, overflow=overflow)
+        _generate_file(engine, input_file, output_file, settings, n_samples=samples, overflow=overflow, encode=encode)
         return
     prompt = sys.stdin.read() if prompt == "-" else prompt
+    shown = "" if chat else prompt
     if as_json or samples > 1:
-        completions = engine.complete(prompt, settings, n_samples=samples, overflow=overflow)
+        with working("generating"):
+            completions = engine.complete(encode(prompt), settings, n_samples=samples, overflow=overflow)
         if as_json:
             print_json({"prompt": prompt, "completions": [_completion_json(one) for one in completions]})
             return
         for i, completion in enumerate(completions):
-            typer.echo(f"--- {i + 1} of {samples}\n{prompt}{completion.text}")
+            typer.echo(f"--- {i + 1} of {samples}\n{shown}{completion.text}")
         return
     reason = None
-    pieces = engine.pieces(prompt, settings, overflow=overflow)
-    sys.stdout.write(prompt)
-    for piece in pieces:
+    pieces = engine.pieces(encode(prompt), settings, overflow=overflow)
+    with working("reading the prompt"):
+        first = list(itertools.islice(pieces, 1))
+    sys.stdout.write(shown)
+    for piece in itertools.chain(first, pieces):
         sys.stdout.write(piece.text)
         sys.stdout.flush()
         reason = piece.finish_reason
@@ -139,7 +161,19 @@ def generate(
     if reason == "context":
         notice("stopped: the context is full. With --slide it goes on from the context's last half.")
     if (rate := engine.statistics().acceptance_rate) is not None:
-        notice(f"{rate:.0%} of the guessed tokens were right.")
+        notice(f"{rate:.0%} of the draft tokens were accepted.")
+
+
+def _asked(engine: "Engine", settings: "SamplingSettings") -> "tuple[SamplingSettings, Callable[[str], Prompt]]":
+    """The settings with what ends an answer, and how a question becomes a prompt: as the run's chat template says."""
+    from gptworks.infer.chat import answer_settings
+
+    template = engine.chat_template
+    if template is None:
+        raise UserError("--chat: this run has no chat template; a base model is asked without.")
+    return answer_settings(settings, template), lambda text: template.encode(
+        [{"role": "user", "content": text}], add_generation_prompt=True
+    )
 
 
 def _completion_json(completion: "Completion") -> dict[str, Any]:
@@ -149,24 +183,23 @@ def _completion_json(completion: "Completion") -> dict[str, Any]:
     return tree
 
 
-def drafter_of(guess: int, draft: Path | None, device: str, backend: str) -> "Drafter | None":
-    """What drafts tokens, if `guess` is not 0."""
+def drafter_of(n_tokens: int, model: Path | None, device: DeviceName, backend: BackendName) -> "Drafter | None":
+    """What drafts `n_tokens` tokens at a time: a smaller model, or prompt lookup. None for 0."""
     from gptworks.infer.engine import load
     from gptworks.infer.speculate import DraftModel, PromptLookup
 
-    if not guess:
+    if not n_tokens:
         return None
-    if draft is None:
-        return PromptLookup(guess)
-    name: Any = backend
-    return DraftModel(load(draft, device=device, report=notice).model, guess, backend=name)
+    if model is None:
+        return PromptLookup(n_tokens)
+    return DraftModel(load(model, device=device, report=notice).model, n_tokens, backend=backend)
 
 
 def _generate_file(engine: "Engine", source: Path, target: Path, settings: "SamplingSettings", **options: Any) -> None:
     """Continue a file of prompts with a progress bar."""
     from gptworks.infer.batch import BatchReport, generate_file
 
-    with progress_of("prompts") as show:
+    with working(f"continuing {source}") as show:
 
         def shown(report: BatchReport) -> None:
             show(report.skipped + report.done + report.failed, report.total)
@@ -215,25 +248,17 @@ def chat(
 
 
 def load_engine(
-    run: Path, checkpoint: str, device: str, overrides: list[str] | None = None, *, backend: str = "auto",
-    cache: str = "auto", **options: Any,
+    run: Path, checkpoint: str, device: DeviceName, overrides: list[str] | None = None, *,
+    backend: BackendName = "auto", cache: CacheName = "auto", **options: Any,
 ) -> "Engine":  # fmt: skip
     """The engine of a run; options as for `Engine`."""
-    for option, value, known in (("backend", backend, BACKENDS), ("cache", cache, CACHES)):
-        if value not in known:
-            raise UserError(f"--{option}={value}: it must be one of {', '.join(known)}.")
-    import torch
+    with working(f"loading {run}"):
+        import torch
 
-    from gptworks.infer.engine import load
+        from gptworks.infer.engine import load
 
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}.get(cache)
-    return load(
-        run,
-        checkpoint,
-        overrides=overrides or [],
-        device=device,
-        report=notice,
-        backend=backend,
-        cache_dtype=dtype,
-        **options,
-    )
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}.get(cache)
+        return load(
+            run, checkpoint, overrides=overrides or [], device=device, report=notice, backend=backend,
+            cache_dtype=dtype, **options,
+        )  # fmt: skip

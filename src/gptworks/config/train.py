@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from gptworks.choices import DeviceName, PrecisionName
 from gptworks.config.base import Fixed, Fraction, Free, Measured, PositiveInt, PositiveTime, Section, Steering, derived
 
 IGNORED = -100
@@ -94,10 +95,10 @@ class TrainConfig(Section):
         0.0, description="Decay of the weights' moving average, which is then evaluated and published. 0: none."
     )
 
-    precision: Free[Literal["auto", "fp32", "bf16", "fp16"]] = Field(
+    precision: Free[PrecisionName] = Field(
         "auto", description="auto: bf16 autocast where the hardware multiplies bf16 natively, else fp32."
     )
-    device: Free[Literal["auto", "cpu", "cuda", "mps"]] = "auto"
+    device: Free[DeviceName] = "auto"
     threads: Free[PositiveInt | None] = Field(
         None,
         le=1024,

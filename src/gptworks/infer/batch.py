@@ -17,7 +17,7 @@ from typing import Any
 from gptworks.errors import UserError
 from gptworks.infer.client import completions
 from gptworks.infer.engine import Engine
-from gptworks.infer.request import Overflow, Request
+from gptworks.infer.request import Overflow, Prompt, Request
 from gptworks.infer.sampling import SamplingSettings
 
 _IN_FLIGHT = 64
@@ -57,6 +57,7 @@ def generate_file(
     *,
     n_samples: int = 1,
     overflow: Overflow = "error",
+    encode: Callable[[str], Prompt] = lambda text: text,
     report: Callable[[BatchReport], None] = lambda _: None,
 ) -> BatchReport:
     """Continue every prompt of a file that the output does not hold yet; lines are appended as they are finished.
@@ -64,6 +65,7 @@ def generate_file(
     Args:
         source, target: see the module.
         settings, n_samples, overflow: as in `Engine.complete`, for all prompts.
+        encode: makes what the engine reads of a line's prompt; default: the text itself.
         report: called after each prompt.
 
     Raises:
@@ -78,7 +80,7 @@ def generate_file(
     progress = BatchReport(total=len(ids), skipped=sum(one in finished for one in ids))
     left = (task for task in _tasks(source, settings) if task.id not in finished)
     with target.open("a", encoding="utf-8") as out:
-        for task, outcome in _outcomes(engine, left, n_samples, overflow):
+        for task, outcome in _outcomes(engine, left, n_samples, overflow, encode):
             out.write(json.dumps({"id": task.id, **outcome}, ensure_ascii=False) + "\n")
             out.flush()
             if "error" in outcome:
@@ -93,7 +95,7 @@ def generate_file(
 
 
 def _outcomes(
-    engine: Engine, tasks: Iterator[_Task], n_samples: int, overflow: Overflow
+    engine: Engine, tasks: Iterator[_Task], n_samples: int, overflow: Overflow, encode: Callable[[str], Prompt]
 ) -> Iterator[tuple[_Task, dict[str, Any]]]:
     """Each task with the content of its output line, as the tasks end."""
     running: dict[_Task, Request] = {}
@@ -101,7 +103,8 @@ def _outcomes(
         while (new := list(itertools.islice(tasks, _IN_FLIGHT - len(running)))) or running:
             for task in new:
                 try:
-                    running[task] = engine.submit(task.prompt, task.settings, n_samples=n_samples, overflow=overflow)
+                    prompt = encode(task.prompt)
+                    running[task] = engine.submit(prompt, task.settings, n_samples=n_samples, overflow=overflow)
                 except UserError as error:
                     yield task, {"error": str(error)}
             engine.step()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gptworks.chat_template import Message
+from gptworks.chat_template import ChatTemplate, Message
 from gptworks.config import ConversationsSource
 from gptworks.data.conversations.reading import iter_conversations
 from gptworks.errors import UserError
@@ -223,8 +223,7 @@ class TurnSession(ChatSession):
             raise UserError("this run has no chat template: it is a base model, which has no turns.")
         self._template, self.system = engine.chat_template, system
         super().__init__(engine, settings, **changes)
-        ends = (*self.settings.stop_token_ids, *self._template.end_token_ids())
-        self.settings = replace(self.settings, stop_token_ids=tuple(dict.fromkeys(ends)))
+        self.settings = answer_settings(self.settings, self._template)
 
     @property
     def messages(self) -> list[Message]:
@@ -271,6 +270,12 @@ class TurnSession(ChatSession):
 def _check_name(path: Path) -> None:
     if path.suffix != ".jsonl":
         raise UserError(f"{path}: a file of conversations, a line each, has a name that ends in .jsonl.")
+
+
+def answer_settings(settings: SamplingSettings, template: ChatTemplate) -> SamplingSettings:
+    """The settings with the tokens that end an assistant's answer, unless they ignore such tokens."""
+    ends = () if settings.ignore_eos else template.end_token_ids()
+    return replace(settings, stop_token_ids=tuple(dict.fromkeys((*settings.stop_token_ids, *ends))))
 
 
 def chat_session(

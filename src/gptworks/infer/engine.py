@@ -33,6 +33,7 @@ from tokenizers import Tokenizer
 
 from gptworks.chat_template import ChatTemplate, load_chat_template
 from gptworks.checkpoint import Report, load_run
+from gptworks.choices import BackendName
 from gptworks.device import choose_device
 from gptworks.infer.admission import Admission
 from gptworks.infer.client import Client
@@ -44,7 +45,6 @@ from gptworks.infer.scheduler import PREFILL_TOKENS, QueueFull, Reuse
 from gptworks.infer.speculate import Drafter
 from gptworks.model import GPT
 from gptworks.model.backend import Chunk
-from gptworks.native.choice import BackendName
 from gptworks.tokenizer import load_tokenizer
 
 

@@ -54,7 +54,7 @@ class Statistics:
     """Prompts that began with what a slot held."""
     reused_tokens: int = 0
     """Prompt tokens that were not computed for that reason."""
-    guessed_tokens: int = 0
+    draft_tokens: int = 0
     """Draft tokens of speculative decoding."""
     accepted_tokens: int = 0
     """Draft tokens that the model drew itself."""
@@ -62,7 +62,7 @@ class Statistics:
     @property
     def acceptance_rate(self) -> float | None:
         """Share of the draft tokens that were accepted; None: there were none."""
-        return self.accepted_tokens / self.guessed_tokens if self.guessed_tokens else None
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else None
 
 
 Listener = Callable[[Piece | Exception], None]

@@ -5,13 +5,14 @@ Slots and their capacity grow as texts need them. They are released where what t
 
 import torch
 
+from gptworks.choices import BackendName
 from gptworks.device import memory_bytes
 from gptworks.errors import UserError
 from gptworks.infer.scheduler import PREFILL_TOKENS, Job, Reuse, Scheduler
 from gptworks.infer.speculate import Drafter
 from gptworks.model import GPT
 from gptworks.model.backend import Backend
-from gptworks.native.choice import BackendName, choose_backend
+from gptworks.native.choice import choose_backend
 from gptworks.units import readable
 
 MOST_SLOTS = 32

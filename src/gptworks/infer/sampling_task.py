@@ -70,7 +70,7 @@ class SamplingTask(Request):
         job, one, room = draw.job, draw.sample, requests.room
         if draw.work is not None and draw.draft:
             n_accepted = draw.n_drawn - 1
-            requests.statistics.guessed_tokens += len(draw.draft)
+            requests.statistics.draft_tokens += len(draw.draft)
             requests.statistics.accepted_tokens += n_accepted
             room.scheduler.commit(draw.work, len(draw.work.tokens) - len(draw.draft) + n_accepted)
         if one.finish_reason is None and len(job.tokens) > room.context:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gptworks.choices import BackendName
 from gptworks.errors import UserError
 from gptworks.infer.sampling import pick
 from gptworks.infer.scheduler import PREFILL_TOKENS, n_common_tokens
 from gptworks.infer.text import Sample
 from gptworks.model import GPT
 from gptworks.model.backend import Backend, Chunk
-from gptworks.native.choice import BackendName, choose_backend
+from gptworks.native.choice import choose_backend
 
 
 @dataclass(frozen=True)

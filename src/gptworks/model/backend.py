@@ -19,7 +19,7 @@ from gptworks.model.cache import SlotCache
 from gptworks.model.gpt import GPT
 
 SHORT_TOKENS = 16
-"""Chunks of up to so many tokens are computed together: they decode, or check what was guessed."""
+"""Chunks of up to so many tokens are computed together: they decode, or check draft tokens."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The native backend: a GPT's step in C++ (kernels.cpp; native_library.py builds and loads it).
 
-Decoding, checking guesses and prefill are the same call, over all rows of all texts; a long chunk takes several. What a
+Decoding, checking drafts and prefill are the same call, over all rows of all texts; a long chunk takes several. What a
 row gets depends neither on the rows beside it nor on how its text was cut into chunks, bit for bit.
 
 Activations are float32, and are rounded where the processor multiplies narrower numbers: to bf16 for weights in bf16

@@ -11,10 +11,10 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 
+from gptworks.choices import BackendName
 from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError
 from gptworks.files import write_whole
@@ -25,8 +25,6 @@ from gptworks.native.backend import NativeBackend
 from gptworks.native.library import cache_folder, library
 from gptworks.quantize.formats import KINDS
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices
-
-BackendName = Literal["auto", "torch", "native"]
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 32
 """A request that stands for all: prefill is bound by products, decoding by memory."""

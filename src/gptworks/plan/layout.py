@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 from math import prod
 
+from gptworks.choices import Sharding
 from gptworks.config import ModelConfig
-from gptworks.errors import UserError
 from gptworks.plan.params import ParameterCount
 from gptworks.plan.trained import Trained
-
-SHARDINGS = ("none", "zero2", "fsdp")
 
 BUCKET_BYTES = 32 * 2**20
 """Gradients that are whole on each rank are added up in buckets of about this size: fewer messages, little memory."""
@@ -44,20 +42,14 @@ class Layout:
 ONE_DEVICE = Layout()
 
 
-def parallel_overrides(sharding: str | None, tensor_parallel: int | None) -> list[str]:
-    """What `--sharding` and `--tensor-parallel` set of a recipe.
-
-    Raises:
-        UserError: no such sharding.
-    """
+def parallel_overrides(sharding: Sharding | None, tensor_parallel: int | None) -> list[str]:
+    """What `--sharding` and `--tensor-parallel` set of a recipe."""
     strategies = {
         "auto": ["train.parallel.strategy=auto"],
         "none": ["train.parallel.strategy=ddp"],
         "zero2": ["train.parallel.strategy=fsdp", "train.parallel.reshard_after_forward=false"],
         "fsdp": ["train.parallel.strategy=fsdp", "train.parallel.reshard_after_forward=true"],
     }
-    if sharding is not None and sharding not in strategies:
-        raise UserError(f"--sharding {sharding} is not known: use auto, {', '.join(SHARDINGS)}.")
     split = [] if tensor_parallel is None else [f"train.parallel.tensor_parallel={tensor_parallel}"]
     return [*(strategies[sharding] if sharding is not None else []), *split]
 

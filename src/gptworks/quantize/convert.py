@@ -12,9 +12,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from gptworks.choices import Weights
 from gptworks.errors import UserError, nearest
 from gptworks.model import GPT
-from gptworks.quantize.formats import DTYPES, GROUP, KINDS, Weights, dequantize, pack_int4
+from gptworks.quantize.formats import DTYPES, GROUP, KINDS, dequantize, pack_int4
 from gptworks.quantize.linear import QuantizedGPT
 from gptworks.quantize.rounding import Rounded, gptq, round_int4, round_int8
 

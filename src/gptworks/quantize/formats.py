@@ -9,13 +9,10 @@ int4 has groups of 32 along a row. Byte j of a group's 16 holds element j in its
 high one, as llama.cpp's Q4_0 does.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-Weights = Literal["bf16", "fp16", "int8", "int4"]
-"""How matrices are kept."""
+from gptworks.choices import Weights
 
 GROUP = 32
 """Elements of a row that share a scale in int4."""

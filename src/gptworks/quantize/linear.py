@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gptworks.choices import Weights
 from gptworks.config import ModelConfig
 from gptworks.model import GPT
-from gptworks.quantize.formats import KINDS, Weights, dequantize, empty
+from gptworks.quantize.formats import KINDS, dequantize, empty
 
 _WEIGHTS_AT_ONCE = 2**18
 """On a CPU, weights that are unpacked at once: they are multiplied while they are in the processor's cache."""

@@ -5,12 +5,12 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gptworks.checkpoint import LoadedRun, Report, load_run, save_checkpoint
+from gptworks.choices import Rounding, Weights
 from gptworks.config import Recipe
 from gptworks.data.batches import evaluation_windows
 from gptworks.data.prepare import Prepared
@@ -20,13 +20,10 @@ from gptworks.errors import UserError
 from gptworks.evaluate.loss import batches_of
 from gptworks.files import check_free, new_folder, write_sums, write_whole
 from gptworks.quantize.convert import matrix_kinds, quantize_model
-from gptworks.quantize.formats import Weights
 from gptworks.quantize.linear import QuantizedGPT
 from gptworks.quantize.report import QuantizationReport, make_report
 from gptworks.recipe import save_recipe
 from gptworks.tokenizer import load_tokenizer
-
-Rounding = Literal["nearest", "gptq"]
 
 CALIBRATION_TOKENS = 32_768
 """Of training text, on which GPTQ calibrates where nothing else is asked for."""

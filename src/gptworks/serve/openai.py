@@ -36,7 +36,7 @@ REFUSED = {
     "use_beam_search": "the server samples",
     "store": "the server stores nothing",
     "metadata": "the server stores nothing",
-    "prediction": "the server takes no predicted text; --guess guesses by itself",
+    "prediction": "the server takes no predicted text; --speculative N drafts by itself",
     "reasoning_effort": "models here do not reason apart from their answer",
     "service_tier": "there is one",
     "verbosity": "models here write as they were trained",

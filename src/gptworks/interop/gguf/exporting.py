@@ -3,13 +3,14 @@
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
 from gptworks.chat_template import load_chat_template
 from gptworks.checkpoint import Report, load_run
-from gptworks.errors import UserError
+from gptworks.choices import GGUFType
+from gptworks.errors import UserError, not_installed
 from gptworks.files import make_folder, replacing
 from gptworks.interop.gguf.architectures import APPROXIMATE_GELU, add_settings, choose_architecture, their_tensors
 from gptworks.interop.gguf.vocabulary import add_vocabulary, read_vocabulary
@@ -17,8 +18,6 @@ from gptworks.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
-
-Quantization = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def export_gguf(
     run: str | Path,
     out: str | Path,
     *,
-    quantization: Quantization = "f16",
+    quantization: GGUFType = "f16",
     tokenizer: bool = True,
     checkpoint: str = "best",
     report: Report = lambda _: None,
@@ -61,8 +60,8 @@ def export_gguf(
     out = Path(out)
     if out.exists():
         raise UserError(f"{out} exists: give another place, or delete it.")
-    if quantization not in get_args(Quantization):
-        raise UserError(f"quantization={quantization}: it must be one of {', '.join(get_args(Quantization))}.")
+    if quantization not in get_args(GGUFType):
+        raise UserError(f"quantization={quantization}: it must be one of {', '.join(get_args(GGUFType))}.")
     gguf = _require_gguf()
     loaded = load_run(run, checkpoint, full=True, report=report)
     config, weights = loaded.model.config, loaded.model.state_dict()
@@ -105,7 +104,7 @@ def export_gguf(
     return Export(out, architecture.name, quantization, n_bytes, step, words_there, tuple(notes))
 
 
-def stored_as(name: str, shape: tuple[int, ...], quantization: Quantization) -> "GGMLQuantizationType":
+def stored_as(name: str, shape: tuple[int, ...], quantization: GGUFType) -> "GGMLQuantizationType":
     """How a tensor is stored: as llama.cpp's own converter does it, and the embedding and the head never in 4 bits."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -122,5 +121,5 @@ def _require_gguf() -> Any:
     try:
         import gguf
     except ImportError:
-        raise UserError("the gguf package is not installed: pip install 'gptworks[interop]'.") from None
+        raise not_installed("gguf", "interop", "the export to GGUF") from None
     return gguf

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gptworks.chat_template import load_chat_template
 from gptworks.checkpoint import Report, load_run
+from gptworks.choices import ExportPrecision
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.files import check_free, new_folder
@@ -30,7 +31,6 @@ from gptworks.tokenizer import encodings, load_tokenizer, prompt_ids, special_to
 SHARD_BYTES = 5_000_000_000
 """A file of tensors is closed before it grows beyond this."""
 
-Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _TRAINING_FIELDS = ("dropout_embedding", "dropout_attention", "dropout_residual")
@@ -56,7 +56,7 @@ def export_huggingface(
     out: str | Path,
     *,
     checkpoint: str = "best",
-    precision: Precision = "fp32",
+    precision: ExportPrecision = "fp32",
     verify: bool = True,
     merge: bool = True,
     report: Report = lambda _: None,

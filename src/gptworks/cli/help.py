@@ -1,0 +1,49 @@
+"""How help looks: commands under headings, and values named N, X and TEXT instead of Python's types."""
+
+import re
+from itertools import groupby
+from typing import Any
+
+from typer import BadParameter
+from typer.core import TyperCommand, TyperGroup
+
+_VALUE = re.compile(r"<(?:list\[)?([^\]> ]+)(?: range)?\]?>")
+_NAMES = {"int": "N", "float": "X", "str": "TEXT", "path": "FILE"}
+
+
+class Command(TyperCommand):
+    """A command. Its arguments are shown by their names alone."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")  # as pydantic begins it
+            raise
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        records: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                name, text = record
+                if parameter.param_type_name == "argument":
+                    name = name.partition(" <")[0]
+                records[parameter.param_type_name].append((_VALUE.sub(lambda m: _NAMES.get(m[1], m[1]), name), text))
+        for kind, rows in records.items():
+            if rows:
+                with formatter.section(f"{kind.capitalize()}s"):
+                    formatter.write_dl(rows)
+
+
+class Group(TyperGroup):
+    """All commands; each under the heading that is its panel."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        width = max(map(len, self.commands))
+        for heading, group in groupby(self.commands.items(), lambda item: getattr(item[1], "rich_help_panel", None)):
+            with formatter.section(heading or "Commands"):
+                rows = [(name.ljust(width), one.get_short_help_str(formatter.width - width - 6)) for name, one in group]
+                formatter.write_dl(rows)
