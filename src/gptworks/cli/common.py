@@ -15,8 +15,21 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
+
+def recipe_names(incomplete: str) -> list[str]:
+    """Completions of a shipped recipe's name."""
+    from gptworks.recipes import shipped_paths
+
+    return [name for name in shipped_paths() if name.startswith(incomplete)]
+
+
 RecipeFile = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="A recipe file, a run folder, or a name: `gptworks recipes`.")
+    Path,
+    typer.Argument(
+        metavar="RECIPE",
+        autocompletion=recipe_names,
+        help="A recipe file, a run folder, or a name: `gptworks recipes`.",
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gptworks.choices import Sharding
-from gptworks.cli.common import AsJSON, Overrides, PageFile, console_of, notice, print_json, refuse_unused, working
+from gptworks.cli.common import (
+    AsJSON,
+    Overrides,
+    PageFile,
+    console_of,
+    notice,
+    print_json,
+    recipe_names,
+    refuse_unused,
+    working,
+)
 from gptworks.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -19,9 +29,8 @@ if TYPE_CHECKING:
 
 def _targets(incomplete: str) -> list[str]:
     from gptworks.presets import PRESETS
-    from gptworks.recipes import shipped_paths
 
-    return [name for name in (*PRESETS, *shipped_paths()) if name.startswith(incomplete)]
+    return [*(name for name in PRESETS if name.startswith(incomplete)), *recipe_names(incomplete)]
 
 
 def _device_names(incomplete: str) -> list[str]:
