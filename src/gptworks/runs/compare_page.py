@@ -22,7 +22,7 @@ def write_comparison(comparison: Comparison, path: Path) -> None:
     Raises:
         UserError: the path is a folder, or lies in none.
     """
-    write_page(to_html(comparison), path, "--out")
+    write_page(to_html(comparison), path, "--html")
 
 
 def to_html(comparison: Comparison) -> str:

@@ -61,7 +61,7 @@ def write_report(run: History, path: Path, refresh_seconds: int | None = None) -
     Raises:
         UserError: the path is a folder, or lies in none.
     """
-    write_page(to_html(run, refresh_seconds), path, "--out")
+    write_page(to_html(run, refresh_seconds), path, "--html")
 
 
 def watch_report(folder: Path, path: Path, wait: Callable[[float], object] = time.sleep) -> None:
