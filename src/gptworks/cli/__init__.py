@@ -3,6 +3,7 @@
 import logging
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -23,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-COMMANDS = {
+COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Design": (look.presets, look.recipes, look.describe, look.plan, look.schema),
     "Train": (make.prepare, inspect.inspect, make.train, make.launch, compare.sweep),
     "Measure and compare": (evaluate.evaluate, compare.report, compare.compare),
