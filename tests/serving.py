@@ -87,7 +87,7 @@ def running(engines: Mapping[str, Engine], **settings: Any) -> Iterator[Running]
     server = make_server(app, "127.0.0.1", 0, started)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    assert listens.wait(30)
+    assert listens.wait(120)
     try:
         yield Running(app.state.service, server, f"http://127.0.0.1:{found[0]}")
     finally:
@@ -149,7 +149,7 @@ def request(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
     return head(len(content), path) + content
 
 
-def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+def until(holds: Callable[[], bool], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "it did not come to be"

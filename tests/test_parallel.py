@@ -503,9 +503,9 @@ class InThreads(Ranks):
 
     def _meet(self, key: str, value: Any) -> list[Any]:
         self._board[f"{key}/{self.rank}"] = value
-        self._meeting.wait(10)
+        self._meeting.wait(60)
         values = [self._board[f"{key}/{rank}"] for rank in range(2)]
-        self._meeting.wait(10)
+        self._meeting.wait(60)
         return values
 
     def from_rank_zero(self, work: Callable[[], Any]) -> Any:

@@ -41,7 +41,7 @@ def server() -> Iterator[Running]:
 @contextmanager
 def connected(server: Running) -> Iterator[socket.socket]:
     host, _, port = server.url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=20) as one:
+    with socket.create_connection((host, int(port)), timeout=120) as one:
         yield one
 
 
@@ -253,7 +253,7 @@ def test_idle_connections_make_room_too_though_they_were_answered_once() -> None
     with running({"base": tiny_engine()}, max_connections=8) as server:
         idle = []
         for _ in range(20):
-            one = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20)
+            one = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=120)
             one.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert one.recv(4096).startswith(b"HTTP/1.1 200")
             idle.append(one)
@@ -353,7 +353,7 @@ def test_sigterm_lets_requests_finish_and_refuses_others(tmp_path: Path) -> None
         answered = begun.result()
         assert answered.status_code == 200 and answered.json()["usage"]["completion_tokens"] == 500
         assert streamed.result().text.endswith("data: [DONE]\n\n")
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
         until(lambda: "served" in log[-1])
     assert any(re.search(r" POST /v1/completions 200 \d+ ms 501 tokens$", line) for line in log), log
     assert any(re.search(r" POST /v1/chat/completions 200 \d+ ms \d+ tokens$", line) for line in log), log

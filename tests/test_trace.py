@@ -126,3 +126,8 @@ def test_a_peak_is_of_what_came_after_its_reset() -> None:
         pytest.skip("this system does not tell a process's memory")
     assert float(first) > 100e6
     assert float(second) < 50e6
+
+
+def test_a_peak_that_reads_as_less_than_what_was_held_is_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptworks.device._resident", {"VmRSS": 130_000, "VmHWM": 101_328}.get)
+    assert peak_growth_bytes(CPU, reset_peak(CPU)) == 0

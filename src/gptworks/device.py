@@ -111,12 +111,13 @@ def reset_peak(device: torch.device) -> int:
 def peak_growth_bytes(device: torch.device, before_bytes: int) -> int | None:
     """By how much the most memory held since `reset_peak` exceeded what was held then; None if that is unknown.
 
-    On CUDA the memory of tensors, on a CPU the resident memory of the process.
+    On CUDA the memory of tensors, on a CPU the resident memory of the process: 0 where it used what had been freed
+    before. Linux counts resident pages for each thread and adds them up late, so the peak can read as a little less.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) - before_bytes
     peak = _resident("VmHWM")
-    return None if peak is None else peak - before_bytes
+    return None if peak is None else max(0, peak - before_bytes)
 
 
 def _resident(field: str) -> int | None:

@@ -31,7 +31,8 @@ class MemoryPeaks:
 
     predicted_bytes: int
     measured_bytes: int | None
-    """Since this process began with it: what tensors held on CUDA, the growth of resident memory on a CPU."""
+    """Since this process began with it: what tensors held on CUDA, the growth of resident memory on a CPU. None: not
+    known, as in a process that had freed as much before."""
 
 
 def write_model_card(

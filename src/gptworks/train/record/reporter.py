@@ -197,7 +197,7 @@ class Reporter:
         setting = run_setting(self.recipe, self._device, self.precision, self._layout)
         memory = MemoryPeaks(
             predicted_bytes=training_peak(setting).total_bytes,
-            measured_bytes=peak_growth_bytes(self._device, memory_before_bytes),
+            measured_bytes=peak_growth_bytes(self._device, memory_before_bytes) or None,
         )
         self._describe(progress, reason, memory)
         left = " Go on with --resume." if self.length.share_done(progress) < 1 else ""
