@@ -165,11 +165,13 @@ def test_a_damaged_library_is_built_again(builds: list[str], fresh: Path, damage
     assert [other.read_bytes() for other in fresh.glob("kernels-*.so")] == [whole]
 
 
-def test_a_library_is_built_once_for_all_processes(builds: list[str]) -> None:
+def test_a_library_is_built_once_for_all_processes(builds: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "gptworks.native")
     for _ in range(3):
         assert works()
         native_library.forget()
     assert len(builds) == 1
+    assert [line.partition(",")[0] for line in caplog.messages] == ["compiling the kernels for this processor"]
 
 
 # ------------------------------------------------------------------------------------------------------ other users
