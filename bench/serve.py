@@ -29,7 +29,7 @@ import httpx
 import torch
 
 from gptworks.checkpoint import save_checkpoint
-from gptworks.data.sources import iter_documents
+from gptworks.data.sources.choose import iter_documents
 from gptworks.device import device_name
 from gptworks.interop.gguf import export_gguf
 from gptworks.interop.huggingface import export_huggingface

@@ -1,3 +1,4 @@
+import csv
 import json
 import multiprocessing
 import os
@@ -16,11 +17,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import commands
 from gptworks.config import ModelConfig, Recipe, ValidationSplit
-from gptworks.data import encode, sources
+from gptworks.data import encode
 from gptworks.data import prepare as module
 from gptworks.data.prepare import Prepared, find_prepared, held_out_text, open_prepared, prepare
 from gptworks.data.shards import TokenShards
-from gptworks.data.sources import Piece, iter_documents
+from gptworks.data.sources import base
+from gptworks.data.sources.base import Piece
+from gptworks.data.sources.choose import iter_documents
 from gptworks.data.split import split_documents
 from gptworks.errors import RunError, UserError
 from gptworks.tokenizer import document_frame, fingerprint
@@ -78,6 +81,18 @@ def leftovers(folder: Path) -> list[str]:
 
 
 # ----------------------------------------------------------------------------------------------------- contents
+
+
+def test_a_table_gives_the_shards_of_its_texts(make: Make, tmp_path: Path) -> None:
+    """Documents are held out by the same hash, with line breaks and quotation marks in the fields."""
+    texts = [f'"{text}", he wrote' for text in essays(60)]
+    write(tmp_path, *texts)
+    with (tmp_path / "essays.csv").open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([["id", "text"], *enumerate(texts)])
+    table = [{"type": "csv", "path": str(tmp_path / "essays.csv")}]
+    one, other = (prepare(make(validation={"fraction": 0.2}, **data)) for data in ({}, {"sources": table}))
+    for split in ("train", "validation"):
+        assert decoded(one, split) == decoded(other, split) != []
 
 
 @pytest.mark.parametrize("kind", [{"type": "char"}, {"type": "bpe", "vocab_size": 300}], ids=["char", "bpe"])
@@ -224,7 +239,7 @@ def test_a_long_document_in_pieces_gives_the_same_text(
 ) -> None:
     text = "".join(essays(50))
     write(tmp_path, text)
-    monkeypatch.setattr(sources, "PIECE_BYTES", 100)
+    monkeypatch.setattr(base, "PIECE_BYTES", 100)
     monkeypatch.setattr(module, "_DECODED_TOKENS", 3)
     prepared = prepare(make({"type": "bpe", "vocab_size": 280}, validation={"fraction": 0.3}))
     held_out = b"".join(held_out_text(prepared)).decode()
@@ -243,7 +258,7 @@ def test_a_tokenizer_that_adds_a_space_to_each_piece_does_not_round_trip(
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     write(tmp_path, text)
     recipe = make({"type": "file", "path": tmp_path / "tokenizer.json"}, validation={"fraction": 0.9})
-    monkeypatch.setattr(sources, "PIECE_BYTES", 60)
+    monkeypatch.setattr(base, "PIECE_BYTES", 60)
     assert tokenizer.decode(tokenizer.encode("the cat\n").ids) == "the cat\n"
     assert not prepare(recipe).manifest.round_trips
 
@@ -491,7 +506,7 @@ def test_a_dead_worker_is_said(make: Make, tmp_path: Path, monkeypatch: pytest.M
 def test_a_mistake_far_into_a_file_is_a_clean_message(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "PIECE_BYTES", 64)
+    monkeypatch.setattr(base, "PIECE_BYTES", 64)
     write(tmp_path, "a line of text\n" * 500)
     with (tmp_path / "text" / "000.txt").open("ab") as file:
         file.write(b"\xff")

@@ -1,18 +1,35 @@
+import csv
 import gzip
 import hashlib
 import json
+import random
 import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from gptworks.config import HuggingFaceSource, JSONLSource, ParquetSource, PythonStdlibSource, SourceConfig, TextSource
-from gptworks.data import sources
-from gptworks.data.sources import (
-    Piece,
+import tiny
+from gptworks.config import (
+    CSVSource,
+    DataConfig,
+    HuggingFaceSource,
+    JSONLSource,
+    ParquetSource,
+    PythonStdlibSource,
+    Recipe,
+    SourceConfig,
+    TextSource,
+)
+from gptworks.config.data import FileSource
+from gptworks.data.prepare import find_prepared, held_out_text, prepare
+from gptworks.data.shards import TokenShards
+from gptworks.data.sources import base, delimited
+from gptworks.data.sources.base import Piece, Source
+from gptworks.data.sources.choose import (
+    SOURCES,
     check_sources,
     count_documents,
     iter_documents,
@@ -21,6 +38,7 @@ from gptworks.data.sources import (
     unread_files,
 )
 from gptworks.errors import RunError, UserError
+from gptworks.plan.tokens import data_size
 
 
 def text(path: Path | str, **settings: Any) -> TextSource:
@@ -33,6 +51,10 @@ def jsonl(path: Path | str, **settings: Any) -> JSONLSource:
 
 def parquet(path: Path | str, **settings: Any) -> ParquetSource:
     return ParquetSource(type="parquet", path=str(path), **settings)
+
+
+def table(path: Path | str, **settings: Any) -> CSVSource:
+    return CSVSource(type="csv", path=str(path), **settings)
 
 
 def documents(*given: SourceConfig) -> list[str]:
@@ -80,7 +102,7 @@ def test_empty_files_are_left_out(tmp_path: Path) -> None:
 def test_a_long_file_comes_in_pieces_that_join_to_it(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "PIECE_BYTES", 16)
+    monkeypatch.setattr(base, "PIECE_BYTES", 16)
     (tmp_path / "a.txt").write_text(content, encoding="utf-8", newline="")
     pieces = list(iter_documents([text(tmp_path / "a.txt")]))
     assert "".join(piece.text for piece in pieces) == content
@@ -91,7 +113,7 @@ def test_a_long_file_comes_in_pieces_that_join_to_it(
 
 
 def test_pieces_end_at_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "PIECE_BYTES", 16)
+    monkeypatch.setattr(base, "PIECE_BYTES", 16)
     (tmp_path / "a.txt").write_text("a line\n" * 20)
     assert all(piece.text.endswith("\n") for piece in iter_documents([text(tmp_path / "a.txt")]))
 
@@ -108,7 +130,7 @@ def test_pieces_end_at_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_binary_file_is_named_with_the_offset(
     content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "PIECE_BYTES", 16)
+    monkeypatch.setattr(base, "PIECE_BYTES", 16)
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(UserError, match=message):
         check_sources([text(tmp_path / "a.txt")])
@@ -169,11 +191,85 @@ def test_a_broken_record_is_named(line: str, message: str, tmp_path: Path) -> No
         check_sources([jsonl(tmp_path / "a.jsonl")])
 
 
-def test_a_gzip_file_cut_short_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_a_damaged_gzip_file_is_named(damage: str, tmp_path: Path) -> None:
     whole = gzip.compress(b"".join(b'{"text": "%d"}\n' % i for i in range(10_000)))
-    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    damaged = whole[: len(whole) // 2] if damage == "cut" else whole[:10] + b"\xff" * 100 + whole[110:]
+    (tmp_path / "a.jsonl.gz").write_bytes(damaged)
     with pytest.raises(UserError, match=r"a\.jsonl\.gz: broken gzip data after line \d+"):
         documents(jsonl(tmp_path / "a.jsonl.gz"))
+
+
+# --------------------------------------------------------------------------------------------------------- tables
+
+
+def test_tables_are_what_the_writer_wrote_and_pyarrow_reads(tmp_path: Path) -> None:
+    from pyarrow import csv as arrow
+
+    draw = random.Random(0)
+    signs = ["a", "你", "🙂", '"', '""', ",", ";", "\t", "\n", "\r\n", " ", "'", "=1+1"]
+    texts = ["".join(draw.choices(signs, k=draw.randrange(1, 12))) for _ in range(200)]
+    for name, delimiter in (("a.csv", ","), ("b.tsv", "\t"), ("c.csv", ";")):
+        with (tmp_path / name).open("w", encoding="utf-8-sig" if name == "a.csv" else "utf-8", newline="") as file:
+            csv.writer(file, delimiter=delimiter).writerows([["id", "body"], *enumerate(texts)])
+        theirs = arrow.read_csv(
+            tmp_path / name, parse_options=arrow.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+        )
+        source = table(tmp_path / name, field="body", delimiter=delimiter if name == "c.csv" else None)
+        assert documents(source) == texts == theirs["body"].to_pylist()
+
+
+def test_tables_plain_and_gzipped_with_empty_lines_and_texts(tmp_path: Path) -> None:
+    content = b'\xef\xbb\xbfid,text\r\n1,"one, ""two""\r\nthree"\r\n\r\n2,\r\n3,last'
+    (tmp_path / "a.csv").write_bytes(content)
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "c.txt").touch()
+    assert documents(table(tmp_path)) == ['one, "two"\r\nthree', "last"] * 2
+    (tmp_path / "d.tsv").write_text('text\tid\n"Yes," he said\t1\n')
+    assert documents(table(tmp_path / "d.tsv", quotes=False)) == ['"Yes," he said']
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "message"),
+    [
+        (b'id,text\n1,fine\n2,"never\nclosed\n', {}, r"a\.csv:3: unexpected end of data\. A field that holds"),
+        (b'id,text\n1,"a"b\n', {}, r"a\.csv:2: ',' expected after '\"'.*`quotes` to false"),
+        (b"id,text\n\n1,one,two\n", {}, r"a\.csv:3: 3 fields, and the first line names 2 columns\."),
+        (b"id,text\n1\tone\n", {"quotes": False}, r"a\.csv:2: 1 field, .*With `quotes` false, no field"),
+        (b"id,body\n1,one\n", {}, r"a\.csv:1: no columns are named `text`.* are `id`, `body`\. Set"),
+        (b"text,text\n1,one\n", {}, r"a\.csv:1: 2 columns are named `text`"),
+        (b"\x1b[2J" + b"x" * 99 + b",id\n", {}, r"The columns are '\\x1b\[2Jx{36}', `id`"),
+        (b"id,text\n1,ok\n2,caf\xe9\n", {}, r"a\.csv:3 is not UTF-8 text: byte 0xe9 at byte 5 of the line\. Convert"),
+        ("id,text\n".encode("utf-16"), {}, r"a\.csv:1.*(NUL|UTF-8)"),
+        (b"id,text\n1,a\0b\n", {}, r"a\.csv:2: a NUL byte"),
+        (b"id,text\r1,one\r", {}, r"a\.csv:1: new-line character seen in unquoted field\. A field"),
+        (b'id,text\n1,ok\n2,"' + b"line\n" * 99, {}, r"a\.csv:3: a row is larger than 128 bytes.*never closed"),
+        (b"id,text\n1," + b"x" * 999, {"quotes": False}, r"a\.csv:2: a row is larger than 128 bytes\. Divide it"),
+    ],
+)
+def test_a_broken_table_is_named_with_the_line_the_rule_and_the_fix(
+    content: bytes, settings: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delimited, "MOST_ROW_BYTES", 128)
+    (tmp_path / "a.csv").write_bytes(content)
+    with pytest.raises(UserError, match=message) as refused:
+        check_sources([table(tmp_path / "a.csv", **settings)])
+    assert len(str(refused.value)) < 500 and str(refused.value).isprintable()
+
+
+def test_a_table_is_read_as_it_is_needed(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"text\n" + b"a line\n" * 50_000 + b"\xff")
+    pieces = iter_documents([table(tmp_path / "a.csv")])
+    assert [next(pieces).text for _ in range(1000)] == ["a line"] * 1000
+    assert count_documents([table(tmp_path / "a.csv")], 20) == 20
+    with pytest.raises(UserError, match=r"a\.csv:50002 is not UTF-8"):
+        documents(table(tmp_path / "a.csv"))
+
+
+@pytest.mark.parametrize("delimiter", ["", "ab", '"', "\n"])
+def test_a_delimiter_is_one_character_that_is_not_a_quotation_mark_or_a_line_break(delimiter: str) -> None:
+    with pytest.raises(ValueError, match="delimiter"):
+        table("a.csv", delimiter=delimiter)
 
 
 # ------------------------------------------------------------------------------------------- parquet and the hub
@@ -297,3 +393,47 @@ def test_files_that_are_not_read_are_counted(tmp_path: Path) -> None:
     for name in ("a.txt", "b.pdf", "c.pdf", "d.docx", ".hidden", "LICENSE"):
         (tmp_path / name).write_text("x")
     assert unread_files([text(tmp_path)]) == {".pdf": 2, ".docx": 1, "LICENSE": 1}
+
+
+# -------------------------------------------------------------------------------------------------- from outside
+
+
+class ReversedSource(FileSource):
+    type: Literal["reversed"] = "reversed"
+
+
+class Reversed(Source):
+    """Text files, each line written from right to left."""
+
+    endings = (".rtl",)
+
+    def read(self, file: Path) -> Iterator[Piece]:
+        for line in file.read_text().splitlines():
+            yield Piece(line[::-1], True, True, len(line))
+
+
+class OwnData(DataConfig):
+    sources: tuple[ReversedSource, ...]  # type: ignore[assignment]
+
+
+class OwnRecipe(Recipe):
+    data: OwnData
+
+
+def test_a_kind_of_source_from_outside_is_checked_counted_and_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SOURCES, "reversed", Reversed)
+    (tmp_path / "a.rtl").write_text("".join(f"{i} abc\n" for i in range(10, 70)))
+    tree = tiny.recipe_tree(tmp_path) | {"tokenizer": {"type": "char"}}
+    tree["data"] |= {"sources": [{"type": "reversed", "path": str(tmp_path)}], "validation": {"fraction": 0.2}}
+    recipe = OwnRecipe.model_validate(tree)
+    assert data_size(recipe).train_tokens == int(60 * 7 * 0.8)
+    prepared = prepare(recipe)
+    train = TokenShards(prepared.folder, "train")
+    learned = prepared.tokenizer.decode(train.read(0, train.n_tokens).tolist())
+    texts = learned.encode() + b"".join(held_out_text(prepared))
+    assert texts.count(b"cba") == 60 and b"abc" not in texts
+    assert find_prepared(recipe) is not None
+    (tmp_path / "a.rtl").write_text("changed\n")
+    assert find_prepared(recipe) is None

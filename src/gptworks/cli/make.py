@@ -117,7 +117,7 @@ def prepare_with_progress(recipe: "Recipe") -> "Prepared":
     from rich.progress import BarColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from gptworks.data.prepare import prepare as prepare_data
-    from gptworks.data.sources import unread_files
+    from gptworks.data.sources.choose import unread_files
 
     names = {"waiting": "waiting for another prepare", "tokenizer": "training the tokenizer", "shards": "encoding"}
     columns = ("{task.description}", BarColumn(bar_width=24), TransferSpeedColumn(), TimeRemainingColumn())

@@ -13,6 +13,7 @@ from gptworks.config.base import (
 )
 from gptworks.config.data import (
     ConversationsSource,
+    CSVSource,
     DataConfig,
     HuggingFaceSource,
     JSONLSource,
@@ -50,6 +51,7 @@ __all__ = [
     "ADAPTED_MODULES",
     "IGNORED",
     "BPETokenizer",
+    "CSVSource",
     "CharTokenizer",
     "ConversationsSource",
     "DataConfig",

@@ -14,7 +14,9 @@ class PythonStdlibSource(Section):
     type: Measured[Literal["python-stdlib"]]
 
 
-class _FileSource(Section):
+class FileSource(Section):
+    """Local files, or a download."""
+
     path: Free[str | None] = Field(
         None, description="A file, a folder or a glob. With url: a local copy, used instead."
     )
@@ -33,21 +35,35 @@ class _FileSource(Section):
         return self
 
 
-class TextSource(_FileSource):
+class TextSource(FileSource):
     """UTF-8 text; each file is one document."""
 
     type: Measured[Literal["text"]]
     extensions: Measured[tuple[str, ...]] = Field((".txt", ".md", ".text"), description="Files taken from a folder.")
 
 
-class JSONLSource(_FileSource):
+class JSONLSource(FileSource):
     """One JSON object a line, plain or .gz; each is one document."""
 
     type: Measured[Literal["jsonl"]]
     field: Measured[str] = "text"
 
 
-class ParquetSource(_FileSource):
+class CSVSource(FileSource):
+    """Tables of delimited text, whose first line names the columns: .csv or .tsv, plain or .gz. Each row is one
+    document."""
+
+    type: Measured[Literal["csv"]]
+    field: Measured[str] = Field("text", description="The column that holds the text.")
+    delimiter: Measured[str | None] = Field(
+        None, pattern=r'^[^"\r\n\x00]$', description="One character. None: a tab for .tsv, else a comma."
+    )
+    quotes: Measured[bool] = Field(
+        True, description="false: quotation marks are text, and no field holds the delimiter or a line break."
+    )
+
+
+class ParquetSource(FileSource):
     """Parquet files; each row is one document. Needs the `data` extra."""
 
     type: Measured[Literal["parquet"]]
@@ -64,7 +80,7 @@ class HuggingFaceSource(Section):
     field: Measured[str] = "text"
 
 
-class _RecordsSource(_FileSource):
+class _RecordsSource(FileSource):
     """Records from files or a dataset."""
 
     dataset: Measured[str | None] = Field(None, description="Of the Hugging Face hub, or a local dataset folder.")
@@ -102,6 +118,7 @@ SourceConfig = Annotated[
     PythonStdlibSource
     | TextSource
     | JSONLSource
+    | CSVSource
     | ParquetSource
     | HuggingFaceSource
     | ConversationsSource
@@ -138,7 +155,7 @@ class DataConfig(Section):
         return tuple(source for source in self.sources if isinstance(source, ConversationsSource))
 
     @property
-    def texts(self) -> tuple[PythonStdlibSource | TextSource | JSONLSource | ParquetSource | HuggingFaceSource, ...]:
+    def texts(self) -> tuple[SourceConfig, ...]:
         """The sources where they are text; empty where they are conversations."""
         return tuple(source for source in self.sources if not isinstance(source, _RecordsSource))
 

@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from gptworks.data.shards import Ids, Split
-from gptworks.data.sources import Piece
+from gptworks.data.sources.base import Piece
 from gptworks.errors import RunError
 from gptworks.tokenizer import encode_text, encodings, special_tokens, tokenizer_from_json
 

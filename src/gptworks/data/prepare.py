@@ -28,7 +28,7 @@ from gptworks.data.shards import (
     read_manifest,
     redo,
 )
-from gptworks.data.sources import check_sources, source_signature
+from gptworks.data.sources.choose import check_sources, source_signature
 from gptworks.data.write import Report, write_dataset
 from gptworks.errors import UserError
 from gptworks.files import make_folder, naming_disk_errors, sha256_file, sync

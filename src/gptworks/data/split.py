@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gptworks.config import ValidationSplit
 from gptworks.data.shards import Split
-from gptworks.data.sources import Piece
+from gptworks.data.sources.base import Piece
 
 
 def split_documents(pieces: Iterable[Piece], validation: ValidationSplit) -> Iterator[tuple[Split, Piece]]:

@@ -27,7 +27,7 @@ from gptworks.data.shards import (
     dtype_for,
     write_manifest,
 )
-from gptworks.data.sources import count_documents, iter_documents, total_bytes
+from gptworks.data.sources.choose import count_documents, iter_documents, total_bytes
 from gptworks.data.split import split_documents
 from gptworks.errors import UserError
 from gptworks.files import sha256_file, sync

@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import Field, model_validator
 
 from gptworks.config import PositiveInt, PositiveTime, Section, ShortPath
-from gptworks.data.sources import read_jsonl
+from gptworks.data.sources.records import read_jsonl
 from gptworks.errors import UserError, nearest
 from gptworks.recipe import parse_section
 from gptworks.yaml_files import read_yaml

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from gptworks.config import HuggingFaceSource, PythonStdlibSource, Recipe, SourceConfig
-from gptworks.data.sources import local_files, stdlib_files
+from gptworks.config import Recipe
+from gptworks.data.sources.choose import choose_source
 from gptworks.errors import UserError
 
 BYTES_PER_TOKEN = 4.0
@@ -27,7 +27,7 @@ def data_size(recipe: Recipe) -> DataSize:
     """Tokens of the training split: bytes of the files, compressed ones as they are, less what is held out, over
     bytes a token: 1 for a tokenizer of characters, else 4."""
     try:
-        sizes = [_source_bytes(source) for source in recipe.data.sources]
+        sizes = [choose_source(source).size_bytes() for source in recipe.data.sources]
     except UserError as error:
         return DataSize(None, None, estimated=True, missing=str(error))
     known = [size for size in sizes if size is not None]
@@ -37,12 +37,3 @@ def data_size(recipe: Recipe) -> DataSize:
     tokens = int(sum(known) * (1 - recipe.data.validation.fraction) / rate)
     packed = bool(recipe.data.conversations) and recipe.objective.several_texts
     return DataSize(tokens, max(1, tokens // recipe.model.context_length) if packed else None, estimated=True)
-
-
-def _source_bytes(source: SourceConfig) -> int | None:
-    """The size of a source's files; None where it is unknown before they are fetched."""
-    if isinstance(source, PythonStdlibSource):
-        return sum(file.stat().st_size for file in stdlib_files())
-    if isinstance(source, HuggingFaceSource) or source.path is None:
-        return None
-    return sum(file.stat().st_size for file in local_files(source))

@@ -9,7 +9,7 @@ from typing import Any
 
 from gptworks.chat_template import Message
 from gptworks.config import ConversationsSource
-from gptworks.data.sources import RecordsSource, local_files, open_dataset, read_jsonl, read_parquet, whole_text
+from gptworks.data.sources.records import Records, RecordsSource, open_dataset, read_jsonl, read_parquet, whole_text
 from gptworks.errors import UserError
 
 Fields = Mapping[str, Any]
@@ -190,7 +190,7 @@ def origins(source: RecordsSource) -> Iterator[tuple[str, Iterable[Any]]]:
     if source.dataset:
         yield open_dataset(source)
         return
-    for file in local_files(source):
+    for file in Records(source).files():
         if file.name.endswith((".jsonl", ".jsonl.gz")):
             yield str(file), (record for _, record in read_jsonl(file))
         elif file.suffix == ".parquet":

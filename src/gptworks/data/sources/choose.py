@@ -1,0 +1,76 @@
+"""The text of a recipe's sources, in the order given."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from gptworks.config import SourceConfig
+from gptworks.data.sources.base import Piece, Source, total_size
+from gptworks.data.sources.delimited import CSV
+from gptworks.data.sources.records import JSONL, HuggingFace, Parquet, Records
+from gptworks.data.sources.text import PythonStdlib, Text
+
+SOURCES: dict[str, type[Source]] = {
+    "python-stdlib": PythonStdlib,
+    "text": Text,
+    "jsonl": JSONL,
+    "csv": CSV,
+    "parquet": Parquet,
+    "huggingface": HuggingFace,
+    "conversations": Records,
+    "preferences": Records,
+}
+"""By `type`."""
+
+
+def choose_source(settings: SourceConfig) -> Source:
+    """The source that the settings describe."""
+    return SOURCES[settings.type](settings)
+
+
+def iter_documents(sources: Iterable[SourceConfig]) -> Iterator[Piece]:
+    """All the text of the sources, in the order given and files sorted by path. Empty documents are left out.
+
+    Raises:
+        UserError: a missing or binary file, a broken record. The message names the file and the place.
+        RunError: a download failed.
+    """
+    for source in sources:
+        yield from choose_source(source).documents()
+
+
+def check_sources(sources: Iterable[SourceConfig]) -> None:
+    """Find mistakes before long work: see `Source.check`."""
+    for source in sources:
+        choose_source(source).check()
+
+
+def count_documents(sources: Iterable[SourceConfig], limit: int) -> int:
+    """The number of documents, counted no further than `limit`."""
+    count = 0
+    for source in map(choose_source, sources):
+        if source.whole_files:
+            count += len(source.files())
+        else:
+            count += sum(1 for _ in islice((p for p in source.documents() if p.starts_document), limit))
+        if count >= limit:
+            return limit
+    return count
+
+
+def total_bytes(sources: Iterable[SourceConfig]) -> int | None:
+    """Bytes of text that `iter_documents` reads, for a progress bar; None where they are known only after reading."""
+    chosen = [choose_source(source) for source in sources]
+    return sum(total_size(source.files()) for source in chosen) if all(one.whole_files for one in chosen) else None
+
+
+def source_signature(sources: Iterable[SourceConfig]) -> list[list[Any]]:
+    """What shows, without reading the text, whether it has changed: see `Source.signature`."""
+    return [line for source in sources for line in choose_source(source).signature()]
+
+
+def unread_files(sources: Iterable[SourceConfig]) -> Counter[str]:
+    """How many files of each ending are in the folders of the sources and are not read, by their names."""
+    texts = (source for source in map(choose_source, sources) if isinstance(source, Text))
+    return sum((text.unread() for text in texts), Counter())

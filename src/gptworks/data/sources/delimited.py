@@ -1,0 +1,84 @@
+"""Tables of delimited text (CSV, TSV), of which one column is the text."""
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+
+from gptworks.config import CSVSource
+from gptworks.data.sources.records import Fields, read_lines
+from gptworks.errors import UserError
+
+MOST_ROW_BYTES = 1 << 24
+_QUOTED = (
+    "A field that holds the delimiter, a quotation mark or a line break stands in quotation marks, and those in it are "
+    "doubled. Write it so, or set the source's `delimiter`, or `quotes` to false where quotation marks are text."
+)
+_PLAIN = "With `quotes` false, no field holds the delimiter or a line break. Set the source's `delimiter` or `quotes`."
+
+
+class CSV(Fields):
+    """Rows of tables, the first of which names the columns."""
+
+    settings: CSVSource
+    endings = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
+
+    def records(self, file: Path) -> Iterator[tuple[str, dict[str, str]]]:
+        field, quotes = self.settings.field, self.settings.quotes
+        delimiter = self.settings.delimiter or ("\t" if file.name.endswith((".tsv", ".tsv.gz")) else ",")
+        columns: list[str] = []
+        for where, row in _rows(file, delimiter, quotes):
+            if not columns:
+                columns = row
+                if (n := columns.count(field)) != 1:
+                    raise UserError(
+                        f"{where}: {n or 'no'} columns are named `{field}`, and one must be. The columns are "
+                        f"{_listed(columns)}. Set the source's `field` or `delimiter`, or name the columns in line 1."
+                    )
+            elif len(row) != len(columns):
+                rule = _QUOTED if quotes else _PLAIN
+                n_fields = f"{len(row):,} field{'s' * (len(row) != 1)}"
+                raise UserError(f"{where}: {n_fields}, and the first line names {len(columns):,} columns. {rule}")
+            else:
+                yield where, {field: row[columns.index(field)]}
+
+
+def _listed(columns: list[str]) -> str:
+    """Names from a file, made fit for a message."""
+    few = [f"`{name[:40]}`" if name[:40].isprintable() else ascii(name[:40]) for name in columns[:10]]
+    return ", ".join(few) + (f" and {len(columns) - 10:,} more" if len(columns) > 10 else "")
+
+
+def _rows(file: Path, delimiter: str, quotes: bool) -> Iterator[tuple[str, list[str]]]:
+    """The fields of each row that is not an empty line, and the place where it begins."""
+    csv.field_size_limit(max(csv.field_size_limit(), MOST_ROW_BYTES))  # of the whole process; `lines` holds ours
+    first_line, row_bytes = 1, 0
+
+    def lines() -> Iterator[str]:
+        nonlocal row_bytes
+        for number, line in read_lines(file, MOST_ROW_BYTES + 1):
+            row_bytes += len(line)
+            if row_bytes > MOST_ROW_BYTES:
+                why = " Perhaps a quotation mark is never closed. " if quotes else " "
+                rule = f"a row is larger than {MOST_ROW_BYTES:,} bytes.{why}{_QUOTED if quotes else 'Divide it.'}"
+                raise UserError(f"{file}:{first_line}: {rule}")
+            if b"\0" in line:
+                raise UserError(
+                    f"{file}:{number}: a NUL byte: this is no UTF-8 text. Convert the file, or leave it out."
+                )
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                at = f"byte 0x{line[error.start]:02x} at byte {error.start} of the line"
+                raise UserError(f"{file}:{number} is not UTF-8 text: {at}. Convert the file to UTF-8.") from None
+
+    rows = csv.reader(
+        lines(), delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE, strict=True
+    )
+    try:
+        for row in rows:
+            if row:
+                yield f"{file}:{first_line}", row
+            first_line, row_bytes = rows.line_num + 1, 0
+    except csv.Error as error:
+        rule = _QUOTED if quotes else _PLAIN
+        raise UserError(f"{file}:{first_line}: {str(error).partition(' - ')[0]}. {rule}") from None
