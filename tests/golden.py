@@ -79,6 +79,7 @@ def recipes(folder: Path) -> dict[str, dict[str, Any]]:
         "instruction": tune({"type": "instruction"}, "conversations", "chats"),
         "lora": tune({"type": "instruction"}, "conversations", "chats", adapter=lora),
         "preference": tune({"type": "preference"}, "preferences", "pairs"),
+        "odds_ratio": tune({"type": "odds_ratio"}, "preferences", "pairs"),
         "distillation": pretrain | {"objective": {"type": "distillation", "teacher": "runs/next"}, "tokenizer": tuned},
         "reward": tune(reward, "conversations", "chats"),
     }

@@ -24,6 +24,7 @@ SOURCES = {
     "next_token": {"type": "python-stdlib"},
     "instruction": {"type": "conversations", "path": "chats.jsonl"},
     "preference": {"type": "preferences", "path": "pairs.jsonl"},
+    "odds_ratio": {"type": "preferences", "path": "pairs.jsonl"},
     "distillation": {"type": "python-stdlib"},
     "reward": {"type": "conversations", "path": "chats.jsonl"},
 }

@@ -20,6 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "next_token": {},
     "instruction": {"objective": {"type": "instruction"}},
     "preference": {"objective": {"type": "preference"}},
+    "odds_ratio": {"objective": {"type": "odds_ratio"}},
     "distillation": {"objective": {"type": "distillation"}},
     "reward": {"objective": {"type": "reward", "reward": "r.py:f", "group_size": 4, "beta": 0.1, "max_tokens": 64}},
     "adapter": {"adapter": {"rank": 8}},
@@ -34,6 +35,7 @@ def planned(kind: str, folder: Path, **train: Any) -> Plan:
     records = {
         "instruction": {"type": "conversations", "path": "chats.jsonl"},
         "preference": {"type": "preferences", "path": "pairs.jsonl"},
+        "odds_ratio": {"type": "preferences", "path": "pairs.jsonl"},
         "reward": {"type": "conversations", "path": "chats.jsonl"},
     }.get(objective["type"])
     tree: dict[str, Any] = {
@@ -82,6 +84,8 @@ def test_what_is_frozen_or_adapted_costs_less_and_what_is_read_besides_costs_mor
     pairs = planned("preference", tmp_path)
     assert pairs.flops_before_first_step == pytest.approx(500 * 2 * 256 * whole / 3)
     assert pairs.total_flops == pytest.approx(pairs.flops_before_first_step + 1000 * 16 * 2 * 256 * whole)
+    odds = planned("odds_ratio", tmp_path)  # without a reference
+    assert odds.flops_before_first_step == 0 and odds.total_flops == pytest.approx(1000 * 16 * 2 * 256 * whole)
     answers = planned("reward", tmp_path)
     assert answers.sampling_seconds_per_step == pytest.approx(64 * 4 * answers.parameters.total / H100.bandwidth)  # type: ignore[operator]
 

@@ -1,4 +1,5 @@
-"""Preference tuning: the losses against independent ones, the data, the reference, and that margins rise."""
+"""Preference tuning, by DPO and by ORPO: the losses against independent ones, the data, the reference, and that margins
+rise."""
 
 import json
 import math
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 
 import tiny
 from gptworks.checkpoint import checkpoints, load_run
-from gptworks.config import IGNORED, ModelConfig, PreferenceObjective, PreferencesSource
+from gptworks.config import IGNORED, ModelConfig, OddsRatioObjective, PreferenceObjective, PreferencesSource
 from gptworks.data.conversations.preferences import Pairs, iter_pairs
 from gptworks.data.prepare import find_prepared
 from gptworks.data.shards import TokenShards
@@ -25,8 +26,10 @@ from gptworks.recipe import parse_recipe
 from gptworks.train.distributed.parallel import Parallel
 from gptworks.train.loop import train
 from gptworks.train.objectives.choose import choose_objective
-from gptworks.train.objectives.next_token import Batch
-from gptworks.train.objectives.preference import Preference, answer_logprobs, preference_loss
+from gptworks.train.objectives.next_token import Batch, Routing
+from gptworks.train.objectives.odds_ratio import odds_ratio, odds_ratio_loss
+from gptworks.train.objectives.pairs import answer_logprobs
+from gptworks.train.objectives.preference import Preference, preference_loss
 from gptworks.train.record.metrics import read_metrics
 from halves import assert_resumes_exactly
 
@@ -91,6 +94,42 @@ def test_loss_and_gradients_are_those_of_the_papers(settings: dict[str, Any]) ->
         below = loss()
         parameter[index] += step
     assert parameter.grad[index].item() == pytest.approx(((above - below) / (2 * step)).item(), rel=1e-5, abs=1e-8)
+
+
+def test_the_odds_ratios_loss_and_gradients_are_those_of_the_paper() -> None:
+    """Hong et al., 2024, in float64: P is the geometric mean of an answer's probabilities, its odds are P / (1 − P)."""
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(**SMALL, init_std=0.3)).double()
+    inputs, targets = rows()
+    losses = odds_ratio(OddsRatioObjective(type="odds_ratio", weight=0.3), model, (inputs, targets), Routing())
+    gradients = torch.autograd.grad(losses.objective, list(model.parameters()))
+
+    total, ratios, nats = torch.zeros((), dtype=torch.float64), [], []
+    probabilities = model(inputs).softmax(-1)
+    for pair in range(3):
+        odds, means = [], []
+        for row in (pair, pair + 3):
+            places = torch.nonzero(targets[row] != IGNORED)[:, 0]
+            likely = torch.stack([probabilities[row, place, targets[row, place]] for place in places])
+            means.append(likely.prod() ** (1 / len(places)))
+            odds.append(means[-1] / (1 - means[-1]))
+        ratio = odds[0] / odds[1]
+        total = total - means[0].log() - 0.3 * (1 / (1 + 1 / ratio)).log()  # σ(log ratio)
+        ratios.append(ratio.item())
+        nats.append(-means[0].log().item())
+    assert losses.objective.item() == pytest.approx(total.item(), rel=1e-6)
+    assert losses.figures["log_odds_ratio"].item() == pytest.approx(sum(map(math.log, ratios)), rel=1e-5)
+    assert losses.figures["chosen_nats_per_token"].item() == pytest.approx(sum(nats), rel=1e-6)
+    assert losses.figures["accuracy"] == sum(ratio > 1 for ratio in ratios)
+    for mine, expected in zip(gradients, torch.autograd.grad(total, list(model.parameters())), strict=True):
+        assert (mine - expected).abs().max() < 1e-6 * max(1.0, expected.abs().max().item())
+
+
+def test_answers_that_are_certain_or_missing_have_a_finite_loss() -> None:
+    logprobs = torch.tensor([0.0, -1e-9, -2.0, 0.0, -200.0, 0.0], requires_grad=True)
+    loss, _ = odds_ratio_loss(0.1, logprobs)
+    loss.backward()
+    assert loss.isfinite() and logprobs.grad is not None and logprobs.grad.isfinite().all()
 
 
 def test_logprobs_are_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,8 +241,29 @@ def test_the_margin_on_held_out_pairs_rises_from_a_loss_that_is_known(base: Path
     held_out = [record for record in records if record["kind"] == "validation"]
     assert held_out[-1]["reward_margin"] > 1.18 * held_out[0]["reward_margin"] > 0
     assert held_out[-1]["accuracy"] > 0.9
-    assert held_out[-1]["perplexity"] is None and held_out[-1]["unit"] == "nats per pair"
+    unit = "IPO loss per pair" if "objective" in settings else "nats per pair"
+    assert held_out[-1]["perplexity"] is None and held_out[-1]["unit"] == unit
     assert "perplexity" not in (base / name / "model-card.md").read_text()
+
+
+@pytest.mark.learning
+@pytest.mark.parametrize("settings", [{"adapter": {"rank": 4, "dropout": 0.1}}])
+def test_the_odds_ratio_learns_what_is_chosen_without_a_reference_and_resumes_exactly(
+    base: Path, settings: dict[str, Any]
+) -> None:
+    whole = assert_resumes_exactly(
+        tree_of(base, "odds", objective={"type": "odds_ratio", "weight": 1.0}, **settings), 7
+    )
+    assert not (whole / "reference.safetensors").exists()
+    records = list(read_metrics(whole / "metrics.jsonl"))
+    first = next(record for record in records if record["kind"] == "train")
+    held_out = [record for record in records if record["kind"] == "validation"]
+    by_hand = first["chosen_nats_per_token"] + math.log1p(math.exp(-first["log_odds_ratio"]))
+    assert first["loss"] == pytest.approx(by_hand, rel=0.02)  # of the means: the mean of a convex function is more
+    assert held_out[-1]["log_odds_ratio"] > held_out[0]["log_odds_ratio"] + 0.1
+    assert held_out[-1]["chosen_nats_per_token"] < held_out[0]["chosen_nats_per_token"]
+    assert held_out[-1]["accuracy"] > 0.9
+    assert held_out[-1]["perplexity"] is None and held_out[-1]["unit"] == "ORPO loss per pair"
 
 
 @pytest.fixture(scope="module")
@@ -291,6 +351,11 @@ def test_a_resumed_run_is_the_same_and_needs_its_reference(base: Path, settings:
         ({"objective": {"loss": "ipo", "label_smoothing": 0.1}}, "only dpo has it"),
         ({"data": {"sources": [{"type": "python-stdlib"}]}}, "data.sources are text: give sources of type preferences"),
         ({"objective": {"beta": 0}}, "beta"),
+        ({"objective": {"type": "odds_ratio", "beta": 0.1}}, "beta"),
+        (
+            {"objective": {"type": "odds_ratio"}, "data": {"sources": [{"type": "python-stdlib"}]}},
+            "are text: give sources",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(base: Path, settings: dict[str, Any], words: str) -> None:

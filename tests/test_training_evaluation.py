@@ -18,7 +18,7 @@ from gptworks.model import GPT
 from gptworks.recipe import parse_recipe
 from gptworks.train.distributed.ranks import Ranks
 from gptworks.train.loop import train
-from gptworks.train.objectives.preference import answer_logprobs
+from gptworks.train.objectives.pairs import answer_logprobs
 from gptworks.train.record.metrics import TIMINGS, read_metrics
 from gptworks.train.state import TrainingState
 

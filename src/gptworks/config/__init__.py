@@ -31,6 +31,7 @@ from gptworks.config.objective import (
     InstructionObjective,
     NextTokenObjective,
     ObjectiveConfig,
+    OddsRatioObjective,
     PreferenceObjective,
     RewardObjective,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "ModelConfig",
     "NextTokenObjective",
     "ObjectiveConfig",
+    "OddsRatioObjective",
     "ParallelConfig",
     "ParquetSource",
     "PositiveInt",

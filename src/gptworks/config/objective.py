@@ -102,13 +102,16 @@ class InstructionObjective(ObjectiveSettings):
         return self.packing
 
 
-class PreferenceObjective(ObjectiveSettings):
-    """Raise the chosen answer's probability over the rejected one's; beta limits the drift from the starting model. The
-    step's batch_size counts pairs. Needs sources of type preferences."""
-
+class _PairsObjective(ObjectiveSettings):
     sources = ("preferences",)
     rows_per_sample = 2
     varying_widths = True
+
+
+class PreferenceObjective(_PairsObjective):
+    """Raise the chosen answer's probability over the rejected one's; beta limits the drift from the starting model. The
+    step's batch_size counts pairs. Needs sources of type preferences."""
+
     scores_start = True
 
     type: Measured[Literal["preference"]]
@@ -131,6 +134,18 @@ class PreferenceObjective(ObjectiveSettings):
         if self.loss == "ipo" and self.label_smoothing:
             raise ValueError(f"label_smoothing={self.label_smoothing:g} with loss=ipo: only dpo has it; leave it out")
         return self
+
+
+class OddsRatioObjective(_PairsObjective):
+    """Learn the chosen answers and raise their odds over the rejected ones' at once, without a reference: ORPO (Hong et
+    al., 2024). The step's batch_size counts pairs. Needs sources of type preferences."""
+
+    type: Measured[Literal["odds_ratio"]]
+    weight: Measured[float] = Field(0.1, gt=0, description="Of the odds ratio beside the chosen answer's loss (λ).")
+
+    @property
+    def loss_unit(self) -> str:
+        return "ORPO loss per pair"
 
 
 class DistillationObjective(ObjectiveSettings):
@@ -193,6 +208,11 @@ class RewardObjective(ObjectiveSettings):
 
 
 ObjectiveConfig = Annotated[
-    NextTokenObjective | InstructionObjective | PreferenceObjective | DistillationObjective | RewardObjective,
+    NextTokenObjective
+    | InstructionObjective
+    | PreferenceObjective
+    | OddsRatioObjective
+    | DistillationObjective
+    | RewardObjective,
     Field(discriminator="type"),
 ]

@@ -84,7 +84,7 @@ def about_tokens(recipe: Recipe, manifest: Manifest, template: ChatTemplate) -> 
         )
     base = recipe.initialize_from
     if base is None:
-        if recipe.objective.type in ("instruction", "preference"):
+        if "text" not in recipe.objective.sources and recipe.objective.rollouts is None:
             text = "the model starts from random weights, and answers alone teach it no language. Set initialize_from."
             findings.append(Finding("no-base-run", text))
     elif (there := base / "tokenizer" / TEMPLATE_FILE).exists() and there.read_bytes().decode() != template.source:

@@ -5,6 +5,7 @@ from pathlib import Path
 from gptworks.config import Recipe
 from gptworks.train.objectives.base import Objective
 from gptworks.train.objectives.distillation import Distillation
+from gptworks.train.objectives.odds_ratio import OddsRatio
 from gptworks.train.objectives.preference import Preference
 from gptworks.train.objectives.reward import Reward
 
@@ -12,6 +13,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "next_token": Objective,
     "instruction": Objective,
     "preference": Preference,
+    "odds_ratio": OddsRatio,
     "distillation": Distillation,
     "reward": Reward,
 }

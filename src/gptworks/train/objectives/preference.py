@@ -8,30 +8,26 @@ Shapes: P pairs, T tokens of the longest conversation among them.
 
 import hashlib
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gptworks.config import IGNORED, PreferenceObjective, TrainConfig
+from gptworks.config import PreferenceObjective, TrainConfig
 from gptworks.config.objective import ObjectiveSettings
-from gptworks.data.batches import shuffled
-from gptworks.data.conversations.preferences import Pairs
 from gptworks.device import Precision
 from gptworks.errors import UserError
-from gptworks.evaluate.loss import LossReport, Workers
+from gptworks.evaluate.loss import Workers
 from gptworks.files import sealed_json, unsealed_json, write_whole
 from gptworks.model import GPT
 from gptworks.model.backend import eval_mode
-from gptworks.model.loss import target_logprobs
-from gptworks.train.objectives.base import Objective, RunContext
-from gptworks.train.objectives.next_token import Batch, Losses, LossFunction, Routing, padded, with_routing
+from gptworks.train.objectives.base import RunContext
+from gptworks.train.objectives.next_token import Batch, Losses, LossFunction, Routing, with_routing
+from gptworks.train.objectives.pairs import PairsObjective, answer_lengths, answer_logprobs, counts
 
 REFERENCE = "reference.safetensors"
 
@@ -61,31 +57,25 @@ def preference_loss(
     return losses.sum(), figures
 
 
-def answer_logprobs(model: GPT, inputs: Tensor, targets: Tensor, router_logits: list[Tensor] | None = None) -> Tensor:
-    """log π(answer | prompt) of each row, [B]: the sum over its targets."""
-    features = model.features(inputs, router_logits=router_logits)
-    return target_logprobs(features, model.head_weight, targets).sum(-1)
-
-
 def preference(objective: PreferenceObjective, model: GPT, batch: Batch, routing: Routing) -> Losses:
     """`preference_loss` of inputs and targets [2P, T] with their reference [2P]; see `Preference.batch`."""
     inputs, targets, reference = batch
     router_logits: list[Tensor] = []
     logprobs = answer_logprobs(model, inputs, targets, router_logits)
-    n_tokens = (targets != IGNORED).sum(-1).clamp(min=1)
-    loss, figures = preference_loss(objective, logprobs - reference, n_tokens)
+    loss, figures = preference_loss(objective, logprobs - reference, answer_lengths(targets))
     n_pairs = len(inputs) // 2
     return with_routing(loss, loss, router_logits, model, n_pairs, routing, figures)
 
 
-class Preference(Objective):
-    """Pairs of answers; a step's batch_size counts pairs."""
+class Preference(PairsObjective):
+    """Pairs of answers beside the reference of each."""
+
+    figures = ("reward_margin", "reward_chosen", "accuracy")
 
     def _open(self) -> None:
         assert isinstance(self.recipe.objective, PreferenceObjective)
         self._settings = self.recipe.objective
-        self._pairs = {"train": Pairs(self.train_shards, self.context_length),
-                       "validation": Pairs(self.validation_shards, self.context_length)}  # fmt: skip
+        super()._open()
         self._reference: dict[str, Tensor] = {}  # [n pairs, 2] by split
 
     @classmethod
@@ -93,14 +83,6 @@ class Preference(Objective):
         assert isinstance(settings, PreferenceObjective)
         loss = partial(preference, settings, routing=Routing.of(train))
         return lambda model, batch: loss(model, (*batch, torch.zeros(len(batch[0]), device=model.device)))
-
-    @property
-    def samples_per_epoch(self) -> int:
-        return len(self._pairs["train"])
-
-    @property
-    def n_validation(self) -> int:
-        return len(self._pairs["validation"])
 
     # ----------------------------------------------------------------------------------------------- reference
 
@@ -149,7 +131,8 @@ class Preference(Objective):
         Gradients stay enabled, though unused, so that the kernels are those of training, and round alike.
         """
         given = torch.zeros(len(self._pairs[split]), 2, device=model.device)
-        batches = self._chunks(split, list(range(len(given))))
+        chunks = self._chunks(list(range(len(given))))
+        batches = ((*self._rows(split, pairs), torch.tensor(pairs)) for pairs in chunks)
         with eval_mode(model):
             for inputs, targets, chosen in workers.split_batches(batches):
                 with precision.autocast():
@@ -158,56 +141,12 @@ class Preference(Objective):
                     given[chosen.to(model.device)] = logprobs.detach().view(2, -1).T.float()
         return workers.all_reduce(given).cpu()  # all but one process have zeros
 
-    def _chunks(self, split: str, pairs: list[int]) -> Iterator[Batch]:
-        """Inputs and targets [2P, T] of the pairs, a micro-batch at a time, and which these are [P]."""
-        size = self.recipe.train.micro_batch_size
-        for first in range(0, len(pairs), size):
-            chosen = pairs[first : first + size]
-            yield (*self._rows(split, chosen), torch.tensor(chosen))
-
-    # ------------------------------------------------------------------------------------------------- batches
-
-    def batch(self, position: int, micro_step: int, size: int) -> Batch:
-        """Inputs and targets, int64 [2P, T]: the chosen conversations, then the rejected; and their reference [2P]."""
-        first = position + micro_step * size
-        samples = np.arange(first, first + size)
-        pairs = shuffled(samples, len(self._pairs["train"]), self.recipe.seed).tolist()
-        return (*self._rows("train", pairs), self._reference["train"][pairs].T.flatten())
-
-    def _rows(self, split: str, pairs: list[int]) -> tuple[Tensor, Tensor]:
-        answers = [self._pairs[split].answer(pair, side) for side in (0, 1) for pair in pairs]
-        return padded(answers, self.context_length)
-
-    def count(self, batch: Batch) -> int:
-        return batch[0].size(0) // 2
+    def _batch_of(self, split: str, pairs: list[int]) -> Batch:
+        """Rows, and the reference of each, [2P]."""
+        return (*self._rows(split, pairs), self._reference[split][pairs].T.flatten())
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
         return preference(self._settings, model, batch, self._routing)
-
-    @torch.no_grad()
-    def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
-        """The held-out pairs' mean loss, reward margin, and how often the chosen answer gained more than the other."""
-        n_pairs = len(self._pairs["validation"])
-        n_chosen = self.n_evaluated or n_pairs
-        chosen = [place * n_pairs // n_chosen for place in range(n_chosen)]
-        sums = dict.fromkeys(("loss", "reward_margin", "reward_chosen", "accuracy"), 0.0)
-        with eval_mode(model):
-            for inputs, targets, pairs in workers.split_batches(self._chunks("validation", chosen)):
-                reference = self._reference["validation"][pairs].T.flatten()
-                batch = tuple(x.to(model.device) for x in (inputs, targets, reference))
-                with precision.autocast():
-                    losses = self.loss(model, batch)
-                if counts(targets):
-                    for name, value in {"loss": losses.loss, **losses.figures}.items():
-                        sums[name] += value.item()
-        total, *figures = workers.all_reduce_numbers(list(sums.values()))
-        means = {name: value / n_chosen for name, value in zip(list(sums)[1:], figures, strict=True)}
-        return LossReport(total, n_chosen, unit="nats per pair"), means
-
-
-def counts(targets: Tensor) -> bool:
-    """Whether a batch of an evaluation is this process's own, see `Workers.split_batches`."""
-    return bool((targets != IGNORED).any())
 
 
 def weights_fingerprint(model: GPT) -> str:
