@@ -380,8 +380,7 @@ def load_model(
 
     tensors = checkpoint.model_tensors(wanted)
     model.load_state_dict(tensors, assign=True)
-    if model.rotary is not None:
-        model.rotary.reset()
+    model.reset_tables()
     if merge:
         merge_lora(model)
     for parameter in model.parameters():

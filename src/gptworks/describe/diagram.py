@@ -17,6 +17,13 @@ Line = tuple[str, str]
 MIN_WIDTH = 80
 """Columns that the longest rows need."""
 
+POSITIONS = {
+    "learned": ("learned positions", "+ position embedding"),
+    "rope": ("rotary positions", ""),
+    "none": ("no positions", ""),
+}
+"""How positions enter the model, and what is added to the tokens' embeddings."""
+
 _SHAPE_WIDTH = 20
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 _ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu2": "ReLU²", "swiglu": "SiLU", "geglu": "GELU"}
@@ -87,8 +94,8 @@ def _lines(c: ModelConfig, width: int) -> Iterator[Line]:
     stream, logits = f"B × T × {c.d_model:,}", f"B × T × {c.vocab_size:,}"
     norm: Row = (norm_name(c), norm_weights(c), stream)
     embedding: list[Row] = [("token embedding", dims((c.vocab_size, c.d_model)), stream)]
-    if c.position == "learned":
-        embedding.append(("+ position embedding", dims((c.context_length, c.d_model)), stream))
+    if added := POSITIONS[c.position][1]:
+        embedding.append((added, dims((c.context_length, c.d_model)), stream))
     if c.dropout_embedding:
         embedding.append((f"dropout {c.dropout_embedding:g}", "", stream))
     head = f"head{' (tied)' if c.tie_embeddings else ''}"

@@ -7,6 +7,7 @@ from markupsafe import Markup
 
 from gptworks.config import ModelConfig
 from gptworks.describe.diagram import (
+    POSITIONS,
     activation,
     dims,
     matrix,
@@ -126,9 +127,9 @@ def _model(c: ModelConfig, height: float) -> Drawing:
     column.arrow(18)
     table_y = column.y + 24
     column.tile("embedding", "Token embedding", table)
-    if c.position == "learned":
+    if added := POSITIONS[c.position][1]:
         column.arrow(16)
-        column.tile("embedding", "+ position embedding", dims((c.context_length, c.d_model)))
+        column.tile("embedding", added, dims((c.context_length, c.d_model)))
     if c.dropout_embedding:
         d.line((middle, column.y), (middle, column.y + 30))
         _pill(d, middle, column.y + 17, f"dropout {c.dropout_embedding:g}", "page")

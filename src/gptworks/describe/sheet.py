@@ -17,7 +17,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from gptworks.config import ModelConfig
-from gptworks.describe.diagram import diagram, dims, n_banded, norm_name
+from gptworks.describe.diagram import POSITIONS, diagram, dims, n_banded, norm_name
 from gptworks.describe.published import Figure, published_figures
 from gptworks.pages.tables import Table
 from gptworks.plan.flops import ForwardFlops, forward_flops
@@ -229,10 +229,9 @@ def summary(sheet: Sheet) -> str:
 
 def traits(c: ModelConfig) -> str:
     """What the model is made of, in a line."""
-    positions = {"learned": "learned positions", "rope": "rotary positions", "none": "no positions"}[c.position]
     biased = [name for name, there in (("qkv", c.qkv_bias), ("output", c.out_bias), ("MLP", c.mlp_bias)) if there]
     parts = [
-        positions + (f" scaled × {c.rope_scaling.factor:g}" if c.rope_scaling else ""),
+        POSITIONS[c.position][0] + (f" scaled × {c.rope_scaling.factor:g}" if c.rope_scaling else ""),
         norm_name(c) + (" and QK-norm" if c.qk_norm else ""),
         *(["grouped queries"] if c.n_kv_heads != c.n_heads else []),
         *([f"{n_banded(c):,} of {c.n_layers:,} layers banded"] if n_banded(c) else []),

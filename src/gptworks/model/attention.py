@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gptworks.config import ModelConfig
 from gptworks.model import cpu
 from gptworks.model.cache import SlotLayer
-from gptworks.model.layers import RMSNorm
+from gptworks.model.layers import RMSNorm, Tables
 
 
 def attend(
@@ -189,7 +189,7 @@ def attend_reference(
     return out
 
 
-class Rotary(nn.Module):
+class Rotary(Tables):
     """Cosines and sines of the rotary embedding (Su et al., 2021), pairing element i with i + R/2 of R rotated ones.
 
     Its tables, of the original context, are not changed by reading them. Those of a longer text under dynamic scaling

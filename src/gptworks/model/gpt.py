@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from gptworks.config import ModelConfig, computes_again
 from gptworks.model.attention import Attention, Rotary, texts_bias
 from gptworks.model.cache import SlotLayer, SlotRows
-from gptworks.model.layers import MLP, Dropout, build_norm, product_dtype
+from gptworks.model.layers import MLP, Dropout, Tables, build_norm, build_positions, product_dtype
 from gptworks.model.moe import MoE
 
 
@@ -67,9 +67,7 @@ class GPT(nn.Module):
             )
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.position_embedding = (
-            nn.Embedding(config.context_length, config.d_model) if config.position == "learned" else None
-        )
+        self.position_embedding = build_positions(config)
         self.rotary = Rotary(config) if config.position == "rope" else None
         self.dropout = Dropout(config.dropout_embedding)
         self.blocks = nn.ModuleList(Block(config, window) for window in config.layer_windows)
@@ -149,6 +147,12 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, cache: SlotRows | None = None) -> Tensor:
         """Token ids [B, T] → logits [B, T, V]: at each position, the scores of the token that follows."""
         return self.logits(self.features(tokens, cache))
+
+    def reset_tables(self, device: torch.device | None = None) -> None:
+        """Compute what no checkpoint holds: see `Tables`."""
+        for module in self.modules():
+            if isinstance(module, Tables):
+                module.reset(device)
 
     @property
     def device(self) -> torch.device:

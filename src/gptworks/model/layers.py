@@ -61,6 +61,19 @@ class RMSNorm(nn.Module):
         return F.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(product_dtype(x))
 
 
+def build_positions(config: ModelConfig) -> nn.Embedding | None:
+    """A module whose `weight` [context, C] has a vector for each position, to be added; None: nothing is added."""
+    return nn.Embedding(config.context_length, config.d_model) if config.position == "learned" else None
+
+
+class Tables(nn.Module):
+    """Buffers that follow from the configuration. They are in no checkpoint."""
+
+    def reset(self, device: torch.device | None = None) -> None:
+        """Compute them, on a device; None: torch's default."""
+        raise NotImplementedError
+
+
 def build_norm(config: ModelConfig) -> nn.Module:
     """The normalization of the residual stream."""
     if config.norm == "rmsnorm":

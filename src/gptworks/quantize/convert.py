@@ -50,8 +50,7 @@ def quantize_model(
     with torch.device("meta"):
         quantized = QuantizedGPT(model.config, kinds)
     quantized.load_state_dict(tensors, assign=True)
-    if quantized.rotary is not None:
-        quantized.rotary.reset()
+    quantized.reset_tables()
     return quantized.to(model.device).eval()
 
 

@@ -110,8 +110,7 @@ def model_of(config: ModelConfig, tensors: Mapping[str, Tensor]) -> GPT:
     with torch.device("meta"):
         model = GPT(config)
     model.load_state_dict(tensors, assign=True)
-    if model.rotary is not None:
-        model.rotary.reset(torch.device("cpu"))
+    model.reset_tables(torch.device("cpu"))
     return model.eval()
 
 
