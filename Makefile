@@ -14,7 +14,7 @@ help:
 	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
 	@echo "make test-harness  compare lm-evaluation-harness's scores of a run and of its export (about a minute on 2 cores)"
 	@echo "make test-trl  compare preference tuning with trl, which it installs (about a minute)"
-	@echo "make test-memory  hold the planned memory of every preset against its traced step (about 15 minutes on 2 cores)"
+	@echo "make test-memory  hold the planned memory of every preset against its traced step (about 16 minutes on 2 cores)"
 	@echo "make test-arrangements  500 drawn recipes: what is planned and advised, training accepts (about half a minute)"
 	@echo "make test-kills  kill runs fifty times, in one process and in two, and resume them (about 10 minutes on 2 cores)"
 	@echo "make test-crashes  every state that a crash or a failing disk can leave (takes long; needs strace)"

@@ -1,7 +1,9 @@
 """The formula for a step's memory against the step itself, traced on fake tensors; and what holds of any such sum."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,14 @@ PRECISIONS = ("fp32", "bf16")
 CHECKPOINTING = ("none", "selective", "block")
 
 
+def combinations(*axes: Sequence[Any]) -> list[Any]:
+    """All combinations: a third, in which each value occurs, for `make test`, and the others for `make test-memory`."""
+    return [
+        pytest.param(*values, marks=[] if sum(places) % 3 == 0 else [pytest.mark.grid])
+        for places, values in zip(product(*map(range, map(len, axes))), product(*axes), strict=True)
+    ]
+
+
 def error(model: ModelConfig, device: str, precision: str, micro_batch_size: int = 1, **train: Any) -> float:
     """How far the formula is off the trace, as a share."""
     settings = {"batch_size": micro_batch_size, "micro_batch_size": micro_batch_size, **train}
@@ -49,15 +59,16 @@ def shallow(name: str, n_layers: int = 2) -> ModelConfig:
 # formula and trace ------------------------------------------------------------------------------------------
 
 
+CASES = [("fp32", "none", 1), ("fp32", "block", 3), ("bf16", "none", 3), ("bf16", "block", 1), ("bf16", "selective", 3)]
+"""Precision, checkpointing and micro-batch size."""
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("precision", "checkpointing", "micro_batch_size"),
-    [("fp32", "none", 1), ("fp32", "block", 3), ("bf16", "none", 3), ("bf16", "block", 1), ("bf16", "selective", 3)],
+    ("name", "case"), combinations(["gpt2-mini", "modern-9m", "vaani-427m", "moe-115m", "smollm2-135m"], CASES)
 )
-@pytest.mark.parametrize("name", ["gpt2-mini", "modern-9m", "vaani-427m", "moe-115m", "smollm2-135m"])
-def test_the_formula_is_the_trace(
-    name: str, precision: str, checkpointing: str, micro_batch_size: int, device: str
-) -> None:
+def test_the_formula_is_the_trace(name: str, case: tuple[str, str, int], device: str) -> None:
+    precision, checkpointing, micro_batch_size = case
     off = error(shallow(name), device, precision, micro_batch_size, activation_checkpointing=checkpointing)
     assert abs(off) < 0.02
 
@@ -103,13 +114,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_variants(variant: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("variant", "precision", "checkpointing"), combinations(list(VARIANTS), PRECISIONS, CHECKPOINTING)
+)
+def test_variants(variant: str, precision: str, checkpointing: str, device: str) -> None:
     model = ModelConfig(**SMALL | VARIANTS[variant])
-    for precision in PRECISIONS:
-        for checkpointing in CHECKPOINTING:
-            off = error(model, device, precision, 2, activation_checkpointing=checkpointing)
-            assert abs(off) < 0.05, (precision, checkpointing)
+    assert abs(error(model, device, precision, 2, activation_checkpointing=checkpointing)) < 0.05
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -283,9 +293,9 @@ def test_weights_in_each_precision_are_those_that_are_written(changes: dict[str,
 # other objectives -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize("name", ["gpt2-mini", "modern-9m"])
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "precision"), combinations(["gpt2-mini", "modern-9m"], CHECKPOINTING, PRECISIONS)
+)
 def test_rows_of_several_texts(name: str, checkpointing: str, precision: str) -> None:
     train = TrainConfig(max_steps=1, batch_size=3, activation_checkpointing=checkpointing)
     setting = replace(Setting.of(shallow(name), train, precision, True), several_texts=True)
@@ -293,10 +303,10 @@ def test_rows_of_several_texts(name: str, checkpointing: str, precision: str) ->
     assert abs(training_peak(setting).total_bytes / traced.peak_bytes - 1) < 0.02
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize("name", ["gpt2-mini", "gpt2"])
-@pytest.mark.parametrize("kind", ["preference", "distillation"])
+@pytest.mark.parametrize(
+    ("kind", "name", "checkpointing", "precision"),
+    combinations(["preference", "distillation"], ["gpt2-mini", "gpt2"], CHECKPOINTING, PRECISIONS),
+)
 def test_other_objectives(kind: str, name: str, checkpointing: str, precision: str, tmp_path: Path) -> None:
     model, pairs = shallow(name), kind == "preference"
     tree: dict[str, Any] = {
