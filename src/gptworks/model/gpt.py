@@ -167,6 +167,8 @@ class GPT(nn.Module):
 def initialize(model: GPT) -> None:
     """Set every parameter as `config.init` says; norms are 1 and 0, biases 0."""
     config = model.config
+    if model.head_weight.is_meta:  # which has no numbers, and yet drawing them there takes long
+        return
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             if config.init == "xavier":
