@@ -3,13 +3,14 @@
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import tiny
-from gptworks.config import TrainConfig
+from gptworks.config import ModelConfig, TrainConfig
 from gptworks.device import choose_precision, product_rate
 from gptworks.model import GPT
 from gptworks.plan.flops import forward_flops
@@ -22,6 +23,7 @@ from gptworks.train.record import throughput
 from gptworks.train.record.layer_norms import LayerNorms
 from gptworks.train.record.metrics import read_metrics
 from gptworks.train.record.throughput import Throughput
+from gptworks.train.step import TrainStep
 
 CPU = torch.device("cpu")
 
@@ -91,8 +93,40 @@ def test_a_run_records_them_at_the_steps_it_reports(tmp_path: Path) -> None:
         assert row["flops_per_second"] > 0
 
 
+# One block of few kernels, since each takes a second or more to compile.
+ONE_BLOCK: dict[str, Any] = {
+    "n_layers": 1, "qk_norm": False, "position": "learned", "dropout_residual": 0.0, "dropout_attention": 0.0,
+}  # fmt: skip
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-def test_compiled_blocks_train_as_eager_ones(tmp_path: Path) -> None:
+def test_compiled_blocks_train_and_evaluate_as_eager_ones() -> None:
+    model = ModelConfig(
+        vocab_size=43, context_length=32, d_model=32, n_heads=2, norm="rmsnorm", mlp="relu2", **ONE_BLOCK
+    )
+    tokens = torch.randint(43, (4, 33), generator=torch.Generator().manual_seed(1))
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    losses: dict[str, list[float]] = {}
+    for setting in ("none", "block"):
+        settings = TrainConfig(max_steps=3, batch_size=4, learning_rate=0.01, compile=setting)
+        torch.manual_seed(0)
+        parallel = Parallel(settings)
+        placed = parallel.place(GPT(model).train(), CPU)
+        step = TrainStep(placed, settings, next_token, choose_precision("fp32", CPU), parallel)
+        losses[setting] = []
+        for _ in range(3):
+            losses[setting].append(step.accumulate([batch], batch[1].numel()).loss)
+            step.apply(step.gradient_norm())
+        with torch.no_grad():
+            losses[setting].append(next_token(placed.eval(), batch).loss.item() / batch[1].numel())
+    assert losses["block"] == pytest.approx(losses["none"], rel=1e-5)
+    assert losses["none"][-1] < losses["none"][0] - 0.01
+
+
+def test_a_run_of_compiled_blocks_evaluates_and_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced and differentiated as where they are compiled, and then run without a compiler."""
+    compiled = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled(self, backend="aot_eager", **options))
     losses = {}
     for setting in ("none", "block"):
         folder = tmp_path / setting
@@ -100,9 +134,7 @@ def test_compiled_blocks_train_as_eager_ones(tmp_path: Path) -> None:
         tree = tiny.recipe_tree(
             folder, max_steps=3, compile=setting, precision="fp32", sample_every=3, sample_prompts=["line "]
         )
-        # One block of few kernels, since each takes a second or more to compile.
-        tree["model"] |= {"n_layers": 1, "qk_norm": False, "position": "learned"}
-        tree["model"] |= {"dropout_residual": 0.0, "dropout_attention": 0.0}
+        tree["model"] |= ONE_BLOCK
         train(parse_recipe(tree))
         rows = list(read_metrics(folder / "run" / "metrics.jsonl"))
         losses[setting] = [row["loss"] for row in rows if "loss" in row]
