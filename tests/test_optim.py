@@ -65,7 +65,7 @@ def test_adamw_step_equals_torch_step_by_step() -> None:
 
 def test_muon_is_torchs() -> None:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(64, 64)] * 3 + [(96, 64), (64, 96)] * 2 + [(96, 64), (TOGETHER // 1000 + 1, 1000)]
+    shapes = [(64, 64)] * 3 + [(96, 64), (64, 96)] * 2 + [(96, 64), (TOGETHER // 250 + 1, 250)]
     ours = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
     settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}

@@ -71,15 +71,14 @@ def slow_values(weight: Tensor, scale: Tensor | None) -> Tensor:
         return weight.float()
     if weight.dtype == torch.int8:
         return torch.stack([row.float() * s for row, s in zip(weight, scale, strict=True)])
-    rows, n_columns = weight.size(0), 2 * weight.size(1)
-    values = torch.empty(rows, n_columns)
-    for row in range(rows):
-        for column in range(n_columns):
+    values = []
+    for packed, scales in zip(weight.tolist(), scale.tolist(), strict=True):
+        for column in range(2 * len(packed)):
             group, place = divmod(column, 32)
-            byte = int(weight[row, 16 * group + place % 16])
+            byte = packed[16 * group + place % 16]
             nibble = byte % 16 if place < 16 else byte // 16
-            values[row, column] = (nibble - 8) * scale[row, group].float()
-    return values
+            values.append((nibble - 8) * scales[group])
+    return torch.tensor(values, dtype=torch.float32).view(weight.size(0), -1)
 
 
 def tokens(config: ModelConfig, batch: int = 3) -> Tensor:
