@@ -327,7 +327,7 @@ def test_sigterm_to_one_rank_saves_one_step_for_both(tmp_path: Path) -> None:
     launcher = launch(2, recipe)
     wait_for_step(launcher, run_dir, 3)
     os.kill(process_of(launcher, rank=1), signal.SIGTERM)
-    output, _ = launcher.communicate(timeout=30)
+    output, _ = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, output
     assert "stopped by SIGTERM" in output
     assert "Traceback" not in output
@@ -344,7 +344,7 @@ def test_a_stopped_rank_is_named_and_the_run_ends(tmp_path: Path) -> None:
     wait_for_step(launcher, tmp_path / "run", 3)
     stopped = process_of(launcher, rank=1)
     os.kill(stopped, signal.SIGSTOP)
-    output, _ = launcher.communicate(timeout=30)
+    output, _ = launcher.communicate(timeout=120)
     assert launcher.returncode == 1, output
     assert f"error: rank 1 (process {stopped} on " in output
     assert "does not answer" in output
@@ -478,7 +478,7 @@ def test_what_stops_the_first_rank_stops_all_and_is_said_once(tmp_path: Path) ->
     """The tokenizer's vocabulary is known only when the text is prepared, by rank 0."""
     recipe = tiny.write_recipe(tmp_path, optimizer="adamw")
     launcher = launch(2, recipe, "model.vocab_size=7")
-    output, _ = launcher.communicate(timeout=60)
+    output, _ = launcher.communicate(timeout=120)
     assert launcher.returncode == 2, output
     assert output.count("error:") == 1
     assert "Traceback" not in output
