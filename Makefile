@@ -67,7 +67,7 @@ test-ranks: .venv/.installed-dev
 
 test-margins: .venv/.installed-dev
 	for seed in 0 1 2 3 4 5 6 7 8 9; do for precision in fp32 bf16; do \
-	  GPTWORKS_TEST_SEED=$$seed GPTWORKS_TEST_PRECISION=$$precision $(BIN)/python -m pytest -m learning -n 2 --dist loadfile || exit 1; \
+	  GPTWORKS_TEST_SEED=$$seed GPTWORKS_TEST_PRECISION=$$precision $(BIN)/python -m pytest -m learning -n 2 --dist worksteal || exit 1; \
 	done; done
 
 test-kills: .venv/.installed-dev

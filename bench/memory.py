@@ -15,7 +15,7 @@ from gptworks.plan.memory import Setting, training_peak
 from gptworks.plan.params import count_parameters
 from gptworks.presets import preset
 from gptworks.train.rehearsal.measure import measure_step
-from gptworks.train.rehearsal.trace import trace_step
+from gptworks.train.rehearsal.trace import Rehearsal, trace_step
 from gptworks.units import readable
 
 CASES = (
@@ -46,9 +46,10 @@ def main() -> None:
         predicted = training_peak(Setting.of(model, train, precision, on_cpu=True)).total_bytes
         if predicted > arguments.largest * 1e9:
             continue
+        rehearsal = Rehearsal(model, train, precision=precision)
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            traced = process.submit(trace_step, model, train, "cpu", precision).result().peak_bytes
-        measured = measure_step(model, train, "cpu", precision)
+            traced = process.submit(trace_step, rehearsal).result().peak_bytes
+        measured = measure_step(rehearsal)
         words = f"{name} {count_parameters(model).total / 1e6:.0f}M, {batch_size} × {model.context_length}, {precision}"
         words += (", checkpointing" if checkpointing == "block" else "") + (", muon" if optimizer == "muon" else "")
         cells = [readable(n, "B") for n in (predicted, traced, measured.peak_bytes)]

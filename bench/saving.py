@@ -14,12 +14,12 @@ from multiprocessing import get_context
 import torch
 
 from gptworks.config import TrainConfig
-from gptworks.device import choose_precision, device_name, peak_growth_bytes, reset_peak, return_freed_memory
+from gptworks.device import device_name, peak_growth_bytes, reset_peak, return_freed_memory
 from gptworks.model.loss import linear_cross_entropy_reference
 from gptworks.plan.memory import Setting, training_peak
 from gptworks.presets import preset
 from gptworks.train.objectives import next_token as objectives
-from gptworks.train.rehearsal.trace import new_step, take, trace_step
+from gptworks.train.rehearsal.trace import Rehearsal, take, trace_step
 from gptworks.units import readable
 
 GPT2 = preset("gpt2")
@@ -33,7 +33,7 @@ def traced_bytes(whole: bool, checkpointing: str, precision: str, batch_size: in
     """The peak on fake tensors."""
     if whole:
         objectives.linear_cross_entropy = linear_cross_entropy_reference
-    return trace_step(GPT2, train_config(batch_size, checkpointing), "cpu", precision).peak_bytes
+    return trace_step(Rehearsal(GPT2, train_config(batch_size, checkpointing), precision=precision)).peak_bytes
 
 
 def measured_bytes(whole: bool, checkpointing: str, precision: str, batch_size: int) -> int:
@@ -45,7 +45,7 @@ def measured_bytes(whole: bool, checkpointing: str, precision: str, batch_size: 
     tokens = torch.randint(GPT2.vocab_size, (batch_size, GPT2.context_length))
     before = reset_peak(device)
     train = train_config(batch_size, checkpointing)
-    step = new_step(GPT2, train, device, choose_precision(precision, device))
+    step = Rehearsal(GPT2, train, precision=precision).new_step()
     for _ in range(2):
         take(step, train, (tokens, tokens))
     return peak_growth_bytes(device, before) or 0

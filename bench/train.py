@@ -32,7 +32,7 @@ from torch import Tensor
 from gptworks.config import Recipe
 from gptworks.data.prepare import open_prepared, prepare
 from gptworks.data.shards import TokenShards
-from gptworks.device import device_name, keep_freed_memory
+from gptworks.device import choose_device, choose_precision, device_name, keep_freed_memory
 from gptworks.plan.flops import forward_flops
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import Run
@@ -101,7 +101,8 @@ def our_step(recipe: Recipe, folder: Path) -> Callable[[], None]:
     """gptworks' training step, as `gptworks train` sets it up."""
     keep_freed_memory()
     prepared = open_prepared(folder)
-    run = Run(recipe, prepared, Display(), next_token)
+    device = choose_device(recipe.train.device)
+    run = Run(recipe, prepared, Display(), device, choose_precision(recipe.train.precision, device), next_token)
     run.reporter.log = MetricsLog(prepared.folder / "metrics.jsonl", 0)
     return run.training_step
 

@@ -77,7 +77,7 @@ def main() -> int:
             continue
         print(f"\nas {name}: {' '.join(f'{k}={v}' for k, v in processor.environment(name).items())}", flush=True)
         started = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", *pytest_arguments, *files]
+        command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", *pytest_arguments, *files]
         code = subprocess.run(command, env=os.environ | processor.environment(name), check=False).returncode
         outcomes[name] = f"{'passed' if code == 0 else 'FAILED'} in {time.monotonic() - started:.0f} s"
     print()

@@ -335,12 +335,30 @@ def test_threads_that_generate_with_one_engine_get_what_they_would_get_alone(mod
     assert results == {i: engine(model).generate([i, i + 1], seed=i, max_tokens=15) for i in range(8)}
 
 
+def stream(loop: EngineLoop, prompt: list[int], **arguments: Any) -> Stream:
+    opened = loop.open()
+    opened.submit(prompt, **arguments)
+    return opened
+
+
+async def pieces(stream: Stream) -> AsyncIterator[Piece]:
+    """As a program's own code reads a stream: asyncio finalizes it when it is abandoned, as soon as it gets to that."""
+    async for batch in stream.batches():
+        for _, piece, _ in batch:
+            yield piece
+
+
+async def complete(loop: EngineLoop, prompt: list[int], **arguments: Any) -> list[Completion]:
+    reading = stream(loop, prompt, **arguments)
+    return completions([piece async for piece in pieces(reading)], reading.requests[0].n_samples, len(prompt))
+
+
 def test_a_loop_streams_to_many_readers_and_forgets_those_who_leave(model: Any) -> None:
     one = engine(model, n_slots=3)
 
     async def leave(loop: EngineLoop) -> int:
         n = 0
-        async for _ in loop.stream([9], seed=1, max_tokens=50, ignore_eos=True):
+        async for _ in pieces(stream(loop, [9], seed=1, max_tokens=50, ignore_eos=True)):
             n += 1
             if n == 3:
                 break
@@ -348,9 +366,9 @@ def test_a_loop_streams_to_many_readers_and_forgets_those_who_leave(model: Any) 
 
     async def all_of_them() -> tuple[list[list[Completion]], int]:
         with EngineLoop(one) as loop:
-            tasks = [loop.complete([i], seed=i, max_tokens=20, n_samples=2) for i in range(10)]
+            tasks = [complete(loop, [i], seed=i, max_tokens=20, n_samples=2) for i in range(10)]
             left = asyncio.create_task(leave(loop))
-            cancelled = asyncio.create_task(loop.complete([8], max_tokens=50, ignore_eos=True))
+            cancelled = asyncio.create_task(complete(loop, [8], max_tokens=50, ignore_eos=True))
             await asyncio.sleep(0.01)
             cancelled.cancel()
             return await asyncio.gather(*tasks), await left
@@ -364,13 +382,7 @@ def test_a_loop_streams_to_many_readers_and_forgets_those_who_leave(model: Any) 
     assert statistics.finished == 10
 
 
-async def through_a_generator(stream: Stream) -> AsyncIterator[Piece]:
-    """As a program's own code reads a stream: asyncio finalizes it when it is abandoned, as soon as it gets to that."""
-    async for piece in stream:
-        yield piece
-
-
-READINGS = {"pieces": Stream.__aiter__, "batches": Stream.batches, "a generator": through_a_generator}
+READINGS = {"batches": Stream.batches, "a generator": pieces}
 
 
 @pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
@@ -379,7 +391,7 @@ def test_a_request_that_its_reader_left_is_cancelled(model: Any, read: Any) -> N
 
     async def go() -> None:
         with EngineLoop(one) as loop:
-            async for _ in read(loop.stream([9], seed=1, max_tokens=10**9, overflow="slide", ignore_eos=True)):
+            async for _ in read(stream(loop, [9], seed=1, max_tokens=10**9, overflow="slide", ignore_eos=True)):
                 break
             async with asyncio.timeout(30):
                 while one.statistics().running:
@@ -396,13 +408,13 @@ def test_a_loop_that_closes_does_not_generate_what_its_reader_left(model: Any, r
 
     async def go() -> list[Piece]:
         with EngineLoop(one) as loop:
-            kept = loop.stream([1], max_tokens=20, ignore_eos=True)
-            async for _ in read(loop.stream([9], seed=1, max_tokens=10**9, overflow="slide", ignore_eos=True)):
+            kept = stream(loop, [1], max_tokens=20, ignore_eos=True)
+            async for _ in read(stream(loop, [9], seed=1, max_tokens=10**9, overflow="slide", ignore_eos=True)):
                 break
-        return [piece async for piece in kept]
+        return [piece async for piece in pieces(kept)]
 
-    pieces = asyncio.run(go())
-    assert (len(pieces), pieces[-1].finish_reason) == (20, "length"), "closing finishes what may still be read"
+    finished = asyncio.run(go())
+    assert (len(finished), finished[-1].finish_reason) == (20, "length"), "closing finishes what may still be read"
     statistics = one.statistics()
     assert (statistics.cancelled, statistics.finished, statistics.slots_used) == (1, 1, 0)
 
@@ -433,20 +445,20 @@ def test_a_loop_hands_errors_to_the_request_they_concern(model: Any) -> None:
     async def go() -> None:
         loop = EngineLoop(one)  # not started: everything waits
         with pytest.raises(UserError, match="temprature"):
-            loop.stream([1], temprature=1)
-        waiting = loop.stream([1])
+            stream(loop, [1], temprature=1)
+        waiting = stream(loop, [1])
         with pytest.raises(QueueFull):
-            loop.stream([2])
+            stream(loop, [2])
         loop.start()
-        pieces: list[Piece] = [piece async for piece in waiting]
-        assert pieces[-1].finish_reason
-        endless = loop.stream([1], max_tokens=60, overflow="slide", ignore_eos=True)
+        finished = [piece async for piece in pieces(waiting)]
+        assert finished[-1].finish_reason
+        endless = stream(loop, [1], max_tokens=60, overflow="slide", ignore_eos=True)
         loop.close(drain=False)
         with pytest.raises(RunError, match="stopped"):
-            async for _ in endless:
+            async for _ in endless.batches():
                 pass
         with pytest.raises(RunError, match="no more requests"):
-            loop.stream([1])
+            loop.open()
 
     asyncio.run(go())
     assert one.statistics().slots_used == 0

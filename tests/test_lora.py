@@ -22,7 +22,7 @@ from gptworks.plan.trained import trained
 from gptworks.presets import preset
 from gptworks.recipe import load_recipe, parse_recipe, with_vocab_size
 from gptworks.train.loop import check_train, train
-from gptworks.train.rehearsal.trace import trace_step
+from gptworks.train.rehearsal.trace import Rehearsal, trace_step
 from halves import assert_resumes_exactly
 
 SMALL: dict[str, Any] = {"vocab_size": 40, "context_length": 24, "n_layers": 2, "d_model": 32, "n_heads": 4}
@@ -230,7 +230,7 @@ def test_the_planned_memory_is_enough_and_not_far_from_the_traced(
     config = TrainConfig(max_steps=1, batch_size=2, micro_batch_size=1)
     part = trained(model, adapter, freeze)
     planned = training_peak(Setting.of(model, config, precision, True, trained=part)).total_bytes
-    traced = trace_step(model, config, "cpu", precision, adapter, freeze).peak_bytes
+    traced = trace_step(Rehearsal(model, config, "cpu", precision, adapter, freeze)).peak_bytes
     assert 0.98 < planned / traced < 1.25
     assert planned < 0.9 * training_peak(Setting.of(model, config, precision, True)).total_bytes
 

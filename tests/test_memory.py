@@ -16,7 +16,7 @@ from gptworks.model import GPT, SlotCache, attention, cpu
 from gptworks.model import loss as model_loss
 from gptworks.plan import memory, stages
 from gptworks.plan.arrange import rank_setting
-from gptworks.plan.inference import inference_memory
+from gptworks.plan.inference import BATCHES, inference_memory
 from gptworks.plan.layout import Layout, rank_config
 from gptworks.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS, Setting, training_peak
 from gptworks.plan.params import count_parameters
@@ -25,7 +25,7 @@ from gptworks.presets import PRESETS, preset
 from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
 from gptworks.train.optim import muon
-from gptworks.train.rehearsal.trace import LiveBytes, trace_step
+from gptworks.train.rehearsal.trace import LiveBytes, Rehearsal, trace_step
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 """Tracing for a GPU runs nothing on it, and yet torch wants to see one."""
@@ -47,7 +47,7 @@ def error(model: ModelConfig, device: str, precision: str, micro_batch_size: int
     settings = {"batch_size": micro_batch_size, "micro_batch_size": micro_batch_size, **train}
     config = TrainConfig(max_steps=1, **settings)
     predicted = training_peak(Setting.of(model, config, precision, device == "cpu")).total_bytes
-    return predicted / trace_step(model, config, device, precision).peak_bytes - 1
+    return predicted / trace_step(Rehearsal(model, config, device, precision)).peak_bytes - 1
 
 
 def shallow(name: str, n_layers: int = 2) -> ModelConfig:
@@ -255,20 +255,18 @@ def test_memory_grows_with_the_batch() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "smollm2-135m", "gpt3-125m-banded"])
-def test_the_cache_is_the_caches(name: str) -> None:
+def test_the_cache_is_the_engines(name: str) -> None:
     model = preset(name)
     by_weights = {row.weights: row for row in inference_memory(model)}
-    n_bytes = caches_bytes(model, 8, model.context_length, torch.bfloat16)
-    assert by_weights["bf16"].cache_bytes[8] == n_bytes
-    assert by_weights["fp32"].cache_bytes[8] == 2 * n_bytes
+    for n_texts in BATCHES:
+        n_bytes = cache_bytes(SlotCache(model, n_texts, model.context_length, dtype=torch.bfloat16, device="meta"))
+        assert by_weights["bf16"].cache_bytes[n_texts] == n_bytes
+        assert by_weights["fp32"].cache_bytes[n_texts] == 2 * n_bytes
 
 
-def caches_bytes(model: ModelConfig, n_texts: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes of caches that hold of each layer what its queries see: all tokens, or a window."""
-    layer = model.model_copy(update={"n_layers": 1})
-    lengths = [length if window is None else min(window, length) for window in model.layer_windows]
-    cache = SlotCache(layer, 1, 1, dtype=dtype, device="meta")
-    return sum(cache.bytes_of(n_texts, seen) for seen in lengths)
+def cache_bytes(cache: SlotCache) -> int:
+    """Bytes of a cache's tensors."""
+    return sum(vectors.data.nbytes for vectors in (*cache.keys, *cache.values))
 
 
 @pytest.mark.parametrize(
@@ -299,7 +297,7 @@ def test_weights_in_each_precision_are_those_that_are_written(changes: dict[str,
 def test_rows_of_several_texts(name: str, checkpointing: str, precision: str) -> None:
     train = TrainConfig(max_steps=1, batch_size=3, activation_checkpointing=checkpointing)
     setting = replace(Setting.of(shallow(name), train, precision, True), several_texts=True)
-    traced = trace_step(shallow(name), train, "cpu", precision, several_texts=True)
+    traced = trace_step(Rehearsal(shallow(name), train, "cpu", precision, several_texts=True))
     assert abs(training_peak(setting).total_bytes / traced.peak_bytes - 1) < 0.02
 
 
@@ -323,6 +321,6 @@ def test_other_objectives(kind: str, name: str, checkpointing: str, precision: s
     recipe = parse_recipe(tree | {"objective": {"type": kind} | ({} if pairs else {"teacher": str(tmp_path)})})
     planned = replace(rank_setting(recipe, precision, True), saves=False)
     rows = recipe.train.model_copy(update={"batch_size": 4, "micro_batch_size": 4}) if pairs else recipe.train
-    traced = trace_step(model, rows, "cpu", precision, objective=recipe.objective)
-    assert planned.rows_per_sample == (2 if pairs else 1)
+    traced = trace_step(Rehearsal(model, rows, "cpu", precision, objective=recipe.objective))
+    assert planned.objective.rows_per_sample == (2 if pairs else 1)
     assert abs(training_peak(planned).total_bytes / traced.peak_bytes - 1) < 0.02

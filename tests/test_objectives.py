@@ -1,5 +1,6 @@
 """A new objective needs its settings, its class and an entry in the table: no other room knows it by name."""
 
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -7,32 +8,42 @@ import pytest
 from torch import Tensor
 
 import tiny
-from gptworks.config import Recipe
+from gptworks.config import NextTokenObjective, Recipe, TrainConfig
 from gptworks.config.base import Measured
 from gptworks.config.objective import ObjectiveSettings
+from gptworks.describe.plan_tables import plan_json, tables
 from gptworks.errors import UserError
 from gptworks.model import GPT
-from gptworks.model.loss import linear_cross_entropy
+from gptworks.model.loss import target_logprobs
 from gptworks.plan.run import plan as plan_run
 from gptworks.recipe import parse_recipe
 from gptworks.train.changes import check_changes
 from gptworks.train.loop import check_train, train
 from gptworks.train.objectives.base import Objective
 from gptworks.train.objectives.choose import OBJECTIVES
-from gptworks.train.objectives.next_token import Batch, Losses, counted, with_routing
+from gptworks.train.objectives.next_token import Batch, Losses, LossFunction, Routing, counted, with_routing
 from gptworks.train.record.metrics import read_metrics
-from gptworks.train.rehearsal.trace import trace_step
+from gptworks.train.rehearsal.trace import Rehearsal, trace_step
 
 
 class EverySecond(ObjectiveSettings):
     """Every second token is learned."""
 
     sources = ("text",)
+    scores_targets = True
     scores_start = True
     fixed_settings = {"train.learning_rate": "a test says so"}  # noqa: RUF012
 
     type: Measured[Literal["every_second"]] = "every_second"
     weight: Measured[float] = 2.0
+
+
+def every_second(weight: float, routing: Routing, model: GPT, batch: Batch) -> Losses:
+    router_logits: list[Tensor] = []
+    features = model.features(batch[0], None, router_logits)
+    nats = -target_logprobs(features, model.head_weight, batch[1]).sum()
+    figures = {"weighted": weight * nats}
+    return with_routing(weight * nats, nats, router_logits, model, counted(batch), routing, figures)
 
 
 class EverySecondObjective(Objective):
@@ -47,13 +58,14 @@ class EverySecondObjective(Objective):
         targets[:, ::2] = -100
         return inputs, targets
 
+    @classmethod
+    def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig) -> LossFunction:
+        assert isinstance(settings, EverySecond)
+        return partial(every_second, settings.weight, Routing.of(train))
+
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        router_logits: list[Tensor] = []
-        features = model.features(batch[0], None, router_logits)
-        nats = linear_cross_entropy(features, model.head_weight, batch[1])
-        weight = self.recipe.objective.weight
-        figures = {"weighted": weight * nats}
-        return with_routing(weight * nats, nats, router_logits, model, counted(batch), self._routing, figures)
+        assert isinstance(self.recipe.objective, EverySecond)
+        return every_second(self.recipe.objective.weight, self._routing, model, batch)
 
 
 class OwnRecipe(Recipe):
@@ -79,8 +91,14 @@ def test_an_objective_from_outside_is_planned_checked_and_trained(
     assert [row["step"] for row in rows if row["kind"] == "validation"] == [2, 4]
 
     known = recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": 64})})
-    assert plan_run(known, 10_000, samples_per_epoch=300).flops_before_first_step > 0
-    assert trace_step(known.model, known.train, objective=known.objective).peak_bytes > 0
+    planned = plan_run(known, 10_000, samples_per_epoch=300)
+    assert planned.flops_before_first_step > 0
+    traced = trace_step(Rehearsal(known.model, planned.one_step, objective=known.objective)).peak_bytes
+    assert planned.step_bytes == pytest.approx(traced, rel=0.02)
+    assert planned.step_bytes > plan_run(known.model_copy(update={"objective": NextTokenObjective()})).step_bytes
+    assert plan_json(planned)["objective"] == "every_second"
+    page = next(tables(planned)).markdown()
+    assert "every_second: the figures count what the start gives each row once" in page and "sequences" in page
     with pytest.raises(UserError, match=r"train\.learning_rate=.* a test says so, so a run cannot change it"):
         check_changes(recipe, own_recipe(tmp_path, learning_rate=0.5))
     with pytest.raises(UserError, match=r"objective\.weight=0\.0: give one above 0"):

@@ -11,6 +11,7 @@ from gptworks.infer.client import completions
 from gptworks.infer.request import Request
 from gptworks.infer.speculate import DraftModel
 from gptworks.model import SlotCache
+from gptworks.plan.inference import inference_memory
 from test_concurrency import engine, needs_native
 from test_engine import byte_tokenizer, random_model
 
@@ -152,6 +153,16 @@ def test_a_warm_engine_has_all_the_room_that_clients_can_ask_for() -> None:
     one.complete([1] * 3000, seed=1, max_tokens=2, n_samples=5)
     assert one._room.backend is backend and backend.cache.keys[0].data is buffers
     assert one.statistics().requests == 2, "warming up is not counted"
+
+
+def test_a_plan_counts_the_cache_that_an_engine_allocates() -> None:
+    """Banded layers keep all tokens too."""
+    model = random_model(TOKENIZER, context_length=64, window=16, window_pattern=("full", "window")).eval()
+    one = engine(model, n_slots=8)
+    n_bytes = one.warm_up()
+    cache = one._room.backend.cache
+    assert n_bytes == sum(vectors.data.nbytes for vectors in (*cache.keys, *cache.values))
+    assert n_bytes == inference_memory(model.config)[0].cache_bytes[8]
 
 
 def test_slots_that_do_not_fit_in_memory_are_refused_before_a_client_can_ask(monkeypatch: pytest.MonkeyPatch) -> None:

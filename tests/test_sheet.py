@@ -26,11 +26,12 @@ from gptworks.describe.published import published_figures
 from gptworks.describe.sheet import describe
 from gptworks.errors import UserError
 from gptworks.model import GPT
+from gptworks.model.cache import SlotCache
 from gptworks.plan import Plan, plan
 from gptworks.presets import PRESETS, preset
 from gptworks.recipe import parse_model, parse_recipe
 from gptworks.units import readable
-from test_memory import caches_bytes
+from test_memory import cache_bytes
 
 
 def planned(n_train_tokens: int | None = None, model: dict[str, Any] | None = None, **train: Any) -> Plan:
@@ -79,8 +80,8 @@ def test_json_of_document_000() -> None:
 def test_cache_bytes_are_the_caches(changes: dict[str, Any]) -> None:
     config = preset("gpt2-tiny").model_copy(update=changes)
     sheet = describe(config)
-    assert sheet.kv_cache_bytes == caches_bytes(config, 1, config.context_length, torch.float16)
-    assert sheet.kv_cache_bytes_per_token == caches_bytes(config, 1, 1, torch.float16)
+    for n_bytes, length in ((sheet.kv_cache_bytes, config.context_length), (sheet.kv_cache_bytes_per_token, 1)):
+        assert n_bytes == cache_bytes(SlotCache(config, 1, length, dtype=torch.float16, device="meta"))
 
 
 def test_published_figures_stand_on_a_preset_and_on_nothing_else() -> None:

@@ -21,7 +21,7 @@ from gptworks.train.loop import Run
 from gptworks.train.record.display import Display
 from gptworks.train.record.metrics import MetricsLog
 from gptworks.train.rehearsal.measure import measure_step
-from gptworks.train.rehearsal.trace import LiveBytes, new_step, take, trace_step
+from gptworks.train.rehearsal.trace import LiveBytes, Rehearsal, take, trace_step
 
 CPU = torch.device("cpu")
 MODEL = preset("gpt2-tiny").model_copy(update={"dropout_residual": 0.1, "dropout_attention": 0.1})
@@ -33,7 +33,7 @@ TRAIN = TrainConfig(max_steps=1, batch_size=4, micro_batch_size=2)
 def test_live_bytes_are_what_torchs_tracker_counts(precision: str, checkpointing: str) -> None:
     train = TRAIN.model_copy(update={"batch_size": 2, "activation_checkpointing": checkpointing})
     with FakeTensorMode(), LiveBytes() as live:
-        step = new_step(MODEL, train, CPU, choose_precision(precision, CPU))
+        step = Rehearsal(MODEL, train, precision=precision).new_step()
         tokens = torch.zeros(2, MODEL.context_length, dtype=torch.int64)
         take(step, train, (tokens, tokens))
         tracker = MemTracker()
@@ -49,12 +49,12 @@ def test_live_bytes_are_what_torchs_tracker_counts(precision: str, checkpointing
 def test_a_real_step_holds_what_the_fake_one_does(optimizer: str) -> None:
     train = TRAIN.model_copy(update={"optimizer": optimizer})
     with LiveBytes() as live:
-        step = new_step(MODEL, train, CPU, choose_precision("bf16", CPU))
+        step = Rehearsal(MODEL, train, precision="bf16").new_step()
         tokens = torch.randint(MODEL.vocab_size, (train.batch_size, MODEL.context_length))
         take(step, train, (tokens, tokens))
         live.peak_bytes = 0
         take(step, train, (tokens, tokens))
-    assert trace_step(MODEL, train, "cpu", "bf16").peak_bytes == pytest.approx(live.peak_bytes, rel=2e-3)
+    assert trace_step(Rehearsal(MODEL, train, "cpu", "bf16")).peak_bytes == pytest.approx(live.peak_bytes, rel=2e-3)
 
 
 @pytest.mark.parametrize("experts", [0, 4])
@@ -65,33 +65,33 @@ def test_the_training_loop_holds_what_the_trace_and_the_formula_say(experts: int
     prepared = prepare(recipe)
     recipe = with_vocab_size(recipe, prepared.manifest.vocab_size)
     with LiveBytes() as live:
-        run = Run(recipe, prepared, Display())
+        run = Run(recipe, prepared, Display(), CPU, choose_precision("fp32", CPU))
         run.reporter.log = MetricsLog(tmp_path / "metrics.jsonl", 0)
         run.training_step()
         live.peak_bytes = 0
         run.training_step()
-    assert trace_step(recipe.model, recipe.train).peak_bytes == pytest.approx(live.peak_bytes, rel=0.02)
+    assert trace_step(Rehearsal(recipe.model, recipe.train)).peak_bytes == pytest.approx(live.peak_bytes, rel=0.02)
     setting = Setting.of(recipe.model, recipe.train, "fp32", on_cpu=True)
     assert training_peak(setting).total_bytes == pytest.approx(live.peak_bytes, rel=0.05)
 
 
 def test_nothing_is_allocated() -> None:
     model = preset("gpt3-175b").model_copy(update={"n_layers": 2})
-    trace_step(MODEL, TRAIN)  # what torch loads
+    trace_step(Rehearsal(MODEL, TRAIN))  # what torch loads
     before = reset_peak(CPU)
-    assert trace_step(model, TrainConfig(max_steps=1, batch_size=1)).peak_bytes > 60e9
+    assert trace_step(Rehearsal(model, TrainConfig(max_steps=1, batch_size=1))).peak_bytes > 60e9
     assert (peak_growth_bytes(CPU, before) or 0) < 200e6
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_tracing_for_a_gpu_needs_one() -> None:
     with pytest.raises(UserError, match="needs a machine with a CUDA GPU"):
-        trace_step(MODEL, TRAIN, "cuda")
+        trace_step(Rehearsal(MODEL, TRAIN, "cuda"))
 
 
 def test_other_devices_are_not_traced() -> None:
     with pytest.raises(UserError, match="cpu and cuda, not on mps"):
-        trace_step(MODEL, TRAIN, "mps")
+        trace_step(Rehearsal(MODEL, TRAIN, "mps"))
 
 
 def test_a_measured_step_holds_what_was_predicted() -> None:
@@ -99,7 +99,7 @@ def test_a_measured_step_holds_what_was_predicted() -> None:
         vocab_size=8192, context_length=512, n_layers=4, d_model=256, n_heads=4, norm="rmsnorm", mlp="swiglu"
     )
     train = TrainConfig(max_steps=1, batch_size=4)
-    measured = measure_step(model, train, "cpu", "fp32")
+    measured = measure_step(Rehearsal(model, train))
     predicted = training_peak(Setting.of(model, train, "fp32", on_cpu=True)).total_bytes
     assert predicted == pytest.approx(measured.peak_bytes, rel=0.1)
     assert measured.kept_bytes > 0.95 * measured.peak_bytes

@@ -330,23 +330,26 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
 
 def token_bytes(tokenizer: Tokenizer) -> list[int] | None:
     """Bytes of text that each id spells, special ones 0; None where that depends on the neighbours (word pieces)."""
-    special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    spelled: Callable[[str], int]
-    if isinstance(tokenizer.decoder, decoders.ByteLevel):
-        spelled = len  # each character of a token's name stands for one byte
-    elif isinstance(tokenizer.decoder, decoders.Fuse):
-        spelled = _utf8_length
-    else:
+    spellings, added = token_spellings(tokenizer), tokenizer.get_added_tokens_decoder()
+    if spellings is None:
         return None
+    return [0 if i in added and added[i].special else len(spelling) for i, spelling in enumerate(spellings)]
+
+
+def token_spellings(tokenizer: Tokenizer) -> list[bytes] | None:
+    """The bytes of each token; None where they depend on the token's neighbours."""
     names = {index: name for name, index in tokenizer.get_vocab(with_added_tokens=True).items()}
+    in_order = [names.get(index, "") for index in range(vocabulary_size(tokenizer))]
+    if isinstance(tokenizer.decoder, decoders.Fuse):
+        return [name.encode() for name in in_order]
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+        return None
+    added = tokenizer.get_added_tokens_decoder()
+    byte_of = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
     return [
-        0 if index in special or index not in names else spelled(names[index])
-        for index in range(vocabulary_size(tokenizer))
+        name.encode() if index in added or not byte_of.keys() >= set(name) else bytes(map(byte_of.__getitem__, name))
+        for index, name in enumerate(in_order)
     ]
-
-
-def _utf8_length(text: str) -> int:
-    return len(text.encode("utf-8"))
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:

@@ -209,21 +209,22 @@ def plan(
     )  # fmt: skip
     if (trace or measure) and world_size > 1:
         raise UserError("--trace and --measure follow one device's step: leave --world-size out.")
-    part = (recipe.adapter, recipe.freeze, recipe.objective, sheet.setting.several_texts)
-    if trace:
-        from gptworks.train.rehearsal.trace import trace_step
-
-        with working("tracing a step"):
-            traced = trace_step(recipe.model, sheet.one_step, place.kind, sheet.setting.precision, *part)
-        sheet = replace(sheet, traced_bytes=traced.peak_bytes)
-    if measure:
+    if trace or measure:
         from gptworks.device import choose_device
         from gptworks.train.rehearsal.measure import measure_step
+        from gptworks.train.rehearsal.trace import Rehearsal, trace_step
 
-        here = choose_device(place.kind)
-        with working("measuring two steps"):
-            measured = measure_step(recipe.model, sheet.one_step, here.type, sheet.setting.precision, *part)
-        sheet = replace(sheet, measured=measured)
+        rehearsal = Rehearsal(
+            recipe.model, sheet.one_step, place.kind, sheet.setting.precision, recipe.adapter, recipe.freeze,
+            recipe.objective, sheet.setting.several_texts,
+        )  # fmt: skip
+        if trace:
+            with working("tracing a step"):
+                sheet = replace(sheet, traced_bytes=trace_step(rehearsal).peak_bytes)
+        if measure:
+            here = replace(rehearsal, device=choose_device(place.kind).type)
+            with working("measuring two steps"):
+                sheet = replace(sheet, measured=measure_step(here))
     if as_json:
         print_json(plan_json(sheet))
     else:

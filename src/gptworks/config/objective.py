@@ -38,6 +38,8 @@ class ObjectiveSettings(Section):
     """Whether a batch is as long as its longest row; else as the context."""
     several_texts: ClassVar[bool] = False
     """Whether a row of conversations may hold several, each with positions of its own."""
+    scores_targets: ClassVar[bool] = False
+    """Whether the loss needs each target's log-probability (`target_logprobs`), not only their sum."""
     scores_start: ClassVar[bool] = False
     """Whether the model at the start reads every sample once, before the first step."""
     fixed_settings: ClassVar[dict[str, str]] = {}
@@ -84,6 +86,9 @@ class NextTokenObjective(ObjectiveSettings):
     type: Measured[Literal["next_token"]] = "next_token"
 
 
+NEXT_TOKEN = NextTokenObjective()
+
+
 class InstructionObjective(ObjectiveSettings):
     """The answers of conversations are learned, the rest is only read. Needs sources of type conversations."""
 
@@ -106,6 +111,7 @@ class _PairsObjective(ObjectiveSettings):
     sources = ("preferences",)
     rows_per_sample = 2
     varying_widths = True
+    scores_targets = True
 
 
 class PreferenceObjective(_PairsObjective):
@@ -172,6 +178,7 @@ class RewardObjective(ObjectiveSettings):
 
     sources = ("conversations",)
     varying_widths = True
+    scores_targets = True
     fixed_settings: ClassVar[dict[str, str]] = {"train.batch_size": "its prompts are counted in steps of one size"}
 
     type: Measured[Literal["reward"]]

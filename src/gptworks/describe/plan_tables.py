@@ -73,7 +73,7 @@ def _facts(plan: Plan, details: bool) -> list[tuple[str, str]]:
     if plan.shards_bytes is not None:
         shards = f"{'about ' if plan.tokens_estimated else ''}{readable(plan.shards_bytes, 'B')} ({shards})"
     count, train, about = plan.parameters, plan.train, "about " if plan.tokens_estimated else ""
-    samples = "pairs" if plan.setting.objective == "preference" else "sequences"
+    samples = "pairs" if plan.recipe.objective.rows_per_sample == 2 else "sequences"
     before = plan.flops_before_first_step
     facts = [
         ("parameters", f"{count.total:,}"),
@@ -118,21 +118,25 @@ def _checkpoints(plan: Plan) -> str:
 
 
 def _objective(plan: Plan) -> str:
-    """What the figures count where the objective is not the next token."""
+    """What the figures count beyond the text itself."""
+    objective = plan.recipe.objective
+    paired, answers = objective.rows_per_sample == 2, "text" not in objective.sources
     counted = {
-        "instruction": "rows at the full context",
-        "preference": "both answers of a pair at the full context, and what the start gives each once",
-        "distillation": "the teacher's forward pass and weights",
-        "reward": "rows at the full context; sampling reads the weights once a token",
+        "both answers of a pair at the full context": paired,
+        "rows at the full context": answers and not paired,
+        "what the start gives each row once": objective.scores_start,
+        "the teacher's forward pass and weights": objective.teacher_run is not None,
+        "the weights of the start": objective.keeps_start,
+        "the weights read once for each token sampled": objective.rollouts is not None,
     }
-    words = counted.get(plan.setting.objective)
-    return f"{plan.setting.objective}: the figures count {words}" if words else ""
+    words = ", and ".join(phrase for phrase, is_counted in counted.items() if is_counted)
+    return f"{objective.type}: the figures count {words}" if words else ""
 
 
 def _batch(plan: Plan) -> str:
     s = plan.setting
     ranks = f" on each of {s.layout.data_parallel:,} ranks" if s.layout.data_parallel > 1 else ""
-    rows = " × 2" if s.rows_per_sample == 2 else ""
+    rows = " × 2" if s.objective.rows_per_sample == 2 else ""
     return f"{plan.train.batch_size:,}{rows} × {s.model.context_length:,}; {s.micro_batch_size:,} at a time{ranks}"
 
 
@@ -225,7 +229,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return {
         "name": plan.recipe.name,
         "parameters": parameters_json(plan.parameters),
-        "objective": setting.objective,
+        "objective": plan.recipe.objective.type,
         **_named(plan, "tokens_per_step", "steps", "steps_reason", "tokens"),
         "train_tokens": plan.n_train_tokens,
         "train_tokens_estimated": plan.tokens_estimated,

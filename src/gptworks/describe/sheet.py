@@ -45,7 +45,7 @@ class Sheet:
 
     @property
     def kv_cache_bytes_per_token(self) -> int:
-        """fp16 bytes that the first tokens of a sequence take; banded layers stop growing at their window."""
+        """fp16 bytes that each token of a sequence takes."""
         return kv_cache_bytes(self.config, length=1)
 
     @property

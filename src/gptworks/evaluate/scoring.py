@@ -2,11 +2,12 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from gptworks.errors import UserError
-from gptworks.infer.client import completions
+from gptworks.infer.client import completions, run_many
 from gptworks.infer.engine import Engine
 from gptworks.infer.request import Completion, Request
 from gptworks.infer.sampling import SamplingSettings
@@ -73,7 +74,8 @@ def score_pairs(
         if len(continuation) > engine.context:
             raise UserError(f"a continuation has {len(continuation)} tokens and the model's context {engine.context}.")
         groups.setdefault(tuple(context), []).append(i)
-    waiting = iter(groups.values())
+    others = iter(groups.values())
+    waiting = deque(group[0] for group in itertools.islice(others, _CONTEXTS))
     unfinished = {context: len(group) for context, group in groups.items()}
     found: dict[int, Scored] = {}
 
@@ -82,16 +84,19 @@ def score_pairs(
         ids = [*context, *continuation][-engine.context - 1 :]
         return engine.submit(ids, prompt_logprobs=1, score_from=len(ids) - len(continuation), generates=False)
 
-    def finish(i: int, request: Request) -> Iterable[int]:
+    def next_pairs(n: int) -> list[int]:
+        return [waiting.popleft() for _ in range(min(n, len(waiting)))]
+
+    for i, request in finished(engine, next_pairs, submit):
         found[i] = _scored(request, len(pairs[i][1]))
         progress(len(found), len(pairs))
         context = tuple(pairs[i][0])
         unfinished[context] -= 1
         group = groups[context]
-        rest = group[1:] if i == group[0] else []  # they wait for the first, which computes what they share
-        return rest if unfinished[context] else [next_group[0] for next_group in itertools.islice(waiting, 1)]
-
-    run_requests(engine, [group[0] for group in itertools.islice(waiting, _CONTEXTS)], submit, finish)
+        if not unfinished[context]:
+            waiting.extendleft(next_group[0] for next_group in itertools.islice(others, 1))
+        elif i == group[0]:  # the others waited for it, since it computes what they share
+            waiting.extendleft(group[1:])
     return [found[i] for i in range(len(pairs))]
 
 
@@ -116,39 +121,23 @@ def complete_all(
         RunError: the model's scores are not numbers.
     """
     made: dict[int, list[Completion]] = {}
+    numbers = iter(range(len(prompts)))
 
     def submit(i: int) -> Request:
         return engine.submit(prompts[i], settings[i], n_samples=n_samples)
 
-    def finish(i: int, request: Request) -> Iterable[int]:
+    for i, request in finished(engine, lambda n: itertools.islice(numbers, n), submit):
         made[i] = completions(request.take(), n_samples, len(prompts[i]))
         progress(len(made), len(prompts))
-        return ()
-
-    run_requests(engine, range(len(prompts)), submit, finish)
     return [made[i] for i in range(len(prompts))]
 
 
-def run_requests(
-    engine: Engine,
-    jobs: Iterable[int],
-    submit: Callable[[int], Request],
-    finish: Callable[[int, Request], Iterable[int]],
-) -> None:
-    """Submit jobs so that the engine is never idle; `finish` may name others that come next. An error ends all."""
-    waiting = deque(jobs)
-    running: dict[int, Request] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < SLOTS:
-                job = waiting.popleft()
-                running[job] = submit(job)
-            engine.step()
-            for job, request in [(job, request) for job, request in running.items() if request.done]:
-                del running[job]
-                if request.error is not None:
-                    raise request.error
-                waiting.extendleft(finish(job, request))
-    finally:
-        for request in running.values():
-            engine.cancel(request)
+def finished(
+    engine: Engine, next_jobs: Callable[[int], Iterable[int]], submit: Callable[[int], Request]
+) -> Iterator[tuple[int, Request]]:
+    """`run_many`, which the first error ends."""
+    with closing(run_many(engine, next_jobs, submit, SLOTS)) as ended:
+        for i, request in ended:
+            if isinstance(request, Exception):
+                raise request
+            yield i, request

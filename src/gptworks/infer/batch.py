@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.errors import UserError
-from gptworks.infer.client import completions
+from gptworks.infer.client import completions, run_many
 from gptworks.infer.engine import Engine
 from gptworks.infer.request import Overflow, Prompt, Request
 from gptworks.infer.sampling import SamplingSettings
@@ -79,8 +79,13 @@ def generate_file(
     finished = _finished(target)
     progress = BatchReport(total=len(ids), skipped=sum(one in finished for one in ids))
     left = (task for task in _tasks(source, settings) if task.id not in finished)
+
+    def submit(task: _Task) -> Request:
+        return engine.submit(encode(task.prompt), task.settings, n_samples=n_samples, overflow=overflow)
+
     with target.open("a", encoding="utf-8") as out:
-        for task, outcome in _outcomes(engine, left, n_samples, overflow, encode):
+        for task, ended in run_many(engine, lambda n: itertools.islice(left, n), submit, _IN_FLIGHT):
+            outcome = _outcome(ended)
             out.write(json.dumps({"id": task.id, **outcome}, ensure_ascii=False) + "\n")
             out.flush()
             if "error" in outcome:
@@ -94,31 +99,10 @@ def generate_file(
     return progress
 
 
-def _outcomes(
-    engine: Engine, tasks: Iterator[_Task], n_samples: int, overflow: Overflow, encode: Callable[[str], Prompt]
-) -> Iterator[tuple[_Task, dict[str, Any]]]:
-    """Each task with the content of its output line, as the tasks end."""
-    running: dict[_Task, Request] = {}
-    try:
-        while (new := list(itertools.islice(tasks, _IN_FLIGHT - len(running)))) or running:
-            for task in new:
-                try:
-                    prompt = encode(task.prompt)
-                    running[task] = engine.submit(prompt, task.settings, n_samples=n_samples, overflow=overflow)
-                except UserError as error:
-                    yield task, {"error": str(error)}
-            engine.step()
-            for task, request in [(task, request) for task, request in running.items() if request.done]:
-                del running[task]
-                yield task, _outcome(request)
-    finally:
-        for request in running.values():
-            engine.cancel(request)
-
-
-def _outcome(request: Request) -> dict[str, Any]:
-    if request.error is not None:
-        return {"error": str(request.error)}
+def _outcome(request: Request | Exception) -> dict[str, Any]:
+    """The content of an output line."""
+    if isinstance(request, Exception):
+        return {"error": str(request)}
     made = completions(request.take(), request.n_samples, len(request.prompt_ids))
     return {
         "completions": [

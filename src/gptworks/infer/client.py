@@ -4,14 +4,17 @@ They enqueue a request and take steps until it is done. Calls from several threa
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from typing import Any, TypeVar
 
+from gptworks.errors import UserError
 from gptworks.infer.admission import Admission
 from gptworks.infer.logprobs import TokenLogprob
 from gptworks.infer.request import Completion, Overflow, Prompt, Request
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import Piece
+
+J = TypeVar("J", bound=Hashable)
 
 
 class Client(ABC):
@@ -117,6 +120,33 @@ class Client(ABC):
                 self.cancel(request)
         if request.error is not None:
             raise request.error
+
+
+def run_many(
+    engine: Client, next_jobs: Callable[[int], Iterable[J]], submit: Callable[[J], Request], most: int
+) -> Generator[tuple[J, Request | Exception]]:
+    """Each job with its finished request, or with the error that it ended in, as they end.
+
+    Args:
+        next_jobs: at most so many jobs that are to be submitted now; asked before each step.
+        submit: may raise a UserError, which ends the one job.
+        most: requests in the engine at a time, enough that it is never idle.
+    """
+    running: dict[J, Request] = {}
+    try:
+        while (new := list(next_jobs(most - len(running)))) or running:
+            for job in new:
+                try:
+                    running[job] = submit(job)
+                except UserError as error:
+                    yield job, error
+            engine.step()
+            for job, request in [(job, request) for job, request in running.items() if request.done]:
+                del running[job]
+                yield job, request.error or request
+    finally:
+        for request in running.values():
+            engine.cancel(request)
 
 
 def completions(pieces: Iterable[Piece], n_samples: int, n_prompt_tokens: int) -> list[Completion]:

@@ -26,7 +26,7 @@ from gptworks.errors import UserError, not_installed
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.scheduler import QueueFull
 from gptworks.infer.schema import check_regex, check_schema
-from gptworks.tokenizer import BYTE_CHARACTERS, encode_text, special_tokens, vocabulary_size
+from gptworks.tokenizer import encode_text, special_tokens, token_spellings, vocabulary_size
 
 _SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As `json.dumps` writes it. Where any white space may stand, a small model may write nothing else."""
@@ -229,19 +229,3 @@ def _unfollowable(settings: SamplingSettings, reason: str) -> UserError:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:100]} … {text[-80:]}"
-
-
-def token_spellings(tokenizer: Tokenizer) -> list[bytes] | None:
-    """The bytes of each token; None where they depend on the token's neighbours."""
-    names = {index: name for name, index in tokenizer.get_vocab(with_added_tokens=True).items()}
-    in_order = [names.get(index, "") for index in range(vocabulary_size(tokenizer))]
-    if isinstance(tokenizer.decoder, decoders.Fuse):
-        return [name.encode() for name in in_order]
-    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
-        return None
-    added = tokenizer.get_added_tokens_decoder()
-    byte_of = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
-    return [
-        name.encode() if index in added else bytes(byte_of[character] for character in name)
-        for index, name in enumerate(in_order)
-    ]

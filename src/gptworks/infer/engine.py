@@ -11,8 +11,8 @@ For one text at a time there are `generate`, `stream`, `complete`, `pieces` and 
         for piece in request.take(): ...                      # or submit(..., listener=function of a Piece or an error)
     engine.cancel(request)                                    # from any thread; its slots are free at once
 
-`EngineLoop` (loop.py) runs the steps in a thread and gives `async for piece in loop.stream(prompt, settings)`. What is
-done with the logits depends on the kind of request (sampling_task.py, scoring_task.py).
+`EngineLoop` (loop.py) runs the steps in a thread, for readers in asyncio. What is done with the logits depends on the
+kind of request (sampling_task.py, scoring_task.py).
 
 The prompt and its continuation together may fill the context. When it is full, a request ends (`overflow="error"`), or
 its window restarts (`overflow="slide"`): the last half of the context is computed anew, from position 0. Learned

@@ -1,14 +1,9 @@
 """An engine that steps in a thread of its own, for programs that wait for many texts at once (asyncio).
 
 with EngineLoop(engine) as loop:
-    stream = loop.stream(prompt, settings)      # checked here: UserError, QueueFull
-    async for piece in stream: ...              # leaving the loop cancels the request
-
-completions = await loop.complete(prompt, settings, n_samples=2)
-
-stream = loop.open(max_unread=1000)             # for a server: several requests, read together
-stream.submit(prompt, settings)                 # from any thread, since reading a prompt may take long
-async for batch in stream.batches(): ...        # lists of (number of the request, piece, time)
+    stream = loop.open(max_unread=1000)         # one reader's requests, read together
+    stream.submit(prompt, settings)             # from any thread, since reading a prompt may take long
+    async for batch in stream.batches(): ...    # lists of (number of the request, piece, time); leaving cancels
 """
 
 import asyncio
@@ -17,19 +12,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from gptworks.errors import RunError
-from gptworks.infer.client import completions
 from gptworks.infer.engine import Engine
-from gptworks.infer.request import Completion, Prompt, Request
+from gptworks.infer.request import Prompt, Request
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import Piece
 
-T = TypeVar("T")
+Batch = list[tuple[int, Piece, float]]
+"""Pieces, each with the number of its request and the time at which it came."""
 
 _LOG = logging.getLogger("gptworks.engine")
 
@@ -107,31 +101,6 @@ class EngineLoop:
             raise EngineStopped("the engine is stopping: no more requests are taken.")
         return Stream(self, max_unread, patience)
 
-    def stream(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> "Stream":
-        """Submit a request, with the arguments of `Engine.submit`, and iterate over its pieces as they come.
-
-        To be called where an asyncio loop runs.
-
-        Raises:
-            UserError, QueueFull: as `Engine.submit`.
-            EngineStopped: the loop is closed.
-        """
-        stream = self.open()
-        try:
-            stream.submit(prompt, settings, **arguments)
-        except BaseException:
-            stream.cancel()
-            raise
-        return stream
-
-    async def complete(
-        self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any
-    ) -> list[Completion]:
-        """The finished samples of a request; arguments and errors as `stream`."""
-        stream = self.stream(prompt, settings, **arguments)
-        pieces = [piece async for piece in stream]
-        return completions(pieces, stream.request.n_samples, len(stream.request.prompt_ids))
-
     def _run(self) -> None:
         while True:
             while self._left:
@@ -186,11 +155,6 @@ class Stream:
         self.requests: list[Request] = []
         loop._streams.add(self)
 
-    @property
-    def request(self) -> Request:
-        """The first request."""
-        return self.requests[0]
-
     def submit(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> Request:
         """Add a request, with the arguments of `Engine.submit`. From any thread, one at a time.
 
@@ -239,20 +203,17 @@ class Stream:
         if self._n_unfinished and not self.cancelled:
             self._loop._left.append(self)
 
-    def batches(self) -> "_Reading[list[tuple[int, Piece, float]]]":
-        """Pieces that came since the last batch, each as (number of its request, piece, time)."""
+    def batches(self) -> "_Reading":
+        """What came since the last batch, again and again until all requests have ended."""
         return _Reading(self, self._batches())
 
-    def __aiter__(self) -> "_Reading[Piece]":
-        return _Reading(self, self._pieces())
-
-    async def _batches(self) -> AsyncGenerator[list[tuple[int, Piece, float]]]:
+    async def _batches(self) -> AsyncGenerator[Batch]:
         try:
             while self._n_unfinished:
                 self._event.clear()
                 if not self._unread:
                     await self._event.wait()
-                batch: list[tuple[int, Piece, float]] = []
+                batch: Batch = []
                 while self._unread:
                     number, piece, came_at = self._unread.popleft()
                     if isinstance(piece, Exception):
@@ -266,23 +227,17 @@ class Stream:
                 self.cancel()
             self._loop._streams.discard(self)
 
-    async def _pieces(self) -> AsyncGenerator[Piece]:
-        async with aclosing(self._batches()) as batches:
-            async for batch in batches:
-                for _, piece, _ in batch:
-                    yield piece
 
-
-class _Reading(AsyncIterator[T]):
+class _Reading(AsyncIterator[Batch]):
     """What a reader iterates over. The stream is left when this goes away, by `break` for instance.
 
     A bare generator would be finalized by asyncio's loop, later: never, while `EngineLoop.close` holds that loop up.
     """
 
-    def __init__(self, stream: Stream, generator: AsyncGenerator[T]) -> None:
+    def __init__(self, stream: Stream, generator: AsyncGenerator[Batch]) -> None:
         self._stream, self._generator = stream, generator
 
-    async def __anext__(self) -> T:
+    async def __anext__(self) -> Batch:
         return await anext(self._generator)
 
     async def aclose(self) -> None:

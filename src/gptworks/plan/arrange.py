@@ -189,8 +189,7 @@ def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = 
         accumulates=micro < train.batch_size // layout.data_parallel,
         saves=True,
         layout=layout,
-        objective=objective.type,
-        rows_per_sample=objective.rows_per_sample,
+        objective=objective,
         several_texts=bool(recipe.data.conversations) and objective.several_texts,
         other_models_bytes=other_models_bytes(recipe),
     )

@@ -28,14 +28,14 @@ class InferenceMemory:
 
 
 def kv_cache_bytes(config: ModelConfig, length: int | None = None, bytes_per_value: int = 2) -> int:
-    """Keys and values of one sequence of `length` tokens (default: the context); banded layers keep their window."""
+    """Keys and values of one sequence of `length` tokens (default: the context), as `SlotCache` allocates them: every
+    layer keeps all tokens, banded ones too."""
     length = config.context_length if length is None else length
-    held_tokens = sum(min(window or length, length) for window in config.layer_windows)
-    return 2 * config.n_kv_heads * config.d_head * held_tokens * bytes_per_value
+    return 2 * config.n_layers * config.n_kv_heads * config.d_head * length * bytes_per_value
 
 
 def inference_memory(model: ModelConfig) -> list[InferenceMemory]:
-    """One for each precision of the weights, widest first. Windowed layers cache their window."""
+    """One for each precision of the weights, widest first."""
     parameters = count_parameters(model)
     return [
         InferenceMemory(

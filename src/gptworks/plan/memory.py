@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from gptworks.config import ModelConfig, TrainConfig, computes_again
+from gptworks.config.objective import NEXT_TOKEN, ObjectiveSettings
 from gptworks.plan.layout import BUCKET_BYTES, ONE_DEVICE, Layout, rank_config, shards_of
 from gptworks.plan.params import ParameterCount, count_parameters
 from gptworks.plan.stages import (
@@ -62,10 +63,7 @@ class Setting:
     layout: Layout = ONE_DEVICE
     trained: Trained | None = None
     """The part of the model that is trained; None: all."""
-    objective: str = "next_token"
-    """The type of the recipe's objective."""
-    rows_per_sample: int = 1
-    """Rows of the context that a sequence of the batch takes: 2 for a pair of answers."""
+    objective: ObjectiveSettings = NEXT_TOKEN
     several_texts: bool = False
     """Whether rows hold texts one after the other, which a bias on the scores keeps apart."""
     other_models_bytes: int = 0
@@ -118,7 +116,7 @@ class _Step:
         self.sharded = self.layout.sharding != "none" and self.layout.data_parallel > 1
         self.shapes = Shapes(
             config=self.model,
-            batch_size=setting.micro_batch_size * setting.rows_per_sample,
+            batch_size=setting.micro_batch_size * setting.objective.rows_per_sample,
             length=self.model.context_length,
             product_bytes=4 if setting.precision == "fp32" else 2,
             on_cpu=setting.on_cpu,
@@ -222,14 +220,15 @@ class _Step:
     def _loss(self) -> None:
         """`gptworks.model.loss`: logits of a chunk of tokens at a time; gradients of features and head come with it."""
         shapes, vocabulary, width = self.shapes, self.model.vocab_size, self.model.d_model
+        objective, taught = self.setting.objective, self.setting.objective.teacher_run is not None
         features = shapes.products(width)
         head = vocabulary * width if self.trained.head else 0  # a frozen matrix gets no gradient
         self.hold(LOSS, features)  # their gradient
         copy = shapes.product_bytes * vocabulary * width if shapes.autocast else 0
-        chunk = loss_chunk_bytes(shapes, vocabulary, width, self.setting.objective)
+        chunk = loss_chunk_bytes(shapes, vocabulary, width, taught)
         # the features that count stand as copies; a teacher, taken to be as wide, has features and a head too
-        also = {"preference": features, "reward": features, "distillation": 4 * features + copy}
-        self.mark("loss", chunk + copy + also.get(self.setting.objective, 0), LOSS)
+        also = objective.scores_targets * features + taught * (4 * features + copy)
+        self.mark("loss", chunk + copy + also, LOSS)
         self.hold(LOSS, 4 * head)
         for layer in filter(self._computes_again, self.layers):  # autocast has ended, and nothing else keeps these
             self._hold_copies(layer, -1)
@@ -376,15 +375,16 @@ def softmax_tokens(shapes: Shapes, vocab_size: int) -> int:
     return max(1, CPU_CACHE_BYTES // (4 * vocab_size)) if shapes.on_cpu else CHUNK_TOKENS
 
 
-def loss_chunk_bytes(shapes: Shapes, vocab_size: int, width: int, objective: str = "next_token") -> int:
+def loss_chunk_bytes(shapes: Shapes, vocab_size: int, width: int, taught: bool) -> int:
     """What the loss holds at its worst beside features and their gradient: a chunk's logits, some rows' probabilities
     (and those logits in float32), and the gradient of the head's matrix, as the product gives it and in float32.
 
-    Distillation has the teacher's logits besides, and its rows' logits and probabilities, softened or not.
+    A loss that is taught by another model has the teacher's logits besides, and its rows' logits and probabilities,
+    softened or not.
     """
     chunk, product, head = chunk_tokens(shapes, vocab_size), shapes.product_bytes, vocab_size * width
     first, second = (max(0, min(chunk, n)) * vocab_size for n in (shapes.n_tokens, shapes.n_tokens - chunk))
-    taught, copied = objective == "distillation", shapes.autocast and shapes.on_cpu
+    copied = shapes.autocast and shapes.on_cpu
     row_bytes = 4 * (6 + 2 * shapes.autocast if taught else 1 + copied)
     softmax = row_bytes * min(softmax_tokens(shapes, vocab_size) * vocab_size, first) + taught * product * first
     rounded = product * head if shapes.autocast else 0

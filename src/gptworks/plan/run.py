@@ -80,7 +80,7 @@ class Plan:
     @property
     def tokens_per_step(self) -> int:
         """Every row at the full context, both answers of a pair counted."""
-        return self.train.batch_size * self.setting.rows_per_sample * self.setting.model.context_length
+        return self.train.batch_size * self.setting.objective.rows_per_sample * self.setting.model.context_length
 
     @property
     def tokens(self) -> int | None:
@@ -98,7 +98,7 @@ class Plan:
             return 0.0
         if self.samples_per_epoch is None:
             return None
-        rows = self.samples_per_epoch * self.setting.rows_per_sample
+        rows = self.samples_per_epoch * self.setting.objective.rows_per_sample
         return self.work.before_first_step_per_token * rows * self.setting.model.context_length
 
     @property
@@ -135,7 +135,7 @@ class Plan:
     @property
     def one_step(self) -> TrainConfig:
         """The training section cut down to one micro-batch, or to two where a step has several."""
-        micro = self.setting.micro_batch_size * self.setting.rows_per_sample
+        micro = self.setting.micro_batch_size * self.setting.objective.rows_per_sample
         batch = micro * (2 if self.setting.accumulates else 1)
         return self.train.model_copy(update={"batch_size": batch, "micro_batch_size": micro})
 

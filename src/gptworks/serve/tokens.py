@@ -5,10 +5,17 @@ from functools import cached_property
 
 from tokenizers import Tokenizer, decoders
 
-from gptworks.infer.constrain import token_spellings
 from gptworks.serve.errors import invalid
 from gptworks.serve.settings import ServerSettings
-from gptworks.tokenizer import StreamDecoder, document_frame, encode_text, special_tokens, token_bytes, vocabulary_size
+from gptworks.tokenizer import (
+    StreamDecoder,
+    document_frame,
+    encode_text,
+    special_tokens,
+    token_bytes,
+    token_spellings,
+    vocabulary_size,
+)
 
 
 class Tokens:

@@ -16,6 +16,7 @@ from gptworks.data.conversations.inspection import check_records
 from gptworks.data.prepare import Prepared, prepare
 from gptworks.device import (
     BusyCores,
+    Precision,
     choose_device,
     choose_precision,
     cpu_threads,
@@ -117,7 +118,7 @@ def train(
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"threads": threads})})
         overrides = [*overrides, f"train.threads={threads}"]  # a resumed run keeps them, and so repeats each bit
     parallel = choose_parallel(recipe, ranks, device, layout)
-    run = Run(recipe, prepared, display, objective, ranks, parallel)
+    run = Run(recipe, prepared, display, device, precision, objective, ranks, parallel)
     folder = open_run_folder(recipe, resume, change) if ranks.is_rank_zero else contextlib.nullcontext()
     with folder, run.state.writer, cpu_threads(recipe.train.threads):
         run.begin(resume, overrides)
@@ -161,14 +162,15 @@ class Run:
         recipe: Recipe,
         prepared: Prepared,
         display: Display,
+        device: torch.device,
+        precision: Precision,
         loss: LossFunction | None = None,
         ranks: Ranks = ALONE,
         parallel: Parallel | None = None,
     ) -> None:
         self.recipe, self.settings, self.display = recipe, recipe.train, display
         self.ranks, self.parallel = ranks, parallel or Parallel(recipe.train)
-        self.tokenizer, device = prepared.tokenizer, choose_device(recipe.train.device)
-        self.precision = choose_precision(recipe.train.precision, device)
+        self.tokenizer, self.precision = prepared.tokenizer, precision
         with ranks.busy():
             self.objective = choose_objective(recipe, prepared.folder, verify=ranks.is_rank_zero)
         torch.manual_seed(recipe.seed)

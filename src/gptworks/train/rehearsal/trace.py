@@ -17,15 +17,9 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gptworks.config import (
-    FreezeConfig,
-    LoRAConfig,
-    ModelConfig,
-    NextTokenObjective,
-    ObjectiveConfig,
-    TrainConfig,
-)
-from gptworks.device import Precision, choose_precision
+from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, ObjectiveConfig, TrainConfig
+from gptworks.config.objective import NEXT_TOKEN
+from gptworks.device import choose_precision
 from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.train.distributed.parallel import Parallel
@@ -34,7 +28,31 @@ from gptworks.train.objectives.next_token import Batch, count_targets
 from gptworks.train.optim.trainable import trained_part
 from gptworks.train.step import TrainStep
 
-NEXT_TOKEN = NextTokenObjective()
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The training step of a new model on one device, to be traced or measured."""
+
+    model: ModelConfig
+    train: TrainConfig
+    """A step reads `batch_size` rows; of pairs, both answers are rows."""
+    device: str = "cpu"
+    precision: str = "fp32"
+    adapter: LoRAConfig | None = None
+    freeze: FreezeConfig | None = None
+    objective: ObjectiveConfig = NEXT_TOKEN
+    several_texts: bool = False
+    """Whether rows hold texts one after the other."""
+
+    def new_step(self) -> TrainStep:
+        """The step, its blocks not compiled."""
+        parallel, device = Parallel(self.train), torch.device(self.device)
+        with device:
+            model = trained_part(GPT(self.model), self.adapter, self.freeze)
+            loss = OBJECTIVES[self.objective.type].loss_without_data(self.objective, self.train)
+        model.activation_checkpointing = self.train.activation_checkpointing
+        parallel.parameters = dict(model.named_parameters())  # not `place`: fake tensors cannot be moved
+        return TrainStep(model, self.train, loss, choose_precision(self.precision, device), parallel)
 
 
 @dataclass(frozen=True)
@@ -49,65 +67,31 @@ class Trace:
         return max(self.forward_backward_bytes, self.optimizer_bytes)
 
 
-def trace_step(
-    model_config: ModelConfig,
-    train: TrainConfig,
-    device: str = "cpu",
-    precision: str = "fp32",
-    adapter: LoRAConfig | None = None,
-    freeze: FreezeConfig | None = None,
-    objective: ObjectiveConfig = NEXT_TOKEN,
-    several_texts: bool = False,
-) -> Trace:
+def trace_step(rehearsal: Rehearsal) -> Trace:
     """The peak of a step after the first, in which the optimizer has its state. Experts are taken as evenly used.
 
-    Args:
-        device: cpu, or cuda; the latter needs a torch built for it and a GPU, though nothing runs there.
-        precision: fp32, bf16 or fp16.
-        objective: what is learned from batches of `train.batch_size` rows; of pairs, both answers are rows.
-        several_texts: whether rows hold texts one after the other.
-
     Raises:
-        UserError: this torch cannot follow the step on that device.
+        UserError: this torch cannot follow the step on that device: cuda needs a GPU, though nothing runs there.
     """
-    place = torch.device(device)
+    train, place = rehearsal.train, torch.device(rehearsal.device)
     if place.type not in ("cpu", "cuda"):
         raise UserError(f"--trace follows steps on cpu and cuda, not on {place.type}: leave --trace out.")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise UserError("--trace for cuda needs a machine with a CUDA GPU: leave --trace out, or trace for the CPU.")
     live = LiveBytes()
     with FakeTensorMode(), live:
-        step = new_step(model_config, train, place, choose_precision(precision, place), adapter, freeze, objective)
-        tokens = torch.zeros(train.batch_size, model_config.context_length, dtype=torch.int64, device=place)
+        step = rehearsal.new_step()
+        tokens = torch.zeros(train.batch_size, rehearsal.model.context_length, dtype=torch.int64, device=place)
         for parameter in step.optimizer.parameters.values():  # as good as a first step for making the optimizer's state
             parameter.grad = torch.zeros_like(parameter)
         step.apply(step.gradient_norm())
         live.peak_bytes = 0
-        batch = (tokens, tokens, tokens) if several_texts else (tokens, tokens)
+        batch = (tokens, tokens, tokens) if rehearsal.several_texts else (tokens, tokens)
         accumulate(step, train, batch)
         forward_backward_bytes, live.peak_bytes = live.peak_bytes, 0
         step.gradient_norm()
         step.apply(math.inf)  # is clipped
         return Trace(forward_backward_bytes, live.peak_bytes)
-
-
-def new_step(
-    model_config: ModelConfig,
-    train: TrainConfig,
-    device: torch.device,
-    precision: Precision,
-    adapter: LoRAConfig | None = None,
-    freeze: FreezeConfig | None = None,
-    objective: ObjectiveConfig = NEXT_TOKEN,
-) -> TrainStep:
-    """The training step of a new model on one device, its blocks not compiled."""
-    parallel = Parallel(train)
-    with device:
-        model = trained_part(GPT(model_config), adapter, freeze)
-        loss = OBJECTIVES[objective.type].loss_without_data(objective, train)
-    model.activation_checkpointing = train.activation_checkpointing
-    parallel.parameters = dict(model.named_parameters())  # not `place`: fake tensors cannot be moved
-    return TrainStep(model, train, loss, precision, parallel)
 
 
 def accumulate(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
