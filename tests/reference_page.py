@@ -9,7 +9,8 @@ from pathlib import Path
 
 from gptworks.config import ModelConfig
 from gptworks.describe.published import published_figures
-from gptworks.plan import count_parameters, forward_flops
+from gptworks.plan.flops import forward_flops
+from gptworks.plan.params import count_parameters
 from gptworks.presets import preset
 from gptworks.units import readable
 

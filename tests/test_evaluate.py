@@ -18,9 +18,8 @@ from gptworks.data.batches import evaluation_windows
 from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
-from gptworks.evaluate import LossReport, compressor_bits_per_byte, evaluate_loss
 from gptworks.evaluate import loss as loss_module
-from gptworks.evaluate.loss import evaluate_by_position
+from gptworks.evaluate.loss import LossReport, compressor_bits_per_byte, evaluate_by_position, evaluate_loss
 from gptworks.model import GPT
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import train

@@ -10,8 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.model import GPT
-from gptworks.plan import forward_flops
-from gptworks.plan.flops import visible_pairs
+from gptworks.plan.flops import forward_flops, visible_pairs
 from gptworks.plan.work import training_work
 from gptworks.presets import preset
 from gptworks.recipe import parse_recipe

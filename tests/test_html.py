@@ -13,10 +13,11 @@ import pytest
 
 import tiny
 from gptworks.config import ModelConfig
-from gptworks.describe.page import to_html, write_html
+from gptworks.describe.page import to_html
 from gptworks.describe.sheet import Sheet, describe
 from gptworks.errors import UserError
 from gptworks.pages.drawing import text_width
+from gptworks.pages.page import write_page
 from gptworks.presets import PRESETS
 from gptworks.recipe import parse_model
 
@@ -244,13 +245,13 @@ def test_text_is_escaped() -> None:
 def test_the_page_is_written_whole_or_not(tmp_path: Path) -> None:
     path = tmp_path / "sheet.html"
     path.write_text("old")
-    write_html(sheet("gpt2-tiny"), path)
+    write_page(page("gpt2-tiny"), path, "--html")
     assert path.read_text(encoding="utf-8") == page("gpt2-tiny")
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(UserError, match="is a folder"):
-        write_html(sheet("gpt2-tiny"), tmp_path)
+        write_page(page("gpt2-tiny"), tmp_path, "--html")
     with pytest.raises(UserError, match="there is no folder"):
-        write_html(sheet("gpt2-tiny"), tmp_path / "missing" / "sheet.html")
+        write_page(page("gpt2-tiny"), tmp_path / "missing" / "sheet.html", "--html")
 
 
 def test_the_command_writes_the_page(tmp_path: Path) -> None:

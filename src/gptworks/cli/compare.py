@@ -66,9 +66,10 @@ def compare(
 
     Or compare a run with the band of its recipe.
     """
+    from gptworks.pages.page import write_page
     from gptworks.runs import bands
     from gptworks.runs.compare import compare as compare_runs
-    from gptworks.runs.compare_page import write_comparison
+    from gptworks.runs.compare_page import to_html
     from gptworks.runs.history import read_history
 
     if evaluations:
@@ -91,7 +92,7 @@ def compare(
     with working(f"comparing {len(runs)} runs"):
         comparison = compare_runs(histories, [given or bands.find_band(history) for history in histories])
         if html is not None:
-            write_comparison(comparison, html)
+            write_page(to_html(comparison), html, "--html")
     if html is not None:
         notice(f"wrote {html}")
     show(comparison, as_json)

@@ -124,9 +124,10 @@ def describe(
     config, name = _architecture(target, overrides or [])
     sheet = describe_model(config, name)
     if html is not None:
-        from gptworks.describe.page import write_html
+        from gptworks.describe.page import to_html
+        from gptworks.pages.page import write_page
 
-        write_html(sheet, html)
+        write_page(to_html(sheet), html, "--html")
         notice(f"wrote {html}")
     if as_json:
         print_json(sheet.to_json())

@@ -1,12 +1,10 @@
 """A model's data sheet as a page: one file without network or script, for light and dark screens and for A4."""
 
-from pathlib import Path
-
 from markupsafe import Markup
 
 from gptworks.describe.figure import Share, architecture_svg, shares_svg
 from gptworks.describe.sheet import Sheet, label, summary, tensors_text, traits
-from gptworks.pages.page import page, write_page
+from gptworks.pages.page import page
 from gptworks.pages.parts import (
     Cell,
     bar,
@@ -52,15 +50,6 @@ def to_html(sheet: Sheet) -> str:
         section("Settings", settings(sheet.config.model_dump(mode="json"))),
     )
     return page(sheet.name, (unbroken(summary(sheet)), unbroken(traits(sheet.config))), parts, _conventions(sheet))
-
-
-def write_html(sheet: Sheet, path: Path) -> None:
-    """Write the page at once, over an older one.
-
-    Raises:
-        UserError: the path is a folder, or lies in none.
-    """
-    write_page(to_html(sheet), path, "--html")
 
 
 def _key_figures(sheet: Sheet) -> Markup:

@@ -4,6 +4,7 @@ import itertools
 import threading
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -43,7 +44,7 @@ class Admission:
     def request(
         self,
         prompt: Prompt,
-        settings: SamplingSettings,
+        settings: SamplingSettings | None = None,
         *,
         n_samples: int = 1,
         overflow: Overflow = "error",
@@ -51,8 +52,23 @@ class Admission:
         score_from: int = 1,
         generates: bool = True,
         listener: Listener | None = None,
+        **changes: Any,
     ) -> Request:
-        """A request with a number of its own. Arguments and errors: see `Engine.submit`."""
+        """A request with a number of its own.
+
+        Args:
+            prompt, settings, n_samples, overflow, changes: as in `Engine.pieces`.
+            prompt_logprobs: report in `Request.prompt_logprobs` the log-probabilities of the prompt's tokens, and of
+                this many of the likeliest tokens in each place.
+            score_from: the first token of the prompt to report; what stands before may be reused from other texts.
+            generates: False: the prompt alone is computed, for its log-probabilities; one piece reports that it is
+                done. Its last token is not read, so that the prompt may be one token longer than the context.
+            listener: called with each piece in the thread that steps, or with an error that ends the request.
+
+        Raises:
+            UserError: as `Engine.pieces`.
+        """
+        settings = SamplingSettings.of(settings, **changes)
         ids, context = self.encode_prompt(prompt), self._room.context
         n_read = len(ids) if generates else len(ids) - 1
         if n_samples < 1:

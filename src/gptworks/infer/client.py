@@ -31,35 +31,23 @@ class Client(ABC):
     @abstractmethod
     def cancel(self, request: Request) -> None: ...
 
-    def generate(
-        self, prompt: Prompt, settings: SamplingSettings | None = None, *, overflow: Overflow = "error", **changes: Any
-    ) -> str:
+    def generate(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> str:
         """The text that follows the prompt: `engine.generate("def ", max_tokens=50, temperature=0.8, seed=1)`.
 
         Arguments and errors are those of `pieces`.
         """
-        return "".join(self.stream(prompt, settings, overflow=overflow, **changes))
+        return "".join(self.stream(prompt, settings, **arguments))
 
-    def stream(
-        self, prompt: Prompt, settings: SamplingSettings | None = None, *, overflow: Overflow = "error", **changes: Any
-    ) -> Iterator[str]:
+    def stream(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> Iterator[str]:
         """The text that follows the prompt, in parts, as they come. Arguments and errors are those of `pieces`."""
-        pieces = self.pieces(prompt, settings, overflow=overflow, **changes)
-        return (piece.text for piece in pieces if piece.text)
+        return (piece.text for piece in self.pieces(prompt, settings, **arguments) if piece.text)
 
     def complete(
-        self,
-        prompt: Prompt,
-        settings: SamplingSettings | None = None,
-        *,
-        n_samples: int = 1,
-        overflow: Overflow = "error",
-        **changes: Any,
+        self, prompt: Prompt, settings: SamplingSettings | None = None, *, n_samples: int = 1, **arguments: Any
     ) -> list[Completion]:
         """Several finished continuations, with their tokens and why they ended. See `pieces`."""
         ids = self.encode_prompt(prompt)
-        pieces = self.pieces(ids, settings, n_samples=n_samples, overflow=overflow, **changes)
-        return completions(pieces, n_samples, len(ids))
+        return completions(self.pieces(ids, settings, n_samples=n_samples, **arguments), n_samples, len(ids))
 
     def pieces(
         self,
@@ -88,8 +76,7 @@ class Client(ABC):
             UserError: an unknown or impossible setting, a prompt with no tokens, or one longer than the context.
             RunError: the model's scores are not numbers.
         """
-        settings = SamplingSettings.of(settings, **changes)
-        return self._run(self.admission.request(prompt, settings, n_samples=n_samples, overflow=overflow))
+        return self._run(self.admission.request(prompt, settings, n_samples=n_samples, overflow=overflow, **changes))
 
     def score(self, prompt: Prompt, *, top: int = 0) -> list[TokenLogprob | None]:
         """The log-probability of each token of a text, in nats, and the `top` likeliest ones; None for the first.
@@ -97,7 +84,7 @@ class Client(ABC):
         Raises:
             UserError: as `pieces`.
         """
-        request = self.admission.request(prompt, SamplingSettings(), prompt_logprobs=top, generates=False)
+        request = self.admission.request(prompt, prompt_logprobs=top, generates=False)
         for _ in self._run(request):
             pass
         assert request.prompt_logprobs is not None

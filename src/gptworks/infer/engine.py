@@ -37,7 +37,7 @@ from gptworks.choices import BackendName
 from gptworks.device import choose_device
 from gptworks.infer.admission import Admission
 from gptworks.infer.client import Client
-from gptworks.infer.request import Listener, OpenRequests, Overflow, Prompt, Request, Statistics
+from gptworks.infer.request import OpenRequests, Prompt, Request, Statistics
 from gptworks.infer.room import Room
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.sampling_task import draft_tokens, draw_tokens
@@ -93,38 +93,14 @@ class Engine(Client):
         self._inbox: deque[tuple[bool, Request]] = deque()  # (submitted, not cancelled)
         self._inbox_lock, self._stepping = threading.Lock(), threading.Lock()
 
-    def submit(
-        self,
-        prompt: Prompt,
-        settings: SamplingSettings | None = None,
-        *,
-        n_samples: int = 1,
-        overflow: Overflow = "error",
-        prompt_logprobs: int | None = None,
-        score_from: int = 1,
-        generates: bool = True,
-        listener: Listener | None = None,
-        **changes: Any,
-    ) -> Request:
-        """Queue a request; `step` makes its pieces. From any thread.
-
-        Args:
-            prompt, settings, n_samples, overflow, changes: as in `pieces`.
-            prompt_logprobs: report in `Request.prompt_logprobs` the log-probabilities of the prompt's tokens, and of
-                this many of the likeliest tokens in each place.
-            score_from: the first token of the prompt to report; what stands before may be reused from other texts.
-            generates: False: the prompt alone is computed, for its log-probabilities; one piece reports that it is
-                done. Its last token is not read, so that the prompt may be one token longer than the context.
-            listener: called with each piece in the thread that steps, or with an error that ends the request.
+    def submit(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> Request:
+        """Queue a request, with the arguments of `Admission.request`; `step` makes its pieces. From any thread.
 
         Raises:
             UserError: as `pieces`.
             QueueFull: `max_waiting` requests wait already.
         """
-        request = self.admission.request(
-            prompt, SamplingSettings.of(settings, **changes), n_samples=n_samples, overflow=overflow,
-            prompt_logprobs=prompt_logprobs, score_from=score_from, generates=generates, listener=listener,
-        )  # fmt: skip
+        request = self.admission.request(prompt, settings, **arguments)
         self.enqueue(request)
         return request
 

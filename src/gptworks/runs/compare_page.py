@@ -1,28 +1,18 @@
 """Runs side by side as a page: figures, what can be concluded, curves."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from markupsafe import Markup
 
 from gptworks.pages.chart import WIDE, Chart, Series, colour
 from gptworks.pages.drawing import Point
-from gptworks.pages.page import page, write_page
+from gptworks.pages.page import page
 from gptworks.pages.parts import Cell, figure, key, number, paragraph, rounded, section, table
 from gptworks.runs.compare import HEADER, Comparison, losses
 from gptworks.runs.history import History
 from gptworks.runs.settings import text_of
 from gptworks.train.record.curves import dot_titles, points, smoothed
 from gptworks.train.record.display import clock
-
-
-def write_comparison(comparison: Comparison, path: Path) -> None:
-    """Write the page at once, over an older one.
-
-    Raises:
-        UserError: the path is a folder, or lies in none.
-    """
-    write_page(to_html(comparison), path, "--html")
 
 
 def to_html(comparison: Comparison) -> str:

@@ -61,7 +61,7 @@ class History:
     @property
     def rewarded(self) -> bool:
         """Whether it maximizes a reward: its loss is no likelihood."""
-        return self.recipe.objective.type == "reward"
+        return self.recipe.objective.rollouts is not None
 
     @property
     def train_unit(self) -> str:
