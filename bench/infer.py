@@ -38,7 +38,7 @@ from gptworks.native.library import read_memory
 from gptworks.plan.flops import forward_flops
 from gptworks.presets import preset
 from gptworks.quantize.convert import quantize_model
-from gptworks.quantize.linear import quantized_tensors
+from gptworks.quantize.linear import packed_matrices
 from gptworks.recipe import parse_recipe, save_recipe
 from gptworks.train.progress import Progress
 
@@ -227,8 +227,9 @@ def weight_bytes() -> dict[str, int]:
     model = GPT(preset(PRESET))
     sizes = {}
     for name, theirs in zip(OURS, THEIRS, strict=True):
-        tensors = quantized_tensors(quantize_model(model, name.split()[1])).values()  # type: ignore[arg-type]
-        sizes[name] = sizes[theirs] = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        matrices = packed_matrices(quantize_model(model, name.split()[1]))  # type: ignore[arg-type]
+        tensors = [tensor for _, matrix in matrices for tensor in matrix.buffers(recurse=False)]
+        sizes[name] = sizes[theirs] = sum(tensor.nbytes for tensor in tensors)
     return sizes | {TRANSFORMERS: sizes[OURS[0]]}
 
 

@@ -28,7 +28,7 @@ from gptworks.model import GPT
 from gptworks.quantize import run as quantize_module
 from gptworks.quantize.convert import matrix_kinds, pack, quantize_model
 from gptworks.quantize.formats import Weights, dequantize, pack_int4, unpack_int4
-from gptworks.quantize.linear import QuantizedGPT, QuantizedLinear, packed_matrices, quantized_tensors
+from gptworks.quantize.linear import QuantizedGPT, QuantizedLinear, packed_matrices
 from gptworks.quantize.rounding import gptq, round_int4, round_int8
 from gptworks.quantize.run import _sign_of_life, quantize_run
 from gptworks.recipe import load_recipe, parse_recipe
@@ -53,6 +53,11 @@ def random_model(config: ModelConfig) -> GPT:
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+def quantized_tensors(model: QuantizedGPT) -> dict[str, Tensor]:
+    """`weight` and `scale` of each packed matrix, by the names they have on disk."""
+    return {f"{name}.{part}": x for name, matrix in packed_matrices(model) for part, x in matrix.named_buffers()}
 
 
 def unpacked(model: QuantizedGPT) -> GPT:

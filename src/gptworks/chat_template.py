@@ -79,10 +79,7 @@ class ChatTemplate:
     """A Jinja template with the tokenizer whose special tokens it writes."""
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
-        """
-        Raises:
-            UserError: the template does not compile, within the limits.
-        """
+        """Raises a UserError if the template does not compile, within the limits."""
         self.source, self.tokenizer = source, tokenizer
         self._names = special_token_names(tokenizer)
         self._render: _Render = _in_process(source) if source in BUILT_IN.values() else _confined(source)

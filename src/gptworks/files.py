@@ -161,14 +161,14 @@ def make_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
-    """A temporary path to write to, whose name ends in `suffix`. At the end it replaces `path`: a reader sees the old
-    file or the new, never a part. If the writing fails, the old file stays.
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path to write to. At the end it replaces `path`: a reader sees the old file or the new, never a part.
+    If the writing fails, the old file stays.
 
     Raises:
         RunError: the disk is full, fails or refuses.
     """
-    aside = path.with_name(f".{path.name}.writing{suffix}")
+    aside = path.with_name(f".{path.name}.writing")
     advice = "Nothing of it is left behind; make room or permission there and try again."
     with naming_disk_errors(f"{path} could not be written", aside, advice):
         try:

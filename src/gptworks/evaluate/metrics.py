@@ -75,10 +75,7 @@ def text_statistics(metric: str, hypotheses: Sequence[str], references: Sequence
 
 
 def check_libraries(metrics: Sequence[str]) -> None:
-    """
-    Raises:
-        UserError: a library that one of them needs is not installed.
-    """
+    """Raises a UserError if a library that one of them needs is not installed."""
     for metric in metrics:
         _sacrebleu(metric) if metric in ("bleu", "chrf") else _rouge()
 

@@ -29,10 +29,7 @@ class TextTokens:
     split = "given"
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
-        """
-        Raises:
-            UserError: the text is empty, or the tokenizer cannot read it.
-        """
+        """Raises a UserError if the text is empty, or the tokenizer cannot read it."""
         encoding = encodings(tokenizer, [text], offsets=True)[0]
         if not encoding.ids:
             raise UserError("the text is empty: give one with words in it.")

@@ -24,10 +24,7 @@ class Admission:
     """Makes an engine's requests, and refuses what the engine cannot do. From any thread."""
 
     def __init__(self, tokenizer: Tokenizer, room: Room) -> None:
-        """
-        Raises:
-            UserError: the tokenizer makes ids that the model does not have.
-        """
+        """Raises a UserError if the tokenizer makes ids that the model does not have."""
         self.n_ids, n_rows = vocabulary_size(tokenizer), room.model.config.vocab_size
         if self.n_ids > n_rows:
             raise UserError(

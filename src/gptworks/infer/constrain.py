@@ -99,10 +99,7 @@ class Constraints:
     """Makes constraints for one tokenizer, whose tokens it reads once. From any thread."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """
-        Raises:
-            UserError: llguidance is not installed, or the tokens do not spell text by themselves.
-        """
+        """Raises a UserError if llguidance is not installed, or the tokens do not spell text by themselves."""
         try:
             import llguidance
         except ImportError:

@@ -25,10 +25,7 @@ _MOST = 10**12
 
 
 def check_schema(schema: Any) -> None:
-    """
-    Raises:
-        UserError: a pattern, an allOf or a multipleOf is beyond the bounds.
-    """
+    """Raises a UserError if a pattern, an allOf or a multipleOf is beyond the bounds."""
     n_atoms = 0
     for key, value in _items(schema):
         if key in ("pattern", "whitespace_pattern") and isinstance(value, str):
@@ -48,10 +45,7 @@ def check_schema(schema: Any) -> None:
 
 
 def check_regex(pattern: str) -> None:
-    """
-    Raises:
-        UserError: its repetitions come to too much.
-    """
+    """Raises a UserError if its repetitions come to too much."""
     _check_atoms("regex", n_pattern_atoms(pattern))
 
 

@@ -80,7 +80,7 @@ def _native_backend(
 
     if reason := native.refusal(model):
         raise Unavailable(reason)
-    if asked or is_forced():
+    if asked or os.environ.get("GPTWORKS_NATIVE") == "1":  # without a measurement
         return native.try_backend(model, n_slots, capacity, dtype=dtype), ""
     ours, theirs = seconds_of_both(next(native.matrices(model)).weight.dtype)
     figures = f"a request takes {1e3 * ours:.0f} ms natively and {1e3 * theirs:.0f} ms with torch"
@@ -164,8 +164,3 @@ def _model(kind: torch.dtype) -> GPT:
                 matrix.weight.random_()
                 matrix.scale.fill_(0.001)
     return model.eval()
-
-
-def is_forced() -> bool:
-    """Whether GPTWORKS_NATIVE=1 asks for the kernels without a measurement."""
-    return os.environ.get("GPTWORKS_NATIVE") == "1"

@@ -97,9 +97,9 @@ class Drawing:
             corners = [(x, y), (x - 8 * dx + 4 * dy, y - 8 * dy + 4 * dx), (x - 8 * dx - 4 * dy, y - 8 * dy - 4 * dx)]
             self.add("polygon", class_="arrow", points=" ".join(f"{px:.6g},{py:.6g}" for px, py in corners))
 
-    def plus(self, x: float, y: float, radius: float = 10) -> None:
+    def plus(self, x: float, y: float) -> None:
         """An addition: a circle with a plus."""
-        self.add("circle", class_="plus", cx=x, cy=y, r=radius)
+        self.add("circle", class_="plus", cx=x, cy=y, r=10)
         self.add("path", class_="sign", d=f"M{x - 5:.6g} {y:.6g} h10 M{x:.6g} {y - 5:.6g} v10")
 
     def svg(self, width: float, height: float, title: str, description: str, name: str) -> Markup:

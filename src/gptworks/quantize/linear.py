@@ -39,9 +39,9 @@ class PackedMatrix(nn.Module):
     def kind(self) -> Weights:
         return KINDS[self.weight.dtype]
 
-    def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The whole matrix [N, K]; default: in this module's dtype."""
-        return dequantize(self.weight, self.scale, dtype or self.dtype)
+    def dequantized(self) -> Tensor:
+        """The whole matrix [N, K], in this module's dtype."""
+        return dequantize(self.weight, self.scale, self.dtype)
 
     def product(self, x: Tensor) -> Tensor:
         """x [..., K] → x · matrixᵀ [..., N], in x's dtype."""
@@ -129,16 +129,6 @@ class QuantizedGPT(GPT):
 def packed_matrices(model: nn.Module) -> list[tuple[str, PackedMatrix]]:
     """The packed matrices and their names."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, PackedMatrix)]
-
-
-def quantized_tensors(model: GPT) -> dict[str, Tensor]:
-    """`weight` and `scale` of each packed matrix, by the names they have on disk, in the layouts of `formats`."""
-    return {
-        f"{name}.{part}": tensor
-        for name, module in packed_matrices(model)
-        for part, tensor in (("weight", module.weight), ("scale", module.scale))
-        if tensor is not None
-    }
 
 
 def _packed(module: nn.Module, kind: Weights) -> PackedMatrix:

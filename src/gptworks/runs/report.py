@@ -127,10 +127,6 @@ def to_html(run: History, refresh_seconds: int | None = None) -> str:
     return page(run.name, lines, parts, _conventions(run), refresh_seconds)
 
 
-def _kind_of_memory(key: str) -> str:
-    return key.removesuffix("_bytes").replace("_", " ")
-
-
 def _where_it_stands(run: History) -> str:
     planned = run.planned_steps
     step = f"step {run.step:,}" + (f" of {planned:,}" if planned else "")

@@ -216,10 +216,7 @@ class Generation:
 
 
 def check_size(model: ServedModel, order: Order, n_prompts: int) -> None:
-    """
-    Raises:
-        APIError: the request asks for more texts, or more log-probabilities, than one answer may hold.
-    """
+    """Raises an APIError if the request asks for more texts, or log-probabilities, than one answer may hold."""
     n_texts, settings = n_prompts * order.n, order.settings
     if n_texts > MAX_TEXTS:
         raise invalid("n", f"{n_prompts} prompts and {order.n} texts of each; one request may ask for {MAX_TEXTS}.")

@@ -47,7 +47,7 @@ class Guard:
         began = time.monotonic()
         service.in_flight += 1
         service.metrics.in_flight.inc()
-        service.enter(caller)
+        service.callers.add(caller)
         try:
             await self._serve(scope, receive, answer)
         except APIError as error:

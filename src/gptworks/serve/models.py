@@ -29,10 +29,7 @@ class ServedModel:
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """
-        Raises:
-            APIError: it is a base model.
-        """
+        """Raises an APIError if it is a base model."""
         if self.engine.chat_template is None:
             raise APIError(
                 400,
@@ -53,10 +50,7 @@ class Models:
     """The models by name. A request names one of them; nothing else is ever loaded."""
 
     def __init__(self, engines: Mapping[str, Engine], settings: ServerSettings) -> None:
-        """
-        Raises:
-            UserError: no model, or a name that cannot be one.
-        """
+        """Raises a UserError for no model, or a name that cannot be one."""
         if not engines:
             raise UserError("there is no model to serve: name a run, or several with --model NAME=RUN.")
         for name in engines:
@@ -87,9 +81,6 @@ class Models:
 
 
 def check_name(name: str) -> None:
-    """
-    Raises:
-        UserError: it cannot be a model's name.
-    """
+    """Raises a UserError if it cannot be a model's name."""
     if not _NAME.fullmatch(name):
         raise UserError(f"{name!r} cannot be a model's name: use up to 128 letters, digits and . _ : -")

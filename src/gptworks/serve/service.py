@@ -20,10 +20,7 @@ class Service:
     """A server's state. `start` and `close` frame its work."""
 
     def __init__(self, engines: Mapping[str, Engine], settings: ServerSettings) -> None:
-        """
-        Raises:
-            UserError: no model, or an impossible name.
-        """
+        """Raises a UserError for no model, or a name that cannot be one."""
         self.settings = settings
         self.models = Models(engines, settings)
         self.metrics = Metrics({model.name: model.engine.statistics for model in self.models})
@@ -64,10 +61,6 @@ class Service:
             caller.abandon()
         for threads in (self.threads, self.schema_threads, self.embedding_thread):
             threads.shutdown(wait=False, cancel_futures=True)
-
-    def enter(self, caller: Caller) -> None:
-        """A request begins."""
-        self.callers.add(caller)
 
     def leave(self, caller: Caller) -> None:
         """A request is answered, or its client is gone: free what it held."""

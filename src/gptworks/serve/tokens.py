@@ -56,10 +56,7 @@ class Tokens:
         return self.check(ids, param)
 
     def check_bytes(self, n_bytes: int, param: str) -> None:
-        """
-        Raises:
-            APIError: a text of so many bytes is too long.
-        """
+        """Raises an APIError if a text of so many bytes is too long."""
         if n_bytes > self.max_bytes:
             raise invalid(
                 param,

@@ -38,7 +38,7 @@ from gptworks.train.distributed.ranks import ALONE, Ranks
 from gptworks.train.generating import generating
 from gptworks.train.length import Length
 from gptworks.train.objectives.base import RunContext
-from gptworks.train.objectives.choose import check_objective, choose_objective
+from gptworks.train.objectives.choose import OBJECTIVES, choose_objective
 from gptworks.train.objectives.next_token import Batch, LossFunction
 from gptworks.train.optim.anomalies import anomaly
 from gptworks.train.optim.schedule import rate_factor
@@ -149,7 +149,7 @@ def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1, change: 
     check_run_folder(recipe, resume, change)
     check_start(recipe, resume)
     check_trained(recipe)
-    check_objective(recipe)
+    OBJECTIVES[recipe.objective.type].check(recipe)
     check_writers(recipe.train.loggers)
     check_parallel(recipe, n_ranks)
 

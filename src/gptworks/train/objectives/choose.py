@@ -20,15 +20,6 @@ OBJECTIVES: dict[str, type[Objective]] = {
 """By `objective.type`."""
 
 
-def check_objective(recipe: Recipe) -> None:
-    """Check what the recipe's objective needs besides its data, before any work is done.
-
-    Raises:
-        UserError: see `Objective.check`.
-    """
-    OBJECTIVES[recipe.objective.type].check(recipe)
-
-
 def choose_objective(recipe: Recipe, data_folder: Path, verify: bool = False) -> Objective:
     """The objective that `recipe.objective` names; arguments as for `Objective`."""
     return OBJECTIVES[recipe.objective.type](recipe, data_folder, verify)

@@ -21,7 +21,7 @@ from gptworks.train.changes import History, change_words, read_history
 from gptworks.train.progress import Progress
 from gptworks.train.record.display import clock
 from gptworks.train.record.metrics import Record, read_metrics
-from gptworks.train.record.outcome import RunOutcome, finite_or_none, write_outcome
+from gptworks.train.record.outcome import FILE, RunOutcome
 from gptworks.units import readable, significant
 
 
@@ -71,12 +71,12 @@ def write_model_card(
         outcome = RunOutcome(
             reason=reason, step=progress.step, tokens=progress.tokens, seconds=progress.seconds,
             skipped_steps=progress.skipped, best_step=progress.best_step,
-            best_validation_loss=finite_or_none(progress.best_loss),
+            best_validation_loss=progress.best_loss if math.isfinite(progress.best_loss) else None,
             predicted_memory_bytes=None if memory is None else memory.predicted_bytes,
             measured_memory_bytes=None if memory is None else memory.measured_bytes,
             training=training,
         )  # fmt: skip
-        write_outcome(recipe.run_dir, outcome)
+        write_whole(recipe.run_dir / FILE, outcome.model_dump_json(indent=2) + "\n")
     with contextlib.suppress(UserError):  # a damaged evaluation is no reason to fail
         write_card_section(recipe.run_dir)
 

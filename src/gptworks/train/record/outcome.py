@@ -1,11 +1,8 @@
 """`outcome.json`: how a run last ended, for programs and for the report."""
 
-import math
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from gptworks.files import write_whole
 
 FILE = "outcome.json"
 _MOST_BYTES = 1 << 20
@@ -31,16 +28,6 @@ class RunOutcome(BaseModel):
     measured_memory_bytes: int | None
     training: dict[str, str]
     """The model card's section on the training: each fact by its name."""
-
-
-def write_outcome(run_dir: Path, outcome: RunOutcome) -> None:
-    """Write it into the run folder, over an older one."""
-    write_whole(run_dir / FILE, outcome.model_dump_json(indent=2) + "\n")
-
-
-def finite_or_none(value: float) -> float | None:
-    """The value, or None where JSON has no such number."""
-    return value if math.isfinite(value) else None
 
 
 def read_outcome(run_dir: Path) -> RunOutcome | str:
