@@ -38,7 +38,7 @@ def engine(model: Any, **options: Any) -> Engine:
 
 def needs_native(model: Any) -> None:
     try:
-        native.try_backend(model, 1, CONTEXT)
+        native.NativeBackend(model, 1, CONTEXT)
     except Unavailable as error:
         pytest.skip(f"no native kernels here: {error}")
 

@@ -100,7 +100,7 @@ class Way:
     def next_logits(self, kind: str) -> Callable[[list[int]], Tensor]:
         """The logits [V] after a text, computed from its first token on."""
         if self.int8:  # the rounding of the cache is part of the model: its kernels, over one empty slot
-            backend = native.try_backend(model_of(kind), 1, CONTEXT, dtype=torch.int8)
+            backend = native.NativeBackend(model_of(kind), 1, CONTEXT, dtype=torch.int8)
             return lambda ids: backend.compute([Chunk(0, 0, ids)])[0][-1]
         return lambda ids: double(kind)(torch.tensor([ids]))[0, -1]
 

@@ -100,7 +100,7 @@ def copy_of(model: GPT) -> GPT:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_in_float32(name: str) -> None:
     model = variant(name)
-    check(model, native.try_backend(model, 3, CONTEXT), near=3e-6)
+    check(model, native.NativeBackend(model, 3, CONTEXT), near=3e-6)
 
 
 @pytest.mark.parametrize("name", ["gpt3, windowed", "llama", "qwen3", "one key head"])
@@ -112,7 +112,7 @@ def test_a_cache_in_int8_is_torchs(name: str) -> None:
             [backend.compute([Chunk(2, start, ids[start:end], end - start)])[0] for start, end in ((0, 33), (33, 40))]
         )
         for backend in (
-            native.try_backend(model, 3, CONTEXT, dtype=torch.int8),
+            native.NativeBackend(model, 3, CONTEXT, dtype=torch.int8),
             TorchBackend(model, 3, CONTEXT, dtype=torch.int8),
         )
     )
@@ -166,12 +166,12 @@ def test_packed_weights_are_the_values_they_stand_for(kind: str, name: str) -> N
     twin = pack(model, kind)
     rounded = kind == "bf16" and library().has_bf16_products
     near = {"bf16": 1e-3 if rounded else 3e-6, "fp16": 3e-6, "int8": 3e-4, "int4": 3e-4}[kind]
-    check(model, native.try_backend(twin, 3, CONTEXT, dtype=torch.float32), near, rounded)
+    check(model, native.NativeBackend(twin, 3, CONTEXT, dtype=torch.float32), near, rounded)
 
 
 def test_a_cache_in_bfloat16() -> None:
     model = variant("qwen3")
-    check(model, native.try_backend(model, 3, CONTEXT, dtype=torch.bfloat16), near=0.02)
+    check(model, native.NativeBackend(model, 3, CONTEXT, dtype=torch.bfloat16), near=0.02)
 
 
 # ------------------------------------------------------------------------------------------------- what it promises
@@ -183,7 +183,7 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: str) -> None:
     model = variant("llama")
     if kind != "fp32":
         model = pack(model, kind)
-    backend = native.try_backend(model, 9, CONTEXT, dtype=torch.float32)
+    backend = native.NativeBackend(model, 9, CONTEXT, dtype=torch.float32)
     ids = text(13)
     whole = backend.compute([Chunk(0, 0, ids, n_logits=13)])[0]
     single = torch.cat([backend.compute([Chunk(1, i, [token])])[0] for i, token in enumerate(ids)])
@@ -196,7 +196,7 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: str) -> None:
 
 def test_the_same_with_any_number_of_threads() -> None:
     model = pack(variant("gpt2"), "int8")
-    backend = native.try_backend(model, 1, CONTEXT)
+    backend = native.NativeBackend(model, 1, CONTEXT)
     ids = text(20)
     one = backend.compute([Chunk(0, 0, ids, 20)])[0]
     torch.set_num_threads(3)
@@ -213,7 +213,7 @@ def test_how_a_text_is_cut_changes_no_bit(kind: str) -> None:
     model = variant("gpt3, windowed", context_length=200)
     if kind != "fp32":
         model = pack(model, kind)
-    backend = native.try_backend(model, 3, 200)
+    backend = native.NativeBackend(model, 3, 200)
     ids = text(150)
     whole = backend.compute([Chunk(0, 0, ids, 150)])[0]
     cuts = [0, 70, 71, 149, 150]
@@ -227,7 +227,7 @@ def test_how_a_text_is_cut_changes_no_bit(kind: str) -> None:
 @pytest.mark.parametrize("n_logits", [0, 1, 64, 100])
 def test_logits_of_a_long_chunk(n_logits: int) -> None:
     model = variant("qwen3", context_length=200)
-    double, backend = copy_of(model), native.try_backend(model, 2, 200)
+    double, backend = copy_of(model), native.NativeBackend(model, 2, 200)
     ids = text(130)
     long, short = backend.compute([Chunk(1, 0, ids, n_logits), Chunk(0, 0, ids[:3])])
     wanted = expected(double, ids, n_logits)
@@ -240,7 +240,7 @@ def test_a_quantized_model() -> None:
     """The modules of gptworks.quantize, which torch runs with activations in float32."""
     model = quantize_model(variant("qwen3"), "int4")
     ids = text(50)
-    logits = native.try_backend(model, 2, CONTEXT, dtype=torch.float32).compute([Chunk(1, 0, ids, 50)])[0]
+    logits = native.NativeBackend(model, 2, CONTEXT, dtype=torch.float32).compute([Chunk(1, 0, ids, 50)])[0]
     with torch.inference_mode():
         wanted = model(torch.tensor([ids]))[0]
     torch.testing.assert_close(logits, wanted, rtol=0, atol=3e-4 * float(wanted.abs().max()))
@@ -248,7 +248,7 @@ def test_a_quantized_model() -> None:
 
 def test_rollback_and_copy() -> None:
     model = variant("modern")
-    backend = native.try_backend(model, 2, CONTEXT)
+    backend = native.NativeBackend(model, 2, CONTEXT)
     ids, other = text(20, 1), text(8, 2)
     plain = backend.compute([Chunk(0, 0, ids, 8)])[0]
     backend.compute([Chunk(0, 12, other)])  # drafts that are not accepted
@@ -259,7 +259,7 @@ def test_rollback_and_copy() -> None:
 
 
 def test_capacity_bounds_a_slot() -> None:
-    backend = native.try_backend(variant("gpt2"), 1, 16)
+    backend = native.NativeBackend(variant("gpt2"), 1, 16)
     assert backend.capacity == 16
     backend.compute([Chunk(0, 0, text(16))])
     with pytest.raises(AssertionError, match="17 tokens in a slot of 16"):
@@ -272,7 +272,7 @@ def test_large_numbers_keep_their_ratio() -> None:
     twin = pack(model, "int8")
     for gpt in (model, twin):
         gpt.blocks[0].norm1.weight.data[3] = 1000.0  # type: ignore[union-attr]
-    check(model, native.try_backend(twin, 3, CONTEXT, dtype=torch.float32), near=0.01)
+    check(model, native.NativeBackend(twin, 3, CONTEXT, dtype=torch.float32), near=0.01)
 
 
 # ------------------------------------------------------------------------------------------- what is no number
@@ -293,7 +293,7 @@ def test_a_product_with_what_is_no_number_is_none(kind: str, value: float) -> No
     for place in (0, 17, 63):
         model = kept_as(kind)
         model.norm.weight.data[place] = value
-        logits = native.try_backend(model, 1, CONTEXT).compute([Chunk(0, 0, text(5), 5)])[0]
+        logits = native.NativeBackend(model, 1, CONTEXT).compute([Chunk(0, 0, text(5), 5)])[0]
         assert not logits.isfinite().any() if kind in ("int8", "int4") else not logits.isfinite().all()
         if math.isnan(value):
             assert logits.isnan().all()
@@ -307,7 +307,7 @@ def test_nan_passes_through_activations_and_every_cache(cache: torch.dtype, mlp:
     model.token_embedding.weight.data[3, 5] = float("nan")
     for block in model.blocks:
         block.attention.out.weight.data.mul_(0.1)  # type: ignore[union-attr]
-    backend = native.try_backend(model, 2, CONTEXT, dtype=cache)
+    backend = native.NativeBackend(model, 2, CONTEXT, dtype=cache)
     clean = [token for token in text(20) if token != 3][:9]
     with_nan, without = backend.compute([Chunk(0, 0, [3, *clean], 10), Chunk(1, 0, clean, 9)])
     assert with_nan.isnan().all()
@@ -335,7 +335,7 @@ def test_tensors_that_would_be_read_beyond_their_end_are_refused(kind: str, chan
     model = kept_as(kind)
     change(model.blocks[1].mlp.up)  # type: ignore[union-attr]
     with pytest.raises(TypeError, match="the native kernels need"):
-        native.try_backend(model, 1, CONTEXT)
+        native.NativeBackend(model, 1, CONTEXT)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_tensors_that_would_be_read_beyond_their_end_are_refused(kind: str, chan
 )  # fmt: skip
 def test_tokens_and_slots_that_do_not_exist_are_refused(chunk: Chunk) -> None:
     with pytest.raises(AssertionError):
-        native.try_backend(variant("gpt2"), 1, CONTEXT).compute([chunk])
+        native.NativeBackend(variant("gpt2"), 1, CONTEXT).compute([chunk])
 
 
 def test_weights_lie_in_large_pages_where_the_kernel_grants_them() -> None:
@@ -396,4 +396,4 @@ def large_page_bytes(address: int) -> int:
 )
 def test_models_that_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unavailable, match=reason):
-        native.try_backend(GPT(ModelConfig(**{**BASE, **settings})), 1, CONTEXT)
+        native.NativeBackend(GPT(ModelConfig(**{**BASE, **settings})), 1, CONTEXT)

@@ -317,9 +317,9 @@ def test_a_processor_without_vector_instructions_computes_the_same(
     for kind in ("bf16", "fp16", "int8", "int4"):
         model = variant("qwen3")
         twin = pack(model, kind)
-        check(model, native.try_backend(twin, 3, CONTEXT, dtype=torch.float32), near=3e-6)
+        check(model, native.NativeBackend(twin, 3, CONTEXT, dtype=torch.float32), near=3e-6)
         twin.blocks[0].norm1.weight.data[3] = float("nan")  # type: ignore[union-attr]
-        logits = native.try_backend(twin, 1, CONTEXT).compute([Chunk(0, 0, text(5), 5)])[0]
+        logits = native.NativeBackend(twin, 1, CONTEXT).compute([Chunk(0, 0, text(5), 5)])[0]
         assert logits.isnan().all()
     assert not library().has_threads
     assert len(list(fresh.glob("kernels-*.so"))) == 1

@@ -88,7 +88,7 @@ def case_bytes(
     else:
         double = copy_of(plain)
         wanted = torch.cat([expected(double, ids, len(ids)) for ids in texts])
-    backend = native.try_backend(model, len(LENGTHS), 64, dtype=cache)
+    backend = native.NativeBackend(model, len(LENGTHS), 64, dtype=cache)
     for vectors in (*backend.cache.keys, *backend.cache.values):
         vectors.data.zero_()
     image = Image()

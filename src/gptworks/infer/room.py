@@ -98,7 +98,7 @@ class Room:
         n_slots = self.most_texts
         self._grow(1, 1)
         assert self.backend is not None
-        needed_bytes = self.backend.cache_bytes(n_slots, self.context)
+        needed_bytes = self.backend.cache.bytes_of(n_slots, self.context)
         there_bytes = max(0, memory_bytes(self.model.device) - promised_bytes)
         refusal = (
             f"the keys and values of {n_slots} slots of {self.context:,} tokens take "

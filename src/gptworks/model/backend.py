@@ -7,10 +7,10 @@
 (gptworks.native.backend) computes the same in C++ on a CPU; `gptworks.native.choice` takes it where it can be had.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class Chunk:
     """Tokens that the text may come to. It matters to dynamic rotary scaling alone; None: the slot's capacity."""
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """A model, and room for the caches of `n_slots` texts.
 
     A slot appears at most once in a call. What is computed for a token depends on its own text alone.
@@ -44,38 +44,43 @@ class Backend(Protocol):
 
     description: str
     """What computes, and with what, for people to read."""
-    n_slots: int
-    capacity: int
-    """Tokens that a slot holds."""
+    cache: SlotCache
     invariant: bool
     """Whether a token's numbers are the same, bit for bit, however its text was cut into chunks and whatever was
     computed beside it. Then any common beginning of two texts can be shared; else whole prefill chunks alone."""
 
+    @abstractmethod
     def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
         """Compute the chunks and extend their slots; for each, float32 logits [n_logits, V], on the CPU."""
-        ...
+
+    @property
+    def n_slots(self) -> int:
+        return self.cache.n_slots
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a slot holds."""
+        return self.cache.capacity
 
     def copy(self, source: int, target: int, n_tokens: int) -> None:
         """Copy the first n tokens' keys and values into another slot, where texts begin alike."""
-        ...
+        with torch.inference_mode():
+            self.cache.copy(source, target, n_tokens)
 
     def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
         """Have more and longer slots. The first `held[i]` tokens of each slot i that there is stay.
 
         Where it fails, the backend is of no use any more.
         """
-        ...
-
-    def cache_bytes(self, n_slots: int, capacity: int) -> int:
-        """Bytes that the caches of so many slots of so many tokens take."""
-        ...
+        with torch.inference_mode():
+            self.cache.grow(n_slots, capacity, held)
 
 
 class Unavailable(Exception):
     """Why a backend cannot serve here. A user sees it where another is taken instead."""
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """The model's own forward pass, on its device and in its dtype. Reads the weights as they are at each call."""
 
     invariant = False
@@ -85,7 +90,6 @@ class TorchBackend:
         self.model = model
         self.description = f"torch on {model.device}"
         self.cache = SlotCache(model.config, n_slots, capacity, dtype=dtype or model.dtype, device=model.device)
-        self.n_slots, self.capacity = n_slots, self.cache.capacity
         scaling = model.config.rope_scaling
         self._by_room = scaling is not None and scaling.type == "dynamic"
 
@@ -94,18 +98,6 @@ class TorchBackend:
         for together in self._batches(chunks):
             results |= zip((chunk.slot for chunk in together), self._compute(together), strict=True)
         return [results[chunk.slot] for chunk in chunks]
-
-    def copy(self, source: int, target: int, n_tokens: int) -> None:
-        with torch.inference_mode():
-            self.cache.copy(source, target, n_tokens)
-
-    def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
-        with torch.inference_mode():
-            self.cache.grow(n_slots, capacity, held)
-        self.n_slots, self.capacity = self.cache.n_slots, self.cache.capacity
-
-    def cache_bytes(self, n_slots: int, capacity: int) -> int:
-        return self.cache.bytes_of(n_slots, capacity)
 
     def _batches(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
         """Chunks that are computed together: short ones, of equal room where rotary tables depend on it."""

@@ -1,4 +1,4 @@
-"""The native backend: a GPT's step in C++ (kernels.cpp; native_library.py builds and loads it).
+"""The native backend: a GPT's step in C++ (kernels.cpp; library.py builds and loads it).
 
 Decoding, checking drafts and prefill are the same call, over all rows of all texts; a long chunk takes several. What a
 row gets depends neither on the rows beside it nor on how its text was cut into chunks, bit for bit.
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptworks.model import GPT, SlotCache
-from gptworks.model.backend import Chunk, Unavailable
+from gptworks.model.backend import Backend, Chunk, Unavailable
 from gptworks.native.library import library
 from gptworks.units import counted
 
@@ -76,15 +76,6 @@ _AT_ONCE_BYTES = 64
 # ------------------------------------------------------------------------------------------------------ the backend
 
 
-def try_backend(model: GPT, n_slots: int, capacity: int, *, dtype: torch.dtype | None = None) -> "NativeBackend":
-    """The native backend of a model.
-
-    Raises:
-        Unavailable: it cannot serve this model, or not here.
-    """
-    return NativeBackend(model, n_slots, capacity, dtype=dtype)
-
-
 def refusal(model: GPT) -> str | None:
     """Why the kernels cannot compute a model; None: they can."""
     config = model.config
@@ -101,7 +92,7 @@ def refusal(model: GPT) -> str | None:
     return f"it has no weights in {strange.pop()}." if strange else None
 
 
-class NativeBackend:
+class NativeBackend(Backend):
     """Decodes in C++ on the CPU. Takes the weights where they are: they may change in place, not be replaced."""
 
     invariant = True
@@ -127,7 +118,6 @@ class NativeBackend:
         kind = model.token_embedding.weight.dtype
         dtype = dtype or (torch.float32 if kind == torch.float32 else torch.bfloat16)
         self.cache = SlotCache(model.config, n_slots, capacity, dtype=dtype)
-        self.n_slots, self.capacity = n_slots, self.cache.capacity
         self.vocab_size = model.config.vocab_size
         self._kept: list[Tensor] = []
         weights = [module.weight for module in matrices(model)]
@@ -137,7 +127,6 @@ class NativeBackend:
         self._model = self._structure(model)
 
     def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
-        """See Backend."""
         logits: list[list[Tensor]] = [[] for _ in chunks]
         for first in range(0, max(len(chunk.tokens) for chunk in chunks), STEP_TOKENS):
             here = [(i, chunk) for i, chunk in enumerate(chunks) if len(chunk.tokens) > first]
@@ -146,20 +135,10 @@ class NativeBackend:
                 logits[i].append(part)
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in logits]
 
-    def copy(self, source: int, target: int, n_tokens: int) -> None:
-        """See Backend."""
-        self.cache.copy(source, target, n_tokens)
-
     def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
-        """See Backend."""
-        self.cache.grow(n_slots, capacity, held)
-        self.n_slots, self.capacity = self.cache.n_slots, self.cache.capacity
+        super().grow(n_slots, capacity, held)
         self._kept = []
         self._model = self._structure(self.model)
-
-    def cache_bytes(self, n_slots: int, capacity: int) -> int:
-        """See Backend."""
-        return self.cache.bytes_of(n_slots, capacity)
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
         """One step over all rows of the chunks; the logits that each wants, fp32 [n, V]."""

@@ -81,12 +81,12 @@ def _native_backend(
     if reason := native.refusal(model):
         raise Unavailable(reason)
     if asked or os.environ.get("GPTWORKS_NATIVE") == "1":  # without a measurement
-        return native.try_backend(model, n_slots, capacity, dtype=dtype), ""
+        return native.NativeBackend(model, n_slots, capacity, dtype=dtype), ""
     ours, theirs = seconds_of_both(next(native.matrices(model)).weight.dtype)
     figures = f"a request takes {1e3 * ours:.0f} ms natively and {1e3 * theirs:.0f} ms with torch"
     if ours > MARGIN * theirs:
         return TorchBackend(model, n_slots, capacity, dtype=dtype), figures
-    backend = native.try_backend(model, n_slots, capacity, dtype=dtype)
+    backend = native.NativeBackend(model, n_slots, capacity, dtype=dtype)
     backend.description += f", because {figures}"
     return backend, figures
 
