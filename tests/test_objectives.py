@@ -93,7 +93,8 @@ def test_an_objective_from_outside_is_planned_checked_and_trained(
     known = recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": 64})})
     planned = plan_run(known, 10_000, samples_per_epoch=300)
     assert planned.flops_before_first_step > 0
-    traced = trace_step(Rehearsal(known.model, planned.one_step, objective=known.objective)).peak_bytes
+    rehearsal = Rehearsal(known.model, planned.one_step, "cpu", planned.setting.precision, objective=known.objective)
+    traced = trace_step(rehearsal).peak_bytes
     assert planned.step_bytes == pytest.approx(traced, rel=0.02)
     assert planned.step_bytes > plan_run(known.model_copy(update={"objective": NextTokenObjective()})).step_bytes
     assert plan_json(planned)["objective"] == "every_second"
