@@ -303,10 +303,10 @@ def test_rows_of_several_texts(name: str, checkpointing: str, precision: str) ->
 
 @pytest.mark.parametrize(
     ("kind", "name", "checkpointing", "precision"),
-    combinations(["preference", "distillation"], ["gpt2-mini", "gpt2"], CHECKPOINTING, PRECISIONS),
+    combinations(["preference", "odds_ratio", "distillation"], ["gpt2-mini", "gpt2"], CHECKPOINTING, PRECISIONS),
 )
 def test_other_objectives(kind: str, name: str, checkpointing: str, precision: str, tmp_path: Path) -> None:
-    model, pairs = shallow(name), kind == "preference"
+    model, pairs = shallow(name), kind != "distillation"
     tree: dict[str, Any] = {
         "name": "memory",
         "model": model.model_dump(mode="json"),
