@@ -44,6 +44,9 @@ def export(
         str | None,
         typer.Option(metavar="FOLDER", help="With --adapter: the Hugging Face folder that it adapts is there already."),
     ] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="hf: then upload the folder to the hub; needs HF_TOKEN.")
+    ] = None,
     checkpoint: WhichCheckpoint = "best",
     as_json: AsJSON = False,
 ) -> None:
@@ -61,6 +64,14 @@ def export(
         raise UserError("--adapter is for --format=hf, in fp32: leave the other option out.")
     if base is not None and not adapter:
         raise UserError(f"--base {base} without --adapter: it says what an adapter belongs to.")
+    if push is not None:
+        from gptworks.interop.hub import check_push
+
+        if form != "hf" or adapter or not verify:
+            raise UserError(
+                f"--push {push} is for --format=hf, for a whole model that was verified: leave the other option out."
+            )
+        check_push(push)
     if adapter:
         _export_adapter(run, out, base, checkpoint, verify, as_json)
         return
@@ -88,7 +99,13 @@ def export(
             f"equal in transformers {found.transformers_version}: logits of {found.tokens:,} tokens within "
             f"{found.logit_difference:.2e}, {found.greedy_tokens} greedy tokens, token ids of {found.texts} texts"
         )
-    show_lines(asdict(export), as_json, *lines, *_notes(export.notes))
+    tree = asdict(export)
+    if push is not None:
+        from gptworks.interop.hub import push_folder
+
+        tree["pushed"] = push_folder(out, push, report=notice)
+        lines.append(f"pushed: {tree['pushed']}")
+    show_lines(tree, as_json, *lines, *_notes(export.notes))
 
 
 def _notes(notes: Iterable[str]) -> list[str]:
@@ -140,9 +157,11 @@ def quantize(
 
 
 def import_(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="FOLDER", help="A Hugging Face folder with safetensors, or a LoRA adapter of PEFT."),
+    place: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A Hugging Face folder, a LoRA adapter of PEFT, or ORG/NAME[@revision] on the hub."
+        ),
     ],
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder to make, such as runs/gpt2.")],
     base: Annotated[
@@ -155,16 +174,20 @@ def import_(
     ] = True,
     as_json: AsJSON = False,
 ) -> None:
-    """Make a run of a Hugging Face folder or an adapter.
+    """Make a run of a Hugging Face model or an adapter.
 
     An adapter needs its base.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder. Give a Hugging Face folder, or one that PEFT wrote.")
+    from gptworks.files import check_free
+    from gptworks.interop.hub import find_model
+
+    check_free(run)
+    found = find_model(place, report=notice)
+    folder = found.folder
     is_adapter = (folder / "adapter_config.json").exists()
     if is_adapter != (base is not None):
         raise UserError(
-            f"{folder} is {'an adapter: say with --base what it adapts' if is_adapter else 'no adapter: drop --base'}."
+            f"{place} is {'an adapter: say with --base what it adapts' if is_adapter else 'no adapter: drop --base'}."
         )
     if base is not None:
         from gptworks.interop.peft import import_adapter
@@ -177,8 +200,9 @@ def import_(
         return
     from gptworks.interop.huggingface import import_huggingface
 
-    with working(f"importing {folder}"):
-        imported = import_huggingface(folder, run, verify=verify, report=notice)
-    what = f"made {run} of a {imported.architecture}: {imported.parameters:,} parameters"
+    with working(f"importing {place}"):
+        imported = import_huggingface(folder, run, source=found.source, verify=verify, report=notice)
+    of = f", {found.source}" if found.source else ""
+    what = f"made {run} of a {imported.architecture}: {imported.parameters:,} parameters{of}"
     tree = {**asdict(imported), "model": imported.model.model_dump(mode="json")}
     show_lines(tree, as_json, what, *_equal("transformers", imported.logit_difference), *_notes(imported.notes))

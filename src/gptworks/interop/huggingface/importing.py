@@ -47,6 +47,8 @@ class Import:
     architecture: str
     model: ModelConfig
     parameters: int
+    source: str
+    """Where the folder comes from; empty where that is not known."""
     notes: tuple[str, ...]
     """What a reader of the original should know, in words."""
     logit_difference: float | None
@@ -54,11 +56,12 @@ class Import:
 
 
 def import_huggingface(
-    folder: str | Path, run_dir: str | Path, *, verify: bool = True, report: Report = lambda _: None
+    folder: str | Path, run_dir: str | Path, *, source: str = "", verify: bool = True, report: Report = lambda _: None
 ) -> Import:
     """Make a run folder, at step 0, of a Hugging Face folder. Weights become fp32, which holds bf16 and fp16 exactly.
 
     Args:
+        source: where the folder comes from, for the run's card.
         verify: compare the run's logits with those of transformers, where it is installed.
 
     Raises:
@@ -76,9 +79,8 @@ def import_huggingface(
     recipe = _recipe(run_dir, model)
     report(f"reading a {family.architecture} of {count_parameters(model).total:,} parameters")
     tensors = read_tensors(files, family, model)
-    imported = Import(
-        run_dir, family.architecture, model, count_parameters(model).total, tuple(_notes(values, tokenizer)), None
-    )
+    notes = tuple(_notes(values, tokenizer))
+    imported = Import(run_dir, family.architecture, model, count_parameters(model).total, source, notes, None)
     with new_folder(run_dir) as aside:
         save_tokenizer(tokenizer, aside / "tokenizer")
         _copy_chat_template(folder, aside / "tokenizer")
@@ -279,9 +281,10 @@ def _recipe(run_dir: Path, model: ModelConfig) -> Recipe:
 
 def _card(recipe: Recipe, imported: Import) -> str:
     model, run_dir = recipe.model, recipe.run_dir
+    source = f", {imported.source}" if imported.source else ""
     rows = {
         "parameters": f"{imported.parameters:,}",
-        "read from": f"a `{imported.architecture}` of Hugging Face",
+        "read from": f"a `{imported.architecture}` of Hugging Face{source}",
         "layers × width × heads": f"{model.n_layers} × {model.d_model} × {model.n_heads}",
         "context": f"{model.context_length:,} tokens",
         "position, norm, MLP": f"{model.position}, {model.norm}, {model.mlp} of {model.d_ff:,}",

@@ -1,0 +1,245 @@
+"""Models on the Hugging Face hub: fetched into its cache at one commit, or pushed as an exported folder.
+
+The hub's own library does the transfers, so its cache, `HF_ENDPOINT`, `HF_HOME` and `HF_TOKEN` mean what they mean
+everywhere. It prints progress where stderr is a terminal.
+"""
+
+import contextlib
+import fnmatch
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptworks import __version__
+from gptworks.checkpoint import Report
+from gptworks.errors import RunError, UserError
+from gptworks.files import naming_disk_errors
+from gptworks.interop.huggingface.importing import read_folder_config
+from gptworks.interop.imported import read_json
+from gptworks.tokenizer import load_tokenizer
+
+_ID = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+
+_SETTINGS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+             "special_tokens_map.json", "chat_template.jinja", "adapter_config.json")  # fmt: skip
+_INDEX, _WEIGHTS, _ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
+_USER: dict[str, Any] = {"library_name": "gptworks", "library_version": __version__}
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A model's folder, and where it comes from."""
+
+    folder: Path
+    source: str
+    """Name and commit on the hub; empty for a folder of this machine."""
+
+
+def find_model(place: str, report: Report = lambda _: None) -> Fetched:
+    """The folder named `place`; where there is none and it reads `ORG/NAME[@revision]`, that model of the hub.
+
+    Only settings, tokenizer, chat template and safetensors are fetched, the weights last: what gptworks cannot read is
+    refused before they are.
+
+    Raises:
+        UserError: no such folder or model, a gated one, or one that gptworks does not read; it says what helps.
+        RunError: no network, or a full disk.
+    """
+    if Path(place).is_dir():
+        return Fetched(Path(place), "")
+    named = _ID.fullmatch(place)
+    if named is None:
+        raise UserError(
+            f"{place}: no such folder. Give a Hugging Face folder, one that PEFT wrote, or the name of a model on the "
+            f"hub with its owner's, such as HuggingFaceTB/SmolLM2-135M."
+        )
+    return _fetch(named["name"], named["revision"], report)
+
+
+def _fetch(name: str, revision: str | None, report: Report) -> Fetched:
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.hf_api import RepoFile
+
+    cache, where = Path(constants.HF_HUB_CACHE), f"{name}@{revision}" if revision else name
+    report(f"there is no folder {where} here: looking for it at {constants.ENDPOINT}")
+    with _explaining(name, where, cache):
+        small = [*_SETTINGS, _INDEX]
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=small, tqdm_class=_quiet(), **_USER))
+        commit = folder.name
+        needed = _needed(name, folder)
+        missing = [file for file in needed if not (folder / file).exists()]
+        if missing:
+            entries = HfApi(**_USER).list_repo_tree(name, revision=commit)
+            sizes = {entry.path: entry.size for entry in entries if isinstance(entry, RepoFile)}
+            _check_files(name, missing, sizes)
+            n_bytes = sum(sizes[file] for file in missing)
+            _check_room(n_bytes, cache, where)
+            report(f"fetching {n_bytes:,} bytes of {where}, commit {commit[:12]}")
+            snapshot_download(name, revision=commit, allow_patterns=missing, **_USER)
+    return Fetched(folder, f"{name} at commit {commit}")
+
+
+def _needed(name: str, folder: Path) -> list[str]:
+    """The files with weights of a model whose settings are there.
+
+    Raises:
+        UserError: gptworks does not read such a model.
+    """
+    if (folder / "adapter_config.json").exists():
+        return [_ADAPTER]
+    if not (folder / "config.json").exists():
+        raise UserError(f"{name} on the hub has no config.json: it is no model that transformers' classes load.")
+    read_folder_config(folder)
+    if not (folder / "tokenizer.json").exists():
+        raise UserError(
+            f"{name} on the hub has no tokenizer.json, which gptworks reads. transformers can make one of the files it "
+            f'has: AutoTokenizer.from_pretrained("{name}").save_pretrained("FOLDER"), beside the model.'
+        )
+    load_tokenizer(folder)
+    if not (folder / _INDEX).exists():
+        return [_WEIGHTS]
+    shards = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(file, str) for file in shards.values()):
+        raise UserError(f"{name} on the hub has a {_INDEX} without a `weight_map` from tensors to files.")
+    return sorted(set(shards.values()))
+
+
+def _check_files(name: str, needed: list[str], there: dict[str, int]) -> None:
+    """Refuse a model without these files; where it has pickled ones, say how they are converted."""
+    absent = [file for file in needed if file not in there or not file.endswith(".safetensors")]
+    if not absent:
+        return
+    pickled = sorted(file for file in there if any(fnmatch.fnmatch(file, kind) for kind in _PICKLED))
+    if pickled and absent == [_WEIGHTS]:
+        raise UserError(
+            f"{name} has its weights in {pickled[0]} alone, a kind of file that can run code when it is read: gptworks "
+            f"reads safetensors. Look for a converted revision among the pull requests of the model's page (import it "
+            f"as {name}@refs/pr/1), or convert it yourself where you trust its owner, with transformers: "
+            f'AutoModelForCausalLM.from_pretrained("{name}").save_pretrained("FOLDER"), and the tokenizer as well; '
+            f"then import FOLDER."
+        )
+    raise UserError(f"{name} on the hub has no {absent[0]}: gptworks needs its weights in safetensors.")
+
+
+def _check_room(n_bytes: int, cache: Path, where: str) -> None:
+    folder = next(folder for folder in (cache, *cache.absolute().parents) if folder.is_dir())
+    if n_bytes > (free := shutil.disk_usage(folder).free):
+        raise RunError(
+            f"{where} needs {n_bytes:,} bytes, and {free:,} are free on the disk of the cache, {cache}: make room, or "
+            f"set HF_HOME to a folder on another disk."
+        )
+
+
+def check_push(name: str) -> None:
+    """Refuse a push that cannot succeed, before any work.
+
+    Raises:
+        UserError: no name on the hub, or no token.
+    """
+    from huggingface_hub import get_token
+
+    named = _ID.fullmatch(name)
+    if named is None or named["revision"] is not None:
+        raise UserError(f"--push {name}: give a name on the hub with its owner's, such as my-name/my-model.")
+    if get_token() is None:
+        raise UserError(
+            f"--push {name} needs a token that may write: set HF_TOKEN, or log in with `hf auth login`. "
+            f"{_endpoint()}/settings/tokens makes one."
+        )
+
+
+def push_folder(folder: Path, name: str, report: Report = lambda _: None) -> str:
+    """Upload a folder as a model, in one commit; a model that is not there yet is created private. Weights that the
+    model had are replaced. Returns the commit's address.
+
+    Raises:
+        UserError: no right to write there. RunError: no network, or the hub fails.
+    """
+    from huggingface_hub import HfApi
+
+    check_push(name)
+    report(f"uploading it to {_endpoint()}/{name}")
+    with _explaining(name, name, folder, "uploaded"):
+        api = HfApi(**_USER)
+        api.create_repo(name, private=True, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=name,
+            folder_path=folder,
+            commit_message="Upload with gptworks",
+            delete_patterns="model*.safetensors*",
+        )
+    return str(commit.commit_url)
+
+
+def _endpoint() -> str:
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
+
+
+def _quiet() -> Any:
+    """A progress bar that shows nothing."""
+    from huggingface_hub.utils import tqdm
+
+    class Quiet(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options | {"disable": True})
+
+    return Quiet
+
+
+@contextlib.contextmanager
+def _explaining(name: str, where: str, place: Path, done: str = "fetched") -> Iterator[None]:
+    """Errors of the hub's library as ours, each with what helps.
+
+    Args:
+        where: the name with the revision that was asked for. place: the folder that is written or read here.
+        done: fetched or uploaded.
+    """
+    from huggingface_hub import errors, get_token
+
+    page = f"{_endpoint()}/{name}"
+    try:
+        with naming_disk_errors(
+            f"{where} could not be {done}", place, "Make room there, or set HF_HOME to another disk."
+        ):
+            yield
+    except (UserError, RunError):
+        raise
+    except errors.GatedRepoError:
+        account = (
+            f"The account of your token has no access yet: accept the licence at {page}, and wait for its owner if the "
+            f"page says so."
+            if get_token()
+            else f"Log in there, accept it at {page}, and set HF_TOKEN to a token of that account "
+            f"({_endpoint()}/settings/tokens)."
+        )
+        raise UserError(
+            f"{name} is gated: its owner asks you to accept a licence before you fetch it. {account}"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise UserError(
+            f"{where}: the model is on the hub, and has no branch, tag or commit of that name. {page}/tree/main lists "
+            f"them."
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise UserError(
+            f"{name}: no folder here has that name, and no model at {_endpoint()}, or it is a private one. Look for it "
+            f"at {_endpoint()}/models; for a private one set HF_TOKEN."
+        ) from None
+    except errors.HFValidationError as error:
+        raise UserError(f"{where} is no name that the hub allows: {error}") from None
+    except Exception as error:  # the libraries that transfer have no base class in common
+        response = getattr(error, "response", None)
+        if done == "uploaded" and getattr(response, "status_code", None) in (401, 403):
+            raise UserError(f"your token may not write to {page}: use one with the right to write there.") from None
+        cause = error.__cause__ or error
+        raise RunError(
+            f"{where} could not be {done}: {_endpoint()} does not answer as it should "
+            f"({type(cause).__name__}: {' '.join(str(cause).split())[:200]}). Check the network, and HF_ENDPOINT where "
+            f"it is set."
+        ) from error

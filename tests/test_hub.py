@@ -1,0 +1,200 @@
+"""`gptworks import ORG/NAME` and `export --push`, against a stand-in of the hub (hub.py)."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub.constants
+import pytest
+import torch
+import transformers as t
+from typer.testing import CliRunner
+
+import hf
+import hub
+import tiny
+from gptworks.checkpoint import load_run
+from gptworks.cli import app
+from gptworks.errors import RunError, UserError
+
+SMALL = {"vocab_size": hf.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "intermediate_size": 48, "max_position_embeddings": 96}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models by owner and name."""
+    folder = tmp_path_factory.mktemp("models")
+    plain = folder / "org" / "plain"
+    hf.save_theirs(plain, t.LlamaConfig(**SMALL))
+    (plain / "README.md").write_text("# A model\n")
+    (plain / "onnx").mkdir()
+    (plain / "onnx" / "model.safetensors").write_bytes(b"another form")
+    hf.save_theirs(folder / "org" / "sharded", t.LlamaConfig(**SMALL), max_shard_size="40KB")
+    for name in ("pickled", "gated", "unknown", "untokenized"):
+        shutil.copytree(plain, folder / "org" / name)
+    (folder / "org" / "pickled" / "model.safetensors").rename(folder / "org" / "pickled" / "pytorch_model.bin")
+    (folder / "org" / "unknown" / "config.json").write_text('{"model_type": "mamba"}')
+    (folder / "org" / "untokenized" / "tokenizer.json").unlink()
+    return folder
+
+
+@pytest.fixture
+def server(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub.Hub]:
+    """The hub that this test's imports and pushes find, with an empty cache and no token."""
+    with hub.serving(models) as server:
+        server.gated.add("org/gated")
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.address)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        yield server
+
+
+def gptworks(*arguments: str | Path) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def same(run: Path, other: Path) -> bool:
+    ours, theirs = (load_run(folder).model.state_dict() for folder in (run, other))
+    return all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_a_model_of_the_hub_becomes_a_run_that_names_its_commit_and_is_fetched_once(
+    server: hub.Hub, models: Path, tmp_path: Path
+) -> None:
+    made = gptworks("import", "org/plain@v1", tmp_path / "run")
+    assert f"org/plain at commit {hub.COMMIT}" in made and "equal in transformers" in made
+    assert (
+        f"| read from | a `LlamaForCausalLM` of Hugging Face, org/plain at commit {hub.COMMIT} |"
+        in (tmp_path / "run" / "model-card.md").read_text()
+    )
+    assert server.fetched() == {
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"
+    }, "neither the README nor the same weights in other forms"  # fmt: skip
+    gptworks("import", models / "org" / "plain", tmp_path / "local", "--no-verify")
+    assert same(tmp_path / "run", tmp_path / "local")
+
+    server.requests.clear()
+    again = json.loads(gptworks("import", "org/plain", tmp_path / "again", "--no-verify", "--json"))
+    assert again["source"] == f"org/plain at commit {hub.COMMIT}" and not server.fetched()
+    (tmp_path / "text.txt").write_text("A text of its own, to be evaluated on. " * 8)
+    with pytest.raises(UserError, match=r"was imported and has no held-out text.*Give --text FILE"):
+        gptworks("evaluate", tmp_path / "run")
+    assert "perplexity" in gptworks("evaluate", tmp_path / "run", "--text", tmp_path / "text.txt", "--json")
+
+
+def test_a_model_in_several_files_is_fetched_whole(server: hub.Hub, models: Path, tmp_path: Path) -> None:
+    gptworks("import", "org/sharded", tmp_path / "run", "--no-verify")
+    gptworks("import", models / "org" / "sharded", tmp_path / "local", "--no-verify")
+    assert len([name for name in server.fetched() if name.endswith(".safetensors")]) > 2
+    assert same(tmp_path / "run", tmp_path / "local")
+
+
+def test_a_gated_model_is_read_with_the_token_of_an_account_that_may(
+    server: hub.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = f"{server.address}/org/gated"
+    with pytest.raises(UserError, match=rf"org/gated is gated.* accept it at {page}, and set HF_TOKEN to a token of"):
+        gptworks("import", "org/gated", tmp_path / "run")
+    monkeypatch.setenv("HF_TOKEN", "hf_stranger")
+    with pytest.raises(UserError, match=rf"account of your token has no access yet: accept the licence at {page}"):
+        gptworks("import", "org/gated", tmp_path / "run")
+    monkeypatch.setenv("HF_TOKEN", hub.READER)
+    gptworks("import", "org/gated", tmp_path / "run", "--no-verify")
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (
+            "org/absent",
+            r"org/absent: no folder here has that name, and no model at http.*for a private one set HF_TOKEN",
+        ),
+        ("org/plain@v2", r"org/plain@v2: the model is on the hub, and has no branch, tag or commit of that name"),
+        (
+            "org/pickled",
+            r"its weights in pytorch_model.bin alone.*org/pickled@refs/pr/1.*save_pretrained\(\"FOLDER\"\)",
+        ),
+        ("org/unknown", r"model_type `mamba`"),
+        ("org/untokenized", r"no tokenizer.json.*AutoTokenizer.from_pretrained"),
+        ("org/a--b", r"org/a--b is no name that the hub allows"),
+        ("plain", r"plain: no such folder.*such as HuggingFaceTB/SmolLM2-135M"),
+        ("./org/plain", r"./org/plain: no such folder"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused_before_its_weights_are_fetched(
+    place: str, message: str, server: hub.Hub, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        gptworks("import", place, tmp_path / "run")
+    assert not any("model" in name for name in server.fetched())
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_network_and_no_room_are_named(server: hub.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("gptworks.interop.hub.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+        with pytest.raises(
+            RunError, match=r"org/plain needs [\d,]+ bytes, and 1,000 are free on the disk of the cache"
+        ):
+            gptworks("import", "org/plain", tmp_path / "run")
+    assert "model.safetensors" not in server.fetched()
+    gptworks("import", "org/plain", tmp_path / "run", "--no-verify")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(
+        RunError, match=r"org/sharded could not be fetched: http://127.0.0.1:9 does not answer.*network"
+    ):
+        gptworks("import", "org/sharded", tmp_path / "other")
+    gptworks("import", "org/plain", tmp_path / "cached", "--no-verify")  # what is in the cache needs no network
+
+
+def test_the_address_of_the_hub_and_its_cache_are_those_of_the_environment(server: hub.Hub, tmp_path: Path) -> None:
+    environment = {"HF_ENDPOINT": server.address, "HF_HOME": str(tmp_path / "home")}
+    made = tiny.gptworks("import", "org/plain", tmp_path / "run", "--no-verify", env=environment)
+    assert made.returncode == 0, made.stderr
+    assert made.stderr.splitlines() == [
+        f"there is no folder org/plain here: looking for it at {server.address}",
+        f"fetching 147,360 bytes of org/plain, commit {hub.COMMIT[:12]}",
+        "reading a LlamaForCausalLM of 36,512 parameters",
+    ], "no progress bars where stderr is no terminal"
+    assert (tmp_path / "home" / "hub" / "models--org--plain" / "snapshots" / hub.COMMIT / "config.json").exists()
+
+
+def test_an_export_is_pushed_whole_once_it_was_verified(
+    server: hub.Hub, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gptworks("import", models / "org" / "plain", tmp_path / "run", "--no-verify")
+    with pytest.raises(UserError, match=r"--push my/model needs a token that may write: set HF_TOKEN"):
+        gptworks("export", tmp_path / "run", tmp_path / "out", "--push", "my/model")
+    monkeypatch.setenv("HF_TOKEN", hub.WRITER)
+    for options, message in (
+        (["--push", "my/model", "--no-verify"], "for a whole model that was verified"),
+        (["--push", "my/model", "--format", "gguf"], "is for --format=hf"),
+        (["--push", "model"], "--push model: give a name on the hub with its owner's"),
+    ):
+        with pytest.raises(UserError, match=message):
+            gptworks("export", tmp_path / "run", tmp_path / "out", *options)
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="not equal"):
+        patch.setattr("gptworks.interop.huggingface.exporting.verify_folder", _fail)
+        gptworks("export", tmp_path / "run", tmp_path / "out", "--push", "my/model")
+    assert not server.requests and not (tmp_path / "out").exists()
+
+    (models / "my" / "model").mkdir(parents=True)
+    (models / "my" / "model" / "model-00001-of-00002.safetensors").touch()  # of an earlier push
+    pushed = gptworks("export", tmp_path / "run", tmp_path / "out", "--push", "my/model")
+    assert f"pushed: {server.address}/my/model/commit/{hub.COMMIT}" in pushed
+    assert server.created[0]["visibility"] == "private" and server.deleted == ["model-00001-of-00002.safetensors"]
+    assert server.received["my/model"] == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+    monkeypatch.setenv("HF_TOKEN", hub.READER)
+    with pytest.raises(UserError, match=r"your token may not write to http.*/my/model"):
+        gptworks("export", tmp_path / "run", tmp_path / "out2", "--push", "my/model")
+
+
+def _fail(*_: object) -> None:
+    raise RunError("not equal")
