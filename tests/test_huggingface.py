@@ -61,6 +61,7 @@ def rope(kind: str = "default", theta: float = 500.0, **more: Any) -> dict[str, 
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=24)
 YARN_SET = rope("yarn", factor=4.0, original_max_position_embeddings=24, beta_fast=8.0, beta_slow=2.0,
                 attention_factor=1.3)  # fmt: skip
+LLAMA3 = rope("llama3", factor=4.0, original_max_position_embeddings=24, low_freq_factor=1.0, high_freq_factor=4.0)
 
 THEIRS: dict[str, tuple[t.PreTrainedConfig, ...]] = {
     "gpt2": (
@@ -97,7 +98,7 @@ THEIRS: dict[str, tuple[t.PreTrainedConfig, ...]] = {
         t.LlamaConfig(**GROUPED, **rope()),
         t.LlamaConfig(**SMALL, head_dim=12, attention_bias=True, mlp_bias=True, hidden_act="gelu",
                       tie_word_embeddings=True, rms_norm_eps=1e-4),
-        t.LlamaConfig(**GROUPED, **YARN_SET),
+        t.LlamaConfig(**GROUPED, **LLAMA3),
     ),
     "qwen2": (
         t.Qwen2Config(**GROUPED, **rope()),
@@ -122,7 +123,7 @@ THEIRS: dict[str, tuple[t.PreTrainedConfig, ...]] = {
     "arcee": (
         t.ArceeConfig(**GROUPED),
         t.ArceeConfig(**SMALL, head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
-        t.ArceeConfig(**GROUPED, hidden_act="gelu", **YARN),
+        t.ArceeConfig(**GROUPED, hidden_act="gelu", **YARN_SET),
     ),
     "mixtral": (
         t.MixtralConfig(**GROUPED, num_local_experts=4),

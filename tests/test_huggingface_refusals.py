@@ -305,7 +305,7 @@ def change(folder: Path, **values: Any) -> None:
         ({"hidden_size": None}, "no `hidden_size`"),
         ({"hidden_size": "wide"}, "wrong type"),
         ({"hidden_act": "quick_gelu"}, "`hidden_act`='quick_gelu'"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}}, "`rope_type`='llama3'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}}, "no `high_freq_factor`"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "`rope_type`='longrope'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "no `factor`"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, r"rope_parameters\.truncate"),

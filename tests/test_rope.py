@@ -17,6 +17,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "dynamic": {"type": "dynamic", "factor": 2.0, "original_context_length": ORIGINAL},
     "yarn": {"type": "yarn", "factor": 4.0},
     "yarn-set": {"type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.3},
+    "llama3": {"type": "llama3", "factor": 4.0, "beta_slow": 0.5},
 }
 
 
@@ -45,8 +46,10 @@ def test_frequencies_are_those_of_transformers(name: str, length: int, fraction:
     scaling = dict(SCALINGS[name])
     parameters = {"rope_type": scaling.pop("type"), "rope_theta": 500.0, "partial_rotary_factor": fraction, **scaling}
     parameters.pop("original_context_length", None)
-    if parameters["rope_type"] == "yarn":
+    if parameters["rope_type"] in ("yarn", "llama3"):
         parameters["original_max_position_embeddings"] = ORIGINAL
+    if parameters["rope_type"] == "llama3":
+        parameters |= {"low_freq_factor": parameters.pop("beta_slow"), "high_freq_factor": 4.0}
     theirs = llama.LlamaConfig(
         hidden_size=64, num_attention_heads=4, head_dim=16, rope_parameters=parameters,
         max_position_embeddings=ORIGINAL if name == "dynamic" else 4 * ORIGINAL,

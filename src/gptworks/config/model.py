@@ -10,18 +10,22 @@ from gptworks.config.base import Fixed, Fraction, PositiveInt, Repeat, Section, 
 class RopeScaling(Section):
     """Rotary frequencies changed so that a model reaches beyond the context it was trained with."""
 
-    type: Fixed[Literal["linear", "dynamic", "yarn"]] = Field(
+    type: Fixed[Literal["linear", "dynamic", "yarn", "llama3"]] = Field(
         description="linear: positions divided by the factor (Chen et al., 2023). dynamic: a base that grows with the "
         "text's length, or with the room that its cache has (NTK-aware). yarn: slow frequencies interpolated, fast "
-        "ones kept (Peng et al., 2023)."
+        "ones kept (Peng et al., 2023). llama3: the same, as Llama 3.1 does it (Grattafiori et al., 2024)."
     )
     factor: Fixed[float] = Field(ge=1, description="New context over original context.")
     original_context_length: Fixed[PositiveInt | None] = Field(
         None, description="Tokens the frequencies were made for. None: context_length / factor."
     )
-    beta_fast: Fixed[float] = Field(32.0, gt=0, description="yarn: pairs that turn more often than this are kept.")
+    beta_fast: Fixed[float] = Field(
+        default_factory=derived("type", lambda kind: 4.0 if kind == "llama3" else 32.0),
+        gt=0,
+        description="yarn, llama3: pairs that turn more often than this are kept. Default: 32; llama3: 4.",
+    )
     beta_slow: Fixed[float] = Field(
-        1.0, gt=0, description="yarn: pairs that turn less often than this are interpolated."
+        1.0, gt=0, description="yarn, llama3: pairs that turn less often than this are interpolated."
     )
     attention_factor: Fixed[float | None] = Field(
         None, gt=0, description="yarn: scale of the rotated queries and keys. None: 0.1 ln(factor) + 1."
@@ -29,12 +33,12 @@ class RopeScaling(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        yarn_alone = (self.beta_fast, self.beta_slow, self.attention_factor)
-        if self.type != "yarn" and yarn_alone != (32.0, 1.0, None):
+        if self.type in ("linear", "dynamic") and (self.beta_fast, self.beta_slow) != (32.0, 1.0):
             raise ValueError(
-                f"beta_fast, beta_slow or attention_factor is set and type={self.type}: "
-                f"only yarn has them; leave them out"
+                f"beta_fast or beta_slow is set and type={self.type}: only yarn has them, and llama3; leave them out"
             )
+        if self.type != "yarn" and self.attention_factor is not None:
+            raise ValueError(f"attention_factor is set and type={self.type}: only yarn has it; leave it out")
         if self.beta_slow >= self.beta_fast:
             raise ValueError(f"beta_slow={self.beta_slow:g} is not below beta_fast={self.beta_fast:g}: exchange them")
         return self

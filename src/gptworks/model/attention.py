@@ -252,6 +252,10 @@ def frequencies(config: ModelConfig, length: int, device: torch.device | None = 
     if scaling.type == "dynamic":
         growth = max(1.0, scaling.factor * length / original - (scaling.factor - 1))
         return plain * growth ** -(exponent * config.d_rotary / (config.d_rotary - 2)), 1.0
+    if scaling.type == "llama3":
+        turns = plain * original / (2 * math.pi)  # over the original context
+        kept = ((turns - scaling.beta_slow) / (scaling.beta_fast - scaling.beta_slow)).clamp(0, 1)
+        return plain * kept + plain / scaling.factor * (1 - kept), 1.0
 
     def pair_that_turns(times: float) -> float:
         """The pair (fractional) that makes so many turns over the original context."""

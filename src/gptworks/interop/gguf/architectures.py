@@ -75,8 +75,8 @@ class Architecture:
             "d_ff_shared": self.experts == "shared" or not config.d_ff_shared,
             "attention_scale": self.attention_scale or math.isclose(config.score_scale, config.d_head**-0.5),
             "window": config.window is None,
-            "rope_scaling.type": scaling is None or scaling.type != "dynamic",
-            "rope_scaling.beta_fast": scaling is None or scaling.beta_fast == 32,
+            "rope_scaling.type": scaling is None or scaling.type in ("linear", "yarn"),
+            "rope_scaling.beta_fast": scaling is None or scaling.type != "yarn" or scaling.beta_fast == 32,
             "rope_scaling.beta_slow": scaling is None or scaling.beta_slow == 1,
         }
         return [f"{name}={_value(config, name)}" for name, fit in fits.items() if not fit]

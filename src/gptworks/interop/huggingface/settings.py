@@ -235,7 +235,7 @@ def experts(*count: str, count_absent: int, per_token_absent: int, shared: str |
 # ------------------------------------------------------------------------------------------ rotary positions
 
 _ROPE_NEUTRAL = {"mscale": None, "mscale_all_dim": None, "truncate": True}
-_ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
+_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 def rope(
@@ -265,6 +265,9 @@ def rope(
                 parameters |= scaling.model_dump(
                     include={"beta_fast", "beta_slow", "attention_factor"}, exclude_none=True
                 )
+            if scaling.type == "llama3":
+                parameters |= {"low_freq_factor": scaling.beta_slow, "high_freq_factor": scaling.beta_fast}
+            if scaling.type in ("yarn", "llama3"):
                 parameters["original_max_position_embeddings"] = config.original_context_length
         values = {"max_position_embeddings": context, theta: config.rope_theta, "rope_parameters": parameters}
         if fraction:
@@ -298,6 +301,12 @@ def rope(
                     "beta_fast": parameters.take("beta_fast") or 32.0,
                     "beta_slow": parameters.take("beta_slow") or 1.0,
                     "attention_factor": parameters.take("attention_factor"),
+                }
+            if kind == "llama3":
+                scaling |= {
+                    "original_context_length": original,
+                    "beta_fast": parameters.need("high_freq_factor"),
+                    "beta_slow": parameters.need("low_freq_factor"),
                 }
             if kind == "dynamic":
                 scaling["original_context_length"] = context
