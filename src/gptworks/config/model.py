@@ -75,6 +75,9 @@ class ModelConfig(Section):
     rope_fraction: Fixed[float] = Field(
         1.0, gt=0, le=1, description="Share of each head that is rotated, its first part."
     )
+    rope_pattern: Fixed[tuple[Literal["rope", "none"], ...]] = Field(
+        ("rope",), min_length=1, description="Repeated over the layers: which are rotated (SmolLM3 leaves some out)."
+    )
     rope_scaling: Fixed[RopeScaling | None] = Field(None, description="For a context longer than the one trained with.")
     norm: Fixed[Literal["layernorm", "rmsnorm"]] = "layernorm"
     norm_eps: Fixed[float] = Field(1e-5, gt=0)
@@ -155,6 +158,10 @@ class ModelConfig(Section):
         """Elements of each head that the rotary embedding turns."""
         return int(self.d_head * self.rope_fraction)
 
+    def layer_rotates(self, layer: int) -> bool:
+        """Whether one layer turns its queries and keys by their positions."""
+        return self.position == "rope" and self.rope_pattern[layer % len(self.rope_pattern)] == "rope"
+
     @property
     def original_context_length(self) -> int:
         """Tokens that the rotary frequencies were made for: the context, or less where they are scaled."""
@@ -217,8 +224,10 @@ class ModelConfig(Section):
         return self
 
     def _check_scaling(self) -> None:
-        for name in ("rope_scaling", "rope_fraction"):
-            if self.position != "rope" and getattr(self, name) not in (None, 1.0):
+        if "rope" not in self.rope_pattern:
+            raise ValueError("rope_pattern has no `rope` entry, so that no layer is rotated: set position=none instead")
+        for name in ("rope_scaling", "rope_fraction", "rope_pattern"):
+            if self.position != "rope" and getattr(self, name) not in (None, 1.0, ("rope",)):
                 raise ValueError(f"{name} is set and position={self.position}: only position=rope rotates; drop it")
         if self.rope_scaling is None:
             return

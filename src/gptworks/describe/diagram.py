@@ -54,8 +54,10 @@ def activation(c: ModelConfig) -> str:
 
 
 def turned(c: ModelConfig) -> str:
-    """Which part of each head the rotary embedding turns; empty where it is all."""
-    return "" if c.d_rotary == c.d_head else f"first {c.d_rotary:,} of {c.d_head:,}"
+    """In which layers, and which part of each head, the rotary embedding turns; empty where it is all."""
+    layers = sum(map(c.layer_rotates, range(c.n_layers)))
+    part = "" if c.d_rotary == c.d_head else f"first {c.d_rotary:,} of {c.d_head:,}"
+    return ", ".join(filter(None, (f"{layers} of {c.n_layers} layers" if layers < c.n_layers else "", part)))
 
 
 def scaled(c: ModelConfig) -> str:

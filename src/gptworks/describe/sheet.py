@@ -231,7 +231,9 @@ def traits(c: ModelConfig) -> str:
     """What the model is made of, in a line."""
     biased = [name for name, there in (("qkv", c.qkv_bias), ("output", c.out_bias), ("MLP", c.mlp_bias)) if there]
     parts = [
-        POSITIONS[c.position][0] + (f" scaled × {c.rope_scaling.factor:g}" if c.rope_scaling else ""),
+        POSITIONS[c.position][0]
+        + (" in some layers" if "none" in c.rope_pattern else "")
+        + (f" scaled × {c.rope_scaling.factor:g}" if c.rope_scaling else ""),
         norm_name(c) + (" and QK-norm" if c.qk_norm else ""),
         *(["grouped queries"] if c.n_kv_heads != c.n_heads else []),
         *([f"{n_banded(c):,} of {c.n_layers:,} layers banded"] if n_banded(c) else []),

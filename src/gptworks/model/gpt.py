@@ -131,7 +131,8 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             window = self.config.layer_window(i)
             again = keeps_graph and computes_again(self.activation_checkpointing, i)
-            inputs = (x, rotary, cache.layers[i] if cache is not None else None, biases.get(window))
+            turned = rotary if self.config.layer_rotates(i) else None
+            inputs = (x, turned, cache.layers[i] if cache is not None else None, biases.get(window))
             x, routed = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
             if self.watched is not None:
                 self.watched.append(torch.linalg.vector_norm(x.detach(), dtype=torch.float32) / math.sqrt(x.numel()))

@@ -45,7 +45,8 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _Norm) for name in ("norm1", "norm2", "query_norm", "key_norm")),
         *((name, _Matrix) for name in ("query", "key", "value", "out", "gate", "up", "down")),
-        *((name, _POINTER) for name in ("keys", "key_scales", "values", "value_scales")), ("window", _INTEGER),
+        *((name, _POINTER) for name in ("keys", "key_scales", "values", "value_scales")),
+        ("window", _INTEGER), ("rotates", _INTEGER),
     )  # fmt: skip
 
 
@@ -212,6 +213,7 @@ class NativeBackend(Backend):
             *(self._matrix(*matrix) for matrix in matrices),
             *cached,
             attention.window or self.capacity,
+            config.layer_rotates(i),
         )
 
     def _norm(self, norm: Any, width: int) -> _Norm:

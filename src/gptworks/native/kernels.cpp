@@ -63,6 +63,7 @@ struct Layer {
     void *values;
     float *value_scales;
     int64_t window;                                 // keys a query sees, its own included
+    int64_t rotates;                                // whether positions turn queries and keys
 };
 
 struct Model {
@@ -812,9 +813,9 @@ void rotate(const Model &m, int64_t position, float *x) {
     }
 }
 
-void prepare_head(const Model &m, const Norm &norm, int64_t position, float *x) {
+void prepare_head(const Model &m, const Layer &layer, const Norm &norm, int64_t position, float *x) {
     if (norm.weight) normalize(norm, false, m.eps, m.d_head, x, x);
-    if (m.cos) rotate(m, position, x);
+    if (layer.rotates) rotate(m, position, x);
 }
 
 constexpr int64_t QUERIES = MANY_REGISTERS ? 4 : 1;  // that read keys and values together
@@ -933,7 +934,7 @@ template <class Cache>
 void remember(const Model &m, const Layer &layer, const Batch &b, int64_t row, int64_t group, float *qkv) {
     const int64_t width = m.d_head, position = b.positions[row];
     float *k = qkv + (m.n_heads + group) * width, *v = k + m.n_groups * width;
-    prepare_head(m, layer.key_norm, position, k);
+    prepare_head(m, layer, layer.key_norm, position, k);
     HeadCache<Cache>(m, layer, b.slots[row], group).keep(position, k, v);
 }
 
@@ -962,7 +963,7 @@ void attend(const Model &m, const Layer &layer, const Batch &b, float *qkv, int6
                 for (int64_t head = group * heads; head < (group + 1) * heads; head++) {
                     const int64_t position = b.positions[r];
                     float *q = qkv + r * stride + head * width;
-                    prepare_head(m, layer.query_norm, position, q);
+                    prepare_head(m, layer, layer.query_norm, position, q);
                     queries[n++] = {q, out + r * out_stride + head * width,
                                     std::max<int64_t>(0, position + 1 - layer.window), position + 1};
                     if (n < QUERIES && !(r + 1 == end && head + 1 == (group + 1) * heads)) continue;

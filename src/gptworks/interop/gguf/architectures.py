@@ -70,6 +70,7 @@ class Architecture:
             "mlp_bias": held["mlp"] or not used["mlp"],
             "d_head": self.free_head_width or not wide,
             "rope_fraction": self.partial_rotation or config.position != "rope" or config.d_rotary == config.d_head,
+            "rope_pattern": "none" not in config.rope_pattern,
             "parallel_residual": self.parallel or not config.parallel_residual,
             "n_experts": self.experts != "none" or not config.n_experts,
             "d_ff_shared": self.experts == "shared" or not config.d_ff_shared,

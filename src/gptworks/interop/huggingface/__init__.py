@@ -1,6 +1,7 @@
 """Hugging Face folders: `export_huggingface` writes one that stock transformers loads, `import_huggingface` reads one.
 
 settings       the parts of `config.json`, in both directions
+layers         those that differ from layer to layer
 tensors        names and layouts of tensors, in both directions
 family         an architecture of transformers: its settings and the places of its tensors
 architectures  all of them

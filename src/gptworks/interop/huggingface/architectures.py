@@ -6,10 +6,10 @@ What stands in the tables was read from the classes of transformers 5; test_hugg
 from typing import Any
 
 from gptworks.interop.huggingface.family import Family
+from gptworks.interop.huggingface.layers import SOME_ROTATE, WINDOW_BY_PATTERN, window_by_layer, window_everywhere
 from gptworks.interop.huggingface.settings import (
     SCALE_FACTOR,
     SCALE_SWITCH,
-    WINDOW_BY_PATTERN,
     Clause,
     activation,
     bias_flags,
@@ -20,12 +20,11 @@ from gptworks.interop.huggingface.settings import (
     only,
     optional,
     rope,
-    window_by_layer,
-    window_everywhere,
 )
 from gptworks.interop.huggingface.tensors import (
     HALVES,
     HEAD_BY_HEAD,
+    QUERY_KEY_VALUE,
     STACKED,
     STACKED_HALVES,
     TRANSPOSED,
@@ -117,20 +116,23 @@ def _like_llama(
     eps: float = 1e-6,
     modules: dict[str, str] = _GATED_MLP,
     joined: tuple[Place, ...] = (),
+    block: dict[str, str] = _LLAMA_BLOCK,
+    tied: bool = False,
     **more: Any,
 ) -> Family:
     """An architecture of Llama's kind: rotary positions, RMSNorm, its names of settings and tensors.
 
     Args:
-        clauses: what it has of its own. modules: their name → ours, beside the block's. joined: of several of ours.
+        clauses: what it has of its own. modules: their name → ours, beside those of `block`. joined: of several of
+            ours.
     """
     return Family(
         model_type, architecture, "model.",
         (
             _SIZES, needed(**{width: "d_ff"}), heads, _ROPE, rope, fixed(norm="rmsnorm", norm_bias=False), mlp,
-            *clauses, *_ALONE, _more("rms_norm_eps", eps, tied=False), _dropouts(attention_dropout="attention"),
+            *clauses, *_ALONE, _more("rms_norm_eps", eps, tied=tied), _dropouts(attention_dropout="attention"),
         ),
-        (*places(_LLAMA_BLOCK | modules), *joined),
+        (*places(block | modules), *joined),
         **more,
     )  # fmt: skip
 
@@ -265,6 +267,22 @@ _ALL = (
     _like_llama(
         "arcee", "ArceeForCausalLM", _BOTH_FLAGS, heads=heads(whole=True), eps=1e-5,
         mlp=activation("hidden_act", _UNGATED, "relu2"), modules=_UP_DOWN,
+    ),
+    _like_llama(
+        "smollm3", "SmolLM3ForCausalLM", _BOTH_FLAGS, SOME_ROTATE, heads=heads(kv_absent=4, whole=True), tied=True,
+        rope=rope(theta_absent=2_000_000.0),
+    ),
+    _like_llama(
+        "phi3", "Phi3ForCausalLM", _NO_BIASES, window_everywhere(), _dropouts(resid_pdrop="residual"),
+        heads=heads(width=None), rope=rope(fraction="partial_rotary_factor", kinds=("default",)), eps=1e-5,
+        block={theirs: ours for theirs, ours in _LLAMA_BLOCK.items() if ours not in _QUERY_KEY_VALUE},
+        modules={"model.layers.{layer}.mlp.down_proj": "blocks.{layer}.mlp.down"},
+        joined=(
+            Place("model.layers.{layer}.self_attn.qkv_proj", _QUERY_KEY_VALUE, QUERY_KEY_VALUE),
+            Place("model.layers.{layer}.mlp.gate_up_proj",
+                  ("blocks.{layer}.mlp.gate", "blocks.{layer}.mlp.up"), HALVES),
+        ),
+        harmless=frozenset({"embd_pdrop", "original_max_position_embeddings"}),  # of nothing; of other scalings
     ),
     _like_llama(
         "mixtral", "MixtralForCausalLM", _NO_BIASES, window_everywhere(),

@@ -9,7 +9,8 @@ from gptworks.interop.huggingface.tensors import Place
 
 PLAIN_FIELDS: Values = {
     "parallel_residual": False, "qk_norm": False, "n_experts": 0, "d_ff_shared": 0, "attention_scale": None,
-    "rope_fraction": 1.0, "rope_scaling": None, "window": None, "window_pattern": ("full",), "init": "normal",
+    "rope_fraction": 1.0, "rope_pattern": ("rope",), "rope_scaling": None, "window": None,
+    "window_pattern": ("full",), "init": "normal",
     "dropout_embedding": 0.0, "dropout_attention": 0.0, "dropout_residual": 0.0,
 }  # fmt: skip
 """Fields of a model of which an architecture says nothing."""
@@ -82,6 +83,7 @@ def what_decides(config: ModelConfig) -> Values:
     if config.position == "rope":
         scaling = config.rope_scaling
         values |= {"rope_theta": config.rope_theta, "rope_fraction": config.rope_fraction, "rope_scaling": scaling}
+        values["rope_pattern"] = [config.layer_rotates(layer) for layer in range(config.n_layers)]
         if scaling is not None:  # linear scaling has no use for the original context
             original = config.original_context_length if scaling.type != "linear" else None
             values["rope_scaling"] = scaling.model_copy(update={"original_context_length": original})

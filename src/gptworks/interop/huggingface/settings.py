@@ -52,7 +52,7 @@ class Clause:
     """The part as fields of ModelConfig; the second argument holds those read by the clauses before."""
 
 
-def _refusal(name: str, value: Any, rule: str) -> UserError:
+def refusal(name: str, value: Any, rule: str) -> UserError:
     return UserError(f"config.json has `{name}`={value!r}: {rule}.")
 
 
@@ -70,7 +70,7 @@ def only(name: str, value: Any, absent: Any) -> Clause:
     def read(theirs: Settings, ours: Values) -> Values:
         given = theirs.take(name, absent)
         if given != value and not (given is None and absent == value):
-            raise _refusal(name, given, f"gptworks computes {value!r} alone")
+            raise refusal(name, given, f"gptworks computes {value!r} alone")
         return {}
 
     return Clause(lambda config: {} if absent == value else {name: value}, read)
@@ -166,7 +166,7 @@ def activation(name: str, choices: Mapping[str, str], absent: str) -> Clause:
         for our_name, their_name in choices.items():
             if _ACTIVATION_ALIASES.get(given, given) == _ACTIVATION_ALIASES.get(their_name, their_name):
                 return {"mlp": our_name}
-        raise _refusal(name, given, f"gptworks has {', '.join(choices.values())} for this model type")
+        raise refusal(name, given, f"gptworks has {', '.join(choices.values())} for this model type")
 
     return Clause(lambda config: {name: choices.get(config.mlp, next(iter(choices.values())))}, read)
 
@@ -235,7 +235,6 @@ def experts(*count: str, count_absent: int, per_token_absent: int, shared: str |
 # ------------------------------------------------------------------------------------------ rotary positions
 
 _ROPE_NEUTRAL = {"mscale": None, "mscale_all_dim": None, "truncate": True}
-_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 def rope(
@@ -244,6 +243,7 @@ def rope(
     theta_absent: float = 10_000.0,
     fraction: str | None = None,
     fraction_absent: float = 1.0,
+    kinds: tuple[str, ...] = ("default", "linear", "dynamic", "yarn", "llama3"),
 ) -> Clause:
     """Rotary positions and their scaling, and with them the context.
 
@@ -252,10 +252,12 @@ def rope(
 
     Args:
         fraction: their name of the share of a head that is rotated; None: the whole head is.
+        kinds: those of theirs that we have too.
     """
 
     def write(config: ModelConfig) -> Values:
-        scaling, context = config.rope_scaling, config.context_length
+        scaling = config.rope_scaling if config.rope_scaling and config.rope_scaling.type in kinds else None
+        context = config.context_length
         parameters: Values = {"rope_type": "default", "rope_theta": config.rope_theta}
         if scaling is not None:
             parameters |= {"rope_type": scaling.type, "factor": scaling.factor}
@@ -285,13 +287,13 @@ def rope(
             "rope_scaling": None,
         }
         kind = parameters.take("rope_type", parameters.take("type", "default"))
-        if kind not in _ROPE_TYPES:
-            raise _refusal("rope_type", kind, f"gptworks has {', '.join(_ROPE_TYPES)}")
+        if kind not in kinds:
+            raise refusal("rope_type", kind, f"gptworks has {', '.join(kinds)} for this model type")
         if not fraction and fields["rope_fraction"] != 1:
-            raise _refusal("partial_rotary_factor", fields["rope_fraction"], "this model type rotates the whole head")
+            raise refusal("partial_rotary_factor", fields["rope_fraction"], "this model type rotates the whole head")
         for name, neutral in _ROPE_NEUTRAL.items():
             if (value := parameters.take(name)) not in (None, neutral):
-                raise _refusal(f"rope_parameters.{name}", value, f"gptworks computes {neutral!r} alone")
+                raise refusal(f"rope_parameters.{name}", value, f"gptworks computes {neutral!r} alone")
         original = parameters.take("original_max_position_embeddings", context)
         if kind != "default":
             scaling: Values = {"type": kind, "factor": parameters.need("factor")}
@@ -316,97 +318,3 @@ def rope(
         return fields | ({"rope_scaling": RopeScaling(**scaling)} if kind != "default" else {})
 
     return Clause(write, read)
-
-
-# --------------------------------------------------------------------------------------------------- windows
-
-
-def shortest_period(layers: tuple[str, ...]) -> tuple[str, ...]:
-    """The shortest pattern that gives these layers when it is repeated."""
-    lengths = range(1, len(layers) + 1)
-    return next(layers[:n] for n in lengths if all(kind == layers[i % n] for i, kind in enumerate(layers)))
-
-
-def _windowed(window: int | None, layers: list[bool], ours: Values) -> Values:
-    """Fields for layers that are windowed or not; a window as long as the context changes nothing."""
-    if window is None or window >= ours["context_length"] or not any(layers):
-        return {"window": None, "window_pattern": ("full",)}
-    kinds = tuple("window" if windowed else "full" for windowed in layers)
-    return {"window": window, "window_pattern": shortest_period(kinds)}
-
-
-def window_everywhere(absent: int | None = None, switch: str | None = None) -> Clause:
-    """A window that every layer has, or none.
-
-    Args:
-        switch: the flag without which the window does not count; a missing one is false.
-    """
-
-    def write(config: ModelConfig) -> Values:
-        window = config.window if all(config.layer_windows) else None
-        return {"sliding_window": window} | ({switch: window is not None} if switch else {})
-
-    def read(theirs: Settings, ours: Values) -> Values:
-        window = theirs.take("sliding_window", absent)
-        on = theirs.take(switch, False) if switch else True
-        return _windowed(window if on else None, [True] * ours["n_layers"], ours)
-
-    return Clause(write, read)
-
-
-def _check_layers(name: str, n_kinds: int, n_layers: int, kinds: set[str], known: tuple[str, str]) -> None:
-    """Refuse kinds of layers that gptworks does not have, or that are not one for each layer."""
-    if unknown := kinds.difference(known):
-        raise UserError(f"config.json has `{name}` with {min(unknown)!r}: gptworks has {' and '.join(known)}.")
-    if n_kinds != n_layers:
-        raise UserError(f"config.json has `{name}` of {n_kinds} layers and {n_layers} layers.")
-
-
-def window_by_layer(*, switched: bool = True) -> Clause:
-    """A type for each layer. `switched`: there is a switch besides, and a layer from which on all are windowed."""
-    known = ("sliding_attention", "full_attention")
-
-    def write(config: ModelConfig) -> Values:
-        layers = [window is not None for window in config.layer_windows]
-        types = [known[0] if windowed else known[1] for windowed in layers]
-        values: Values = {"sliding_window": config.window, "layer_types": types}
-        first = layers.index(True) if any(layers) else config.n_layers
-        return values | ({"use_sliding_window": any(layers), "max_window_layers": first} if switched else {})
-
-    def read(theirs: Settings, ours: Values) -> Values:
-        on, first = True, 0
-        if switched:
-            on, first = theirs.take("use_sliding_window", False), theirs.take("max_window_layers", 28)
-        window, types = theirs.take("sliding_window", 4096), theirs.take("layer_types")
-        types = types or [known[0] if i >= first else known[1] for i in range(ours["n_layers"])]
-        _check_layers("layer_types", len(types), ours["n_layers"], set(types), known)
-        return _windowed(window if on else None, [kind == known[0] for kind in types], ours)
-
-    return Clause(write, read)
-
-
-def _write_pattern(config: ModelConfig) -> Values:
-    kinds = tuple("global" if window is None else "local" for window in config.layer_windows)
-    pattern = shortest_period(kinds)
-    repeats, rest = divmod(config.n_layers, len(pattern))
-    types = [[list(kinds), 1]] if rest else [[list(pattern), repeats]]
-    return {"attention_types": types, "window_size": config.window or 256}
-
-
-def _read_pattern(theirs: Settings, ours: Values) -> Values:
-    layers = theirs.take("attention_layers")
-    types = theirs.take("attention_types") or [[["global", "local"], 12]]
-    n_kinds = sum(len(pattern) * repeats for pattern, repeats in types)
-    named = {kind for pattern, _ in types for kind in pattern}
-    _check_layers("attention_types", n_kinds, ours["n_layers"], named, ("global", "local"))
-    kinds = [kind for pattern, repeats in types for kind in pattern * repeats]
-    if layers is not None and layers != kinds:
-        raise UserError(
-            f"config.json has `attention_layers`={layers} and `attention_types` that make {kinds}: they contradict "
-            f"one another. Delete the one that is wrong."
-        )
-    return _windowed(theirs.take("window_size", 256), [kind == "local" for kind in kinds], ours)
-
-
-WINDOW_BY_PATTERN = Clause(_write_pattern, _read_pattern)
-"""GPT-Neo's global and local layers: [[pattern, repeats], ...]. Its window counts the token itself, as ours."""

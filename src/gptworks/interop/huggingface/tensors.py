@@ -1,6 +1,6 @@
 """Tensors in both directions: what each is called in their files, and how several of ours lie in one of theirs.
 
-Shapes: C width, D head width, H heads, E experts, F inner width of an expert.
+Shapes: C width, D head width, H heads, G key/value heads, E experts, F inner width of an expert.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -45,6 +45,11 @@ TRANSPOSED = Layout(lambda parts, _: _swapped(parts[0]), lambda whole, _: [_swap
 """GPT-2 keeps its matrices as [in, out]."""
 TRANSPOSED_THIRDS = Layout(lambda parts, _: _swapped(torch.cat(list(parts))), lambda whole, _: _swapped(whole).chunk(3))
 """Query, key and value beside one another, [C, 3·C]."""
+QUERY_KEY_VALUE = Layout(
+    lambda parts, _: torch.cat(list(parts)),
+    lambda whole, config: whole.split([n * config.d_head for n in (config.n_heads, *[config.n_kv_heads] * 2)]),
+)
+"""All queries, all keys and all values after one another, [(H + 2·G)·D, C]."""
 HEAD_BY_HEAD = Layout(_join_heads, _split_heads)
 """Query, key and value of each head after one another, [H·3·D, C]."""
 HALVES = Layout(lambda parts, _: torch.cat(list(parts)), lambda whole, _: whole.chunk(2))
