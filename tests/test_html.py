@@ -29,11 +29,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared": {
         "preset": "moe-115m", "n_experts": 64, "n_experts_per_token": 6, "d_ff": 256, "d_ff_shared": 512,
         "window": 128, "window_pattern": ["window", "window", "full"],
-        "rope_scaling": {"type": "yarn", "factor": 4}, "rope_fraction": 0.5,
+        "rope_scaling": {"type": "yarn", "factor": 4}, "rope_fraction": 0.5, "rope_pattern": ["rope", "rope", "none"],
     },
     "shared-biased": {"preset": "gpt3-13b", "n_experts": 4, "d_ff_shared": 5120, "parallel_residual": True},
     "plain": {
         "preset": "gpt2-tiny", "n_layers": 1, "position": "none", "attention_scale": 0.3, "attention_bias": "out",
+        "embedding_scale": 12.0, "residual_scale": 0.22, "logit_divisor": 8.0,
     },
     "all-banded": {"preset": "modern-9m", "window": 1, "mlp": "relu2", "n_kv_heads": 1, "dropout_residual": 0.125},
     "vast": {

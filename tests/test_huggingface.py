@@ -51,6 +51,8 @@ NEO: dict[str, Any] = {
 }  # fmt: skip
 MOE = GROUPED | {"num_experts": 4, "moe_intermediate_size": 20, "norm_topk_prob": True}
 QWEN_WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 6}
+MULTIPLIED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 0.6,
+              "attention_multiplier": 0.3}  # fmt: skip
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -125,6 +127,24 @@ THEIRS: dict[str, tuple[t.PreTrainedConfig, ...]] = {
         t.ArceeConfig(**SMALL, head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
         t.ArceeConfig(**GROUPED, hidden_act="gelu", **YARN_SET),
     ),
+    "granite": (
+        t.GraniteConfig(**GROUPED, **MULTIPLIED),
+        t.GraniteConfig(**GROUPED, embedding_multiplier=2.5, attention_bias=True, tie_word_embeddings=True, **LLAMA3),
+        t.GraniteConfig(**SMALL, logits_scaling=0.7, mlp_bias=True, head_dim=12, hidden_act="gelu"),
+    ),
+    "smollm3": (
+        t.SmolLM3Config(**THREE_LAYERS, pad_token_id=None, no_rope_layer_interval=2),
+        t.SmolLM3Config(**THREE_LAYERS, **QWEN_WINDOW, pad_token_id=None, no_rope_layers=[0, 1, 1],
+                        attention_bias=True, **rope()),
+        t.SmolLM3Config(**THREE_LAYERS, **QWEN_WINDOW, pad_token_id=None, no_rope_layers=[1, 1, 0], layer_types=MIXED,
+                        mlp_bias=True, tie_word_embeddings=False),
+    ),
+    "phi3": (
+        t.Phi3Config(**GROUPED, pad_token_id=None, **rope(partial_rotary_factor=0.5)),
+        t.Phi3Config(**SMALL, pad_token_id=None, sliding_window=7, hidden_act="gelu", tie_word_embeddings=True,
+                     **rope(partial_rotary_factor=0.75)),
+        t.Phi3Config(**GROUPED, pad_token_id=None, **rope(partial_rotary_factor=0.25), resid_pdrop=0.1),
+    ),
     "mixtral": (
         t.MixtralConfig(**GROUPED, num_local_experts=4),
         t.MixtralConfig(**GROUPED, num_local_experts=3, num_experts_per_tok=1, sliding_window=6, hidden_act="gelu",
@@ -138,7 +158,7 @@ THEIRS: dict[str, tuple[t.PreTrainedConfig, ...]] = {
         t.Qwen3MoeConfig(**MOE, num_experts_per_tok=1, tie_word_embeddings=True, attention_bias=True),
     ),
     "granitemoeshared": (
-        t.GraniteMoeSharedConfig(**GROUPED, num_local_experts=4, shared_intermediate_size=24),
+        t.GraniteMoeSharedConfig(**GROUPED, num_local_experts=4, shared_intermediate_size=24, **MULTIPLIED),
         t.GraniteMoeSharedConfig(**GROUPED, num_local_experts=4, attention_multiplier=0.2, attention_bias=True,
                                  tie_word_embeddings=True),
         t.GraniteMoeSharedConfig(**SMALL, num_local_experts=3, num_experts_per_tok=1, shared_intermediate_size=16,

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as t
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
 import hf
 from gptworks.checkpoint import load_run
@@ -30,6 +30,7 @@ GPT2: dict[str, Any] = LLAMA | {
 }  # fmt: skip
 BANDED = GPT2 | {"window": 8, "window_pattern": ("full", "window")}
 MOE = LLAMA | {"n_experts": 4}
+ODD_HEADS = LLAMA | {"d_model": 36, "n_heads": 8, "d_head": 4}
 
 
 def family_of(**settings: Any) -> str:
@@ -49,10 +50,11 @@ def family_of(**settings: Any) -> str:
         (GPT2 | {"position": "rope", "parallel_residual": True}, "gpt_neox"),
         (LLAMA | {"norm": "layernorm"}, "stablelm"), (LLAMA, "llama"), (LLAMA | {"attention_bias": True}, "llama"),
         (LLAMA | {"attention_bias": "qkv"}, "qwen2"), (LLAMA | {"qk_norm": True}, "qwen3"),
-        (LLAMA | {"window": 8}, "mistral"), (LLAMA | {"d_model": 36, "n_heads": 8, "d_head": 4}, "mistral"),
+        (LLAMA | {"window": 8}, "mistral"), (ODD_HEADS, "mistral"),
         (LLAMA | {"window": 8, "window_pattern": ("full", "window")}, "ministral"), (LLAMA | {"mlp": "relu2"}, "arcee"),
         (MOE, "mixtral"), (MOE | {"qk_norm": True}, "qwen3_moe"), (MOE | {"d_ff_shared": 16}, "granitemoeshared"),
-        (MOE | {"attention_bias": True}, "granitemoeshared"),
+        (MOE | {"attention_bias": True}, "granitemoeshared"), (LLAMA | {"rope_fraction": 0.5}, "phi3"),
+        (LLAMA | {"rope_pattern": ("rope", "none")}, "smollm3"), (LLAMA | {"logit_divisor": 8.0}, "granite"),
         (LLAMA | {"window": 64}, "llama"),  # a window as long as the context
     ],
 )  # fmt: skip
@@ -66,14 +68,16 @@ def test_each_model_finds_its_architecture(settings: dict[str, Any], family: str
         (LLAMA | {"position": "none"}, ["position=none"]),
         (LLAMA | {"position": "learned", "norm": "layernorm"}, ["mlp=swiglu"]),
         (LLAMA | {"mlp": "relu2", "qk_norm": True}, ["qk_norm=true", "mlp=relu2"]),
-        (LLAMA | {"rope_fraction": 0.5}, ["rope_fraction=0.5", "norm=rmsnorm"]),
+        (LLAMA | {"rope_fraction": 0.5, "qk_norm": True}, ["rope_fraction=0.5", "qk_norm=true"]),
+        (LLAMA | {"rope_pattern": ("rope", "none"), "qk_norm": True}, ["rope_pattern=('rope', 'none')"]),
+        (LLAMA | {"residual_scale": 0.5, "window": 8}, ["residual_scale=0.5", "window=8"]),
         (LLAMA | {"parallel_residual": True}, ["parallel_residual=true"]),
         (GPT2 | {"n_kv_heads": 2}, ["n_kv_heads=2"]),
         (GPT2 | {"d_head": 12}, ["d_head=12"]),
         (GPT2 | {"qk_norm": True}, ["qk_norm=true"]),
         (MOE | {"mlp_bias": True}, ["mlp_bias=true"]),
         (MOE | {"d_ff_shared": 16, "qk_norm": True}, ["d_ff_shared=16"]),
-        (LLAMA | {"attention_bias": "qkv", "window": 8}, ["attention_bias=qkv"]),
+        (ODD_HEADS | {"attention_bias": "qkv", "window": 8}, ["attention_bias=qkv"]),
         (LLAMA | {"norm": "layernorm", "mlp_bias": True}, ["mlp_bias=true"]),
         (GPT2 | {"position": "none", "n_experts": 2}, ["position=none", "n_experts=2"]),
     ],
@@ -352,8 +356,9 @@ def test_a_setting_that_is_not_ours_is_refused_by_its_name(
         ("Qwen3Config", {"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention'"),
         ("GPTNeoConfig", {"attention_types": [[["global", "strided"], 12]]}, "'strided'"),
         ("GPTNeoConfig", {"attention_types": [[["global"], 3]]}, "`attention_types` of 3 layers"),
-        ("GraniteMoeSharedConfig", {"residual_multiplier": 0.5}, r"`residual_multiplier`=0\.5"),
-        ("GraniteMoeSharedConfig", {"logits_scaling": 2.0}, r"`logits_scaling`=2\.0"),
+        ("SmolLM3Config", {"no_rope_layers": [0, 0]}, r"`no_rope_layers`=\[0, 0\]"),
+        ("SmolLM3Config", {"layer_types": ["full_attention"]}, "`layer_types` of 1 layers"),
+        ("Phi3Config", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "'longrope': gptworks has default"),
     ],
 )  # fmt: skip
 def test_what_a_class_can_do_and_we_cannot_is_refused_by_its_name(
@@ -484,8 +489,16 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         import_huggingface(tmp_path / "theirs", tmp_path / "run", verify=False)
 
 
+def test_a_windowed_qwen2_with_another_tokenizer_goes_out_as_another_architecture(tmp_path: Path) -> None:
+    tokenizer = hf.byte_tokenizer()
+    tokenizer.normalizer, tokenizer.pre_tokenizer = None, pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model = hf.random_model(ModelConfig(**LLAMA | {"attention_bias": "qkv", "window": 8}))
+    exported = export_huggingface(hf.make_run(tmp_path / "run", model, tokenizer), tmp_path / "out")
+    assert exported.architecture == "SmolLM3ForCausalLM"
+
+
 def test_a_model_whose_tokenizer_stands_in_the_way_is_told_so() -> None:
-    settings = LLAMA | {"attention_bias": "qkv", "window": 8}
+    settings = ODD_HEADS | {"attention_bias": "qkv", "window": 8}
     with pytest.raises(UserError, match=r"`qwen2` does, but AutoTokenizer.*not this run's tokenizer's"):
         choose_family(
             ModelConfig(**settings), Tokenizer.from_str('{"model": {"type": "BPE", "vocab": {}, "merges": []}}')

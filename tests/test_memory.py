@@ -101,8 +101,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "learned positions, biases": {"position": "learned", "norm": "layernorm", "attention_bias": True, "mlp_bias": True},
     "no positions, QK-norm": {"position": "none", "qk_norm": True},
     "grouped queries, QK-norm": {"n_kv_heads": 2, "qk_norm": True},
-    "partial rotation": {"rope_fraction": 0.5},
-    "parallel residual": {"parallel_residual": True},
+    "partial rotation, in some layers": {"rope_fraction": 0.5, "rope_pattern": ("rope", "none")},
+    "parallel residual, multipliers": {
+        "parallel_residual": True, "residual_scale": 0.5, "embedding_scale": 2.0, "logit_divisor": 2.0,
+    },
     "narrow window": {"window": 64, "window_pattern": ("full", "window")},
     "experts": {"n_experts": 4, "d_ff": 256},
     "experts, one shared": {"n_experts": 4, "d_ff": 256, "d_ff_shared": 128},
@@ -110,7 +112,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "beyond it, windowed": {"context_length": 2560, "window": 2000},
     "beyond it, banded": {"context_length": 2560, "window": 512, "window_pattern": ("window", "full")},
     "beyond it, dropout": {"context_length": 2560, "dropout_attention": 0.1},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)

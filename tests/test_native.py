@@ -31,12 +31,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": {"position": "learned", "mlp": "gelu_tanh", "attention_bias": True, "mlp_bias": True},
     "gpt3, windowed": {"position": "learned", "mlp": "gelu", "window": 5, "window_pattern": ["full", "window"]},
     "llama": {"norm": "rmsnorm", "mlp": "swiglu", "n_kv_heads": 2, "tie_embeddings": False},
-    "one key head": {"norm": "rmsnorm", "mlp": "geglu", "n_kv_heads": 1, "mlp_bias": True, "d_ff": 80},
+    "one key head, multipliers": {
+        "norm": "rmsnorm",
+        "mlp": "geglu",
+        "n_kv_heads": 1,
+        "mlp_bias": True,
+        "d_ff": 80,
+        "attention_bias": True,
+        "embedding_scale": 3.0,
+        "residual_scale": 0.4,
+        "logit_divisor": 1.5,
+    },
     "qwen3": {"norm": "rmsnorm", "mlp": "swiglu", "n_kv_heads": 2, "qk_norm": True, "d_head": 32},
     "neox": {"mlp": "gelu", "parallel_residual": True, "rope_fraction": 0.25, "attention_bias": "out"},
     "modern": {"norm": "rmsnorm", "mlp": "relu2", "qk_norm": True, "norm_eps": 1e-6, "window": 9},
     "no positions": {"position": "none", "norm_bias": False, "attention_scale": 0.1, "attention_bias": "qkv"},
-    "yarn": {"rope_scaling": {"type": "yarn", "factor": 4}, "d_model": 128, "n_heads": 2},
+    "yarn, a layer not rotated": {
+        "rope_scaling": {"type": "yarn", "factor": 4},
+        "d_model": 128,
+        "n_heads": 2,
+        "rope_pattern": ["none", "rope"],
+    },
     "narrow": {"d_model": 48, "n_heads": 3, "d_ff": 112, "mlp": "gelu"},
 }
 
@@ -103,7 +118,7 @@ def test_every_variant_in_float32(name: str) -> None:
     check(model, native.NativeBackend(model, 3, CONTEXT), near=3e-6)
 
 
-@pytest.mark.parametrize("name", ["gpt3, windowed", "llama", "qwen3", "one key head"])
+@pytest.mark.parametrize("name", ["gpt3, windowed", "llama", "qwen3", "one key head, multipliers"])
 def test_a_cache_in_int8_is_torchs(name: str) -> None:
     """Both round each vector to 255 levels; a few differ by one, where their last bits do."""
     model, ids = variant(name), text(40)

@@ -94,6 +94,11 @@ class ModelConfig(Section):
     attention_scale: Fixed[float | None] = Field(None, gt=0, description="Factor of q·k. None: 1 / sqrt(d_head).")
     mlp_bias: Fixed[bool] = Field(False, description="Biases on the MLP's linear layers.")
     qk_norm: Fixed[bool] = Field(False, description="RMSNorm over each head of queries and keys (Henry et al., 2020).")
+    embedding_scale: Fixed[float] = Field(1.0, gt=0, description="Factor of the token embedding (Granite).")
+    residual_scale: Fixed[float] = Field(
+        1.0, gt=0, description="Factor of what attention and MLP add to the residual stream (Granite)."
+    )
+    logit_divisor: Fixed[float] = Field(1.0, gt=0, description="What logits are divided by (Granite).")
     tie_embeddings: Fixed[bool] = Field(True, description="The head shares the token embedding's matrix.")
 
     window: Fixed[PositiveInt | None] = Field(

@@ -72,6 +72,11 @@ def scores(c: ModelConfig) -> str:
     return f"softmax(q·kᵀ {by})"
 
 
+def on_the_way(factor: float, dropout: float) -> list[str]:
+    """What happens to a tensor before it joins or begins the residual stream."""
+    return [f"× {factor:g}"] * (factor != 1) + [f"dropout {dropout:g}"] * (dropout > 0)
+
+
 def n_banded(c: ModelConfig) -> int:
     """Layers that see a window alone."""
     return sum(window is not None for window in c.layer_windows)
@@ -96,12 +101,13 @@ def _lines(c: ModelConfig, width: int) -> Iterator[Line]:
     stream, logits = f"B × T × {c.d_model:,}", f"B × T × {c.vocab_size:,}"
     norm: Row = (norm_name(c), norm_weights(c), stream)
     embedding: list[Row] = [("token embedding", dims((c.vocab_size, c.d_model)), stream)]
+    embedding += [(words, "", stream) for words in on_the_way(c.embedding_scale, 0)]
     if added := POSITIONS[c.position][1]:
         embedding.append((added, dims((c.context_length, c.d_model)), stream))
-    if c.dropout_embedding:
-        embedding.append((f"dropout {c.dropout_embedding:g}", "", stream))
+    embedding += [(words, "", stream) for words in on_the_way(1, c.dropout_embedding)]
     head = f"head{' (tied)' if c.tie_embeddings else ''}"
-    residual: list[Row] = [(f"dropout {c.dropout_residual:g}", "", stream)] if c.dropout_residual else []
+    residual: list[Row] = [(words, "", stream) for words in on_the_way(c.residual_scale, c.dropout_residual)]
+    divided: list[Row] = [(f"/ {c.logit_divisor:g}", "", logits)] if c.logit_divisor != 1 else []
     yield "   token ids", "B × T"
     yield "      │", ""
     yield from _box(embedding, width)
@@ -112,7 +118,7 @@ def _lines(c: ModelConfig, width: int) -> Iterator[Line]:
     yield from _parallel(attention, mlp, width) if c.parallel_residual else _serial(attention, mlp, width)
     yield f"╚═════╪{'═' * (width - 8)}╝", ""
     yield "      │", ""
-    yield from _box([norm, (head, dims((c.vocab_size, c.d_model)), logits)], width)
+    yield from _box([norm, (head, dims((c.vocab_size, c.d_model)), logits), *divided], width)
     yield "      ▼", ""
     yield "   logits of the next token", logits
 

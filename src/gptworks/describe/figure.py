@@ -14,6 +14,7 @@ from gptworks.describe.diagram import (
     n_banded,
     norm_name,
     norm_weights,
+    on_the_way,
     scaled,
     scores,
     turned,
@@ -126,7 +127,7 @@ def _model(c: ModelConfig, height: float) -> Drawing:
     d.text(middle, 14, "token ids · B × T", COLUMN_WIDTH, anchor="middle")
     column.arrow(18)
     table_y = column.y + 24
-    column.tile("embedding", "Token embedding", table)
+    column.tile("embedding", " ".join(("Token embedding", *on_the_way(c.embedding_scale, 0))), table)
     if added := POSITIONS[c.position][1]:
         column.arrow(16)
         column.tile("embedding", added, dims((c.context_length, c.d_model)))
@@ -145,7 +146,8 @@ def _model(c: ModelConfig, height: float) -> Drawing:
     head_y = column.y + 24
     column.tile("embedding", "Head", table)
     column.arrow(18)
-    d.text(middle, column.y + 13, f"logits · B × T × {c.vocab_size:,}", COLUMN_WIDTH, anchor="middle")
+    by = f" / {c.logit_divisor:g}" if c.logit_divisor != 1 else ""
+    d.text(middle, column.y + 13, f"logits{by} · B × T × {c.vocab_size:,}", COLUMN_WIDTH, anchor="middle")
     if c.tie_embeddings:
         d.line((x, table_y), (20, table_y), (20, head_y), (x, head_y), kind="tie")
         d.text(13, (table_y + head_y) / 2, "tied: the same matrix", head_y - table_y, anchor="middle", upright=True)
@@ -238,8 +240,8 @@ def _added(d: Drawing, y: float, c: ModelConfig) -> float:
     """What a part gives, added to the residual stream."""
     y_plus = y + 20
     d.line((MIDDLE, y), (MIDDLE, y_plus), (STREAM_X + 10, y_plus), arrow=True)
-    if c.dropout_residual:
-        _pill(d, (PART_X + MIDDLE) / 2, y_plus, f"dropout {c.dropout_residual:g}", "panel")
+    if words := on_the_way(c.residual_scale, c.dropout_residual):
+        _pill(d, (PART_X + MIDDLE) / 2, y_plus, ", ".join(words), "panel")
     d.plus(STREAM_X, y_plus)
     return y_plus
 

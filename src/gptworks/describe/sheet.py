@@ -239,6 +239,7 @@ def traits(c: ModelConfig) -> str:
         *([f"{n_banded(c):,} of {c.n_layers:,} layers banded"] if n_banded(c) else []),
         {"gelu": "GELU", "gelu_tanh": "GELU", "relu2": "ReLU²", "swiglu": "SwiGLU", "geglu": "GEGLU"}[c.mlp],
         *(["parallel residual"] if c.parallel_residual else []),
+        *(["Granite's multipliers"] if (c.embedding_scale, c.residual_scale, c.logit_divisor) != (1, 1, 1) else []),
         {0: "no linear biases", 3: "linear biases"}.get(len(biased), f"biases in {' and '.join(biased)}"),
         "tied head" if c.tie_embeddings else "untied head",
     ]

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from gptworks.config import ModelConfig, computes_again
 from gptworks.model.attention import Attention, Rotary, texts_bias
 from gptworks.model.cache import SlotLayer, SlotRows
-from gptworks.model.layers import MLP, Dropout, Tables, build_norm, build_positions, product_dtype
+from gptworks.model.layers import MLP, Dropout, Tables, build_norm, build_positions, build_scale, product_dtype
 from gptworks.model.moe import MoE
 
 
@@ -35,7 +35,7 @@ class Block(nn.Module):
         self.norm2 = build_norm(config)
         self.mlp = MoE(config) if config.n_experts else MLP(config, config.d_ff)
         self.routed, self.parallel = config.n_experts > 0, config.parallel_residual
-        self.dropout = Dropout(config.dropout_residual)
+        self.dropout, self.scale = Dropout(config.dropout_residual), config.residual_scale
 
     def forward(
         self,
@@ -45,10 +45,10 @@ class Block(nn.Module):
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, C] → [B, T, C], and the router's logits [B, T, E] where there are experts."""
-        attended = x + self.dropout(self.attention(self.norm1(x), rotary, cache, bias))
+        attended = torch.add(x, self.dropout(self.attention(self.norm1(x), rotary, cache, bias)), alpha=self.scale)
         inner = self.norm2(x if self.parallel else attended)
         y, router_logits = self.mlp(inner) if self.routed else (self.mlp(inner), None)
-        return attended + self.dropout(y), router_logits
+        return torch.add(attended, self.dropout(y), alpha=self.scale), router_logits
 
 
 class GPT(nn.Module):
@@ -67,6 +67,7 @@ class GPT(nn.Module):
             )
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.embedding_scale, self.feature_scale = map(build_scale, (config.embedding_scale, 1 / config.logit_divisor))
         self.position_embedding = build_positions(config)
         self.rotary = Rotary(config) if config.position == "rope" else None
         self.dropout = Dropout(config.dropout_embedding)
@@ -112,7 +113,7 @@ class GPT(nn.Module):
             raise ValueError(f"{length} tokens do not fit in a context of {context}")
         elif text_positions is not None:
             positions = text_positions
-        x: Tensor = self.token_embedding(tokens)  # B T C
+        x: Tensor = self.embedding_scale(self.token_embedding(tokens))  # B T C
         if self.position_embedding is not None:
             x = x + self.position_embedding.weight[positions]
         x = self.dropout(x)
@@ -138,7 +139,7 @@ class GPT(nn.Module):
                 self.watched.append(torch.linalg.vector_norm(x.detach(), dtype=torch.float32) / math.sqrt(x.numel()))
             if router_logits is not None and routed is not None:
                 router_logits.append(routed)
-        x = self.norm(x)
+        x = self.feature_scale(self.norm(x))
         return x
 
     def logits(self, features: Tensor) -> Tensor:

@@ -99,6 +99,22 @@ class Dropout(nn.Module):
         return cpu.dropout(x, self.probability) if cpu.trains(x) else F.dropout(x, self.probability)
 
 
+class Scale(nn.Module):
+    """Multiplies by a constant."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def build_scale(factor: float) -> nn.Module:
+    """What multiplies by a constant; nothing where it is 1."""
+    return nn.Identity() if factor == 1 else Scale(factor)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),

@@ -56,7 +56,8 @@ class _Model(ctypes.Structure):
             "d_model", "n_heads", "n_groups", "d_head", "d_ff", "d_rotary", "capacity", "n_layers",
             "activation", "layer_norm", "parallel", "cache_kind",
         )),
-        ("eps", _FLOAT), ("scale", _FLOAT), ("embedding", _Matrix), ("head", _Matrix),
+        *((name, _FLOAT) for name in ("eps", "scale", "embedding_scale", "residual_scale", "logit_scale")),
+        ("embedding", _Matrix), ("head", _Matrix),
         ("position", _POINTER), ("cos", _POINTER), ("sin", _POINTER), ("norm", _Norm), ("layers", _POINTER),
     )  # fmt: skip
 
@@ -179,7 +180,8 @@ class NativeBackend(Backend):
             config.d_rotary, self.capacity, config.n_layers,
             _ACTIVATIONS.index(config.mlp), config.norm == "layernorm", config.parallel_residual,
             _KINDS[self.cache.dtype],
-            config.norm_eps, config.score_scale,
+            config.norm_eps, config.score_scale, config.embedding_scale, config.residual_scale,
+            1 / config.logit_divisor,
             self._matrix(model.token_embedding, vocabulary, width), self._matrix(head, vocabulary, width),
             self._vector(position, self.capacity, width), self._vector(cos, self.capacity, half),
             self._vector(sin, self.capacity, half), self._norm(model.norm, width), ctypes.addressof(layers),

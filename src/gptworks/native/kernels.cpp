@@ -69,7 +69,7 @@ struct Layer {
 struct Model {
     int64_t d_model, n_heads, n_groups, d_head, d_ff, d_rotary, capacity, n_layers;
     int64_t activation, layer_norm, parallel, cache_kind;
-    float eps, scale;
+    float eps, scale, embedding_scale, residual_scale, logit_scale;
     Matrix embedding, head;
     const float *position;    // [capacity, d_model], or null
     const float *cos, *sin;   // [capacity, d_rotary / 2], or null
@@ -699,7 +699,7 @@ struct Int4Tile {  // in float32
 // Rows from … end of the matrix with activations first_row … last_row; see product.
 template <class Tile>
 void tiles(const Tile &tile, const Matrix &m, int64_t first_row, int64_t last_row, int64_t from, int64_t end, float *out,
-           int64_t stride, bool add) {
+           int64_t stride, float times, bool add) {
     thread_local std::vector<float> wide;  // four weight rows, made float32 once where many activation rows meet them
     const bool widens = Tile::WIDENS && last_row - first_row > Tile::AT_ONCE;
     if (widens) wide.resize(TILE * m.k);
@@ -726,7 +726,7 @@ void tiles(const Tile &tile, const Matrix &m, int64_t first_row, int64_t last_ro
                     float *to = out + (row + r) * stride + n;
                     Quad before = {};
                     if (add) std::memcpy(&before, to, bytes);
-                    const Quad value = four[r] * scale + bias + before;
+                    const Quad value = (four[r] * scale + bias) * times + before;
                     std::memcpy(to, &value, bytes);
                 }
             }
@@ -741,16 +741,17 @@ void tiles(const Tile &tile, const Matrix &m, int64_t first_row, int64_t last_ro
     }
 }
 
-// out[r][n] = x[r] · weight[n] + bias[n], added to what is there if `add`; this thread's share of the n, which it
-// returns. Prepares x for this kind of weights.
-std::pair<int64_t, int64_t> product(const Matrix &m, Rows &x, float *out, int64_t stride, bool add, const Team &team) {
+// out[r][n] = (x[r] · weight[n] + bias[n]) · times, added to what is there if `add`; this thread's share of the n, which
+// it returns. Prepares x for this kind of weights.
+std::pair<int64_t, int64_t> product(const Matrix &m, Rows &x, float *out, int64_t stride, float times, bool add,
+                                    const Team &team) {
     x.prepare(m.kind);
     const auto [first, last] = team.share((m.n + UNIT - 1) / UNIT);
     const int64_t from = first * UNIT, end = std::min(last * UNIT, m.n);
     const auto run = [&, from = from, end = end](const auto &tile) {
         const int64_t at_once = std::max<int64_t>(CACHED / x.row_bytes() / tile.AT_ONCE, 1) * tile.AT_ONCE;
         for (int64_t row = 0; row < x.n; row += at_once)
-            tiles(tile, m, row, std::min(row + at_once, x.n), from, end, out, stride, add);
+            tiles(tile, m, row, std::min(row + at_once, x.n), from, end, out, stride, times, add);
     };
     switch (m.kind) {
     case FP32: run(FloatTile<float>{(const float *)m.weight, m.k, x}); break;
@@ -798,6 +799,7 @@ void embed(const Model &m, int64_t token, int64_t position, float *out) {
             x = ((i % 32 < 16 ? byte & 15 : byte >> 4) - 8) * ((const Half *)e.scale)[at / 32];
         }
         }
+        x *= m.embedding_scale;
         out[i] = m.position ? x + m.position[position * m.d_model + i] : x;
     }
 }
@@ -1012,8 +1014,8 @@ struct Normalized {
 void mlp(const Model &m, const Layer &layer, Rows &in, Shared &s, const Team &team) {
     float *inner = data(s.inner), *gate = data(s.gate);
     const bool gated = layer.gate.weight;
-    if (gated) product(layer.gate, in, gate, s.d_ff, false, team);
-    const auto [from, to] = product(layer.up, in, inner, s.d_ff, false, team);
+    if (gated) product(layer.gate, in, gate, s.d_ff, 1, false, team);
+    const auto [from, to] = product(layer.up, in, inner, s.d_ff, 1, false, team);
     for (int64_t row = 0; row < s.n; row++)
         for (int64_t i = row * s.d_ff + from; i < row * s.d_ff + to; i += LANES) {
             const Lanes up = load(inner + i);
@@ -1034,27 +1036,27 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
     for (const Layer *layer = m.layers; layer < m.layers + m.n_layers; layer++) {
         Rows &in = norm1.of(m, layer->norm1, x);
         if (m.parallel) norm2.of(m, layer->norm2, x);  // before `out` adds to x
-        product(layer->query, in, qkv, s.d_qkv, false, team);
-        product(layer->key, in, qkv + d_query, s.d_qkv, false, team);
-        product(layer->value, in, qkv + d_query + d_key, s.d_qkv, false, team);
+        product(layer->query, in, qkv, s.d_qkv, 1, false, team);
+        product(layer->key, in, qkv + d_query, s.d_qkv, 1, false, team);
+        product(layer->value, in, qkv + d_query + d_key, s.d_qkv, 1, false, team);
         team.wait();
         const auto attend_in = m.cache_kind == INT8 ? attend<int8_t> : m.cache_kind == BF16 ? attend<BFloat> : attend<float>;
         attend_in(m, *layer, b, qkv, s.d_qkv, data(s.attended), s.d_heads, scores, team);
         team.wait();
         attended.prepared = inner.prepared = FP32;
-        product(layer->out, attended, x, s.d_model, true, team);
+        product(layer->out, attended, x, s.d_model, m.residual_scale, true, team);
         if (!m.parallel) {
             team.wait();
             norm2.of(m, layer->norm2, x);
         }
         mlp(m, *layer, norm2.rows, s, team);
         team.wait();
-        product(layer->down, inner, x, s.d_model, true, team);
+        product(layer->down, inner, x, s.d_model, m.residual_scale, true, team);
         team.wait();
     }
     if (!b.n_wanted) return;
     Normalized last(b.n_wanted, s.d_model);
-    product(m.head, last.of(m, m.norm, x, b.wanted), b.logits, m.head.n, false, team);
+    product(m.head, last.of(m, m.norm, x, b.wanted), b.logits, m.head.n, m.logit_scale, false, team);
 }
 
 template <class F> void parallel(int n_threads, const F &work) {

@@ -131,10 +131,11 @@ def _branch(s: Shapes) -> Stage:
     """Where a branch's result joins the stream; backward, where its gradient leaves it, rounded and masked: nothing
     leaves where it is the stream's own gradient."""
     width, dropout = s.config.d_model, s.config.dropout_residual > 0
+    scaled = s.config.residual_scale != 1
     return Stage(
         "branch",
         {DROPOUT: s.mask(width) if dropout else 0},
-        leaves=s.products(width) if dropout or s.autocast else 0,
+        leaves=s.products(width) if dropout or scaled or s.autocast else 0,
         scratch=s.products(width) if dropout and s.autocast else 0,
     )
 

@@ -67,6 +67,11 @@ _BOTH_FLAGS = bias_flags(
     {"attention_bias": False, "mlp_bias": False},
     {(attention, mlp): (attention, mlp) for attention in (False, True) for mlp in (False, True)},
 )
+_MULTIPLIERS = optional(
+    embedding_multiplier=("embedding_scale", 1.0),
+    residual_multiplier=("residual_scale", 1.0),
+    logits_scaling=("logit_divisor", 1.0),
+)
 _SIZES = needed(vocab_size="vocab_size", hidden_size="d_model", num_hidden_layers="n_layers")
 _FOUR_TIMES = ("d_ff", lambda ours: 4 * ours["d_model"])
 
@@ -268,6 +273,7 @@ _ALL = (
         "arcee", "ArceeForCausalLM", _BOTH_FLAGS, heads=heads(whole=True), eps=1e-5,
         mlp=activation("hidden_act", _UNGATED, "relu2"), modules=_UP_DOWN,
     ),
+    _like_llama("granite", "GraniteForCausalLM", _BOTH_FLAGS, SCALE_FACTOR, _MULTIPLIERS, heads=heads()),
     _like_llama(
         "smollm3", "SmolLM3ForCausalLM", _BOTH_FLAGS, SOME_ROTATE, heads=heads(kv_absent=4, whole=True), tied=True,
         rope=rope(theta_absent=2_000_000.0),
@@ -313,9 +319,7 @@ _ALL = (
     _like_llama(
         "granitemoeshared", "GraniteMoeSharedForCausalLM", _ATTENTION_FLAG, SCALE_FACTOR,
         experts("num_local_experts", count_absent=8, per_token_absent=2, shared="shared_intermediate_size"),
-        only("embedding_multiplier", 1.0, absent=1.0), only("logits_scaling", 1.0, absent=1.0),
-        only("residual_multiplier", 1.0, absent=1.0),
-        heads=heads(),
+        _MULTIPLIERS, heads=heads(),
         modules={
             "model.layers.{layer}.block_sparse_moe.router.layer": "blocks.{layer}.mlp.router",
             "model.layers.{layer}.shared_mlp.output_linear": "blocks.{layer}.mlp.shared.down",

@@ -53,6 +53,7 @@ class Clause:
 
 
 def refusal(name: str, value: Any, rule: str) -> UserError:
+    """The error for a setting whose value no model of ours has."""
     return UserError(f"config.json has `{name}`={value!r}: {rule}.")
 
 
