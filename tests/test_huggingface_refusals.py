@@ -358,7 +358,7 @@ def test_a_setting_that_is_not_ours_is_refused_by_its_name(
         ("GPTNeoConfig", {"attention_types": [[["global"], 3]]}, "`attention_types` of 3 layers"),
         ("SmolLM3Config", {"no_rope_layers": [0, 0]}, r"`no_rope_layers`=\[0, 0\]"),
         ("SmolLM3Config", {"layer_types": ["full_attention"]}, "`layer_types` of 1 layers"),
-        ("Phi3Config", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "'longrope': gptworks has default"),
+        ("Phi3Config", {"rope_scaling": {"type": "longrope", "long_factor": [1]}}, "'longrope': gptworks has default"),
     ],
 )  # fmt: skip
 def test_what_a_class_can_do_and_we_cannot_is_refused_by_its_name(
