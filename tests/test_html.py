@@ -35,6 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {
         "preset": "gpt2-tiny", "n_layers": 1, "position": "none", "attention_scale": 0.3, "attention_bias": "out",
         "embedding_scale": 12.0, "residual_scale": 0.22, "logit_divisor": 8.0,
+        "norm_placement": "after", "qk_norm": "whole",
     },
     "all-banded": {"preset": "modern-9m", "window": 1, "mlp": "relu2", "n_kv_heads": 1, "dropout_residual": 0.125},
     "vast": {

@@ -127,6 +127,11 @@ THEIRS: dict[str, tuple[t.PreTrainedConfig, ...]] = {
         t.ArceeConfig(**SMALL, head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
         t.ArceeConfig(**GROUPED, hidden_act="gelu", **YARN_SET),
     ),
+    "olmo2": (
+        t.Olmo2Config(**GROUPED, pad_token_id=None),
+        t.Olmo2Config(**SMALL, pad_token_id=None, attention_bias=True, tie_word_embeddings=True, **rope()),
+        t.Olmo2Config(**GROUPED, pad_token_id=None, hidden_act="gelu", rms_norm_eps=1e-4, **YARN),
+    ),
     "granite": (
         t.GraniteConfig(**GROUPED, **MULTIPLIED),
         t.GraniteConfig(**GROUPED, embedding_multiplier=2.5, attention_bias=True, tie_word_embeddings=True, **LLAMA3),

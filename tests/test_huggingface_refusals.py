@@ -55,6 +55,7 @@ def family_of(**settings: Any) -> str:
         (MOE, "mixtral"), (MOE | {"qk_norm": True}, "qwen3_moe"), (MOE | {"d_ff_shared": 16}, "granitemoeshared"),
         (MOE | {"attention_bias": True}, "granitemoeshared"), (LLAMA | {"rope_fraction": 0.5}, "phi3"),
         (LLAMA | {"rope_pattern": ("rope", "none")}, "smollm3"), (LLAMA | {"logit_divisor": 8.0}, "granite"),
+        (LLAMA | {"norm_placement": "after", "qk_norm": "whole"}, "olmo2"),
         (LLAMA | {"window": 64}, "llama"),  # a window as long as the context
     ],
 )  # fmt: skip
@@ -70,6 +71,7 @@ def test_each_model_finds_its_architecture(settings: dict[str, Any], family: str
         (LLAMA | {"mlp": "relu2", "qk_norm": True}, ["qk_norm=true", "mlp=relu2"]),
         (LLAMA | {"rope_fraction": 0.5, "qk_norm": True}, ["rope_fraction=0.5", "qk_norm=true"]),
         (LLAMA | {"rope_pattern": ("rope", "none"), "qk_norm": True}, ["rope_pattern=('rope', 'none')"]),
+        (LLAMA | {"norm_placement": "after"}, ["norm_placement=after", "qk_norm=false"]),
         (LLAMA | {"residual_scale": 0.5, "window": 8}, ["residual_scale=0.5", "window=8"]),
         (LLAMA | {"parallel_residual": True}, ["parallel_residual=true"]),
         (GPT2 | {"n_kv_heads": 2}, ["n_kv_heads=2"]),

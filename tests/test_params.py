@@ -33,7 +33,8 @@ def random_config(seed: int) -> ModelConfig:
         attention_bias=choose.choice([False, True, "qkv", "out"]), n_experts=n_experts,
         n_experts_per_token=choose.randint(1, n_experts or 2), d_ff_shared=choose.choice([0, 7]) if n_experts else 0,
         parallel_residual=choose.random() < 0.3,
-        mlp_bias=choose.random() < 0.5, qk_norm=choose.random() < 0.5, tie_embeddings=choose.random() < 0.5,
+        mlp_bias=choose.random() < 0.5, qk_norm=choose.choice([False, True, "whole"]),
+        tie_embeddings=choose.random() < 0.5,
         window=window, window_pattern=("full", "window") if window else ("full",),
     )  # fmt: skip
 

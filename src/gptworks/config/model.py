@@ -85,6 +85,9 @@ class ModelConfig(Section):
         default_factory=derived("norm", lambda norm: norm == "layernorm"),
         description="Shift term of LayerNorm. Default: true for layernorm; rmsnorm has none.",
     )
+    norm_placement: Fixed[Literal["before", "after"]] = Field(
+        "before", description="Attention and MLP read what was normalized, or what they give is normalized (OLMo 2)."
+    )
     mlp: Fixed[Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu"]] = Field(
         "gelu", description="Activation; swiglu and geglu add a gate matrix (Shazeer, 2020)."
     )
@@ -93,7 +96,10 @@ class ModelConfig(Section):
     )
     attention_scale: Fixed[float | None] = Field(None, gt=0, description="Factor of q·k. None: 1 / sqrt(d_head).")
     mlp_bias: Fixed[bool] = Field(False, description="Biases on the MLP's linear layers.")
-    qk_norm: Fixed[bool] = Field(False, description="RMSNorm over each head of queries and keys (Henry et al., 2020).")
+    qk_norm: Fixed[bool | Literal["whole"]] = Field(
+        False,
+        description="RMSNorm over each head of queries and keys (Henry et al., 2020); whole: over all heads together.",
+    )
     embedding_scale: Fixed[float] = Field(1.0, gt=0, description="Factor of the token embedding (Granite).")
     residual_scale: Fixed[float] = Field(
         1.0, gt=0, description="Factor of what attention and MLP add to the residual stream (Granite)."
@@ -215,6 +221,11 @@ class ModelConfig(Section):
             )
         if self.d_ff_shared and not self.n_experts:
             raise ValueError(f"d_ff_shared={self.d_ff_shared} is set and n_experts is 0: set n_experts, or drop it")
+        if self.norm_placement == "after" and self.parallel_residual:
+            raise ValueError(
+                "norm_placement=after with parallel_residual=true: attention and MLP would read the same tensor; "
+                "drop one of them"
+            )
         if self.norm == "rmsnorm" and self.norm_bias:
             raise ValueError("norm_bias=true with norm=rmsnorm: RMSNorm has no shift; leave norm_bias out")
         if "window" in self.window_pattern and self.window is None:

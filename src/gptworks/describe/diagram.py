@@ -49,6 +49,13 @@ def norm_weights(c: ModelConfig) -> str:
     return f"{c.d_model:,}" + (f" + {c.d_model:,}" if c.norm_bias else "")
 
 
+def head_norms(c: ModelConfig) -> str:
+    """The weights of the norms of queries and keys."""
+    if c.qk_norm == "whole":
+        return f"{c.n_heads * c.d_head:,} + {c.n_kv_heads * c.d_head:,}"
+    return f"2 of {c.d_head:,}"
+
+
 def activation(c: ModelConfig) -> str:
     return f"{_ACTIVATIONS[c.mlp]}(gate) × up" if c.gated else _ACTIVATIONS[c.mlp]
 
@@ -114,7 +121,8 @@ def _lines(c: ModelConfig, width: int) -> Iterator[Line]:
     yield "      │", ""
     yield f"╔═════▼{f' {c.n_layers} × block '.ljust(width - 8, '═')}╗", ""
     inside = _experts(c) if c.n_experts else _matrices(c, c.d_ff, "B × T")
-    attention, mlp = [norm, *_attention(c), *residual], [norm, *inside, *residual]
+    before, after = ([], [norm]) if c.norm_placement == "after" else ([norm], [])
+    attention, mlp = [*before, *_attention(c), *after, *residual], [*before, *inside, *after, *residual]
     yield from _parallel(attention, mlp, width) if c.parallel_residual else _serial(attention, mlp, width)
     yield f"╚═════╪{'═' * (width - 8)}╝", ""
     yield "      │", ""
@@ -132,7 +140,7 @@ def _attention(c: ModelConfig) -> Iterator[Row]:
         yield "query", matrix(query_width, c.d_model, c.qkv_bias), per_query
         yield "key, value", f"2 of {matrix(key_width, c.d_model, c.qkv_bias)}", per_key
     if c.qk_norm:
-        yield "RMSNorm of queries and keys", f"2 of {c.d_head:,}", ""
+        yield "RMSNorm of queries and keys", head_norms(c), ""
     if c.position == "rope":
         yield "rotate queries and keys", ", ".join(filter(None, (turned(c), f"θ = {c.rope_theta:,.10g}"))), ""
     if c.rope_scaling is not None:

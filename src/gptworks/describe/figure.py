@@ -10,6 +10,7 @@ from gptworks.describe.diagram import (
     POSITIONS,
     activation,
     dims,
+    head_norms,
     matrix,
     n_banded,
     norm_name,
@@ -213,7 +214,9 @@ def _part(d: Drawing, fork: float, c: ModelConfig, kind: str, count: str, from_s
     """Attention or the MLP in a frame, fed from the height `fork`; the height of its end."""
     top = fork + 14
     column = Column(Drawing(), INNER_X, top + 40, INNER_WIDTH)
-    column.row("norm", norm_name(c), norm_weights(c))
+    after = c.norm_placement == "after"
+    if not after:
+        column.row("norm", norm_name(c), norm_weights(c))
     if kind == "attention":
         title = "Attention"
         _attention(column, c)
@@ -223,6 +226,9 @@ def _part(d: Drawing, fork: float, c: ModelConfig, kind: str, count: str, from_s
     else:
         title = "MLP"
         _mlp(column, c, c.d_ff, "B × T", "mlp")
+    if after:
+        column.arrow(16)
+        column.row("norm", norm_name(c), norm_weights(c))
     end = column.y + 16
     d.box(PART_X, top, PART_WIDTH, end - top, f"part {kind}", radius=10)
     d.text(PART_X + 16, top + 25, title, 200, bold=True)
@@ -266,7 +272,8 @@ def _attention(column: Column, c: ModelConfig) -> None:
     query.flow(per_query, "attention")
     key.flow(per_key, "attention")
     pair = Column(d, INNER_X, query.y, 2 * width + GAP)
-    rows = [("norm", "RMSNorm of each head", f"2 of {c.d_head:,}", "")] if c.qk_norm else []
+    whole = "all heads" if c.qk_norm == "whole" else "each head"
+    rows = [("norm", f"RMSNorm of {whole}", head_norms(c), "")] if c.qk_norm else []
     if c.position == "rope":
         below = ", ".join(filter(None, (turned(c), scaled(c))))
         rows.append(("op attention", "Rotate by position", f"θ = {c.rope_theta:,.10g}", below))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gptworks.config import ModelConfig
 from gptworks.model import cpu
 from gptworks.model.cache import SlotLayer
-from gptworks.model.layers import RMSNorm, Tables
+from gptworks.model.layers import Tables, build_head_norm
 
 
 def attend(
@@ -291,8 +291,8 @@ class Attention(nn.Module):
         self.key = nn.Linear(config.d_model, key_width, bias=config.qkv_bias)
         self.value = nn.Linear(config.d_model, key_width, bias=config.qkv_bias)
         self.out = nn.Linear(query_width, config.d_model, bias=config.out_bias)
-        self.query_norm = RMSNorm(config.d_head, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.key_norm = RMSNorm(config.d_head, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.query_norm = build_head_norm(config, config.n_heads)
+        self.key_norm = build_head_norm(config, config.n_kv_heads)
 
     def forward(
         self,

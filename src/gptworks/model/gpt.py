@@ -5,6 +5,7 @@
     block:  x ─┬─► norm ─► attention ─► dropout ─┬─► + ─┬─► norm ─► MLP ─► dropout ─► + ─►
                └────────────────────────────────►┘      └───────────────────────────►┘
 
+    With `norm_placement: after`, the norms stand behind attention and MLP, before what they give is added (OLMo 2).
     With experts, each block's MLP is several and a router (moe.py). With a parallel residual, the MLP reads x as
     attention does.
 
@@ -51,6 +52,24 @@ class Block(nn.Module):
         return torch.add(attended, self.dropout(y), alpha=self.scale), router_logits
 
 
+class PostNormBlock(Block):
+    """Attention, then MLP, each followed by a norm, and added to the residual stream."""
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        cache: SlotLayer | None,
+        bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `Block.forward`."""
+        given = self.norm1(self.attention(x.to(product_dtype(x)), rotary, cache, bias))
+        attended = torch.add(x, self.dropout(given), alpha=self.scale)
+        inner = attended.to(product_dtype(x))
+        y, router_logits = self.mlp(inner) if self.routed else (self.mlp(inner), None)
+        return torch.add(attended, self.dropout(self.norm2(y)), alpha=self.scale), router_logits
+
+
 class GPT(nn.Module):
     """A decoder-only transformer over `config.vocab_size` tokens."""
 
@@ -71,7 +90,8 @@ class GPT(nn.Module):
         self.position_embedding = build_positions(config)
         self.rotary = Rotary(config) if config.position == "rope" else None
         self.dropout = Dropout(config.dropout_embedding)
-        self.blocks = nn.ModuleList(Block(config, window) for window in config.layer_windows)
+        block = PostNormBlock if config.norm_placement == "after" else Block
+        self.blocks = nn.ModuleList(block(config, window) for window in config.layer_windows)
         self.norm = build_norm(config)
         self.untied_head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.activation_checkpointing = "none"

@@ -61,6 +61,21 @@ class RMSNorm(nn.Module):
         return F.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(product_dtype(x))
 
 
+class HeadsNorm(RMSNorm):
+    """RMSNorm over all heads of a token together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, H, T, D] → [B, H, T, D]."""
+        return super().forward(x.transpose(1, 2).flatten(2)).unflatten(-1, (x.size(1), -1)).transpose(1, 2)
+
+
+def build_head_norm(config: ModelConfig, n_heads: int) -> nn.Module:
+    """The normalization of the queries' or the keys' heads, [B, H, T, D]."""
+    if config.qk_norm == "whole":
+        return HeadsNorm(n_heads * config.d_head, config.norm_eps)
+    return RMSNorm(config.d_head, config.norm_eps) if config.qk_norm else nn.Identity()
+
+
 def build_positions(config: ModelConfig) -> nn.Embedding | None:
     """A module whose `weight` [context, C] has a vector for each position, to be added; None: nothing is added."""
     return nn.Embedding(config.context_length, config.d_model) if config.position == "learned" else None

@@ -85,6 +85,10 @@ def refusal(model: GPT) -> str | None:
         return f"the model is on {model.device}."
     if config.n_experts:
         return "it has no mixture of experts."
+    if config.norm_placement == "after":
+        return "it has no norms behind attention and MLP."
+    if config.qk_norm == "whole":
+        return "it has no norm over all heads together."
     if config.rope_scaling is not None and config.rope_scaling.type == "dynamic":
         return "it has no dynamic rotary scaling."
     for name in ("d_head", "d_model", "d_ff"):

@@ -128,6 +128,12 @@ def _tensor_refusal(model: ModelConfig, tensor: int) -> Refusal | None:
             f"train.parallel.tensor_parallel={tensor} does not divide experts (model.n_experts={model.n_experts})",
             "use strategy=fsdp and tensor_parallel=1.",
         )
+    if model.qk_norm == "whole":
+        return Refusal(
+            f"train.parallel.tensor_parallel={tensor} divides the heads, and model.qk_norm=whole normalizes them "
+            f"together",
+            "use strategy=fsdp and tensor_parallel=1.",
+        )
     if model.dropout_attention:
         return Refusal(
             f"train.parallel.tensor_parallel={tensor} would drop the same attention weights in each rank's heads "

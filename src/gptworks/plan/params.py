@@ -128,7 +128,8 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     def mlp_tensors(module: str, matrices: dict[str, tuple[int, int]]) -> dict[str, Shape]:
         return weights(module, matrices) | (biases(module, matrices) if config.mlp_bias else {})
 
-    learned, tied, per_head = config.position == "learned", config.tie_embeddings, (config.d_head,)
+    learned, tied, whole = config.position == "learned", config.tie_embeddings, config.qk_norm == "whole"
+    normed = {"query": query_width, "key": key_width} if whole else dict.fromkeys(("query", "key"), config.d_head)
     groups = (
         once("token_embedding", {"token_embedding.weight": (vocab_size, width)}),
         once("position_embedding", {"position_embedding.weight": (config.context_length, width)} if learned else {}),
@@ -136,7 +137,9 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         every_layer(
             "attention_biases", biases("attention", {name: attention[name] for name in biased[config.attention_bias]})
         ),
-        every_layer("qk_norms", {f"attention.{x}_norm.weight": per_head for x in ("query", "key")}, config.qk_norm),
+        every_layer(
+            "qk_norms", {f"attention.{x}_norm.weight": (size,) for x, size in normed.items()}, bool(config.qk_norm)
+        ),
         every_layer("router", {"mlp.router.weight": (config.n_experts, width)}, config.n_experts > 0),
         every_layer("mlp_weights", {name: shape for part in mlps for name, shape in weights(part, mlp).items()}),
         every_layer(

@@ -85,14 +85,14 @@ class Shapes:
 
 def block_stages(s: Shapes, window: int | None) -> list[Stage]:
     """A whole block, first operation first."""
-    return [
-        norm_stage(s, "norm1"),
-        *attention_stages(s, window),
-        _branch(s),
-        norm_stage(s, "norm2", saves_input=not s.config.parallel_residual),
-        *(moe_stages(s) if s.config.n_experts else mlp_stages(s, s.config.d_ff, s.n_tokens)),
-        _branch(s),
-    ]
+    attention = list(attention_stages(s, window))
+    mlp = list(moe_stages(s) if s.config.n_experts else mlp_stages(s, s.config.d_ff, s.n_tokens))
+    if s.config.norm_placement == "after":
+        parts = [[_entry(s), *part, _norm_of_result(s)] for part in (attention, mlp)]
+    else:
+        second = norm_stage(s, "norm2", saves_input=not s.config.parallel_residual)
+        parts = [[norm_stage(s, "norm1"), *attention], [second, *mlp]]
+    return [stage for part in parts for stage in (*part, _branch(s))]
 
 
 def embedding_stage(s: Shapes) -> Stage:
@@ -123,6 +123,28 @@ def norm_stage(s: Shapes, name: str, saves_input: bool = True) -> Stage:
         leaves=s.floats(c.d_model),
         merges=True,
         scratch=s.floats(c.d_model) - s.products(c.d_model),
+        vectors=c.d_model * (2 if c.norm_bias else 1),
+    )
+
+
+def _entry(s: Shapes) -> Stage:
+    """Where the stream itself enters attention or MLP, rounded under autocast; the product that follows saves it."""
+    width, rounded = s.config.d_model, s.floats(s.config.d_model) - s.products(s.config.d_model)
+    return Stage("entry", arrives=s.products(width), leaves=s.floats(width), merges=True, scratch=rounded)
+
+
+def _norm_of_result(s: Shapes) -> Stage:
+    """The norm of what attention or MLP gives, which it saves."""
+    c = s.config
+    statistics = s.floats(1) * (2 if c.norm == "layernorm" else 1)
+    given = s.products(c.d_model)
+    saved = given if s.on_cpu else s.floats(c.d_model)
+    return Stage(
+        "norm of the result",
+        {RESIDUAL: statistics + saved},
+        arrives=_branch(s).leaves,
+        leaves=given,
+        scratch=s.floats(c.d_model) if s.autocast else 0,
         vectors=c.d_model * (2 if c.norm_bias else 1),
     )
 
@@ -160,7 +182,7 @@ def attention_stages(s: Shapes, window: int | None) -> Iterator[Stage]:
             vectors=width if c.qkv_bias else 0,
         )
     if c.qk_norm:
-        statistics = 4 * s.n_tokens * (c.n_heads + c.n_kv_heads)
+        statistics = 4 * s.n_tokens * (2 if c.qk_norm == "whole" else c.n_heads + c.n_kv_heads)
         saved = q + k if s.on_cpu else s.floats(q_width + k_width)
         wide = s.floats(q_width)
         yield Stage(
@@ -169,7 +191,7 @@ def attention_stages(s: Shapes, window: int | None) -> Iterator[Stage]:
             arrives=q + k,
             leaves=q + k,
             scratch=(3 if s.on_cpu else 2) * wide - 2 * q - k if s.autocast else 0,
-            vectors=2 * c.d_head,
+            vectors=q_width + k_width if c.qk_norm == "whole" else 2 * c.d_head,
         )
     if c.position == "rope":
         yield Stage("rotation", arrives=q + k, leaves=q + k, scratch=q)

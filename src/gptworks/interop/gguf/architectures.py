@@ -64,6 +64,7 @@ class Architecture:
         fits = {
             "position": config.position in self.position,
             "norm": config.norm == self.norm,
+            "norm_placement": config.norm_placement == "before",
             "mlp": config.mlp in self.mlp,
             "qk_norm": config.qk_norm == self.qk_norm,
             "attention_bias": all(held[bias] or not used[bias] for bias in ("qkv", "out")),

@@ -106,6 +106,10 @@ _UP_DOWN = {
     "model.layers.{layer}.mlp.up_proj": "blocks.{layer}.mlp.up",
     "model.layers.{layer}.mlp.down_proj": "blocks.{layer}.mlp.down",
 }
+_AFTER_BLOCK = {theirs: ours for theirs, ours in _LLAMA_BLOCK.items() if not ours.endswith(("norm1", "norm2"))} | {
+    "model.layers.{layer}.post_attention_layernorm": "blocks.{layer}.norm1",
+    "model.layers.{layer}.post_feedforward_layernorm": "blocks.{layer}.norm2",
+}
 _GATED_MLP = {"model.layers.{layer}.mlp.gate_proj": "blocks.{layer}.mlp.gate"} | _UP_DOWN
 _QUERY_KEY_VALUE = tuple(f"blocks.{{layer}}.attention.{name}" for name in ("query", "key", "value"))
 
@@ -272,6 +276,10 @@ _ALL = (
     _like_llama(
         "arcee", "ArceeForCausalLM", _BOTH_FLAGS, heads=heads(whole=True), eps=1e-5,
         mlp=activation("hidden_act", _UNGATED, "relu2"), modules=_UP_DOWN,
+    ),
+    _like_llama(
+        "olmo2", "Olmo2ForCausalLM", fixed(qk_norm="whole", norm_placement="after"), _ATTENTION_FLAG, heads=heads(),
+        eps=1e-5, block=_AFTER_BLOCK, modules=_QK_NORMS | _GATED_MLP,
     ),
     _like_llama("granite", "GraniteForCausalLM", _BOTH_FLAGS, SCALE_FACTOR, _MULTIPLIERS, heads=heads()),
     _like_llama(

@@ -8,11 +8,10 @@ from gptworks.interop.huggingface.settings import Clause, Settings, Values, bias
 from gptworks.interop.huggingface.tensors import Place
 
 PLAIN_FIELDS: Values = {
-    "parallel_residual": False, "qk_norm": False, "n_experts": 0, "d_ff_shared": 0, "attention_scale": None,
-    "embedding_scale": 1.0, "residual_scale": 1.0, "logit_divisor": 1.0,
-    "rope_fraction": 1.0, "rope_pattern": ("rope",), "rope_scaling": None, "window": None,
-    "window_pattern": ("full",), "init": "normal",
-    "dropout_embedding": 0.0, "dropout_attention": 0.0, "dropout_residual": 0.0,
+    "parallel_residual": False, "norm_placement": "before", "qk_norm": False, "n_experts": 0, "d_ff_shared": 0,
+    "attention_scale": None, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_divisor": 1.0,
+    "rope_fraction": 1.0, "rope_pattern": ("rope",), "rope_scaling": None, "window": None, "window_pattern": ("full",),
+    "init": "normal", "dropout_embedding": 0.0, "dropout_attention": 0.0, "dropout_residual": 0.0,
 }  # fmt: skip
 """Fields of a model of which an architecture says nothing."""
 
@@ -77,7 +76,7 @@ def what_decides(config: ModelConfig) -> Values:
     """The settings that decide what a model computes, each in one form; less the biases and the scale of attention,
     which another form of the weights can hold (adapt.py)."""
     always = ("vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff", "position", "norm",
-              "norm_eps", "mlp", "qk_norm", "tie_embeddings", "parallel_residual", "n_experts",
+              "norm_eps", "norm_placement", "mlp", "qk_norm", "tie_embeddings", "parallel_residual", "n_experts",
               "embedding_scale", "residual_scale", "logit_divisor")  # fmt: skip
     values: Values = {name: getattr(config, name) for name in always}
     if config.n_experts:
