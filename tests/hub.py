@@ -66,6 +66,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         self.server.requests.append(f"{self.command} {path}")
+        if path.startswith("/api/") and not path.startswith("/api/models/"):
+            return self._refuse(404, "EntryNotFound")
         if path.startswith("/api/models/"):
             owner, name, *rest = path.removeprefix("/api/models/").split("/")
             return self._about(f"{owner}/{name}", *rest)

@@ -46,11 +46,18 @@ def server(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     """The hub that this test's imports and pushes find, with an empty cache and no token."""
     with hub.serving(models) as server:
         server.gated.add("org/gated")
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.address)
+        go_to(server.address, monkeypatch)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
         monkeypatch.delenv("HF_TOKEN", raising=False)
         yield server
+
+
+def go_to(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the library, which has read HF_ENDPOINT when it was loaded, take another address."""
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 def gptworks(*arguments: str | Path) -> str:
@@ -145,7 +152,7 @@ def test_no_network_and_no_room_are_named(server: hub.Hub, tmp_path: Path, monke
             gptworks("import", "org/plain", tmp_path / "run")
     assert "model.safetensors" not in server.fetched()
     gptworks("import", "org/plain", tmp_path / "run", "--no-verify")
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    go_to("http://127.0.0.1:9", monkeypatch)
     with pytest.raises(
         RunError, match=r"org/sharded could not be fetched: http://127.0.0.1:9 does not answer.*network"
     ):
@@ -159,8 +166,8 @@ def test_the_address_of_the_hub_and_its_cache_are_those_of_the_environment(serve
     assert made.returncode == 0, made.stderr
     assert made.stderr.splitlines() == [
         f"there is no folder org/plain here: looking for it at {server.address}",
-        f"fetching 147,360 bytes of org/plain, commit {hub.COMMIT[:12]}",
-        "reading a LlamaForCausalLM of 36,512 parameters",
+        f"fetching 138,952 bytes of org/plain, commit {hub.COMMIT[:12]}",
+        "reading a LlamaForCausalLM of 34,208 parameters",
     ], "no progress bars where stderr is no terminal"
     assert (tmp_path / "home" / "hub" / "models--org--plain" / "snapshots" / hub.COMMIT / "config.json").exists()
 

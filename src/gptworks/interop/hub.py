@@ -1,13 +1,15 @@
 """Models on the Hugging Face hub: fetched into its cache at one commit, or pushed as an exported folder.
 
 The hub's own library does the transfers, so its cache, `HF_ENDPOINT`, `HF_HOME` and `HF_TOKEN` mean what they mean
-everywhere. It prints progress where stderr is a terminal.
+everywhere. Progress is shown where stderr is a terminal.
 """
 
 import contextlib
 import fnmatch
+import importlib
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +81,8 @@ def _fetch(name: str, revision: str | None, report: Report) -> Fetched:
             n_bytes = sum(sizes[file] for file in missing)
             _check_room(n_bytes, cache, where)
             report(f"fetching {n_bytes:,} bytes of {where}, commit {commit[:12]}")
-            snapshot_download(name, revision=commit, allow_patterns=missing, **_USER)
+            bars = None if sys.stderr.isatty() else _quiet()
+            snapshot_download(name, revision=commit, allow_patterns=missing, tqdm_class=bars, **_USER)
     return Fetched(folder, f"{name} at commit {commit}")
 
 
@@ -183,13 +186,12 @@ def _endpoint() -> str:
 
 def _quiet() -> Any:
     """A progress bar that shows nothing."""
-    from huggingface_hub.utils import tqdm
+    bar: Any = importlib.import_module("huggingface_hub.utils").tqdm
 
-    class Quiet(tqdm):  # type: ignore[type-arg]
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options | {"disable": True})
+    def disabled(self: Any, *args: Any, **options: Any) -> None:
+        bar.__init__(self, *args, **options | {"disable": True})
 
-    return Quiet
+    return type("Quiet", (bar,), {"__init__": disabled})
 
 
 @contextlib.contextmanager

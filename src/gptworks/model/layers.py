@@ -66,7 +66,8 @@ class HeadsNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, H, T, D] → [B, H, T, D]."""
-        return super().forward(x.transpose(1, 2).flatten(2)).unflatten(-1, (x.size(1), -1)).transpose(1, 2)
+        y = super().forward(x.transpose(1, 2).flatten(2))  # B T H·D
+        return y.view(*y.shape[:2], x.size(1), -1).transpose(1, 2)
 
 
 def build_head_norm(config: ModelConfig, n_heads: int) -> nn.Module:

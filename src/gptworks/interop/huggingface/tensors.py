@@ -47,7 +47,7 @@ TRANSPOSED_THIRDS = Layout(lambda parts, _: _swapped(torch.cat(list(parts))), la
 """Query, key and value beside one another, [C, 3·C]."""
 QUERY_KEY_VALUE = Layout(
     lambda parts, _: torch.cat(list(parts)),
-    lambda whole, config: whole.split([n * config.d_head for n in (config.n_heads, *[config.n_kv_heads] * 2)]),
+    lambda whole, config: torch.split(whole, [n * config.d_head for n in (config.n_heads, *[config.n_kv_heads] * 2)]),
 )
 """All queries, all keys and all values after one another, [(H + 2·G)·D, C]."""
 HEAD_BY_HEAD = Layout(_join_heads, _split_heads)
