@@ -128,24 +128,20 @@ THEIRS: dict[str, tuple[t.PreTrainedConfig, ...]] = {
         t.ArceeConfig(**GROUPED, hidden_act="gelu", **YARN_SET),
     ),
     "olmo2": (
-        t.Olmo2Config(**GROUPED, pad_token_id=None),
-        t.Olmo2Config(**SMALL, pad_token_id=None, attention_bias=True, tie_word_embeddings=True, **rope()),
         t.Olmo2Config(**GROUPED, pad_token_id=None, hidden_act="gelu", rms_norm_eps=1e-4, **YARN),
+        t.Olmo2Config(**SMALL, pad_token_id=None, attention_bias=True, tie_word_embeddings=True, **rope()),
     ),
     "granite": (
-        t.GraniteConfig(**GROUPED, **MULTIPLIED),
-        t.GraniteConfig(**GROUPED, embedding_multiplier=2.5, attention_bias=True, tie_word_embeddings=True, **LLAMA3),
+        t.GraniteConfig(**GROUPED, **MULTIPLIED, attention_bias=True, tie_word_embeddings=True, **LLAMA3),
         t.GraniteConfig(**SMALL, logits_scaling=0.7, mlp_bias=True, head_dim=12, hidden_act="gelu"),
     ),
     "smollm3": (
-        t.SmolLM3Config(**THREE_LAYERS, pad_token_id=None, no_rope_layer_interval=2),
-        t.SmolLM3Config(**THREE_LAYERS, **QWEN_WINDOW, pad_token_id=None, no_rope_layers=[0, 1, 1],
+        t.SmolLM3Config(**THREE_LAYERS, **QWEN_WINDOW, pad_token_id=None, no_rope_layer_interval=2,
                         attention_bias=True, **rope()),
         t.SmolLM3Config(**THREE_LAYERS, **QWEN_WINDOW, pad_token_id=None, no_rope_layers=[1, 1, 0], layer_types=MIXED,
                         mlp_bias=True, tie_word_embeddings=False),
     ),
     "phi3": (
-        t.Phi3Config(**GROUPED, pad_token_id=None, **rope(partial_rotary_factor=0.5)),
         t.Phi3Config(**SMALL, pad_token_id=None, sliding_window=7, hidden_act="gelu", tie_word_embeddings=True,
                      **rope(partial_rotary_factor=0.75)),
         t.Phi3Config(**GROUPED, pad_token_id=None, **rope(partial_rotary_factor=0.25), resid_pdrop=0.1),
@@ -170,7 +166,7 @@ THEIRS: dict[str, tuple[t.PreTrainedConfig, ...]] = {
                                  hidden_act="gelu", attention_multiplier=8**-0.5),
     ),
 }  # fmt: skip
-CASES = [(name, i) for name in FAMILIES for i in range(3)]
+CASES = [(name, i) for name in FAMILIES for i in range(len(THEIRS[name]))]
 
 
 @pytest.mark.parametrize(("name", "i"), CASES, ids=[f"{name}-{i}" for name, i in CASES])
