@@ -73,10 +73,10 @@ def window_by_layer(*, switched: bool = True) -> Clause:
 
 
 def _write_some_rotate(config: ModelConfig) -> Values:
-    layers = range(config.n_layers)
+    layers, pattern = range(config.n_layers), config.rope_pattern
     windowed = [window is not None for window in config.layer_windows]
     return {
-        "no_rope_layers": [int(config.layer_rotates(layer)) for layer in layers],
+        "no_rope_layers": [int(pattern[layer % len(pattern)] == "rope") for layer in layers],
         "use_sliding_window": any(windowed),
         "sliding_window": config.window,
         "layer_types": [_LAYER_TYPES[not one] for one in windowed],
