@@ -286,7 +286,8 @@ def test_numbers_in_the_figure_are_dimensions_and_counts(name: str) -> None:
         c.vocab_size, c.context_length, c.n_layers, c.d_model, c.n_heads, c.n_kv_heads, c.d_head, c.d_ff, c.d_ff_shared,
         c.n_heads * c.d_head, c.n_kv_heads * c.d_head, c.n_experts, c.n_experts_per_token, c.window, n_banded,
         c.n_layers - n_banded, c.d_rotary, c.rope_theta, c.original_context_length, c.attention_scale,
-        c.dropout_embedding, c.dropout_attention, c.dropout_residual, *parts, sheet(name).totals[0][1],
+        c.dropout_embedding, c.dropout_attention, c.dropout_residual, c.embedding_scale, c.residual_scale,
+        c.logit_divisor, *parts, sheet(name).totals[0][1],
         2,  # of a kind: the norms of queries and keys, gate and up
         *([c.rope_scaling.factor] if c.rope_scaling else []),
     }  # fmt: skip

@@ -129,8 +129,10 @@ def norm_stage(s: Shapes, name: str, saves_input: bool = True) -> Stage:
 
 def _entry(s: Shapes) -> Stage:
     """Where the stream itself enters attention or MLP, rounded under autocast; the product that follows saves it."""
-    width, rounded = s.config.d_model, s.floats(s.config.d_model) - s.products(s.config.d_model)
-    return Stage("entry", arrives=s.products(width), leaves=s.floats(width), merges=True, scratch=rounded)
+    arrives, stream = s.products(s.config.d_model), s.floats(s.config.d_model)
+    if not s.autocast:  # what arrives is added to the stream's gradient as it is
+        return Stage("entry", arrives=arrives)
+    return Stage("entry", arrives=arrives, leaves=stream, merges=True, scratch=stream - arrives)
 
 
 def _norm_of_result(s: Shapes) -> Stage:
@@ -160,6 +162,11 @@ def _branch(s: Shapes) -> Stage:
         leaves=s.products(width) if dropout or scaled or s.autocast else 0,
         scratch=s.products(width) if dropout and s.autocast else 0,
     )
+
+
+def _result_gradient(s: Shapes) -> int:
+    """Bytes of the gradient of what attention or the MLP gives."""
+    return s.products(s.config.d_model) if s.config.norm_placement == "after" else _branch(s).leaves
 
 
 # ------------------------------------------------------------------------------------------------ attention
@@ -199,7 +206,7 @@ def attention_stages(s: Shapes, window: int | None) -> Iterator[Stage]:
     yield Stage(
         "attention out",
         {ATTENTION: 0 if output_is_shared(s, window) else q} | s.copies(c.d_model * q_width),
-        arrives=_branch(s).leaves,
+        arrives=_result_gradient(s),
         leaves=q,
         matrices=c.d_model * q_width,
         vectors=c.d_model if c.out_bias else 0,
@@ -316,7 +323,7 @@ def mlp_stages(s: Shapes, d_ff: int, n_tokens: float, expert: bool = False) -> I
     matrix, biases = c.d_model * d_ff, c.mlp_bias
     source = {} if expert else {RESIDUAL: outer}
     copy = s.copies(matrix)
-    arrives = 0 if expert else _branch(s).leaves
+    arrives = 0 if expert else _result_gradient(s)
     if c.gated:
         yield Stage("gate", source | copy, inner, outer, merges=True, matrices=matrix, vectors=biases * d_ff)
         yield Stage("activation", {MLP: inner}, inner, inner)
@@ -353,6 +360,6 @@ def moe_stages(s: Shapes) -> Iterator[Stage]:
             stages[-1] = replace(stages[-1], arrives=gathered)
         yield from stages
     yield Stage("reorder", arrives=gathered, leaves=gathered, scratch=gathered)
-    yield Stage("weighted sum", {MLP: gathered}, arrives=_branch(s).leaves, leaves=gathered, scratch=gathered)
+    yield Stage("weighted sum", {MLP: gathered}, arrives=_result_gradient(s), leaves=gathered, scratch=gathered)
     if c.d_ff_shared:
         yield from mlp_stages(s, c.d_ff_shared, s.n_tokens, expert=True)
