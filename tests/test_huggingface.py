@@ -132,12 +132,12 @@ THEIRS: dict[str, tuple[t.PreTrainedConfig, ...]] = {
         t.Olmo2Config(**SMALL, pad_token_id=None, attention_bias=True, tie_word_embeddings=True, **rope()),
     ),
     "granite": (
-        t.GraniteConfig(**GROUPED, **MULTIPLIED, attention_bias=True, tie_word_embeddings=True, **LLAMA3),
-        t.GraniteConfig(**SMALL, logits_scaling=0.7, mlp_bias=True, head_dim=12, hidden_act="gelu"),
+        t.GraniteConfig(**GROUPED, **MULTIPLIED),
+        t.GraniteConfig(**SMALL, logits_scaling=0.7, attention_bias=True, mlp_bias=True, head_dim=12,
+                        hidden_act="gelu", tie_word_embeddings=True, **LLAMA3),
     ),
     "smollm3": (
-        t.SmolLM3Config(**THREE_LAYERS, **QWEN_WINDOW, pad_token_id=None, no_rope_layer_interval=2,
-                        attention_bias=True, **rope()),
+        t.SmolLM3Config(**THREE_LAYERS, pad_token_id=None, no_rope_layer_interval=2, attention_bias=True),
         t.SmolLM3Config(**THREE_LAYERS, **QWEN_WINDOW, pad_token_id=None, no_rope_layers=[1, 1, 0], layer_types=MIXED,
                         mlp_bias=True, tie_word_embeddings=False),
     ),
