@@ -133,7 +133,7 @@ THEIRS: dict[str, tuple[t.PreTrainedConfig, ...]] = {
     ),
     "granite": (
         t.GraniteConfig(**GROUPED, **MULTIPLIED),
-        t.GraniteConfig(**SMALL, logits_scaling=0.7, attention_bias=True, mlp_bias=True, head_dim=12,
+        t.GraniteConfig(**SMALL, logits_scaling=1.5, attention_bias=True, mlp_bias=True, head_dim=12,
                         hidden_act="gelu", tie_word_embeddings=True, **LLAMA3),
     ),
     "smollm3": (
