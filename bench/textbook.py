@@ -1,4 +1,7 @@
-"""A GPT and its training step as textbooks write them: attention written out, AdamW as it comes."""
+"""A GPT and its training step as textbooks write them: attention written out, AdamW as it comes.
+
+With torch's fused attention it is the model and the step of nanoGPT, by our own hand.
+"""
 
 import math
 from collections.abc import Callable
@@ -23,10 +26,11 @@ class Shape:
 
 
 class Attention(nn.Module):
-    """All heads as one batch; the scores in full."""
+    """All heads as one batch; the scores in full, or torch's fused attention."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, fused: bool) -> None:
         super().__init__()
+        self.fused = fused
         self.n_heads = shape.n_heads
         self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=shape.bias)
         self.out = nn.Linear(shape.width, shape.width, bias=shape.bias)
@@ -36,6 +40,9 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         q, k, v = self.qkv(x).split(width, dim=2)
         q, k, v = (t.view(batch, length, self.n_heads, -1).transpose(1, 2) for t in (q, k, v))
+        if self.fused:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         scores = (q @ k.transpose(-2, -1)) / math.sqrt(width // self.n_heads)
         weights = torch.softmax(scores.masked_fill(~self.mask, float("-inf")), dim=-1)
         return self.out((weights @ v).transpose(1, 2).reshape(batch, length, width))
@@ -44,10 +51,10 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm attention and MLP."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, fused: bool) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(shape.width), nn.LayerNorm(shape.width)
-        self.attention = Attention(shape)
+        self.attention = Attention(shape, fused)
         self.up = nn.Linear(shape.width, 4 * shape.width, bias=shape.bias)
         self.down = nn.Linear(4 * shape.width, shape.width, bias=shape.bias)
 
@@ -59,11 +66,11 @@ class Block(nn.Module):
 class TextbookGPT(nn.Module):
     """Learned positions, tied head, the mean cross-entropy of whole logits."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, fused: bool = False) -> None:
         super().__init__()
         self.tokens = nn.Embedding(shape.vocab_size, shape.width)
         self.positions = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.Sequential(*[Block(shape) for _ in range(shape.n_layers)])
+        self.blocks = nn.Sequential(*[Block(shape, fused) for _ in range(shape.n_layers)])
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocab_size, bias=False)
         self.head.weight = self.tokens.weight
@@ -74,9 +81,9 @@ class TextbookGPT(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
 
-def textbook_step(shape: Shape, data: Tensor, *, autocast: bool, compiled: bool) -> Callable[[], None]:
+def textbook_step(shape: Shape, data: Tensor, *, autocast: bool, compiled: bool, fused: bool) -> Callable[[], None]:
     """One step of the textbook loop over windows drawn from the tokens [N]."""
-    model: Callable[[Tensor, Tensor], Tensor] = TextbookGPT(shape)
+    model: Callable[[Tensor, Tensor], Tensor] = TextbookGPT(shape, fused)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=3e-4)
     if compiled:

@@ -5,9 +5,11 @@
 
 Workloads: nanoGPT's character model (10.7M: 6 layers, 6 heads, width 384, context 256) in batches of 16 and 64, and
 GPT-2 124M in batches of 4 × 512; no dropout. The other loops are a textbook's (bench/textbook.py), in fp32, under bf16
-autocast, and compiled; and transformers' Trainer as it comes, with bf16=True, and compiled. gptworks takes its own
-training step, its own batches, in the precision it chooses. Each loop runs in a process of its own, one after the
-other, in several rounds; the ratios are of medians. The tokens are those of the text's characters, whatever the model's
+autocast, and compiled; the same with fused attention, which is nanoGPT's model and step by our own hand, and which
+nanoGPT itself runs in bf16 on GPUs alone; transformers' Trainer as it comes, with bf16=True, and compiled; and litGPT's
+(bench/litgpt_loop.py), which is compiled and in bf16 as it comes. gptworks takes its own training step, its own
+batches, in the precision it chooses. Each loop runs in a process of its own, one after the other, in several rounds;
+the ratios are of medians. The tokens are those of the text's characters, whatever the model's
 vocabulary, which grows where the text has more characters than TinyShakespeare.
 
 How far a ratio to fp32 can go is set by the processor: beside the loops stand the rates of large matrix products,
@@ -39,6 +41,7 @@ from gptworks.train.loop import Run
 from gptworks.train.objectives.next_token import next_token
 from gptworks.train.record.display import Display
 from gptworks.train.record.metrics import MetricsLog
+from litgpt_loop import litgpt_seconds
 from textbook import Shape, textbook_step
 
 WORKLOADS = {
@@ -52,17 +55,20 @@ LOOPS = (
     FP32,
     "textbook, bf16",
     "textbook, bf16, compiled",
+    "nanoGPT's way, bf16, compiled",
     "Trainer, fp32",
     "Trainer, bf16",
     "Trainer, bf16, compiled",
+    "litGPT, bf16, compiled",
     OURS,
 )
 WARM_UP_STEPS = 2
 
 
-def available() -> list[str]:
+def available(litgpt: Path | None) -> list[str]:
     """The loops that can run here; says which cannot."""
     missing = {
+        "litGPT": None if litgpt else "--litgpt names the interpreter of an environment that has it",
         "Trainer": None if find_spec("accelerate") else "pip install 'gptworks[bench]'",
         "compiled": None if which("g++") else "torch.compile needs a C++ compiler",
     }
@@ -107,7 +113,9 @@ def our_step(recipe: Recipe, folder: Path) -> Callable[[], None]:
     return run.training_step
 
 
-def step_seconds(name: str, shape: Shape, recipe: Recipe, folder: Path, n_steps: int) -> list[float]:
+def step_seconds(
+    name: str, shape: Shape, recipe: Recipe, folder: Path, n_steps: int, litgpt: Path | None
+) -> list[float]:
     """Seconds of each of so many steps of a loop."""
     data = read_tokens(folder)
     bf16, compiled = "bf16" in name, "compiled" in name
@@ -115,7 +123,12 @@ def step_seconds(name: str, shape: Shape, recipe: Recipe, folder: Path, n_steps:
         from trainer import trainer_seconds
 
         return trainer_seconds(shape, data, n_steps, bf16=bf16, compiled=compiled)
-    step = our_step(recipe, folder) if name == OURS else textbook_step(shape, data, autocast=bf16, compiled=compiled)
+    if litgpt and name.startswith("litGPT"):
+        return litgpt_seconds(litgpt, shape, data, n_steps)
+    if name == OURS:
+        step = our_step(recipe, folder)
+    else:
+        step = textbook_step(shape, data, autocast=bf16, compiled=compiled, fused=name.startswith("nanoGPT"))
     return [seconds(step) for _ in range(n_steps)]
 
 
@@ -145,10 +158,10 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measure(
-    shape: Shape, text: Path | None, rounds: int, n_steps: int
+    shape: Shape, text: Path | None, rounds: int, n_steps: int, litgpt: Path | None
 ) -> tuple[dict[str, float], dict[str, float], int]:
     """Tokens/s of each loop and FLOP/s of large products, medians of all measured; FLOPs a token of the model."""
-    times: dict[str, list[float]] = {name: [] for name in available()}
+    times: dict[str, list[float]] = {name: [] for name in available(litgpt)}
     rates: dict[str, list[float]] = {"fp32": [], "bf16": []}
     spawn = get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -161,7 +174,7 @@ def measure(
             rates["bf16"].append(product_rate(torch.bfloat16))
             ours, theirs = spawn.Pipe()
             process = spawn.Process(
-                target=work, args=(theirs, name, shape, recipe, prepared.folder, WARM_UP_STEPS + n_steps)
+                target=work, args=(theirs, name, shape, recipe, prepared.folder, WARM_UP_STEPS + n_steps, litgpt)
             )
             process.start()
             theirs.close()
@@ -181,11 +194,16 @@ def main() -> None:
     parser.add_argument("--workload", choices=WORKLOADS, action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="steps of each loop in a round")
+    parser.add_argument(
+        "--litgpt", type=Path, help="the Python of an environment with litGPT, see bench/litgpt_loop.py"
+    )
     arguments = parser.parse_args()
     print(f"{device_name(torch.device('cpu'))}, torch {torch.__version__}")
     for workload in arguments.workload or WORKLOADS:
         shape = WORKLOADS[workload]
-        speed, rate, flops_per_token = measure(shape, arguments.text, arguments.rounds, arguments.steps)
+        speed, rate, flops_per_token = measure(
+            shape, arguments.text, arguments.rounds, arguments.steps, arguments.litgpt
+        )
         print(
             f"\n{workload}: products {rate['fp32'] / 1e9:,.0f} GFLOP/s in fp32, {rate['bf16'] / 1e9:,.0f} in bf16, "
             f"{rate['bf16'] / rate['fp32']:.2f} times as many"
@@ -193,7 +211,7 @@ def main() -> None:
         for name, value in speed.items():
             limit = rate["bf16" if "bf16" in name else "fp32"]
             print(
-                f"  {name:<28} {value:>7,.0f} tokens/s {value * flops_per_token / 1e9:>6,.0f} GFLOP/s, "
+                f"  {name:<29} {value:>7,.0f} tokens/s {value * flops_per_token / 1e9:>6,.0f} GFLOP/s, "
                 f"{value * flops_per_token / limit:>4.0%} of its product rate; gptworks is {speed[OURS] / value:.2f} "
                 "times as fast",
                 flush=True,
