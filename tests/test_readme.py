@@ -99,7 +99,7 @@ def test_what_the_benchmarks_import_is_installed_by_make_bench() -> None:
     wanted = [*project["dependencies"], *(r for name in [*extras[1].split(","), "dev"]
                                          for r in project["optional-dependencies"][name])]  # fmt: skip
     installed = {re.split(r"[\[><=;~! ]", requirement)[0].replace("-", "_").lower() for requirement in wanted}
-    own = {path.stem for path in (ROOT / "bench").glob("*.py")} | {"gptworks", "llama_cpp"}  # llama.cpp is optional
+    own = {path.stem for path in (ROOT / "bench").glob("*.py")} | {"gptworks", "llama_cpp", "litgpt"}  # optional peers
     for path in sorted((ROOT / "bench").glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
@@ -132,6 +132,22 @@ def test_each_extra_that_an_error_names_exists_and_holds_the_package() -> None:
     for package, extra in named:
         assert extra in extras or not extra, extra
         assert not package or package in extras[extra], package
+
+
+def test_pictures_are_there_and_small_and_carry_no_script() -> None:
+    for folder, text in ((ROOT, README), (ROOT / "docs", GUIDE)):
+        for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)|<img src=\"([^\"]+)\"", text):
+            picture = folder / "".join(name)
+            assert 1_000 < picture.stat().st_size < 300_000, picture
+            assert picture.suffix != ".svg" or "<script" not in picture.read_text(encoding="utf-8")
+
+
+def test_the_recording_shows_commands_that_exist() -> None:
+    drawing = (ROOT / "docs" / "images" / "demo.svg").read_text(encoding="utf-8")
+    shown = [re.sub("<.*?>", "", line) for line in drawing.splitlines() if line.startswith("<text")]
+    for command in ("gptworks train demo", "gptworks generate runs/demo", "gptworks evaluate runs/demo --compressors"):
+        assert any(line.startswith(f"$ {command}") for line in shown), command
+        assert command.split()[1] in {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
 
 
 def test_the_first_recipe_of_the_guide_is_the_demo() -> None:
