@@ -54,10 +54,27 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         UserError: a missing file, broken YAML, an unknown key, a wrong type or settings that contradict one another.
     """
+    run_dir = Path(path) if Path(path).is_dir() else None
+    path, tree = read_recipe(path)
+    tree.setdefault("name", path.stem if path.stem != "recipe" else path.absolute().parent.name)
+    if run_dir is not None:
+        tree["run_dir"] = str(run_dir)  # a run folder may have been moved or copied
+    given = {override.partition("=")[0].strip(): override for override in overrides}
+    tree = apply_overrides(tree, overrides)
+    if run_dir is None:
+        return parse_recipe(tree, str(path), given)
+    return _with_tokenizer_at_hand(_parse_whole(tree, str(path), given), run_dir)
+
+
+def read_recipe(path: str | Path) -> tuple[Path, dict[str, Any]]:
+    """The file of a recipe, which may be a run folder's or a shipped one's, and what is written in it.
+
+    Raises:
+        UserError: a missing file, broken YAML, or no mapping of names.
+    """
     path = Path(path)
     if path.as_posix() in shipped_paths() and not path.exists():
         path = shipped_paths()[path.as_posix()]
-    run_dir = path if path.is_dir() else None
     path = path / "recipe.yaml" if path.is_dir() else path
     try:
         tree = read_yaml(path)
@@ -71,14 +88,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         )
     if strange := next((key for key in tree if not isinstance(key, str)), None):
         raise UserError(f"{path} has the key {strange!r}: keys are names, such as model.")
-    tree.setdefault("name", path.stem if path.stem != "recipe" else path.absolute().parent.name)
-    if run_dir is not None:
-        tree["run_dir"] = str(run_dir)  # a run folder may have been moved or copied
-    given = {override.partition("=")[0].strip(): override for override in overrides}
-    tree = apply_overrides(tree, overrides)
-    if run_dir is None:
-        return parse_recipe(tree, str(path), given)
-    return _with_tokenizer_at_hand(_parse_whole(tree, str(path), given), run_dir)
+    return path, tree
 
 
 def _no_such_recipe(path: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gptworks import __version__
-from gptworks.cli import compare, convert, evaluate, inspect, look, make, serve, use
+from gptworks.cli import compare, convert, draft, evaluate, inspect, look, make, serve, use
 from gptworks.cli.common import notice
 from gptworks.cli.help import Command, Group
 from gptworks.errors import RunError, UserError
@@ -25,8 +25,8 @@ app = typer.Typer(
 )
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Design": (look.presets, look.recipes, look.describe, look.plan, look.schema),
-    "Train": (make.prepare, inspect.inspect, make.train, make.launch, compare.sweep),
+    "Design": (look.presets, look.recipes, draft.init, look.describe, look.plan, look.schema),
+    "Train": (draft.tune, make.prepare, inspect.inspect, make.train, make.launch, compare.sweep),
     "Measure and compare": (evaluate.evaluate, compare.report, compare.compare),
     "Use": (use.generate, use.chat, serve.serve),
     "Convert": (convert.export, convert.quantize, convert.import_),

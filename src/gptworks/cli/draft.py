@@ -1,0 +1,94 @@
+"""Commands that write a recipe: init, tune."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gptworks.cli.common import AsJSON, notice, print_json
+from gptworks.errors import UserError
+from gptworks.units import readable
+
+Out = Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The recipe to write.")]
+
+
+def init(
+    texts: Annotated[
+        Path | None, typer.Argument(metavar="[TEXTS]", help="A folder of texts, programs or .jsonl files; or one file.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.1, max=100_000, help="How long training may take.")] = 10,
+    like: Annotated[
+        str | None, typer.Option(metavar="RECIPE", help="Take model and training from this recipe; alone: copy it.")
+    ] = None,
+    out: Out = Path("mine.yaml"),
+    as_json: AsJSON = False,
+) -> None:
+    """Write a recipe for a folder of texts.
+
+    It is sized for this machine, by a training step that is measured, and for the time there is.
+    """
+    from gptworks.draft.writing import check_new, write_new
+
+    check_new(out)
+    if texts is None:
+        if like is None:
+            raise UserError("give a folder of texts, or --like with a recipe to copy: `gptworks recipes` lists some.")
+        from gptworks.recipe import read_recipe
+
+        write_new(out, read_recipe(like)[0].read_text(encoding="utf-8"))
+        notice(f"wrote {out}, a copy of {like}")
+        return
+    from gptworks.describe.plan_tables import plan_json
+    from gptworks.draft.like import Like
+    from gptworks.draft.pretraining import Search
+    from gptworks.draft.texts import listed, look_at
+
+    found = look_at(texts)
+    search = Search(found, minutes, out, notice) if like is None else Like(like, found, minutes, out, notice)
+    drafted = search.run()
+    write_new(out, drafted.text())
+    notice(f"wrote {out}")
+    if as_json:
+        files = {"recipe": str(out), "read": dict(found.endings), "skipped": dict(found.skipped)}
+        print_json(files | {"minutes": drafted.minutes, "epochs": drafted.epochs, "plan": plan_json(drafted.plan)})
+        return
+    typer.echo(f"reads       {listed(found.endings)}: {readable(found.n_bytes, 'B')} of text")
+    if found.skipped:
+        typer.echo(f"skips       {listed(found.skipped)}")
+    for line in drafted.lines():
+        typer.echo(line)
+    typer.echo(f"next        gptworks train {out}")
+
+
+def tune(
+    base: Annotated[Path, typer.Argument(metavar="BASE", help="A run folder, or a Hugging Face folder to import.")],
+    data: Annotated[
+        Path, typer.Argument(metavar="DATA", help="Conversations or instructions: .jsonl, .json, .parquet.")
+    ],
+    out: Out = Path("tune.yaml"),
+    preference: Annotated[bool, typer.Option("--preference", help="The records are pairs of answers.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Write a recipe that fine-tunes a model.
+
+    Template, context, rates and epochs are chosen by the model and the data.
+    """
+    from gptworks.cli.make import prepare_with_progress
+    from gptworks.describe.plan_tables import plan_json
+    from gptworks.draft.finetuning import base_run, draft_tuning
+    from gptworks.draft.writing import check_new, write_new
+
+    check_new(out)
+    drafted = draft_tuning(base_run(base, notice), data, out, preference, prepare=prepare_with_progress)
+    write_new(out, drafted.text())
+    notice(f"wrote {out}")
+    if as_json:
+        findings = [{"name": one.name, "text": one.text} for one in drafted.findings]
+        figures = {"recipe": str(out), "findings": findings, "minutes": drafted.minutes}
+        print_json(figures | {"plan": plan_json(drafted.plan)})
+        return
+    for line in (*drafted.data_lines, *drafted.lines()):
+        typer.echo(line)
+    for finding in drafted.findings:
+        typer.echo(f"stops training: {finding.name}: {finding.text}")
+    typer.echo(f"next        gptworks {'inspect' if drafted.findings else 'train'} {out}")

@@ -1,0 +1,261 @@
+"""A recipe that tunes a run on conversations or on pairs of answers, sized by them and by a measured step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gptworks.chat_template import TEMPLATE_FILE
+from gptworks.config import Recipe
+from gptworks.data.conversations.findings import Finding
+from gptworks.data.conversations.inspection import inspect_records
+from gptworks.data.conversations.packing import Examples
+from gptworks.data.prepare import Prepared, prepare
+from gptworks.data.shards import TokenShards
+from gptworks.device import choose_device
+from gptworks.draft.writing import Row, written
+from gptworks.errors import UserError
+from gptworks.interop.imported import run_name
+from gptworks.plan.devices import Device
+from gptworks.plan.fit import divisors
+from gptworks.plan.run import Measured, Plan
+from gptworks.plan.run import plan as plan_recipe
+from gptworks.recipe import load_recipe, parse_recipe, with_vocab_size
+from gptworks.tokenizer import load_tokenizer, special_tokens
+from gptworks.train.objectives.choose import choose_objective
+from gptworks.train.rehearsal.measure import measure_step
+from gptworks.train.rehearsal.preflight import this_device
+from gptworks.train.start import check_start
+from gptworks.units import readable
+
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+
+RATE, RATE_WIDTH = 1e-4, 768
+"""AdamW's rate at a width; in inverse proportion at others (Yang et al., 2022)."""
+
+LORA_RANK, LORA_TIMES = 8, 10
+"""An adapter's rate is about ten times that of all weights (Schulman et al., 2025)."""
+
+PREFERENCE_SHARE = 0.2
+"""Of the rate, on pairs of answers: a policy that moves fast forgets its language."""
+
+HIGHEST_RATE = 1e-3
+STEPS_AN_EPOCH, LARGEST_BATCH = 30, 32
+LEAST_CONTEXT = 64
+EPOCHS = ((10_000, 1), (1_000, 2), (0, 3))
+"""From so many examples on."""
+
+TRAINING_SHARE = 0.9
+"""Of the time; the rest is for evaluations and checkpoints."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A recipe, what its data is like, and what to expect of it."""
+
+    sections: dict[str, list[Row]]
+    plan: Plan
+    """With the measured step."""
+    data_lines: list[str]
+    findings: list[Finding]
+    """Faults of the data, at which training stops."""
+
+    @property
+    def minutes(self) -> float:
+        """That the run takes, evaluations included."""
+        assert self.plan.seconds is not None
+        return self.plan.seconds / TRAINING_SHARE / 60
+
+    def lines(self) -> list[str]:
+        """What to expect."""
+        plan, rate = self.plan, self.plan.tokens_per_second
+        trained = plan.trained.parameters
+        peak, free = (readable(n_bytes, "B") for n_bytes in (plan.peak.total_bytes, plan.device.memory_bytes))
+        return [
+            f"trains      {trained:,} parameters, {'all' if plan.setting.trained is None else 'beside those'} of "
+            f"{plan.recipe.initialize_from}",
+            f"steps       {plan.steps:,} of {plan.train.batch_size} × {plan.setting.model.context_length} tokens: "
+            f"{plan.train.epochs:g} epochs",
+            f"time        about {self.minutes:.2g} minutes: {rate:,.0f} tokens/s measured, and a tenth for evaluations",
+            f"memory      {peak} at the peak, of {free} free",
+        ]
+
+    def text(self) -> str:
+        """The recipe's file."""
+        return written([f"Drafted by `gptworks tune` on {self.plan.device.name}.", "", *self.lines()], self.sections)
+
+
+def base_run(base: Path, report: Callable[[str], None]) -> Path:
+    """The run to start from; a Hugging Face folder is imported first, into runs/.
+
+    Raises:
+        UserError: it is neither, or the folder cannot be imported.
+    """
+    if (base / "recipe.yaml").exists():
+        return base
+    if not (base / "config.json").exists():
+        raise UserError(
+            f"{base} is no run folder and no Hugging Face folder: it has no recipe.yaml and no config.json."
+        )
+    run = Path("runs") / run_name(base)
+    if not run.exists():
+        from gptworks.interop.huggingface import import_huggingface
+
+        run.parent.mkdir(exist_ok=True)
+        import_huggingface(base, run, report=report)
+        report(f"imported {base} as {run}")
+    return run
+
+
+def draft_tuning(
+    run: Path,
+    data: Path,
+    out: Path,
+    preference: bool = False,
+    *,
+    prepare: Callable[[Recipe], Prepared] = prepare,
+    measure: Callable[..., Measured] | None = None,
+) -> Tuning:
+    """The recipe that tunes a run on a file of conversations, or of pairs of answers.
+
+    Args:
+        out: the file that it is for, whose name it gets.
+        prepare: turns the data into tokens, as `gptworks.data.prepare.prepare`.
+        measure: takes a training step. None: `measure_step`.
+
+    Raises:
+        UserError: the data cannot be read, or nothing that trains the model fits in memory.
+    """
+    draft = _Draft(run, data, out, preference)
+    check_start(draft.recipe())
+    prepared = prepare(draft.recipe())
+    draft.fit_to(prepared)
+    device = choose_device()
+    plan = draft.planned(prepared, this_device(device))
+    if not plan.fits:
+        draft.lora = True
+        plan = draft.planned(prepared, this_device(device))
+    if not plan.fits:
+        raise UserError(
+            f"{run}: not even an adapter fits in memory: {readable(plan.peak.total_bytes, 'B')} at the peak, and "
+            f"{readable(plan.device.memory_bytes, 'B')} are free. Take a smaller model."
+        )
+    recipe, setting = plan.recipe, plan.setting
+    part = (recipe.adapter, recipe.freeze, recipe.objective, setting.several_texts)
+    measured = (measure or measure_step)(setting.model, plan.one_step, device.type, setting.precision, *part)
+    inspection = inspect_records(recipe, prepared)
+    return Tuning(draft.sections(), replace(plan, measured=measured), inspection.lines(), inspection.findings)
+
+
+class _Draft:
+    """The settings that are chosen, one after the other."""
+
+    def __init__(self, run: Path, data: Path, out: Path, preference: bool) -> None:
+        self.run, self.data, self.out, self.preference = run, data, out, preference
+        self.base = load_recipe(run).model
+        self.template = _template(run)
+        self.context, self.vocab_size = self.base.context_length, 0
+        self.batch, self.micro, self.epochs, self.steps = 1, 1, 1, 1
+        self.lora = False
+
+    def fit_to(self, prepared: Prepared) -> None:
+        """Choose the context, the batch and the epochs by the examples."""
+        shards = TokenShards(prepared.folder, "train")
+        lengths = Examples(shards, self.context, packing=False).n_tokens
+        wanted = int(np.quantile(lengths, 0.99)) - 1
+        self.context = min(self.context, max(LEAST_CONTEXT, -(-wanted // LEAST_CONTEXT) * LEAST_CONTEXT))
+        if "added_tokens" in self.template and self.base.vocab_size >= prepared.manifest.vocab_size:
+            self.vocab_size = self.base.vocab_size  # rows to spare
+        rows = choose_objective(self.recipe(prepared), prepared.folder).samples_per_epoch
+        n_examples = len(lengths) // (2 if self.preference else 1)
+        self.epochs = 1 if self.preference else next(n for least, n in EPOCHS if n_examples >= least)
+        while self.batch < LARGEST_BATCH and rows >= 2 * self.batch * STEPS_AN_EPOCH:
+            self.batch *= 2
+        self.micro, self.steps = self.batch, max(1, round(self.epochs * rows / self.batch))
+
+    def planned(self, prepared: Prepared, device: Device) -> Plan:
+        """The plan, in micro-batches that fit if any do."""
+        for micro in divisors(self.batch):
+            self.micro = micro
+            recipe = self.recipe(prepared)
+            samples = choose_objective(recipe, prepared.folder).samples_per_epoch
+            n_tokens = prepared.manifest.splits["train"].tokens
+            plan = plan_recipe(recipe, n_tokens, samples_per_epoch=samples, device=device)
+            if plan.fits:
+                break
+        return plan
+
+    def recipe(self, prepared: Prepared | None = None) -> Recipe:
+        """The recipe as it is now; with the vocabulary, where its data is prepared."""
+        tree: dict[str, Any] = {name: {key: value for key, value, _ in rows} for name, rows in self.sections().items()}
+        recipe = parse_recipe({"name": self.out.stem, **tree.pop(""), **tree}, str(self.out))
+        return recipe if prepared is None else with_vocab_size(recipe, prepared.manifest.vocab_size)
+
+    def sections(self) -> dict[str, list[Row]]:
+        """The settings with their reasons."""
+        model: list[Row] = []
+        if self.context != self.base.context_length:
+            model.append(("context_length", self.context, "99 of 100 examples are no longer"))
+        if self.vocab_size:
+            model.append(("vocab_size", self.vocab_size, "as the base has it, with rows to spare"))
+        objective: list[Row] = [("type", "instruction", "loss on the answers alone")]
+        if self.preference:
+            objective = [
+                ("type", "preference", "raises the chosen answer over the rejected one (Rafailov et al., 2023)"),
+                ("beta", 0.1, "limits the drift from the base"),
+            ]
+        adapter: list[Row] = [
+            ("rank", LORA_RANK, "all weights do not fit in memory (LoRA, Hu et al., 2021)"),
+            *([("embeddings", True, "the new tokens must be learned")] if "added_tokens" in self.template else []),
+        ]
+        source = {"type": "preferences" if self.preference else "conversations", "path": str(self.data)}
+        sections: dict[str, list[Row]] = {
+            "": [("initialize_from", str(self.run), "its weights, model and tokenizer")],
+            "model": model,
+            "objective": objective,
+            "tokenizer": [(key, value, _TEMPLATE_REASONS[key]) for key, value in self.template.items()],
+            "data": [("sources", [source], ""), ("validation", {"fraction": 0.05}, "")],
+            "adapter": adapter if self.lora else [],
+            "train": self._train(),
+        }
+        return {name: rows for name, rows in sections.items() if rows}
+
+    def _train(self) -> list[Row]:
+        rate = RATE * RATE_WIDTH / self.base.d_model
+        why = f"{RATE:g} at width {RATE_WIDTH}, in inverse proportion at others (Yang et al., 2022)"
+        if self.lora:
+            rate, why = LORA_TIMES * rate, f"{why}; {LORA_TIMES} times that for an adapter"
+        if self.preference:
+            rate, why = PREFERENCE_SHARE * rate, f"{why}; a fifth on pairs"
+        rows: list[Row] = [
+            ("epochs", self.epochs, ""),
+            ("batch_size", self.batch, f"at least {STEPS_AN_EPOCH} steps an epoch, where the data is enough"),
+            *([("micro_batch_size", self.micro, "as many at a time as fit")] if self.micro != self.batch else []),
+            ("learning_rate", float(f"{min(rate, HIGHEST_RATE):.1g}"), why),
+            ("weight_decay", 0.0, ""),
+            ("warmup_steps", self.steps // 20, ""),
+            ("evaluate_every", max(1, self.steps // 6), ""),
+            ("evaluate_sequences", 64, ""),
+            ("checkpoint_every", max(1, self.steps // 3), ""),
+        ]
+        return rows
+
+
+_TEMPLATE_REASONS = {
+    "chat_template": "the base has none of its own",
+    "added_tokens": "the base has no token that ends a text",
+}
+
+
+def _template(run: Path) -> dict[str, Any]:
+    """What the tokenizer section says of the chat template: nothing where the base has its own."""
+    if (run / "tokenizer" / TEMPLATE_FILE).exists():
+        return {}
+    tokenizer = load_tokenizer(run / "tokenizer")
+    if all(tokenizer.token_to_id(token) is not None for token in CHATML_TOKENS):
+        return {"chat_template": "chatml"}
+    if special_tokens(tokenizer).eos is None:
+        return {"chat_template": "chatml", "added_tokens": list(CHATML_TOKENS)}
+    return {"chat_template": "alpaca"}

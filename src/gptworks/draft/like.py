@@ -1,0 +1,62 @@
+"""A recipe for a folder of texts with another recipe's model and training, as long as the time allows."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gptworks.draft.pretraining import FIRST_SHAPE, Candidate, Measure, Search, Shape
+from gptworks.draft.texts import Texts
+from gptworks.draft.writing import Row
+from gptworks.errors import UserError
+from gptworks.recipe import load_recipe, read_recipe
+
+LENGTHS = ("max_steps", "epochs", "max_minutes")
+
+
+class Like(Search):
+    """Measures a step of the other recipe, and sets the length alone."""
+
+    def __init__(
+        self,
+        like: str | Path,
+        texts: Texts,
+        minutes: float,
+        out: Path,
+        report: Callable[[str], None] = lambda _: None,
+        measure: Measure | None = None,
+    ) -> None:
+        """
+        Raises:
+            UserError: the other recipe is none that trains on text from the beginning.
+        """
+        super().__init__(texts, minutes, out, report, measure)
+        self.recipe, (_, self.tree) = load_recipe(like), read_recipe(like)
+        if self.recipe.data.records or self.recipe.initialize_from:
+            raise UserError(f"--like {like}: it fine-tunes a model. Take a recipe that trains one on text.")
+        self.vocabulary = self.bytes_per_token(self.recipe.tokenizer)
+
+    def _best(self) -> Shape:
+        return FIRST_SHAPE
+
+    def _step_tokens(self, candidate: Candidate) -> int:
+        return candidate.plan.tokens_per_step
+
+    def _candidate(
+        self, shape: Shape, step_tokens: int = 0, steps: int = 10**6, rate: float | None = None
+    ) -> Candidate:
+        vocab_size, bytes_per_token = self.vocabulary
+        n_train_tokens = self.n_train_tokens(bytes_per_token)
+        why = self.length_reason(steps * step_tokens, n_train_tokens, rate)
+        train = {key: value for key, value in self.tree["train"].items() if key not in LENGTHS}
+        if self.recipe.train.warmup_steps >= steps:
+            train["warmup_steps"] = steps // 20
+        data: dict[str, Any] = self.tree["data"] | {"sources": self.texts.sources}
+        own = {"model", "tokenizer", "data", "train", "name", "run_dir"}
+        sections: dict[str, list[Row]] = {
+            "": [(key, value, "") for key, value in self.tree.items() if key not in own],
+            "model": [(key, value, "") for key, value in self.tree["model"].items()],
+            "tokenizer": [(key, value, "") for key, value in self.tree["tokenizer"].items()],
+            "data": [(key, value, "") for key, value in data.items()],
+            "train": [("max_steps", steps, why), *((key, value, "") for key, value in train.items())],
+        }
+        return self.planned({name: rows for name, rows in sections.items() if rows}, n_train_tokens, vocab_size)

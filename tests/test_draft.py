@@ -1,0 +1,177 @@
+"""Recipes that are drafted for texts and a machine: they load, fit, and take the time that was asked for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from gptworks.cli import app
+from gptworks.draft import like, pretraining
+from gptworks.draft.pretraining import MOST_EPOCHS, TOKENS_PER_PARAMETER, TRAINING_SHARE, Draft, Search
+from gptworks.draft.texts import Texts, look_at
+from gptworks.errors import UserError
+from gptworks.plan.params import count_parameters
+from gptworks.plan.run import Measured
+from gptworks.recipe import load_recipe
+from gptworks.recipes import shipped_paths
+
+WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in ("n", "l", "r", "st", "")]
+
+
+def prose(n_bytes: int, seed: int = 1) -> str:
+    """Sentences of invented words, which do not repeat themselves."""
+    text, state = [], seed
+    while sum(map(len, text)) < n_bytes:
+        words = []
+        for _ in range(9):
+            state = (state * 1_103_515_245 + 12_345) % 2**31
+            words.append(WORDS[state // 65_536 % len(WORDS)])
+        text.append(" ".join(words) + ".\n")
+    return "".join(text)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
+    folder = tmp_path_factory.mktemp("texts")
+    for n in range(3):
+        (folder / f"{n}.txt").write_text(prose(100_000, n + 1), encoding="utf-8")
+    return look_at(folder)
+
+
+def machine(flops_per_second: float) -> Any:
+    """Measures a step as a machine of this speed would."""
+
+    def measure(model: Any, train: Any, device: str, precision: str) -> Measured:
+        return Measured(0, 0, flops_per_second / (6 * count_parameters(model).total))
+
+    return measure
+
+
+def drafted(texts: Texts, minutes: float, flops_per_second: float, out: Path = Path("mine.yaml")) -> Draft:
+    return Search(texts, minutes, out, measure=machine(flops_per_second)).run()
+
+
+def test_a_draft_is_an_ordinary_recipe_that_fits_and_takes_the_time_that_its_measured_step_says(
+    texts: Texts, tmp_path: Path
+) -> None:
+    draft = drafted(texts, 2, 2e9)
+    (tmp_path / "mine.yaml").write_text(draft.text(), encoding="utf-8")
+    recipe = load_recipe(tmp_path / "mine.yaml")
+    assert recipe == draft.plan.recipe
+    assert draft.plan.fits
+    assert draft.plan.measured is not None
+    seconds = recipe.train.max_steps * draft.plan.tokens_per_step / draft.plan.measured.tokens_per_second
+    assert seconds == pytest.approx(120 * TRAINING_SHARE, rel=0.05)
+    assert draft.minutes == pytest.approx(2, rel=0.05)
+    assert recipe.train.warmup_steps and recipe.train.evaluate_every < recipe.train.max_steps
+    for line in draft.lines():
+        assert f"# {line}" in draft.text()
+    comments = [line for line in draft.text().splitlines() if " # " in line]
+    assert len(comments) > 12, "each choice has its reason"
+
+
+def test_more_speed_and_time_make_a_larger_model_and_little_text_bounds_it(texts: Texts) -> None:
+    sizes = []
+    for flops_per_second in (1e8, 1e10, 1e14):
+        draft = drafted(texts, 1, flops_per_second)
+        tokens, parameters = draft.plan.tokens or 0, draft.plan.parameters.total
+        assert draft.epochs <= MOST_EPOCHS
+        assert tokens >= 0.99 * TOKENS_PER_PARAMETER * parameters or draft.plan.recipe.model.d_model == 64
+        sizes.append(parameters)
+        assert f"{tokens / parameters:.2g} tokens of training for each of {parameters:,}" in draft.text()
+    assert sizes[0] <= sizes[1] <= sizes[2]
+    assert draft.epochs == pytest.approx(MOST_EPOCHS, rel=0.05)
+    assert draft.minutes < 1
+    assert "epochs; reading a text more often teaches little" in draft.text()
+
+
+def test_its_tokens_are_about_those_of_the_text(texts: Texts, tmp_path: Path) -> None:
+    from gptworks.data.prepare import prepare
+
+    draft = drafted(texts, 1, 1e9)
+    recipe = draft.plan.recipe
+    data = recipe.data.model_copy(update={"cache_dir": tmp_path / "data"})
+    prepared = prepare(recipe.model_copy(update={"data": data}))
+    assert draft.plan.n_train_tokens == pytest.approx(prepared.manifest.splits["train"].tokens, rel=0.03)
+
+
+def test_what_a_folder_holds(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.txt").write_text(prose(40_000), encoding="utf-8")
+    (tmp_path / "deep" / "b.PY").write_text("x = 1\n" * 1000, encoding="utf-8")
+    (tmp_path / "c.pdf").write_bytes(b"%PDF\0\1")
+    (tmp_path / "README").write_text("no ending", encoding="utf-8")
+    (tmp_path / "d.jsonl").write_text(json.dumps({"id": 1, "text": "a record"}) + "\n", encoding="utf-8")
+    found = look_at(tmp_path)
+    assert found.endings == {".txt": 1, ".PY": 1, ".jsonl": 1}
+    assert found.skipped == {".pdf": 1, "": 1}
+    assert [source["type"] for source in found.sources] == ["text", "jsonl"]
+    assert found.sources[0]["extensions"] == [".PY", ".txt"]
+    assert found.sources[1]["field"] == "text"
+    assert "a record" in found.sample
+    (tmp_path / "bad.txt").write_bytes("Grüße".encode("latin-1"))
+    with pytest.raises(UserError, match=r"bad\.txt: 1 of 2 files \.txt are not UTF-8"):
+        look_at(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "no files"),
+        ({"a.pdf": b"%PDF"}, r"holds no text that can be read: it has 1 \.pdf"),
+        ({"a.txt": b"short"}, "a model needs 32,768"),
+        ({"a.jsonl": b'{"messages": []}\n'}, "gptworks tune"),
+    ],
+)
+def test_a_folder_without_enough_text_says_what_it_has(files: dict[str, bytes], words: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        look_at(tmp_path)
+
+
+def test_a_sample_of_much_text_is_from_all_over_it(tmp_path: Path) -> None:
+    lines = "".join(f"line {n} of many\n" for n in range(400_000))
+    (tmp_path / "long.txt").write_text(lines, encoding="utf-8")
+    sample = look_at(tmp_path).sample
+    assert sum(map(len, sample)) < 2.2e6
+    numbers = [int(part.split()[1]) for part in sample]
+    assert numbers == sorted(numbers) and numbers[0] == 0 and numbers[-1] > 380_000
+
+
+def init(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["init", *map(str, arguments)])
+
+
+def test_the_command_writes_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.txt").write_text(prose(100_000), encoding="utf-8")
+    monkeypatch.setattr(pretraining, "measure_step", machine(1e9))
+    result = init("mine.txt", "--minutes", 1)
+    assert result.exit_code == 0, result.output
+    assert "gptworks train mine.yaml" in result.stdout
+    assert load_recipe("mine.yaml").run_dir == Path("runs/mine")
+    before = Path("mine.yaml").read_bytes()
+    again = init("mine.txt")
+    assert "mine.yaml exists" in str(again.exception)
+    assert Path("mine.yaml").read_bytes() == before
+    assert "--like" in str(init("-o", "other.yaml").exception)
+
+
+def test_like_copies_a_shipped_recipe_or_takes_its_model_for_other_texts(
+    texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert init("--like", "demo").exit_code == 0
+    assert Path("mine.yaml").read_bytes() == shipped_paths()["demo"].read_bytes()
+    demo = load_recipe("demo")
+    draft = like.Like("demo", texts, 1, Path("like.yaml"), measure=machine(1e11)).run()
+    Path("like.yaml").write_text(draft.text(), encoding="utf-8")
+    recipe = load_recipe("like.yaml")
+    assert recipe.model == demo.model
+    length = {"max_steps": demo.train.max_steps}
+    assert recipe.train.model_copy(update=length) == demo.train
+    assert recipe.data.sources[0].path == texts.sources[0]["path"]  # type: ignore[union-attr]
+    assert draft.epochs <= MOST_EPOCHS

@@ -1,0 +1,97 @@
+"""Recipes that are drafted for fine-tuning a run on a file of examples."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import chats
+from gptworks.cli import app
+from gptworks.draft import finetuning
+from gptworks.draft.finetuning import Tuning, base_run, draft_tuning
+from gptworks.errors import UserError
+from gptworks.plan.run import Measured
+from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.train.loop import train
+
+CONTEXT = 256
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base run, instructions and pairs."""
+    folder = tmp_path_factory.mktemp("base")
+    tree = chats.base_tree(folder, max_steps=1)
+    tree["model"]["context_length"] = CONTEXT
+    train(parse_recipe(tree))
+    chats.write_jsonl(folder / "chats.jsonl", chats.records(90))
+    pairs = [{"prompt": f"what of {n}?", "chosen": f"it is {n}.", "rejected": f"it was {n + 1}!"} for n in range(90)]
+    chats.write_jsonl(folder / "pairs.jsonl", pairs)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(finetuning, "measure_step", lambda *_: Measured(0, 0, 1000.0))
+
+
+def drafted(folder: Path, data: str = "chats.jsonl", out: str = "tune.yaml", **options: Any) -> Tuning:
+    tuning = draft_tuning(folder / "base", folder / data, Path(out), **options)
+    Path(out).write_text(tuning.text(), encoding="utf-8")
+    return tuning
+
+
+def test_a_draft_takes_all_from_the_base_but_what_the_examples_decide(folder: Path) -> None:
+    tuning = drafted(folder)
+    recipe, base = load_recipe("tune.yaml"), load_recipe(folder / "base")
+    assert recipe.model.model_copy(update={"context_length": CONTEXT}) == base.model
+    assert 64 <= recipe.model.context_length < CONTEXT and recipe.model.context_length % 64 == 0
+    assert recipe.tokenizer.chat_template == "alpaca", "the base has no template, and a token that ends a text"
+    assert recipe.adapter is None and recipe.train.epochs == 3
+    assert not tuning.findings and tuning.plan.fits
+    seconds = tuning.plan.steps * tuning.plan.tokens_per_step / 1000
+    assert tuning.minutes == pytest.approx(seconds / finetuning.TRAINING_SHARE / 60)
+    outcome = train(load_recipe("tune.yaml"))
+    assert outcome.step == tuning.plan.steps
+    of_its_own = draft_tuning(Path("runs/tune"), folder / "chats.jsonl", Path("again.yaml"))
+    assert "chat_template" not in of_its_own.text(), "the base has one now"
+
+
+def test_what_does_not_fit_becomes_an_adapter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = finetuning._Draft.planned
+
+    def on_a_small_machine(draft: Any, prepared: Any, device: Any) -> Any:
+        return planned(draft, prepared, device if draft.lora else replace(device, memory_bytes=2**10))
+
+    monkeypatch.setattr(finetuning._Draft, "planned", on_a_small_machine)
+    drafted(folder)
+    recipe = load_recipe("tune.yaml")
+    assert recipe.adapter is not None
+    assert recipe.train.learning_rate == finetuning.HIGHEST_RATE, "ten times that of all weights, within bounds"
+
+
+def test_pairs_of_answers_are_learned_by_preference_from_a_lower_rate(folder: Path) -> None:
+    drafted(folder)
+    drafted(folder, "pairs.jsonl", "prefer.yaml", preference=True)
+    instruction, preference = load_recipe("tune.yaml"), load_recipe("prefer.yaml")
+    assert preference.objective.type == "preference"
+    assert preference.train.learning_rate < instruction.train.learning_rate
+
+
+def test_faults_of_the_data_are_shown_and_nothing_is_overwritten(folder: Path) -> None:
+    rows = [{"instruction": f"what of {n}?", "output": "always this."} for n in range(90)]
+    chats.write_jsonl(Path("dull.jsonl"), rows)
+    result = CliRunner().invoke(app, ["tune", str(folder / "base"), "dull.jsonl"])
+    assert result.exit_code == 0, result.output
+    assert "stops training: one-answer" in result.stdout
+    assert "gptworks inspect tune.yaml" in result.stdout
+    again = CliRunner().invoke(app, ["tune", str(folder / "base"), "dull.jsonl"])
+    assert "tune.yaml exists" in str(again.exception)
+
+
+def test_what_is_neither_a_run_nor_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run folder and no Hugging Face folder"):
+        base_run(tmp_path, print)
