@@ -166,12 +166,12 @@ def test_like_copies_a_shipped_recipe_or_takes_its_model_for_other_texts(
     monkeypatch.chdir(tmp_path)
     assert init("--like", "demo").exit_code == 0
     assert Path("mine.yaml").read_bytes() == shipped_paths()["demo"].read_bytes()
-    demo = load_recipe("demo")
-    draft = like.Like("demo", texts, 1, Path("like.yaml"), measure=machine(1e11)).run()
+    other = load_recipe("gpt2-from-scratch/tiny")
+    draft = like.Like("gpt2-from-scratch/tiny", texts, 1, Path("like.yaml"), measure=machine(1e11)).run()
     Path("like.yaml").write_text(draft.text(), encoding="utf-8")
     recipe = load_recipe("like.yaml")
-    assert recipe.model == demo.model
-    length = {"max_steps": demo.train.max_steps}
-    assert recipe.train.model_copy(update=length) == demo.train
+    assert recipe.model == other.model
+    kept = {name: getattr(other.train, name) for name in ("max_steps", "warmup_steps")}
+    assert recipe.train.model_copy(update=kept) == other.train
     assert recipe.data.sources[0].path == texts.sources[0]["path"]  # type: ignore[union-attr]
     assert draft.epochs <= MOST_EPOCHS

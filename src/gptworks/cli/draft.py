@@ -5,18 +5,22 @@ from typing import Annotated
 
 import typer
 
-from gptworks.cli.common import AsJSON, notice, print_json
+from gptworks.cli.common import AsJSON, notice, print_json, refuse_unused
 from gptworks.errors import UserError
 from gptworks.units import readable
 
 Out = Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The recipe to write.")]
 
+MINUTES = 10
+
 
 def init(
     texts: Annotated[
-        Path | None, typer.Argument(metavar="[TEXTS]", help="A folder of texts, programs or .jsonl files; or one file.")
+        Path | None, typer.Argument(metavar="TEXTS", help="A folder of texts, programs or .jsonl files; or one file.")
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.1, max=100_000, help="How long training may take.")] = 10,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.1, max=100_000, help=f"How long training may take. Default: {MINUTES}.")
+    ] = None,
     like: Annotated[
         str | None, typer.Option(metavar="RECIPE", help="Take model and training from this recipe; alone: copy it.")
     ] = None,
@@ -35,6 +39,7 @@ def init(
             raise UserError("give a folder of texts, or --like with a recipe to copy: `gptworks recipes` lists some.")
         from gptworks.recipe import read_recipe
 
+        refuse_unused("does nothing without TEXTS", minutes=minutes, json=as_json)
         write_new(out, read_recipe(like)[0].read_text(encoding="utf-8"))
         notice(f"wrote {out}, a copy of {like}")
         return
@@ -43,7 +48,7 @@ def init(
     from gptworks.draft.pretraining import Search
     from gptworks.draft.texts import listed, look_at
 
-    found = look_at(texts)
+    found, minutes = look_at(texts), minutes or MINUTES
     search = Search(found, minutes, out, notice) if like is None else Like(like, found, minutes, out, notice)
     drafted = search.run()
     write_new(out, drafted.text())
