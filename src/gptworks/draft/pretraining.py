@@ -31,7 +31,8 @@ FIRST_SHAPE = (256, 4)
 """What is measured first."""
 
 TOKENS_PER_PARAMETER = 1.5
-"""Of training, at least. Runs of minutes do best with fewer than the 20 of Hoffmann et al. (2022): docs/decisions.md."""
+"""Of training, at least. Runs of minutes do best with fewer than the 20 of Hoffmann et al. (2022); the figures are in
+docs/decisions.md."""
 
 MOST_EPOCHS = 4
 """Up to 4 epochs, text that is read again teaches almost as much as new text (Muennighoff et al., 2023)."""
