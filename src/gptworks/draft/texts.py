@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from gptworks.data.sources import read_jsonl, whole_text
+from gptworks.data.sources.records import read_jsonl, whole_text
 from gptworks.errors import UserError
 
 PROSE = (".txt", ".md", ".text", ".rst", ".tex", ".org", ".adoc")
