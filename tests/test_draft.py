@@ -16,6 +16,7 @@ from gptworks.plan.params import count_parameters
 from gptworks.plan.run import Measured
 from gptworks.recipe import load_recipe
 from gptworks.recipes import shipped_paths
+from gptworks.train.rehearsal.trace import Rehearsal
 
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in ("n", "l", "r", "st", "")]
 
@@ -43,8 +44,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
 def machine(flops_per_second: float) -> Any:
     """Measures a step as a machine of this speed would."""
 
-    def measure(model: Any, train: Any, device: str, precision: str) -> Measured:
-        return Measured(0, 0, flops_per_second / (6 * count_parameters(model).total))
+    def measure(step: Rehearsal) -> Measured:
+        return Measured(0, 0, flops_per_second / (6 * count_parameters(step.model).total))
 
     return measure
 

@@ -27,6 +27,7 @@ from gptworks.tokenizer import load_tokenizer, special_tokens
 from gptworks.train.objectives.choose import choose_objective
 from gptworks.train.rehearsal.measure import measure_step
 from gptworks.train.rehearsal.preflight import this_device
+from gptworks.train.rehearsal.trace import Rehearsal
 from gptworks.train.start import check_start
 from gptworks.units import readable
 
@@ -116,7 +117,7 @@ def draft_tuning(
     preference: bool = False,
     *,
     prepare: Callable[[Recipe], Prepared] = prepare,
-    measure: Callable[..., Measured] | None = None,
+    measure: Callable[[Rehearsal], Measured] | None = None,
 ) -> Tuning:
     """The recipe that tunes a run on a file of conversations, or of pairs of answers.
 
@@ -143,10 +144,12 @@ def draft_tuning(
             f"{readable(plan.device.memory_bytes, 'B')} are free. Take a smaller model."
         )
     recipe, setting = plan.recipe, plan.setting
-    part = (recipe.adapter, recipe.freeze, recipe.objective, setting.several_texts)
-    measured = (measure or measure_step)(setting.model, plan.one_step, device.type, setting.precision, *part)
-    inspection = inspect_records(recipe, prepared)
-    return Tuning(draft.sections(), replace(plan, measured=measured), inspection.lines(), inspection.findings)
+    step = Rehearsal(
+        setting.model, plan.one_step, device.type, setting.precision, recipe.adapter, recipe.freeze, recipe.objective,
+        setting.several_texts,
+    )  # fmt: skip
+    plan, inspection = replace(plan, measured=(measure or measure_step)(step)), inspect_records(recipe, prepared)
+    return Tuning(draft.sections(), plan, inspection.lines(), inspection.findings)
 
 
 class _Draft:

@@ -19,6 +19,7 @@ from gptworks.recipe import parse_recipe, with_vocab_size
 from gptworks.tokenizer import encode_text, train_tokenizer, vocabulary_size
 from gptworks.train.rehearsal.measure import measure_step
 from gptworks.train.rehearsal.preflight import this_device
+from gptworks.train.rehearsal.trace import Rehearsal
 from gptworks.units import readable
 
 SHAPES = (
@@ -62,7 +63,7 @@ MOST_MEASURED = 4
 N_EVALUATIONS, N_SAMPLES = 8, 4
 
 Shape = tuple[int, int]
-Measure = Callable[..., Measured]
+Measure = Callable[[Rehearsal], Measured]
 
 
 @dataclass(frozen=True)
@@ -228,8 +229,8 @@ class Search:
                 f"{plan.device.memory_bytes / 1e6:,.0f} MB are free on {plan.device.name}: end other programs."
             )
         self.report(f"measuring a step of {plan.parameters.total:,} parameters")
-        measured = self.measure(plan.recipe.model, plan.one_step, self.device.type, plan.setting.precision)
-        return replace(candidate, plan=replace(plan, measured=measured))
+        step = Rehearsal(plan.recipe.model, plan.one_step, self.device.type, plan.setting.precision)
+        return replace(candidate, plan=replace(plan, measured=self.measure(step)))
 
     # ------------------------------------------------------------------------------------------- settings
 
