@@ -186,7 +186,7 @@ def test_a_folder_of_transformers_is_read_exactly_and_comes_back_bit_for_bit(nam
     written, before = (load_file(tmp_path / folder / "model.safetensors") for folder in ("back", "theirs"))
     assert written.keys() == before.keys()
     assert all(torch.equal(written[key], before[key]) for key in before)
-    import_huggingface(tmp_path / "back", tmp_path / "again")
+    import_huggingface(tmp_path / "back", tmp_path / "again", verify=False)  # what it computes is compared below
     again = load_run(tmp_path / "again").model
     assert again.config.model_copy(update={"init": ours.config.init}) == ours.config
     assert torch.equal(again(tokens), ours(tokens))

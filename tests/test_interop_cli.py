@@ -47,19 +47,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "writing a Qwen3ForCausalLM of 34,368 parameters",
         "comparing it with the run in transformers",
     ], "nothing of transformers on the terminal"
-    imported = tiny.gptworks("import", folder / "hf", folder / "back", new=True)
-    assert imported.returncode == 0, imported.stderr
-    made, equal = imported.stdout.splitlines()
+    made, equal = gptworks("import", folder / "hf", folder / "back").splitlines()
     assert made == f"made {folder / 'back'} of a Qwen3ForCausalLM: 34,368 parameters"
     assert equal.startswith("equal in transformers: logits within ")
     return folder
 
 
 def test_what_is_not_there_and_what_is_no_adapter_are_told_apart(folder: Path, tmp_path: Path) -> None:
-    missing = tiny.gptworks("import", tmp_path / "missing", tmp_path / "made", "--base", folder / "run")
-    assert missing.returncode == 2 and "missing: no such folder" in missing.stderr
-    plain = tiny.gptworks("import", folder / "hf", tmp_path / "made", "--base", folder / "run")
-    assert plain.returncode == 2 and "hf is no adapter: drop --base" in plain.stderr
+    with pytest.raises(UserError, match="missing: no such folder"):
+        gptworks("import", tmp_path / "missing", tmp_path / "made", "--base", folder / "run")
+    with pytest.raises(UserError, match="hf is no adapter: drop --base"):
+        gptworks("import", folder / "hf", tmp_path / "made", "--base", folder / "run")
     assert not (tmp_path / "made").exists()
 
 

@@ -3,6 +3,8 @@
 import json
 import shutil
 import warnings
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,29 @@ def adapted_run(folder: Path, settings: dict[str, Any], adapter: dict[str, Any],
     return folder
 
 
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A folder with the `run` of a random model of a family, and its `base` for transformers; not to be changed."""
+
+    @cache
+    def made(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        make_run(folder / "run", random_model(ModelConfig(**SMALL, **FAMILIES[family])))
+        export_huggingface(folder / "run", folder / "base", verify=False)
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported adapter, not to be changed."""
+    folder = tmp_path_factory.mktemp("exported")
+    run = adapted_run(folder / "run", FAMILIES["llama"], {"rank": 2})
+    export_adapter(run, folder / "out", verify=False)
+    return folder / "out"
+
+
 def in_peft(base: Path, adapter: Path) -> torch.Tensor:
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with torch.no_grad():
@@ -95,10 +120,8 @@ def test_an_adapter_of_ours_is_equal_in_peft(family: str, adapter: dict[str, Any
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
 @pytest.mark.parametrize("kind", ["plain", "patterns"])
-def test_an_adapter_of_pefts_loads_here(family: str, kind: str, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "base-run", random_model(ModelConfig(**SMALL, **FAMILIES[family])))
-    base = tmp_path / "base"
-    export_huggingface(run, base, verify=False)
+def test_an_adapter_of_pefts_loads_here(family: str, kind: str, tmp_path: Path, bases: Callable[[str], Path]) -> None:
+    run, base = bases(family) / "run", bases(family) / "base"
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     settings: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     if kind == "patterns":
@@ -122,11 +145,11 @@ INITS = [True, False, "gaussian", "orthogonal", "eva", "pissa", "olora", "OLoRA"
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
 @pytest.mark.parametrize("init", INITS)
-def test_every_start_of_an_adapter_gives_pefts_logits(family: str, init: bool | str, tmp_path: Path) -> None:
+def test_every_start_of_an_adapter_gives_pefts_logits(
+    family: str, init: bool | str, tmp_path: Path, bases: Callable[[str], Path]
+) -> None:
     """An untrained adapter of PiSSA or OLoRA moves nothing: what it took from the base, the adapter holds."""
-    run = make_run(tmp_path / "base-run", random_model(ModelConfig(**SMALL, **FAMILIES[family])))
-    base = tmp_path / "base"
-    export_huggingface(run, base, verify=False)
+    run, base = bases(family) / "run", bases(family) / "base"
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with torch.no_grad():
         plain = model(tokens()).logits
@@ -152,10 +175,9 @@ def test_every_start_of_an_adapter_gives_pefts_logits(family: str, init: bool | 
         )  # GPT-2's: PEFT's bug
         if name == "untrained" and not moves:
             assert (expected - plain).abs().max() <= 1e-5
-        for beside, place in (("folder", base), ("run", run)):
-            imported = import_adapter(tmp_path / name, tmp_path / f"{name}-{beside}", place)
-            assert (ours(imported.run_dir) - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
-            assert imported.logit_difference is not None and imported.logit_difference <= 1e-4
+        imported = import_adapter(tmp_path / name, tmp_path / f"{name}-run", base if name == "untrained" else run)
+        assert (ours(imported.run_dir) - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
+        assert imported.logit_difference is not None and imported.logit_difference <= 1e-4
 
 
 def test_layers_that_peft_leaves_out_stay_plain(tmp_path: Path) -> None:
@@ -290,9 +312,8 @@ def test_a_run_without_an_adapter_has_none_to_write(tmp_path: Path) -> None:
         ({"exclude_modules": ["up_proj"]}, "PEFT would ignore it"),
     ],
 )
-def test_what_is_more_than_lora_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
-    run = adapted_run(tmp_path / "run", FAMILIES["llama"], {"rank": 2})
-    export_adapter(run, tmp_path / "out", verify=False)
+def test_what_is_more_than_lora_is_refused(change: dict[str, Any], words: str, exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported, tmp_path / "out")
     path = tmp_path / "out/adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UserError, match=words):
