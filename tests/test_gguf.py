@@ -508,7 +508,7 @@ def test_the_command(tmp_path: Path) -> None:
     refused = tiny.gptworks(*asked)
     assert refused.returncode == 2 and "no token that ends a text" in refused.stderr
     folder = tiny.gptworks("export", run, tmp_path / "folder", "--no-tokenizer")
-    assert folder.returncode == 2 and "--no-tokenizer with --format=hf" in folder.stderr
+    assert folder.returncode == 2 and "--no-tokenizer is for --format gguf" in folder.stderr
     written = tiny.gptworks(*asked, "--no-tokenizer")
     assert written.returncode == 0 and "llama of llama.cpp, q8_0" in written.stdout
     again = tiny.gptworks(*asked[:2], tmp_path / "again.gguf", *asked[3:], "--no-tokenizer", "--json")

@@ -94,7 +94,7 @@ def test_a_recipe_is_planned_on_this_machine(tmp_path: Path) -> None:
         ("gpt2 --utilization 1.5", "--utilization 1.5 is above 1"),
         ("gpt2 --flops 1e12", "--memory-gib"),
         ("gpt2 --device h100 --memory-gib 8", "give one"),
-        ("gpt2 --sharding fdsp", "use auto, none, zero2, fsdp"),
+        ("gpt2 --sharding fdsp", "'fdsp' is not one of 'auto', 'none', 'zero2', 'fsdp'"),
         ("gpt2 --world-size 6 --tensor-parallel 4", "6 ranks are not a multiple of train.parallel.tensor_parallel=4"),
         ("gpt2 --world-size 5 --tensor-parallel 5", "model.n_heads=12 is not a multiple of"),
         ("gpt2 train.batch_size=12 --world-size 8", "train.batch_size=12 is not a multiple of 8 ranks"),

@@ -56,7 +56,7 @@ def export(
     """
     if form == "hf":
         refuse_unused("is for --format gguf; hf has --dtype", type=kind)
-        refuse_unused("is for --format gguf: a folder always has its tokenizer", no_tokenizer=not tokenizer)
+        refuse_unused("is for --format gguf, since a folder always has its tokenizer", no_tokenizer=not tokenizer)
     else:
         refuse_unused("is for --format hf; gguf has --type", dtype=dtype)
         refuse_unused("does nothing with --format gguf, which is not verified", no_verify=not verify)
