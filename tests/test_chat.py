@@ -122,11 +122,12 @@ def test_commands_are_obeyed_and_unknown_ones_named() -> None:
 
 def test_an_interrupt_stops_the_answer_and_keeps_the_chat() -> None:
     engine, session = turns("ab^cd", "fine", "unread")
+    before = signal.getsignal(signal.SIGINT)
     terminal = talk(session, "hello", "and now?")
     assert contents(session) == ["hello", "ab^", "and now?", "fine"]
     assert "assistant\nab^<|im_end|>" in engine.prompts[1]
     assert terminal.remarks[0].startswith("(3 tokens, ") and terminal.remarks[0].endswith("; stopped)")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_what_is_saved_is_read_as_training_reads_it_and_goes_on_where_it_was(tmp_path: Path) -> None:
