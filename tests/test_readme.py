@@ -109,6 +109,12 @@ def test_what_the_benchmarks_import_is_installed_by_make_bench() -> None:
                 assert name in installed, f"bench/{path.name} imports {name}, which no extra of `make bench` names"
 
 
+def test_what_is_installed_by_default_is_listed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    listed = re.search(r"^pip install \. +# (.*)$", README, re.MULTILINE)
+    assert listed and listed[1].split(", ") == [re.split(r"[\[><=;~! ]", one)[0] for one in project["dependencies"]]
+
+
 def test_each_extra_that_an_error_names_exists_and_holds_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {
