@@ -48,8 +48,12 @@ class Block(nn.Module):
         """x [B, T, C] → [B, T, C], and the router's logits [B, T, E] where there are experts."""
         attended = torch.add(x, self.dropout(self.attention(self.norm1(x), rotary, cache, bias)), alpha=self.scale)
         inner = self.norm2(x if self.parallel else attended)
-        y, router_logits = self.mlp(inner) if self.routed else (self.mlp(inner), None)
+        y, router_logits = self.feed_forward(inner)
         return torch.add(attended, self.dropout(y), alpha=self.scale), router_logits
+
+    def feed_forward(self, inner: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the MLP, or the experts, make of [B, T, C]; and the router's logits where there are experts."""
+        return self.mlp(inner) if self.routed else (self.mlp(inner), None)
 
 
 class PostNormBlock(Block):
@@ -66,7 +70,7 @@ class PostNormBlock(Block):
         given = self.norm1(self.attention(x.to(product_dtype(x)), rotary, cache, bias))
         attended = torch.add(x, self.dropout(given), alpha=self.scale)
         inner = attended.to(product_dtype(x))
-        y, router_logits = self.mlp(inner) if self.routed else (self.mlp(inner), None)
+        y, router_logits = self.feed_forward(inner)
         return torch.add(attended, self.dropout(self.norm2(y)), alpha=self.scale), router_logits
 
 
