@@ -79,14 +79,18 @@ def test_the_first_step_shows_its_own_loss(clock: Clock) -> None:
 def test_a_run_says_at_its_start_what_it_trains_and_where(tmp_path: Path) -> None:
     out = io.StringIO()
     tree = tiny.recipe_tree(tmp_path, precision="fp32", max_steps=3, sample_every=1, sample_prompts=["line "])
-    train(parse_recipe(tree), display=Display(Console(file=out, width=200)))
+    done = train(parse_recipe(tree), display=Display(Console(file=out, width=200)))
     said = out.getvalue()
     assert "26,176 parameters" in said
     assert str(tmp_path / "run") in said
     assert "fp32 on" in said
-    assert re.search(r"the run ends after 3 steps, about 7\d\d tokens or 0\.0\d+ epochs\n", said)
+    assert done.tokens == 3 * 8 * 32
+    length = r"; \d\d,\d\d\d training tokens, and the run ends after 3 steps, 768 tokens or 0\.0\d+ epochs\n"
+    assert re.search(length, said)
     assert "step      1  line ▸" in said  # a sample, as soon as it is made
     folder = tmp_path / "run"
+    samples = (folder / "samples.md").read_text(encoding="utf-8")
+    assert samples.count("Prompt:\n\n```text\nline \n```\n\nContinuation:\n\n```text\n") == 3
     assert f"Next: gptworks generate {folder} PROMPT\n      gptworks evaluate {folder}\n" in said
 
 

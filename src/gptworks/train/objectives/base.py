@@ -136,13 +136,6 @@ class Objective:
         train, samples = self.recipe.train, self.samples_per_epoch
         return planned_steps(train, self.context_length, None, windows_per_epoch=samples)[0]
 
-    @property
-    def tokens_per_epoch(self) -> int:
-        """Tokens that the model reads in an epoch, about."""
-        if self._held_out is not None:
-            return self.samples_per_epoch * self.context_length
-        return self.train_shards.n_tokens
-
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
         """Micro-batch number `micro_step`, of `size` samples, of the step that begins at a position, on the CPU."""
         return self._batches.batch(position + micro_step * size, size)

@@ -23,7 +23,7 @@ from gptworks.train.record.throughput import Throughput
 from gptworks.train.record.writers import open_log
 from gptworks.train.rehearsal.preflight import run_setting
 from gptworks.train.step import StepLosses, TrainStep
-from gptworks.units import readable, significant
+from gptworks.units import significant
 
 DESCRIBED_EVERY_SECONDS = 60.0
 """How often an evaluation writes curves.svg and the card anew; the first and the end of a run always do."""
@@ -64,19 +64,20 @@ class Reporter:
         )  # fmt: skip
         self.display.message(
             f"{self.recipe.run_dir}: {total:,} parameters{part}\n"
-            f"{self.precision.name} on {device_name(self._device)}; {self.objective.tokens_per_epoch:,} tokens an "
-            f"epoch, and the run ends after {self.length.words(progress)}{self._epochs(progress)}"
+            f"{self.precision.name} on {device_name(self._device)}; {self.objective.train_shards.n_tokens:,} training "
+            f"tokens, and the run ends after {self.length.words(progress)}{self._epochs(progress)}"
         )
         self._started = time.monotonic(), self.length.share_done(progress)
 
     def _epochs(self, progress: Progress) -> str:
         """How often the run reads its text, where its steps are known."""
-        steps, per_epoch = self.length.total_steps(progress), self.objective.samples_per_epoch
+        steps, objective = self.length.total_steps(progress), self.recipe.objective
         if steps is None:
             return ""
-        epochs = (progress.samples + (steps - progress.step) * self.recipe.train.batch_size) / per_epoch
-        tokens = readable(epochs * self.objective.tokens_per_epoch, "tokens")
-        return f", about {tokens} tokens or {significant(epochs, 3)} epochs"
+        left = (steps - progress.step) * self.recipe.train.batch_size
+        tokens = progress.tokens + left * objective.rows_per_sample * self.recipe.model.context_length
+        epochs = significant((progress.samples + left) / self.objective.samples_per_epoch, 3)
+        return f", {'at most ' if objective.varying_widths else ''}{tokens:,} tokens or {epochs} epochs"
 
     def begin(self, progress: Progress) -> None:
         """Open the log where the run stands, after a start, a resume or a rollback."""
