@@ -128,3 +128,13 @@ def test_busy_cores_are_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None
     assert cores.by_others() == pytest.approx(0.9)  # 18 seconds of work in 10, 9 of them our own
     assert cores.by_others() is None  # half a second tells nothing
     assert cores.by_others() is None and cores.by_others() is None
+
+
+@pytest.mark.parametrize(("own_niceness", "busy_ticks"), [(0, 100 + 10 + 4 + 1), (5, 100 + 50 + 10 + 4 + 1)])
+def test_programs_that_give_way_to_this_one_keep_no_core_busy(
+    monkeypatch: pytest.MonkeyPatch, own_niceness: int, busy_ticks: int
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "cpu  100 50 10 999 9 4 1 0 0 0\ncpu0 1 1 1\n")
+    monkeypatch.setattr(os, "nice", lambda _: own_niceness)
+    found = BusyCores._counts()
+    assert found is not None and found[1] * os.sysconf("SC_CLK_TCK") == pytest.approx(busy_ticks)

@@ -169,6 +169,8 @@ class BusyCores:
         except (OSError, ValueError):
             return None
         user, nice, system, _, _, irq, soft_irq, *_ = map(int, fields)
+        if os.nice(0) <= 0:  # programs that have been niced give way to this process
+            nice = 0
         return time.monotonic(), (user + nice + system + irq + soft_irq) / ticks, sum(os.times()[:4])
 
 
