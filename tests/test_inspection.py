@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 import chats
 from gptworks.chat_template import BUILT_IN
 from gptworks.cli.inspect import inspect
+from gptworks.config import RewardObjective
+from gptworks.config.objective import ObjectiveSettings
 from gptworks.data.conversations.findings import refuse_faults
 from gptworks.data.conversations.inspection import check_records, inspect_conversations, inspect_records
 from gptworks.data.conversations.pair_inspection import inspect_pairs
@@ -261,6 +263,24 @@ def test_figures_are_counted(tree: Tree) -> None:
     answers = [row["output"] for row in chats.records()]
     lengths = [len(prepared.tokenizer.encode(answer, add_special_tokens=False).ids) + 1 for answer in answers]
     assert min(lengths) * inspection.n_examples <= inspection.n_learned <= max(lengths) * inspection.n_examples
+
+
+class EveryToken(ObjectiveSettings):
+    """An objective that this package does not know by name."""
+
+    learns_prompts = True
+    type: Literal["every_token"] = "every_token"
+
+
+def test_an_objective_says_itself_whether_prompts_are_learned_and_rows_are_shared(tree: Tree) -> None:
+    recipe = parse_recipe(tree)
+    prepared = prepare(recipe)
+    packed = inspect_conversations(recipe, prepared)
+    assert packed.findings == [] and packed.n_rows < packed.n_examples
+    for objective in (EveryToken(), RewardObjective(type="reward", reward="r.py:f")):
+        found = inspect_conversations(recipe.model_copy(update={"objective": objective}), prepared)
+        assert [one.name for one in found.findings] == ["prompts-learned"] * objective.learns_prompts
+        assert found.n_rows == found.n_examples
 
 
 def test_unknown_faults_are_refused(tree: Tree) -> None:

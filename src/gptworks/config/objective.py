@@ -38,6 +38,8 @@ class ObjectiveSettings(Section):
     """Whether a batch is as long as its longest row; else as the context."""
     several_texts: ClassVar[bool] = False
     """Whether a row of conversations may hold several, each with positions of its own."""
+    learns_prompts: ClassVar[bool] = False
+    """Whether every token of a conversation is learned, not the answers alone."""
     scores_targets: ClassVar[bool] = False
     """Whether the loss needs each target's log-probability (`target_logprobs`), not only their sum."""
     scores_start: ClassVar[bool] = False
@@ -82,6 +84,8 @@ class ObjectiveSettings(Section):
 
 class NextTokenObjective(ObjectiveSettings):
     """Every token of the text is predicted from those before it."""
+
+    learns_prompts = True
 
     type: Measured[Literal["next_token"]] = "next_token"
 

@@ -93,7 +93,7 @@ def about_tokens(recipe: Recipe, manifest: Manifest, template: ChatTemplate) -> 
             f"or set it to {there}, to go on with that one."
         )
         findings.append(Finding("template-changed", text))
-    if recipe.objective.type == "next_token":
+    if recipe.objective.learns_prompts:
         text = "every token is learned, the users' questions too. Set objective.type=instruction."
         findings.append(Finding("prompts-learned", text))
     train = manifest.splits["train"]

@@ -76,7 +76,7 @@ def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
     context = recipe.model.context_length
     shards, held_out = TokenShards(prepared.folder, "train"), TokenShards(prepared.folder, "validation")
     columns, validation = example_columns(shards), example_columns(held_out)
-    examples = Examples(shards, context, getattr(recipe.objective, "packing", True))
+    examples = Examples(shards, context, recipe.objective.packs)
     learned, kept = learned_counts(shards, context)
     n_inputs = np.minimum(examples.n_tokens - 1, context)
     order = np.argsort(-examples.n_tokens, kind="stable")[:_N_LONGEST]

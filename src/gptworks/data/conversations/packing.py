@@ -83,10 +83,8 @@ def evaluation_rows(examples: Examples, n_rows: int = 0) -> Iterator[Rows]:
 
 def held_out_rows(shards: TokenShards, recipe: Recipe) -> Iterator[Rows]:
     """What a run that learns answers is evaluated on; of pairs of answers, the preferred ones."""
-    pairs = bool(recipe.data.preferences)
-    packing = getattr(recipe.objective, "packing", True) and not pairs
-    examples = Examples(shards, recipe.model.context_length, packing)
-    if pairs:  # each is two documents, the chosen answer first
+    examples = Examples(shards, recipe.model.context_length, recipe.objective.packs)
+    if recipe.data.preferences:  # each is two documents, the chosen answer first
         examples.rows = examples.rows[::2]
     return evaluation_rows(examples)
 
