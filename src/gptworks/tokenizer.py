@@ -166,22 +166,19 @@ def _gpt2_tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -
 def _read_ranks(path: Path) -> dict[bytes, int]:
     """The published file: on each line a token in base64 and its rank, in the order of the ranks."""
     ranks: dict[bytes, int] = {}
+    fault = ""
     try:
         for line in read_regular(path, MAX_TOKENIZER_BYTES).splitlines():
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
     except ValueError:
-        raise UserError(
-            f"{path}, line {len(ranks) + 1}: not `base64-token rank`. "
-            f"tokenizer.path takes r50k_base.tiktoken as published."
-        ) from None
-    if list(ranks.values()) != list(range(_GPT2_RANKS)):
-        raise UserError(
-            f"{path} holds {len(ranks)} ranks and GPT-2 has {_GPT2_RANKS}, in order: it is cut short, or another file. "
-            f"tokenizer.path takes r50k_base.tiktoken as published."
-        )
-    if any(bytes([byte]) not in ranks for byte in range(256)):
-        raise UserError(f"{path} lacks some of the 256 bytes. tokenizer.path takes r50k_base.tiktoken as published.")
+        fault = f"line {len(ranks) + 1}: not `base64-token rank`"
+    if not fault and list(ranks.values()) != list(range(_GPT2_RANKS)):
+        fault = f"it holds {len(ranks)} ranks and GPT-2 has {_GPT2_RANKS}, in order: it is cut short, or another file"
+    elif not fault and any(bytes([byte]) not in ranks for byte in range(256)):
+        fault = "it lacks some of the 256 bytes"
+    if fault:
+        raise UserError(f"{path}: {fault}. tokenizer.path takes r50k_base.tiktoken as published.")
     return ranks
 
 

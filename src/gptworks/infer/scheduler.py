@@ -94,19 +94,9 @@ class _Slot:
 class Scheduler:
     """Divides a backend's slots among jobs, and each step's work. Not thread-safe."""
 
-    def __init__(
-        self,
-        n_slots: int,
-        *,
-        prefill_tokens: int = PREFILL_TOKENS,
-        reuse: Reuse = "exact",
-        invariant: bool = False,
-    ) -> None:
-        """
-        Args:
-            invariant: whether the backend computes a token alike however its text is cut.
-        """
-        self.prefill_tokens, self.reuse, self.invariant = prefill_tokens, reuse, invariant
+    def __init__(self, n_slots: int, *, prefill_tokens: int = PREFILL_TOKENS, reuse: Reuse = "exact") -> None:
+        self.prefill_tokens, self.reuse = prefill_tokens, reuse
+        self.invariant = False  # whether the backend computes a token alike however its text is cut
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
         self._slots = [_Slot() for _ in range(n_slots)]

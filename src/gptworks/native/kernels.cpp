@@ -1,4 +1,4 @@
-// One decode step of a GPT on a CPU, for a few tokens of one or several texts. Built and called by native.py.
+// One decode step of a GPT on a CPU, for a few tokens of one or several texts. Built by library.py, called by backend.py.
 //
 //     tokens ─► embed ─► layers × ( norm ─► q k v │ attend │ out ─► + │ norm ─► MLP │ down ─► + │ ) norm ─► head ─► logits
 //
@@ -40,12 +40,12 @@
 
 namespace {
 
-// ------------------------------------------------------------------------------- what native.py hands over (ctypes)
+// ------------------------------------------------------------------------------ what backend.py hands over (ctypes)
 
 enum Kind : int64_t { FP32, BF16, FP16, INT8, INT4 };
 enum Activation : int64_t { GELU, GELU_TANH, RELU2, SWIGLU, GEGLU };
 
-struct Matrix {  // [n, k], row by row; see native.py for the formats
+struct Matrix {  // [n, k], row by row; see quantize/formats.py for the kinds
     const void *weight, *scale;
     const float *bias;
     int64_t n, k, kind;
@@ -1092,20 +1092,4 @@ extern "C" int gptworks_built_with() {
 extern "C" void gptworks_step(const Model *model, const Batch *batch, int n_threads) {
     Shared shared(*model, batch->n_rows);
     parallel(n_threads, [&](const Team &team) { step(*model, *batch, shared, team); });
-}
-
-// Reads memory once, and nothing else: what bounds a step. The return value keeps the compiler from leaving it out.
-extern "C" float gptworks_read(const float *data, int64_t n, int n_threads) {
-    std::atomic<float> result{0};
-    parallel(n_threads, [&](const Team &team) {
-        const auto [from, to] = team.share(n / (4 * LANES));
-        Lanes total[4] = {};
-        for (int64_t i = from * 4 * LANES; i < to * 4 * LANES; i += 4 * LANES)
-            for (int j = 0; j < 4; j++) {
-                prefetch<1>(data + i, j);
-                total[j] += load(data + i + j * LANES);
-            }
-        result = sum(total[0] + total[1] + total[2] + total[3]);
-    });
-    return result;
 }

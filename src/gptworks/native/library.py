@@ -21,9 +21,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from gptworks.model.backend import Unavailable
 from gptworks.plan.devices import cpu_flags
 
@@ -179,8 +176,6 @@ def build(compiler: str) -> bytes:
 def _declare(functions: ctypes.CDLL) -> None:
     functions.gptworks_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
     functions.gptworks_step.restype = None
-    functions.gptworks_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-    functions.gptworks_read.restype = ctypes.c_float
     functions.gptworks_built_with.argtypes = []
     functions.gptworks_built_with.restype = ctypes.c_int
 
@@ -260,9 +255,3 @@ def _write(file: Path, content: bytes) -> None:
         except BaseException:
             Path(aside.name).unlink(missing_ok=True)
             raise
-
-
-def read_memory(tensor: Tensor) -> None:
-    """Read a contiguous float32 tensor on the CPU once with all threads: what bounds a step."""
-    assert tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.device.type == "cpu"
-    library().functions.gptworks_read(tensor.data_ptr(), tensor.numel(), torch.get_num_threads())

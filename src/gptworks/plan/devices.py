@@ -105,9 +105,9 @@ def find_device(name: str) -> Device:
     )
 
 
-def custom_device(memory_gib: float, flops: float | None, bandwidth: float | None, kind: str = "cuda") -> Device:
+def custom_device(memory_gib: float, flops: float | None, bandwidth: float | None) -> Device:
     """A device described by its figures: FLOP/s in the precision trained in, bytes/s."""
-    return Device("custom", kind, round(memory_gib * 2**30), flops, flops, bandwidth, "given")
+    return Device("custom", "cuda", round(memory_gib * 2**30), flops, flops, bandwidth, "given")
 
 
 def check_figures(**figures: float | None) -> None:

@@ -16,6 +16,9 @@ _ROWS_AT_ONCE = 2**18
 _COLUMNS_AT_ONCE = 128
 """Columns after which GPTQ carries the errors on to the rest of the matrix."""
 
+_DAMPING = 0.01
+"""Share of a hessian's mean diagonal that is added to its diagonal."""
+
 
 @dataclass(frozen=True)
 class Rounded:
@@ -63,7 +66,7 @@ def _best_scales(groups: Tensor, importance: Tensor | None) -> Tensor:
     return best
 
 
-def gptq(matrix: Tensor, hessian: Tensor, *, damping: float = 0.01) -> Rounded:
+def gptq(matrix: Tensor, hessian: Tensor) -> Rounded:
     """int4 levels that keep a matrix's outputs: what rounding a column spoils, the columns not yet rounded make up for.
 
     GPTQ (Frantar et al., 2023). The columns with the largest inputs come first; scales are found beforehand, for the
@@ -72,7 +75,6 @@ def gptq(matrix: Tensor, hessian: Tensor, *, damping: float = 0.01) -> Rounded:
     Args:
         matrix: [N, K]. hessian: the sum of x·xᵀ over the inputs, [K, K]. Where there were none, each weight is rounded
             to the nearest value.
-        damping: share of the hessian's mean diagonal that is added to its diagonal.
     """
     n_columns, diagonal = matrix.size(1), hessian.diagonal().float()
     if not diagonal.any():
@@ -80,7 +82,7 @@ def gptq(matrix: Tensor, hessian: Tensor, *, damping: float = 0.01) -> Rounded:
     scale = best_scales(matrix.float().view(len(matrix), -1, GROUP), diagonal.view(-1, GROUP))
     scales = scale.float().T.contiguous()  # K/32 N
     order = diagonal.argsort(descending=True).tolist()
-    root = _inverse_root(hessian[order][:, order], damping)  # K K
+    root = _inverse_root(hessian[order][:, order])  # K K
     rest = matrix.float().T[order].contiguous()  # K N, of which the columns not yet rounded still change
     levels = torch.empty(rest.shape, dtype=torch.int8, device=rest.device)
     for start in range(0, n_columns, _COLUMNS_AT_ONCE):
@@ -95,10 +97,10 @@ def gptq(matrix: Tensor, hessian: Tensor, *, damping: float = 0.01) -> Rounded:
     return Rounded(levels.T.contiguous(), scale)
 
 
-def _inverse_root(hessian: Tensor, damping: float) -> Tensor:
+def _inverse_root(hessian: Tensor) -> Tensor:
     """The upper Cholesky factor of the damped hessian's inverse, float32."""
     damped = hessian.double()
-    damped.diagonal().add_(damping * damped.diagonal().mean())
+    damped.diagonal().add_(_DAMPING * damped.diagonal().mean())
     root: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
     return root.float()
 
