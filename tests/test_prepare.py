@@ -362,7 +362,9 @@ def test_progress_is_reported_to_the_last_byte(make: Make, tmp_path: Path) -> No
     prepare(make(validation={"fraction": 0.3}), report=lambda *told: seen.append(told))
     total = len("".join(essays(30)).encode())
     assert seen[-1] == ("shards", total, total)
-    assert {stage for stage, *_ in seen} == {"tokenizer", "shards"}
+    stages = [stage for stage, *_ in seen]
+    assert list(dict.fromkeys(stages)) == ["tokenizer", "merging", "shards"], "each stage by its own name"
+    assert seen[stages.index("merging")] == ("merging", 0, None), "how long it takes is not known"
 
 
 def test_what_was_prepared_is_found_without_preparing(make: Make, tmp_path: Path) -> None:

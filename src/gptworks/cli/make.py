@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -114,20 +114,23 @@ def _settings(recipe: Path, overrides: list[str], resume: bool) -> "Recipe":
 
 def prepare_with_progress(recipe: "Recipe") -> "Prepared":
     """Prepare with a progress bar that shows MB/s and the remaining time."""
-    from rich.progress import BarColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from gptworks.data.prepare import prepare as prepare_data
     from gptworks.data.sources.choose import unread_files
 
-    names = {"waiting": "waiting for another prepare", "tokenizer": "training the tokenizer", "shards": "encoding"}
-    columns = ("{task.description}", BarColumn(bar_width=24), TransferSpeedColumn(), TimeRemainingColumn())
-    with progress_bars(*columns) as progress:
-        tasks: dict[str, Any] = {}
-        before = progress.add_task("looking at the sources", total=None)
+    names = {
+        "waiting": "waiting for another prepare", "tokenizer": "reading for the tokenizer",
+        "merging": "training the tokenizer", "shards": "encoding",
+    }  # fmt: skip
+    bar, times = BarColumn(bar_width=24), (TimeElapsedColumn(), TimeRemainingColumn())
+    with progress_bars("{task.description}", bar, TransferSpeedColumn(), *times) as progress:
+        tasks = {"": progress.add_task("looking at the sources", total=None)}
 
         def report(stage: str, done_bytes: int, total_bytes: int | None) -> None:
-            progress.update(before, visible=False)
             if stage not in tasks:
+                for task in tasks.values():
+                    progress.update(task, visible=False)
                 tasks[stage] = progress.add_task(names.get(stage, stage), total=total_bytes)
             progress.update(tasks[stage], completed=done_bytes, total=total_bytes)
 

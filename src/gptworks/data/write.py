@@ -38,7 +38,8 @@ _BPE_TRAINING_BYTES = 200_000_000
 _DOCUMENTS_WORTH_A_SPLIT = 20
 
 Report = Callable[[str, int, int | None], None]
-"""Called with the stage ("waiting", "tokenizer", "shards"), the bytes of text done, and all of them where known."""
+"""Called with the stage ("waiting", "tokenizer", "merging", "shards"), the bytes of text done, and all of them where
+known."""
 
 
 def write_dataset(folder: Path, recipe: Recipe, made_from: dict[str, Any], report: Report) -> None:
@@ -155,14 +156,15 @@ def _write_documents(
 
 
 def _counted(texts: Iterable[str], limit_bytes: int | None, total: int | None, report: Report) -> Iterator[str]:
-    """The texts up to the limit, reported as they are read."""
+    """The texts up to the limit, reported as they are read; then that the tokenizer is made, which takes long too."""
     done_bytes = 0
     for text in texts:
         yield text
         done_bytes += len(text.encode("utf-8"))
         report("tokenizer", done_bytes, total if limit_bytes is None or total is None else min(total, limit_bytes))
         if limit_bytes is not None and done_bytes >= limit_bytes:
-            return
+            break
+    report("merging", 0, None)
 
 
 def _empty(split: Split, validation: ValidationSplit, conversations: bool = False) -> str:
