@@ -213,7 +213,9 @@ def test_the_command_keeps_its_results_and_compares_runs(
     assert (code, out) == (2, "") and "--shots is for tasks" in err
 
 
-def test_a_moved_run_is_measured_on_the_shards_it_was_trained_on(trained_run: Path, tmp_path: Path) -> None:
+def test_a_moved_run_is_measured_on_the_shards_it_was_trained_on(
+    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its raw texts may be gone; and shards that have changed on the disk are an error."""
     tree = yaml.safe_load((trained_run / "recipe.yaml").read_text())
     before = EvaluatedRun(trained_run, device="cpu").validation()
@@ -223,6 +225,16 @@ def test_a_moved_run_is_measured_on_the_shards_it_was_trained_on(trained_run: Pa
     tree["data"] |= {"sources": [{"type": "text", "path": str(tmp_path / "gone")}], "cache_dir": str(shards)}
     (moved / "recipe.yaml").write_text(yaml.safe_dump(tree))
     assert EvaluatedRun(moved, device="cpu").validation() == before
+
+    tree["data"]["cache_dir"] = "shards"  # relative, as it is by default: to the folder in which the run was made
+    (moved / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert EvaluatedRun("../moved", device="cpu").validation() == before
+    away = shutil.copytree(moved, tmp_path / "1" / "2" / "3" / "4" / "away")
+    with pytest.raises(UserError, match=r"gone: no such file .*data\.cache_dir=FOLDER.*--text FILE"):
+        EvaluatedRun(away, device="cpu").validation()
+    assert EvaluatedRun(away, device="cpu", overrides=[f"data.cache_dir={shards}"]).validation() == before
 
     [file] = shards.glob("*/validation-00000.tokens")
     content = bytearray(file.read_bytes())

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import tiny
 from gptworks.checkpoint import checkpoints, load_run
 from gptworks.cli import main
-from gptworks.config import ModelConfig
+from gptworks.config import ModelConfig, Recipe
 from gptworks.data.batches import evaluation_windows
-from gptworks.data.prepare import prepare
+from gptworks.data.prepare import Prepared, prepare
 from gptworks.data.shards import TokenShards
 from gptworks.errors import RunError, UserError
 from gptworks.evaluate.divergence import measure_divergence
@@ -321,7 +321,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def quantized(trained: Path) -> Path:
     """The same in int4."""
-    quantize_run(trained, trained.parent / "int4", "int4", calibration_tokens=2048)
+
+    def prepare(_: Recipe) -> Prepared:
+        raise AssertionError("the shards that the run was trained on are there")
+
+    quantize_run(trained, trained.parent / "int4", "int4", calibration_tokens=2048, prepare=prepare)
     return trained.parent / "int4"
 
 

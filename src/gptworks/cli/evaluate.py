@@ -83,7 +83,6 @@ def evaluate(
     What --text, --task, --harness, --calibration and --memorization find is kept in RUN/evaluations and in the
     model card. KEY=VALUE settings win over the run's: model.context_length=1024 model.rope_scaling.type=yarn.
     """
-    from gptworks.evaluate.run import EvaluatedRun
     from gptworks.evaluate.task import load_task
 
     if text or task or harness or calibration or memorization:
@@ -108,6 +107,8 @@ def evaluate(
         refuse_unused("does nothing: what is measured on the validation split is not saved", no_save=no_save)
     found: list[Evaluation] = []
     with working(f"evaluating {run}") as show:
+        from gptworks.evaluate.run import EvaluatedRun
+
         one = EvaluatedRun(
             run, checkpoint, overrides=overrides or [], device=device, precision=precision, report=notice,
             prepare=prepare_with_progress, progress=show,

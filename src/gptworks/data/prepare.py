@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +100,17 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
     return open_prepared(folder) if folder.exists() else None
 
 
-def find_by_fingerprint(cache_dir: Path, fingerprint: str) -> Prepared | None:
-    """The shards with a fingerprint, such as those that a run was trained on. Their sources may be gone.
+def find_of_run(recipe: Recipe, run_dir: Path, fingerprint: str) -> Prepared | None:
+    """The shards that a run was trained on, by their fingerprint. Their sources may be gone.
+
+    A relative `data.cache_dir` is looked for here and in the folders around the run, in one of which it was made; a
+    trial of a sweep lies four below.
 
     Raises:
         UserError: a file of that folder is missing or was changed.
     """
-    for file in sorted(cache_dir.glob(f"[!.]*/{MANIFEST_FILE}")):
+    caches = [folder / recipe.data.cache_dir for folder in (Path(), *run_dir.resolve().parents[:4])]
+    for file in chain.from_iterable(sorted(cache.glob(f"[!.]*/{MANIFEST_FILE}")) for cache in caches):
         with contextlib.suppress(UserError):  # of another version, or broken: `prepare` says so where it is needed
             if read_manifest(file.parent).fingerprint == fingerprint:
                 break

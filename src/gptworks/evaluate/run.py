@@ -11,7 +11,7 @@ from gptworks.checkpoint import Report, choose_checkpoint
 from gptworks.config import PythonStdlibSource, Recipe
 from gptworks.data.batches import evaluation_windows
 from gptworks.data.conversations.packing import held_out_rows
-from gptworks.data.prepare import Prepared, find_by_fingerprint, held_out_text, prepare
+from gptworks.data.prepare import Prepared, find_of_run, held_out_text, prepare
 from gptworks.data.shards import TokenShards
 from gptworks.device import choose_device, choose_precision
 from gptworks.errors import UserError
@@ -68,7 +68,8 @@ class EvaluatedRun:
         self.engine = load(self.folder, self.step, overrides=overrides, device=device, n_slots=SLOTS)
         self.model, self.tokenizer = self.engine.model, self.engine.tokenizer
         self._prepare, self._progress = prepare, progress
-        self._own_text = not any(override.startswith(("data.", "tokenizer.")) for override in overrides)
+        others = (key for key in overrides if not key.startswith("data.cache_dir="))
+        self._own_text = not any(key.startswith(("data.", "tokenizer.")) for key in others)
 
     @cached_property
     def prepared(self) -> Prepared:
@@ -77,15 +78,23 @@ class EvaluatedRun:
         Raises:
             UserError: the run was imported and has none; the text is not there; or its tokens are not the model's.
         """
-        found = None
-        if self._own_text and self._trained_on:
-            found = find_by_fingerprint(self.recipe.data.cache_dir, self._trained_on)
+        found, was_trained = None, self._own_text and bool(self._trained_on)
+        if was_trained:
+            found = find_of_run(self.recipe, self.folder, self._trained_on)
         elif self._own_text and self.recipe.data.sources == PLACEHOLDER_SOURCES:
             raise UserError(
                 f"{self.folder} was imported and has no held-out text: the `data` of its recipe is a placeholder. Give "
                 f"--text FILE, --task FILE, or a text such as data.sources.0.type=text data.sources.0.path=texts/."
             )
-        prepared = self._prepare(self.recipe) if found is None else found
+        try:
+            prepared = self._prepare(self.recipe) if found is None else found
+        except UserError as error:
+            if not was_trained:
+                raise
+            raise UserError(
+                f"{error} The run needs no text where its shards are: data.cache_dir=FOLDER names the folder that "
+                f"holds them. --text FILE evaluates another text."
+            ) from None
         if prepared.manifest.vocab_size > self.model.config.vocab_size:
             raise UserError(
                 f"{prepared.folder} has tokens of a vocabulary of {prepared.manifest.vocab_size} and the model one of "
@@ -109,7 +118,7 @@ class EvaluatedRun:
         context, round_trips = self.model.config.context_length, self.prepared.manifest.round_trips
         shards = TokenShards(self.prepared.folder, "validation")
         text_bytes = shards.text_bytes if round_trips else None
-        answers_alone = self.prepared.manifest.holds_examples and self.recipe.objective.type != "next_token"
+        answers_alone = self.prepared.manifest.holds_examples and not self.recipe.objective.learns_prompts
         if answers_alone and (stride is not None or by_position):
             raise UserError(
                 "--stride and --by-position are for text: this run's held-out conversations are rows of their own."

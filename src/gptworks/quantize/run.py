@@ -13,7 +13,7 @@ from gptworks.checkpoint import LoadedRun, Report, load_run, save_checkpoint
 from gptworks.choices import Rounding, Weights
 from gptworks.config import Recipe
 from gptworks.data.batches import evaluation_windows
-from gptworks.data.prepare import Prepared
+from gptworks.data.prepare import Prepared, find_of_run
 from gptworks.data.prepare import prepare as prepare_data
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
@@ -65,7 +65,8 @@ def quantize_run(
     rounding = _check_rounding(weights, rounding, calibration_tokens)
     loaded = load_run(run, checkpoint, device=device, full=True, report=report)
     matrix_kinds(loaded.model, weights)  # an unknown kind is refused before the text is prepared
-    prepared = prepare(loaded.recipe)
+    trained_on = str(loaded.checkpoint.state().get("data_fingerprint", ""))
+    prepared = find_of_run(loaded.recipe, run, trained_on) or prepare(loaded.recipe)
     context = loaded.model.config.context_length
     batches = []
     if rounding == "gptq":
