@@ -431,7 +431,10 @@ def test_all_seeds_of_runs_that_end_by_the_clock_count(tmp_path: Path) -> None:
     assert comparison.uncounted == []
     (finding,) = comparison.findings
     assert finding.n_runs == (3, 3) and "after 1 minute of training each" in finding.after
-    assert finding.difference == welch([2.0, 2.5, 2.0], [1.0, 2.0, 1.0])
+    assert finding.difference == welch([2.0, 2.5, 2.0], [1.0, 2.0, 1.0]) and "in that time" not in str(finding)
+    further = by_the_clock("c1", [3.0, 2.0, 1.0, 0.9, 0.8, 0.7], 1, d_ff=48)
+    (finding,) = plain(ours[1], further).findings
+    assert "in that time a2 read 2,560 tokens and c1 7,680" in str(finding)
 
 
 def test_runs_of_one_recipe_on_other_text_are_no_repeats(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from gptworks.config import Recipe, settings
@@ -107,7 +108,10 @@ def common_place(first: Sequence[History], second: Sequence[History], measure: s
             return f"{late} has not trained for its {minutes:g} minutes"
         ends = [run.validation[-1] for run in runs]
         words = f"after {minutes:g} minute{'s' * (minutes != 1)} of training each"
-        return _place(words, None, first, second, ends, measure)
+        tokens = [fmean(run.validation[-1]["tokens"] for run in group) for group in (first, second)]
+        apart = max(tokens) > 1.01 * min(tokens)
+        caveat = f"in that time {first[0].name} read {tokens[0]:,.0f} tokens and {second[0].name} {tokens[1]:,.0f}"
+        return _place(words, None, first, second, ends, measure, caveat if apart else "")
     key = "step" if len({_step_of(run.recipe) for run in runs}) == 1 else "tokens"
     unit = "steps" if key == "step" else "tokens"
     points = [{record[key]: record for record in run.validation} for run in runs]
