@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 import tiny
+from gptworks.cli import app
 from gptworks.config import Recipe
 from gptworks.describe import plan_tables
 from gptworks.device import choose_precision
@@ -60,6 +63,13 @@ def test_the_largest_preset_is_planned_without_torch() -> None:
     result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     assert result.stdout.endswith("False False\n")
     assert "174,604,259,328" in result.stdout
+
+
+def test_what_does_not_fit_ends_with_exit_code_3_and_three_tables() -> None:
+    result = CliRunner().invoke(app, ["plan", "gpt3-1.3b", "--device", "rtx-4090"])
+    assert result.exit_code == 3
+    assert "DOES NOT FIT" in result.stdout and "adapter.rank=8" in result.stdout
+    assert len(re.findall(r"^ ─+ $", result.stdout, re.MULTILINE)) == 3, "a line below the head of each table"
 
 
 def test_a_preset_as_json() -> None:

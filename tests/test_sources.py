@@ -12,6 +12,7 @@ from typing import Any, Literal
 import pytest
 
 import tiny
+from gptworks.cli.make import prepare_with_progress
 from gptworks.config import (
     CSVSource,
     DataConfig,
@@ -39,6 +40,7 @@ from gptworks.data.sources.choose import (
 )
 from gptworks.errors import RunError, UserError
 from gptworks.plan.tokens import data_size
+from gptworks.recipe import parse_recipe
 
 
 def text(path: Path | str, **settings: Any) -> TextSource:
@@ -389,10 +391,20 @@ def test_a_local_dataset_folder_is_read_by_the_library(tmp_path: Path, monkeypat
     assert [piece.text for piece in iter_documents([source])] == [f"document {i}" for i in range(5)]
 
 
-def test_files_that_are_not_read_are_counted(tmp_path: Path) -> None:
+def test_files_that_are_not_read_are_counted_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
     for name in ("a.txt", "b.pdf", "c.pdf", "d.docx", ".hidden", "LICENSE"):
-        (tmp_path / name).write_text("x")
-    assert unread_files([text(tmp_path)]) == {".pdf": 2, ".docx": 1, "LICENSE": 1}
+        (texts / name).write_text(tiny.TEXT)
+    assert unread_files([text(texts)]) == {".pdf": 2, ".docx": 1, "LICENSE": 1}
+    tree = tiny.recipe_tree(tmp_path)
+    prepare_with_progress(parse_recipe(tree))
+    assert "not read" not in capsys.readouterr().err
+    tree["data"]["sources"][0]["path"] = str(texts)
+    for _ in range(2):
+        prepare_with_progress(parse_recipe(tree))
+    said = capsys.readouterr().err
+    assert said.count("not read, since they do not end in a source's `extensions`: 2 × .pdf, 1 × ") == 1
 
 
 # -------------------------------------------------------------------------------------------------- from outside
