@@ -100,7 +100,7 @@ def test_evaluate_has_stable_keys_and_compares_with_compressors(folder: Path) ->
 JSON_COMMANDS: dict[str, list[str]] = {
     "describe": ["describe", "mixtral-8x7b"],
     "plan": ["plan", "FOLDER/tiny.yaml"],
-    "prepare": ["prepare", "FOLDER/tiny.yaml"],
+    "prepare": ["prepare", "FOLDER/tiny.yaml", "data.cache_dir=NEW/data"],
     "evaluate": ["evaluate", "FOLDER/run", "--by-position", "--compressors"],
     "evaluate, text and tasks": ["evaluate", "FOLDER/run", "--text", "FOLDER/text.txt", "--task", "NEW/task.yaml",
                                  "--calibration", "--memorization", "--no-save"],
@@ -110,9 +110,9 @@ JSON_COMMANDS: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-WORKING = {"prepare": "looking at", "generate": "loading", "compare": "comparing", "quantize": "quantizing",
+WORKING = {"prepare": "encoding", "generate": "loading", "compare": "comparing", "quantize": "quantizing",
            "evaluate": "evaluating", "evaluate, text and tasks": "evaluating"}  # fmt: skip
-"""What a terminal shows while a command works."""
+"""What a terminal shows while a command works, with the time that it takes."""
 
 
 @pytest.mark.parametrize("name", JSON_COMMANDS)
@@ -132,7 +132,8 @@ def test_json_has_keys_that_are_identifiers_and_no_progress_in_it(
     assert result.exit_code == 0, result.output
     tree = json.loads(result.stdout)
     assert tree and not tiny.odd_keys(tree)
-    assert WORKING.get(name, "") in result.stderr
+    if name in WORKING:
+        assert WORKING[name] in result.stderr and re.search(r"\d:\d\d:\d\d", result.stderr), result.stderr
 
 
 def test_generate_is_seeded_and_can_give_several_samples(folder: Path) -> None:
@@ -297,6 +298,16 @@ def test_help_fits_a_terminal_of_80_columns_and_shows_no_types(monkeypatch: pyte
         if not command:
             _, _, listed = shown.partition("Design:\n")
             assert "..." not in listed and all(f"\n  {name} " in f"\n{listed}" for name in GROUP.commands)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"), [("tra", "train"), ("train dem", "demo"), ("plan --device h10", "h100-pcie")]
+)
+def test_a_shell_completes_commands_recipes_and_devices(typed: str, offered: str) -> None:
+    words = ["gptworks", *typed.split()]
+    asked = {"_GPTWORKS_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    result = CliRunner().invoke(app, [], prog_name="gptworks", env=asked)
+    assert offered in result.stdout.split(), result.output
 
 
 OF_THEIR_OWN = {"--base", "--chat", "--device", "--html", "--resume", "--slots", "--verify", "--help"}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import hf
 import tiny
 from gptworks.checkpoint import checkpoints, load_run
 from gptworks.cli import main
@@ -318,14 +319,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+def refuse(_: Recipe) -> Prepared:
+    """In the place of `prepare`, where a run's shards are there already."""
+    raise UserError("they are prepared too")
+
+
 @pytest.fixture(scope="module")
 def quantized(trained: Path) -> Path:
     """The same in int4."""
-
-    def prepare(_: Recipe) -> Prepared:
-        raise AssertionError("the shards that the run was trained on are there")
-
-    quantize_run(trained, trained.parent / "int4", "int4", calibration_tokens=2048, prepare=prepare)
+    quantize_run(trained, trained.parent / "int4", "int4", calibration_tokens=2048, prepare=refuse)
     return trained.parent / "int4"
 
 
@@ -426,6 +428,14 @@ def test_a_long_comparison_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -
         "compared 1,000 of 4,000 tokens, about 1:30 left",
         "compared 2,000 of 4,000 tokens, about 1:00 left",
     ]
+
+
+def test_an_imported_run_says_on_which_text_it_is_measured(tmp_path: Path) -> None:
+    model = hf.random_model(MODELS["llama"].model_copy(update={"vocab_size": hf.VOCABULARY}))
+    imported, said = hf.make_run(tmp_path / "imported", model), list[str]()
+    with pytest.raises(UserError, match="prepared too"):
+        quantize_run(imported, tmp_path / "int8", "int8", report=said.append, prepare=refuse)
+    assert "was imported without text of its own: Python's standard library takes its place" in said[-1]
 
 
 def test_the_command_writes_what_the_function_does(

@@ -88,7 +88,8 @@ class Manifest(Section):
     """sha256 of each file of `tokenizer/`; empty in folders of old versions."""
     made_from: dict[str, Any]
     round_trips: bool
-    """Whether decoding gave back the text of every validation document: bits per byte is defined only then."""
+    """Whether decoding gave back the text of every validation document: bits per byte is defined only then. Never of
+    conversations, of which not every byte is predicted."""
     splits: dict[Split, SplitFiles]
     origins: tuple[Origin, ...] = ()
     validation_text_sha256: str | None = None

@@ -18,6 +18,7 @@ from gptworks.data.prepare import prepare as prepare_data
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.evaluate.loss import batches_of
+from gptworks.evaluate.run import PLACEHOLDER_SOURCES
 from gptworks.files import check_free, new_folder, write_sums, write_whole
 from gptworks.quantize.convert import matrix_kinds, quantize_model
 from gptworks.quantize.linear import QuantizedGPT
@@ -66,6 +67,8 @@ def quantize_run(
     loaded = load_run(run, checkpoint, device=device, full=True, report=report)
     matrix_kinds(loaded.model, weights)  # an unknown kind is refused before the text is prepared
     trained_on = str(loaded.checkpoint.state().get("data_fingerprint", ""))
+    if not trained_on and loaded.recipe.data.sources == PLACEHOLDER_SOURCES:
+        report(f"{run} was imported without text of its own: Python's standard library takes its place in what follows")
     prepared = find_of_run(loaded.recipe, run, trained_on) or prepare(loaded.recipe)
     context = loaded.model.config.context_length
     batches = []
