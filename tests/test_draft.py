@@ -1,6 +1,7 @@
 """Recipes that are drafted for texts and a machine: they load, fit, and take the time that was asked for."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,15 @@ import pytest
 from typer.testing import CliRunner
 
 from gptworks.cli import app
+from gptworks.data.sources.choose import iter_documents
 from gptworks.draft import like, pretraining
+from gptworks.draft import texts as look
 from gptworks.draft.pretraining import MOST_EPOCHS, TOKENS_PER_PARAMETER, TRAINING_SHARE, Draft, Search
 from gptworks.draft.texts import Texts, look_at
 from gptworks.errors import UserError
 from gptworks.plan.params import count_parameters
 from gptworks.plan.run import Measured
-from gptworks.recipe import load_recipe
+from gptworks.recipe import load_recipe, read_recipe
 from gptworks.recipes import shipped_paths
 from gptworks.train.rehearsal.trace import Rehearsal
 
@@ -117,6 +120,70 @@ def test_what_a_folder_holds(tmp_path: Path) -> None:
         look_at(tmp_path)
 
 
+def write_tables(folder: Path) -> None:
+    """Records whose text is in a field of a usual name, in the only one with words, and in none that is clear."""
+    rows = [prose(400, n).strip().replace("\n", " ") for n in range(100)]
+    (folder / "a.csv").write_text("id,lang,Body\n" + "".join(f'{n},en,"{row}"\n' for n, row in enumerate(rows)))
+    (folder / "b.tsv").write_text(
+        "id\tday\tremark\n" + "".join(f"{n}\t2024-01-02\t{row}\n" for n, row in enumerate(rows))
+    )
+    (folder / "prices.csv").write_text("day,price\n2024-01-02,17.5\n")
+    (folder / "names.jsonl").write_text(json.dumps({"first": "Ada", "last": "Lovelace"}) + "\n")
+    (folder / "broken.csv").write_text('text\n"never closed\n')
+
+
+def test_the_column_of_a_table_that_is_surely_text_is_taken_and_all_else_is_listed_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    monkeypatch.setattr(look, "SAMPLE_BYTES", 1 << 16)
+
+    write_tables(tmp_path)
+    rows = [prose(400, n) for n in range(200)]
+    for name, column in (("c.parquet", "content"), ("d.parquet", "content")):
+        pq.write_table(pa.table({"id": list(range(len(rows))), column: rows}), tmp_path / name)
+    found = look_at(tmp_path)
+    assert found.fields == {"a.csv": "Body", "b.tsv": "remark", "c.parquet": "content", "d.parquet": "content"}
+    assert found.skipped == {".csv": 2, ".jsonl": 1}
+    assert sorted(found.reasons) == ["broken.csv", "names.jsonl", "prices.csv"]
+    assert "not clear among `day`, `price`" in found.reasons["prices.csv"]
+    assert found.sources == [
+        {"type": "csv", "path": str(tmp_path / "a.csv"), "field": "Body"},
+        {"type": "csv", "path": str(tmp_path / "b.tsv"), "field": "remark"},
+        {"type": "parquet", "path": str(tmp_path), "field": "content"},
+    ], "one source where all files of the kind agree"
+    draft = drafted(found, 1, 1e8)
+    texts = [piece.text for piece in iter_documents(draft.plan.recipe.data.sources)]
+    assert len(texts) == 200 + 2 * len(rows)
+    assert found.n_bytes == pytest.approx(sum(map(len, texts)), rel=0.05), "of large files an estimate"
+    lines = "\n".join(found.lines())
+    assert "takes       `content` of 2 .parquet, `Body` of 1 .csv, `remark` of 1 .tsv" in lines
+    assert "prices.csv: which field is the text" in lines
+
+
+def test_parquet_without_its_library_is_skipped_with_the_extra_that_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.txt").write_text(prose(40_000), encoding="utf-8")
+    (tmp_path / "b.parquet").touch()
+    assert "gptworks[data]" in look_at(tmp_path).reasons["b.parquet"]
+
+
+def test_a_little_text_is_measured_with_a_small_model_at_first(texts: Texts) -> None:
+    measured = []
+
+    def measure(step: Rehearsal) -> Measured:
+        measured.append(step.model.d_model)
+        return machine(1e14)(step)
+
+    draft = Search(texts, 1, Path("mine.yaml"), measure=measure).run()
+    assert measured == [draft.plan.recipe.model.d_model], "the text alone decides"
+    assert draft.plan.recipe.model.d_model < pretraining.FIRST_SHAPE[0]
+
+
 @pytest.mark.parametrize(
     ("files", "words"),
     [
@@ -149,7 +216,7 @@ def init(*arguments: object) -> Any:
 def test_the_command_writes_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.txt").write_text(prose(100_000), encoding="utf-8")
-    monkeypatch.setattr(pretraining, "measure_step", machine(1e9))
+    monkeypatch.setattr(pretraining, "measure_speed", machine(1e9))
     result = init("mine.txt", "--minutes", 1)
     assert result.exit_code == 0, result.output
     assert "gptworks train mine.yaml" in result.stdout
@@ -168,7 +235,11 @@ def test_like_copies_a_shipped_recipe_or_takes_its_model_for_other_texts(
     assert init("--like", "demo").exit_code == 0
     assert Path("mine.yaml").read_bytes() == shipped_paths()["demo"].read_bytes()
     other = load_recipe("gpt2-from-scratch/tiny")
-    draft = like.Like("gpt2-from-scratch/tiny", texts, 1, Path("like.yaml"), measure=machine(1e11)).run()
+    with pytest.MonkeyPatch.context() as patch:
+        read: list[str] = []
+        patch.setattr(like, "read_recipe", lambda path: read.append(path) or read_recipe(path))
+        draft = like.Like("gpt2-from-scratch/tiny", texts, 1, Path("like.yaml"), measure=machine(1e11)).run()
+    assert read == ["gpt2-from-scratch/tiny"], "once"
     Path("like.yaml").write_text(draft.text(), encoding="utf-8")
     recipe = load_recipe("like.yaml")
     assert recipe.model == other.model

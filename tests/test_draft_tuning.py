@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(finetuning, "measure_step", lambda *_: Measured(0, 0, 1000.0))
+    monkeypatch.setattr(finetuning, "measure_speed", lambda *_: Measured(0, 0, 1000.0))
 
 
 def drafted(folder: Path, data: str = "chats.jsonl", out: str = "tune.yaml", **options: Any) -> Tuning:
@@ -94,4 +94,4 @@ def test_faults_of_the_data_are_shown_and_nothing_is_overwritten(folder: Path) -
 
 def test_what_is_neither_a_run_nor_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run folder and no Hugging Face folder"):
-        base_run(tmp_path, print)
+        base_run(str(tmp_path), print)

@@ -12,12 +12,17 @@ import torch
 import transformers as t
 from typer.testing import CliRunner
 
+import chats
 import hf
 import hub
 import tiny
 from gptworks.checkpoint import load_run
 from gptworks.cli import app
+from gptworks.draft import finetuning
 from gptworks.errors import RunError, UserError
+from gptworks.plan.run import Measured
+from gptworks.recipe import load_recipe
+from gptworks.train.loop import train
 
 SMALL = {"vocab_size": hf.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
          "intermediate_size": 48, "max_position_embeddings": 96}  # fmt: skip
@@ -100,6 +105,37 @@ def test_a_model_in_several_files_is_fetched_whole(server: hub.Hub, models: Path
     gptworks("import", models / "org" / "sharded", tmp_path / "local", "--no-verify")
     assert len([name for name in server.fetched() if name.endswith(".safetensors")]) > 2
     assert same(tmp_path / "run", tmp_path / "local")
+
+
+def test_a_model_of_the_hub_is_tuned_by_its_name_and_imported_once(
+    server: hub.Hub, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(finetuning, "measure_speed", lambda *_: Measured(None, None, 1000.0))
+    chats.write_jsonl(Path("chats.jsonl"), chats.records(90))
+    gptworks("tune", "org/plain@v1", "chats.jsonl")
+    recipe = load_recipe("tune.yaml")
+    run = recipe.initialize_from
+    assert (
+        run is not None
+        and run.name.startswith("plain-")
+        and load_recipe(run).model
+        == recipe.model.model_copy(update={"context_length": SMALL["max_position_embeddings"]})
+    )
+    assert f"org/plain at commit {hub.COMMIT}" in (run / "model-card.md").read_text()
+    gptworks("tune", "org/plain", "chats.jsonl", "-o", "again.yaml")
+    assert load_recipe("again.yaml").initialize_from == run, "the same commit"
+    gptworks("tune", models / "org" / "plain", "chats.jsonl", "-o", "local.yaml")
+    local = load_recipe("local.yaml").initialize_from
+    assert local is not None and local != run and same(local, run), "a folder of this machine"
+    assert train(load_recipe("local.yaml", ["train.max_steps=1", "train.warmup_steps=0"])).step == 1
+    for place, words in (("org/absent", "no folder here has that name"), (tmp_path, "no run folder and no Hugging")):
+        with pytest.raises(UserError, match=words):
+            gptworks("tune", place, "chats.jsonl", "-o", "none.yaml")
+    Path("adapter").mkdir()
+    (Path("adapter") / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"adapter is an adapter: `gptworks import adapter runs/NAME --base FOLDER`"):
+        gptworks("tune", "adapter", "chats.jsonl", "-o", "none.yaml")
 
 
 def test_a_gated_model_is_read_with_the_token_of_an_account_that_may(

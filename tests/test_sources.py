@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import sys
+import tracemalloc
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import tiny
 from gptworks.cli.make import prepare_with_progress
 from gptworks.config import (
+    ConversationsSource,
     CSVSource,
     DataConfig,
     HuggingFaceSource,
@@ -25,9 +27,10 @@ from gptworks.config import (
     TextSource,
 )
 from gptworks.config.data import FileSource
+from gptworks.data.conversations.reading import origins
 from gptworks.data.prepare import find_prepared, held_out_text, prepare
 from gptworks.data.shards import TokenShards
-from gptworks.data.sources import base, delimited
+from gptworks.data.sources import base, delimited, records
 from gptworks.data.sources.base import Piece, Source
 from gptworks.data.sources.choose import (
     SOURCES,
@@ -193,6 +196,30 @@ def test_a_broken_record_is_named(line: str, message: str, tmp_path: Path) -> No
         check_sources([jsonl(tmp_path / "a.jsonl")])
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_line_beyond_the_bound_is_named_with_its_size_and_never_held(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "MOST_LINE_BYTES", 1 << 20)
+    line = b'{"text": "' + b"x" * (1 << 23) + b'"}\n'
+    content = b'{"text": "fine"}\n' + line + b'{"text": "after"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(content, 1) if name.endswith("gz") else content)
+    pieces = iter_documents([jsonl(tmp_path / name)])
+    assert next(pieces).text == "fine"
+    tracemalloc.start()
+    with pytest.raises(UserError, match=rf":2: this line has {len(line):,} bytes, and a line may have 1,048,576\."):
+        next(pieces)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5 << 20
+    monkeypatch.setattr(records, "MOST_LINE_BYTES", 1 << 16)
+    with pytest.raises(UserError, match=r":2: this line has more than [\d,]+ bytes, and a line may have 65,536\."):
+        documents(jsonl(tmp_path / name))
+    source = ConversationsSource(type="conversations", path=str(tmp_path / name))
+    with pytest.raises(UserError, match=r":2: this line has more than"):
+        [*origins(source).__next__()[1]]
+
+
 @pytest.mark.parametrize("damage", ["cut", "changed"])
 def test_a_damaged_gzip_file_is_named(damage: str, tmp_path: Path) -> None:
     whole = gzip.compress(b"".join(b'{"text": "%d"}\n' % i for i in range(10_000)))
@@ -246,7 +273,7 @@ def test_tables_plain_and_gzipped_with_empty_lines_and_texts(tmp_path: Path) -> 
         (b"id,text\n1,a\0b\n", {}, r"a\.csv:2: a NUL byte"),
         (b"id,text\r1,one\r", {}, r"a\.csv:1: new-line character seen in unquoted field\. A field"),
         (b'id,text\n1,ok\n2,"' + b"line\n" * 99, {}, r"a\.csv:3: a row is larger than 128 bytes.*never closed"),
-        (b"id,text\n1," + b"x" * 999, {"quotes": False}, r"a\.csv:2: a row is larger than 128 bytes\. Divide it"),
+        (b"id,text\n1," + b"x" * 999, {"quotes": False}, r"a\.csv:2: this line has 1,001 bytes, .* have 128\."),
     ],
 )
 def test_a_broken_table_is_named_with_the_line_the_rule_and_the_fix(
@@ -405,6 +432,10 @@ def test_files_that_are_not_read_are_counted_and_said(tmp_path: Path, capsys: py
         prepare_with_progress(parse_recipe(tree))
     said = capsys.readouterr().err
     assert said.count("not read, since they do not end in a source's `extensions`: 2 × .pdf, 1 × ") == 1
+    (texts / "e.csv").write_text("text\n")
+    (texts / "f.md").write_text("x")
+    others = [table(texts), text(texts, extensions=(".md",))]
+    assert unread_files([text(texts, extensions=(".txt",)), *others]) == {".pdf": 2, ".docx": 1, "LICENSE": 1}
 
 
 # -------------------------------------------------------------------------------------------------- from outside

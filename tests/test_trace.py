@@ -20,7 +20,8 @@ from gptworks.recipe import parse_recipe, with_vocab_size
 from gptworks.train.loop import Run
 from gptworks.train.record.display import Display
 from gptworks.train.record.metrics import MetricsLog
-from gptworks.train.rehearsal.measure import measure_step
+from gptworks.train.rehearsal import measure
+from gptworks.train.rehearsal.measure import measure_speed, measure_step
 from gptworks.train.rehearsal.trace import LiveBytes, Rehearsal, take, trace_step
 
 CPU = torch.device("cpu")
@@ -104,6 +105,20 @@ def test_a_measured_step_holds_what_was_predicted() -> None:
     assert predicted == pytest.approx(measured.peak_bytes, rel=0.1)
     assert measured.kept_bytes > 0.95 * measured.peak_bytes
     assert measured.tokens_per_second > 0
+
+
+def test_the_speed_of_short_steps_is_that_of_the_median_and_a_long_step_is_taken_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measure, "keep_freed_memory", lambda: None)  # of this process
+    rehearsal = Rehearsal(ModelConfig(vocab_size=64, context_length=32, n_layers=1, d_model=32, n_heads=2), TRAIN)
+    assert (measure_speed(rehearsal).tokens_per_second or 0) > 0
+    tokens, most = TRAIN.batch_size * 32, measure.SPEED_SECONDS
+    for seconds, median in (([0.5, 0.1, 0.2, 0.1, 9.0], 0.2), ([most, 1.0], most), ([0.25, *[0.01] * 99], 0.01)):
+        steps = iter(seconds)
+        monkeypatch.setattr(measure, "_step_seconds", lambda _, steps=steps: steps)
+        assert measure_speed(rehearsal).tokens_per_second == pytest.approx(tokens / median)
+    assert len(list(steps)) == 100 - measure.SPEED_STEPS
 
 
 PEAKS = """

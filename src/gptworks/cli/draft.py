@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from gptworks.cli.common import AsJSON, notice, print_json, refuse_unused
+from gptworks.cli.common import AsJSON, notice, print_json, refuse_unused, working
 from gptworks.errors import UserError
-from gptworks.units import readable
 
 Out = Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The recipe to write.")]
 
@@ -16,7 +15,10 @@ MINUTES = 10
 
 def init(
     texts: Annotated[
-        Path | None, typer.Argument(metavar="TEXTS", help="A folder of texts, programs or .jsonl files; or one file.")
+        Path | None,
+        typer.Argument(
+            metavar="TEXTS", help="A folder of texts, programs, .jsonl, .csv or .parquet files; or one file."
+        ),
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(min=0.1, max=100_000, help=f"How long training may take. Default: {MINUTES}.")
@@ -46,27 +48,30 @@ def init(
     from gptworks.describe.plan_tables import plan_json
     from gptworks.draft.like import Like
     from gptworks.draft.pretraining import Search
-    from gptworks.draft.texts import listed, look_at
+    from gptworks.draft.texts import look_at
 
-    found, minutes = look_at(texts), minutes or MINUTES
-    search = Search(found, minutes, out, notice) if like is None else Like(like, found, minutes, out, notice)
-    drafted = search.run()
+    minutes = minutes or MINUTES
+    with working(f"drafting a recipe for {texts}"):
+        found = look_at(texts)
+        search = Search(found, minutes, out, notice) if like is None else Like(like, found, minutes, out, notice)
+        drafted = search.run()
     write_new(out, drafted.text())
     notice(f"wrote {out}")
     if as_json:
-        files = {"recipe": str(out), "read": dict(found.endings), "skipped": dict(found.skipped)}
+        files = {"recipe": str(out), "read": found.endings, "fields": found.fields}
+        files |= {"skipped": found.skipped, "reasons": found.reasons}
         print_json(files | {"minutes": drafted.minutes, "epochs": drafted.epochs, "plan": plan_json(drafted.plan)})
         return
-    typer.echo(f"reads       {listed(found.endings)}: {readable(found.n_bytes, 'B')} of text")
-    if found.skipped:
-        typer.echo(f"skips       {listed(found.skipped)}")
-    for line in drafted.lines():
+    for line in (*found.lines(), *drafted.lines()):
         typer.echo(line)
     typer.echo(f"next        gptworks train {out}")
 
 
 def tune(
-    base: Annotated[Path, typer.Argument(metavar="BASE", help="A run folder, or a Hugging Face folder to import.")],
+    base: Annotated[
+        str,
+        typer.Argument(metavar="BASE", help="A run or Hugging Face folder, or ORG/NAME[@revision] on the hub."),
+    ],
     data: Annotated[
         Path, typer.Argument(metavar="DATA", help="Conversations or instructions: .jsonl, .json, .parquet.")
     ],
@@ -84,7 +89,8 @@ def tune(
     from gptworks.draft.writing import check_new, write_new
 
     check_new(out)
-    drafted = draft_tuning(base_run(base, notice), data, out, preference, prepare=prepare_with_progress)
+    with working(f"drafting the tuning of {base}"):
+        drafted = draft_tuning(base_run(base, notice), data, out, preference, prepare=prepare_with_progress)
     write_new(out, drafted.text())
     notice(f"wrote {out}")
     if as_json:

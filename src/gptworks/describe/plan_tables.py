@@ -191,7 +191,8 @@ def _checks(plan: Plan) -> Table:
     rows = [("predicted", plan.step_bytes)]
     rows += [] if plan.traced_bytes is None else [("traced", plan.traced_bytes)]
     if plan.measured is not None:
-        rows += [("measured", plan.measured.peak_bytes), ("with freed memory kept", plan.measured.kept_bytes)]
+        held = {"measured": plan.measured.peak_bytes, "with freed memory kept": plan.measured.kept_bytes}
+        rows += [(name, n_bytes) for name, n_bytes in held.items() if n_bytes is not None]
     cells = [(name, readable(n, "B"), f"{plan.step_bytes / n - 1:+.1%}") for name, n in rows]
     return Table(("a step's peak, no checkpoint being written", "", "predicted is off by"), "lrr", cells)
 

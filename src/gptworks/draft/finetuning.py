@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from gptworks.data.conversations.inspection import inspect_records
 from gptworks.data.conversations.packing import Examples
 from gptworks.data.prepare import Prepared, prepare
 from gptworks.data.shards import TokenShards
+from gptworks.data.sources.base import stamps
 from gptworks.device import choose_device
 from gptworks.draft.writing import Row, written
 from gptworks.errors import UserError
+from gptworks.interop.hub import find_model
 from gptworks.interop.imported import run_name
 from gptworks.plan.devices import Device
 from gptworks.plan.fit import divisors
@@ -25,7 +28,7 @@ from gptworks.plan.run import plan as plan_recipe
 from gptworks.recipe import load_recipe, parse_recipe, with_vocab_size
 from gptworks.tokenizer import load_tokenizer, special_tokens
 from gptworks.train.objectives.choose import choose_objective
-from gptworks.train.rehearsal.measure import measure_step
+from gptworks.train.rehearsal.measure import measure_speed
 from gptworks.train.rehearsal.preflight import this_device
 from gptworks.train.rehearsal.trace import Rehearsal
 from gptworks.train.start import check_start
@@ -88,24 +91,34 @@ class Tuning:
         return written([f"Drafted by `gptworks tune` on {self.plan.device.name}.", "", *self.lines()], self.sections)
 
 
-def base_run(base: Path, report: Callable[[str], None]) -> Path:
-    """The run to start from; a Hugging Face folder is imported first, into runs/.
+def base_run(base: str, report: Callable[[str], None]) -> Path:
+    """The run to start from. A Hugging Face folder, or a model on the hub, is imported first, into a folder of runs/
+    that is named by its contents and used again.
 
     Raises:
-        UserError: it is neither, or the folder cannot be imported.
+        UserError: it is none of them, or cannot be imported.
+        RunError: the hub cannot be reached.
     """
-    if (base / "recipe.yaml").exists():
-        return base
-    if not (base / "config.json").exists():
+    if (Path(base) / "recipe.yaml").exists():
+        return Path(base)
+    found = find_model(base, report)
+    if (found.folder / "adapter_config.json").exists():
+        raise UserError(
+            f"{base} is an adapter: `gptworks import {base} runs/NAME --base FOLDER` makes a run of it and what it "
+            f"adapts, which can be tuned."
+        )
+    if not (found.folder / "config.json").exists():
         raise UserError(
             f"{base} is no run folder and no Hugging Face folder: it has no recipe.yaml and no config.json."
         )
-    run = Path("runs") / run_name(base)
+    name = Path(base.partition("@")[0]) if found.source else found.folder
+    contents = found.source or stamps(sorted(file for file in found.folder.iterdir() if file.is_file()))
+    run = Path("runs") / f"{run_name(name)}-{sha256(repr(contents).encode()).hexdigest()[:8]}"
     if not run.exists():
         from gptworks.interop.huggingface import import_huggingface
 
         run.parent.mkdir(exist_ok=True)
-        import_huggingface(base, run, report=report)
+        import_huggingface(found.folder, run, source=found.source, report=report)
         report(f"imported {base} as {run}")
     return run
 
@@ -124,7 +137,7 @@ def draft_tuning(
     Args:
         out: the file that it is for, whose name it gets.
         prepare: turns the data into tokens, as `gptworks.data.prepare.prepare`.
-        measure: takes a training step. None: `measure_step`.
+        measure: takes training steps. None: `measure_speed`.
 
     Raises:
         UserError: the data cannot be read, or nothing that trains the model fits in memory.
@@ -148,7 +161,7 @@ def draft_tuning(
         setting.model, plan.one_step, device.type, setting.precision, recipe.adapter, recipe.freeze, recipe.objective,
         setting.several_texts,
     )  # fmt: skip
-    plan, inspection = replace(plan, measured=(measure or measure_step)(step)), inspect_records(recipe, prepared)
+    plan, inspection = replace(plan, measured=(measure or measure_speed)(step)), inspect_records(recipe, prepared)
     return Tuning(draft.sections(), plan, inspection.lines(), inspection.findings)
 
 
@@ -236,9 +249,12 @@ class _Draft:
             ("epochs", self.epochs, ""),
             ("batch_size", self.batch, f"at least {STEPS_AN_EPOCH} steps an epoch, where the data is enough"),
             *([("micro_batch_size", self.micro, "as many at a time as fit")] if self.micro != self.batch else []),
+            ("optimizer", "adamw", ""),
             ("learning_rate", float(f"{min(rate, HIGHEST_RATE):.1g}"), why),
             ("weight_decay", 0.0, ""),
             ("warmup_steps", self.steps // 20, ""),
+            ("schedule", "cosine", ""),
+            ("final_rate_fraction", 0.1, ""),
             ("evaluate_every", max(1, self.steps // 6), ""),
             ("evaluate_sequences", 64, ""),
             ("checkpoint_every", max(1, self.steps // 3), ""),

@@ -8,7 +8,7 @@ from gptworks.draft.pretraining import FIRST_SHAPE, Candidate, Measure, Search, 
 from gptworks.draft.texts import Texts
 from gptworks.draft.writing import Row
 from gptworks.errors import UserError
-from gptworks.recipe import load_recipe, read_recipe
+from gptworks.recipe import parse_recipe, read_recipe
 
 LENGTHS = ("max_steps", "epochs", "max_minutes")
 
@@ -30,12 +30,13 @@ class Like(Search):
             UserError: the other recipe is none that trains on text from the beginning.
         """
         super().__init__(texts, minutes, out, report, measure)
-        self.recipe, (_, self.tree) = load_recipe(like), read_recipe(like)
+        path, self.tree = read_recipe(like)
+        self.recipe = parse_recipe({"name": out.stem} | self.tree, str(path))
         if self.recipe.data.records or self.recipe.initialize_from:
             raise UserError(f"--like {like}: it fine-tunes a model. Take a recipe that trains one on text.")
         self.vocabulary = self.bytes_per_token(self.recipe.tokenizer)
 
-    def _best(self) -> Shape:
+    def _best(self, most: Shape = FIRST_SHAPE) -> Shape:
         return FIRST_SHAPE
 
     def _step_tokens(self, candidate: Candidate) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from math import floor, log
+from math import floor, inf, log
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from gptworks.plan.run import Measured, Plan
 from gptworks.plan.run import plan as plan_recipe
 from gptworks.recipe import parse_recipe, with_vocab_size
 from gptworks.tokenizer import encode_text, train_tokenizer, vocabulary_size
-from gptworks.train.rehearsal.measure import measure_step
+from gptworks.train.rehearsal.measure import measure_speed
 from gptworks.train.rehearsal.preflight import this_device
 from gptworks.train.rehearsal.trace import Rehearsal
 from gptworks.units import readable
@@ -29,7 +29,7 @@ SHAPES = (
 """Width and depth, each with up to three times the parameters of the one before."""
 
 FIRST_SHAPE = (256, 4)
-"""What is measured first."""
+"""What is measured first, or a smaller one that the text suffices for."""
 
 TOKENS_PER_PARAMETER = 1.5
 """Of training, at least. Runs of minutes do best with fewer than the 20 of Hoffmann et al. (2022); the figures are in
@@ -142,10 +142,10 @@ class Search:
         Args:
             minutes: how long training may take.
             out: the file that the recipe is for, whose name it gets.
-            measure: takes a training step. None: `measure_step`.
+            measure: takes training steps. None: `measure_speed`.
         """
         self.texts, self.minutes, self.out, self.report = texts, minutes, out, report
-        self.measure = measure or measure_step
+        self.measure = measure or measure_speed
         self.device = choose_device()
         self.place = this_device(self.device)
         self.seconds = 60 * minutes * TRAINING_SHARE
@@ -160,7 +160,8 @@ class Search:
             UserError: too little text for the smallest vocabulary, or too little memory for the smallest model.
             RunError: a measured step failed.
         """
-        shape, step_tokens = FIRST_SHAPE, STEP_TOKENS
+        shape = self._best(FIRST_SHAPE)
+        step_tokens = self._step_tokens(self._candidate(shape))
         while shape not in self.measured and len(self.measured) < MOST_MEASURED:
             self.measured[shape] = self._measured(self._candidate(shape, step_tokens))
             shape = self._best()
@@ -190,10 +191,11 @@ class Search:
             size //= 2
         return size
 
-    def _best(self) -> Shape:
-        """The largest shape with enough tokens a parameter, by the rates that are known; else the smallest."""
+    def _best(self, most: Shape = SHAPES[-1]) -> Shape:
+        """The largest shape up to `most` with enough tokens a parameter, by the rates that are known; else the
+        smallest."""
         best = SHAPES[0]
-        for shape in SHAPES:
+        for shape in SHAPES[: SHAPES.index(most) + 1]:
             candidate = self.measured.get(shape) or self._candidate(shape)
             if not candidate.plan.fits or self._tokens(candidate) < self._wanted_tokens(candidate):
                 break
@@ -208,9 +210,12 @@ class Search:
         return min(self._rate(candidate) * self.seconds, MOST_EPOCHS * candidate.n_train_tokens)
 
     def _rate(self, candidate: Candidate) -> float:
-        """Tokens a second: measured, or by the FLOPs of the measured shape that is nearest in size."""
+        """Tokens a second: measured, or by the FLOPs of the measured shape that is nearest in size; without bounds
+        while nothing is measured."""
         if candidate.rate is not None:
             return candidate.rate
+        if not self.measured:
+            return inf
         flops = candidate.plan.flops_per_token
         near = min(self.measured.values(), key=lambda one: abs(log(one.plan.flops_per_token / flops)))
         assert near.rate is not None

@@ -1,22 +1,27 @@
 """What a file or a folder of texts holds: what can be read, how much text that is, and a sample of it."""
 
 import codecs
+import json
+import re
 from collections import Counter
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from gptworks.data.sources.records import read_jsonl, whole_text
+from gptworks.data.sources.delimited import CSV, listed_names, read_table
+from gptworks.data.sources.records import JSONL, Parquet, count_rows, read_jsonl, read_parquet, record_document
 from gptworks.errors import UserError
+from gptworks.units import readable
 
 PROSE = (".txt", ".md", ".text", ".rst", ".tex", ".org", ".adoc")
 CODE = (
     ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cs", ".java", ".kt", ".scala", ".js", ".jsx", ".ts", ".tsx",
     ".go", ".rs", ".rb", ".php", ".swift", ".sh", ".lua", ".pl", ".r", ".jl", ".hs", ".ml", ".sql",
 )  # fmt: skip
-RECORDS = (".jsonl", ".jsonl.gz")
-"""Endings of the files that are read, in lower case."""
+RECORDS = {"jsonl": JSONL.endings, "csv": CSV.endings, "parquet": Parquet.endings}
+"""Kinds of sources whose files hold records, with the endings of these files."""
 
 FIELDS = ("text", "content", "body", "document", "article", "story")
 """Names under which records have their text, the commonest first."""
@@ -31,23 +36,28 @@ GZIP_RATIO = 3
 """About so many bytes of text become one in a .gz file."""
 
 _LOOKED_AT_BYTES, _LOOKED_AT_RECORDS, _LISTED = 1 << 16, 20, 5
+_RECORD_ENDINGS = tuple(ending for endings in RECORDS.values() for ending in endings)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Texts:
     """What can be trained on."""
 
-    sources: list[dict[str, Any]]
+    path: Path
+    """A folder, or one file."""
+    sources: list[dict[str, Any]] = field(default_factory=list)
     """As a recipe names them."""
-    endings: Counter[str]
+    endings: Counter[str] = field(default_factory=Counter)
     """Files that are read, by ending."""
-    skipped: Counter[str]
+    skipped: Counter[str] = field(default_factory=Counter)
     """Files that are not."""
-    n_bytes: int
-    """Of text; an estimate where it is in records."""
-    code_share: float
-    """Of the bytes, those of programs."""
-    sample: list[str]
+    fields: dict[str, str] = field(default_factory=dict)
+    """What is taken as the text of each file of records."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Why files, by name or ending, are not read although their kind is."""
+    n_bytes: int = 0
+    """Of text; an estimate where much of it is in records."""
+    sample: list[str] = field(default_factory=list)
 
     @property
     def n_files(self) -> int:
@@ -57,6 +67,49 @@ class Texts:
     def n_documents(self) -> int | None:
         """Each file is one; None where files hold records."""
         return None if any(source["type"] != "text" for source in self.sources) else self.n_files
+
+    def lines(self) -> list[str]:
+        """What is read and what is not."""
+        fields = Counter((listed_names([name]), _ending(Path(file))) for file, name in self.fields.items())
+        taken = ", ".join(f"{name} of {n:,} {ending}" for (name, ending), n in fields.most_common(_LISTED))
+        return [
+            f"reads       {listed(self.endings)}: {readable(self.n_bytes, 'B')} of text",
+            *([f"takes       {taken}"] if taken else []),
+            *([f"skips       {listed(self.skipped)}"] if self.skipped else []),
+            *(f"            {name}: {why}" for name, why in [*self.reasons.items()][:_LISTED]),
+        ]
+
+    def _add_plain(self, by_ending: dict[str, list[Path]]) -> None:
+        """Files that are text."""
+        by_ending, binary = _readable(by_ending)
+        self.reasons |= dict.fromkeys(binary, "not UTF-8 text")
+        if not by_ending:
+            return
+        files = [file for those in by_ending.values() for file in those]
+        extensions = {"extensions": sorted(by_ending)} if self.path.is_dir() else {}
+        self.sources.append({"type": "text", "path": str(self.path), **extensions})
+        self.endings.update({ending: len(those) for ending, those in by_ending.items()})
+        self.n_bytes += sum(file.stat().st_size for file in files)
+        self.sample += _sample(files)
+
+    def _add_records(self, kind: str, files: list[Path]) -> None:
+        """Files of records whose text is in a field that is clear: one source where it is the same one in all files of
+        the kind, else one for each."""
+        fields: dict[Path, str] = {}
+        for file in files:
+            name = str(file.relative_to(self.path) if self.path.is_dir() else file)
+            try:
+                fields[file], n_bytes, sample = _look_at_records(kind, file, SAMPLE_BYTES // len(files))
+            except UserError as error:
+                self.reasons[name] = str(error)
+                continue
+            self.fields[name] = fields[file]
+            self.endings[_ending(file)] += 1
+            self.n_bytes += n_bytes
+            self.sample += sample
+        if self.path.is_dir() and len(set(fields.values())) == 1 and len(fields) == len(files):
+            fields = {self.path: fields[files[0]]}
+        self.sources += [{"type": kind, "path": str(path), "field": name} for path, name in fields.items()]
 
 
 def look_at(path: Path) -> Texts:
@@ -71,38 +124,26 @@ def look_at(path: Path) -> Texts:
     by_ending: dict[str, list[Path]] = {}
     for file in files:
         by_ending.setdefault(_ending(file), []).append(file)
+    found = Texts(path)
     plain = {ending: those for ending, those in by_ending.items() if ending.lower() in (*PROSE, *CODE)}
-    if path.is_file() and not plain and _ending(path) not in RECORDS:
+    if path.is_file() and not plain and _ending(path) not in _RECORD_ENDINGS:
         plain = {_ending(path): [path]}  # the user says that it is text
-    plain = _readable(plain)
-    texts = [file for those in plain.values() for file in those]
-    sources: list[dict[str, Any]] = []
-    if texts:
-        extensions = {"extensions": sorted(plain)} if path.is_dir() else {}
-        sources.append({"type": "text", "path": str(path), **extensions})
-    n_bytes = sum(file.stat().st_size for file in texts)
-    n_code = sum(file.stat().st_size for ending, those in plain.items() if ending.lower() in CODE for file in those)
-    records = [file for ending in RECORDS for file in by_ending.get(ending, [])]
-    found = _look_at_records(records)
-    read = {ending: len(those) for ending, those in plain.items()}
-    sample = _sample(texts)
-    if found is not None:
-        sources.append({"type": "jsonl", "path": str(path), "field": found.field})
-        read |= {ending: len(by_ending[ending]) for ending in RECORDS if ending in by_ending}
-        n_bytes += found.n_bytes
-        sample += found.sample
-    skipped = Counter({ending: len(those) for ending, those in by_ending.items() if ending not in read})
-    if not sources:
-        raise UserError(f"{path} holds no text that can be read: it has {listed(skipped)}. {_KINDS}")
-    if n_bytes < LEAST_BYTES:
+    found._add_plain(plain)
+    for kind, endings in RECORDS.items():
+        found._add_records(kind, [file for ending in endings for file in by_ending.get(ending, [])])
+    found.skipped = Counter({ending: len(those) for ending, those in by_ending.items()}) - found.endings
+    why = "".join(f" {name}: {why}" for name, why in [*found.reasons.items()][:_LISTED])
+    if not found.sources:
+        raise UserError(f"{path} holds no text that can be read: it has {listed(found.skipped)}.{why} {_KINDS}")
+    if found.n_bytes < LEAST_BYTES:
         raise UserError(
-            f"{path} holds {n_bytes:,} bytes of text ({listed(Counter(read))}), and a model needs {LEAST_BYTES:,} or "
-            f"more: give more text, or fine-tune a model that is there with `gptworks tune`."
+            f"{path} holds {found.n_bytes:,} bytes of text ({listed(found.endings)}), and a model needs "
+            f"{LEAST_BYTES:,} or more: give more text, or fine-tune a model that is there with `gptworks tune`.{why}"
         )
-    return Texts(sources, Counter(read), skipped, n_bytes, n_code / n_bytes, sample)
+    return found
 
 
-_KINDS = f"Read are {' '.join(PROSE)} {' '.join(RECORDS)} and the files of common programming languages."
+_KINDS = f"Read are {' '.join(PROSE)} {' '.join(_RECORD_ENDINGS)} and the files of common programming languages."
 
 
 def listed(endings: Counter[str]) -> str:
@@ -113,27 +154,29 @@ def listed(endings: Counter[str]) -> str:
 
 
 def _ending(file: Path) -> str:
-    return ".jsonl.gz" if file.name.endswith(".jsonl.gz") else file.suffix
+    return next((ending for ending in _RECORD_ENDINGS if file.name.endswith(ending)), file.suffix)
 
 
-def _readable(by_ending: dict[str, list[Path]]) -> dict[str, list[Path]]:
-    """Those kinds of files that are UTF-8 text. A kind of which no file is text is left out.
+def _readable(by_ending: dict[str, list[Path]]) -> tuple[dict[str, list[Path]], list[str]]:
+    """Those kinds of files that are UTF-8 text, and the endings of those of which no file is.
 
     Raises:
         UserError: some files of a kind are no text: training would stop at them.
     """
-    kept = {}
+    kept, binary = {}, []
     for ending, files in by_ending.items():
         wrong = [file for file in files if not _is_text(file)]
         if len(wrong) < len(files):
             kept[ending] = files
+        else:
+            binary.append(ending)
         if 0 < len(wrong) < len(files):
             some = ", ".join(map(str, wrong[:_LISTED])) + (" …" if len(wrong) > _LISTED else "")
             raise UserError(
                 f"{some}: {len(wrong):,} of {len(files):,} files {ending} are not UTF-8 text. Convert them to UTF-8 or "
                 f"move them away."
             )
-    return kept
+    return kept, binary
 
 
 def _is_text(file: Path) -> bool:
@@ -168,29 +211,54 @@ def _sample(files: list[Path]) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- records
 
 
-@dataclass(frozen=True)
-class _Records:
-    field: str
-    n_bytes: int
-    sample: list[str]
+def _look_at_records(kind: str, file: Path, most_bytes: int) -> tuple[str, int, list[str]]:
+    """The field that holds a file's text, the bytes of all that text, and about so much of it from the beginning.
+
+    The bytes are an estimate where there is more.
+
+    Raises:
+        UserError: no field is clear, or a record is broken.
+    """
+    rows = _READ[kind](file)
+    first = list(islice(rows, _LOOKED_AT_RECORDS))
+    name = _text_field([row for _, row in first])
+    sample, text_bytes, seen = [], 0, 0
+    for where, row in chain(first, rows):
+        sample.append("".join(piece.text for piece in record_document(where, row, name)))
+        text_bytes += len(sample[-1].encode("utf-8"))
+        written = json.dumps(row, ensure_ascii=False) if kind == "jsonl" else ",".join(map(str, row.values()))
+        seen += 1 if kind == "parquet" else len(written.encode("utf-8", "replace")) + 1
+        if text_bytes > most_bytes:
+            packed = file.stat().st_size * (GZIP_RATIO if file.suffix == ".gz" else 1)
+            size = count_rows(file) if kind == "parquet" else packed
+            return name, round(text_bytes * max(1.0, size / seen)), sample
+    return name, text_bytes, sample
 
 
-def _look_at_records(files: list[Path]) -> _Records | None:
-    """The field that has the text of all files' records; None: there is none, or no file."""
-    field, sample, text_bytes, line_bytes = None, [], 0, 0
-    for file in files:
-        for where, record in islice(read_jsonl(file), _LOOKED_AT_RECORDS):
-            field = field or next((name for name in FIELDS if isinstance(record.get(name), str)), None)
-            text = record.get(field or "")
-            if not isinstance(text, str):
-                raise UserError(
-                    f"{where}: no text in {field or ' or '.join(FIELDS)}; its fields are {', '.join(record)}. Records "
-                    f"of one kind each to a folder; conversations are for `gptworks tune`."
-                )
-            sample.append(whole_text(text))
-            text_bytes += len(sample[-1].encode("utf-8"))
-            line_bytes += sum(len(str(key)) + len(str(value)) + 6 for key, value in record.items())
-    if field is None:
-        return None
-    sizes = (file.stat().st_size * (GZIP_RATIO if file.suffix == ".gz" else 1) for file in files)
-    return _Records(field, round(sum(sizes) * min(1.0, text_bytes / max(1, line_bytes))), sample)
+_READ: dict[str, Callable[[Path], Iterator[tuple[str, Mapping[str, Any]]]]] = {
+    "jsonl": read_jsonl, "csv": read_table, "parquet": read_parquet
+}  # fmt: skip
+
+
+def _text_field(rows: list[Mapping[str, Any]]) -> str:
+    """The field that holds the text: one of a usual name, or the only one that holds words.
+
+    Raises:
+        UserError: there is none, or several.
+    """
+    if not rows:
+        raise UserError("it holds no record")
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    values = {name: [row[name] for row in rows if row.get(name) is not None] for name in names}
+    strings = [name for name in names if values[name] and all(isinstance(value, str) for value in values[name])]
+    usual = [name for wanted in FIELDS for name in strings if name.lower() == wanted]
+    words = [name for name in strings if any(_WORD.search(value) for value in values[name])]
+    if usual or len(words) == 1:
+        return (usual or words)[0]
+    raise UserError(
+        f"which field is the text is not clear among {listed_names(names)}. Name one `text`, or give the recipe a "
+        f"source with this `field`; conversations are for `gptworks tune`."
+    )
+
+
+_WORD = re.compile(r"[^\W\d_]{2}")

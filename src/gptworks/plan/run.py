@@ -25,10 +25,10 @@ SLOTS = 32
 class Measured:
     """Figures of a step that was run."""
 
-    peak_bytes: int
+    peak_bytes: int | None
     """Most memory in use: what tensors held on CUDA; on a CPU the growth of the process's resident memory, freed memory
-    given back at once."""
-    kept_bytes: int
+    given back at once. None: the speed alone was measured."""
+    kept_bytes: int | None
     """The same with what the allocator keeps, as `gptworks train` lets it."""
     tokens_per_second: float
 

@@ -71,6 +71,9 @@ def source_signature(sources: Iterable[SourceConfig]) -> list[list[Any]]:
 
 
 def unread_files(sources: Iterable[SourceConfig]) -> Counter[str]:
-    """How many files of each ending are in the folders of the sources and are not read, by their names."""
-    texts = (source for source in map(choose_source, sources) if isinstance(source, Text))
-    return sum((text.unread() for text in texts), Counter())
+    """How many files of each ending are in the folders of texts and are read by no source."""
+    chosen = [choose_source(source) for source in sources]
+    unread = {file for source in chosen if isinstance(source, Text) for file in source.unread()}
+    if unread:
+        unread -= {file for source in chosen if getattr(source.settings, "path", None) for file in source.files()}
+    return Counter(file.suffix or file.name for file in unread)

@@ -23,26 +23,34 @@ class CSV(Fields):
     endings = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 
     def records(self, file: Path) -> Iterator[tuple[str, dict[str, str]]]:
-        field, quotes = self.settings.field, self.settings.quotes
-        delimiter = self.settings.delimiter or ("\t" if file.name.endswith((".tsv", ".tsv.gz")) else ",")
-        columns: list[str] = []
-        for where, row in _rows(file, delimiter, quotes):
-            if not columns:
-                columns = row
-                if (n := columns.count(field)) != 1:
-                    raise UserError(
-                        f"{where}: {n or 'no'} columns are named `{field}`, and one must be. The columns are "
-                        f"{_listed(columns)}. Set the source's `field` or `delimiter`, or name the columns in line 1."
-                    )
-            elif len(row) != len(columns):
-                rule = _QUOTED if quotes else _PLAIN
-                n_fields = f"{len(row):,} field{'s' * (len(row) != 1)}"
-                raise UserError(f"{where}: {n_fields}, and the first line names {len(columns):,} columns. {rule}")
-            else:
-                yield where, {field: row[columns.index(field)]}
+        return read_table(file, self.settings.field, self.settings.delimiter, self.settings.quotes)
 
 
-def _listed(columns: list[str]) -> str:
+def read_table(
+    file: Path, field: str | None = None, delimiter: str | None = None, quotes: bool = True
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Each row's fields, or one of them, and its place; for delimiter and quotes see `CSVSource`."""
+    delimiter = delimiter or ("\t" if file.name.endswith((".tsv", ".tsv.gz")) else ",")
+    columns: list[str] = []
+    for where, row in _rows(file, delimiter, quotes):
+        if not columns:
+            columns = row
+            if field is not None and (n := columns.count(field)) != 1:
+                raise UserError(
+                    f"{where}: {n or 'no'} columns are named `{field}`, and one must be. The columns are "
+                    f"{listed_names(columns)}. Set the source's `field` or `delimiter`, or name the columns in line 1."
+                )
+        elif len(row) != len(columns):
+            rule = _QUOTED if quotes else _PLAIN
+            n_fields = f"{len(row):,} field{'s' * (len(row) != 1)}"
+            raise UserError(f"{where}: {n_fields}, and the first line names {len(columns):,} columns. {rule}")
+        elif field is None:
+            yield where, dict(zip(columns, row, strict=True))
+        else:
+            yield where, {field: row[columns.index(field)]}
+
+
+def listed_names(columns: list[str]) -> str:
     """Names from a file, made fit for a message."""
     few = [f"`{name[:40]}`" if name[:40].isprintable() else ascii(name[:40]) for name in columns[:10]]
     return ", ".join(few) + (f" and {len(columns) - 10:,} more" if len(columns) > 10 else "")
@@ -55,7 +63,7 @@ def _rows(file: Path, delimiter: str, quotes: bool) -> Iterator[tuple[str, list[
 
     def lines() -> Iterator[str]:
         nonlocal row_bytes
-        for number, line in read_lines(file, MOST_ROW_BYTES + 1):
+        for number, line in read_lines(file, MOST_ROW_BYTES):
             row_bytes += len(line)
             if row_bytes > MOST_ROW_BYTES:
                 why = " Perhaps a quotation mark is never closed. " if quotes else " "

@@ -7,10 +7,10 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gptworks.config import ConversationsSource, HuggingFaceSource, PreferencesSource
-from gptworks.data.sources.base import Piece, Source, document, stamps
+from gptworks.data.sources.base import PIECE_BYTES, Piece, Source, document, stamps
 from gptworks.data.sources.files import walk
 from gptworks.errors import UserError, not_installed
 
@@ -91,22 +91,47 @@ def whole_text(text: str) -> str:
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def read_lines(file: Path, most_bytes: int = -1) -> Iterator[tuple[int, bytes]]:
-    """Each line and its number; those of a .gz, unpacked. A line longer than `most_bytes` comes in parts."""
+MOST_LINE_BYTES = 1 << 26
+_COUNTED_LINES = 16
+"""How many times the largest line is read on, to find the size of a line that is larger."""
+
+
+def read_lines(file: Path, most_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Each line and its number; those of a .gz, unpacked. No more of a line than it may have is held in memory.
+
+    Raises:
+        UserError: a line is larger than `most_bytes`, its end included.
+    """
     with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
         number = 0
         try:
-            while line := stream.readline(most_bytes):
+            while line := stream.readline(most_bytes + 1):
                 number += 1
+                if len(line) > most_bytes:
+                    raise UserError(
+                        f"{file}:{number}: this line has {_line_size(stream, line, most_bytes)} bytes, and a line may "
+                        f"have {most_bytes:,}. Divide its text into several records, or check that lines end."
+                    )
                 yield number, line
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise UserError(f"{file}: broken gzip data after line {number} ({error}). Get the file again.") from None
 
 
+def _line_size(stream: BinaryIO | gzip.GzipFile, line: bytes, most_bytes: int) -> str:
+    """The bytes of the line that begins so."""
+    n_bytes = len(line)
+    while line and not line.endswith(b"\n"):
+        if n_bytes > _COUNTED_LINES * most_bytes:
+            return f"more than {n_bytes:,}"
+        line = stream.readline(PIECE_BYTES)
+        n_bytes += len(line)
+    return f"{n_bytes:,}"
+
+
 def read_jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Each line's object, and its place."""
     rule = "Each line must be one JSON object."
-    for number, line in read_lines(file):
+    for number, line in read_lines(file, MOST_LINE_BYTES):
         if not line.strip():
             continue
         try:
@@ -120,24 +145,33 @@ def read_jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def read_parquet(file: Path, field: str | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Each row's fields, or one of them, and its place."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise not_installed("pyarrow", "data", f"{file}: reading it") from None
-    try:
-        table = pq.ParquetFile(file)
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{file} is not a parquet file: {error}. Check the path, or use another source type.") from None
-    columns = table.schema_arrow.names
     row = 0
-    with table:
+    with _parquet_file(file) as table:
+        columns = table.schema_arrow.names
         if field is not None and field not in columns:
             raise UserError(f"{file}: no column `{field}`; it has {', '.join(columns)}. Set the source's `field`.")
         for batch in table.iter_batches(batch_size=64, columns=None if field is None else [field]):
             for record in batch.to_pylist():
                 yield f"{file}, row {row}", record
                 row += 1
+
+
+def count_rows(file: Path) -> int:
+    """Of a Parquet file, as it says."""
+    with _parquet_file(file) as table:
+        return int(table.metadata.num_rows)
+
+
+def _parquet_file(file: Path) -> Any:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise not_installed("pyarrow", "data", f"{file}: reading it") from None
+    try:
+        return pq.ParquetFile(file)
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{file} is not a parquet file: {error}. Check the path, or use another source type.") from None
 
 
 def open_dataset(source: HuggingFaceSource | RecordsSource) -> tuple[str, Iterable[Any]]:

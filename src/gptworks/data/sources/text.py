@@ -2,7 +2,6 @@
 
 import io
 import sysconfig
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,12 @@ class Text(Source):
         with file.open("rb") as stream:
             yield from document(stream, file)
 
-    def unread(self) -> Counter[str]:
-        """How many files of each ending are in the folder and are not read, by their names."""
+    def unread(self) -> list[Path]:
+        """The files in the folder that are not read, by their names."""
         if self.settings.path is None:
-            return Counter()
+            return []
         folder, endings = Path(self.settings.path).expanduser(), self.settings.extensions  # of a file: nothing to walk
-        names = (file.name for file in walk(folder) if not file.name.startswith("."))
-        return Counter(Path(name).suffix or name for name in names if not name.endswith(endings))
+        return [file for file in walk(folder) if not file.name.startswith(".") and not file.name.endswith(endings)]
 
 
 class PythonStdlib(Source):

@@ -1,4 +1,4 @@
-"""The memory and the speed of a training step, measured: two real steps of a new model in a process of its own.
+"""The memory and the speed of a training step, measured: real steps of a new model, for memory in a process of its own.
 
 python -m gptworks.train.rehearsal.measure keep|return < rehearsal.json
 """
@@ -7,7 +7,9 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
+from statistics import median
 
 import torch
 from pydantic import TypeAdapter
@@ -18,8 +20,8 @@ from gptworks.plan.run import Measured
 from gptworks.train.objectives.next_token import Batch
 from gptworks.train.rehearsal.trace import Rehearsal, take
 
-N_STEPS = 2
-"""The first makes the optimizer's state, the second is what all others are like."""
+SPEED_SECONDS, SPEED_STEPS = 2.0, 9
+"""How long steps are taken, and how many at most, where the speed alone is measured."""
 
 
 def measure_step(rehearsal: Rehearsal) -> Measured:
@@ -35,6 +37,24 @@ def measure_step(rehearsal: Rehearsal) -> Measured:
     if rehearsal.device != "cpu":
         return as_trained
     return replace(as_trained, peak_bytes=_in_new_process(rehearsal, "return").peak_bytes)
+
+
+def measure_speed(rehearsal: Rehearsal) -> Measured:
+    """Measure in this process, and the speed alone: the median of the steps that `SPEED_SECONDS` allow, one at least.
+
+    Raises:
+        RunError: a step failed.
+    """
+    keep_freed_memory()
+    seconds: list[float] = []
+    try:
+        for taken in _step_seconds(rehearsal):
+            seconds.append(taken)
+            if sum(seconds) + taken > SPEED_SECONDS or len(seconds) == SPEED_STEPS:
+                break
+    except RuntimeError as error:
+        raise RunError(f"the measured step failed: {error}. It may be that memory did not suffice.") from error
+    return Measured(None, None, rehearsal.train.batch_size * rehearsal.model.context_length / median(seconds))
 
 
 _JSON = TypeAdapter(Rehearsal)
@@ -56,29 +76,29 @@ def _measure(rehearsal: Rehearsal) -> Measured:
     small |= {"d_head": 32, "d_ff": 64, "d_ff_shared": 64 if model.d_ff_shared else 0}
     warm = model.model_copy(update=small | {"window": None, "window_pattern": ("full",), "rope_scaling": None})
     plain = Rehearsal(warm, rehearsal.train, rehearsal.device, rehearsal.precision)
-    _last_step_seconds(plain)  # what torch loads at its first step belongs to no step
+    next(_step_seconds(plain))  # what torch loads at its first step belongs to no step
     before = reset_peak(device)
-    seconds = _last_step_seconds(rehearsal)
+    seconds = next(_step_seconds(rehearsal))
     peak = peak_growth_bytes(device, before) or 0
     kept = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak
     return Measured(peak, kept, rehearsal.train.batch_size * model.context_length / seconds)
 
 
-def _last_step_seconds(rehearsal: Rehearsal) -> float:
+def _step_seconds(rehearsal: Rehearsal) -> Iterator[float]:
+    """Of each step after the first, which makes the optimizer's state."""
     model, train, device = rehearsal.model, rehearsal.train, torch.device(rehearsal.device)
     step = rehearsal.new_step()
     tokens = torch.randint(model.vocab_size, (train.batch_size, model.context_length), device=device)
     batch: Batch = (tokens, tokens)
     if rehearsal.several_texts:
         batch = (*batch, torch.arange(model.context_length, device=device).expand_as(tokens))
-    seconds = 0.0
+    take(step, train, batch)
     synchronize(device)
-    for _ in range(N_STEPS):
+    while True:
         started = time.perf_counter()
         take(step, train, batch)
         synchronize(device)
-        seconds = time.perf_counter() - started
-    return seconds
+        yield time.perf_counter() - started
 
 
 if __name__ == "__main__":
