@@ -232,6 +232,8 @@ def test_auto_takes_tails_of_few_documents(make: Make, tmp_path: Path) -> None:
     write(tmp_path, *essays(20))
     many = prepare(make(validation={"fraction": 0.25}))
     assert sum(split.documents for split in many.manifest.splits.values()) == 20
+    seldom = prepare(make(validation={"fraction": 0.001}))
+    assert all(split.documents == 20 for split in seldom.manifest.splits.values()), "no whole one is held out"
 
 
 def test_a_long_document_in_pieces_gives_the_same_text(

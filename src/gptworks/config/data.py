@@ -134,7 +134,7 @@ class ValidationSplit(Section):
     by: Measured[Literal["auto", "document", "tail"]] = Field(
         "auto",
         description="document: whole documents, chosen by a hash of their text. tail: the end of each document. "
-        "auto: document where there are at least 20, else tail.",
+        "auto: document where there are at least 20 and one is chosen, else tail.",
     )
 
 

@@ -96,8 +96,12 @@ def _split_by(data: DataConfig) -> ValidationSplit:
     """How the text is split, decided where that is left to us."""
     if data.validation.by != "auto":
         return data.validation
-    enough = data.records or count_documents(data.texts, _DOCUMENTS_WORTH_A_SPLIT) == _DOCUMENTS_WORTH_A_SPLIT
-    return data.validation.model_copy(update={"by": "document" if enough else "tail"})
+    by_document, by_tail = (data.validation.model_copy(update={"by": by}) for by in ("document", "tail"))
+    if data.records:
+        return by_document
+    enough = count_documents(data.texts, _DOCUMENTS_WORTH_A_SPLIT) == _DOCUMENTS_WORTH_A_SPLIT
+    splits = (split for split, _ in split_documents(iter_documents(data.texts), by_document))
+    return by_document if enough and "validation" in splits else by_tail
 
 
 def _records(data: DataConfig) -> Iterator[Conversation | Pair]:
