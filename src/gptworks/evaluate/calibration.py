@@ -11,12 +11,10 @@ from torch import Tensor
 from gptworks.config import IGNORED
 from gptworks.errors import UserError
 from gptworks.evaluate.bootstrap import Floats
-from gptworks.evaluate.loss import batches_of
+from gptworks.evaluate.loss import LOGITS_AT_ONCE, NO_TOKEN, batches_of
 from gptworks.evaluate.results import Measured
 from gptworks.model import GPT
 from gptworks.model.backend import eval_mode
-
-_LOGITS_AT_ONCE = 2**22
 
 
 @dataclass(frozen=True)
@@ -82,13 +80,13 @@ def measure_calibration(
             for one, right, counted in zip(confidence, hit, targets != IGNORED, strict=True):
                 rows.append(_binned(one[counted].double().numpy(), right[counted].numpy(), n_bins))
     if not rows or not any(row.any() for row in rows):
-        raise UserError("there is no token to evaluate: the split is empty or shorter than two tokens.")
+        raise UserError(NO_TOKEN)
     return Calibration(np.stack(rows))
 
 
 def _likeliest(model: GPT, features: Tensor) -> tuple[Tensor, Tensor]:
     """Probability and id of the likeliest token for each row of features [N, C], a few rows at a time."""
-    parts = torch.split(features, max(1, _LOGITS_AT_ONCE // model.config.vocab_size))
+    parts = torch.split(features, max(1, LOGITS_AT_ONCE // model.config.vocab_size))
     best = [model.logits(part).float().softmax(-1).max(-1) for part in parts]
     return torch.cat([one.values for one in best]), torch.cat([one.indices for one in best])
 

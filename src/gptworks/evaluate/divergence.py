@@ -9,12 +9,9 @@ from torch import Tensor
 
 from gptworks.config import IGNORED
 from gptworks.errors import UserError
-from gptworks.evaluate.loss import LossReport, batches_of
+from gptworks.evaluate.loss import LOGITS_AT_ONCE, NO_TOKEN, LossReport, batches_of
 from gptworks.model import GPT
 from gptworks.model.backend import eval_mode
-
-_LOGITS_AT_ONCE = 2**22
-"""Elements of a logits matrix that are in memory at the same time; there are a few such matrices."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ def measure_divergence(
             sums += _compare(model, reference, inputs.to(model.device), targets.to(model.device)).cpu()
             progress(n_tokens)
     if not n_tokens:
-        raise UserError("there is no token to evaluate: the split is empty or shorter than two tokens.")
+        raise UserError(NO_TOKEN)
     nats, reference_nats, divergence, agreements = sums.tolist()
     return Divergence(
         LossReport(nats, n_tokens), LossReport(reference_nats, n_tokens), divergence / n_tokens, agreements / n_tokens
@@ -61,7 +58,7 @@ def measure_divergence(
 
 def _compare(model: GPT, reference: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
     """The four sums over a batch, float64 [4]."""
-    n_rows = max(1, _LOGITS_AT_ONCE // model.config.vocab_size)
+    n_rows = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
     rows = zip(
         torch.split(model.features(inputs).flatten(0, 1), n_rows),
         torch.split(reference.features(inputs).flatten(0, 1), n_rows),

@@ -21,6 +21,11 @@ from gptworks.model.loss import linear_cross_entropy, token_nats
 BATCH_TOKENS = 4096
 """Windows of equal shape are evaluated together, up to about this many tokens."""
 
+LOGITS_AT_ONCE = 2**22
+"""Elements of a matrix of logits that are in memory at once, where each is looked at; there are a few such matrices."""
+
+NO_TOKEN = "there is no token to evaluate: the split is empty or shorter than two tokens."
+
 
 @dataclass(frozen=True)
 class LossReport:
@@ -101,7 +106,7 @@ def evaluate_loss(
         total_nats, n_targets = workers.all_reduce_numbers([total_nats, n_tokens])
         n_tokens = round(n_targets)
     if not n_tokens:
-        raise UserError("there is no token to evaluate: the split is empty or shorter than two tokens.")
+        raise UserError(NO_TOKEN)
     return LossReport(total_nats, n_tokens, text_bytes)
 
 
