@@ -166,6 +166,7 @@ def test_floats_that_yaml_reads_as_text() -> None:
         ("model", {"rope_fraction": 0.1}, "rope_fraction=0.1 of d_head=12 is 1 elements"),
         ("model", {"position": "learned", "rope_fraction": 0.5}, "rope_fraction is set and position=learned"),
         ("model", {"position": "none", "rope_scaling": {"type": "yarn", "factor": 2}}, "only position=rope rotates"),
+        ("model", {"window_rope_theta": 500}, "window_rope_theta=500 is set and window is not"),
         ("model", {"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 8}}, "only yarn has them"),
         ("model", {"rope_scaling": {"type": "yarn", "factor": 2, "beta_slow": 40}}, "beta_slow=40 is not below"),
         (

@@ -28,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "shared": {
         "preset": "moe-115m", "n_experts": 64, "n_experts_per_token": 6, "d_ff": 256, "d_ff_shared": 512,
-        "window": 128, "window_pattern": ["window", "window", "full"],
+        "window": 128, "window_pattern": ["window", "window", "full"], "window_rope_theta": 500,
         "rope_scaling": {"type": "yarn", "factor": 4}, "rope_fraction": 0.5, "rope_pattern": ["rope", "rope", "none"],
     },
     "shared-biased": {"preset": "gpt3-13b", "n_experts": 4, "d_ff_shared": 5120, "parallel_residual": True},
@@ -285,7 +285,7 @@ def test_numbers_in_the_figure_are_dimensions_and_counts(name: str) -> None:
     dimensions = {
         c.vocab_size, c.context_length, c.n_layers, c.d_model, c.n_heads, c.n_kv_heads, c.d_head, c.d_ff, c.d_ff_shared,
         c.n_heads * c.d_head, c.n_kv_heads * c.d_head, c.n_experts, c.n_experts_per_token, c.window, n_banded,
-        c.n_layers - n_banded, c.d_rotary, c.rope_theta, c.original_context_length, c.attention_scale,
+        c.n_layers - n_banded, c.d_rotary, c.rope_theta, c.window_rope_theta, c.original_context_length, c.attention_scale,
         c.dropout_embedding, c.dropout_attention, c.dropout_residual, c.embedding_scale, c.residual_scale,
         c.logit_divisor, *parts, sheet(name).totals[0][1],
         2,  # of a kind: the norms of queries and keys, gate and up

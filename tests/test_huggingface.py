@@ -65,6 +65,13 @@ YARN_SET = rope("yarn", factor=4.0, original_max_position_embeddings=24, beta_fa
                 attention_factor=1.3)  # fmt: skip
 LLAMA3 = rope("llama3", factor=4.0, original_max_position_embeddings=24, low_freq_factor=1.0, high_freq_factor=4.0)
 
+
+
+def by_layer(full: dict[str, Any], windowed: dict[str, Any]) -> dict[str, Any]:
+    pair = zip(("full_attention", "sliding_attention"), (full, windowed), strict=True)
+    return {"rope_parameters": {kind: parameters["rope_parameters"] for kind, parameters in pair}}
+
+
 THEIRS: dict[str, tuple[t.PreTrainedConfig, ...]] = {
     "gpt2": (
         t.GPT2Config(**GPT2),
@@ -130,6 +137,13 @@ THEIRS: dict[str, tuple[t.PreTrainedConfig, ...]] = {
     "olmo2": (
         t.Olmo2Config(**GROUPED, pad_token_id=None, hidden_act="gelu", rms_norm_eps=1e-4, **YARN),
         t.Olmo2Config(**SMALL, pad_token_id=None, attention_bias=True, tie_word_embeddings=True, **rope()),
+    ),
+    "olmo3": (
+        t.Olmo3Config(**THREE_LAYERS | {"num_hidden_layers": 5}, pad_token_id=None, sliding_window=7, rms_norm_eps=1e-4,
+                      **by_layer(YARN_SET, rope())),
+        t.Olmo3Config(**THREE_LAYERS, pad_token_id=None, layer_types=MIXED, sliding_window=6, attention_bias=True,
+                      hidden_act="gelu", tie_word_embeddings=True, **by_layer(rope(), rope(theta=90.0))),
+        t.Olmo3Config(**GROUPED, pad_token_id=None, layer_types=MIXED[:2], sliding_window=9, **by_layer(LLAMA3, LLAMA3)),
     ),
     "granite": (
         t.GraniteConfig(**GROUPED, **MULTIPLIED),

@@ -30,6 +30,8 @@ GPT2: dict[str, Any] = LLAMA | {
 }  # fmt: skip
 BANDED = GPT2 | {"window": 8, "window_pattern": ("full", "window")}
 MOE = LLAMA | {"n_experts": 4}
+OLMO3: dict[str, Any] = {"max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 ODD_HEADS = LLAMA | {"d_model": 36, "n_heads": 8, "d_head": 4}
 
 
@@ -56,6 +58,8 @@ def family_of(**settings: Any) -> str:
         (MOE | {"attention_bias": True}, "granitemoeshared"), (LLAMA | {"rope_fraction": 0.5}, "phi3"),
         (LLAMA | {"rope_pattern": ("rope", "none")}, "smollm3"), (LLAMA | {"logit_divisor": 8.0}, "granite"),
         (LLAMA | {"norm_placement": "after", "qk_norm": "whole"}, "olmo2"),
+        (LLAMA | {"norm_placement": "after", "qk_norm": "whole", "window": 8}, "olmo3"),
+        (LLAMA | {"attention_bias": "qkv", "window": 8, "window_pattern": ("full", "window")}, "qwen2"),
         (LLAMA | {"window": 64}, "llama"),  # a window as long as the context
     ],
 )  # fmt: skip
@@ -72,6 +76,7 @@ def test_each_model_finds_its_architecture(settings: dict[str, Any], family: str
         (LLAMA | {"rope_fraction": 0.5, "qk_norm": True}, ["rope_fraction=0.5", "qk_norm=true"]),
         (LLAMA | {"rope_pattern": ("rope", "none"), "qk_norm": True}, ["rope_pattern=('rope', 'none')"]),
         (LLAMA | {"norm_placement": "after"}, ["norm_placement=after", "qk_norm=false"]),
+        (LLAMA | {"window": 8, "window_rope_theta": 50.0}, ["window_rope_theta=50.0"]),
         (LLAMA | {"residual_scale": 0.5, "window": 8}, ["residual_scale=0.5", "window=8"]),
         (LLAMA | {"parallel_residual": True}, ["parallel_residual=true"]),
         (GPT2 | {"n_kv_heads": 2}, ["n_kv_heads=2"]),
@@ -360,6 +365,10 @@ def test_a_setting_that_is_not_ours_is_refused_by_its_name(
         ("GPTNeoConfig", {"attention_types": [[["global"], 3]]}, "`attention_types` of 3 layers"),
         ("SmolLM3Config", {"no_rope_layers": [0, 0]}, r"`no_rope_layers`=\[0, 0\]"),
         ("SmolLM3Config", {"layer_types": ["full_attention"]}, "`layer_types` of 1 layers"),
+        ("Qwen3Config", {"num_hidden_layers": 10**15}, "`num_hidden_layers`=1000000000000000"),
+        ("Olmo3Config", OLMO3 | {"rope_parameters": {"rope_type": "default"}}, r"rope_parameters\.rope_type: full_att"),
+        ("Olmo3Config", OLMO3 | {"rope_theta": 100.0, "rope_parameters": None}, "`rope_theta`=100.0: windowed layers"),
+        ("Olmo3Config", OLMO3 | {"rope_parameters": {"sliding_attention": LINEAR}}, "sliding_attention.rope_type`='linear"),
         ("Phi3Config", {"rope_scaling": {"type": "longrope", "long_factor": [1]}}, "'longrope': gptworks has default"),
     ],
 )  # fmt: skip

@@ -106,6 +106,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "parallel_residual": True, "residual_scale": 0.5, "embedding_scale": 2.0, "logit_divisor": 2.0,
     },
     "norms behind": {"norm_placement": "after", "qk_norm": "whole", "n_kv_heads": 2},
+    "windows turned otherwise": {"window": 64, "window_pattern": ("full", "window"), "window_rope_theta": 500.0},
     "narrow window": {"window": 64, "window_pattern": ("full", "window")},
     "experts": {"n_experts": 4, "d_ff": 256},
     "experts, one shared": {"n_experts": 4, "d_ff": 256, "d_ff_shared": 128},

@@ -406,6 +406,7 @@ def large_page_bytes(address: int) -> int:
         ({"n_experts": 4}, "mixture of experts"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "dynamic rotary scaling"),
         ({"norm_placement": "after"}, "no norms behind attention and MLP"),
+        ({"window": 9, "window_rope_theta": 500.0}, "no rotary base of windowed layers alone"),
         ({"qk_norm": "whole"}, "no norm over all heads together"),
         ({"d_head": 24}, "d_head=24 is no multiple of 16"),
         ({"d_ff": 100}, "d_ff=100 is no multiple of 16"),

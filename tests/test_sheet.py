@@ -150,7 +150,8 @@ def test_the_diagram_shows_experts_biases_and_scaled_positions() -> None:
     changed = variant("moe-115m", d_ff_shared=256, mlp_bias=True, attention_bias="out", rope_fraction=0.5,
                       rope_pattern=("rope", "none"), rope_scaling={"type": "yarn", "factor": 4}, attention_scale=0.2,
                       embedding_scale=12.0, residual_scale=0.22, logit_divisor=8.0, norm_placement="after",
-                      qk_norm="whole")  # fmt: skip
+                      qk_norm="whole", window=64, window_pattern=("full", "window"),
+                      window_rope_theta=500.0)  # fmt: skip
     text = "\n".join(diagram(changed))
     assert "+ a shared expert for every token" in text
     assert "2 of 256 × 512 + bias" in text
@@ -160,7 +161,8 @@ def test_the_diagram_shows_experts_biases_and_scaled_positions() -> None:
     assert re.search(r"RMSNorm of queries and keys +512 \+ \d+", text)
     assert text.index("output projection") < text.index("RMSNorm  ") < text.index("router")
     assert all(text.count(words) == n for words, n in (("× 12 ", 1), ("× 0.22 ", 2), ("/ 8 ", 1)))
-    assert "yarn, × 4 from 256" in text
+    assert "θ = 10,000, 500 in windows" in text
+    assert "yarn, × 4 from 256, not in windows" in text
     assert "softmax(q·kᵀ × 0.2)" in text
 
 

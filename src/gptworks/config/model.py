@@ -79,6 +79,9 @@ class ModelConfig(Section):
         ("rope",), min_length=1, description="Repeated over the layers: which are rotated (SmolLM3 leaves some out)."
     )
     rope_scaling: Fixed[RopeScaling | None] = Field(None, description="For a context longer than the one trained with.")
+    window_rope_theta: Fixed[float | None] = Field(
+        None, gt=1, description="Base of windowed layers, without scaling (OLMo 3). None: they turn as the others do."
+    )
     norm: Fixed[Literal["layernorm", "rmsnorm"]] = "layernorm"
     norm_eps: Fixed[float] = Field(1e-5, gt=0)
     norm_bias: Fixed[bool] = Field(
@@ -174,6 +177,15 @@ class ModelConfig(Section):
         return self.position == "rope" and self.rope_pattern[layer % len(self.rope_pattern)] == "rope"
 
     @property
+    def rotating_windows(self) -> Self | None:
+        """The model as windowed layers see it where they turn by another base; None: they turn as the others do."""
+        if self.window_rope_theta is None:
+            return None
+        return self.model_copy(
+            update={"rope_theta": self.window_rope_theta, "rope_scaling": None, "window_rope_theta": None}
+        )
+
+    @property
     def original_context_length(self) -> int:
         """Tokens that the rotary frequencies were made for: the context, or less where they are scaled."""
         if self.rope_scaling is None:
@@ -232,6 +244,11 @@ class ModelConfig(Section):
             raise ValueError("window_pattern names windowed layers and window is not set: set window to a token count")
         if self.window is not None and "window" not in self.window_pattern:
             raise ValueError(f"window={self.window} is set and window_pattern has no `window` entry: drop one of them")
+        if self.window is None and self.window_rope_theta is not None:
+            raise ValueError(
+                f"window_rope_theta={self.window_rope_theta:g} is set and window is not: only windowed layers have a "
+                f"base of their own; set window, or drop it"
+            )
         if self.window is not None and self.window > self.context_length:
             raise ValueError(
                 f"window={self.window} is longer than context_length={self.context_length}: "
@@ -242,7 +259,7 @@ class ModelConfig(Section):
     def _check_scaling(self) -> None:
         if "rope" not in self.rope_pattern:
             raise ValueError("rope_pattern has no `rope` entry, so that no layer is rotated: set position=none instead")
-        for name in ("rope_scaling", "rope_fraction", "rope_pattern"):
+        for name in ("rope_scaling", "rope_fraction", "rope_pattern", "window_rope_theta"):
             if self.position != "rope" and getattr(self, name) not in (None, 1.0, ("rope",)):
                 raise ValueError(f"{name} is set and position={self.position}: only position=rope rotates; drop it")
         if self.rope_scaling is None:

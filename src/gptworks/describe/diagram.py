@@ -67,11 +67,18 @@ def turned(c: ModelConfig) -> str:
     return ", ".join(filter(None, (f"{layers} of {c.n_layers} layers" if layers < c.n_layers else "", part)))
 
 
+def base(c: ModelConfig) -> str:
+    """The base of the rotary frequencies, and that of windowed layers where it is another."""
+    own = c.window_rope_theta
+    return f"θ = {c.rope_theta:,.10g}" + ("" if own is None else f", {own:,.10g} in windows")
+
+
 def scaled(c: ModelConfig) -> str:
     """How the rotary frequencies were changed; empty where they were not."""
     if c.rope_scaling is None:
         return ""
-    return f"{c.rope_scaling.type}, × {c.rope_scaling.factor:g} from {c.original_context_length:,}"
+    factor, where = c.rope_scaling.factor, "" if c.window_rope_theta is None else ", not in windows"
+    return f"{c.rope_scaling.type}, × {factor:g} from {c.original_context_length:,}{where}"
 
 
 def scores(c: ModelConfig) -> str:
@@ -142,7 +149,7 @@ def _attention(c: ModelConfig) -> Iterator[Row]:
     if c.qk_norm:
         yield "RMSNorm of queries and keys", head_norms(c), ""
     if c.position == "rope":
-        yield "rotate queries and keys", ", ".join(filter(None, (turned(c), f"θ = {c.rope_theta:,.10g}"))), ""
+        yield "rotate queries and keys", ", ".join(filter(None, (turned(c), base(c)))), ""
     if c.rope_scaling is not None:
         yield "  scaled", scaled(c), ""
     yield scores(c), sight(c), f"B × {c.n_heads:,} × T × T"

@@ -9,6 +9,7 @@ from gptworks.config import ModelConfig
 from gptworks.describe.diagram import (
     POSITIONS,
     activation,
+    base,
     dims,
     head_norms,
     matrix,
@@ -276,7 +277,7 @@ def _attention(column: Column, c: ModelConfig) -> None:
     rows = [("norm", f"RMSNorm of {whole}", head_norms(c), "")] if c.qk_norm else []
     if c.position == "rope":
         below = ", ".join(filter(None, (turned(c), scaled(c))))
-        rows.append(("op attention", "Rotate by position", f"θ = {c.rope_theta:,.10g}", below))
+        rows.append(("op attention", "Rotate by position", base(c), below))
     for row in rows:
         pair.row(*row)
         for third in (query, key):

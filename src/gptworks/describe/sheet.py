@@ -233,7 +233,8 @@ def traits(c: ModelConfig) -> str:
     parts = [
         POSITIONS[c.position][0]
         + (" in some layers" if "none" in c.rope_pattern else "")
-        + (f" scaled × {c.rope_scaling.factor:g}" if c.rope_scaling else ""),
+        + (f" scaled × {c.rope_scaling.factor:g}" if c.rope_scaling else "")
+        + (" outside windows" if c.rope_scaling and c.window_rope_theta else ""),
         norm_name(c) + (" behind each part" * (c.norm_placement == "after")) + (" and QK-norm" if c.qk_norm else ""),
         *(["grouped queries"] if c.n_kv_heads != c.n_heads else []),
         *([f"{n_banded(c):,} of {c.n_layers:,} layers banded"] if n_banded(c) else []),

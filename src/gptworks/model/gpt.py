@@ -93,6 +93,8 @@ class GPT(nn.Module):
         self.embedding_scale, self.feature_scale = map(build_scale, (config.embedding_scale, 1 / config.logit_divisor))
         self.position_embedding = build_positions(config)
         self.rotary = Rotary(config) if config.position == "rope" else None
+        self.window_rotary = Rotary(windows) if (windows := config.rotating_windows) else None
+        """Of windowed layers; None: they turn as the others do."""
         self.dropout = Dropout(config.dropout_embedding)
         block = PostNormBlock if config.norm_placement == "after" else Block
         self.blocks = nn.ModuleList(block(config, window) for window in config.layer_windows)
@@ -141,12 +143,17 @@ class GPT(nn.Module):
         if self.position_embedding is not None:
             x = x + self.position_embedding.weight[positions]
         x = self.dropout(x)
-        rotary = None
-        if self.rotary is not None:
-            text_length = cache.capacity if cache is not None else length
-            rotary = self.rotary.at(positions, text_length, product_dtype(x))
-            if text_positions is not None:
-                rotary = (rotary[0].unsqueeze(1), rotary[1].unsqueeze(1))  # B 1 T R/2: the same for all heads
+        text_length = cache.capacity if cache is not None else length
+
+        def tables(rotary: Rotary | None) -> tuple[Tensor, Tensor] | None:
+            if rotary is None:
+                return None
+            cos, sin = rotary.at(positions, text_length, product_dtype(x))
+            # in rows of several texts B 1 T R/2: the same for all heads
+            return (cos, sin) if text_positions is None else (cos.unsqueeze(1), sin.unsqueeze(1))
+
+        everywhere = tables(self.rotary)
+        in_windows = everywhere if self.window_rotary is None else tables(self.window_rotary)
         biases: dict[int | None, Tensor] = {}
         if text_positions is not None:  # made once for all layers
             windows = set(self.config.layer_windows)
@@ -156,6 +163,7 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             window = self.config.layer_window(i)
             again = keeps_graph and computes_again(self.activation_checkpointing, i)
+            rotary = everywhere if window is None else in_windows
             turned = rotary if self.config.layer_rotates(i) else None
             inputs = (x, turned, cache.layers[i] if cache is not None else None, biases.get(window))
             x, routed = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)

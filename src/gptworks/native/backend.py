@@ -89,6 +89,8 @@ def refusal(model: GPT) -> str | None:
         return "it has no norms behind attention and MLP."
     if config.qk_norm == "whole":
         return "it has no norm over all heads together."
+    if config.window_rope_theta is not None:
+        return "it has no rotary base of windowed layers alone."
     if config.rope_scaling is not None and config.rope_scaling.type == "dynamic":
         return "it has no dynamic rotary scaling."
     for name in ("d_head", "d_model", "d_ff"):

@@ -105,6 +105,7 @@ def embedding_stage(s: Shapes) -> Stage:
 def rotary_tables_bytes(s: Shapes) -> int:
     """Cosines and sines of every position, and what autocast makes of those in use, or rows of several texts."""
     elements = s.config.d_rotary if s.config.position == "rope" else 0  # half for each of the two
+    elements *= 1 if s.config.window_rope_theta is None else 2
     looked_up = s.n_tokens if s.several_texts else s.length if s.autocast else 0
     return elements * (4 * s.config.context_length + s.product_bytes * looked_up)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.layers import SOME_ROTATE, WINDOW_BY_PATTERN, window_by_layer, window_everywhere
+from gptworks.interop.huggingface.rotary import rope
 from gptworks.interop.huggingface.settings import (
     SCALE_FACTOR,
     SCALE_SWITCH,
@@ -19,7 +20,6 @@ from gptworks.interop.huggingface.settings import (
     needed,
     only,
     optional,
-    rope,
 )
 from gptworks.interop.huggingface.tensors import (
     HALVES,
@@ -72,6 +72,8 @@ _MULTIPLIERS = optional(
     residual_multiplier=("residual_scale", 1.0),
     logits_scaling=("logit_divisor", 1.0),
 )
+_FIXED_LENGTH = ("default", "linear", "yarn", "llama3")
+"""Scalings that do not depend on a text's length."""
 _SIZES = needed(vocab_size="vocab_size", hidden_size="d_model", num_hidden_layers="n_layers")
 _FOUR_TIMES = ("d_ff", lambda ours: 4 * ours["d_model"])
 
@@ -280,6 +282,12 @@ _ALL = (
     _like_llama(
         "olmo2", "Olmo2ForCausalLM", fixed(qk_norm="whole", norm_placement="after"), _ATTENTION_FLAG, heads=heads(),
         eps=1e-5, block=_AFTER_BLOCK, modules=_QK_NORMS | _GATED_MLP,
+    ),
+    _like_llama(
+        "olmo3", "Olmo3ForCausalLM", fixed(qk_norm="whole", norm_placement="after"), _ATTENTION_FLAG,
+        window_by_layer(switched=False, full_every=4), heads=heads(), eps=1e-5, block=_AFTER_BLOCK,
+        rope=rope(theta_absent=500_000.0, window_theta_absent=500_000.0, kinds=_FIXED_LENGTH),
+        modules=_QK_NORMS | _GATED_MLP,
     ),
     _like_llama("granite", "GraniteForCausalLM", _BOTH_FLAGS, SCALE_FACTOR, _MULTIPLIERS, heads=heads()),
     _like_llama(

@@ -10,7 +10,8 @@ from gptworks.interop.huggingface.tensors import Place
 PLAIN_FIELDS: Values = {
     "parallel_residual": False, "norm_placement": "before", "qk_norm": False, "n_experts": 0, "d_ff_shared": 0,
     "attention_scale": None, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_divisor": 1.0,
-    "rope_fraction": 1.0, "rope_pattern": ("rope",), "rope_scaling": None, "window": None, "window_pattern": ("full",),
+    "rope_fraction": 1.0, "rope_pattern": ("rope",), "rope_scaling": None, "window_rope_theta": None,
+    "window": None, "window_pattern": ("full",),
     "init": "normal", "dropout_embedding": 0.0, "dropout_attention": 0.0, "dropout_residual": 0.0,
 }  # fmt: skip
 """Fields of a model of which an architecture says nothing."""
@@ -88,6 +89,8 @@ def what_decides(config: ModelConfig) -> Values:
         if scaling is not None:  # linear scaling has no use for the original context
             original = config.original_context_length if scaling.type != "linear" else None
             values["rope_scaling"] = scaling.model_copy(update={"original_context_length": original})
+        own = config.window_rope_theta if config.window else None
+        values["window_rope_theta"] = own if scaling is not None or own != config.rope_theta else None
     else:
         values["context_length"] = config.context_length
     context = config.context_length

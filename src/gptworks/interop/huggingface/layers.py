@@ -4,6 +4,9 @@ from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.interop.huggingface.settings import Clause, Settings, Values, refusal
 
+MOST_LAYERS = 10_000
+"""What ModelConfig allows."""
+
 
 def shortest_period(layers: tuple[str, ...]) -> tuple[str, ...]:
     """The shortest pattern that gives these layers when it is repeated."""
@@ -11,10 +14,22 @@ def shortest_period(layers: tuple[str, ...]) -> tuple[str, ...]:
     return next(layers[:n] for n in lengths if all(kind == layers[i % n] for i, kind in enumerate(layers)))
 
 
+def _n_layers(ours: Values) -> int:
+    """The number of layers, before a list of so many is made."""
+    n_layers = ours["n_layers"]
+    if not isinstance(n_layers, int) or n_layers > MOST_LAYERS:
+        raise refusal("num_hidden_layers", n_layers, f"a number up to {MOST_LAYERS:,} is expected")
+    return n_layers
+
+
 def _windowed(window: int | None, layers: list[bool], ours: Values) -> Values:
-    """Fields for layers that are windowed or not; a window as long as the context changes nothing."""
-    if window is None or window >= ours["context_length"] or not any(layers):
-        return {"window": None, "window_pattern": ("full",)}
+    """Fields for layers that are windowed or not; a window as long as the context changes nothing, unless windowed
+    layers turn by another base."""
+    context = ours["context_length"]
+    if ours["window_rope_theta"] is not None and any(layers):
+        window = context if window is None else min(window, context)
+    elif window is None or window >= context or not any(layers):
+        return {"window": None, "window_pattern": ("full",), "window_rope_theta": None}
     kinds = tuple("window" if windowed else "full" for windowed in layers)
     return {"window": window, "window_pattern": shortest_period(kinds)}
 
@@ -33,7 +48,7 @@ def window_everywhere(absent: int | None = None, switch: str | None = None) -> C
     def read(theirs: Settings, ours: Values) -> Values:
         window = theirs.take("sliding_window", absent)
         on = theirs.take(switch, False) if switch else True
-        return _windowed(window if on else None, [True] * ours["n_layers"], ours)
+        return _windowed(window if on else None, [True] * _n_layers(ours), ours)
 
     return Clause(write, read)
 
@@ -49,24 +64,32 @@ def _check_layers(name: str, n_kinds: int, n_layers: int, kinds: set[str], known
 _LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
-def window_by_layer(*, switched: bool = True) -> Clause:
-    """A type for each layer. `switched`: there is a switch besides, and a layer from which on all are windowed."""
+def window_by_layer(*, switched: bool = True, full_every: int | None = None) -> Clause:
+    """A type for each layer.
+
+    Args:
+        switched: there is a switch besides, and a layer from which on all are windowed.
+        full_every: where no types are given, each layer of so many that is not windowed, the last of them.
+    """
     known = _LAYER_TYPES
 
     def write(config: ModelConfig) -> Values:
         layers = [window is not None for window in config.layer_windows]
         types = [known[0] if windowed else known[1] for windowed in layers]
-        values: Values = {"sliding_window": config.window, "layer_types": types}
+        window = config.window or (config.context_length if full_every else None)  # some classes ask for one always
+        values: Values = {"sliding_window": window, "layer_types": types}
         first = layers.index(True) if any(layers) else config.n_layers
         return values | ({"use_sliding_window": any(layers), "max_window_layers": first} if switched else {})
 
     def read(theirs: Settings, ours: Values) -> Values:
-        on, first = True, 0
+        n_layers, on, first = _n_layers(ours), True, 0
         if switched:
             on, first = theirs.take("use_sliding_window", False), theirs.take("max_window_layers", 28)
         window, types = theirs.take("sliding_window", 4096), theirs.take("layer_types")
-        types = types or [known[0] if i >= first else known[1] for i in range(ours["n_layers"])]
-        _check_layers("layer_types", len(types), ours["n_layers"], set(types), known)
+        if not types and full_every:
+            types = [known[(i + 1) % full_every == 0] for i in range(n_layers)]
+        types = types or [known[i < first] for i in range(n_layers)]
+        _check_layers("layer_types", len(types), n_layers, set(types), known)
         return _windowed(window if on else None, [kind == known[0] for kind in types], ours)
 
     return Clause(write, read)
@@ -84,7 +107,7 @@ def _write_some_rotate(config: ModelConfig) -> Values:
 
 
 def _read_some_rotate(theirs: Settings, ours: Values) -> Values:
-    n_layers, interval = ours["n_layers"], theirs.take("no_rope_layer_interval", 4)
+    n_layers, interval = _n_layers(ours), theirs.take("no_rope_layer_interval", 4)
     rotates = theirs.take("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(n_layers)]
     if len(rotates) < n_layers or not any(rotates[:n_layers]):
         raise refusal(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gptworks.config import ModelConfig, RopeScaling
+from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 
 Values = dict[str, Any]
@@ -229,93 +229,5 @@ def experts(*count: str, count_absent: int, per_token_absent: int, shared: str |
             "n_experts_per_token": theirs.take("num_experts_per_tok", per_token_absent),
             "d_ff_shared": theirs.take(shared, 0) if shared else 0,
         }
-
-    return Clause(write, read)
-
-
-# ------------------------------------------------------------------------------------------ rotary positions
-
-_ROPE_NEUTRAL = {"mscale": None, "mscale_all_dim": None, "truncate": True}
-
-
-def rope(
-    theta: str = "rope_theta",
-    *,
-    theta_absent: float = 10_000.0,
-    fraction: str | None = None,
-    fraction_absent: float = 1.0,
-    kinds: tuple[str, ...] = ("default", "linear", "dynamic", "yarn", "llama3"),
-) -> Clause:
-    """Rotary positions and their scaling, and with them the context.
-
-    transformers 5 has `rope_parameters`; `rope_theta` beside it, and `rope_scaling`, are what earlier ones and other
-    tools read. Its dynamic scaling has `max_position_embeddings` for the original context.
-
-    Args:
-        fraction: their name of the share of a head that is rotated; None: the whole head is.
-        kinds: those of theirs that we have too.
-    """
-
-    def write(config: ModelConfig) -> Values:
-        scaling = config.rope_scaling if config.rope_scaling and config.rope_scaling.type in kinds else None
-        context = config.context_length
-        parameters: Values = {"rope_type": "default", "rope_theta": config.rope_theta}
-        if scaling is not None:
-            parameters |= {"rope_type": scaling.type, "factor": scaling.factor}
-            if scaling.type == "dynamic":
-                context = config.original_context_length
-            if scaling.type == "yarn":
-                parameters |= scaling.model_dump(
-                    include={"beta_fast", "beta_slow", "attention_factor"}, exclude_none=True
-                )
-            if scaling.type == "llama3":
-                parameters |= {"low_freq_factor": scaling.beta_slow, "high_freq_factor": scaling.beta_fast}
-            if scaling.type in ("yarn", "llama3"):
-                parameters["original_max_position_embeddings"] = config.original_context_length
-        values = {"max_position_embeddings": context, theta: config.rope_theta, "rope_parameters": parameters}
-        if fraction:
-            parameters["partial_rotary_factor"] = values[fraction] = config.rope_fraction
-        return values | ({"rope_scaling": dict(parameters)} if scaling else {})
-
-    def read(theirs: Settings, ours: Values) -> Values:
-        given, context = theirs.take("rope_parameters"), theirs.need("max_position_embeddings")
-        parameters = Settings(theirs.take("rope_scaling") or given or {})
-        rotated = theirs.take(fraction, fraction_absent) if fraction else 1.0
-        fields: Values = {
-            "context_length": context,
-            "rope_theta": parameters.take("rope_theta", theirs.take(theta, theta_absent)),
-            "rope_fraction": parameters.take("partial_rotary_factor", rotated),
-            "rope_scaling": None,
-        }
-        kind = parameters.take("rope_type", parameters.take("type", "default"))
-        if kind not in kinds:
-            raise refusal("rope_type", kind, f"gptworks has {', '.join(kinds)} for this model type")
-        if not fraction and fields["rope_fraction"] != 1:
-            raise refusal("partial_rotary_factor", fields["rope_fraction"], "this model type rotates the whole head")
-        for name, neutral in _ROPE_NEUTRAL.items():
-            if (value := parameters.take(name)) not in (None, neutral):
-                raise refusal(f"rope_parameters.{name}", value, f"gptworks computes {neutral!r} alone")
-        original = parameters.take("original_max_position_embeddings", context)
-        if kind != "default":
-            scaling: Values = {"type": kind, "factor": parameters.need("factor")}
-            if kind == "yarn":
-                scaling |= {
-                    "original_context_length": original,
-                    "beta_fast": parameters.take("beta_fast") or 32.0,
-                    "beta_slow": parameters.take("beta_slow") or 1.0,
-                    "attention_factor": parameters.take("attention_factor"),
-                }
-            if kind == "llama3":
-                scaling |= {
-                    "original_context_length": original,
-                    "beta_fast": parameters.need("high_freq_factor"),
-                    "beta_slow": parameters.need("low_freq_factor"),
-                }
-            if kind == "dynamic":
-                scaling["original_context_length"] = context
-                fields["context_length"] = round(context * scaling["factor"])
-        for name in parameters.left():
-            raise UserError(f"config.json has rope_parameters.{name}, which gptworks does not know.")
-        return fields | ({"rope_scaling": RopeScaling(**scaling)} if kind != "default" else {})
 
     return Clause(write, read)

@@ -1,0 +1,132 @@
+"""Rotary positions and their scaling, in both directions. See settings.py for clauses."""
+
+from typing import Any
+
+from gptworks.config import ModelConfig, RopeScaling
+from gptworks.errors import UserError
+from gptworks.interop.huggingface.settings import Clause, Settings, Values, refusal
+
+_NEUTRAL = {"mscale": None, "mscale_all_dim": None, "truncate": True}
+_FULL, _WINDOWED = "full_attention", "sliding_attention"
+
+
+def rope(
+    theta: str = "rope_theta",
+    *,
+    theta_absent: float = 10_000.0,
+    fraction: str | None = None,
+    fraction_absent: float = 1.0,
+    kinds: tuple[str, ...] = ("default", "linear", "dynamic", "yarn", "llama3"),
+    window_theta: str | None = None,
+    window_theta_absent: float | None = None,
+) -> Clause:
+    """Rotary positions and their scaling, and with them the context.
+
+    transformers 5 has `rope_parameters`; `rope_theta` beside it, and `rope_scaling`, are what earlier ones and other
+    tools read. Its dynamic scaling has `max_position_embeddings` for the original context.
+
+    Args:
+        fraction: their name of the share of a head that is rotated; None: the whole head is.
+        kinds: those of theirs that we have too.
+        window_theta: what earlier versions call the base of windowed layers.
+        window_theta_absent: the base of windowed layers where none is given; None: they turn as the others do.
+    """
+
+    def write(config: ModelConfig) -> Values:
+        scaling = config.rope_scaling if config.rope_scaling and config.rope_scaling.type in kinds else None
+        context = config.context_length
+        parameters: Values = {"rope_type": "default", "rope_theta": config.rope_theta}
+        if scaling is not None:
+            parameters |= _written(scaling, config.original_context_length)
+            if scaling.type == "dynamic":
+                context = config.original_context_length
+        values: Values = {"max_position_embeddings": context, theta: config.rope_theta, "rope_parameters": parameters}
+        if fraction:
+            parameters["partial_rotary_factor"] = values[fraction] = config.rope_fraction
+        if window_theta_absent is not None:
+            own = config.window_rope_theta
+            windowed = parameters if own is None else {"rope_type": "default", "rope_theta": own}
+            values["rope_parameters"] = {_FULL: parameters, _WINDOWED: windowed}
+            values |= {window_theta: windowed["rope_theta"]} if window_theta else {}
+        return values | ({"rope_scaling": dict(parameters)} if scaling else {})
+
+    def read(theirs: Settings, ours: Values) -> Values:
+        given, context = theirs.take("rope_parameters") or {}, theirs.need("max_position_embeddings")
+        scaled, base = theirs.take("rope_scaling") or {}, theirs.take(theta, theta_absent)
+        plain: Values = {"rope_theta": base, "rope_fraction": theirs.take(fraction, fraction_absent) if fraction else 1}
+
+        def rotation(parameters: Values) -> Values:
+            fields = {"context_length": context, "rope_scaling": None} | _read(parameters, plain, context, kinds)
+            if not fraction and fields["rope_fraction"] != 1:
+                rule = "this model type rotates the whole head"
+                raise refusal("partial_rotary_factor", fields["rope_fraction"], rule)
+            return fields
+
+        if window_theta_absent is None:
+            return rotation(scaled or given)
+        by_layer = Settings(given)
+        everywhere, windowed = {**(by_layer.take(_FULL) or {}), **scaled}, {**(by_layer.take(_WINDOWED) or {})}
+        for name in by_layer.left():
+            raise UserError(f"config.json has rope_parameters.{name}: {_FULL} and {_WINDOWED} are expected.")
+        own_base = theirs.take(window_theta, window_theta_absent) if window_theta else window_theta_absent
+        if "rope_theta" not in windowed and not window_theta and base != own_base:
+            raise refusal(theta, base, f"windowed layers need theirs too, rope_parameters.{_WINDOWED}.rope_theta")
+        fields, own = rotation(everywhere), rotation({"rope_theta": own_base} | windowed)
+        if own == fields:
+            return fields
+        if own["rope_scaling"] is not None:
+            kind = own["rope_scaling"].type
+            raise refusal(f"rope_parameters.{_WINDOWED}.rope_type", kind, "windowed layers are scaled as others or not")
+        return fields | {"window_rope_theta": own["rope_theta"]}
+
+    return Clause(write, read)
+
+
+def _written(scaling: RopeScaling, original: int) -> Values:
+    """A scaling as `rope_parameters` has it. original: the tokens that the frequencies were made for."""
+    values: Values = {"rope_type": scaling.type, "factor": scaling.factor}
+    if scaling.type == "yarn":
+        values |= scaling.model_dump(include={"beta_fast", "beta_slow", "attention_factor"}, exclude_none=True)
+    if scaling.type == "llama3":
+        values |= {"low_freq_factor": scaling.beta_slow, "high_freq_factor": scaling.beta_fast}
+    if scaling.type in ("yarn", "llama3"):
+        values["original_max_position_embeddings"] = original
+    return values
+
+
+def _read(given: Any, plain: Values, context: int, kinds: tuple[str, ...]) -> Values:
+    """Fields from one set of `rope_parameters`. plain: base and rotated share where the set has none."""
+    parameters = Settings(given)
+    fields: Values = {
+        "rope_theta": parameters.take("rope_theta", plain["rope_theta"]),
+        "rope_fraction": parameters.take("partial_rotary_factor", plain["rope_fraction"]),
+    }
+    kind = parameters.take("rope_type", parameters.take("type", "default"))
+    if kind not in kinds:
+        raise refusal("rope_type", kind, f"gptworks has {', '.join(kinds)} for this model type")
+    for name, neutral in _NEUTRAL.items():
+        if (value := parameters.take(name)) not in (None, neutral):
+            raise refusal(f"rope_parameters.{name}", value, f"gptworks computes {neutral!r} alone")
+    original = parameters.take("original_max_position_embeddings", context)
+    if kind != "default":
+        scaling: Values = {"type": kind, "factor": parameters.need("factor")}
+        if kind == "yarn":
+            scaling |= {
+                "original_context_length": original,
+                "beta_fast": parameters.take("beta_fast") or 32.0,
+                "beta_slow": parameters.take("beta_slow") or 1.0,
+                "attention_factor": parameters.take("attention_factor"),
+            }
+        if kind == "llama3":
+            scaling |= {
+                "original_context_length": original,
+                "beta_fast": parameters.need("high_freq_factor"),
+                "beta_slow": parameters.need("low_freq_factor"),
+            }
+        if kind == "dynamic":
+            scaling["original_context_length"] = context
+            fields["context_length"] = round(context * scaling["factor"])
+        fields["rope_scaling"] = RopeScaling(**scaling)
+    for name in parameters.left():
+        raise UserError(f"config.json has rope_parameters.{name}, which gptworks does not know.")
+    return fields
