@@ -75,13 +75,14 @@ def test_banded_attention_equals_the_dense_kernel_under_a_mask() -> None:
     torch.testing.assert_close(attend(q, k, v, window=256), dense, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.3, None), (0.3, 0.4)])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
-def test_a_scale_of_its_own(scale: float, grad: bool, window: int | None) -> None:
+def test_a_scale_of_its_own_and_a_soft_cap(scale: float, softcap: float | None, grad: bool, window: int | None) -> None:
     inputs = random_inputs(9, 9, 2, grad=grad)
-    expected = attend_reference(*inputs, window=window, scale=scale)
-    torch.testing.assert_close(attend(*inputs, window=window, scale=scale), expected, rtol=0, atol=1e-12)
+    expected = attend_reference(*inputs, window=window, scale=scale, softcap=softcap)
+    ours = attend(*inputs, window=window, scale=scale, softcap=softcap)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("grad", [False, True])

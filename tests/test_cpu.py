@@ -69,15 +69,16 @@ def test_dropout_follows_the_seed_and_differs_between_calls() -> None:
 
 
 @pytest.mark.parametrize("longest", [cpu.LONGEST, 100])
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (7, 0.4)])
 def test_attention_longer_than_a_block_equals_the_definition(
-    window: int | None, longest: int, monkeypatch: pytest.MonkeyPatch
+    window: int | None, softcap: float | None, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "LONGEST", longest)
     torch.manual_seed(0)
     length = 2 * cpu.BLOCK + 3
     q, k, v = (torch.randn(1, n, length, 8, dtype=torch.float64, requires_grad=True) for n in (2, 1, 1))
-    ours, theirs = attend(q, k, v, window=window), attend_reference(q, k, v, window=window)
+    ours = attend(q, k, v, window=window, softcap=softcap)
+    theirs = attend_reference(q, k, v, window=window, softcap=softcap)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     for a, b in zip(gradients(ours, q, k, v), gradients(theirs, q, k, v), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,18 @@ def configurations() -> list[ModelConfig]:
         )
         for position, norm, mlp, pattern in itertools.product(POSITIONS, NORMS, MLPS, PATTERNS)
     ]  # fmt: skip
+
+
+BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "context_length": CONTEXT, "n_layers": 3, "d_model": 16, "n_heads": 4, "norm": "rmsnorm",
+    "window": WINDOW, "window_pattern": ("window", "full"), "n_kv_heads": 2,
+}  # fmt: skip
+OTHERS = {
+    "OLMo 3": {"norm_placement": "after", "qk_norm": "whole", "mlp": "swiglu", "window_rope_theta": 90.0,
+               "rope_scaling": {"type": "yarn", "factor": 2}},
+    "Gemma 2": {"norm_placement": "both", "mlp": "geglu_tanh", "attention_softcap": 2.0, "logit_softcap": 5.0},
+    "Gemma 3": {"norm_placement": "both", "mlp": "geglu_tanh", "qk_norm": True, "window_rope_theta": 90.0},
+}  # fmt: skip
 
 
 def describe(config: ModelConfig) -> str:
@@ -83,7 +96,11 @@ def assert_same(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=1e-5, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("config", configurations(), ids=describe)
+@pytest.mark.parametrize(
+    "config",
+    [*configurations(), *(ModelConfig(**BASE | settings) for settings in OTHERS.values())],
+    ids=[*map(describe, configurations()), *OTHERS],
+)
 def test_cached_generation_equals_uncached_up_to_the_full_context(config: ModelConfig) -> None:
     model = random_model(config)
     cached, tokens = Cached(model, 2), random_tokens(2, 3)

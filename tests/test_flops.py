@@ -69,8 +69,10 @@ TRAINED: dict[str, dict[str, Any]] = {
 def test_frozen_parts_and_adapters_cost_what_torch_counts(name: str, kind: str) -> None:
     """Backward passes end at the first thing that is trained, and a frozen matrix has no gradient of its own."""
     changes = {
-        "dense": {}, "grouped": {"n_kv_heads": 2, "mlp": "swiglu", "qk_norm": True},
-        "untied": {"tie_embeddings": False},
+        "dense": {},
+        "grouped": {"n_kv_heads": 2, "mlp": "swiglu", "qk_norm": True, "norm_placement": "both",
+                    "attention_softcap": 9.0},
+        "untied": {"tie_embeddings": False, "norm_placement": "after"},
         "parallel": {"parallel_residual": True}, "windowed": {"window": 8, "window_pattern": ("full", "window")},
     }[kind]  # fmt: skip
     model = {"vocab_size": 50, "context_length": 32, "n_layers": 3, "d_model": 48, "n_heads": 4} | changes

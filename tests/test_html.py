@@ -37,7 +37,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "embedding_scale": 12.0, "residual_scale": 0.22, "logit_divisor": 8.0,
         "norm_placement": "after", "qk_norm": "whole",
     },
-    "all-banded": {"preset": "modern-9m", "window": 1, "mlp": "relu2", "n_kv_heads": 1, "dropout_residual": 0.125},
+    "all-banded": {"preset": "modern-9m", "window": 1, "mlp": "relu2", "n_kv_heads": 1, "dropout_residual": 0.125,
+                   "norm_placement": "both", "attention_softcap": 50.0, "logit_softcap": 30.0},
     "vast": {
         "preset": "gpt3-175b", "vocab_size": 1_000_000, "context_length": 10_000_000, "n_layers": 1000,
         "position": "rope", "rope_theta": 123_456_789, "rope_fraction": 0.5,
@@ -285,9 +286,10 @@ def test_numbers_in_the_figure_are_dimensions_and_counts(name: str) -> None:
     dimensions = {
         c.vocab_size, c.context_length, c.n_layers, c.d_model, c.n_heads, c.n_kv_heads, c.d_head, c.d_ff, c.d_ff_shared,
         c.n_heads * c.d_head, c.n_kv_heads * c.d_head, c.n_experts, c.n_experts_per_token, c.window, n_banded,
-        c.n_layers - n_banded, c.d_rotary, c.rope_theta, c.window_rope_theta, c.original_context_length, c.attention_scale,
+        c.n_layers - n_banded, c.d_rotary, c.rope_theta, c.window_rope_theta, c.original_context_length,
+        c.attention_scale,
         c.dropout_embedding, c.dropout_attention, c.dropout_residual, c.embedding_scale, c.residual_scale,
-        c.logit_divisor, *parts, sheet(name).totals[0][1],
+        c.logit_divisor, c.attention_softcap, c.logit_softcap, *parts, sheet(name).totals[0][1],
         2,  # of a kind: the norms of queries and keys, gate and up
         *([c.rope_scaling.factor] if c.rope_scaling else []),
     }  # fmt: skip

@@ -19,6 +19,7 @@ from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.exporting import write_tensors
 from gptworks.interop.huggingface.importing import read_config
 from gptworks.interop.huggingface.settings import Settings
+from gptworks.interop.huggingface.tensors import their_tensors
 from gptworks.interop.huggingface.verify import quiet
 from gptworks.presets import PRESETS, preset
 from gptworks.tokenizer import load_tokenizer
@@ -41,6 +42,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 GROUPED = SMALL | {"num_key_value_heads": 2}
 THREE_LAYERS = GROUPED | {"num_hidden_layers": 3}
+GEMMA = THREE_LAYERS | {"pad_token_id": None, "head_dim": 8}
 GPT2: dict[str, Any] = {
     "vocab_size": hf.VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96,
     "bos_token_id": None, "eos_token_id": None,
@@ -64,7 +66,6 @@ YARN = rope("yarn", factor=4.0, original_max_position_embeddings=24)
 YARN_SET = rope("yarn", factor=4.0, original_max_position_embeddings=24, beta_fast=8.0, beta_slow=2.0,
                 attention_factor=1.3)  # fmt: skip
 LLAMA3 = rope("llama3", factor=4.0, original_max_position_embeddings=24, low_freq_factor=1.0, high_freq_factor=4.0)
-
 
 
 def by_layer(full: dict[str, Any], windowed: dict[str, Any]) -> dict[str, Any]:
@@ -139,11 +140,25 @@ THEIRS: dict[str, tuple[t.PreTrainedConfig, ...]] = {
         t.Olmo2Config(**SMALL, pad_token_id=None, attention_bias=True, tie_word_embeddings=True, **rope()),
     ),
     "olmo3": (
-        t.Olmo3Config(**THREE_LAYERS | {"num_hidden_layers": 5}, pad_token_id=None, sliding_window=7, rms_norm_eps=1e-4,
+        t.Olmo3Config(**THREE_LAYERS, pad_token_id=None, layer_types=MIXED, sliding_window=7, rms_norm_eps=1e-4,
                       **by_layer(YARN_SET, rope())),
         t.Olmo3Config(**THREE_LAYERS, pad_token_id=None, layer_types=MIXED, sliding_window=6, attention_bias=True,
                       hidden_act="gelu", tie_word_embeddings=True, **by_layer(rope(), rope(theta=90.0))),
-        t.Olmo3Config(**GROUPED, pad_token_id=None, layer_types=MIXED[:2], sliding_window=9, **by_layer(LLAMA3, LLAMA3)),
+    ),
+    "gemma2": (
+        t.Gemma2Config(**GEMMA, query_pre_attn_scalar=24, sliding_window=7, attn_logit_softcapping=2.0,
+                       final_logit_softcapping=5.0),
+        t.Gemma2Config(**GEMMA | {"head_dim": 12}, layer_types=MIXED, sliding_window=6, attention_bias=True,
+                       attn_logit_softcapping=None, final_logit_softcapping=None, hidden_activation="gelu",
+                       tie_word_embeddings=False, rms_norm_eps=1e-4, **YARN),
+    ),
+    "gemma3_text": (
+        t.Gemma3TextConfig(**GEMMA, query_pre_attn_scalar=24, sliding_window=7, final_logit_softcapping=5.0,
+                           layer_types=MIXED, **by_layer(rope("linear", 3000.0, factor=8.0), rope(theta=90.0))),
+        t.Gemma3TextConfig(**GEMMA | {"head_dim": 12}, sliding_window=5, attention_bias=True, layer_types=MIXED,
+                           tie_word_embeddings=False, hidden_activation="silu", **by_layer(YARN_SET, YARN_SET)),
+        t.Gemma3TextConfig(**GEMMA | {"num_hidden_layers": 2}, sliding_window=200,
+                           **by_layer(rope(), rope(theta=90.0))),
     ),
     "granite": (
         t.GraniteConfig(**GROUPED, **MULTIPLIED),
@@ -199,7 +214,9 @@ def test_a_folder_of_transformers_is_read_exactly_and_comes_back_bit_for_bit(nam
     export_huggingface(tmp_path / "run", tmp_path / "back")
     written, before = (load_file(tmp_path / folder / "model.safetensors") for folder in ("back", "theirs"))
     assert written.keys() == before.keys()
-    assert all(torch.equal(written[key], before[key]) for key in before)
+    for key in before:  # 1 + w of Gemma's norms in fp32, which transformers forms too, leaves w's last bits out
+        one = float(name.startswith("gemma") and "norm" in key)
+        assert torch.equal(one + written[key], one + before[key]), key
     import_huggingface(tmp_path / "back", tmp_path / "again", verify=False)  # what it computes is compared below
     again = load_run(tmp_path / "again").model
     assert again.config.model_copy(update={"init": ours.config.init}) == ours.config
@@ -239,12 +256,27 @@ def test_every_setting_of_the_class_is_known_and_a_missing_one_means_what_it_mea
     assert len(required) < len(whole) / 2
 
 
+@pytest.mark.parametrize("config", [t.Olmo3Config, t.Gemma2Config, t.Gemma3TextConfig])
+def test_layers_of_which_nothing_is_said_are_windowed_as_the_class_has_them(config: type[t.PreTrainedConfig]) -> None:
+    whole = config(num_hidden_layers=13, sliding_window=8).to_dict()
+    model = read_config({name: value for name, value in whole.items() if name != "layer_types"})[1]
+    windowed = [kind == "sliding_attention" for kind in whole["layer_types"]]
+    assert [window is not None for window in model.layer_windows] == windowed
+
+
 def test_the_older_names_of_rotary_settings_mean_the_same() -> None:
     new = t.LlamaConfig(**GROUPED, **YARN).to_dict()
     parameters = new.pop("rope_parameters")
     old = new | {"rope_theta": parameters.pop("rope_theta"), "rope_scaling": {"type": parameters.pop("rope_type")}}
     old["rope_scaling"] |= parameters
     assert read_config(old)[1] == read_config(t.LlamaConfig(**GROUPED, **YARN).to_dict())[1]
+    gemma = t.Gemma3TextConfig(**GEMMA, **by_layer(rope("linear", 3000.0, factor=8.0), rope(theta=90.0))).to_dict()
+    parameters = gemma.pop("rope_parameters")["full_attention"]
+    old = gemma | {"rope_theta": parameters.pop("rope_theta"), "rope_local_base_freq": 90, "rope_scaling": parameters}
+    old |= {"layer_types": None, "sliding_window_pattern": 3}
+    new = gemma | {"layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+    new |= by_layer(rope("linear", 3000.0, factor=8.0), rope(theta=90.0))
+    assert read_config(old)[1] == read_config(new)[1]
     pythia = t.GPTNeoXConfig(**SMALL, **rope(partial_rotary_factor=0.5)).to_dict()
     older = {**pythia, "rotary_pct": 0.5, "rotary_emb_base": 500}
     del older["rope_parameters"]
@@ -289,7 +321,7 @@ def test_several_files_are_read_and_written(tmp_path: Path) -> None:
     out = export_huggingface(tmp_path / "run", tmp_path / "out").folder
     family, adapted = choose_family(model.config, load_tokenizer(out))
     (out / "model.safetensors").unlink()
-    write_tensors(out, family, adapted, model.state_dict(), shard_bytes=40_000)
+    write_tensors(out, their_tensors(family.places, adapted, model.state_dict()), shard_bytes=40_000)
     files = sorted(out.glob("*.safetensors"))
     assert len(files) > 3
     assert all(path.stat().st_size < 45_000 for path in files)
@@ -299,9 +331,11 @@ def test_several_files_are_read_and_written(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), theirs.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_weights_are_read_without_loss(dtype: torch.dtype, tmp_path: Path) -> None:
-    theirs = hf.save_theirs(tmp_path / "theirs", THEIRS["llama"][0])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama", torch.bfloat16), ("llama", torch.float16), ("gemma3_text", torch.bfloat16)]
+)
+def test_16_bit_weights_are_read_without_loss(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    theirs = hf.save_theirs(tmp_path / "theirs", THEIRS[name][0])
     theirs.to(dtype).save_pretrained(tmp_path / "theirs")
     import_huggingface(tmp_path / "theirs", tmp_path / "run")
     back = export_huggingface(tmp_path / "run", tmp_path / "back", precision="bf16" if dtype.itemsize == 2 and

@@ -32,6 +32,10 @@ BANDED = GPT2 | {"window": 8, "window_pattern": ("full", "window")}
 MOE = LLAMA | {"n_experts": 4}
 OLMO3: dict[str, Any] = {"max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+GEMMA2 = LLAMA | {
+    "norm_placement": "both", "mlp": "geglu_tanh", "embedding_scale": 32**0.5, "logit_softcap": 30.0,
+    "attention_softcap": 50.0, "window": 8, "window_pattern": ("window", "full"),
+}  # fmt: skip
 ODD_HEADS = LLAMA | {"d_model": 36, "n_heads": 8, "d_head": 4}
 
 
@@ -60,7 +64,9 @@ def family_of(**settings: Any) -> str:
         (LLAMA | {"norm_placement": "after", "qk_norm": "whole"}, "olmo2"),
         (LLAMA | {"norm_placement": "after", "qk_norm": "whole", "window": 8}, "olmo3"),
         (LLAMA | {"attention_bias": "qkv", "window": 8, "window_pattern": ("full", "window")}, "qwen2"),
-        (LLAMA | {"window": 64}, "llama"),  # a window as long as the context
+        (GEMMA2 | {"attention_softcap": None, "qk_norm": True, "window_rope_theta": 50.0}, "gemma3_text"),
+        (GEMMA2, "gemma2"), (GEMMA2 | {"logit_softcap": None, "attention_softcap": 20.0}, "gemma2"),
+        (LLAMA | {"mlp": "geglu_tanh"}, "llama"), (LLAMA | {"window": 64}, "llama"),  # a window as long as the context
     ],
 )  # fmt: skip
 def test_each_model_finds_its_architecture(settings: dict[str, Any], family: str) -> None:
@@ -76,6 +82,9 @@ def test_each_model_finds_its_architecture(settings: dict[str, Any], family: str
         (LLAMA | {"rope_fraction": 0.5, "qk_norm": True}, ["rope_fraction=0.5", "qk_norm=true"]),
         (LLAMA | {"rope_pattern": ("rope", "none"), "qk_norm": True}, ["rope_pattern=('rope', 'none')"]),
         (LLAMA | {"norm_placement": "after"}, ["norm_placement=after", "qk_norm=false"]),
+        (GEMMA2 | {"embedding_scale": 1.0}, ["embedding_scale=1.0"]),
+        (LLAMA | {"logit_softcap": 30.0}, ["logit_softcap=30.0"]),
+        (LLAMA | {"attention_softcap": 30.0}, ["attention_softcap=30.0"]),
         (LLAMA | {"window": 8, "window_rope_theta": 50.0}, ["window_rope_theta=50.0"]),
         (LLAMA | {"residual_scale": 0.5, "window": 8}, ["residual_scale=0.5", "window=8"]),
         (LLAMA | {"parallel_residual": True}, ["parallel_residual=true"]),
@@ -113,6 +122,7 @@ def test_a_model_that_no_architecture_computes_is_refused_by_its_settings(
         GPT2 | {"attention_bias": "qkv"},
         LLAMA | {"norm": "layernorm", "norm_bias": False},
         LLAMA | {"attention_scale": 0.5, "qk_norm": True},
+        GEMMA2 | {"attention_scale": 0.3},
         LLAMA | {"attention_scale": 0.1, "attention_bias": True},
         BANDED | {"attention_bias": "out", "attention_scale": 0.3},
         MOE | {"attention_scale": 0.3, "d_ff_shared": 16},
@@ -311,7 +321,7 @@ def change(folder: Path, **values: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "gemma2"}, "model_type `gemma2`"),
+        ({"model_type": "gemma4"}, "model_type `gemma4`"),
         ({"model_type": "lama"}, "nearest: `llama`"),
         ({"hidden_size": None}, "no `hidden_size`"),
         ({"hidden_size": "wide"}, "wrong type"),
@@ -368,7 +378,12 @@ def test_a_setting_that_is_not_ours_is_refused_by_its_name(
         ("Qwen3Config", {"num_hidden_layers": 10**15}, "`num_hidden_layers`=1000000000000000"),
         ("Olmo3Config", OLMO3 | {"rope_parameters": {"rope_type": "default"}}, r"rope_parameters\.rope_type: full_att"),
         ("Olmo3Config", OLMO3 | {"rope_theta": 100.0, "rope_parameters": None}, "`rope_theta`=100.0: windowed layers"),
-        ("Olmo3Config", OLMO3 | {"rope_parameters": {"sliding_attention": LINEAR}}, "sliding_attention.rope_type`='linear"),
+        ("Olmo3Config", OLMO3 | {"rope_parameters": {"sliding_attention": LINEAR}}, r"\.rope_type`='linear'"),
+        ("Gemma2Config", {"use_bidirectional_attention": True}, "`use_bidirectional_attention`=True"),
+        ("Gemma2Config", {"query_pre_attn_scalar": 0}, "wrong type"),
+        ("Gemma2Config", {"final_logit_softcapping": -1.0}, "logit_softcap"),
+        ("Gemma3TextConfig", {"attn_logit_softcapping": 50.0}, "`attn_logit_softcapping`=50.0"),
+        ("Gemma3TextConfig", {"layer_types": None, "sliding_window_pattern": 0}, "wrong type"),
         ("Phi3Config", {"rope_scaling": {"type": "longrope", "long_factor": [1]}}, "'longrope': gptworks has default"),
     ],
 )  # fmt: skip

@@ -21,17 +21,17 @@ def random_problem(dtype: torch.dtype = torch.float32, ignore: float = 0.0) -> t
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 36, 37, 1000])
-@pytest.mark.parametrize("ignore", [0.0, 0.4])
+@pytest.mark.parametrize(("ignore", "softcap"), [(0.0, None), (0.4, None), (0.4, 3.0)])
 def test_value_and_gradients_equal_the_definition(
-    monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, ignore: float
+    monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, ignore: float, softcap: float | None
 ) -> None:
     monkeypatch.setattr(loss_module, "chunk_tokens", lambda device, vocab_size: chunk_tokens)
     features, weight, targets = random_problem(ignore=ignore)
-    value = linear_cross_entropy(features, weight, targets)
+    value = linear_cross_entropy(features, weight, targets, softcap)
     exact_inputs = features.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    exact = torch.nn.functional.cross_entropy(
-        exact_inputs[0] @ exact_inputs[1].T, targets, ignore_index=IGNORED, reduction="sum"
-    )
+    logits = exact_inputs[0] @ exact_inputs[1].T
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    exact = torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
     assert value.item() == pytest.approx(exact.item(), rel=1e-6)
     gradients, expected = (
         torch.autograd.grad(value / 7, (features, weight)),

@@ -107,12 +107,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "norms behind": {"norm_placement": "after", "qk_norm": "whole", "n_kv_heads": 2},
     "windows turned otherwise": {"window": 64, "window_pattern": ("full", "window"), "window_rope_theta": 500.0},
+    "between norms, capped": {
+        "norm_placement": "both", "mlp": "geglu_tanh", "attention_softcap": 50.0, "logit_softcap": 30.0,
+    },
     "narrow window": {"window": 64, "window_pattern": ("full", "window")},
     "experts": {"n_experts": 4, "d_ff": 256},
     "experts, one shared": {"n_experts": 4, "d_ff": 256, "d_ff_shared": 128},
     "beyond blocked attention": {"context_length": 2560},
     "beyond it, windowed": {"context_length": 2560, "window": 2000},
     "beyond it, banded": {"context_length": 2560, "window": 512, "window_pattern": ("window", "full")},
+    "beyond it, capped": {"context_length": 2560, "attention_softcap": 50.0, "n_kv_heads": 2},
     "beyond it, dropout": {"context_length": 2560, "dropout_attention": 0.1},
 }  # fmt: skip
 

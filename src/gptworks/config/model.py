@@ -88,10 +88,12 @@ class ModelConfig(Section):
         default_factory=derived("norm", lambda norm: norm == "layernorm"),
         description="Shift term of LayerNorm. Default: true for layernorm; rmsnorm has none.",
     )
-    norm_placement: Fixed[Literal["before", "after"]] = Field(
-        "before", description="Attention and MLP read what was normalized, or what they give is normalized (OLMo 2)."
+    norm_placement: Fixed[Literal["before", "after", "both"]] = Field(
+        "before",
+        description="Attention and MLP read what was normalized, or what they give is normalized (OLMo 2), or both "
+        "(Gemma 2).",
     )
-    mlp: Fixed[Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu"]] = Field(
+    mlp: Fixed[Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"]] = Field(
         "gelu", description="Activation; swiglu and geglu add a gate matrix (Shazeer, 2020)."
     )
     attention_bias: Fixed[bool | Literal["qkv", "out"]] = Field(
@@ -108,6 +110,10 @@ class ModelConfig(Section):
         1.0, gt=0, description="Factor of what attention and MLP add to the residual stream (Granite)."
     )
     logit_divisor: Fixed[float] = Field(1.0, gt=0, description="What logits are divided by (Granite).")
+    attention_softcap: Fixed[float | None] = Field(
+        None, gt=0, description="Scores s become softcap · tanh(s / softcap) (Gemma 2). None: they stay as they are."
+    )
+    logit_softcap: Fixed[float | None] = Field(None, gt=0, description="The same of logits.")
     tie_embeddings: Fixed[bool] = Field(True, description="The head shares the token embedding's matrix.")
 
     window: Fixed[PositiveInt | None] = Field(
@@ -150,7 +156,13 @@ class ModelConfig(Section):
     @property
     def gated(self) -> bool:
         """Whether the MLP multiplies by a gate (three matrices instead of two)."""
-        return self.mlp in ("swiglu", "geglu")
+        return self.mlp in ("swiglu", "geglu", "geglu_tanh")
+
+    @property
+    def norms_behind(self) -> tuple[str, str] | None:
+        """The names of the norms behind attention and behind the MLP; None: there are none."""
+        names = {"before": None, "after": ("norm1", "norm2"), "both": ("norm1_after", "norm2_after")}
+        return names[self.norm_placement]
 
     @property
     def qkv_bias(self) -> bool:
@@ -233,10 +245,10 @@ class ModelConfig(Section):
             )
         if self.d_ff_shared and not self.n_experts:
             raise ValueError(f"d_ff_shared={self.d_ff_shared} is set and n_experts is 0: set n_experts, or drop it")
-        if self.norm_placement == "after" and self.parallel_residual:
+        if self.norm_placement != "before" and self.parallel_residual:
             raise ValueError(
-                "norm_placement=after with parallel_residual=true: attention and MLP would read the same tensor; "
-                "drop one of them"
+                f"norm_placement={self.norm_placement} with parallel_residual=true: no architecture has both; "
+                f"drop one of them"
             )
         if self.norm == "rmsnorm" and self.norm_bias:
             raise ValueError("norm_bias=true with norm=rmsnorm: RMSNorm has no shift; leave norm_bias out")

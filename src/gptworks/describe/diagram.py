@@ -26,7 +26,8 @@ POSITIONS = {
 
 _SHAPE_WIDTH = 20
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-_ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu2": "ReLU²", "swiglu": "SiLU", "geglu": "GELU"}
+_ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu2": "ReLU²", "swiglu": "SiLU", "geglu": "GELU",
+                "geglu_tanh": "GELU (tanh)"}  # fmt: skip
 
 # The words ------------------------------------------------------------------------------------------------------
 
@@ -83,7 +84,18 @@ def scaled(c: ModelConfig) -> str:
 
 def scores(c: ModelConfig) -> str:
     by = f"/ √{c.d_head:,}" if c.attention_scale is None else f"× {c.attention_scale:g}"
-    return f"softmax(q·kᵀ {by})"
+    return f"softmax({capped(f'q·kᵀ {by}', c.attention_softcap)})"
+
+
+def capped(words: str, softcap: float | None) -> str:
+    """What a soft cap makes of something."""
+    return words if softcap is None else f"{softcap:g} tanh({words} / {softcap:g})"
+
+
+def logits(c: ModelConfig) -> str:
+    """What becomes of the head's product; empty where it is the logits."""
+    divided = f"/ {c.logit_divisor:g}" if c.logit_divisor != 1 else ""
+    return divided if c.logit_softcap is None else capped(f"logits {divided}".strip(), c.logit_softcap)
 
 
 def on_the_way(factor: float, dropout: float) -> list[str]:
@@ -112,7 +124,7 @@ def diagram(config: ModelConfig, width: int = MIN_WIDTH) -> list[str]:
 
 
 def _lines(c: ModelConfig, width: int) -> Iterator[Line]:
-    stream, logits = f"B × T × {c.d_model:,}", f"B × T × {c.vocab_size:,}"
+    stream, logits_shape = f"B × T × {c.d_model:,}", f"B × T × {c.vocab_size:,}"
     norm: Row = (norm_name(c), norm_weights(c), stream)
     embedding: list[Row] = [("token embedding", dims((c.vocab_size, c.d_model)), stream)]
     embedding += [(words, "", stream) for words in on_the_way(c.embedding_scale, 0)]
@@ -121,21 +133,21 @@ def _lines(c: ModelConfig, width: int) -> Iterator[Line]:
     embedding += [(words, "", stream) for words in on_the_way(1, c.dropout_embedding)]
     head = f"head{' (tied)' if c.tie_embeddings else ''}"
     residual: list[Row] = [(words, "", stream) for words in on_the_way(c.residual_scale, c.dropout_residual)]
-    divided: list[Row] = [(f"/ {c.logit_divisor:g}", "", logits)] if c.logit_divisor != 1 else []
+    divided: list[Row] = [(words, "", logits_shape)] if (words := logits(c)) else []
     yield "   token ids", "B × T"
     yield "      │", ""
     yield from _box(embedding, width)
     yield "      │", ""
     yield f"╔═════▼{f' {c.n_layers} × block '.ljust(width - 8, '═')}╗", ""
     inside = _experts(c) if c.n_experts else _matrices(c, c.d_ff, "B × T")
-    before, after = ([], [norm]) if c.norm_placement == "after" else ([norm], [])
+    before, after = [norm] * (c.norm_placement != "after"), [norm] * (c.norms_behind is not None)
     attention, mlp = [*before, *_attention(c), *after, *residual], [*before, *inside, *after, *residual]
     yield from _parallel(attention, mlp, width) if c.parallel_residual else _serial(attention, mlp, width)
     yield f"╚═════╪{'═' * (width - 8)}╝", ""
     yield "      │", ""
-    yield from _box([norm, (head, dims((c.vocab_size, c.d_model)), logits), *divided], width)
+    yield from _box([norm, (head, dims((c.vocab_size, c.d_model)), logits_shape), *divided], width)
     yield "      ▼", ""
-    yield "   logits of the next token", logits
+    yield "   logits of the next token", logits_shape
 
 
 def _attention(c: ModelConfig) -> Iterator[Row]:

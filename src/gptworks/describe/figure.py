@@ -12,6 +12,7 @@ from gptworks.describe.diagram import (
     base,
     dims,
     head_norms,
+    logits,
     matrix,
     n_banded,
     norm_name,
@@ -148,8 +149,8 @@ def _model(c: ModelConfig, height: float) -> Drawing:
     head_y = column.y + 24
     column.tile("embedding", "Head", table)
     column.arrow(18)
-    by = f" / {c.logit_divisor:g}" if c.logit_divisor != 1 else ""
-    d.text(middle, column.y + 13, f"logits{by} · B × T × {c.vocab_size:,}", COLUMN_WIDTH, anchor="middle")
+    by = logits(c) if c.logit_softcap else f"logits {logits(c)}".strip()
+    d.text(middle, column.y + 13, f"{by} · B × T × {c.vocab_size:,}", COLUMN_WIDTH, anchor="middle")
     if c.tie_embeddings:
         d.line((x, table_y), (20, table_y), (20, head_y), (x, head_y), kind="tie")
         d.text(13, (table_y + head_y) / 2, "tied: the same matrix", head_y - table_y, anchor="middle", upright=True)
@@ -215,8 +216,7 @@ def _part(d: Drawing, fork: float, c: ModelConfig, kind: str, count: str, from_s
     """Attention or the MLP in a frame, fed from the height `fork`; the height of its end."""
     top = fork + 14
     column = Column(Drawing(), INNER_X, top + 40, INNER_WIDTH)
-    after = c.norm_placement == "after"
-    if not after:
+    if c.norm_placement != "after":
         column.row("norm", norm_name(c), norm_weights(c))
     if kind == "attention":
         title = "Attention"
@@ -227,7 +227,7 @@ def _part(d: Drawing, fork: float, c: ModelConfig, kind: str, count: str, from_s
     else:
         title = "MLP"
         _mlp(column, c, c.d_ff, "B × T", "mlp")
-    if after:
+    if c.norms_behind:
         column.arrow(16)
         column.row("norm", norm_name(c), norm_weights(c))
     end = column.y + 16

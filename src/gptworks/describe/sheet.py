@@ -235,12 +235,16 @@ def traits(c: ModelConfig) -> str:
         + (" in some layers" if "none" in c.rope_pattern else "")
         + (f" scaled × {c.rope_scaling.factor:g}" if c.rope_scaling else "")
         + (" outside windows" if c.rope_scaling and c.window_rope_theta else ""),
-        norm_name(c) + (" behind each part" * (c.norm_placement == "after")) + (" and QK-norm" if c.qk_norm else ""),
+        norm_name(c)
+        + {"before": "", "after": " behind each part", "both": " before and behind each part"}[c.norm_placement]
+        + (" and QK-norm" if c.qk_norm else ""),
         *(["grouped queries"] if c.n_kv_heads != c.n_heads else []),
         *([f"{n_banded(c):,} of {c.n_layers:,} layers banded"] if n_banded(c) else []),
-        {"gelu": "GELU", "gelu_tanh": "GELU", "relu2": "ReLU²", "swiglu": "SwiGLU", "geglu": "GEGLU"}[c.mlp],
+        {"gelu": "GELU", "gelu_tanh": "GELU", "relu2": "ReLU²", "swiglu": "SwiGLU"}.get(c.mlp, "GEGLU"),
         *(["parallel residual"] if c.parallel_residual else []),
-        *(["Granite's multipliers"] if (c.embedding_scale, c.residual_scale, c.logit_divisor) != (1, 1, 1) else []),
+        *(["Granite's multipliers"] if (c.residual_scale, c.logit_divisor) != (1, 1) else []),
+        *(["scaled embedding"] if c.embedding_scale != 1 else []),
+        *(["soft caps"] if c.attention_softcap or c.logit_softcap else []),
         {0: "no linear biases", 3: "linear biases"}.get(len(biased), f"biases in {' and '.join(biased)}"),
         "tied head" if c.tie_embeddings else "untied head",
     ]

@@ -99,7 +99,8 @@ def evaluate_loss(
             with autocast():
                 places = positions[0].to(model.device) if positions else None
                 features = model.features(inputs.to(model.device), text_positions=places)
-                nats = linear_cross_entropy(features, model.head_weight, targets.to(model.device))
+                softcap = model.config.logit_softcap
+                nats = linear_cross_entropy(features, model.head_weight, targets.to(model.device), softcap)
             total_nats += nats.item()
             n_tokens += int((targets != IGNORED).sum())
     if workers is not None:
@@ -119,7 +120,7 @@ def each_nats(
     for inputs, targets in batches_of(windows):
         with eval_mode(model), torch.inference_mode(), autocast():
             features = model.features(inputs.to(model.device))
-            nats = token_nats(features, model.head_weight, targets.to(model.device))
+            nats = token_nats(features, model.head_weight, targets.to(model.device), model.config.logit_softcap)
         yield nats.cpu().double(), targets  # float64 is not on every device
 
 

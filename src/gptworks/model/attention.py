@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gptworks.config import ModelConfig
 from gptworks.model import cpu
 from gptworks.model.cache import SlotLayer
-from gptworks.model.layers import Tables, build_head_norm
+from gptworks.model.layers import Tables, build_head_norm, cap
 
 
 def attend(
@@ -24,6 +24,7 @@ def attend(
     dropout: float = 0.0,
     scale: float | None = None,
     bias: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Scaled dot-product attention in which the T queries are the last T of the S key positions.
 
@@ -34,6 +35,7 @@ def attend(
         scale: factor of q·k; None: 1/√D.
         bias: what is added to the scores, [B, T, S] in q's dtype, for rows of several texts (`texts_bias`). It holds
             the window too; None: one text a row.
+        softcap: scores pass through softcap · tanh(score / softcap) before what is added to them.
 
     Returns:
         [B, H, T, D], in q's dtype.
@@ -42,19 +44,19 @@ def attend(
     if cpu.trains(q) and n_keys <= cpu.LONGEST:
         if bias is None:
             bias = as_bias(causal_mask(n_queries, n_keys, window, q.device), q.dtype)
-        return cpu.attention(q, k, v, bias, window, dropout, scale)
+        return cpu.attention(q, k, v, bias, window, dropout, scale, softcap)
     if bias is not None:
-        return fused(q, k, v, bias[:, None], dropout=dropout, scale=scale)
+        return fused(q, k, v, bias[:, None], dropout=dropout, scale=scale, softcap=softcap)
     banded = window is not None and window < n_keys
     if window is not None and n_queries == n_keys >= 2 * window:
-        return attend_banded(q, k, v, window=window, dropout=dropout, scale=scale)
+        return attend_banded(q, k, v, window=window, dropout=dropout, scale=scale, softcap=softcap)
     if n_queries == 1 and not banded:
         mask, is_causal = None, False
     elif n_queries == n_keys and not banded:
         mask, is_causal = None, True
     else:
         mask, is_causal = causal_mask(n_queries, n_keys, window, q.device), False
-    return fused(q, k, v, mask, dropout=dropout, is_causal=is_causal, scale=scale)
+    return fused(q, k, v, mask, dropout=dropout, is_causal=is_causal, scale=scale, softcap=softcap)
 
 
 def fused(
@@ -66,15 +68,40 @@ def fused(
     dropout: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """torch's attention, arranged so that a fused kernel serves: without one, all T × S scores of every head stand in
     memory. mask: boolean or added to the scores, [B, 1, T, S] or what broadcasts to it."""
+    if softcap is not None:
+        mask = causal_mask(q.size(2), k.size(2), None, q.device) if is_causal else mask
+        return attend_capped(q, k, v, mask, softcap, dropout=dropout, scale=scale)
     n_per_group = q.size(1) // k.size(1)
     if n_per_group > 1 and not takes_groups(q.device, mask is not None):
         k, v = k.repeat_interleave(n_per_group, dim=1), v.repeat_interleave(n_per_group, dim=1)  # B H S D
     return F.scaled_dot_product_attention(
         q, k, v, mask, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=q.size(1) != k.size(1)
     )
+
+
+def attend_capped(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    softcap: float,
+    *,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """`fused` for scores that are capped, which no fused kernel of torch does: all T × S scores stand in memory."""
+    n_per_group, scale = q.size(1) // k.size(1), q.size(-1) ** -0.5 if scale is None else scale
+    if n_per_group > 1:
+        k, v = k.repeat_interleave(n_per_group, dim=1), v.repeat_interleave(n_per_group, dim=1)  # B H S D
+    scores = softcap * torch.tanh((q @ k.transpose(-2, -1)) * (scale / softcap))  # B H T S
+    if mask is not None:
+        scores = scores + (as_bias(mask, q.dtype) if mask.dtype == torch.bool else mask)
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return F.dropout(weights, dropout) @ v
 
 
 def takes_groups(device: torch.device, masked: bool) -> bool:
@@ -84,7 +111,14 @@ def takes_groups(device: torch.device, masked: bool) -> bool:
 
 
 def attend_banded(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int, dropout: float = 0.0, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """`attend` for a window much shorter than the text (S = T), in T × 2·window scores instead of T × T.
 
@@ -103,13 +137,20 @@ def attend_banded(
     mask = causal_mask(window, 2 * window, window, q.device).repeat(n_blocks, 1, 1)  # n W 2W
     mask[0, :, :window] = False  # the first block has none before it
     mask = mask.repeat(batch, 1, 1).unsqueeze(1)  # B·n 1 W 2W
-    y = fused(q, k, v, mask, dropout=dropout, scale=scale)
+    y = fused(q, k, v, mask, dropout=dropout, scale=scale, softcap=softcap)
     y = y.view(batch, n_blocks, *y.shape[1:]).transpose(1, 2)  # B H n W D
     return y.flatten(2, 3)[:, :, :length]
 
 
 def attend_slots(
-    q: Tensor, k: Tensor, v: Tensor, cache: SlotLayer, *, window: int | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: SlotLayer,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """`attend` for a flat batch of tokens of several texts, each of which sees the tokens of its own slot.
 
@@ -117,13 +158,13 @@ def attend_slots(
     """
     parts, keys, values = cache.rows.parts, cache.keys, cache.values
     if _one_product(q, len(parts)):
-        return _attend_slots_at_once(q, k, v, cache, window=window, scale=scale)
+        return _attend_slots_at_once(q, k, v, cache, window=window, scale=scale, softcap=softcap)
     out, first = [], 0
     for slot, start, n_new in parts:
         row, end = slice(first, first + n_new), start + n_new
         keys[slot, :, start:end], values[slot, :, start:end] = k[0, :, row], v[0, :, row]
         seen_keys, seen_values = keys[slot : slot + 1, :, :end], values[slot : slot + 1, :, :end]
-        out.append(attend(q[:, :, row], seen_keys, seen_values, window=window, scale=scale))
+        out.append(attend(q[:, :, row], seen_keys, seen_values, window=window, scale=scale, softcap=softcap))
         first += n_new
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
@@ -133,7 +174,14 @@ def _one_product(q: Tensor, n_texts: int) -> bool:
 
 
 def _attend_slots_at_once(
-    q: Tensor, k: Tensor, v: Tensor, cache: SlotLayer, *, window: int | None, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: SlotLayer,
+    *,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
 ) -> Tensor:
     """One token of each text, in one product: on an accelerator, many small ones would wait for their launch."""
     slots, last = cache.rows.slots, cache.rows.positions  # N
@@ -144,7 +192,8 @@ def _attend_slots_at_once(
     if window is not None:
         visible &= key > last[:, None] - window
     keys, values = cache.keys[slots, :, :longest], cache.values[slots, :, :longest]  # N G S D
-    y = fused(q[0].transpose(0, 1).unsqueeze(2), keys, values, visible[:, None, None], scale=scale)  # N H 1 D
+    queries, mask = q[0].transpose(0, 1).unsqueeze(2), visible[:, None, None]  # N H 1 D, N 1 1 S
+    y = fused(queries, keys, values, mask, scale=scale, softcap=softcap)  # N H 1 D
     return y.squeeze(2).transpose(0, 1).unsqueeze(0)
 
 
@@ -173,7 +222,13 @@ def texts_bias(positions: Tensor, window: int | None, dtype: torch.dtype) -> Ten
 
 
 def attend_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """`attend` written as the definition, one query at a time. For tests."""
     (_, heads, n_queries, width), n_keys = q.shape, k.size(2)
@@ -185,7 +240,7 @@ def attend_reference(
             first = 0 if window is None else max(0, last - window + 1)
             keys, values = k[:, group, first : last + 1], v[:, group, first : last + 1]  # B s D
             scores = torch.einsum("bd,bsd->bs", q[:, head, i], keys) * (width**-0.5 if scale is None else scale)
-            out[:, head, i] = torch.einsum("bs,bsd->bd", scores.softmax(-1), values)
+            out[:, head, i] = torch.einsum("bs,bsd->bd", cap(scores, softcap).softmax(-1), values)
     return out
 
 
@@ -285,7 +340,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, window: int | None) -> None:
         super().__init__()
         self.d_head, self.window, self.dropout = config.d_head, window, config.dropout_attention
-        self.scale = config.attention_scale
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
         query_width, key_width = config.n_heads * config.d_head, config.n_kv_heads * config.d_head
         self.query = nn.Linear(config.d_model, query_width, bias=config.qkv_bias)
         self.key = nn.Linear(config.d_model, key_width, bias=config.qkv_bias)
@@ -310,9 +365,11 @@ class Attention(nn.Module):
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         if cache is not None:
-            y = attend_slots(q, k, v, cache, window=self.window, scale=self.scale)  # 1 H N D
+            y = attend_slots(q, k, v, cache, window=self.window, scale=self.scale, softcap=self.softcap)  # 1 H N D
         else:
-            dropout = self.dropout if self.training else 0.0
-            y = attend(q, k, v, window=self.window, dropout=dropout, scale=self.scale, bias=bias)  # B H T D
+            y = attend(  # B H T D
+                q, k, v, window=self.window, dropout=self.dropout if self.training else 0.0, scale=self.scale,
+                bias=bias, softcap=self.softcap,
+            )  # fmt: skip
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # B T C
         return out

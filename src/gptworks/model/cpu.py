@@ -21,7 +21,14 @@ def trains(x: Tensor) -> bool:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, window: int | None, dropout: float, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    window: int | None,
+    dropout: float,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """`gptworks.model.attention.attend` as batched matrix products around a softmax, a block of queries at a time.
 
@@ -32,16 +39,25 @@ def attention(
     Args:
         bias: [T, S], or [B, T, S], 0 where the query may look and -inf elsewhere, in q's dtype.
         scale: factor of q·k; None: 1/√D.
+        softcap: scores pass through softcap · tanh(score / softcap) before the bias; what tanh gives is kept too.
     """
     scale = q.size(-1) ** -0.5 if scale is None else scale
-    out: Tensor = _Attention.apply(q, k, v, bias, window, dropout, scale)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(q, k, v, bias, window, dropout, scale, softcap)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, window: int | None, dropout: float, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor,
+        window: int | None,
+        dropout: float,
+        scale: float,
+        softcap: float | None,
     ) -> Tensor:
         batch, heads, n_queries, width = q.shape
         groups, n_keys = k.shape[1:3]
@@ -52,11 +68,16 @@ class _Attention(torch.autograd.Function):
             block_bias = bias[..., rows, keys]
             if bias.dim() == 3:
                 block_bias = block_bias.repeat_interleave(heads, dim=0)
-            scores = torch.baddbmm(block_bias, q[:, rows], k[:, keys].transpose(1, 2), alpha=scale)
+            if softcap is None:
+                capped = None
+                scores = torch.baddbmm(block_bias, q[:, rows], k[:, keys].transpose(1, 2), alpha=scale)
+            else:
+                capped = torch.bmm(q[:, rows], k[:, keys].transpose(1, 2)).mul_(scale / softcap).tanh_()
+                scores = torch.add(block_bias, capped, alpha=softcap)
             weights = scores.softmax(-1)  # B·H t s
             kept = _keep(weights.shape, dropout) if dropout else None
             out[:, rows] = torch.bmm(_drop(weights, kept, dropout), v[:, keys])
-            saved += [weights, kept]
+            saved += [weights, kept, capped]
         ctx.save_for_backward(q, k, v, *saved)
         ctx.groups, ctx.window, ctx.dropout, ctx.scale = groups, window, dropout, scale
         return out.view(batch, heads, n_queries, width)
@@ -68,18 +89,20 @@ class _Attention(torch.autograd.Function):
         gradient = gradients[0].reshape(q.shape)
         d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for i, (rows, keys) in enumerate(_blocks(n_queries, k.size(1), ctx.window)):
-            weights, kept = saved[2 * i], saved[2 * i + 1]
+            weights, kept, capped = saved[3 * i : 3 * i + 3]
             d_out = gradient[:, rows]
             d_v[:, keys] += torch.bmm(_drop(weights, kept, ctx.dropout).transpose(1, 2), d_out)
             d_weights = _drop(torch.bmm(d_out, v[:, keys].transpose(1, 2)), kept, ctx.dropout)
             d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
+            if capped is not None:
+                d_scores = torch.ops.aten.tanh_backward(d_scores, capped)
             d_q[:, rows] = torch.bmm(d_scores, k[:, keys])
             d_k[:, keys] += torch.bmm(d_scores.transpose(1, 2), q[:, rows])
         d_q, d_k = d_q.mul_(ctx.scale), d_k.mul_(ctx.scale)
         d_q, d_k, d_v = (x.view(batch, heads, -1, width) for x in (d_q, d_k, d_v))
         if heads != ctx.groups:
             d_k, d_v = (x.view(batch, ctx.groups, -1, *x.shape[2:]).sum(2) for x in (d_k, d_v))
-        return d_q, d_k, d_v, None, None, None, None
+        return d_q, d_k, d_v, None, None, None, None, None
 
 
 BLOCK = 128

@@ -5,7 +5,8 @@
     block:  x ─┬─► norm ─► attention ─► dropout ─┬─► + ─┬─► norm ─► MLP ─► dropout ─► + ─►
                └────────────────────────────────►┘      └───────────────────────────►┘
 
-    With `norm_placement: after`, the norms stand behind attention and MLP, before what they give is added (OLMo 2).
+    With `norm_placement: after`, the norms stand behind attention and MLP, before what they give is added (OLMo 2);
+    with `both`, there and before them (Gemma 2).
     With experts, each block's MLP is several and a router (moe.py). With a parallel residual, the MLP reads x as
     attention does.
 
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from gptworks.config import ModelConfig, computes_again
 from gptworks.model.attention import Attention, Rotary, texts_bias
 from gptworks.model.cache import SlotLayer, SlotRows
-from gptworks.model.layers import MLP, Dropout, Tables, build_norm, build_positions, build_scale, product_dtype
+from gptworks.model.layers import MLP, Dropout, Tables, build_norm, build_positions, build_scale, cap, product_dtype
 from gptworks.model.moe import MoE
 
 
@@ -74,6 +75,32 @@ class PostNormBlock(Block):
         return torch.add(attended, self.dropout(self.norm2(y)), alpha=self.scale), router_logits
 
 
+class SandwichBlock(Block):
+    """Attention, then MLP, each between two norms, and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, window: int | None) -> None:
+        super().__init__(config, window)
+        self.norm1_after, self.norm2_after = build_norm(config), build_norm(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        cache: SlotLayer | None,
+        bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `Block.forward`."""
+        given = self.norm1_after(self.attention(self.norm1(x), rotary, cache, bias))
+        attended = torch.add(x, self.dropout(given), alpha=self.scale)
+        inner = self.norm2(attended)
+        y, router_logits = self.mlp(inner) if self.routed else (self.mlp(inner), None)
+        return torch.add(attended, self.dropout(self.norm2_after(y)), alpha=self.scale), router_logits
+
+
+BLOCKS: dict[str, type[Block]] = {"before": Block, "after": PostNormBlock, "both": SandwichBlock}
+"""By where the norms stand."""
+
+
 class GPT(nn.Module):
     """A decoder-only transformer over `config.vocab_size` tokens."""
 
@@ -96,7 +123,7 @@ class GPT(nn.Module):
         self.window_rotary = Rotary(windows) if (windows := config.rotating_windows) else None
         """Of windowed layers; None: they turn as the others do."""
         self.dropout = Dropout(config.dropout_embedding)
-        block = PostNormBlock if config.norm_placement == "after" else Block
+        block = BLOCKS[config.norm_placement]
         self.blocks = nn.ModuleList(block(config, window) for window in config.layer_windows)
         self.norm = build_norm(config)
         self.untied_head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -176,7 +203,7 @@ class GPT(nn.Module):
 
     def logits(self, features: Tensor) -> Tensor:
         """[..., C] → [..., V]."""
-        return F.linear(features, self.head_weight)
+        return cap(F.linear(features, self.head_weight), self.config.logit_softcap)
 
     def forward(self, tokens: Tensor, cache: SlotRows | None = None) -> Tensor:
         """Token ids [B, T] → logits [B, T, V]: at each position, the scores of the token that follows."""

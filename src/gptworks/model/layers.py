@@ -131,12 +131,18 @@ def build_scale(factor: float) -> nn.Module:
     return nn.Identity() if factor == 1 else Scale(factor)
 
 
+def cap(x: Tensor, softcap: float | None) -> Tensor:
+    """softcap · tanh(x / softcap), which is nearly x where x is small; x itself where there is no cap (Gemma 2)."""
+    return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu2": relu2,
     "swiglu": F.silu,
     "geglu": F.gelu,
+    "geglu_tanh": partial(F.gelu, approximate="tanh"),
 }
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptworks.config import IGNORED
-from gptworks.model.layers import without_autocast
+from gptworks.model.layers import cap, without_autocast
 
 CPU_CACHE_BYTES = 8 * 2**20
 """fp32 probabilities made at once on a CPU: what its cache holds while it goes over them again and again."""
@@ -48,35 +48,36 @@ IntoGradient = Callable[[Tensor, slice], Tensor]
 float32 at least: the loss first, then what is only reported."""
 
 
-def linear_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def linear_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
     """Sum of −log softmax(features · weightᵀ)[target] over the targets that are not −100, in nats.
 
     Args:
         features: [..., C]. weight: [V, C]. targets: [...], int64.
+        softcap: logits pass through softcap · tanh(logit / softcap) first, as they do in the functions below.
 
     Returns:
         A float32 scalar. Its gradient reaches features and weight.
     """
     features, targets = features.reshape(-1, features.size(-1)), targets.reshape(-1)
     if not torch.is_grad_enabled():
-        return token_nats(features, weight, targets).sum()
+        return token_nats(features, weight, targets, softcap).sum()
 
     def into_gradient(logits: Tensor, rows: slice) -> Tensor:
         return _sum(_rows_to_gradient(part, targets[of]) for part, of in _in_cache(logits, rows))
 
-    total: Tensor = _LinearLoss.apply(features, weight, into_gradient)[0]  # type: ignore[no-untyped-call]
+    total: Tensor = _LinearLoss.apply(features, weight, _through_cap(into_gradient, softcap))[0]  # type: ignore[no-untyped-call]
     return total
 
 
 @torch.no_grad()
-def token_nats(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def token_nats(features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
     """−log softmax(features · weightᵀ)[target] of each target, 0 where it is −100; float32, in targets' shape [...]."""
     flat, wanted = features.reshape(-1, features.size(-1)), targets.reshape(-1)
     head, chunk = weight.to(features.dtype), chunk_tokens(features.device, weight.size(0))
 
     def nats(rows: slice) -> list[Tensor]:  # whose logits are gone before the next chunk's are made
         return [
-            F.cross_entropy(_wide(part), wanted[of], ignore_index=IGNORED, reduction="none")
+            F.cross_entropy(_wide(cap(part, softcap)), wanted[of], ignore_index=IGNORED, reduction="none")
             for part, of in _in_cache(flat[rows] @ head.T, rows)
         ]
 
@@ -84,14 +85,14 @@ def token_nats(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(parts).view(targets.shape) if parts else _wide(features.new_zeros(targets.shape))
 
 
-def target_logprobs(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def target_logprobs(features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
     """log softmax(features · weightᵀ)[target] of each target, 0 where it is −100; float32, in targets' shape [...].
 
     Its gradient reaches features and weight. The logits are made again in the backward pass.
     """
     counted = targets.reshape(-1) != IGNORED
     x, wanted = features.reshape(-1, features.size(-1))[counted], targets.reshape(-1)[counted]
-    logprobs: Tensor = _TargetLogprobs.apply(x, weight, wanted)  # type: ignore[no-untyped-call]
+    logprobs: Tensor = _TargetLogprobs.apply(x, weight, wanted, softcap)  # type: ignore[no-untyped-call]
     return logprobs.new_zeros(counted.shape).masked_scatter(counted, logprobs).view(targets.shape)
 
 
@@ -104,6 +105,8 @@ def distillation_loss(
     temperature: float,
     ce_weight: float,
     kl_weight: float,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """ce_weight · nats + kl_weight · temperature² · kl, and nats and kl themselves: float32 sums over the targets that
     are not −100 of −log softmax(logits)[target] and KL(softmax(teacher's logits / temperature) ‖ softmax(logits /
@@ -127,20 +130,22 @@ def distillation_loss(
         )
 
     def distilled(logits: Tensor, taught: Tensor, wanted: Tensor) -> Tensor:
-        ours, theirs, index = _wide(logits), _wide(taught), wanted[:, None]
+        ours, theirs, index = _wide(logits), _wide(cap(taught, teacher_softcap)), wanted[:, None]
         hard, soft, goal = (z.log_softmax(-1) for z in (ours, ours / temperature, theirs / temperature))
         nats, kl = -hard.gather(1, index).sum(), (goal.exp() * (goal - soft)).sum()
         gradient = hard.exp_().scatter_add_(1, index, -torch.ones_like(index, dtype=hard.dtype)).mul_(ce_weight)
         logits.copy_(gradient.add_(soft.exp_().sub_(goal.exp_()), alpha=kl_weight * temperature))
         return torch.stack((ce_weight * nats + kl_weight * temperature**2 * kl, nats, kl))
 
-    loss, sums = _LinearLoss.apply(x, weight, into_gradient, 3)  # type: ignore[no-untyped-call]
+    loss, sums = _LinearLoss.apply(x, weight, _through_cap(into_gradient, softcap), 3)  # type: ignore[no-untyped-call]
     return loss, sums[1], sums[2]
 
 
-def linear_cross_entropy_reference(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def linear_cross_entropy_reference(
+    features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None
+) -> Tensor:
     """The same by the definition, with all logits at once. For tests."""
-    logits = features.float() @ weight.float().T
+    logits = cap(features.float() @ weight.float().T, softcap)
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
@@ -175,13 +180,14 @@ class _TargetLogprobs(torch.autograd.Function):
     """What each gradient is multiplied by is known in the backward pass alone: the logits are made again there."""
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
         with without_autocast(features.device):
             ctx.save_for_backward(features, weight, targets)
-            return -token_nats(features, weight, targets)
+            ctx.softcap = softcap
+            return -token_nats(features, weight, targets, softcap)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         features, weight, targets = ctx.saved_tensors
         factors = -gradients[0]
 
@@ -189,8 +195,9 @@ class _TargetLogprobs(torch.autograd.Function):
             return _sum(_rows_to_gradient(part, targets[of], factors[of]) for part, of in _in_cache(logits, rows))
 
         with without_autocast(features.device):
-            _, d_features, d_weight = _sums_and_gradients(features, weight, into_gradient, ctx.needs_input_grad[:2])
-        return d_features, d_weight, None
+            through = _through_cap(into_gradient, ctx.softcap)
+            _, d_features, d_weight = _sums_and_gradients(features, weight, through, ctx.needs_input_grad[:2])
+        return d_features, d_weight, None, None
 
 
 def _sums_and_gradients(
@@ -216,6 +223,20 @@ def _sums_and_gradients(
             del product
         del d_logits  # before the next chunk's are made
     return total, d_features, d_weight
+
+
+def _through_cap(into_gradient: IntoGradient, softcap: float | None) -> IntoGradient:
+    """The same for logits that are capped first: the gradient goes on through the cap."""
+    if softcap is None:
+        return into_gradient
+
+    def part_to_gradient(logits: Tensor, rows: slice) -> Tensor:
+        bent = (logits / softcap).tanh_()
+        sums = into_gradient(torch.mul(bent, softcap, out=logits), rows)
+        torch.mul(logits, bent.square_().neg_().add_(1), out=logits)
+        return sums
+
+    return lambda logits, rows: _sum(part_to_gradient(part, of) for part, of in _in_cache(logits, rows))
 
 
 def _in_cache(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:

@@ -85,8 +85,13 @@ def refusal(model: GPT) -> str | None:
         return f"the model is on {model.device}."
     if config.n_experts:
         return "it has no mixture of experts."
-    if config.norm_placement == "after":
+    if config.norms_behind:
         return "it has no norms behind attention and MLP."
+    if config.mlp not in _ACTIVATIONS:
+        return f"it has no mlp={config.mlp}."
+    for name in ("attention_softcap", "logit_softcap"):
+        if getattr(config, name) is not None:
+            return f"it has no {name}."
     if config.qk_norm == "whole":
         return "it has no norm over all heads together."
     if config.window_rope_theta is not None:

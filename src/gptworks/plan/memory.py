@@ -386,6 +386,7 @@ def loss_chunk_bytes(shapes: Shapes, vocab_size: int, width: int, taught: bool) 
     first, second = (max(0, min(chunk, n)) * vocab_size for n in (shapes.n_tokens, shapes.n_tokens - chunk))
     copied = shapes.autocast and shapes.on_cpu
     row_bytes = 4 * (6 + 2 * shapes.autocast if taught else 1 + copied)
+    row_bytes += product if shapes.config.logit_softcap is not None else 0  # what tanh gave
     softmax = row_bytes * min(softmax_tokens(shapes, vocab_size) * vocab_size, first) + taught * product * first
     rounded = product * head if shapes.autocast else 0
     return max(

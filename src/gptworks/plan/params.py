@@ -111,6 +111,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         for inner in (config.d_ff, config.d_ff_shared)
     )
     mlps = [f"mlp.experts.{e}" for e in range(config.n_experts)] or ["mlp"]
+    norms = dict.fromkeys(("norm1", "norm2", *(config.norms_behind or ())))
     norm_parts = ("weight", "bias") if config.norm_bias else ("weight",)
 
     def once(name: str, tensors: dict[str, Shape]) -> ParameterGroup:
@@ -146,7 +147,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
             "mlp_biases", {name: shape for part in mlps for name, shape in biases(part, mlp).items()}, config.mlp_bias
         ),
         every_layer("shared_expert", mlp_tensors("mlp.shared", shared), config.d_ff_shared > 0),
-        every_layer("norms", {f"{norm}.{part}": (width,) for norm in ("norm1", "norm2") for part in norm_parts}),
+        every_layer("norms", {f"{norm}.{part}": (width,) for norm in norms for part in norm_parts}),
         once("final_norm", {f"norm.{part}": (width,) for part in norm_parts}),
         once("head", {} if tied else {"untied_head.weight": (vocab_size, width)}),
     )

@@ -87,12 +87,12 @@ def block_stages(s: Shapes, window: int | None) -> list[Stage]:
     """A whole block, first operation first."""
     attention = list(attention_stages(s, window))
     mlp = list(moe_stages(s) if s.config.n_experts else mlp_stages(s, s.config.d_ff, s.n_tokens))
+    entries = [norm_stage(s, "norm1"), norm_stage(s, "norm2", saves_input=not s.config.parallel_residual)]
     if s.config.norm_placement == "after":
-        parts = [[_entry(s), *part, _norm_of_result(s)] for part in (attention, mlp)]
-    else:
-        second = norm_stage(s, "norm2", saves_input=not s.config.parallel_residual)
-        parts = [[norm_stage(s, "norm1"), *attention], [second, *mlp]]
-    return [stage for part in parts for stage in (*part, _branch(s))]
+        entries = [_entry(s), _entry(s)]
+    behind = [_norm_of_result(s)] if s.config.norms_behind else []
+    parts = ([entry, *part, *behind, _branch(s)] for entry, part in zip(entries, (attention, mlp), strict=True))
+    return [stage for part in parts for stage in part]
 
 
 def embedding_stage(s: Shapes) -> Stage:
@@ -167,7 +167,7 @@ def _branch(s: Shapes) -> Stage:
 
 def _result_gradient(s: Shapes) -> int:
     """Bytes of the gradient of what attention or the MLP gives."""
-    return s.products(s.config.d_model) if s.config.norm_placement == "after" else _branch(s).leaves
+    return s.products(s.config.d_model) if s.config.norms_behind else _branch(s).leaves
 
 
 # ------------------------------------------------------------------------------------------------ attention
@@ -269,9 +269,11 @@ def attention_core(s: Shapes, window: int | None) -> Stage:
         kept = sum(blocks) if c.dropout_attention else 0
         last, before = blocks[-1] * s.product_bytes, (blocks[-2] if len(blocks) > 1 else 0) * s.product_bytes
         loop = 2 * before + 3 * last if kept else max(before + 2 * last, 2 * last + q)
+        capped = c.attention_softcap is not None  # what tanh gave is kept beside the weights
+        loop = max(loop, 3 * last) if capped else loop
         return Stage(
             "attention",
-            {ATTENTION: 3 * q, WEIGHTS_KEPT: sum(blocks) * s.product_bytes, DROPOUT: kept},
+            {ATTENTION: 3 * q, WEIGHTS_KEPT: (1 + capped) * sum(blocks) * s.product_bytes, DROPOUT: kept},
             arrives=q,
             leaves=leaves,
             scratch=q + 2 * (q - k) + loop,
@@ -288,6 +290,17 @@ def attention_core(s: Shapes, window: int | None) -> Stage:
     if repeated:
         scratch = q + 2 * k - leaves  # gradients of the repeated keys and values, before they are added up
     pairs = round(s.length * padded) * keys_seen
+    if c.attention_softcap is not None:  # plain products: what tanh gave, and the weights in float32 and as they enter
+        one = heads * pairs * s.product_bytes
+        weights = 4 * heads * pairs + (one if s.autocast else 0)
+        dropped = one + (heads * pairs * 4 if s.on_cpu else heads * pairs) if c.dropout_attention else 0
+        return Stage(
+            "attention",
+            {ATTENTION: 3 * q, WEIGHTS_KEPT: one + weights, DROPOUT: dropped},
+            arrives=q,
+            leaves=leaves,
+            scratch=4 * heads * pairs + one,
+        )
     if is_plain(s, window):
         weights = 4 * heads * pairs
         dropped = heads * pairs * 4 + weights if c.dropout_attention else 0  # the factors, and the weights under them

@@ -113,8 +113,8 @@ class _Walk:
     def _block(self, prefix: str, moving: bool, window: int | None) -> bool:
         m, n_tokens = self.model, self.length
         queries, keys = m.n_heads * m.d_head, m.n_kv_heads * m.d_head
-        after = m.norm_placement == "after"
-        normed = moving if after else self._norm(f"{prefix}norm1", moving)
+        before, (behind1, behind2) = m.norm_placement != "after", m.norms_behind or ("", "")
+        normed = self._norm(f"{prefix}norm1", moving) if before else moving
         q, k, v = (
             self._linear(
                 "query_key_value", f"{prefix}attention.{name}", (m.d_model, width), normed, m.qkv_bias, n_tokens
@@ -130,12 +130,10 @@ class _Walk:
         out = self._linear(
             "attention_output", f"{prefix}attention.out", (queries, m.d_model), q or k or v, m.out_bias, n_tokens
         )
-        if after:
-            out = self._norm(f"{prefix}norm1", out)
-            return moving or out or self._norm(f"{prefix}norm2", self._mlp(prefix, moving or out))
+        out = self._norm(f"{prefix}{behind1}", out) if behind1 else out
         entry = moving if m.parallel_residual else moving or out
-        inner = self._mlp(prefix, self._norm(f"{prefix}norm2", entry))
-        return moving or out or inner
+        inner = self._mlp(prefix, self._norm(f"{prefix}norm2", entry) if before else entry)
+        return moving or out or (self._norm(f"{prefix}{behind2}", inner) if behind2 else inner)
 
     def _mlp(self, prefix: str, normed: bool) -> bool:
         m = self.model

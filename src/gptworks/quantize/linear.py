@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gptworks.choices import Weights
 from gptworks.config import ModelConfig
 from gptworks.model import GPT
+from gptworks.model.layers import cap
 from gptworks.quantize.formats import KINDS, dequantize, empty
 
 _WEIGHTS_AT_ONCE = 2**18
@@ -108,7 +109,9 @@ class QuantizedGPT(GPT):
 
     def logits(self, features: Tensor) -> Tensor:
         """[..., C] → [..., V]."""
-        return self._head.product(features) if isinstance(self._head, PackedMatrix) else super().logits(features)
+        if isinstance(self._head, PackedMatrix):
+            return cap(self._head.product(features), self.config.logit_softcap)
+        return super().logits(features)
 
     @property
     def _head(self) -> Any:

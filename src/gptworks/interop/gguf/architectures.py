@@ -78,6 +78,7 @@ class Architecture:
             "attention_scale": self.attention_scale or math.isclose(config.score_scale, config.d_head**-0.5),
             "window": config.window is None,
             **{name: getattr(config, name) == 1 for name in ("embedding_scale", "residual_scale", "logit_divisor")},
+            **{name: getattr(config, name) is None for name in ("attention_softcap", "logit_softcap")},
             "rope_scaling.type": scaling is None or scaling.type in ("linear", "yarn"),
             "rope_scaling.beta_fast": scaling is None or scaling.type != "yarn" or scaling.beta_fast == 32,
             "rope_scaling.beta_slow": scaling is None or scaling.beta_slow == 1,

@@ -9,6 +9,8 @@ from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.layers import SOME_ROTATE, WINDOW_BY_PATTERN, window_by_layer, window_everywhere
 from gptworks.interop.huggingface.rotary import rope
 from gptworks.interop.huggingface.settings import (
+    EMBEDDING_ROOT,
+    QUERY_SCALAR,
     SCALE_FACTOR,
     SCALE_SWITCH,
     Clause,
@@ -18,17 +20,21 @@ from gptworks.interop.huggingface.settings import (
     fixed,
     heads,
     needed,
+    nullable,
     only,
     optional,
 )
 from gptworks.interop.huggingface.tensors import (
     HALVES,
     HEAD_BY_HEAD,
+    LESS_ONE,
+    PLAIN,
     QUERY_KEY_VALUE,
     STACKED,
     STACKED_HALVES,
     TRANSPOSED,
     TRANSPOSED_THIRDS,
+    Layout,
     Place,
     places,
 )
@@ -57,7 +63,8 @@ _ALONE = tuple(only(name, False, absent=False) for name in (
 _UNGATED = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 _UNGATED_NEW = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu2": "relu2"}
 """The same; GPT-2's files have another name for the tanh form."""
-_SILU = activation("hidden_act", {"swiglu": "silu", "geglu": "gelu"}, "silu")
+_GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"}
+_SILU = activation("hidden_act", _GATES, "silu")
 _LAYER_NORM = fixed(norm="layernorm", norm_bias=True)
 _QK_NORM = fixed(qk_norm=True)
 _LEARNED, _ROPE = fixed(position="learned"), fixed(position="rope")
@@ -112,6 +119,11 @@ _AFTER_BLOCK = {theirs: ours for theirs, ours in _LLAMA_BLOCK.items() if not our
     "model.layers.{layer}.post_attention_layernorm": "blocks.{layer}.norm1",
     "model.layers.{layer}.post_feedforward_layernorm": "blocks.{layer}.norm2",
 }
+_BETWEEN_NORMS = {theirs: ours for theirs, ours in _LLAMA_BLOCK.items() if not ours.endswith("norm2")} | {
+    "model.layers.{layer}.post_attention_layernorm": "blocks.{layer}.norm1_after",
+    "model.layers.{layer}.pre_feedforward_layernorm": "blocks.{layer}.norm2",
+    "model.layers.{layer}.post_feedforward_layernorm": "blocks.{layer}.norm2_after",
+}
 _GATED_MLP = {"model.layers.{layer}.mlp.gate_proj": "blocks.{layer}.mlp.gate"} | _UP_DOWN
 _QUERY_KEY_VALUE = tuple(f"blocks.{{layer}}.attention.{name}" for name in ("query", "key", "value"))
 
@@ -128,6 +140,7 @@ def _like_llama(
     modules: dict[str, str] = _GATED_MLP,
     joined: tuple[Place, ...] = (),
     block: dict[str, str] = _LLAMA_BLOCK,
+    norms: Layout = PLAIN,
     tied: bool = False,
     **more: Any,
 ) -> Family:
@@ -143,8 +156,19 @@ def _like_llama(
             _SIZES, needed(**{width: "d_ff"}), heads, _ROPE, rope, fixed(norm="rmsnorm", norm_bias=False), mlp,
             *clauses, *_ALONE, _more("rms_norm_eps", eps, tied=tied), _dropouts(attention_dropout="attention"),
         ),
-        (*places(block | modules), *joined),
+        (*places(block | modules, norms), *joined),
         **more,
+    )  # fmt: skip
+
+
+def _gemma(model_type: str, architecture: str, *clauses: Clause, rope: Clause, **more: Any) -> Family:
+    """Gemma 2 or 3: norms before and behind, of 1 + w, a scaled embedding, GEGLU, windows in most layers."""
+    return _like_llama(
+        model_type, architecture, fixed(norm_placement="both"), _ATTENTION_FLAG, QUERY_SCALAR, EMBEDDING_ROOT,
+        *clauses, only("use_bidirectional_attention", False, absent=False),
+        heads=heads(kv_absent=4, width_absent=256, whole=True), rope=rope, tied=True,
+        mlp=activation("hidden_activation", dict(reversed(_GATES.items())), "gelu_pytorch_tanh"),
+        block=_BETWEEN_NORMS, norms=LESS_ONE, **more,
     )  # fmt: skip
 
 
@@ -288,6 +312,21 @@ _ALL = (
         window_by_layer(switched=False, full_every=4), heads=heads(), eps=1e-5, block=_AFTER_BLOCK,
         rope=rope(theta_absent=500_000.0, window_theta_absent=500_000.0, kinds=_FIXED_LENGTH),
         modules=_QK_NORMS | _GATED_MLP,
+    ),
+    _gemma(
+        "gemma2", "Gemma2ForCausalLM",
+        nullable(final_logit_softcapping=("logit_softcap", 30.0), attn_logit_softcapping=("attention_softcap", 50.0)),
+        window_by_layer(switched=False, full_every=2), rope=rope(), modules=_GATED_MLP,
+        harmless=frozenset({"hidden_act", "cache_implementation", "sliding_window_size"}),  # older names; of generation
+    ),
+    _gemma(
+        "gemma3_text", "Gemma3ForCausalLM", _QK_NORM, nullable(final_logit_softcapping=("logit_softcap", None)),
+        only("attn_logit_softcapping", None, absent=None),
+        window_by_layer(switched=False, full_every=6, pattern="sliding_window_pattern"),
+        rope=rope(theta_absent=1_000_000.0, window_theta="rope_local_base_freq", window_theta_absent=10_000.0,
+                  kinds=_FIXED_LENGTH),
+        modules=_QK_NORMS | _GATED_MLP,
+        harmless=frozenset({"cache_implementation", "_sliding_window_pattern"}),  # of generation; in `layer_types`
     ),
     _like_llama("granite", "GraniteForCausalLM", _BOTH_FLAGS, SCALE_FACTOR, _MULTIPLIERS, heads=heads()),
     _like_llama(

@@ -22,7 +22,7 @@ from gptworks.interop.huggingface.adapt import adapt_weights
 from gptworks.interop.huggingface.card import write_card
 from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.family import Family
-from gptworks.interop.huggingface.tensors import Place, expected_tensors, tensor_places, their_shape
+from gptworks.interop.huggingface.tensors import our_tensors, their_tensors
 from gptworks.interop.huggingface.verify import Verification, logit_bound, require, verify_folder
 from gptworks.model import GPT
 from gptworks.model.lora import remove_lora
@@ -85,19 +85,19 @@ def export_huggingface(
     family, adapted = choose_family(config, tokenizer)
     weights, changes = adapt_weights(family, config, adapted, loaded.model.state_dict())
     notes = (*changes, *_left_out(config, adapted))
-    rounded = _rounded(weights, DTYPES[precision])
-    with new_folder(out, sum(tensor.nbytes for tensor in rounded.values())) as aside:
+    theirs = _rounded(their_tensors(family.places, adapted, weights), DTYPES[precision])
+    with new_folder(out, sum(tensor.nbytes for tensor in theirs.values())) as aside:
         report(f"writing a {family.architecture} of {sum(w.numel() for w in weights.values()):,} parameters")
         _write_settings(aside, family, config, loaded.tokenizer_folder, tokenizer, precision)
         _write_tokenizer(aside, loaded.tokenizer_folder, tokenizer, config)
-        write_tensors(aside, family, adapted, rounded, SHARD_BYTES)
+        write_tensors(aside, theirs, SHARD_BYTES)
         verification = None
         if verify:
             report("comparing it with the run in transformers")
             reference = loaded.model
             if precision != "fp32":
                 _check_adapted(loaded.model, model_of(adapted, weights))
-                reference = model_of(adapted, {name: tensor.float() for name, tensor in rounded.items()})
+                reference = model_of(adapted, our_tensors(family.places, adapted, theirs))
             verification = verify_folder(aside, reference, tokenizer, loaded.recipe.train.sample_prompts)
         parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
         export = Export(out, family.architecture, precision, parameters, loaded.checkpoint.step, verification, notes)
@@ -182,40 +182,33 @@ def _write_tokenizer(folder: Path, source: Path, tokenizer: Tokenizer, config: M
         shutil.copy(source / "chat_template.jinja", folder)
 
 
-def write_tensors(
-    folder: Path, family: Family, config: ModelConfig, tensors: Mapping[str, Tensor], shard_bytes: int
-) -> None:
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int) -> None:
     """Write the tensors by their names there, in one file, or in several with an index."""
-    there = list(tensor_places(family.places, config, tensors))
-    assert {name for place in there for name in place.ours} == set(tensors), "every tensor has a place"
-    shards = _shards(there, config, next(iter(tensors.values())).element_size(), shard_bytes)
+    shards = _shards(tensors, shard_bytes)
     if len(shards) == 1:
-        _save(folder / "model.safetensors", shards[0], config, tensors)
+        _save(folder / "model.safetensors", shards[0])
         return
     index: dict[str, str] = {}
     for i, shard in enumerate(shards):
         name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        _save(folder / name, shard, config, tensors)
-        index |= {place.theirs: name for place in shard}
-    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        _save(folder / name, shard)
+        index |= dict.fromkeys(shard, name)
+    total = sum(tensor.nbytes for tensor in tensors.values())
     _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
 
 
-def _shards(there: list[Place], config: ModelConfig, item_bytes: int, shard_bytes: int) -> list[list[Place]]:
-    """The places in parts whose tensors take at most `shard_bytes` each, or hold one tensor."""
-    expected = expected_tensors(config)
-    shards: list[list[Place]] = [[]]
+def _shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
+    """The tensors in parts that take at most `shard_bytes` each, or hold one tensor."""
+    shards: list[dict[str, Tensor]] = [{}]
     room = shard_bytes
-    for place in there:
-        n_bytes = item_bytes * torch.Size(their_shape(place, config, expected)).numel()
-        if n_bytes > room and shards[-1]:
-            shards.append([])
+    for name, tensor in tensors.items():
+        if tensor.nbytes > room and shards[-1]:
+            shards.append({})
             room = shard_bytes
-        shards[-1].append(place)
-        room -= n_bytes
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
     return shards
 
 
-def _save(path: Path, there: list[Place], config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
-    whole = {place.theirs: place.layout.join([tensors[name] for name in place.ours], config) for place in there}
-    save_file({name: tensor.contiguous() for name, tensor in whole.items()}, path, {"format": "pt"})
+def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})

@@ -9,7 +9,8 @@ from gptworks.interop.huggingface.tensors import Place
 
 PLAIN_FIELDS: Values = {
     "parallel_residual": False, "norm_placement": "before", "qk_norm": False, "n_experts": 0, "d_ff_shared": 0,
-    "attention_scale": None, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_divisor": 1.0,
+    "attention_scale": None, "attention_softcap": None, "logit_softcap": None,
+    "embedding_scale": 1.0, "residual_scale": 1.0, "logit_divisor": 1.0,
     "rope_fraction": 1.0, "rope_pattern": ("rope",), "rope_scaling": None, "window_rope_theta": None,
     "window": None, "window_pattern": ("full",),
     "init": "normal", "dropout_embedding": 0.0, "dropout_attention": 0.0, "dropout_residual": 0.0,
@@ -78,7 +79,7 @@ def what_decides(config: ModelConfig) -> Values:
     which another form of the weights can hold (adapt.py)."""
     always = ("vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff", "position", "norm",
               "norm_eps", "norm_placement", "mlp", "qk_norm", "tie_embeddings", "parallel_residual", "n_experts",
-              "embedding_scale", "residual_scale", "logit_divisor")  # fmt: skip
+              "embedding_scale", "residual_scale", "logit_divisor", "attention_softcap", "logit_softcap")  # fmt: skip
     values: Values = {name: getattr(config, name) for name in always}
     if config.n_experts:
         values |= {"n_experts_per_token": config.n_experts_per_token, "d_ff_shared": config.d_ff_shared}

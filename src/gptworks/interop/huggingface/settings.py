@@ -101,6 +101,14 @@ def optional(**names: tuple[str, Any]) -> Clause:
     return Clause(lambda config: {theirs: getattr(config, ours) for theirs, (ours, _) in names.items()}, read)
 
 
+def nullable(**names: tuple[str, Any]) -> Clause:
+    """Settings that both sides have and that null switches off: their name → ours and the value of a missing one."""
+    return Clause(
+        lambda config: {theirs: getattr(config, ours) for theirs, (ours, _) in names.items()},
+        lambda theirs, ours: {our_name: theirs.take(name, absent) for name, (our_name, absent) in names.items()},
+    )
+
+
 # --------------------------------------------------------------------------------------- attention and MLP
 
 
@@ -151,6 +159,20 @@ def _read_scale_factor(theirs: Settings, ours: Values) -> Values:
 
 SCALE_FACTOR = Clause(lambda config: {"attention_multiplier": config.score_scale}, _read_scale_factor)
 """Granite's factor of q·k."""
+
+
+def _read_query_scalar(theirs: Settings, ours: Values) -> Values:
+    scalar = theirs.take("query_pre_attn_scalar", 256)
+    return {"attention_scale": None if scalar == ours["d_head"] else scalar**-0.5}
+
+
+QUERY_SCALAR = Clause(
+    lambda config: {"query_pre_attn_scalar": max(1, round(config.score_scale**-2))}, _read_query_scalar
+)
+"""Gemma's: q·k is divided by the root of a whole number."""
+
+EMBEDDING_ROOT = Clause(lambda config: {}, lambda theirs, ours: {"embedding_scale": ours["d_model"] ** 0.5})
+"""Gemma multiplies the embedding by √C. transformers rounds the root to the weights' dtype: in fp32, as here."""
 
 _ACTIVATION_ALIASES = {
     "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "gelu_accurate": "gelu_pytorch_tanh",

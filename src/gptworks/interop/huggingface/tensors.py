@@ -41,6 +41,8 @@ def _split_heads(whole: Tensor, config: ModelConfig) -> Sequence[Tensor]:
 
 
 PLAIN = Layout(lambda parts, _: parts[0], lambda whole, _: [whole])
+LESS_ONE = Layout(lambda parts, _: parts[0] - 1, lambda whole, _: [whole + 1])
+"""Gemma's norms multiply by 1 + w. In fp32 the sum is the one that transformers forms, bit for bit."""
 TRANSPOSED = Layout(lambda parts, _: _swapped(parts[0]), lambda whole, _: [_swapped(whole)])
 """GPT-2 keeps its matrices as [in, out]."""
 TRANSPOSED_THIRDS = Layout(lambda parts, _: _swapped(torch.cat(list(parts))), lambda whole, _: _swapped(whole).chunk(3))
@@ -72,9 +74,9 @@ class Place:
     layout: Layout = PLAIN
 
 
-def places(names: Mapping[str, str]) -> tuple[Place, ...]:
-    """Modules kept alone and as they are: their name → ours."""
-    return tuple(Place(theirs, (ours,)) for theirs, ours in names.items())
+def places(names: Mapping[str, str], norms: Layout = PLAIN) -> tuple[Place, ...]:
+    """Modules kept alone, and as they are but for the norms: their name → ours."""
+    return tuple(Place(theirs, (ours,), norms if "norm" in ours else PLAIN) for theirs, ours in names.items())
 
 
 def tensor_places(rules: Collection[Place], config: ModelConfig, names: Collection[str]) -> Iterator[Place]:
@@ -99,6 +101,22 @@ def expected_tensors(config: ModelConfig) -> dict[str, Tensor]:
     """The tensors of a model by name, without memory (meta)."""
     with torch.device("meta"):
         return GPT(config).state_dict()
+
+
+def their_tensors(rules: Collection[Place], config: ModelConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our tensors as they lie in their file, by their names there."""
+    there = list(tensor_places(rules, config, ours))
+    assert {name for place in there for name in place.ours} == set(ours), "every tensor has a place"
+    return {place.theirs: place.layout.join([ours[name] for name in place.ours], config) for place in there}
+
+
+def our_tensors(rules: Collection[Place], config: ModelConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the tensors of a file stand for, in fp32: `their_tensors` undone."""
+    ours: dict[str, Tensor] = {}
+    for place in tensor_places(rules, config, expected_tensors(config)):
+        parts = place.layout.split(theirs[place.theirs].float(), config)
+        ours |= {name: part.contiguous() for name, part in zip(place.ours, parts, strict=True)}
+    return ours
 
 
 def their_shape(place: Place, config: ModelConfig, expected: Mapping[str, Tensor]) -> tuple[int, ...]:

@@ -40,6 +40,7 @@ def distillation(
     total, nats, kl = distillation_loss(
         features, model.head_weight, teacher_features, teacher.head_weight, targets,
         objective.temperature, objective.ce_weight, objective.kl_weight,
+        model.config.logit_softcap, teacher.config.logit_softcap,
     )  # fmt: skip
     n_targets, figures = counted(batch), {"teacher_kl": kl}
     return with_routing(total, nats, router_logits, model, n_targets, routing, figures)

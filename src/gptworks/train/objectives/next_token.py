@@ -55,7 +55,7 @@ def next_token(model: GPT, batch: Batch, routing: Routing = Routing()) -> Losses
     inputs, targets, *positions = batch
     router_logits: list[Tensor] = []
     features = model.features(inputs, None, router_logits, *positions)
-    loss = linear_cross_entropy(features, model.head_weight, targets)
+    loss = linear_cross_entropy(features, model.head_weight, targets, model.config.logit_softcap)
     return with_routing(loss, loss, router_logits, model, counted(batch), routing)
 
 

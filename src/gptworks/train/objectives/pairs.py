@@ -24,7 +24,7 @@ from gptworks.train.objectives.next_token import Batch, padded
 def answer_logprobs(model: GPT, inputs: Tensor, targets: Tensor, router_logits: list[Tensor] | None = None) -> Tensor:
     """log π(answer | prompt) of each row, [B]: the sum over its targets."""
     features = model.features(inputs, router_logits=router_logits)
-    return target_logprobs(features, model.head_weight, targets).sum(-1)
+    return target_logprobs(features, model.head_weight, targets, model.config.logit_softcap).sum(-1)
 
 
 def answer_lengths(targets: Tensor) -> Tensor:

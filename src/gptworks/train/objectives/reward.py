@@ -307,7 +307,8 @@ class Reward(Objective):
 
     @staticmethod
     def _of_features(model: GPT, features: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        return target_logprobs(features / temperature, model.head_weight, targets)
+        softcap = model.config.logit_softcap and model.config.logit_softcap / temperature  # cap first, then divide
+        return target_logprobs(features / temperature, model.head_weight, targets, softcap)
 
     # ----------------------------------------------------------------------------------------------------- loss
 
