@@ -2,10 +2,11 @@
 
     import gptworks
 
-    engine = gptworks.load("runs/demo")
-    print(engine.generate("def ", max_tokens=100))
+    run = gptworks.train("demo")
+    print(gptworks.load(run).generate("def ", max_tokens=100))
 
-The building blocks are imported on first use, so that `import gptworks` costs nothing.
+Functions and building blocks are imported on first use, so that `import gptworks` costs nothing. `train`, `plan` and
+`evaluate` are sub-packages that can be called.
 """
 
 import importlib
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from gptworks.config import ModelConfig, Recipe
     from gptworks.data.prepare import prepare
     from gptworks.infer.engine import Engine, load
+    from gptworks.interface.measuring import evaluate
+    from gptworks.interface.planning import plan
+    from gptworks.interface.training import read_run, train
     from gptworks.model import GPT, SlotCache
     from gptworks.presets import preset
     from gptworks.recipe import load_recipe
@@ -38,7 +42,10 @@ _HOMES = {
     "SlotCache": "gptworks.model",
     "Engine": "gptworks.infer.engine",
     "load": "gptworks.infer.engine",
+    "read_run": "gptworks.interface.training",
 }
+
+_CALLABLE_PACKAGES = ("evaluate", "plan", "train")
 
 __all__ = [
     "GPT",
@@ -47,14 +54,20 @@ __all__ = [
     "Recipe",
     "SlotCache",
     "__version__",
+    "evaluate",
     "load",
     "load_recipe",
+    "plan",
     "prepare",
     "preset",
+    "read_run",
+    "train",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _CALLABLE_PACKAGES:
+        return importlib.import_module(f"gptworks.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'gptworks' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

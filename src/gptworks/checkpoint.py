@@ -17,6 +17,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -302,7 +303,7 @@ class LoadedRun:
 
 
 def load_run(
-    run_dir: str | Path,
+    run_dir: str | PathLike[str],
     which: str = "best",
     *,
     overrides: Sequence[str] = (),

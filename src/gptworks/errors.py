@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -34,3 +35,19 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     matches += [one for one in names if name == "".join(word[:1] for word in one.split("_"))]
     return matches[0] if matches else None
+
+
+def refuse_unused(because: str, **options: Any) -> None:
+    """Refuse options that were given and would do nothing, by name.
+
+    Args:
+        because: the reason, as it follows the option: `does nothing with --input`, `is for text: give --text FILE, or`.
+        options: the values by parameter name; false or None means not given.
+
+    Raises:
+        UserError: one was given.
+    """
+    for name, value in options.items():
+        if value is not None and value is not False:
+            end = "" if because.endswith(" or") else ":"
+            raise UserError(f"--{name.replace('_', '-')} {because}{end} leave it out.")

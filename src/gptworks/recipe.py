@@ -10,6 +10,7 @@ import copy
 import json
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -25,6 +26,9 @@ from gptworks.yaml_files import parse_yaml, read_yaml
 
 _SHOWN_CHARACTERS = 200
 AnySection = TypeVar("AnySection", bound=Section)
+
+RecipeLike = str | PathLike[str] | Mapping[str, Any] | Recipe
+"""A recipe's file, shipped name or run folder, its nested dictionaries, or the recipe itself."""
 
 
 def with_vocab_size(recipe: Recipe, vocab_size: int) -> Recipe:
@@ -47,26 +51,45 @@ def with_vocab_size(recipe: Recipe, vocab_size: int) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": vocab_size})})
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file, the one of a run folder or a shipped one by its name, apply `key.path=value` overrides, and
-    validate the whole.
+    validate the whole. A recipe that is at hand, as an object or as nested dictionaries, is taken as it is.
 
     Raises:
         UserError: a missing file, broken YAML, an unknown key, a wrong type or settings that contradict one another.
     """
-    run_dir = Path(path) if Path(path).is_dir() else None
-    path, tree = read_recipe(path)
+    if isinstance(recipe, Recipe | Mapping):
+        return _from_tree(recipe, overrides)
+    run_dir = Path(recipe) if is_folder(recipe) else None
+    path, tree = read_recipe(recipe)
     tree.setdefault("name", path.stem if path.stem != "recipe" else path.absolute().parent.name)
     if run_dir is not None:
         tree["run_dir"] = str(run_dir)  # a run folder may have been moved or copied
-    given = {override.partition("=")[0].strip(): override for override in overrides}
+    given = _by_key(overrides)
     tree = apply_overrides(tree, overrides)
     if run_dir is None:
         return parse_recipe(tree, str(path), given)
     return _with_tokenizer_at_hand(_parse_whole(tree, str(path), given), run_dir)
 
 
-def read_recipe(path: str | Path) -> tuple[Path, dict[str, Any]]:
+def _from_tree(recipe: Recipe | Mapping[str, Any], overrides: Sequence[str]) -> Recipe:
+    if isinstance(recipe, Recipe) and not overrides:
+        return recipe
+    # Of a recipe what was set: what follows from other settings follows from the overrides.
+    tree = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Recipe) else dict(recipe)
+    return parse_recipe(apply_overrides(tree, overrides), "recipe", _by_key(overrides))
+
+
+def _by_key(overrides: Sequence[str]) -> dict[str, str]:
+    return {override.partition("=")[0].strip(): override for override in overrides}
+
+
+def is_folder(recipe: RecipeLike) -> bool:
+    """Whether a recipe is given as a folder: that of a run."""
+    return isinstance(recipe, str | PathLike) and Path(recipe).is_dir()
+
+
+def read_recipe(path: str | PathLike[str]) -> tuple[Path, dict[str, Any]]:
     """The file of a recipe, which may be a run folder's or a shipped one's, and what is written in it.
 
     Raises:

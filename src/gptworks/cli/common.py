@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gptworks.choices import BackendName, CacheName, DeviceName
-from gptworks.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,22 +60,6 @@ Speculative = Annotated[
     typer.Option("--speculative", min=0, help="Speculative decoding: tokens drafted at a time. The text is the same."),
 ]
 Backend = Annotated[BackendName, typer.Option(help="What computes: native is C++, on a CPU. auto: the faster.")]
-
-
-def refuse_unused(because: str, **options: Any) -> None:
-    """Refuse options that were given and would do nothing, by name.
-
-    Args:
-        because: the reason, as it follows the option: `does nothing with --input`, `is for text: give --text FILE, or`.
-        options: the values by parameter name; false or None means not given.
-
-    Raises:
-        UserError: one was given.
-    """
-    for name, value in options.items():
-        if value is not None and value is not False:
-            end = "" if because.endswith(" or") else ":"
-            raise UserError(f"--{name.replace('_', '-')} {because}{end} leave it out.")
 
 
 def notice(text: str) -> None:

@@ -14,11 +14,11 @@ from gptworks.cli.common import (
     console_of,
     notice,
     print_json,
-    refuse_unused,
     show,
     working,
 )
 from gptworks.cli.make import prepare_with_progress
+from gptworks.errors import refuse_unused
 
 if TYPE_CHECKING:
     from gptworks.runs.sweep import Sweep

@@ -14,13 +14,12 @@ from gptworks.cli.common import (
     RunFolder,
     WhichCheckpoint,
     notice,
-    refuse_unused,
     show,
     show_lines,
     working,
 )
 from gptworks.cli.make import prepare_with_progress
-from gptworks.errors import UserError
+from gptworks.errors import UserError, refuse_unused
 
 
 def export(

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from gptworks.cli.common import AsJSON, notice, print_json, refuse_unused, working
-from gptworks.errors import UserError
+from gptworks.cli.common import AsJSON, notice, print_json, working
+from gptworks.errors import UserError, refuse_unused
 
 Out = Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The recipe to write.")]
 

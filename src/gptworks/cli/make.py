@@ -2,13 +2,11 @@
 
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gptworks.cli.common import AsJSON, Force, Overrides, RecipeFile, Resume, notice, print_json, progress_bars
-from gptworks.errors import UserError
 
 if TYPE_CHECKING:
     from gptworks.config import Recipe
@@ -47,27 +45,12 @@ def train(
 
     Started by torchrun or `gptworks launch`, several processes train it together.
     """
-    overrides, change = _with_changes(overrides, change, resume)
-    settings = _settings(recipe, overrides, resume)
-    from gptworks.device import choose_device, choose_precision
-    from gptworks.train.distributed.parallel import run_layout
-    from gptworks.train.distributed.ranks import join
-    from gptworks.train.loop import check_train
-    from gptworks.train.loop import train as train_model
-    from gptworks.train.rehearsal.preflight import check_memory
+    from gptworks.interface.training import train as train_recipe
 
-    device = choose_device(settings.train.device)
-    precision = choose_precision(settings.train.precision, device)  # refused before preparing
-    with join(settings.train.parallel.timeout_seconds, device) as ranks:
-
-        def check_and_prepare() -> None:
-            check_train(settings, resume, ranks.size, change)
-            layout = run_layout(settings, ranks, device)
-            check_memory(settings, device, precision, force, layout, ranks.local_size)
-            prepare_with_progress(settings)
-
-        ranks.from_rank_zero(check_and_prepare)
-        train_model(settings, resume=resume, change=change, force=force, ranks=ranks, overrides=overrides)
+    train_recipe(
+        recipe, *overrides or [], resume=resume, change=change or [], force=force, report=_first_rank_notice,
+        prepare=prepare_with_progress,
+    )  # fmt: skip
 
 
 def launch(
@@ -82,34 +65,19 @@ def launch(
 
     How they share the work is set by train.parallel.
     """
+    from gptworks.interface.training import settings_of, with_changes
     from gptworks.train.distributed.launch import launch as start
     from gptworks.train.loop import check_train
 
-    overrides, change = _with_changes(overrides, change, resume)
-    check_train(_settings(recipe, overrides, resume), resume, nproc, change)
+    overrides, change = with_changes(overrides or [], change or [], resume)
+    check_train(settings_of(recipe, overrides, resume, _first_rank_notice), resume, nproc, change)
     options = [name for name, given in (("--resume", resume), ("--force", force)) if given]
     sys.exit(start(nproc, ["train", str(recipe), *overrides, *options, *(f"--change={key}" for key in change)]))
 
 
-def _with_changes(overrides: list[str] | None, change: list[str] | None, resume: bool) -> tuple[list[str], list[str]]:
-    """The overrides with those that `--change KEY=VALUE` gives, and the keys that it names."""
-    if change and not resume:
-        raise UserError(f"--change {change[0]} is for a run that goes on: add --resume, or give KEY=VALUE alone.")
-    changes = change or []
-    return [*(overrides or []), *(one for one in changes if "=" in one)], [one.partition("=")[0] for one in changes]
-
-
-def _settings(recipe: Path, overrides: list[str], resume: bool) -> "Recipe":
-    """The recipe; of a run that goes on, with the settings of its earlier command lines, which are named."""
-    from gptworks.recipe import load_recipe
-    from gptworks.train.changes import load_to_resume
-
-    if not resume:
-        return load_recipe(recipe, overrides)
-    settings, kept = load_to_resume(recipe, overrides)
-    if kept and os.environ.get("RANK", "0") == "0":
-        notice(f"settings of the earlier command line are kept: {' '.join(kept)}")
-    return settings
+def _first_rank_notice(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        notice(text)
 
 
 def prepare_with_progress(recipe: "Recipe") -> "Prepared":

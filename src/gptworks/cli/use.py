@@ -33,10 +33,9 @@ from gptworks.cli.common import (
     WhichCheckpoint,
     notice,
     print_json,
-    refuse_unused,
     working,
 )
-from gptworks.errors import RunError, UserError
+from gptworks.errors import RunError, UserError, refuse_unused
 
 if TYPE_CHECKING:
     from gptworks.infer.engine import Engine
@@ -166,7 +165,7 @@ def generate(
 
 def _asked(engine: "Engine", settings: "SamplingSettings") -> "tuple[SamplingSettings, Callable[[str], Prompt]]":
     """The settings with what ends an answer, and how a question becomes a prompt: as the run's chat template says."""
-    from gptworks.infer.chat import answer_settings
+    from gptworks.infer.client import answer_settings
 
     template = engine.chat_template
     if template is None:

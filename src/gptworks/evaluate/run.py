@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class EvaluatedRun:
 
     def __init__(
         self,
-        run_dir: str | Path,
+        run_dir: str | PathLike[str],
         checkpoint: str = "best",
         *,
         overrides: Sequence[str] = (),

@@ -3,15 +3,15 @@
 import json
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gptworks.chat_template import ChatTemplate, Message
+from gptworks.chat_template import Message
 from gptworks.config import ConversationsSource
 from gptworks.data.conversations.reading import iter_conversations
 from gptworks.errors import UserError
 from gptworks.files import check_regular
+from gptworks.infer.client import answer_settings
 from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import FinishReason, Piece
@@ -270,12 +270,6 @@ class TurnSession(ChatSession):
 def _check_name(path: Path) -> None:
     if path.suffix != ".jsonl":
         raise UserError(f"{path}: a file of conversations, a line each, has a name that ends in .jsonl.")
-
-
-def answer_settings(settings: SamplingSettings, template: ChatTemplate) -> SamplingSettings:
-    """The settings with the tokens that end an assistant's answer, unless they ignore such tokens."""
-    ends = () if settings.ignore_eos else template.end_token_ids()
-    return replace(settings, stop_token_ids=tuple(dict.fromkeys((*settings.stop_token_ids, *ends))))
 
 
 def chat_session(

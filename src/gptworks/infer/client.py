@@ -1,12 +1,14 @@
-"""One text at a time: what an engine's methods `generate`, `stream`, `complete`, `pieces` and `score` do.
+"""One text at a time: what an engine's methods `generate`, `stream`, `complete`, `chat`, `pieces` and `score` do.
 
 They enqueue a request and take steps until it is done. Calls from several threads take turns.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
+from gptworks.chat_template import ChatTemplate, Message
 from gptworks.errors import UserError
 from gptworks.infer.admission import Admission
 from gptworks.infer.logprobs import TokenLogprob
@@ -21,6 +23,7 @@ class Client(ABC):
     """Generates and scores through the requests and steps of an engine, which derives from it."""
 
     admission: Admission
+    chat_template: ChatTemplate | None
 
     @abstractmethod
     def enqueue(self, request: Request) -> None: ...
@@ -48,6 +51,32 @@ class Client(ABC):
         """Several finished continuations, with their tokens and why they ended. See `pieces`."""
         ids = self.encode_prompt(prompt)
         return completions(self.pieces(ids, settings, n_samples=n_samples, **arguments), n_samples, len(ids))
+
+    def chat(
+        self, messages: str | Sequence[Message], settings: SamplingSettings | None = None, **arguments: Any
+    ) -> str:
+        """The assistant's answer to a conversation: `engine.chat([{"role": "user", "content": "Hello"}])`.
+
+        One text stands for one message of a user. Arguments and errors are those of `pieces`.
+
+        Raises:
+            UserError: the run has no chat template, or that refuses the messages.
+        """
+        return "".join(self.stream_chat(messages, settings, **arguments))
+
+    def stream_chat(
+        self, messages: str | Sequence[Message], settings: SamplingSettings | None = None, **arguments: Any
+    ) -> Iterator[str]:
+        """The answer of `chat` in parts, as they come."""
+        if self.chat_template is None:
+            raise UserError(
+                "this run has no chat template: it is a base model, which has no turns. Let it continue a text, with "
+                "generate, stream or complete."
+            )
+        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        prompt = self.chat_template.encode(said, add_generation_prompt=True)
+        settings = answer_settings(SamplingSettings.of(settings), self.chat_template)
+        return self.stream(prompt, settings, **arguments)
 
     def pieces(
         self,
@@ -107,6 +136,12 @@ class Client(ABC):
                 self.cancel(request)
         if request.error is not None:
             raise request.error
+
+
+def answer_settings(settings: SamplingSettings, template: ChatTemplate) -> SamplingSettings:
+    """The settings with the tokens that end an assistant's answer, unless they ignore such tokens."""
+    ends = () if settings.ignore_eos else template.end_token_ids()
+    return replace(settings, stop_token_ids=tuple(dict.fromkeys((*settings.stop_token_ids, *ends))))
 
 
 def run_many(

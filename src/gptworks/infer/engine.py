@@ -4,7 +4,7 @@
               (scheduler)             ▲                   │
                                       └── compute it ◄────┘  (backend; all running texts together)
 
-For one text at a time there are `generate`, `stream`, `complete`, `pieces` and `score` (client.py). For many:
+For one text at a time there are `generate`, `stream`, `complete`, `chat`, `pieces` and `score` (client.py). For many:
 
     request = engine.submit(prompt, settings, n_samples=1)    # from any thread; checked at once (admission.py)
     while engine.step():                                      # one step of all requests; False: nothing is left to do
@@ -25,7 +25,7 @@ import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 import torch
@@ -222,7 +222,7 @@ class Engine(Client):
 
 
 def load(
-    run_dir: str | Path,
+    run_dir: str | PathLike[str],
     checkpoint: str | int = "best",
     *,
     overrides: Sequence[str] = (),

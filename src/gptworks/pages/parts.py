@@ -1,5 +1,6 @@
 """The parts that pages are made of. A `str` is text and is escaped; `Markup` comes from these functions alone."""
 
+import base64
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -94,6 +95,11 @@ def columns(*sections: Markup) -> Markup:
 def figure(drawing: Markup, kind: str = "") -> Markup:
     """A drawing as a figure."""
     return _made("figure", drawing, kind)
+
+
+def image(svg: str, words: str) -> Markup:
+    """An SVG file as an image, apart from the style of what is around it; `words` stand in its place."""
+    return _made("image", base64.b64encode(svg.encode("utf-8")).decode("ascii"), words)
 
 
 def figures(drawings: Iterable[Markup]) -> Markup:

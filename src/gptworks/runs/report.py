@@ -102,7 +102,7 @@ def to_html(run: History, refresh_seconds: int | None = None) -> str:
     sheet = describe(run.recipe.model, run.recipe.name)
     drawn = architecture_svg(run.recipe.model, run.recipe.name, f"{summary(sheet)}. {traits(run.recipe.model)}.")
     parts = [
-        _key_figures(run),
+        key_figures_of(run),
         *_left_out_lines(run),
         section("Reward" if run.rewarded else "Loss", figure(_loss(run))),
         section("Along the run", figures((*_charts(run), *_by_layer(run)))),
@@ -133,7 +133,8 @@ def _where_it_stands(run: History) -> str:
     return f"{step} · {run.tokens:,} tokens · {clock(run.seconds)} of training"
 
 
-def _key_figures(run: History) -> Markup:
+def key_figures_of(run: History) -> Markup:
+    """Losses, size, tokens and time of a run, as tiles."""
     best = run.best
     tiles: list[tuple[str, str | Markup, str]] = []
     if best is not None:

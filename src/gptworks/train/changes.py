@@ -15,7 +15,7 @@ from gptworks.checkpoint import checkpoints
 from gptworks.config import Recipe, Role, role_of, settings
 from gptworks.errors import UserError, nearest
 from gptworks.files import sealed_json, unsealed_json, write_whole
-from gptworks.recipe import load_recipe
+from gptworks.recipe import RecipeLike, is_folder, load_recipe
 from gptworks.train.optim.schedule import rate_factor
 
 CHANGES = "changes.json"
@@ -63,7 +63,7 @@ def read_history(run_dir: Path) -> History:
         ) from None
 
 
-def load_to_resume(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
+def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
     """The recipe of a run that goes on: the file's, with the settings of the run's earlier command lines, then these.
 
     Returns the recipe, and the earlier settings that are used again.
@@ -71,14 +71,14 @@ def load_to_resume(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Rec
     Raises:
         UserError: as `gptworks.recipe.load_recipe`; or the run folder's record is damaged.
     """
-    recipe = load_recipe(path, overrides)
-    if Path(path).is_dir() or not (recipe.run_dir / "recipe.yaml").exists():
+    recipe = load_recipe(source, overrides)
+    if is_folder(source) or not (recipe.run_dir / "recipe.yaml").exists():
         return recipe, []
     given = {_key(override) for override in overrides}
     kept = [override for override in read_history(recipe.run_dir).overrides if _key(override) not in given]
     if not kept:
         return recipe, []
-    return load_recipe(path, [*kept, *overrides]).model_copy(update={"run_dir": recipe.run_dir}), kept
+    return load_recipe(source, [*kept, *overrides]).model_copy(update={"run_dir": recipe.run_dir}), kept
 
 
 def changed(before: Recipe, now: Recipe) -> Changes:

@@ -66,17 +66,21 @@ def draw_curves(metrics: Path, path: Path, title: str) -> None:
         if record["kind"] in records:
             records[record["kind"]].append({key: record[key] for key in _DRAWN if key in record})
     train, validation = records.values()
+    if train and (drawn := curves_picture(train, validation, title)):
+        write_whole(path, drawn)
+
+
+def curves_picture(train: Sequence[Record], validation: Sequence[Record], title: str) -> str:
+    """The loss and the learning rate over the tokens, as an SVG file; empty where there is nothing to draw."""
     rewarded = any("reward" in record for record in train)
     unit = next((record["unit"] for record in validation if "unit" in record), "nats per token")
     values = [y for _, y in points(validation, "reward" if rewarded else "loss") if math.isfinite(y)]
     best = f", best {(max if rewarded else min)(values):.4f}" if values else ""
     rate = Series(points(train, "learning_rate"), kind="series-4")
-    drawn = picture(
+    return picture(
         [
             training_chart(train, validation, title, unit, rewarded=rewarded, best=best),
             Chart("rate", f"Learning rate of {title}", [rate], "tokens", "learning rate", width=WIDE, height=170),
         ],
         title,
     )
-    if drawn and train:
-        write_whole(path, drawn)

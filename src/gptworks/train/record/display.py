@@ -34,6 +34,9 @@ class _Figures(ProgressColumn):
 class Display:
     """Shows progress, and messages above it."""
 
+    every_seconds = PLAIN_LINE_SECONDS
+    """Between lines of progress that are not on a terminal."""
+
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         self._progress: Progress | None = None
@@ -62,6 +65,10 @@ class Display:
     def message(self, text: str) -> None:
         """Say something that stays."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def line(self, text: str) -> None:
+        """Say where the run is, where that is not on a terminal."""
+        self.message(text)
 
     def validation(self, step: int, loss: float, note: str) -> None:
         """Say the result of an evaluation."""
@@ -101,9 +108,9 @@ class Display:
         self._end, self._doing, self._since = now + eta, "this step", now
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=share_done, where=where)
-        elif now - self._last_plain >= PLAIN_LINE_SECONDS or share_done >= 1:
+        elif now - self._last_plain >= self.every_seconds or share_done >= 1:
             self._last_plain = now
-            self.message(f"{where}  {self.figures()}")
+            self.line(f"{where}  {self.figures()}")
 
     def speed(self, tokens_per_second: float, utilization: float | None, note: str = "") -> None:
         """Set the figures that are measured over several steps."""

@@ -1,0 +1,187 @@
+"""Plan a recipe, and what a notebook shows of a plan."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from gptworks.choices import Sharding
+from gptworks.config import Recipe
+from gptworks.describe.plan_tables import printed, tables
+from gptworks.errors import UserError, nearest, refuse_unused
+from gptworks.interface.overrides import overrides_of
+from gptworks.plan.assumed import preset_recipe
+from gptworks.plan.devices import UTILIZATION, Device, check_figures, custom_device, find_device, this_cpu
+from gptworks.plan.layout import parallel_overrides
+from gptworks.plan.run import Plan
+from gptworks.plan.run import plan as plan_recipe
+from gptworks.plan.tokens import DataSize, data_size
+from gptworks.presets import PRESETS
+from gptworks.recipe import RecipeLike, load_recipe, with_vocab_size
+from gptworks.recipes import shipped_paths
+
+if TYPE_CHECKING:
+    from gptworks.data.prepare import Prepared
+
+
+@dataclass(frozen=True, repr=False)
+class PlanSheet(Plan):
+    """A plan that shows itself: as text, and as tables in a notebook."""
+
+    details: bool = False
+    """Whether it shows FLOPs by part, other precisions and layouts, and inference too."""
+    missing: str | None = None
+    """Which source of the data is not there, and what to do: what depends on its tokens is unknown."""
+
+    def __repr__(self) -> str:
+        console = Console(width=100, color_system=None, force_jupyter=False)
+        with console.capture() as shown:
+            console.print(printed(self, self.details))
+        lines = [line.rstrip() for line in shown.get().splitlines()]
+        return "\n".join([*lines, *([self.missing] if self.missing else [])]).strip("\n")
+
+    def _repr_html_(self) -> str:
+        from gptworks.pages.cell import cell
+        from gptworks.pages.parts import paragraph, table
+
+        shown = [table(one.header, one.align, one.rows) for one in tables(self, self.details)]
+        return cell(*shown, *([paragraph(self.missing)] if self.missing else []))
+
+
+def plan(
+    recipe: RecipeLike,
+    *overrides: str,
+    device: str | None = None,
+    memory_gib: float | None = None,
+    flops: float | None = None,
+    bandwidth: float | None = None,
+    world_size: int = 1,
+    sharding: Sharding | None = None,
+    tensor_parallel: int | None = None,
+    utilization: float | None = None,
+    trace: bool = False,
+    measure: bool = False,
+    details: bool = False,
+    working: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    **settings: Any,
+) -> PlanSheet:
+    """Estimate a run's FLOPs, memory, time and disk: `gptworks.plan("demo", batch_size=64)`.
+
+    Args:
+        recipe: a preset's name, or what `gptworks.train` takes.
+        overrides: settings that win over it, as on the command line; as for `gptworks.train`.
+        device: a name such as h100; this: measured; None: this machine's CPU.
+        memory_gib, flops, bandwidth: of a device that has no name here; the last two in FLOP/s and bytes/s.
+        world_size: how many devices.
+        sharding, tensor_parallel: set train.parallel.
+        utilization: share of the device's FLOP/s that training reaches; None: 0.4.
+        trace: count a step's memory on fake tensors too.
+        measure: take two real steps on this machine too.
+        details: show every figure.
+        working: a context in which a step is traced or measured, such as a progress bar's.
+        settings: more settings, as for `gptworks.train`.
+
+    Raises:
+        UserError: a wrong setting or device, or the vocabulary is not known yet and the data is missing.
+    """
+    if measure:
+        refuse_unused("does nothing with --measure, which times a step", utilization=utilization)
+    if (trace or measure) and world_size > 1:
+        raise UserError("--trace and --measure follow one device's step: leave --world-size out.")
+    check_figures(memory_gib=memory_gib, flops=flops, bandwidth=bandwidth, utilization=utilization)
+    given = [*parallel_overrides(sharding, tensor_parallel), *overrides, *overrides_of(settings)]
+    preset = recipe if is_preset(recipe) else None
+    loaded = None if preset else load_recipe(recipe, given)
+    place = _device(device, memory_gib, flops, bandwidth, loaded)
+    data, reason = DataSize(None, None, estimated=False), None
+    if loaded is None:
+        planned, reason = preset_recipe(str(preset), given, place, world_size)
+    else:
+        planned, data = _with_data(loaded)
+
+    def apply(more: Sequence[str], n_ranks: int) -> Recipe:
+        if preset:
+            return preset_recipe(str(preset), [*given, *more], place, n_ranks)[0]
+        changed = load_recipe(recipe, [*given, *more])
+        model = changed.model.model_copy(update={"vocab_size": planned.model.vocab_size})
+        return changed.model_copy(update={"model": model})
+
+    found = plan_recipe(
+        planned, data.train_tokens, samples_per_epoch=data.samples_per_epoch, tokens_estimated=data.estimated,
+        steps_reason=reason, device=place, n_ranks=world_size, utilization=utilization or UTILIZATION, apply=apply,
+    )  # fmt: skip
+    sheet = PlanSheet(**vars(found), details=details, missing=data.missing)
+    if trace or measure:
+        from gptworks.device import choose_device
+        from gptworks.train.rehearsal.measure import measure_step
+        from gptworks.train.rehearsal.trace import Rehearsal, trace_step
+
+        rehearsal = Rehearsal(
+            planned.model, sheet.one_step, place.kind, sheet.setting.precision, planned.adapter, planned.freeze,
+            planned.objective, sheet.setting.several_texts,
+        )  # fmt: skip
+        if trace:
+            with working("tracing a step"):
+                sheet = replace(sheet, traced_bytes=trace_step(rehearsal).peak_bytes)
+        if measure:
+            here = replace(rehearsal, device=choose_device(place.kind).type)
+            with working("measuring two steps"):
+                sheet = replace(sheet, measured=measure_step(here))
+    return sheet
+
+
+def is_preset(target: RecipeLike) -> bool:
+    """Whether a target is a preset's name, perhaps misspelled, and no recipe or run."""
+    if not isinstance(target, str):
+        return False
+    if target in PRESETS or Path(target).exists() or target.endswith((".yaml", ".yml")):
+        return target in PRESETS
+    return nearest(target, [*PRESETS, *shipped_paths()]) not in shipped_paths()
+
+
+def with_what_is_prepared(recipe: Recipe) -> "tuple[Recipe, Prepared | None]":
+    """The recipe with the vocabulary of its prepared data, and that data; None if it is not prepared."""
+    from gptworks.data.prepare import find_prepared
+
+    prepared = find_prepared(recipe)
+    if prepared is None:
+        return recipe, None
+    return with_vocab_size(recipe, prepared.manifest.vocab_size), prepared
+
+
+def _with_data(recipe: Recipe) -> tuple[Recipe, DataSize]:
+    """The recipe with its vocabulary where that is known, and the size of its data: exact where it is prepared."""
+    recipe, prepared = with_what_is_prepared(recipe)
+    if prepared is None:
+        size = data_size(recipe)
+        if size.missing is not None and not recipe.model.vocab_size:
+            raise UserError(size.missing)
+        return recipe, size
+    samples = None
+    if recipe.data.records:
+        from gptworks.train.objectives.choose import choose_objective
+
+        samples = choose_objective(recipe, prepared.folder).samples_per_epoch
+    return recipe, DataSize(prepared.manifest.splits["train"].tokens, samples, estimated=False)
+
+
+def _device(
+    name: str | None, memory_gib: float | None, flops: float | None, bandwidth: float | None, recipe: Recipe | None
+) -> Device:
+    """The device that the options describe; by default this machine's CPU, unmeasured."""
+    if memory_gib is not None:
+        if name is not None:
+            raise UserError(f"--device {name} and --memory-gib {memory_gib:g} both describe the device: give one.")
+        return custom_device(memory_gib, flops, bandwidth)
+    if flops is not None or bandwidth is not None:
+        raise UserError("--flops or --bandwidth without --memory-gib: give the device's memory too, or its name.")
+    if name is None:
+        return this_cpu()
+    if name != "this":
+        return find_device(name)
+    from gptworks.device import choose_device, measured_device
+
+    return measured_device(choose_device(recipe.train.device if recipe is not None else "auto"))

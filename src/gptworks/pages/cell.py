@@ -1,0 +1,37 @@
+"""What a notebook shows of a value: parts of pages whose style leaves the rest of the notebook as it is."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from markupsafe import Markup
+
+from gptworks.files import write_whole
+from gptworks.pages.parts import environment, image, paragraph, printable
+
+
+def cell(*parts: Markup) -> str:
+    """Parts of a page, those that are not empty, as `_repr_html_` returns them. Text is escaped as on a page."""
+    return printable(environment().get_template("cell.html").render(parts=parts))
+
+
+@dataclass(frozen=True, repr=False)
+class Figure:
+    """A drawing that a notebook shows."""
+
+    svg: str
+    """A whole SVG file with its own style; empty where there is nothing to draw."""
+    title: str
+
+    def __repr__(self) -> str:
+        return f"<figure: {self.title}>"
+
+    def _repr_html_(self) -> str:
+        return cell(self.markup())
+
+    def markup(self) -> Markup:
+        """The drawing as a part of a page."""
+        return image(self.svg, self.title) if self.svg else paragraph(f"{self.title}: nothing yet", "note")
+
+    def save(self, path: str | Path) -> None:
+        """Write it as an SVG file."""
+        write_whole(Path(path), self.svg)
