@@ -168,6 +168,7 @@ def test_floats_that_yaml_reads_as_text() -> None:
         ("model", {"position": "none", "rope_scaling": {"type": "yarn", "factor": 2}}, "only position=rope rotates"),
         ("model", {"window_rope_theta": 500}, "window_rope_theta=500 is set and window is not"),
         ("model", {"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 8}}, "only yarn has them"),
+        ("model", {"rope_scaling": {"type": "longrope", "factor": 2}}, "short_factors and type=longrope come together"),
         ("model", {"rope_scaling": {"type": "yarn", "factor": 2, "beta_slow": 40}}, "beta_slow=40 is not below"),
         (
             "model",

@@ -173,7 +173,11 @@ THEIRS: dict[str, tuple[t.PreTrainedConfig, ...]] = {
     "phi3": (
         t.Phi3Config(**SMALL, pad_token_id=None, sliding_window=7, hidden_act="gelu", tie_word_embeddings=True,
                      **rope(partial_rotary_factor=0.75)),
-        t.Phi3Config(**GROUPED, pad_token_id=None, **rope(partial_rotary_factor=0.25), resid_pdrop=0.1),
+        t.Phi3Config(**GROUPED, pad_token_id=None, original_max_position_embeddings=24,
+                     **rope("longrope", short_factor=[1.1, 1.2, 1.3, 1.4], long_factor=[1.5, 2.0, 3.0, 4.0])),
+        t.Phi3Config(**GROUPED, pad_token_id=None, original_max_position_embeddings=24, resid_pdrop=0.1,
+                     **rope("longrope", short_factor=[1.1], long_factor=[1.5], factor=2.0, attention_factor=1.3,
+                            partial_rotary_factor=0.25)),
     ),
     "mixtral": (
         t.MixtralConfig(**GROUPED, num_local_experts=4),

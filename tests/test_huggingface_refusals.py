@@ -36,6 +36,8 @@ GEMMA2 = LLAMA | {
     "norm_placement": "both", "mlp": "geglu_tanh", "embedding_scale": 32**0.5, "logit_softcap": 30.0,
     "attention_softcap": 50.0, "window": 8, "window_pattern": ("window", "full"),
 }  # fmt: skip
+PHI3: dict[str, Any] = {"max_position_embeddings": 8192}
+LONGROPE = {"type": "longrope", "long_factor": [4.0] * 48, "short_factor": [1.0] * 48}
 ODD_HEADS = LLAMA | {"d_model": 36, "n_heads": 8, "d_head": 4}
 
 
@@ -384,7 +386,11 @@ def test_a_setting_that_is_not_ours_is_refused_by_its_name(
         ("Gemma2Config", {"final_logit_softcapping": -1.0}, "logit_softcap"),
         ("Gemma3TextConfig", {"attn_logit_softcapping": 50.0}, "`attn_logit_softcapping`=50.0"),
         ("Gemma3TextConfig", {"layer_types": None, "sliding_window_pattern": 0}, "wrong type"),
-        ("Phi3Config", {"rope_scaling": {"type": "longrope", "long_factor": [1]}}, "'longrope': gptworks has default"),
+        ("Phi3Config", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn': gptworks has default, longrope"),
+        ("Phi3Config", PHI3 | {"rope_scaling": {"type": "su", "long_factor": [1.0]}}, "no `short_factor`"),
+        ("Phi3Config", PHI3 | {"rope_scaling": LONGROPE | {"long_factor": [1.0]}}, "long_factors has 1 numbers"),
+        ("Phi3Config", PHI3 | {"rope_scaling": LONGROPE | {"long_factor": [-1.0] * 48}}, "greater than 0"),
+        ("Phi3Config", PHI3 | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 0}, "wrong type"),
     ],
 )  # fmt: skip
 def test_what_a_class_can_do_and_we_cannot_is_refused_by_its_name(

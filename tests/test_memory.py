@@ -96,7 +96,10 @@ SMALL: dict[str, Any] = {
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "relu2": {"mlp": "relu2"},
-    "geglu, untied": {"mlp": "geglu", "tie_embeddings": False},
+    "geglu, untied, between norms, capped": {
+        "mlp": "geglu_tanh", "tie_embeddings": False, "norm_placement": "both", "attention_softcap": 50.0,
+        "logit_softcap": 30.0,
+    },
     "dropout": {"dropout_embedding": 0.1, "dropout_attention": 0.1, "dropout_residual": 0.1},
     "learned positions, biases": {"position": "learned", "norm": "layernorm", "attention_bias": True, "mlp_bias": True},
     "no positions, QK-norm": {"position": "none", "qk_norm": True},
@@ -106,11 +109,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "parallel_residual": True, "residual_scale": 0.5, "embedding_scale": 2.0, "logit_divisor": 2.0,
     },
     "norms behind": {"norm_placement": "after", "qk_norm": "whole", "n_kv_heads": 2},
-    "windows turned otherwise": {"window": 64, "window_pattern": ("full", "window"), "window_rope_theta": 500.0},
-    "between norms, capped": {
-        "norm_placement": "both", "mlp": "geglu_tanh", "attention_softcap": 50.0, "logit_softcap": 30.0,
+    "narrow window, turned otherwise": {
+        "window": 64, "window_pattern": ("full", "window"), "window_rope_theta": 500.0,
     },
-    "narrow window": {"window": 64, "window_pattern": ("full", "window")},
     "experts": {"n_experts": 4, "d_ff": 256},
     "experts, one shared": {"n_experts": 4, "d_ff": 256, "d_ff_shared": 128},
     "beyond blocked attention": {"context_length": 2560},

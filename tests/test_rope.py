@@ -18,6 +18,13 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn": {"type": "yarn", "factor": 4.0},
     "yarn-set": {"type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.3},
     "llama3": {"type": "llama3", "factor": 4.0, "beta_slow": 0.5},
+    "longrope": {
+        "type": "longrope",
+        "factor": 4.0,
+        "original_context_length": ORIGINAL,
+        "short_factors": [1 + i / 8 for i in range(8)],
+        "long_factors": [2 + i for i in range(8)],
+    },
 }
 
 
@@ -42,11 +49,14 @@ def random_model(settings: ModelConfig) -> GPT:
 @pytest.mark.parametrize("name", SCALINGS)
 def test_frequencies_are_those_of_transformers(name: str, length: int, fraction: float) -> None:
     utils, llama = pytest.importorskip("transformers.modeling_rope_utils"), pytest.importorskip("transformers")
-    ours = config(SCALINGS[name], rope_fraction=fraction)
-    scaling = dict(SCALINGS[name])
+    n_pairs = int(8 * fraction)
+    scaling = {key: value[:n_pairs] if isinstance(value, list) else value for key, value in SCALINGS[name].items()}
+    ours = config(scaling, rope_fraction=fraction)
     parameters = {"rope_type": scaling.pop("type"), "rope_theta": 500.0, "partial_rotary_factor": fraction, **scaling}
     parameters.pop("original_context_length", None)
-    if parameters["rope_type"] in ("yarn", "llama3"):
+    if parameters["rope_type"] == "longrope":
+        parameters |= {f"{kind}_factor": parameters.pop(f"{kind}_factors") for kind in ("short", "long")}
+    if parameters["rope_type"] in ("yarn", "llama3", "longrope"):
         parameters["original_max_position_embeddings"] = ORIGINAL
     if parameters["rope_type"] == "llama3":
         parameters |= {"low_freq_factor": parameters.pop("beta_slow"), "high_freq_factor": 4.0}

@@ -1,19 +1,22 @@
 """The architecture."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from gptworks.config.base import Fixed, Fraction, PositiveInt, Repeat, Section, derived
 
+Factors = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(max_length=1_000_000)]
+
 
 class RopeScaling(Section):
     """Rotary frequencies changed so that a model reaches beyond the context it was trained with."""
 
-    type: Fixed[Literal["linear", "dynamic", "yarn", "llama3"]] = Field(
+    type: Fixed[Literal["linear", "dynamic", "yarn", "llama3", "longrope"]] = Field(
         description="linear: positions divided by the factor (Chen et al., 2023). dynamic: a base that grows with the "
         "text's length, or with the room that its cache has (NTK-aware). yarn: slow frequencies interpolated, fast "
-        "ones kept (Peng et al., 2023). llama3: the same, as Llama 3.1 does it (Grattafiori et al., 2024)."
+        "ones kept (Peng et al., 2023). llama3: the same, as Llama 3.1 does it (Grattafiori et al., 2024). longrope: a "
+        "factor for each frequency, others in texts beyond the original context (Ding et al., 2024)."
     )
     factor: Fixed[float] = Field(ge=1, description="New context over original context.")
     original_context_length: Fixed[PositiveInt | None] = Field(
@@ -28,17 +31,34 @@ class RopeScaling(Section):
         1.0, gt=0, description="yarn, llama3: pairs that turn less often than this are interpolated."
     )
     attention_factor: Fixed[float | None] = Field(
-        None, gt=0, description="yarn: scale of the rotated queries and keys. None: 0.1 ln(factor) + 1."
+        None,
+        gt=0,
+        description="yarn, longrope: scale of the rotated queries and keys. None: 0.1 ln(factor) + 1; longrope: "
+        "sqrt(1 + ln(factor) / ln(original context)).",
     )
+    short_factors: Fixed[Factors | None] = Field(
+        None, description="longrope: what each pair's frequency is divided by in texts up to the original context."
+    )
+    long_factors: Fixed[Factors | None] = Field(None, description="longrope: the same in longer texts.")
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the frequencies depend on the length of a text."""
+        return self.type in ("dynamic", "longrope")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.type in ("linear", "dynamic") and (self.beta_fast, self.beta_slow) != (32.0, 1.0):
+        if self.type not in ("yarn", "llama3") and (self.beta_fast, self.beta_slow) != (32.0, 1.0):
             raise ValueError(
                 f"beta_fast or beta_slow is set and type={self.type}: only yarn has them, and llama3; leave them out"
             )
-        if self.type != "yarn" and self.attention_factor is not None:
-            raise ValueError(f"attention_factor is set and type={self.type}: only yarn has it; leave it out")
+        if self.type not in ("yarn", "longrope") and self.attention_factor is not None:
+            raise ValueError(
+                f"attention_factor is set and type={self.type}: only yarn has it, and longrope; leave it out"
+            )
+        for name in ("short_factors", "long_factors"):
+            if (getattr(self, name) is None) == (self.type == "longrope"):
+                raise ValueError(f"{name} and type=longrope come together: type={self.type}; set both or neither")
         if self.beta_slow >= self.beta_fast:
             raise ValueError(f"beta_slow={self.beta_slow:g} is not below beta_fast={self.beta_fast:g}: exchange them")
         return self
@@ -281,5 +301,14 @@ class ModelConfig(Section):
                 f"rope_scaling.original_context_length={self.original_context_length} is longer than "
                 f"context_length={self.context_length}: scaling reaches beyond the original context"
             )
+        for name in ("short_factors", "long_factors"):
+            factors = getattr(self.rope_scaling, name)
+            if factors is not None and len(factors) != self.d_rotary // 2:
+                raise ValueError(
+                    f"rope_scaling.{name} has {len(factors)} numbers, and {self.d_rotary // 2} pairs of each head are "
+                    f"rotated: give one for each"
+                )
+        if self.rope_scaling.type == "longrope" and self.original_context_length < 2:
+            raise ValueError("rope_scaling.type=longrope needs an original context of at least 2 tokens")
         if self.rope_scaling.type == "dynamic" and self.d_rotary < 4:
             raise ValueError(f"rope_scaling.type=dynamic needs at least 4 rotated elements a head, not {self.d_rotary}")

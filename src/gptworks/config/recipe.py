@@ -74,10 +74,10 @@ class Recipe(Section):
 
     def _check_packing(self) -> None:
         scaling = self.model.rope_scaling
-        if scaling is not None and scaling.type == "dynamic" and self.objective.packs and self.data.conversations:
+        if scaling is not None and scaling.by_length and self.objective.packs and self.data.conversations:
             raise ValueError(
-                "model.rope_scaling.type=dynamic and conversations packed into rows: each would be read as if it were "
-                "as long as its row; set rope_scaling.type=yarn, or objective.packing=false where there is one"
+                f"model.rope_scaling.type={scaling.type} and conversations packed into rows: each would be read as if "
+                "it were as long as its row; set rope_scaling.type=yarn, or objective.packing=false where there is one"
             )
 
     def _check_adapter(self) -> None:

@@ -54,7 +54,7 @@ class Room:
         self._backend_name: BackendName = backend
         self._cache_dtype, self._prefill_tokens = cache_dtype, prefill_tokens
         scaling = model.config.rope_scaling
-        by_length = scaling is not None and scaling.type == "dynamic"  # a token's keys depend on the text's length
+        by_length = scaling is not None and scaling.by_length  # a token's keys depend on the text's length
         self._reuse: Reuse = "off" if by_length else reuse
         self._weights: object = None
         self.release()

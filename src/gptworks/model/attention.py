@@ -247,7 +247,7 @@ def attend_reference(
 class Rotary(Tables):
     """Cosines and sines of the rotary embedding (Su et al., 2021), pairing element i with i + R/2 of R rotated ones.
 
-    Its tables, of the original context, are not changed by reading them. Those of a longer text under dynamic scaling
+    Its tables, of the original context, are not changed by reading them. Those of a longer text under scaling by length
     are computed at each call, for the positions asked for: threads that read texts of different lengths share nothing.
     """
 
@@ -284,11 +284,11 @@ class Rotary(Tables):
     def at(self, positions: slice | Tensor, text_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Tables for positions [...], each [..., R/2], of a text that has room for `text_length`.
 
-        The room matters to dynamic scaling alone. It is fixed before the first token, since every key that is already
+        The room matters to scaling by length alone. It is fixed before the first token, since every key that is already
         cached was turned for it.
         """
         scaling = self.config.rope_scaling
-        if scaling is None or scaling.type != "dynamic" or text_length <= self.config.original_context_length:
+        if scaling is None or not scaling.by_length or text_length <= self.config.original_context_length:
             return self.cos[positions].to(dtype), self.sin[positions].to(dtype)
         if isinstance(positions, slice):
             positions = torch.arange(self.config.context_length, device="cpu")[positions]
@@ -307,6 +307,11 @@ def frequencies(config: ModelConfig, length: int, device: torch.device | None = 
     if scaling.type == "dynamic":
         growth = max(1.0, scaling.factor * length / original - (scaling.factor - 1))
         return plain * growth ** -(exponent * config.d_rotary / (config.d_rotary - 2)), 1.0
+    if scaling.short_factors is not None and scaling.long_factors is not None:
+        factors = torch.tensor(
+            scaling.long_factors if length > original else scaling.short_factors, device=device, dtype=torch.float64
+        )
+        return plain / factors, scaling.attention_factor or math.sqrt(1 + math.log(scaling.factor) / math.log(original))
     if scaling.type == "llama3":
         turns = plain * original / (2 * math.pi)  # over the original context
         kept = ((turns - scaling.beta_slow) / (scaling.beta_fast - scaling.beta_slow)).clamp(0, 1)

@@ -33,7 +33,7 @@ class Chunk:
     n_logits: int = 1
     """Logits wanted for the last n tokens; 0: none."""
     room: int | None = None
-    """Tokens that the text may come to. It matters to dynamic rotary scaling alone; None: the slot's capacity."""
+    """Tokens that the text may come to. It matters to rotary scaling by length alone; None: the slot's capacity."""
 
 
 class Backend(ABC):
@@ -91,7 +91,7 @@ class TorchBackend(Backend):
         self.description = f"torch on {model.device}"
         self.cache = SlotCache(model.config, n_slots, capacity, dtype=dtype or model.dtype, device=model.device)
         scaling = model.config.rope_scaling
-        self._by_room = scaling is not None and scaling.type == "dynamic"
+        self._by_room = scaling is not None and scaling.by_length
 
     def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
         results: dict[int, Tensor] = {}

@@ -117,7 +117,7 @@ class SlotCache:
 
         Args:
             parts: in the batch's order, each text's slot, the tokens it has already, and how many are new.
-            room: tokens that the texts may come to, on which dynamic rotary scaling depends; None: the capacity.
+            room: tokens that the texts may come to, on which rotary scaling by length depends; None: the capacity.
 
         Raises:
             ValueError: more tokens than a slot holds.

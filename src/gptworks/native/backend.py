@@ -96,8 +96,8 @@ def refusal(model: GPT) -> str | None:
         return "it has no norm over all heads together."
     if config.window_rope_theta is not None:
         return "it has no rotary base of windowed layers alone."
-    if config.rope_scaling is not None and config.rope_scaling.type == "dynamic":
-        return "it has no dynamic rotary scaling."
+    if config.rope_scaling is not None and config.rope_scaling.by_length:
+        return f"it has no {config.rope_scaling.type} rotary scaling."
     for name in ("d_head", "d_model", "d_ff"):
         if (width := getattr(config, name)) % 16:
             return f"{name}={width} is no multiple of 16."

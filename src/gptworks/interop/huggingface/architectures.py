@@ -335,7 +335,8 @@ _ALL = (
     ),
     _like_llama(
         "phi3", "Phi3ForCausalLM", _NO_BIASES, window_everywhere(), _dropouts(resid_pdrop="residual"),
-        heads=heads(width=None), rope=rope(fraction="partial_rotary_factor", kinds=("default",)), eps=1e-5,
+        heads=heads(width=None), eps=1e-5,
+        rope=rope(fraction="partial_rotary_factor", kinds=("default", "longrope"), original_absent=4096),
         block={theirs: ours for theirs, ours in _LLAMA_BLOCK.items() if ours not in _QUERY_KEY_VALUE},
         modules={"model.layers.{layer}.mlp.down_proj": "blocks.{layer}.mlp.down"},
         joined=(
@@ -343,7 +344,7 @@ _ALL = (
             Place("model.layers.{layer}.mlp.gate_up_proj",
                   ("blocks.{layer}.mlp.gate", "blocks.{layer}.mlp.up"), HALVES),
         ),
-        harmless=frozenset({"embd_pdrop", "original_max_position_embeddings"}),  # of nothing; of other scalings
+        harmless=frozenset({"embd_pdrop"}),  # of nothing
     ),
     _like_llama(
         "mixtral", "MixtralForCausalLM", _NO_BIASES, window_everywhere(),

@@ -19,6 +19,7 @@ def rope(
     kinds: tuple[str, ...] = ("default", "linear", "dynamic", "yarn", "llama3"),
     window_theta: str | None = None,
     window_theta_absent: float | None = None,
+    original_absent: int | None = None,
 ) -> Clause:
     """Rotary positions and their scaling, and with them the context.
 
@@ -30,6 +31,7 @@ def rope(
         kinds: those of theirs that we have too.
         window_theta: what earlier versions call the base of windowed layers.
         window_theta_absent: the base of windowed layers where none is given; None: they turn as the others do.
+        original_absent: `original_max_position_embeddings` stands beside the parameters and wins; a missing one.
     """
 
     def write(config: ModelConfig) -> Values:
@@ -48,12 +50,18 @@ def rope(
             windowed = parameters if own is None else {"rope_type": "default", "rope_theta": own}
             values["rope_parameters"] = {_FULL: parameters, _WINDOWED: windowed}
             values |= {window_theta: windowed["rope_theta"]} if window_theta else {}
-        return values | ({"rope_scaling": dict(parameters)} if scaling else {})
+        if scaling is None:
+            return values
+        if original_absent:
+            values["original_max_position_embeddings"] = config.original_context_length
+        return values | {"rope_scaling": _older(parameters, context)}
 
     def read(theirs: Settings, ours: Values) -> Values:
         given, context = theirs.take("rope_parameters") or {}, theirs.need("max_position_embeddings")
         scaled, base = theirs.take("rope_scaling") or {}, theirs.take(theta, theta_absent)
         plain: Values = {"rope_theta": base, "rope_fraction": theirs.take(fraction, fraction_absent) if fraction else 1}
+        if original_absent:
+            plain["original"] = theirs.take("original_max_position_embeddings", original_absent)
 
         def rotation(parameters: Values) -> Values:
             fields = {"context_length": context, "rope_scaling": None} | _read(parameters, plain, context, kinds)
@@ -85,31 +93,56 @@ def rope(
 def _written(scaling: RopeScaling, original: int) -> Values:
     """A scaling as `rope_parameters` has it. original: the tokens that the frequencies were made for."""
     values: Values = {"rope_type": scaling.type, "factor": scaling.factor}
+    if scaling.short_factors and scaling.long_factors:
+        values |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
+        values |= scaling.model_dump(include={"attention_factor"}, exclude_none=True)
     if scaling.type == "yarn":
         values |= scaling.model_dump(include={"beta_fast", "beta_slow", "attention_factor"}, exclude_none=True)
     if scaling.type == "llama3":
         values |= {"low_freq_factor": scaling.beta_slow, "high_freq_factor": scaling.beta_fast}
-    if scaling.type in ("yarn", "llama3"):
+    if scaling.type in ("yarn", "llama3", "longrope"):
         values["original_max_position_embeddings"] = original
     return values
 
 
+def _older(parameters: Values, context: int) -> Values:
+    """`rope_scaling` for earlier versions. Of LongRoPE they take three values alone, where those say all."""
+    factors = {name: parameters[name] for name in ("short_factor", "long_factor") if name in parameters}
+    if not factors or "attention_factor" in parameters:
+        return dict(parameters)
+    if parameters["factor"] != context / parameters["original_max_position_embeddings"]:
+        return dict(parameters)
+    return {"type": parameters["rope_type"]} | factors
+
+
 def _read(given: Any, plain: Values, context: int, kinds: tuple[str, ...]) -> Values:
-    """Fields from one set of `rope_parameters`. plain: base and rotated share where the set has none."""
+    """Fields from one set of `rope_parameters`. plain: base and share where the set has none, and an original context
+    that wins."""
     parameters = Settings(given)
     fields: Values = {
         "rope_theta": parameters.take("rope_theta", plain["rope_theta"]),
         "rope_fraction": parameters.take("partial_rotary_factor", plain["rope_fraction"]),
     }
     kind = parameters.take("rope_type", parameters.take("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its first name
     if kind not in kinds:
         raise refusal("rope_type", kind, f"gptworks has {', '.join(kinds)} for this model type")
     for name, neutral in _NEUTRAL.items():
         if (value := parameters.take(name)) not in (None, neutral):
             raise refusal(f"rope_parameters.{name}", value, f"gptworks computes {neutral!r} alone")
     original = parameters.take("original_max_position_embeddings", context)
-    if kind != "default":
-        scaling: Values = {"type": kind, "factor": parameters.need("factor")}
+    original = plain.get("original", original)
+    if kind == "longrope":
+        scaling: Values = {
+            "factor": parameters.take("factor") or context / original,
+            "original_context_length": original,
+            "short_factors": parameters.need("short_factor"),
+            "long_factors": parameters.need("long_factor"),
+            "attention_factor": parameters.take("attention_factor"),
+        }
+        fields["rope_scaling"] = RopeScaling(type=kind, **scaling)
+    elif kind != "default":
+        scaling = {"factor": parameters.need("factor")}
         if kind == "yarn":
             scaling |= {
                 "original_context_length": original,
@@ -126,7 +159,7 @@ def _read(given: Any, plain: Values, context: int, kinds: tuple[str, ...]) -> Va
         if kind == "dynamic":
             scaling["original_context_length"] = context
             fields["context_length"] = round(context * scaling["factor"])
-        fields["rope_scaling"] = RopeScaling(**scaling)
+        fields["rope_scaling"] = RopeScaling(type=kind, **scaling)
     for name in parameters.left():
         raise UserError(f"config.json has rope_parameters.{name}, which gptworks does not know.")
     return fields

@@ -189,7 +189,7 @@ def _sequences(model: GPT, tokenizer: Tokenizer, texts: Sequence[str]) -> list[l
     context, beyond = config.context_length, 96
     if config.window is not None:
         beyond = max(beyond, config.window + 32)
-    if config.rope_scaling is not None and config.rope_scaling.type == "dynamic":
+    if config.rope_scaling is not None and config.rope_scaling.by_length:
         beyond = max(beyond, config.original_context_length + 32)
     generator = torch.Generator().manual_seed(0)
     lengths = (min(n, context) for n in (8, 40, beyond))
@@ -231,8 +231,8 @@ def _compare_greedy(model: GPT, theirs: Any, prompt: list[int]) -> tuple[int, in
         The number of tokens, and of such ties.
     """
     config = model.config
-    dynamic = config.rope_scaling is not None and config.rope_scaling.type == "dynamic"
-    room = config.original_context_length if dynamic else config.context_length  # theirs turns cached keys otherwise
+    by_length = config.rope_scaling is not None and config.rope_scaling.by_length
+    room = config.original_context_length if by_length else config.context_length  # theirs turns cached keys otherwise
     n_new, n_ties = max(0, min(GREEDY_TOKENS, room - len(prompt))), 0
     cache, n_held, past = SlotCache(config, 1, len(prompt) + n_new), 0, None
     tokens = torch.tensor([prompt])
