@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-crashes test-schema test-overload test-engine test-guide test-processors test-margins lint bench clean
+.PHONY: help demo pipeline bands test test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-crashes test-schema test-overload test-engine test-guide test-processors test-margins lint bench first-hour clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-guide  the commands of the README and the guide, in order, in an empty folder (about 5 minutes on 2 cores)"
 	@echo "make lint    ruff, mypy and the import contract"
 	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about an hour on 2 cores)"
+	@echo "make first-hour  init, train and tune on four folders of texts, beside the old defaults, nanoGPT's recipe and xz (over two hours)"
 	@echo "make bench   speed beside textbook loops, torch's own passes and other engines and servers; memory beside what was planned"
 
 demo: .venv/.installed
@@ -107,6 +108,10 @@ bench: .venv/.installed-dev
 	$(BIN)/python bench/saving.py
 	$(BIN)/python bench/infer.py
 	$(BIN)/python bench/serve.py
+
+# A short look: FIRST_HOUR="--folder english --minutes 1".
+first-hour: .venv/.installed
+	$(BIN)/python bench/first_hour.py $(FIRST_HOUR)
 
 # Without a network: BAND_SETTINGS="data.sources.0.path=tinyshakespeare.txt" BANDS=shakespeare-char
 BANDS ?= demo shakespeare-char

@@ -67,7 +67,7 @@ def test_what_does_not_fit_becomes_an_adapter(folder: Path, monkeypatch: pytest.
         return planned(draft, prepared, device if draft.lora else replace(device, memory_bytes=2**10))
 
     monkeypatch.setattr(finetuning._Draft, "planned", on_a_small_machine)
-    drafted(folder)
+    assert f"at most {finetuning.HIGHEST_RATE:g}" in drafted(folder).text()
     recipe = load_recipe("tune.yaml")
     assert recipe.adapter is not None
     assert recipe.train.learning_rate == finetuning.HIGHEST_RATE, "ten times that of all weights, within bounds"

@@ -245,12 +245,14 @@ class _Draft:
             rate, why = LORA_TIMES * rate, f"{why}; {LORA_TIMES} times that for an adapter"
         if self.preference:
             rate, why = PREFERENCE_SHARE * rate, f"{why}; a fifth on pairs"
+        if rate > HIGHEST_RATE:
+            rate, why = HIGHEST_RATE, f"{why}; at most {HIGHEST_RATE:g}"
         rows: list[Row] = [
             ("epochs", self.epochs, ""),
             ("batch_size", self.batch, f"at least {STEPS_AN_EPOCH} steps an epoch, where the data is enough"),
             *([("micro_batch_size", self.micro, "as many at a time as fit")] if self.micro != self.batch else []),
             ("optimizer", "adamw", ""),
-            ("learning_rate", float(f"{min(rate, HIGHEST_RATE):.1g}"), why),
+            ("learning_rate", float(f"{rate:.1g}"), why),
             ("weight_decay", 0.0, ""),
             ("warmup_steps", self.steps // 20, ""),
             ("schedule", "cosine", ""),
