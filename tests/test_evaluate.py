@@ -19,7 +19,7 @@ from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.evaluate import loss as loss_module
-from gptworks.evaluate.loss import LossReport, compressor_bits_per_byte, evaluate_by_position, evaluate_loss
+from gptworks.evaluate.loss import LossReport, compressor_bits_per_byte, evaluate_by_position, evaluate_loss, watched
 from gptworks.model import GPT
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import train
@@ -193,6 +193,10 @@ def test_overlapping_windows_count_each_token_once() -> None:
     model, shards = random_model(), Shards()
     report = evaluate_loss(model, evaluation_windows(shards, CONTEXT, stride=3))  # type: ignore[arg-type]
     assert report.n_tokens == 49
+    shown: list[tuple[int, int]] = []
+    windows = evaluation_windows(shards, CONTEXT)  # type: ignore[arg-type]
+    evaluate_loss(model, watched(windows, shards.n_tokens, None, lambda *each: shown.append(each)))
+    assert shown[0] == (12, 49) and shown[-1] == (49, 49)
     nats, _ = independent(model, list(evaluation_windows(shards, CONTEXT, stride=3)))  # type: ignore[arg-type]
     assert report.total_nats == pytest.approx(nats, rel=1e-6)
 

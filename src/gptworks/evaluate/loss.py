@@ -174,13 +174,13 @@ def evaluate_by_position(
 def watched(
     windows: Iterable[tuple[Tensor, ...]], n_tokens: int, stride: int | None, progress: Callable[[int, int], None]
 ) -> Iterator[Any]:
-    """The windows of `n_tokens` tokens; `progress` is called with the tokens done, and all, as the next one is asked
+    """The windows of `n_tokens` tokens; `progress` is called with the targets done, and all, as the next one is asked
     for."""
-    done = 0
+    done, n_targets = 0, n_tokens - 1
     for window in windows:
         yield window
-        done = min(n_tokens, done + (window[0].numel() if stride is None else stride))
-        progress(done, n_tokens)
+        done = min(n_targets, done + (window[0].numel() if stride is None else stride))
+        progress(done, n_targets)
 
 
 def batches_of(windows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
