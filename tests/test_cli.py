@@ -300,6 +300,15 @@ def test_help_fits_a_terminal_of_80_columns_and_shows_no_types(monkeypatch: pyte
             assert "..." not in listed and all(f"\n  {name} " in f"\n{listed}" for name in GROUP.commands)
 
 
+def test_training_shows_at_once_that_it_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    for rank, shown in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        result = CliRunner().invoke(app, ["train", str(folder / "tiny.yaml"), "train.max_stepz=1"])
+        assert isinstance(result.exception, UserError) and ("starting" in result.stderr) == shown
+
+
 @pytest.mark.parametrize(
     ("typed", "offered"), [("tra", "train"), ("train dem", "demo"), ("plan --device h10", "h100-pcie")]
 )

@@ -1,6 +1,7 @@
 """Options that several commands have, and how commands print."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,11 +93,12 @@ def console_of(stderr: bool = False) -> "Console":
 
 @contextmanager
 def progress_bars(*columns: "ProgressColumn | str") -> "Iterator[Progress]":
-    """Progress bars on stderr, where it is a terminal; until they end, others that are shown give way to them."""
+    """Progress bars on stderr, where it is a terminal and this is the first rank; until they end, others that are shown
+    give way to them."""
     from rich.progress import Progress
 
     console = console_of(stderr=True)
-    disabled = not console.is_terminal
+    disabled = not console.is_terminal or os.environ.get("RANK", "0") != "0"
     progress = Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=disabled)
     for outer in _shown[-1:]:
         outer.stop()

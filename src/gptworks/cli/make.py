@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptworks.cli.common import AsJSON, Force, Overrides, RecipeFile, Resume, notice, print_json, progress_bars
+from gptworks.cli.common import AsJSON, Force, Overrides, RecipeFile, Resume, notice, print_json, progress_bars, working
 
 if TYPE_CHECKING:
     from gptworks.config import Recipe
@@ -45,7 +45,8 @@ def train(
 
     Started by torchrun or `gptworks launch`, several processes train it together.
     """
-    from gptworks.interface.training import train as train_recipe
+    with working("starting"):
+        from gptworks.interface.training import train as train_recipe
 
     train_recipe(
         recipe, *overrides or [], resume=resume, change=change or [], force=force, report=_first_rank_notice,
