@@ -54,6 +54,7 @@ def tree_of(draw: random.Random, teacher: Path) -> dict[str, Any]:
             "max_steps": 10, "batch_size": batch_size,
             "micro_batch_size": draw.choice([d for d in range(1, batch_size + 1) if batch_size % d == 0]),
             "optimizer": draw.choice(["adamw", "adamw", "muon"]),
+            "optimizer_state": draw.choice(["fp32", "fp32", "int8"]),
             "precision": draw.choice(["auto", "fp32", "bf16", "fp16"]),
             "activation_checkpointing": draw.choice(["none", "selective", "block"]),
             "ema_decay": draw.choice([0.0, 0.0, 0.99]),
@@ -69,7 +70,7 @@ def tree_of(draw: random.Random, teacher: Path) -> dict[str, Any]:
         tree["objective"] |= {"reward": "reward.py:score", "group_size": draw.choice([2, 4]), "beta": 0.1}
     kind = draw.choice(["whole", "whole", "adapter", "freeze"])
     if kind == "adapter":
-        tree["adapter"] = {"rank": 4}
+        tree["adapter"] = {"rank": 4, "base": draw.choice(["full", "full", "int8", "int4"])}
     if kind == "freeze":
         tree["freeze"] = {"first_blocks": 1}
     return tree
@@ -210,10 +211,31 @@ def test_advice_for_one_gpu_tries_all_that_it_can_do_itself_before_more_of_them(
     recipe = recipe_of(model={"preset": "gpt2-xl"}, batch_size=64, micro_batch_size=64)
     changes = changes_that_fit(recipe, 1, find_device("rtx-4090"))
     words = [change.words for change in changes]
-    for setting in ("train.micro_batch_size=", "activation_checkpointing=", "optimizer=muon", "adapter.rank=8"):
+    for setting in (
+        "train.micro_batch_size=", "activation_checkpointing=", "optimizer_state=int8", "optimizer=muon",
+        "adapter.rank=8",
+    ):  # fmt: skip
         assert any(setting in each for each in words[:-1]), setting
     assert "--world-size" in words[-1] and not any("--world-size" in each for each in words[:-1])
     assert all(change.fits for change in changes)
+
+
+@pytest.mark.parametrize(
+    ("preset", "gib", "needed"),
+    [
+        ("gpt2-xl", 24, "optimizer_state=int8"),
+        ("llama-2-7b", 24, "adapter.base=int8"),
+        ("llama-2-7b", 8, "adapter.base=int4"),
+    ],
+)
+def test_small_memories_are_advised_where_they_are_what_fits(preset: str, gib: float, needed: str) -> None:
+    """Without more devices: the cheapest change that fits is such a one, and none of milder ones alone does."""
+    recipe = recipe_of(
+        model={"preset": preset, "context_length": 512}, batch_size=4, micro_batch_size=1, optimizer="adamw"
+    )
+    changes = [c for c in changes_that_fit(recipe, 1, custom_device(gib, 1e12, 1e11)) if not c.more_devices]
+    assert changes and all(change.fits for change in changes)
+    assert needed in changes[0].words, [change.words for change in changes]
 
 
 def test_plan_follows_the_recipes_own_parallel_settings() -> None:

@@ -60,16 +60,19 @@ def test_a_draft_takes_all_from_the_base_but_what_the_examples_decide(folder: Pa
     assert "chat_template" not in of_its_own.text(), "the base has one now"
 
 
-def test_what_does_not_fit_becomes_an_adapter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = finetuning._Draft.planned
+@pytest.mark.parametrize("base", ["full", "int4"])
+def test_what_does_not_fit_becomes_an_adapter(folder: Path, monkeypatch: pytest.MonkeyPatch, base: str) -> None:
+    planned, tried = finetuning._Draft.planned, []
 
     def on_a_small_machine(draft: Any, prepared: Any, device: Any) -> Any:
-        return planned(draft, prepared, device if draft.lora else replace(device, memory_bytes=2**10))
+        tried.append(draft.adapted)
+        return planned(draft, prepared, device if draft.adapted == base else replace(device, memory_bytes=2**10))
 
     monkeypatch.setattr(finetuning._Draft, "planned", on_a_small_machine)
     assert f"at most {finetuning.HIGHEST_RATE:g}" in drafted(folder).text()
     recipe = load_recipe("tune.yaml")
-    assert recipe.adapter is not None
+    assert recipe.adapter is not None and recipe.adapter.base == base
+    assert tried == [None, "full", "int8", "int4"][: 2 if base == "full" else 4], "rounded only where nothing else fits"
     assert recipe.train.learning_rate == finetuning.HIGHEST_RATE, "ten times that of all weights, within bounds"
 
 

@@ -14,7 +14,7 @@ from gptworks.plan.flops import forward_flops, visible_pairs
 from gptworks.plan.work import training_work
 from gptworks.presets import preset
 from gptworks.recipe import parse_recipe
-from gptworks.train.optim.trainable import trained_part
+from gptworks.train.optim.trainable import trainable_model
 from test_params import random_config
 
 
@@ -57,6 +57,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "adapter": {"adapter": {"rank": 4}},
     "adapter of queries": {"adapter": {"rank": 4, "targets": ["query"]}},
     "adapter of the MLP, embeddings too": {"adapter": {"rank": 3, "targets": ["mlp"], "embeddings": True}},
+    "adapter over int8": {"adapter": {"rank": 4, "base": "int8"}},
     "first block frozen": {"freeze": {"first_blocks": 1, "embeddings": True}},
     "norms alone": {"freeze": {"embeddings": True, "patterns": ["*.attention.*", "*.mlp.*"]}},
     "last MLP alone": {"freeze": {"embeddings": True, "first_blocks": 2, "patterns": ["*norm*", "*attention*"]}},
@@ -84,7 +85,7 @@ def test_frozen_parts_and_adapters_cost_what_torch_counts(name: str, kind: str) 
     counted: dict[bool, int] = {}
     for backward in (False, True):
         with torch.device("meta"):
-            built = trained_part(GPT(recipe.model), recipe.adapter, recipe.freeze).eval()
+            built = trainable_model(recipe.model, recipe.adapter, recipe.freeze).eval()
             tokens = torch.zeros(1, 32, dtype=torch.long)
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
                 with torch.set_grad_enabled(backward):

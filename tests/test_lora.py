@@ -16,12 +16,17 @@ from gptworks.errors import UserError
 from gptworks.infer.engine import load
 from gptworks.model import GPT
 from gptworks.model.lora import LoRALinear, add_lora, is_adapter, merge_lora
+from gptworks.model.loss import linear_cross_entropy
 from gptworks.plan.memory import Setting, training_peak
 from gptworks.plan.run import plan
 from gptworks.plan.trained import trained
 from gptworks.presets import preset
+from gptworks.quantize.convert import pack_for, unpack_all
+from gptworks.quantize.linear import packed_matrices
 from gptworks.recipe import load_recipe, parse_recipe, with_vocab_size
+from gptworks.train.distributed.parallel import check_parallel
 from gptworks.train.loop import check_train, train
+from gptworks.train.optim.trainable import trainable_model
 from gptworks.train.rehearsal.trace import Rehearsal, trace_step
 from halves import assert_resumes_exactly
 
@@ -113,6 +118,62 @@ def test_only_a_and_b_have_gradients_and_they_are_right() -> None:
         assert parameter.grad[index].item() == pytest.approx(((above - below) / (2 * step)).item(), rel=1e-5), name
 
 
+def learning(model: GPT, precision: str, checkpointing: str) -> dict[str, torch.Tensor]:
+    """Loss and gradients of two micro-batches."""
+    model.activation_checkpointing = checkpointing
+    model.train()
+    total = torch.zeros(())
+    for seed in range(2):
+        rows = tokens() + seed
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = linear_cross_entropy(model.features(rows[:, :-1] % 40), model.head_weight, rows[:, 1:] % 40)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    return {"loss": total} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("base", "settings", "adapter", "precision", "checkpointing"),
+    [
+        ("int8", {"mlp": "swiglu", "n_kv_heads": 2}, {}, "fp32", "none"),
+        ("int4", {"mlp": "swiglu", "attention_bias": True, "mlp_bias": True}, {"targets": ["mlp"]}, "fp32", "block"),
+        ("int4", {"mlp": "relu2", "norm": "rmsnorm"}, {"dropout": 0.2, "embeddings": True}, "bf16", "selective"),
+        ("int4", {"n_experts": 4, "d_ff": 48}, {"targets": ["attention", "up"]}, "fp32", "none"),
+    ],
+)
+def test_over_a_packed_base_loss_and_gradients_are_those_over_the_same_base_unpacked(
+    base: str, settings: dict[str, Any], adapter: dict[str, Any], precision: str, checkpointing: str
+) -> None:
+    config = ModelConfig(**SMALL | {"d_model": 64}, **settings)
+    lora = LoRAConfig.model_validate({"rank": 4, "base": base, **adapter})
+    torch.manual_seed(2)
+    weights = GPT(config).state_dict()
+    packed = trainable_model(config, lora, None)
+    packed.load_state_dict(pack_for(packed, weights), strict=False)
+    shaken(packed)
+    kinds = {name: matrix.kind for name, matrix in packed_matrices(packed)}
+    assert set(kinds) == {n.removesuffix(".weight") for n, w in weights.items()
+                          if n.startswith("blocks.") and w.dim() == 2 and "router" not in n}  # fmt: skip
+    assert kinds["blocks.0.attention.query"] == base
+    assert kinds["blocks.0.mlp.experts.0.down" if "n_experts" in settings else "blocks.0.mlp.up"] == (
+        "int8" if settings.get("d_ff") == 48 else base
+    ), "48 columns are no whole number of groups"
+    plain = add_lora(GPT(config), lora)
+    plain.load_state_dict(unpack_all(packed.state_dict(), kinds))
+    found = []
+    for model in (packed, plain):
+        torch.manual_seed(5)
+        found.append(learning(model, precision, checkpointing))
+    assert found[0].keys() == found[1].keys()
+    assert {name for name in found[0] if not is_adapter(name)} == (
+        {"loss", "token_embedding.weight"} if lora.embeddings else {"loss"}
+    )
+    for name, value in found[0].items():
+        tolerance = 0.01 if precision == "bf16" else 1e-5  # bias and product are added in one rounding, or in two
+        torch.testing.assert_close(value, found[1][name], rtol=tolerance, atol=tolerance * found[1][name].abs().max())
+    assert (found[0]["loss"] - found[1]["loss"]).abs() <= 1e-6 * found[1]["loss"].abs()
+
+
 # ---------------------------------------------------------------------------------------------------------- runs
 
 
@@ -159,7 +220,7 @@ def test_a_run_trains_the_adapter_alone_and_is_used_like_any_other(base: Path) -
 @pytest.mark.parametrize(
     "settings",
     [
-        {"adapter": {"rank": 4, "dropout": 0.2}, "train": {"ema_decay": 0.9}},
+        {"adapter": {"rank": 4, "dropout": 0.2, "base": "int4"}, "train": {"ema_decay": 0.9}},
         {"freeze": {"embeddings": True, "first_blocks": 1}, "train": {"optimizer": "muon"}},
     ],
 )
@@ -194,6 +255,44 @@ def test_what_cannot_be_is_refused_before_any_work(base: Path, settings: dict[st
     assert not (base / "refused").exists()
 
 
+def test_a_run_over_a_packed_base_is_used_as_it_was_evaluated(base: Path) -> None:
+    """Its files hold the packed base; what is loaded is the base unpacked, with the adapter added to it."""
+    settings = {"adapter": {"rank": 4, "base": "int4"}}
+    recipe = parse_recipe(tuned_tree(base, "packed", **settings))
+    train(recipe)
+    checkpoint = checkpoints(base / "packed")[0]
+    stored = load_file(checkpoint.folder / "model.safetensors")
+    assert {str(x.dtype) for n, x in stored.items() if n.startswith("blocks.") and n.endswith("p.weight")} == {
+        "torch.uint8"
+    }
+    sheet = plan(with_vocab_size(recipe, stored["token_embedding.weight"].size(0)))
+    assert sheet.weights_bytes == sum(x.nbytes for x in stored.values())
+
+    run = load_run(base / "packed", "last")
+    assert {x.dtype for x in run.model.state_dict().values()} == {torch.float32}
+    trained_model = trainable_model(run.recipe.model, run.recipe.adapter, None).eval()
+    trained_model.load_state_dict(stored)
+    ids = tokens() % run.recipe.model.vocab_size
+    torch.testing.assert_close(run.model(ids), trained_model(ids), rtol=1e-5, atol=1e-5)
+    again = tuned_tree(base, "on", initialize_from=str(base / "packed"), train={"max_steps": 8})
+    check_train(parse_recipe(again))  # its weights can be had, unlike a quantized run's
+
+
+@pytest.mark.parametrize(
+    ("settings", "n_ranks", "words"),
+    [
+        ({"compile": "block"}, 1, "adapter.base=int4 and train.compile=block.*set train.compile=none"),
+        ({"parallel": {"strategy": "fsdp"}}, 2, "adapter.base=int4 keeps packed matrices whole.*use strategy=ddp"),
+        ({"parallel": {"tensor_parallel": 2}}, 2, "A and B are not divided"),
+    ],
+)
+def test_where_a_packed_base_cannot_be_is_refused(
+    base: Path, settings: dict[str, Any], n_ranks: int, words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        check_parallel(parse_recipe(tuned_tree(base, "no", adapter={"base": "int4"}, train=settings)), n_ranks)
+
+
 def test_a_run_goes_on_with_its_own_adapter_alone(base: Path) -> None:
     train(parse_recipe(tuned_tree(base, "fixed", adapter={"rank": 2}, train={"max_steps": 3})))
     with pytest.raises(UserError, match=r"started with adapter\.rank=2, and it is now 3"):
@@ -217,6 +316,7 @@ def test_a_run_that_starts_from_an_adapted_one_has_its_adapter_merged(base: Path
     ("adapter", "freeze"),
     [
         (LoRAConfig(), None),
+        (LoRAConfig(base="int8", targets=("mlp",), embeddings=True), None),
         (LoRAConfig(rank=16, dropout=0.1, targets=("attention",)), None),
         (None, FreezeConfig(embeddings=True, first_blocks=1)),
         (None, FreezeConfig(patterns=("*.mlp.*",))),
@@ -225,13 +325,13 @@ def test_a_run_that_starts_from_an_adapted_one_has_its_adapter_merged(base: Path
 def test_the_planned_memory_is_enough_and_not_far_from_the_traced(
     adapter: LoRAConfig | None, freeze: FreezeConfig | None, precision: str
 ) -> None:
-    """What is not saved because its matrix is frozen is planned for all the same: too much, never too little."""
+    """What is not saved because its layer is frozen is planned for all the same: too much, never too little."""
     model = preset("gpt2-mini").model_copy(update={"n_layers": 2})
     config = TrainConfig(max_steps=1, batch_size=2, micro_batch_size=1)
     part = trained(model, adapter, freeze)
     planned = training_peak(Setting.of(model, config, precision, True, trained=part)).total_bytes
     traced = trace_step(Rehearsal(model, config, "cpu", precision, adapter, freeze)).peak_bytes
-    assert 0.98 < planned / traced < 1.25
+    assert 0.98 < planned / traced < (1.06 if adapter else 1.25)
     assert planned < 0.9 * training_peak(Setting.of(model, config, precision, True)).total_bytes
 
 

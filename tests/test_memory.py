@@ -1,6 +1,7 @@
 """The formula for a step's memory against the step itself, traced on fake tensors; and what holds of any such sum."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -11,20 +12,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptworks.config import ModelConfig, TrainConfig
+import tiny
+from gptworks.checkpoint import choose_checkpoint, load_run, save_checkpoint
+from gptworks.config import LoRAConfig, ModelConfig, TrainConfig
+from gptworks.interop.huggingface import import_huggingface
 from gptworks.model import GPT, SlotCache, attention, cpu
 from gptworks.model import loss as model_loss
-from gptworks.plan import memory, stages
+from gptworks.model.lora import remove_lora
+from gptworks.plan import memory, stages, state
+from gptworks.plan import trained as planned_part
 from gptworks.plan.arrange import rank_setting
 from gptworks.plan.inference import BATCHES, inference_memory
 from gptworks.plan.layout import Layout, rank_config
 from gptworks.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS, Setting, training_peak
 from gptworks.plan.params import count_parameters
 from gptworks.plan.stages import MLP
+from gptworks.plan.trained import trained
 from gptworks.presets import PRESETS, preset
+from gptworks.quantize import formats
 from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
-from gptworks.train.optim import muon
+from gptworks.train.loop import train
+from gptworks.train.optim import adamw_int8, muon
+from gptworks.train.record.metrics import read_metrics
 from gptworks.train.rehearsal.trace import LiveBytes, Rehearsal, trace_step
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -139,6 +149,77 @@ def test_accumulation_and_optimizers(batch_size: int, optimizer: str, precision:
     assert abs(error(model, "cpu", precision, 2, batch_size=batch_size, optimizer=optimizer)) < 0.02
 
 
+@pytest.mark.parametrize(("precision", "checkpointing"), [("fp32", "none"), ("bf16", "block")])
+def test_moments_in_8_bits(precision: str, checkpointing: str) -> None:
+    model = ModelConfig(**SMALL)
+    settings: dict[str, Any] = {"optimizer": "adamw", "activation_checkpointing": checkpointing}
+    assert abs(error(model, "cpu", precision, 2, optimizer_state="int8", **settings)) < 0.02
+    whole, small = (
+        training_peak(Setting.of(model, TrainConfig(max_steps=1, optimizer_state=kind, **settings), precision, True))
+        for kind in ("fp32", "int8")
+    )
+    large = count_parameters(model).block_matrices
+    assert whole.parts[OPTIMIZER] - small.parts[OPTIMIZER] == 8 * large - 2 * large - 8 * large // 256
+
+
+@pytest.mark.parametrize(
+    ("base", "case"), combinations(["full", "int8", "int4"], [("fp32", "none"), ("bf16", "block"), ("bf16", "none")])
+)
+def test_adapters_beside_a_base_of_smollm2s_shape(base: Any, case: tuple[str, str]) -> None:
+    assert abs(adapted_error(2, base, *case)) < 0.02
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("precision", "checkpointing"), [("fp32", "none"), ("bf16", "block")])
+def test_an_adapter_over_int4_of_a_whole_135m(precision: str, checkpointing: str) -> None:
+    assert abs(adapted_error(30, "int4", precision, checkpointing)) < 0.05
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(3600)
+def test_over_int4_of_an_imported_135m_the_loss_is_that_over_the_same_base_unpacked(tmp_path: Path) -> None:
+    import transformers
+
+    import hf
+
+    config = transformers.LlamaConfig(
+        vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=2048, rope_theta=100_000.0, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
+    hf.byte_tokenizer("<|endoftext|>").save(str(tmp_path / "hf" / "tokenizer.json"))
+    import_huggingface(tmp_path / "hf", tmp_path / "base", verify=False)
+    tree = tiny.recipe_tree(tmp_path, max_steps=2, batch_size=2, micro_batch_size=1, optimizer="adamw", warmup_steps=0,
+                            evaluate_every=2, evaluate_sequences=1, checkpoint_every=2, precision="fp32")  # fmt: skip
+    tree = {key: value for key, value in tree.items() if key != "tokenizer"} | {"model": {"context_length": 64}}
+
+    def losses(name: str, base: str, start: str) -> list[float]:
+        own = {"run_dir": str(tmp_path / name), "initialize_from": str(tmp_path / start), "adapter": {"base": base}}
+        train(parse_recipe(tree | own))
+        return [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in row]
+
+    over_int4 = losses("int4", "int4", "base")
+    model = remove_lora(load_run(tmp_path / "int4", merge=False).model)
+    shutil.copytree(tmp_path / "base", tmp_path / "unpacked", ignore=shutil.ignore_patterns("checkpoints"))
+    save_checkpoint(tmp_path / "unpacked", 0, model.state_dict(), {}, choose_checkpoint(tmp_path / "base").state())
+    assert len(over_int4) == 3
+    assert over_int4 == pytest.approx(losses("full", "full", "unpacked"), rel=1e-6)
+    assert over_int4 != pytest.approx(losses("other", "full", "base"), rel=1e-6), "int4 rounds"
+
+
+def adapted_error(n_layers: int, base: Any, precision: str, checkpointing: str) -> float:
+    """How far the formula is off the trace, as a share, of SmolLM2-135M's shape with an adapter."""
+    model = preset("smollm2-135m").model_copy(update={"n_layers": n_layers, "context_length": 512})
+    config = TrainConfig(
+        max_steps=1, batch_size=1, micro_batch_size=1, activation_checkpointing=checkpointing, optimizer="adamw"
+    )
+    lora = LoRAConfig(base=base)
+    planned = training_peak(Setting.of(model, config, precision, True, trained(model, lora, None))).total_bytes
+    return planned / trace_step(Rehearsal(model, config, "cpu", precision, lora)).peak_bytes - 1
+
+
 def test_muons_own_buffers_are_the_peak_of_a_wide_model_over_a_short_text() -> None:
     model = ModelConfig(**SMALL | {"context_length": 16, "d_model": 512, "d_ff": 4096})
     peak = training_peak(Setting.of(model, TrainConfig(max_steps=1, batch_size=1, optimizer="muon"), "bf16", True))
@@ -147,7 +228,10 @@ def test_muons_own_buffers_are_the_peak_of_a_wide_model_over_a_short_text() -> N
 
 
 def test_the_constants_are_the_models() -> None:
-    assert memory.MUON_TOGETHER == muon.TOGETHER
+    assert state.MUON_TOGETHER == muon.TOGETHER
+    assert (state.INT8_ON_CPU, state.INT8_ELSEWHERE) == (adamw_int8.CPU_AT_ONCE, adamw_int8.AT_ONCE)
+    assert (planned_part.LEAST_IN_8_BITS, planned_part.SCALED_TOGETHER) == (adamw_int8.LEAST, adamw_int8.BLOCK)
+    assert (memory.UNPACKED_ON_CPU, memory.UNPACKED_ELSEWHERE) == (formats.CPU_AT_ONCE, formats.AT_ONCE)
     assert (stages.BLOCK_QUERIES, stages.LONGEST_BLOCKED) == (cpu.BLOCK, cpu.LONGEST)
     for vocab_size in (65, 4096, 50_257):
         for place in ("cpu", "meta"):

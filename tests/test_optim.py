@@ -1,12 +1,22 @@
 """Which parameter gets which optimizer, rate and decay; the arithmetic against torch; the state's round trip."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from gptworks.config import ModelConfig, TrainConfig
+from gptworks.errors import UserError
 from gptworks.model import GPT
+from gptworks.plan.params import count_parameters
+from gptworks.plan.state import trained_state_bytes
+from gptworks.plan.trained import everything
+from gptworks.tensors import read_tensors
+from gptworks.train.optim import adamw_int8
 from gptworks.train.optim.muon import TOGETHER, Muon, batches, divided
 from gptworks.train.optim.optimizer import Optimizer, parameter_groups
 
@@ -14,6 +24,7 @@ CONFIG = ModelConfig(
     vocab_size=30, context_length=16, n_layers=2, d_model=16, n_heads=2, position="learned", attention_bias=True,
     mlp_bias=True, tie_embeddings=False,
 )  # fmt: skip
+WIDER = ModelConfig(vocab_size=30, context_length=16, n_layers=1, d_model=64, n_heads=2, tie_embeddings=False)
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
 
 
@@ -63,6 +74,65 @@ def test_adamw_step_equals_torch_step_by_step() -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, msg=name)
 
 
+def test_moments_in_8_bits_are_near_what_they_stand_for() -> None:
+    """Over ten decades; a block of zeros stays so, and a short last block has a scale of its own."""
+    generator = torch.Generator().manual_seed(0)
+    values = (
+        torch.randn(1000, generator=generator) * torch.logspace(-10, 0, 1000)[torch.randperm(1000, generator=generator)]
+    )
+    values[256:512] = 0
+    codes, scale = torch.zeros(1000, dtype=torch.int8), torch.zeros(adamw_int8.n_blocks(1000))
+    adamw_int8.pack_signed(values.clone(), codes, scale)
+    found = adamw_int8.unpack_signed(codes, scale)
+    assert scale.tolist() == [part.abs().max().item() for part in values.split(256)] and scale[1] == 0
+    large = scale.repeat_interleave(256)[:1000]
+    assert ((found - values).abs() <= 0.5 / 127 * (2 * (values.abs() * large).sqrt() + large / 254)).all()
+    assert (found * values >= 0).all() and (found[256:512] == 0).all()
+
+    squares, codes = values.square(), torch.zeros(1000, dtype=torch.uint8)
+    adamw_int8.pack_unsigned(squares.clone(), codes, scale)
+    found = adamw_int8.unpack_unsigned(codes, scale)
+    large = scale.repeat_interleave(256)[:1000]
+    root = (squares / large).nan_to_num().sqrt().sqrt()
+    assert ((found / large).nan_to_num().sqrt().sqrt() - root).abs().max() <= 1.001 / 255
+    assert (codes >= 1).all(), "a step divides by the root of what this stands for"
+
+
+def learned(n_steps: int, **settings: Any) -> tuple[list[float], Optimizer]:
+    """Losses of a model that learns a text of ten digits that follow one another."""
+    torch.manual_seed(0)
+    model = GPT(WIDER)
+    optimizer = Optimizer(model, TrainConfig(max_steps=n_steps, optimizer="adamw", learning_rate=0.003, **settings))
+    generator, losses = torch.Generator().manual_seed(1), []
+    for _ in range(n_steps):
+        first, by = torch.randint(10, (8, 1), generator=generator), torch.randint(1, 4, (8, 1), generator=generator)
+        rows = (first + by * torch.arange(17)) % 10 + 10 * (torch.rand(8, 17, generator=generator) < 0.1).long()
+        loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step(NO_SCALER)
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, optimizer
+
+
+def test_a_model_learns_with_moments_in_8_bits_as_with_torchs() -> None:
+    """Within 1% over the last fifty of 120 steps, in which the loss falls to less than a third."""
+    whole, small = (learned(120, betas=(0.9, 0.95), optimizer_state=kind) for kind in ("fp32", "int8"))
+    ends = [sum(losses[-50:]) / 50 for losses, _ in (whole, small)]
+    assert ends[0] < whole[0][0] / 3
+    assert abs(ends[1] / ends[0] - 1) < 0.01
+
+    tensors = small[1].state_tensors()
+    kept = {key.rpartition("/")[0] for key, x in tensors.items() if x.dtype == torch.int8}
+    assert kept == {
+        name for name, p in small[1].parameters.items()
+        if name.startswith("blocks.") and p.ndim == 2 and p.numel() >= adamw_int8.LEAST
+    }  # fmt: skip
+    count = count_parameters(WIDER)
+    planned = trained_state_bytes(count, "adamw", everything(count), "int8")
+    assert planned == sum(x.nbytes for key, x in tensors.items() if not key.endswith("/step"))
+
+
 def test_muon_is_torchs() -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [(64, 64)] * 3 + [(96, 64), (64, 96)] * 2 + [(96, 64), (TOGETHER // 250 + 1, 250)]
@@ -100,8 +170,38 @@ def test_each_rank_gets_about_the_same_work_and_no_matrix_goes_twice() -> None:
     assert [len(share) for share in divided(matrices[:1], 2)] == [1, 0]
 
 
-def test_state_round_trips_and_the_next_step_is_identical() -> None:
-    train = TrainConfig(max_steps=1, optimizer="muon")
+@pytest.mark.parametrize(
+    ("slot", "make", "message"),
+    [
+        ("exp_avg", torch.Tensor.float, r"is float32 \[64, 64\] there and int8 \[64, 64\] in the run's optimizer"),
+        ("exp_avg_sq", lambda x: x.to(torch.int8), r"is int8 \[64, 64\] there and uint8"),
+        ("exp_avg", lambda x: x[:1], r"is int8 \[1, 64\] there"),
+        ("exp_avg_scale", lambda x: x[1:], r"is float32 \[15\] there and float32 \[16\]"),
+        ("exp_avg_sq_scale", lambda x: -x, "no element may be below 0"),
+        ("exp_avg_sq_scale", lambda x: x / 0, "every element must be a finite number"),
+        ("exp_avg_scale", lambda x: None, "is missing there"),
+    ],
+)
+def test_moments_in_8_bits_that_do_not_fit_are_refused(
+    tmp_path: Path, slot: str, make: Callable[[torch.Tensor], torch.Tensor | None], message: str
+) -> None:
+    _, optimizer = learned(1, optimizer_state="int8")
+    tensors = {key: x.contiguous() for key, x in optimizer.state_tensors().items()}
+    path, key = tmp_path / "optimizer.safetensors", f"blocks.0.attention.query.weight/{slot}"
+    save_file(tensors, path)
+    assert read_tensors(path, optimizer.expected_tensors, owner="the run's optimizer").keys() == tensors.keys()
+    changed = make(tensors.pop(key))
+    save_file(tensors | ({} if changed is None else {key: changed.contiguous()}), path)
+    with pytest.raises(UserError, match=message):
+        read_tensors(path, optimizer.expected_tensors, owner="the run's optimizer")
+
+
+@pytest.mark.parametrize("settings", [{"optimizer": "muon"}, {"optimizer": "adamw", "optimizer_state": "int8"}])
+def test_state_round_trips_and_the_next_step_is_identical(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gptworks.train.optim.optimizer.LEAST", 200)
+    train = TrainConfig(max_steps=1, **settings)
     first = model_with_gradients()
     optimizer = Optimizer(first, train)
     optimizer.step(NO_SCALER)

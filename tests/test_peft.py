@@ -20,7 +20,9 @@ from gptworks.interop.huggingface import export_huggingface
 from gptworks.interop.peft import export_adapter, import_adapter
 from gptworks.model import GPT
 from gptworks.model.lora import add_lora, is_adapter
+from gptworks.quantize.convert import pack_for
 from gptworks.recipe import load_recipe, save_recipe
+from gptworks.train.optim.trainable import trainable_model
 from hf import VOCABULARY, make_run, random_model, tokens
 
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'gptworks[interop]'")
@@ -53,6 +55,22 @@ def adapted_run(folder: Path, settings: dict[str, Any], adapter: dict[str, Any],
     shutil.rmtree(folder / "checkpoints")
     save_checkpoint(folder, 7, model.state_dict(), {}, {"best_step": 7})
     return folder
+
+
+def test_an_adapter_over_a_packed_base_is_exported_beside_the_base_unpacked(tmp_path: Path) -> None:
+    """Over the original weights it would compute something else: another base is refused."""
+    run = adapted_run(tmp_path / "run", FAMILIES["llama"], {"rank": 3, "base": "int4"})
+    [checkpoint] = (run / "checkpoints").iterdir()
+    lora = load_recipe(run).adapter
+    assert lora is not None
+    packed = trainable_model(load_recipe(run).model, lora, None)
+    tensors = pack_for(packed, load_file(checkpoint / "model.safetensors"))
+    shutil.rmtree(checkpoint)
+    save_checkpoint(run, 7, tensors, {}, {"best_step": 7})
+    made = export_adapter(run, tmp_path / "peft")
+    assert made.logit_difference is not None and made.logit_difference < 1e-3
+    with pytest.raises(UserError, match=r"was trained beside weights rounded to int4.*leave --base out"):
+        export_adapter(run, tmp_path / "other", base=tmp_path / "peft" / "base")
 
 
 @pytest.fixture(scope="module")

@@ -26,12 +26,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from gptworks.choices import Weights
 from gptworks.config import LoRAConfig, ModelConfig, Recipe
 from gptworks.errors import RunError, UserError
 from gptworks.files import make_folder, sealed_json, sha256_file, sync, unsealed_json, why_not_written
 from gptworks.model import GPT
 from gptworks.model.lora import add_lora, has_adapter, merge_lora
-from gptworks.quantize.convert import packed_kinds
+from gptworks.quantize.convert import packed_kinds, unpack_all
 from gptworks.quantize.linear import QuantizedGPT
 from gptworks.recipe import load_recipe
 from gptworks.tensors import Expected, Stored, Wanted, read_tensors, stored_tensors
@@ -124,12 +125,13 @@ class Checkpoint:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its matrices are packed, as `gptworks quantize` does it; of a damaged file, false."""
+        """Whether its matrices are packed, as `gptworks quantize` does it, not beneath an adapter, whose weights can be
+        had; of a damaged file, false."""
         try:
             stored = stored_tensors(self.folder / "model.safetensors")
         except UserError:
             return False
-        return any(tensor.dtype != torch.float32 for tensor in stored.values())
+        return any(tensor.dtype != torch.float32 for tensor in stored.values()) and not has_adapter(stored)
 
     def optimizer_tensors(self, wanted: Wanted | None = None) -> dict[str, Tensor]:
         """The optimizer's state by `parameter/key`; see `read_tensors`.
@@ -358,7 +360,8 @@ def load_model(
     adapter: LoRAConfig | None = None,
     merge: bool = True,
 ) -> GPT:
-    """The model with a checkpoint's weights, in eval mode; a QuantizedGPT where matrices are packed.
+    """The model with a checkpoint's weights, in eval mode; a QuantizedGPT where matrices are packed. Those beneath an
+    adapter are unpacked.
 
     Args:
         adapter: what the checkpoint's adapter is, where it holds one.
@@ -368,18 +371,22 @@ def load_model(
         UserError: names, shapes or dtypes of the weights are not those of `config`, or one is not finite.
     """
     with torch.device("meta"):
-        model = GPT(config)
+        model, plain = GPT(config), GPT(config)
+    kinds: dict[str, Weights] = {}
 
     def wanted(stored: Mapping[str, Stored]) -> dict[str, Expected]:
-        nonlocal model
+        nonlocal model, kinds
         with torch.device("meta"):
             if kinds := packed_kinds(model, {name: tensor.dtype for name, tensor in stored.items()}):
                 model = QuantizedGPT(config, kinds)
             if adapter is not None and has_adapter(stored):
                 add_lora(model, adapter)
+                add_lora(plain, adapter)
         return {name: Expected.like(tensor) for name, tensor in model.state_dict().items()}
 
     tensors = checkpoint.model_tensors(wanted)
+    if kinds and has_adapter(tensors):
+        model, tensors = plain, unpack_all(tensors, kinds)
     model.load_state_dict(tensors, assign=True)
     model.reset_tables()
     if merge:

@@ -95,6 +95,11 @@ class Recipe(Section):
                 f"train.parallel.tensor_parallel={self.train.parallel.tensor_parallel} with an adapter: A and B are "
                 f"not divided among devices; set tensor_parallel=1"
             )
+        if self.adapter.base != "full" and self.train.compile == "block":
+            raise ValueError(
+                f"adapter.base={self.adapter.base} and train.compile=block: a compiled block might keep the matrices "
+                f"that it unpacks until the backward pass; set train.compile=none"
+            )
         if set(self.adapter.targets) == {"gate"} and not self.model.gated:
             raise ValueError(f"adapter.targets=gate and model.mlp={self.model.mlp} has no gate: name other targets")
 

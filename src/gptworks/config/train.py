@@ -71,6 +71,11 @@ class TrainConfig(Section):
     optimizer: Fixed[Literal["adamw", "muon"]] = Field(
         "adamw", description="muon: Muon for the blocks' matrices (Jordan et al., 2024), AdamW for the rest."
     )
+    optimizer_state: Fixed[Literal["fp32", "int8"]] = Field(
+        "fp32",
+        description="AdamW's moments of the blocks' matrices. int8: in 8 bits, with a scale for each 256 (Dettmers et "
+        "al., 2022).",
+    )
     learning_rate: Steering[float] = Field(3e-4, gt=0, description="Peak rate of AdamW.")
     muon_learning_rate: Steering[float] = Field(0.02, gt=0, description="Peak rate of Muon's matrices.")
     muon_momentum: Steering[Fraction] = 0.95
@@ -154,6 +159,11 @@ class TrainConfig(Section):
             raise ValueError(
                 f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}: "
                 f"a step is a whole number of micro-batches"
+            )
+        if self.optimizer == "muon" and self.optimizer_state == "int8":
+            raise ValueError(
+                "optimizer_state=int8 with optimizer=muon: Muon keeps one moment of the blocks' matrices, and AdamW's "
+                "of all else stay fp32 in any case; set optimizer=adamw, or leave optimizer_state out"
             )
         if self.max_steps is not None and self.warmup_steps >= self.max_steps:
             raise ValueError(

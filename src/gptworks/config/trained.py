@@ -15,6 +15,11 @@ class LoRAConfig(Section):
     """Low-rank adaptation (Hu et al., 2021): W + alpha/rank · B·A, of which A and B alone are trained."""
 
     type: Fixed[Literal["lora"]] = "lora"
+    base: Fixed[Literal["full", "int8", "int4"]] = Field(
+        "full",
+        description="How the blocks' frozen matrices are held. int8, int4: packed, and unpacked one at a time where "
+        "they are multiplied (QLoRA; Dettmers et al., 2023).",
+    )
     rank: Fixed[PositiveInt] = Field(8, description="Rows of A and columns of B (r).")
     alpha: Fixed[float] = Field(
         default_factory=derived("rank", lambda rank: 2.0 * rank),

@@ -72,7 +72,7 @@ def _facts(plan: Plan, details: bool) -> list[tuple[str, str]]:
     shards = f"{plan.shard_bytes_per_token} B a token"
     if plan.shards_bytes is not None:
         shards = f"{'about ' if plan.tokens_estimated else ''}{readable(plan.shards_bytes, 'B')} ({shards})"
-    count, train, about = plan.parameters, plan.train, "about " if plan.tokens_estimated else ""
+    count, about = plan.parameters, "about " if plan.tokens_estimated else ""
     samples = "pairs" if plan.recipe.objective.rows_per_sample == 2 else "sequences"
     before = plan.flops_before_first_step
     facts = [
@@ -95,17 +95,26 @@ def _facts(plan: Plan, details: bool) -> list[tuple[str, str]]:
     facts += [
         ("training FLOPs in all", flop(plan.total_flops)),
         ("device", _device(plan)),
-        ("step", f"{plan.setting.precision}, checkpointing {plan.setting.checkpointing}, {train.optimizer}"),
+        ("step", ", ".join(_step(plan))),
         ("memory of a device", _fit(plan)),
         ("largest micro-batch that fits", f"{plan.largest_micro_batch_size:,} {samples}"),
         ("time", _time(plan)),
     ]
     if details:
         facts += [
-            ("weights on disk, fp32", readable(plan.weights_bytes, "B")),
+            ("weights on disk", readable(plan.weights_bytes, "B")),
             ("one checkpoint on disk", readable(plan.checkpoint_bytes, "B")),
         ]
     return [*facts, ("checkpoints on disk, at most", _checkpoints(plan)), ("token shards on disk", shards)]
+
+
+def _step(plan: Plan) -> Iterator[str]:
+    train, base = plan.train, plan.trained.base
+    yield from (plan.setting.precision, f"checkpointing {plan.setting.checkpointing}", train.optimizer)
+    if train.optimizer_state != "fp32":
+        yield f"moments in {train.optimizer_state}"
+    if base != "full":
+        yield f"the base in {base}"
 
 
 def _checkpoints(plan: Plan) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -41,6 +41,9 @@ RATE, RATE_WIDTH = 1e-4, 768
 
 LORA_RANK, LORA_TIMES = 8, 10
 """An adapter's rate is about ten times that of all weights (Schulman et al., 2025)."""
+
+ADAPTED: tuple[Literal["full", "int8", "int4"], ...] = ("full", "int8", "int4")
+"""How the base is held beneath an adapter: the first that fits."""
 
 PREFERENCE_SHARE = 0.2
 """Of the rate, on pairs of answers: a policy that moves fast forgets its language."""
@@ -147,14 +150,14 @@ def draft_tuning(
     prepared = prepare(draft.recipe())
     draft.fit_to(prepared)
     device = choose_device()
-    plan = draft.planned(prepared, this_device(device))
-    if not plan.fits:
-        draft.lora = True
+    for draft.adapted in (None, *ADAPTED):
         plan = draft.planned(prepared, this_device(device))
-    if not plan.fits:
+        if plan.fits:
+            break
+    else:
         raise UserError(
-            f"{run}: not even an adapter fits in memory: {readable(plan.peak.total_bytes, 'B')} at the peak, and "
-            f"{readable(plan.device.memory_bytes, 'B')} are free. Take a smaller model."
+            f"{run}: not even an adapter beside int4 weights fits in memory: {readable(plan.peak.total_bytes, 'B')} at "
+            f"the peak, and {readable(plan.device.memory_bytes, 'B')} are free. Take a smaller model."
         )
     recipe, setting = plan.recipe, plan.setting
     step = Rehearsal(
@@ -174,7 +177,8 @@ class _Draft:
         self.template = _template(run)
         self.context, self.vocab_size = self.base.context_length, 0
         self.batch, self.micro, self.epochs, self.steps = 1, 1, 1, 1
-        self.lora = False
+        self.adapted: Literal["full", "int8", "int4"] | None = None
+        """How the base is held beneath an adapter; None: all weights are trained."""
 
     def fit_to(self, prepared: Prepared) -> None:
         """Choose the context, the batch and the epochs by the examples."""
@@ -226,6 +230,8 @@ class _Draft:
             ("rank", LORA_RANK, "all weights do not fit in memory (LoRA, Hu et al., 2021)"),
             *([("embeddings", True, "the new tokens must be learned")] if "added_tokens" in self.template else []),
         ]
+        if self.adapted not in (None, "full"):
+            adapter.append(("base", self.adapted, "does not fit beside full weights either (QLoRA, 2023)"))
         source = {"type": "preferences" if self.preference else "conversations", "path": str(self.data)}
         sections: dict[str, list[Row]] = {
             "": [("initialize_from", str(self.run), "its weights, model and tokenizer")],
@@ -233,7 +239,7 @@ class _Draft:
             "objective": objective,
             "tokenizer": [(key, value, _TEMPLATE_REASONS[key]) for key, value in self.template.items()],
             "data": [("sources", [source], ""), ("validation", {"fraction": 0.05}, "")],
-            "adapter": adapter if self.lora else [],
+            "adapter": adapter if self.adapted else [],
             "train": self._train(),
         }
         return {name: rows for name, rows in sections.items() if rows}
@@ -241,7 +247,7 @@ class _Draft:
     def _train(self) -> list[Row]:
         rate = RATE * RATE_WIDTH / self.base.d_model
         why = f"{RATE:g} at width {RATE_WIDTH}, in inverse proportion at others (Yang et al., 2022)"
-        if self.lora:
+        if self.adapted:
             rate, why = LORA_TIMES * rate, f"{why}; {LORA_TIMES} times that for an adapter"
         if self.preference:
             rate, why = PREFERENCE_SHARE * rate, f"{why}; a fifth on pairs"

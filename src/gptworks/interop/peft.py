@@ -107,6 +107,11 @@ def export_adapter(
         raise UserError(f"{run} has no adapter: all its weights were trained. Leave --adapter out.")
     if adapter.embeddings:
         raise UserError(f"{run} has trained embeddings beside its adapter: export it merged, without --adapter.")
+    if base is not None and adapter.base != "full":
+        raise UserError(
+            f"{run} was trained beside weights rounded to {adapter.base} (adapter.base), and --base {base} has others: "
+            f"leave --base out, and the rounded ones are written to {out / 'base'}."
+        )
     config, tokenizer = loaded.model.config, load_tokenizer(loaded.tokenizer_folder)
     if base is not None and (Path(base) / "config.json").exists():
         family, _ = read_folder_config(Path(base))

@@ -9,6 +9,7 @@ Shapes: r rank, I inputs, O outputs of a layer.
 
 import math
 from collections.abc import Iterable
+from functools import singledispatch
 
 import torch
 import torch.nn.functional as F
@@ -21,33 +22,41 @@ from gptworks.model.layers import Dropout
 LORA_PARTS = ("lora_a", "lora_b")
 
 
-class LoRALinear(nn.Linear):
-    """A linear layer with an adapter; `weight` and `bias` keep their names and are frozen."""
+class LowRank(nn.Module):
+    """B·A beside a layer: a base class that stands before the layer's own. What the layer has is frozen."""
 
-    def __init__(self, base: nn.Linear, config: LoRAConfig) -> None:
-        """Takes over the base's parameters. A is drawn from torch's global random state."""
-        with torch.device("meta"):
-            super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
-        self.weight, self.bias = base.weight, base.bias
-        for frozen in base.parameters():
+    def attach(self, n_in: int, n_out: int, config: LoRAConfig, device: torch.device, dtype: torch.dtype) -> None:
+        """Make A and B. A is drawn from torch's global random state."""
+        for frozen in self.parameters():
             frozen.requires_grad_(False)
-        device, dtype = base.weight.device, base.weight.dtype
-        self.lora_a = nn.Parameter(torch.empty(config.rank, base.in_features, device=device, dtype=dtype))  # r I
-        self.lora_b = nn.Parameter(torch.zeros(base.out_features, config.rank, device=device, dtype=dtype))  # O r
+        self.lora_a = nn.Parameter(torch.empty(config.rank, n_in, device=device, dtype=dtype))  # r I
+        self.lora_b = nn.Parameter(torch.zeros(n_out, config.rank, device=device, dtype=dtype))  # O r
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))  # as the authors' own code does
-        self.scale, self.dropout = config.scale, Dropout(config.dropout)
-        self.train(base.training)
+        self.factor, self.dropout = config.scale, Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., I] → [..., O]."""
         small = F.linear(self.dropout(x), self.lora_a)  # ... r
-        return F.linear(x, self.weight, self.bias) + self.scale * F.linear(small, self.lora_b)
+        plain: Tensor = super().forward(x)
+        return plain + self.factor * F.linear(small, self.lora_b)
+
+
+class LoRALinear(LowRank, nn.Linear):
+    """A linear layer with an adapter; `weight` and `bias` keep their names and are frozen."""
+
+    def __init__(self, base: nn.Linear, config: LoRAConfig) -> None:
+        """Takes over the base's parameters."""
+        with torch.device("meta"):
+            super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
+        self.weight, self.bias = base.weight, base.bias
+        self.attach(base.in_features, base.out_features, config, base.weight.device, base.weight.dtype)
+        self.train(base.training)
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
         """One layer that computes the same. The product is made in float64 and rounded once."""
         product = self.lora_b.double() @ self.lora_a.double()
-        return self._plain((self.weight.double() + self.scale * product).to(self.weight.dtype))
+        return self._plain((self.weight.double() + self.factor * product).to(self.weight.dtype))
 
     def base(self) -> nn.Linear:
         """The layer without the adapter."""
@@ -60,13 +69,24 @@ class LoRALinear(nn.Linear):
         return linear.train(self.training)
 
 
+@singledispatch
+def adapted(base: nn.Module, config: LoRAConfig) -> LowRank:
+    """The layer with an adapter; a kind of layer registers how it gets one."""
+    raise TypeError(f"{type(base).__name__} has no adapter")
+
+
+@adapted.register
+def _(base: nn.Linear, config: LoRAConfig) -> LowRank:
+    return LoRALinear(base, config)
+
+
 def add_lora(model: GPT, config: LoRAConfig) -> GPT:
     """Put an adapter beside each layer that `config` names, and freeze all else. Changes the model and returns it."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(config.trains(name))
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and config.adapts(name):
-            model.set_submodule(name, LoRALinear(module, config))
+        if config.adapts(name):
+            model.set_submodule(name, adapted(module, config))
     return model
 
 

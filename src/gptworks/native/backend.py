@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gptworks.model import GPT, SlotCache
 from gptworks.model.backend import Backend, Chunk, Unavailable
+from gptworks.model.lora import has_adapter
 from gptworks.native.library import library
 from gptworks.units import counted
 
@@ -98,6 +99,8 @@ def refusal(model: GPT) -> str | None:
         return "it has no rotary base of windowed layers alone."
     if config.rope_scaling is not None and config.rope_scaling.by_length:
         return f"it has no {config.rope_scaling.type} rotary scaling."
+    if has_adapter(name for name, _ in model.named_parameters()):
+        return "it adds no adapter to the weights."
     for name in ("d_head", "d_model", "d_ff"):
         if (width := getattr(config, name)) % 16:
             return f"{name}={width} is no multiple of 16."

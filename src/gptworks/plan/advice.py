@@ -48,6 +48,8 @@ class _Remedy:
 
     overrides: tuple[str, ...]
     costs: str
+    beyond: tuple["_Remedy", ...] = ()
+    """Milder ones in whose place it stands."""
 
 
 def recipe_with(recipe: Recipe) -> Apply:
@@ -67,15 +69,16 @@ def changes_that_fit(recipe: Recipe, n_ranks: int, device: Device, apply: Apply 
     found: list[tuple[frozenset[_Remedy], Change]] = []
     furthest: Change | None = None
     for remedies in _on_the_same_devices(recipe, device):
-        if any(given < frozenset(remedies) and _micro(change) == inf for given, change in found):
+        chosen = frozenset(each for remedy in remedies for each in (remedy, *remedy.beyond))
+        if any(given < chosen and _micro(change) == inf for given, change in found):
             continue  # less is enough already
         change = search.tried(remedies, n_ranks)
         if change is None:
             continue
         if not change.fits:
             furthest = change
-        elif not any(given < frozenset(remedies) and _micro(other) >= _micro(change) for given, other in found):
-            found.append((frozenset(remedies), change))
+        elif not any(given < chosen and _micro(other) >= _micro(change) for given, other in found):
+            found.append((chosen, change))
     changes = [change for _, change in found]
     for each in _more_devices(recipe, n_ranks, device):
         for ways, n in each:
@@ -156,18 +159,28 @@ def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Reme
         if mild:
             yield (*mild, block)
     furthest = (*mild, *blocks[-1:])
-    smaller = _Remedy(("train.optimizer=muon",), "another optimizer, with half the state")
-    if train.optimizer == "adamw" and recipe.adapter is None:
-        yield (smaller,)
-        if furthest:
-            yield (*furthest, smaller)
+    int8 = _Remedy(("train.optimizer_state=int8",), "the optimizer's moments are rounded")
+    muon = _Remedy(("train.optimizer=muon",), "another optimizer, with half the state")
+    for smaller in (int8, muon) if train.optimizer == "adamw" and train.optimizer_state == "fp32" else ():
+        if recipe.adapter is None:
+            yield (smaller,)
+            if furthest:
+                yield (*furthest, smaller)
+    lora: tuple[_Remedy, ...] = ()
     if recipe.adapter is None and recipe.freeze is None:
         source = "" if recipe.initialize_from else ", of a run that initialize_from names"
         adamw = () if train.optimizer == "adamw" else ("train.optimizer=adamw",)
-        lora = _Remedy((f"adapter.rank={LORA_RANK}", *adamw), f"trains an adapter alone{source}")
-        yield (lora,)
+        lora = (_Remedy((f"adapter.rank={LORA_RANK}", *adamw), f"trains an adapter alone{source}"),)
+        yield lora
         if furthest:
-            yield (*furthest, lora)
+            yield (*furthest, *lora)
+    eager = ("train.compile=none",) if train.compile == "block" else ()
+    base8 = _Remedy(("adapter.base=int8", *eager), "the base's matrices are rounded to 8 bits")
+    base4 = _Remedy(("adapter.base=int4", *eager), "the base's matrices are rounded to 4 bits", (base8,))
+    held = "full" if lora else recipe.adapter.base if recipe.adapter is not None else "int4"
+    for way in (lora, (*furthest, *lora)) if furthest else (lora,):
+        for base in {"full": (base8, base4), "int8": (base4,), "int4": ()}[held]:
+            yield (*way, base)
 
 
 def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list[tuple[list[_Remedy], int]]]:
@@ -181,6 +194,10 @@ def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list
         strategy.append("train.parallel.reshard_after_forward=true")
     if train.optimizer == "muon":
         strategy.append("train.optimizer=adamw")
+    if train.optimizer_state == "int8":
+        strategy.append("train.optimizer_state=fp32")
+    if recipe.adapter is not None and recipe.adapter.base != "full":
+        strategy.append("adapter.base=full")
     if planned_precision(train.precision, device) == "fp16":
         strategy.append("train.precision=fp32")
     shares = _Remedy(tuple(strategy), "weights and state in shares, over a network")

@@ -156,6 +156,15 @@ def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | No
             f"divides them",
             "use bf16 or fp32.",
         )
+    for name, value, kept, fix in (
+        ("adapter.base", recipe.adapter.base if recipe.adapter else "full", "packed matrices", "full"),
+        ("train.optimizer_state", recipe.train.optimizer_state, "moments in blocks of 256", "fp32"),
+    ):
+        if value != fix:
+            return Refusal(
+                f"{name}={value} keeps {kept} whole on each device and train.parallel.{setting} divides them",
+                f"use strategy=ddp and tensor_parallel=1, or {name}={fix}.",
+            )
     if recipe.objective.rollouts:
         return Refusal(
             f"objective.type={recipe.objective.type} samples with whole weights and train.parallel.{setting} divides "

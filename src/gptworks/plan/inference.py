@@ -47,8 +47,8 @@ def inference_memory(model: ModelConfig) -> list[InferenceMemory]:
     ]
 
 
-def weights_bytes(parameters: ParameterCount, precision: str) -> int:
-    """All weights as `gptworks quantize` writes them.
+def weights_bytes(parameters: ParameterCount, precision: str, outside: bool = True) -> int:
+    """All weights as `gptworks quantize` writes them; or, without those outside the blocks, as an adapter's base.
 
     Of lower precision are the matrices alone; norms, biases, positions and the routers of experts stay fp32. With int4,
     the embedding and the head are in int8, and so is a matrix whose rows are no whole number of groups.
@@ -58,7 +58,7 @@ def weights_bytes(parameters: ParameterCount, precision: str) -> int:
         return total
     for group in parameters.groups.values():
         for shape in group.tensors.values():
-            if len(shape) == 2 and group.name not in ("position_embedding", "router"):
+            if len(shape) == 2 and group.name not in ("position_embedding", "router") and (outside or group.in_block):
                 total += group.repeats * (_matrix_bytes(shape, precision, group.in_block) - 4 * prod(shape))
     return total
 

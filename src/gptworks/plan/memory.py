@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from gptworks.config import ModelConfig, TrainConfig, computes_again
 from gptworks.config.objective import NEXT_TOKEN, ObjectiveSettings
 from gptworks.plan.layout import BUCKET_BYTES, ONE_DEVICE, Layout, rank_config, shards_of
-from gptworks.plan.params import ParameterCount, count_parameters
+from gptworks.plan.params import count_parameters
 from gptworks.plan.stages import (
     ATTENTION,
     COPIES,
@@ -28,6 +28,7 @@ from gptworks.plan.stages import (
     norm_stage,
     rotary_tables_bytes,
 )
+from gptworks.plan.state import held_weights_bytes, optimizer_scratch_bytes, trained_state_bytes
 from gptworks.plan.trained import Trained, everything
 
 WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER = "weights", "weights_average", "gradients", "optimizer_state"
@@ -38,8 +39,14 @@ CHECKPOINT, ADAPTER, OTHER_MODELS = "checkpoint_being_written", "adapter_inputs"
 CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS, CPU_CACHE_BYTES, CHUNK_TOKENS = 1024, 2 * 2**20, 8 * 2**20, 8192
 """Of `gptworks.model.loss`, which importing would import torch."""
 
-MUON_TOGETHER = 2**22
-"""Of `gptworks.train.optim.muon`, likewise."""
+UNPACKED_ON_CPU, UNPACKED_ELSEWHERE = 2**18, 2**22
+"""CPU_AT_ONCE and AT_ONCE of `gptworks.quantize.formats`, likewise."""
+
+INPUT_SHARED_BY = {
+    "query": {"query", "key", "value"}, "attention out": {"out"}, "gate": {"gate", "up"}, "up": {"up"},
+    "down": {"down"},
+}  # fmt: skip
+"""The matrices that share the input that a stage saves."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class Setting:
     accumulates: bool = False
     """Whether a step has several micro-batches, so that gradients stand during the forward pass."""
     optimizer: str = "adamw"
+    optimizer_state: str = "fp32"
     averages: bool = False
     """Whether a moving average of the weights is kept."""
     saves: bool = False
@@ -82,6 +90,7 @@ class Setting:
             checkpointing=train.activation_checkpointing,
             accumulates=train.accumulation_steps > 1,
             optimizer=train.optimizer,
+            optimizer_state=train.optimizer_state,
             averages=train.ema_decay > 0,
             trained=trained,
         )
@@ -129,8 +138,9 @@ class _Step:
         self.reducing_bytes = 0  # of the input of a reduction that may still be under way
         self.bucket_bytes = 0  # of gradients that wait to be sent to the other ranks
         self.block_gradients_bytes = 0  # of a block's matrices, whole, before they are reduced
+        self.packed = self.trained.base != "full"
         self.blocks = {
-            window: [self._without_copies(stage) for stage in block_stages(self.shapes, window)]
+            window: [self._as_trained(stage) for stage in block_stages(self.shapes, window)]
             for window in set(self.model.layer_windows)
         }
         self.final_norm = norm_stage(self.shapes, "final norm")
@@ -161,12 +171,15 @@ class _Step:
         self._forward()
         self._loss()
         self._backward()
-        self.mark("optimizer", optimizer_scratch_bytes(self.parameters, self.setting.optimizer))
+        s = self.setting
+        scratch = optimizer_scratch_bytes(self.parameters, s.optimizer, s.optimizer_state, self.trained, s.on_cpu)
+        self.mark("optimizer", scratch)
         return self.peak
 
     def _start(self) -> None:
-        weights = self._shared(4 * (self.parameters.total + self.trained.added), 4 * self.shards.whole)
-        state = trained_state_bytes(self.parameters, self.setting.optimizer, self.trained)
+        weights = self._shared(held_weights_bytes(self.parameters, self.trained), 4 * self.shards.whole)
+        s = self.setting
+        state = trained_state_bytes(self.parameters, s.optimizer, self.trained, s.optimizer_state)
         state = self._shared(state, 8 * self.shards.trained_whole)
         gradients = self._shared(4 * self.trained.parameters, 4 * self.shards.trained_whole)
         average = gradients if self.setting.averages else 0
@@ -186,7 +199,12 @@ class _Step:
         return (n_bytes - whole_bytes) // self.layout.data_parallel + whole_bytes if self.sharded else n_bytes
 
     def _block(self, layer: int) -> list[Stage]:
-        return self.blocks[self.model.layer_window(layer)]
+        stages = self.blocks[self.model.layer_window(layer)]
+        if layer or not self.trained.rank or self.trained.embedding:
+            return stages
+        # nothing trained stands before the first block, and its first matrices lead nowhere back
+        first = ("query", "key", "value")
+        return [replace(s, saved={**s.saved, COPIES: 0}) if s.name in first else s for s in stages]
 
     def _computes_again(self, layer: int) -> bool:
         return computes_again(self.setting.checkpointing, layer)
@@ -210,11 +228,17 @@ class _Step:
                 self.hold(ADAPTER, self._adapter_bytes)
             arriving = 2 * self.gathered_bytes - kept  # gathered, and as it arrived
             self.mark(f"layer {layer + 1}, forward", arriving, COMMUNICATION)
+            if self.packed:
+                product = self.shapes.product_bytes
+                largest = max(product * stage.matrices + self._unpacking_bytes(stage) for stage in self._block(layer))
+                self.mark(f"layer {layer + 1}, forward", largest)
         if not self._keeps_bias:
             self.hold(ATTENTION, -bias_bytes(self.shapes))
         self.hold_saved(self.final_norm)
 
     def _hold_copies(self, layer: int, sign: int = 1) -> None:
+        if self.trained.rank:  # autocast keeps none of what is frozen
+            return
         self.hold(COPIES, sign * sum(stage.saved.get(COPIES, 0) for stage in self._block(layer)))
 
     def _loss(self) -> None:
@@ -225,7 +249,7 @@ class _Step:
         head = vocabulary * width if self.trained.head else 0  # a frozen matrix gets no gradient
         self.hold(LOSS, features)  # their gradient
         copy = shapes.product_bytes * vocabulary * width if shapes.autocast else 0
-        chunk = loss_chunk_bytes(shapes, vocabulary, width, taught)
+        chunk = loss_chunk_bytes(shapes, vocabulary, head, taught)
         # the features that count stand as copies; a teacher, taken to be as wide, has features and a head too
         also = objective.scores_targets * features + taught * (4 * features + copy)
         self.mark("loss", chunk + copy + also, LOSS)
@@ -312,14 +336,17 @@ class _Step:
     def _go_back(self, stage: Stage, moment: str) -> None:
         """A stage's backward pass; `Stage` says what happens when."""
         product = self.shapes.product_bytes
-        gradient = product * stage.matrices
-        self.mark(moment, stage.leaves + stage.scratch + gradient)
+        gradient = product * stage.matrices if self.packed or not self.trained.rank else 0  # or the matrix unpacked
+        momentary = gradient + max(stage.leaves + stage.scratch, self._unpacking_bytes(stage))
+        if stage.name.removeprefix("attention ") in self.trained.targets:  # what arrives is scaled, what leaves adds up
+            momentary = max(momentary, stage.arrives, 2 * stage.leaves)
+        self.mark(moment, momentary)
         self.hold_saved(stage, -1)
         self.hold(TEMPORARY, stage.leaves - stage.arrives)
         if stage.merges:
             self.mark(moment, gradient + stage.leaves)
             self.hold(TEMPORARY, -stage.leaves)
-        if self.shapes.autocast and not self.no_copies:
+        if self.shapes.autocast and not self.no_copies and not self.trained.rank:
             self.mark(moment, (product + 4) * stage.matrices)
         self._gain(stage.matrices, stage.vectors)
 
@@ -359,10 +386,21 @@ class _Step:
             self.mark("gradients added up over ranks")
             self.bucket_bytes = 0
 
-    def _without_copies(self, stage: Stage) -> Stage:
-        if not self.no_copies:
-            return stage
-        return replace(stage, saved={part: n for part, n in stage.saved.items() if part != COPIES})
+    def _unpacking_bytes(self, stage: Stage) -> int:
+        """What unpacks a stage's matrix, some rows at a time; none where it is not packed."""
+        at_once = UNPACKED_ON_CPU if self.shapes.on_cpu else UNPACKED_ELSEWHERE
+        return (6 if self.shapes.autocast else 5) * min(stage.matrices, at_once) if self.packed else 0
+
+    def _as_trained(self, stage: Stage) -> Stage:
+        """What a stage saves where matrices are gathered as they are used, packed, or frozen: the input of a frozen
+        matrix is saved by its adapter alone, which with dropout has its own."""
+        saved = dict(stage.saved)
+        if self.no_copies or self.packed:
+            saved.pop(COPIES, None)
+        adapted = self.trained.targets & INPUT_SHARED_BY.get(stage.name, set())
+        if self.trained.rank and stage.name in INPUT_SHARED_BY and (self.trained.dropout or not adapted):
+            saved = {part: n_bytes for part, n_bytes in saved.items() if part == COPIES}
+        return replace(stage, saved=saved)
 
 
 def chunk_tokens(shapes: Shapes, vocab_size: int) -> int:
@@ -375,14 +413,15 @@ def softmax_tokens(shapes: Shapes, vocab_size: int) -> int:
     return max(1, CPU_CACHE_BYTES // (4 * vocab_size)) if shapes.on_cpu else CHUNK_TOKENS
 
 
-def loss_chunk_bytes(shapes: Shapes, vocab_size: int, width: int, taught: bool) -> int:
+def loss_chunk_bytes(shapes: Shapes, vocab_size: int, head: int, taught: bool) -> int:
     """What the loss holds at its worst beside features and their gradient: a chunk's logits, some rows' probabilities
-    (and those logits in float32), and the gradient of the head's matrix, as the product gives it and in float32.
+    (and those logits in float32), and the gradient of the head's matrix of so many elements, 0 where it is frozen, as
+    the product gives it and in float32.
 
     A loss that is taught by another model has the teacher's logits besides, and its rows' logits and probabilities,
     softened or not.
     """
-    chunk, product, head = chunk_tokens(shapes, vocab_size), shapes.product_bytes, vocab_size * width
+    chunk, product = chunk_tokens(shapes, vocab_size), shapes.product_bytes
     first, second = (max(0, min(chunk, n)) * vocab_size for n in (shapes.n_tokens, shapes.n_tokens - chunk))
     copied = shapes.autocast and shapes.on_cpu
     row_bytes = 4 * (6 + 2 * shapes.autocast if taught else 1 + copied)
@@ -393,26 +432,3 @@ def loss_chunk_bytes(shapes: Shapes, vocab_size: int, width: int, taught: bool) 
         product * first + max(softmax, 4 * head + rounded),
         product * second + 4 * head + max(softmax, product * head) if second else 0,
     )
-
-
-def trained_state_bytes(parameters: ParameterCount, optimizer: str, trained: Trained) -> int:
-    """The optimizer's state: two float32 moments of AdamW, one of Muon; of an adapter, and of what is not frozen."""
-    muon = parameters.block_matrices if optimizer == "muon" else 0
-    return 8 * trained.added + round(trained.share * 4 * (2 * parameters.total - muon))
-
-
-def optimizer_scratch_bytes(parameters: ParameterCount, optimizer: str) -> int:
-    """Fused AdamW needs none. Muon makes the updates of some matrices of one shape at a time, in bf16."""
-    if optimizer != "muon":
-        return 0
-    shapes: Counter[tuple[int, ...]] = Counter()
-    for group in parameters.groups.values():
-        matrices = [shape for shape in group.tensors.values() if group.in_block and len(shape) == 2]
-        shapes.update({shape: group.repeats * n for shape, n in Counter(matrices).items()})
-    most = 0
-    for shape, n in shapes.items():
-        a, b = shape
-        together = min(n, max(1, MUON_TOGETHER // (a * b)))
-        making, orthogonalizing = 4 * a * b + 2 * together * a * b, 4 * together * (a * b + min(a, b) ** 2)
-        most = max(most, making, orthogonalizing)
-    return most

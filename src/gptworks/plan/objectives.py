@@ -3,6 +3,8 @@
 from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.plan.params import count_parameters
+from gptworks.plan.state import held_weights_bytes
+from gptworks.plan.trained import everything, trained
 from gptworks.recipe import load_recipe
 
 
@@ -24,5 +26,7 @@ def other_models_bytes(recipe: Recipe) -> int:
     """Of the weights that stand beside those in training: a teacher's, or those of the start."""
     if (model := teacher_config(recipe)) is not None:
         return 4 * count_parameters(model).total
-    adapted = recipe.adapter is not None and not recipe.adapter.embeddings
-    return 4 * count_parameters(recipe.model).total if recipe.objective.keeps_start and not adapted else 0
+    if not recipe.objective.keeps_start or (recipe.adapter is not None and not recipe.adapter.embeddings):
+        return 0
+    count = count_parameters(recipe.model)
+    return held_weights_bytes(count, trained(recipe.model, recipe.adapter, recipe.freeze) or everything(count))

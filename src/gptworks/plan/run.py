@@ -12,8 +12,9 @@ from gptworks.plan.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from gptworks.plan.devices import UTILIZATION, Device, this_cpu
 from gptworks.plan.fit import Alternative, alternatives, largest_micro_batch
 from gptworks.plan.inference import InferenceMemory, inference_memory
-from gptworks.plan.memory import Peak, Setting, trained_state_bytes, training_peak
+from gptworks.plan.memory import Peak, Setting, training_peak
 from gptworks.plan.params import ParameterCount, count_parameters
+from gptworks.plan.state import held_weights_bytes, trained_state_bytes
 from gptworks.plan.trained import Trained, everything
 from gptworks.plan.work import Work, training_work
 
@@ -210,12 +211,12 @@ class Plan:
 
     @property
     def weights_bytes(self) -> int:
-        """Weights in fp32, a tied head once, an adapter beside them; the file adds a header of some kilobytes."""
-        return 4 * (self.parameters.total + self.trained.added)
+        """Weights as they are trained, a tied head once, an adapter beside them; the file adds a header of some kB."""
+        return held_weights_bytes(self.parameters, self.trained)
 
     @property
     def optimizer_state_bytes(self) -> int:
-        return trained_state_bytes(self.parameters, self.train.optimizer, self.trained)
+        return trained_state_bytes(self.parameters, self.train.optimizer, self.trained, self.train.optimizer_state)
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -1,10 +1,14 @@
 """How much of a model a run trains, where not all: what is frozen has no gradient and no optimizer state."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
-from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig
+from gptworks.config import ADAPTED_MODULES, FreezeConfig, LoRAConfig, ModelConfig
 from gptworks.plan.params import ParameterCount, count_parameters
+
+LEAST_IN_8_BITS, SCALED_TOGETHER = 4096, 256
+"""LEAST and BLOCK of `gptworks.train.optim.adamw_int8`, which importing would import torch."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,12 @@ class Trained:
     """Elements of the inputs of the adapters of a block, for each token."""
     n_adapted: int = 0
     """Adapters of a block."""
+    targets: frozenset[str] = frozenset()
+    """The layers of a block that have adapters, by the last part of their names."""
+    base: str = "full"
+    """How the blocks' frozen matrices are held beneath an adapter: full, int8 or int4."""
+    in_8_bits: tuple[int, int] = (0, 0)
+    """What AdamW with moments in 8 bits keeps so: elements, and scales of both moments."""
     n_still: int = 0
     """Blocks from the first on that nothing trained stands before or in: their backward pass is left out."""
 
@@ -41,7 +51,22 @@ def trains(parameter: str, adapter: LoRAConfig | None, freeze: FreezeConfig | No
 
 def everything(count: ParameterCount) -> Trained:
     """A whole model."""
-    return Trained(parameters=count.total, added=0, share=1.0, head=True, embedding=True)
+    sizes = [
+        prod(shape)
+        for group in count.groups.values()
+        for shape in group.tensors.values()
+        if group.in_block and len(shape) == 2
+        for _ in range(group.repeats)
+    ]
+    return Trained(
+        parameters=count.total, added=0, share=1.0, head=True, embedding=True, in_8_bits=moments_in_8_bits(sizes)
+    )
+
+
+def moments_in_8_bits(sizes: Iterable[int]) -> tuple[int, int]:
+    """Of matrices of the blocks with so many elements, those of which AdamW keeps 8 bits, and their scales."""
+    large = [size for size in sizes if size >= LEAST_IN_8_BITS]
+    return sum(large), 2 * sum(-(-size // SCALED_TOGETHER) for size in large)
 
 
 def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> Trained | None:
@@ -56,6 +81,9 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
         share=sum(own.values()) / count.total,
         head=("token_embedding.weight" if model.tie_embeddings else "untied_head.weight") in own,
         embedding=not own.keys().isdisjoint(("token_embedding.weight", "position_embedding.weight")),
+        in_8_bits=moments_in_8_bits(
+            size for name, size in own.items() if name.startswith("blocks.") and len(count.shapes[name]) == 2
+        ),
     )
     if adapter is None:
         blocks = [int(name.split(".")[1]) for name in own if name.startswith("blocks.")]
@@ -74,4 +102,7 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
         dropout=adapter.dropout > 0,
         inputs=sum(shape[1] for shape in adapted) // model.n_layers,
         n_adapted=len(adapted) // model.n_layers,
+        targets=frozenset(part for parts in ADAPTED_MODULES.values() for part in parts if adapter.adapts(part)),
+        base=adapter.base,
+        in_8_bits=moments_in_8_bits(adapter.rank * width for shape in adapted for width in shape),
     )

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from gptworks.choices import Weights
 from gptworks.errors import UserError, nearest
 from gptworks.model import GPT
-from gptworks.quantize.formats import DTYPES, GROUP, KINDS, dequantize, pack_int4
-from gptworks.quantize.linear import QuantizedGPT
+from gptworks.quantize.formats import DTYPES, GROUP, KINDS, dequantize, pack_int4, unpacked
+from gptworks.quantize.linear import QuantizedGPT, packed_matrices
 from gptworks.quantize.rounding import Rounded, gptq, round_int4, round_int8
 
 Packed = tuple[Tensor, Tensor | None]
@@ -73,6 +73,34 @@ def matrix_kinds(model: GPT, weights: Weights) -> dict[str, Weights]:
         return weights if weights != "int4" or whole_groups else "int8"
 
     return {name: kind(name, module.weight.size(1)) for name, module in _packable(model).items()}
+
+
+def base_kinds(model: GPT, weights: Weights) -> dict[str, Weights]:
+    """How the matrices of the blocks are kept beneath an adapter, by module's name; all else stays fp32."""
+    return {name: kind for name, kind in matrix_kinds(model, weights).items() if name.startswith("blocks.")}
+
+
+def pack_for(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights in fp32 as the model holds them: those of its packed matrices packed, each to the nearest value.
+
+    Raises:
+        UserError: a weight that the kind cannot hold.
+    """
+    held = dict(tensors)
+    for name, matrix in packed_matrices(model):
+        weight = held[f"{name}.weight"]
+        _check_holds(name, weight, matrix.kind)
+        held[f"{name}.weight"], scale = pack(weight.to(matrix.weight.device), matrix.kind)
+        held |= {} if scale is None else {f"{name}.scale": scale}
+    return held
+
+
+def unpack_all(tensors: Mapping[str, Tensor], kinds: Mapping[str, Weights]) -> dict[str, Tensor]:
+    """The tensors with the packed matrices among them unpacked, in fp32."""
+    whole = dict(tensors)
+    for name in kinds:
+        whole[f"{name}.weight"] = unpacked(whole[f"{name}.weight"], whole.pop(f"{name}.scale", None), torch.float32)
+    return whole
 
 
 def packed_kinds(model: GPT, dtypes: Mapping[str, object]) -> dict[str, Weights]:

@@ -23,6 +23,9 @@ LEVELS = {"int8": (-127, 127), "int4": (-8, 7)}
 DTYPES: dict[Weights, torch.dtype] = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "int4": torch.uint8,
 }  # fmt: skip
+CPU_AT_ONCE, AT_ONCE = 2**18, 2**22
+"""Weights that are unpacked at once, on a CPU and elsewhere: on a CPU they are used while they are in its cache."""
+
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 """The kind that a stored matrix's dtype stands for; fp32 is none of them."""
 
@@ -64,6 +67,22 @@ def dequantize(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tens
     if weight.dtype == torch.uint8:
         return unpack_int4(weight).float().mul_(scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
     return weight.float().mul_(scale.unsqueeze(-1)).to(dtype)
+
+
+def rows_at_once(weight: Tensor, columns: int) -> int:
+    """Rows of a packed matrix that are unpacked at once."""
+    return max(1, (CPU_AT_ONCE if weight.device.type == "cpu" else AT_ONCE) // columns)
+
+
+def unpacked(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`dequantize` of a whole matrix [N, K], some rows at a time, so that little but the result stands in memory."""
+    columns = weight.size(1) * (2 if weight.dtype == torch.uint8 else 1)
+    n_rows = rows_at_once(weight, columns)
+    matrix = torch.empty(weight.size(0), columns, dtype=dtype, device=weight.device)
+    for first in range(0, len(matrix), n_rows):
+        rows = slice(first, first + n_rows)
+        matrix[rows] = dequantize(weight[rows], None if scale is None else scale[rows], dtype)
+    return matrix
 
 
 def _check_groups(columns: int) -> None:

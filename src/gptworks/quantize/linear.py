@@ -12,13 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptworks.choices import Weights
-from gptworks.config import ModelConfig
+from gptworks.config import LoRAConfig, ModelConfig
 from gptworks.model import GPT
-from gptworks.model.layers import cap
-from gptworks.quantize.formats import KINDS, dequantize, empty
-
-_WEIGHTS_AT_ONCE = 2**18
-"""On a CPU, weights that are unpacked at once: they are multiplied while they are in the processor's cache."""
+from gptworks.model.layers import cap, product_dtype
+from gptworks.model.lora import LowRank, adapted
+from gptworks.quantize.formats import KINDS, dequantize, empty, rows_at_once, unpacked
 
 
 class PackedMatrix(nn.Module):
@@ -46,7 +44,7 @@ class PackedMatrix(nn.Module):
 
     def product(self, x: Tensor) -> Tensor:
         """x [..., K] → x · matrixᵀ [..., N], in x's dtype."""
-        n_rows = self.rows if x.device.type != "cpu" else max(1, _WEIGHTS_AT_ONCE // self.columns)
+        n_rows = self.rows if x.device.type != "cpu" else rows_at_once(self.weight, self.columns)
         weights = torch.split(self.weight, n_rows)
         scales = [None] * len(weights) if self.scale is None else torch.split(self.scale, n_rows)
         parts = [F.linear(x, dequantize(w, s, x.dtype)) for w, s in zip(weights, scales, strict=True)]
@@ -75,9 +73,43 @@ class QuantizedLinear(PackedMatrix):
         self.bias = nn.Parameter(torch.zeros(rows)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] → [..., N], in x's dtype."""
-        y = self.product(x)
+        """x [..., K] → [..., N], in x's dtype; where x has a gradient, in that of the products here."""
+        if x.requires_grad and torch.is_grad_enabled():
+            y: Tensor = _Product.apply(x.to(product_dtype(x)), self.weight, self.scale)  # type: ignore[no-untyped-call]
+        else:
+            y = self.product(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class LoRAQuantizedLinear(LowRank, QuantizedLinear):
+    """A packed layer with an adapter (QLoRA; Dettmers et al., 2023)."""
+
+    def __init__(self, base: QuantizedLinear, config: LoRAConfig) -> None:
+        """Takes over what the base holds."""
+        with torch.device("meta"):
+            super().__init__(base.kind, base.rows, base.columns, base.bias is not None)
+        self.weight, self.scale, self.bias = base.weight, base.scale, base.bias
+        self.attach(base.columns, base.rows, config, base.weight.device, base.dtype)
+        self.train(base.training)
+
+
+@adapted.register
+def _(base: QuantizedLinear, config: LoRAConfig) -> LowRank:
+    return LoRAQuantizedLinear(base, config)
+
+
+class _Product(torch.autograd.Function):
+    """x · matrixᵀ. The backward pass keeps the packed matrix, and unpacks it again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight, scale)
+        return F.linear(x, unpacked(weight, scale, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        weight, scale = ctx.saved_tensors
+        return gradients[0] @ unpacked(weight, scale, gradients[0].dtype), None, None
 
 
 class QuantizedEmbedding(PackedMatrix):
@@ -98,9 +130,7 @@ class QuantizedGPT(GPT):
             kinds: how each packed matrix is kept, by its module's name, such as `blocks.0.mlp.up`.
         """
         super().__init__(config)
-        for name, module in list(self.named_modules()):
-            if name in kinds:
-                self.set_submodule(name, _packed(module, kinds[name]))
+        hold_packed(self, kinds)
 
     @property
     def head_weight(self) -> Tensor:
@@ -127,6 +157,19 @@ class QuantizedGPT(GPT):
         """The kinds of its matrices, the smallest first: `int4` or `int4, int8`."""
         order = ("int4", "int8", "fp16", "bf16")
         return ", ".join(sorted({module.kind for _, module in packed_matrices(self)}, key=order.index))
+
+
+def hold_packed(model: GPT, kinds: Mapping[str, Weights]) -> GPT:
+    """Put packed matrices, not filled, in the place of those named. Changes the model and returns it."""
+    for name, kind in kinds.items():
+        model.set_submodule(name, _packed(model.get_submodule(name), kind))
+    return model
+
+
+def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All that a model computes with, by name: parameters, and what packed matrices hold."""
+    packed = {f"{name}.{part}": x for name, matrix in packed_matrices(model) for part, x in matrix.named_buffers()}
+    return dict(model.named_parameters()) | packed
 
 
 def packed_matrices(model: nn.Module) -> list[tuple[str, PackedMatrix]]:

@@ -27,7 +27,6 @@ from gptworks.errors import RunError, UserError
 from gptworks.files import write_sums
 from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
-from gptworks.model import GPT
 from gptworks.plan.fit import layout_words
 from gptworks.plan.layout import Layout
 from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
@@ -42,7 +41,7 @@ from gptworks.train.objectives.choose import OBJECTIVES, choose_objective
 from gptworks.train.objectives.next_token import Batch, LossFunction
 from gptworks.train.optim.anomalies import anomaly
 from gptworks.train.optim.schedule import rate_factor
-from gptworks.train.optim.trainable import check_trained, trained_part
+from gptworks.train.optim.trainable import check_trained, trainable_model
 from gptworks.train.prefetch import Prefetcher
 from gptworks.train.progress import Progress
 from gptworks.train.record.display import Display
@@ -175,7 +174,7 @@ class Run:
             self.objective = choose_objective(recipe, prepared.folder, verify=ranks.is_rank_zero)
         torch.manual_seed(recipe.seed)
         self._memory_before_bytes = reset_peak(device)
-        self.model = self.parallel.place(trained_part(GPT(recipe.model), recipe.adapter, recipe.freeze), device)
+        self.model = self.parallel.place(trainable_model(recipe.model, recipe.adapter, recipe.freeze), device)
         self.model.activation_checkpointing = recipe.train.activation_checkpointing
         self.step = TrainStep(
             self.model, recipe.train, loss or self.objective.loss, self.precision, self.parallel, ranks

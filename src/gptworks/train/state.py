@@ -9,6 +9,7 @@ from torch import Tensor
 from gptworks.checkpoint import Checkpoint, newest_verified
 from gptworks.config import Recipe
 from gptworks.errors import UserError
+from gptworks.quantize.convert import pack_for
 from gptworks.tensors import Expected
 from gptworks.train.distributed.agreed import agreed_checkpoint
 from gptworks.train.optim.average import WeightAverage
@@ -38,6 +39,7 @@ class TrainingState:
     def start_from(self, weights: dict[str, Tensor]) -> None:
         """Take over the weights of another run; of an adapter's run, those of the model that it adapts."""
         model = self._step.model
+        weights = pack_for(model, weights)
         model.load_state_dict(self._step.parallel.shard_tensors(weights), strict=self._recipe.adapter is None)
         self.average = WeightAverage(model, self._recipe.train.ema_decay)
 

@@ -38,6 +38,7 @@ from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.plan.arrange import layout_of, refusal
 from gptworks.plan.layout import ONE_DEVICE, Layout
+from gptworks.quantize.linear import packed_matrices
 from gptworks.train.distributed.ranks import Ranks
 from gptworks.train.distributed.sums import GradientSums, Timed, local
 from gptworks.train.rehearsal.preflight import this_device
@@ -308,12 +309,13 @@ class ManyDevices(Parallel):
 
 
 def compile_blocks(model: GPT, setting: str, device: torch.device, varying_widths: bool = False) -> None:
-    """Have each block compiled when it first runs, if the setting says so; auto: on CUDA.
+    """Have each block compiled when it first runs, if the setting says so; auto: on CUDA, but not over packed matrices,
+    which a compiled block might keep unpacked until the backward pass.
 
     A graph for each width would soon pass torch's limit of 8, beyond which blocks run as they are written: where widths
     vary, one graph serves all.
     """
-    if setting == "block" or (setting == "auto" and device.type == "cuda"):
+    if setting == "block" or (setting == "auto" and device.type == "cuda" and not packed_matrices(model)):
         for block in model.blocks:
             block.compile(dynamic=varying_widths)
 

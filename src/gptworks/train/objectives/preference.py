@@ -25,6 +25,7 @@ from gptworks.evaluate.loss import Workers
 from gptworks.files import sealed_json, unsealed_json, write_whole
 from gptworks.model import GPT
 from gptworks.model.backend import eval_mode
+from gptworks.quantize.linear import weight_tensors
 from gptworks.train.objectives.base import RunContext
 from gptworks.train.objectives.next_token import Batch, Losses, LossFunction, Routing, with_routing
 from gptworks.train.objectives.pairs import PairsObjective, answer_lengths, answer_logprobs, counts
@@ -150,9 +151,9 @@ class Preference(PairsObjective):
 
 
 def weights_fingerprint(model: GPT) -> str:
-    """sha256 of a model's parameters, in the order of their names. Of sharded ones, this process's shard."""
+    """sha256 of a model's weights, in the order of their names. Of sharded ones, this process's shard."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    for name, parameter in sorted(weight_tensors(model).items()):
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         digest.update(name.encode("utf-8"))
         copied = local.detach().float().cpu().clone()  # a storage that numpy has seen cannot be freed by FSDP any more

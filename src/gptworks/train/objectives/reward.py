@@ -30,8 +30,9 @@ from gptworks.infer.request import Completion
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.model import GPT
 from gptworks.model.backend import eval_mode
-from gptworks.model.lora import LoRALinear
+from gptworks.model.lora import LowRank
 from gptworks.model.loss import target_logprobs
+from gptworks.quantize.linear import weight_tensors
 from gptworks.tensors import Expected, read_tensors
 from gptworks.train.generating import generating
 from gptworks.train.objectives.base import Objective, RunContext
@@ -196,9 +197,9 @@ class Reward(Objective):
         start = copy.deepcopy(self._run.model).requires_grad_(False).eval()
         if self._run.is_new:
             if self._run.ranks.is_rank_zero:
-                save_file({name: p.detach().cpu() for name, p in start.named_parameters()}, path)
+                save_file({name: p.detach().cpu() for name, p in weight_tensors(start).items()}, path)
             return start
-        wanted = {name: Expected.like(parameter) for name, parameter in start.named_parameters()}
+        wanted = {name: Expected.like(tensor) for name, tensor in weight_tensors(start).items()}
         fix = (
             "It holds the weights that the run began with: restore it from a copy, or start anew with another run_dir=."
         )
@@ -342,12 +343,12 @@ class Reward(Objective):
 @contextmanager
 def without_adapter(model: GPT) -> Iterator[None]:
     """Inside, the model is what it was before its adapter."""
-    adapters = [module for module in model.modules() if isinstance(module, LoRALinear)]
-    scales = [module.scale for module in adapters]
+    adapters = [module for module in model.modules() if isinstance(module, LowRank)]
+    factors = [module.factor for module in adapters]
     for module in adapters:
-        module.scale = 0.0
+        module.factor = 0.0
     try:
         yield
     finally:
-        for module, scale in zip(adapters, scales, strict=True):
-            module.scale = scale
+        for module, factor in zip(adapters, factors, strict=True):
+            module.factor = factor

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from gptworks.quantize.linear import weight_tensors
+
 _OWN = "own"
 
 
@@ -17,7 +19,7 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.parameters = dict(model.named_parameters())
+        self.parameters = weight_tensors(model)
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.tensors = {name: p.detach().float().clone() for name, p in trained.items()} if decay else {}
 

@@ -1,5 +1,7 @@
-"""Optimizers: AdamW, or Muon for the blocks' matrices beside AdamW for the rest. Decay falls on matrices alone."""
+"""Optimizers: AdamW, its moments of the blocks' matrices in fp32 or in 8 bits, or Muon for those beside AdamW for the
+rest. Decay falls on matrices alone."""
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import Tensor, distributed, nn
 from gptworks.config import TrainConfig
 from gptworks.model import GPT
 from gptworks.tensors import Expected
+from gptworks.train.optim.adamw_int8 import LEAST, SLOTS, AdamWInt8, n_blocks
 from gptworks.train.optim.muon import Muon
 
 Group = dict[str, Any]
@@ -20,6 +23,8 @@ def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) ->
     members: dict[tuple[str, object], list[str]] = {(kind, None): [] for kind in ("matrices", "embeddings", "vectors")}
     for name, parameter in parameters.items():
         kind = "vectors" if parameter.ndim < 2 else "matrices" if name.startswith("blocks.") else "embeddings"
+        if train.optimizer_state == "int8" and kind == "matrices" and parameter.numel() >= LEAST:
+            kind = "in 8 bits"
         mesh = getattr(parameter, "device_mesh", None)  # fused updates take tensors that are divided alike
         members.setdefault((kind, mesh), []).append(name)
     groups: dict[str, list[Group]] = {}
@@ -28,7 +33,7 @@ def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) ->
             continue
         by_muon = train.optimizer == "muon" and kind == "matrices"
         rate = train.muon_learning_rate if by_muon else train.learning_rate
-        groups.setdefault("muon" if by_muon else "adamw", []).append(
+        groups.setdefault("muon" if by_muon else "adamw_int8" if kind == "in 8 bits" else "adamw", []).append(
             {
                 "names": names,
                 "params": [parameters[name] for name in names],
@@ -55,6 +60,8 @@ class Optimizer:
             if kind == "adamw":
                 fused = all(parameter.device.type in ("cpu", "cuda", "mps") for parameter in self.parameters.values())
                 optimizer = torch.optim.AdamW(groups, betas=train.betas, eps=train.eps, fused=fused)
+            elif kind == "adamw_int8":
+                optimizer = AdamWInt8(groups, train.betas, train.eps)
             else:
                 optimizer = Muon(groups, momentum=train.muon_momentum, replicas=replicas)
             self._optimizers.append((optimizer, [name for group in groups for name in group["names"]]))
@@ -107,10 +114,14 @@ class Optimizer:
                     continue
                 if isinstance(optimizer, Muon):
                     expected[f"{name}/momentum_buffer"] = Expected(shapes[name])
-                else:
-                    expected[f"{name}/step"] = Expected((), least=0)
-                    expected[f"{name}/exp_avg"] = Expected(shapes[name])
-                    expected[f"{name}/exp_avg_sq"] = Expected(shapes[name], least=0)
+                    continue
+                expected[f"{name}/step"] = Expected((), least=0)
+                int8 = isinstance(optimizer, AdamWInt8)
+                for slot, dtype, least in zip(SLOTS, (torch.int8, torch.uint8), (-math.inf, 0), strict=True):
+                    expected[f"{name}/{slot}"] = Expected(shapes[name], dtype if int8 else torch.float32, least)
+                    if int8:
+                        scales = (n_blocks(self.parameters[name].numel()),)
+                        expected[f"{name}/{slot}_scale"] = Expected(scales, least=0)
         return expected
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:

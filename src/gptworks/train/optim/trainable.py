@@ -2,11 +2,30 @@
 
 import fnmatch
 
-from gptworks.config import FreezeConfig, LoRAConfig, Recipe
+import torch
+
+from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, Recipe
 from gptworks.errors import UserError, nearest
 from gptworks.model import GPT
 from gptworks.model.lora import add_lora
 from gptworks.plan.params import count_parameters
+from gptworks.quantize.convert import base_kinds
+from gptworks.quantize.linear import hold_packed, weight_tensors
+
+
+def trainable_model(config: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> GPT:
+    """A new model of which only what is to be trained has gradients. With packed matrices beneath an adapter, what is
+    frozen is zero until the base is loaded: such a model never stands in full."""
+    if adapter is None or adapter.base == "full":
+        return trained_part(GPT(config), adapter, freeze)
+    here = torch.get_default_device()
+    with torch.device("meta"):
+        model = GPT(config)
+        model = hold_packed(model, base_kinds(model, adapter.base))
+    zeros = {name: torch.zeros_like(tensor, device=here) for name, tensor in weight_tensors(model).items()}
+    model.load_state_dict(zeros, assign=True)
+    model.reset_tables(here)
+    return trained_part(model, adapter, freeze)
 
 
 def trained_part(model: GPT, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> GPT:

@@ -21,11 +21,10 @@ from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, ObjectiveConf
 from gptworks.config.objective import NEXT_TOKEN
 from gptworks.device import choose_precision
 from gptworks.errors import UserError
-from gptworks.model import GPT
 from gptworks.train.distributed.parallel import Parallel
 from gptworks.train.objectives.choose import OBJECTIVES
 from gptworks.train.objectives.next_token import Batch, count_targets
-from gptworks.train.optim.trainable import trained_part
+from gptworks.train.optim.trainable import trainable_model
 from gptworks.train.step import TrainStep
 
 
@@ -48,7 +47,7 @@ class Rehearsal:
         """The step, its blocks not compiled."""
         parallel, device = Parallel(self.train), torch.device(self.device)
         with device:
-            model = trained_part(GPT(self.model), self.adapter, self.freeze)
+            model = trainable_model(self.model, self.adapter, self.freeze)
             loss = OBJECTIVES[self.objective.type].loss_without_data(self.objective, self.train)
         model.activation_checkpointing = self.train.activation_checkpointing
         parallel.parameters = dict(model.named_parameters())  # not `place`: fake tensors cannot be moved

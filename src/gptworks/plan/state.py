@@ -1,0 +1,51 @@
+"""Bytes of weights and of the optimizer's state, which stand throughout a run, and of what an update takes."""
+
+from collections import Counter
+from math import prod
+
+from gptworks.plan.inference import weights_bytes
+from gptworks.plan.params import ParameterCount
+from gptworks.plan.trained import Trained
+
+MUON_TOGETHER = 2**22
+"""Of `gptworks.train.optim.muon`, which importing would import torch."""
+
+INT8_ON_CPU, INT8_ELSEWHERE = 2**18, 2**22
+"""CPU_AT_ONCE and AT_ONCE of `gptworks.train.optim.adamw_int8`, likewise."""
+
+
+def held_weights_bytes(parameters: ParameterCount, trained: Trained) -> int:
+    """All weights and an adapter's beside them; in fp32 but for the base of an adapter that packs it."""
+    base = 4 * parameters.total if trained.base == "full" else weights_bytes(parameters, trained.base, outside=False)
+    return base + 4 * trained.added
+
+
+def trained_state_bytes(parameters: ParameterCount, optimizer: str, trained: Trained, moments: str = "fp32") -> int:
+    """The optimizer's state: two moments of AdamW, one of Muon; of an adapter, and of what is not frozen."""
+    muon = parameters.block_matrices if optimizer == "muon" else 0
+    n_small, n_scales = trained.in_8_bits if moments == "int8" else (0, 0)
+    whole = 8 * trained.added + round(trained.share * 4 * (2 * parameters.total - muon))
+    return whole - 6 * n_small + 4 * n_scales
+
+
+def optimizer_scratch_bytes(
+    parameters: ParameterCount, optimizer: str, moments: str, trained: Trained, on_cpu: bool
+) -> int:
+    """Fused AdamW needs none; with moments in 8 bits both stand in fp32, and a third tensor, for a piece of a matrix.
+    Muon makes the updates of some matrices of one shape at a time, in bf16."""
+    shapes: Counter[tuple[int, ...]] = Counter()
+    for group in parameters.groups.values():
+        matrices = [shape for shape in group.tensors.values() if group.in_block and len(shape) == 2]
+        shapes.update({shape: group.repeats * n for shape, n in Counter(matrices).items()})
+    if moments == "int8":
+        largest = max(map(prod, shapes)) if not trained.rank else trained.rank * max(map(max, shapes))
+        return 12 * min(largest, INT8_ON_CPU if on_cpu else INT8_ELSEWHERE)
+    if optimizer != "muon":
+        return 0
+    most = 0
+    for shape, n in shapes.items():
+        a, b = shape
+        together = min(n, max(1, MUON_TOGETHER // (a * b)))
+        making, orthogonalizing = 4 * a * b + 2 * together * a * b, 4 * together * (a * b + min(a, b) ** 2)
+        most = max(most, making, orthogonalizing)
+    return most
