@@ -387,6 +387,8 @@ def test_a_setting_that_is_not_ours_is_refused_by_its_name(
         ("Gemma3TextConfig", {"attn_logit_softcapping": 50.0}, "`attn_logit_softcapping`=50.0"),
         ("Gemma3TextConfig", {"layer_types": None, "sliding_window_pattern": 0}, "wrong type"),
         ("Phi3Config", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn': gptworks has default, longrope"),
+        ("Phi3Config", {"auto_map": {"AutoModelForCausalLM": "modeling_phi3.Mine"}}, "`auto_map`='modeling_phi3.Mine'"),
+        ("Phi3Config", {"full_attn_mod": 2}, "`full_attn_mod`=2"),
         ("Phi3Config", PHI3 | {"rope_scaling": {"type": "su", "long_factor": [1.0]}}, "no `short_factor`"),
         ("Phi3Config", PHI3 | {"rope_scaling": LONGROPE | {"long_factor": [1.0]}}, "long_factors has 1 numbers"),
         ("Phi3Config", PHI3 | {"rope_scaling": LONGROPE | {"long_factor": [-1.0] * 48}}, "greater than 0"),

@@ -23,6 +23,7 @@ from gptworks.interop.huggingface.settings import (
     nullable,
     only,
     optional,
+    own_code,
 )
 from gptworks.interop.huggingface.tensors import (
     HALVES,
@@ -60,6 +61,11 @@ _SUMMARY = frozenset({"summary_type", "summary_use_proj", "summary_activation", 
 _ALONE = tuple(only(name, False, absent=False) for name in (
     "is_encoder_decoder", "add_cross_attention", "use_mrope", "rope_interleaved",
 ))  # fmt: skip
+_PHI3_ALONE = (
+    *(only(f"{name}_bias", False, absent=False) for name in ("attention", "mlp", "lm_head")),
+    *(only(name, 1, absent=1) for name in ("full_attn_mod", "interpolate_factor")),
+    own_code("modeling_phi3.Phi3ForCausalLM"),
+)  # fmt: skip
 _UNGATED = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 _UNGATED_NEW = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu2": "relu2"}
 """The same; GPT-2's files have another name for the tanh form."""
@@ -334,7 +340,7 @@ _ALL = (
         rope=rope(theta_absent=2_000_000.0),
     ),
     _like_llama(
-        "phi3", "Phi3ForCausalLM", _NO_BIASES, window_everywhere(), _dropouts(resid_pdrop="residual"),
+        "phi3", "Phi3ForCausalLM", _NO_BIASES, window_everywhere(), _dropouts(resid_pdrop="residual"), *_PHI3_ALONE,
         heads=heads(width=None), eps=1e-5,
         rope=rope(fraction="partial_rotary_factor", kinds=("default", "longrope"), original_absent=4096),
         block={theirs: ours for theirs, ours in _LLAMA_BLOCK.items() if ours not in _QUERY_KEY_VALUE},

@@ -77,6 +77,18 @@ def only(name: str, value: Any, absent: Any) -> Clause:
     return Clause(lambda config: {} if absent == value else {name: value}, read)
 
 
+def own_code(name: str) -> Clause:
+    """The code that a folder may bring for its model, and that transformers has become since: it is not run."""
+
+    def read(theirs: Settings, ours: Values) -> Values:
+        code = (theirs.take("auto_map") or {}).get("AutoModelForCausalLM", name)
+        if code.rpartition("--")[2] != name:
+            raise refusal("auto_map", code, f"code that comes with a model is not run; `{name}` alone is known")
+        return {}
+
+    return Clause(lambda config: {}, read)
+
+
 def needed(**names: str) -> Clause:
     """Settings that both sides have and that `config.json` must give: their name → ours."""
     return Clause(
