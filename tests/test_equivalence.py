@@ -39,7 +39,7 @@ def configurations() -> list[ModelConfig]:
 
 BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "context_length": CONTEXT, "n_layers": 3, "d_model": 16, "n_heads": 4, "norm": "rmsnorm",
-    "window": WINDOW, "window_pattern": ("window", "full"), "n_kv_heads": 2,
+    "window": WINDOW, "window_pattern": ("window", "full"), "n_kv_heads": 2, "qk_norm": False,
 }  # fmt: skip
 OTHERS = {
     "OLMo 3": {"norm_placement": "after", "qk_norm": "whole", "mlp": "swiglu", "window_rope_theta": 90.0,

@@ -34,7 +34,7 @@ OLMO3: dict[str, Any] = {"max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 GEMMA2 = LLAMA | {
     "norm_placement": "both", "mlp": "geglu_tanh", "embedding_scale": 32**0.5, "logit_softcap": 30.0,
-    "attention_softcap": 50.0, "window": 8, "window_pattern": ("window", "full"),
+    "attention_softcap": 50.0, "window": 8, "window_pattern": ("window", "full"), "qk_norm": False,
 }  # fmt: skip
 PHI3: dict[str, Any] = {"max_position_embeddings": 8192}
 LONGROPE = {"type": "longrope", "long_factor": [4.0] * 48, "short_factor": [1.0] * 48}
