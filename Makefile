@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-crashes test-schema test-overload test-engine test-guide test-processors test-margins lint bench first-hour clean
+.PHONY: help demo pipeline bands test test-notebooks notebooks test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-crashes test-schema test-overload test-engine test-guide test-processors test-margins lint bench first-hour clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-overload  the server with too many clients, slow ones, and ones that leave (about 3 minutes on 2 cores)"
 	@echo "make test-engine  the engine in 5,000 random events against a loop without a cache (about 2 minutes)"
 	@echo "make test-guide  the commands of the README and the guide, in order, in an empty folder (about 5 minutes on 2 cores)"
+	@echo "make test-notebooks  the notebooks of docs/, by a kernel, in an empty folder (at most 2 minutes on 2 cores); make notebooks keeps the outputs"
 	@echo "make lint    ruff, mypy and the import contract"
 	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about an hour on 2 cores)"
 	@echo "make first-hour  init, train and tune on four folders of texts, beside the old defaults, nanoGPT's recipe and xz (over two hours)"
@@ -93,6 +94,12 @@ test-engine: .venv/.installed-dev
 
 test-guide: .venv/.installed-dev
 	$(BIN)/python -m pytest -m guide -rP tests/test_guide.py
+
+test-notebooks: .venv/.installed-dev
+	$(BIN)/python -m pytest -m notebooks -rP tests/test_notebooks.py
+
+notebooks: .venv/.installed-dev
+	GPTWORKS_KEEP_NOTEBOOKS=1 $(BIN)/python -m pytest -m notebooks tests/test_notebooks.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

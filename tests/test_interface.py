@@ -1,7 +1,9 @@
 """What a program or a notebook calls: `gptworks.train`, `plan`, `evaluate`, an engine that chats, and what is shown."""
 
+import base64
 import inspect
 import json
+import re
 import subprocess
 import sys
 import types
@@ -23,6 +25,7 @@ from gptworks.infer.engine import Engine
 from gptworks.interface import training
 from gptworks.interface.overrides import overrides_of
 from gptworks.interface.training import TrainedRun
+from gptworks.pages.parts import MOST_CHARACTERS
 from gptworks.recipe import load_recipe
 from gptworks.train.record.display import Display
 from gptworks.train.record.notebook import MOST_LINES, NotebookDisplay
@@ -133,6 +136,9 @@ def test_training_returns_the_run_with_its_figures(run: TrainedRun, folder: Path
     assert gptworks.read_run(folder / "run") == run
     figure = run.curves()
     assert figure.svg.startswith("<svg") and "validation" in figure.svg
+    for shown in (figure._repr_html_(), run._repr_html_()):
+        [drawing] = re.findall(r'src="data:image/svg\+xml;base64,([^"]*)"', shown)
+        assert base64.b64decode(drawing).decode("utf-8") == figure.svg and len(drawing) > MOST_CHARACTERS
     figure.save(folder / "curves.svg")
     assert (folder / "curves.svg").read_text() == (folder / "run" / "curves.svg").read_text().replace("tiny", "run")
 
