@@ -247,7 +247,8 @@ def test_in_bf16_the_loss_is_that_of_one_process_too(tmp_path: Path) -> None:
 
 TUNED: dict[str, dict[str, Any]] = {
     "packed, frozen, fsdp": {"freeze": {"first_blocks": 1}},
-    "adapter, ddp": {"adapter": {"rank": 4}},
+    "adapter over int4, ddp": {"adapter": {"rank": 4, "base": "int4"}},
+    "moments in 8 bits, ddp": {},
     "preference, fsdp": {"objective": {"type": "preference"}},
     "distillation, fsdp": {"objective": {"type": "distillation"}},
 }
@@ -262,6 +263,8 @@ def test_other_objectives_lose_as_in_one_process(tmp_path: Path) -> None:
     for name, changes in TUNED.items():
         tree = chats.tune_tree(tmp_path, max_steps=10, optimizer="adamw", precision="fp32", evaluate_every=10) | changes
         tree["tokenizer"] |= {"added_tokens": [], "chat_template": "plain"}
+        if "8 bits" in name:
+            tree["train"]["optimizer_state"] = "int8"
         if "preference" in name:
             tree["data"] |= {"sources": [{"type": "preferences", "path": str(tmp_path / "pairs.jsonl")}]}
         if "distillation" in name:
