@@ -39,7 +39,8 @@ def recipe(folder: Path) -> Path:
         },
         "tokenizer": {"type": "char"},
         "data": {"sources": [{"type": "text", "path": str(folder / "text.txt")}], "cache_dir": str(folder / "data")},
-        "train": {"max_steps": STEPS, "batch_size": 16, "log_every": 1, "evaluate_every": 1000, "device": "cpu"},
+        "train": {"max_steps": STEPS, "batch_size": 16, "log_every": 1, "evaluate_every": 1000, "sample_every": 0,
+                  "device": "cpu"},
     }  # fmt: skip
     (folder / "busy.yaml").write_text(json.dumps(tree), encoding="utf-8")
     return folder / "busy.yaml"

@@ -38,7 +38,7 @@ def gpt2_recipe(run_dir: Path, batch_size: int, micro_batch: int, steps: int, co
                      "validation": {"fraction": 0.05, "by": "tail"}},
             "train": {"max_steps": steps, "batch_size": batch_size, "micro_batch_size": micro_batch, "log_every": 1,
                       "evaluate_every": 10**6, "evaluate_sequences": 64, "checkpoint_every": 3,
-                      "learning_rate": 6e-4, "device": "cuda", "compile": compiled},
+                      "optimizer": "adamw", "learning_rate": 6e-4, "device": "cuda", "compile": compiled},
         }
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ GPT2 = preset("gpt2")
 
 
 def train_config(batch_size: int, checkpointing: str) -> TrainConfig:
-    return TrainConfig(max_steps=1, batch_size=batch_size, activation_checkpointing=checkpointing)
+    return TrainConfig(max_steps=1, optimizer="adamw", batch_size=batch_size, activation_checkpointing=checkpointing)
 
 
 def traced_bytes(whole: bool, checkpointing: str, precision: str, batch_size: int) -> int:

@@ -86,14 +86,14 @@ def bench_recipe(shape: Shape, text: Path | None, folder: str) -> Recipe:
             "run_dir": f"{folder}/run",
             "model": {"context_length": shape.context, "n_layers": shape.n_layers, "d_model": shape.width,
                       "n_heads": shape.n_heads, "position": "learned", "norm": "layernorm", "mlp": "gelu_tanh",
-                      "attention_bias": shape.bias, "mlp_bias": shape.bias},
+                      "qk_norm": False, "attention_bias": shape.bias, "mlp_bias": shape.bias},
             "tokenizer": {"type": "char"},
             "data": {
                 "sources": [{"type": "text", "path": str(text)} if text else {"type": "python-stdlib"}],
                 "cache_dir": folder,
                 "validation": {"fraction": 0.1, "by": "tail"},
             },
-            "train": {"max_steps": 10_000, "batch_size": shape.batch, "log_every": 10_000},
+            "train": {"max_steps": 10_000, "optimizer": "adamw", "batch_size": shape.batch, "log_every": 10_000},
         }
     )  # fmt: skip
 

@@ -46,10 +46,21 @@ def write_data(folder: Path) -> None:
 
 def recipes(folder: Path) -> dict[str, dict[str, Any]]:
     """A recipe for each objective, and some for what else changes the step."""
-    model = {"context_length": 64, "n_layers": 2, "d_model": 64, "n_heads": 4, "vocab_size": 512}
+    model = {
+        "context_length": 64,
+        "n_layers": 2,
+        "d_model": 64,
+        "n_heads": 4,
+        "vocab_size": 512,
+        "norm": "layernorm",
+        "mlp": "gelu",
+        "qk_norm": False,
+        "zero_init_projections": False,
+    }
     modern = model | {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "d_ff": 128}
     train = {
-        "max_steps": 8, "batch_size": 4, "learning_rate": 0.003, "warmup_steps": 2, "checkpoint_every": 4,
+        "max_steps": 8, "batch_size": 4, "optimizer": "adamw", "learning_rate": 0.003, "weight_decay": 0.1,
+        "schedule": "cosine", "final_rate_fraction": 0.1, "warmup_steps": 2, "sample_every": 0, "checkpoint_every": 4,
         "evaluate_every": 4, "evaluate_sequences": 8, "precision": "fp32",
     }  # fmt: skip
     text = {"sources": [{"type": "text", "path": "text.txt"}], "validation": {"fraction": 0.1}}

@@ -17,7 +17,6 @@ import commands
 from commands import Process
 from gptworks.chat_template import ChatTemplate
 from gptworks.checkpoint import save_checkpoint
-from gptworks.config import ModelConfig
 from gptworks.infer import Engine
 from gptworks.model import GPT
 from gptworks.recipe import parse_recipe, save_recipe
@@ -26,6 +25,7 @@ from gptworks.serve.server import Server, make_server
 from gptworks.serve.service import Service
 from gptworks.serve.settings import ServerSettings
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
+from tiny import plain_model
 
 CONTEXT = 128
 KEY = "sk-test"
@@ -52,7 +52,7 @@ def tiny_engine(*, chat: bool = False, context: int = CONTEXT, seed: int = 0, **
     """A random model over bytes. Its greedy texts are ASCII letters mostly, and do not end by themselves."""
     tokenizer = byte_tokenizer()
     torch.manual_seed(seed)
-    config = ModelConfig(
+    config = plain_model(
         vocab_size=vocabulary_size(tokenizer), context_length=context, n_layers=2, d_model=32, n_heads=2, init_std=0.25
     )
     model = GPT(config).eval()

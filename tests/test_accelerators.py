@@ -14,12 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gptworks import device as devices
-from gptworks.config import ModelConfig, RopeScaling
+from gptworks.config import RopeScaling
 from gptworks.model import GPT, attention
 from gptworks.model.attention import texts_bias
 from gptworks.train.distributed.parallel import compile_blocks
 from gptworks.train.objectives.next_token import next_token
 from gptworks.train.record.stopwatch import Stopwatch
+from tiny import plain_model
 
 # ------------------------------------------------------------------------------------------------- attention
 
@@ -58,7 +59,7 @@ def test_one_graph_serves_every_width_where_widths_vary(monkeypatch: pytest.Monk
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled(self, backend=counter, **options))
     monkeypatch.setattr("gptworks.model.cpu.trains", lambda x: False)
     torch._dynamo.reset()
-    config = ModelConfig(
+    config = plain_model(
         vocab_size=31, context_length=96, n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, norm="rmsnorm", mlp="swiglu"
     )
     model = GPT(config)
@@ -88,7 +89,7 @@ class NoFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @pytest.mark.parametrize("kind", ["dynamic", "yarn"])
 def test_a_model_is_made_and_run_without_float64_on_its_device(kind: str) -> None:
     scaling = RopeScaling.model_validate({"type": kind, "factor": 2.0, "original_context_length": 16})
-    config = ModelConfig(
+    config = plain_model(
         vocab_size=31, context_length=64, n_layers=2, d_model=32, n_heads=4, position="rope", rope_scaling=scaling
     )
     with NoFloat64():

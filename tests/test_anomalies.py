@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import tiny
 from gptworks.checkpoint import Checkpoint, all_checkpoints, checkpoints, load_run
-from gptworks.config import TrainConfig
 from gptworks.errors import RunError
 from gptworks.evaluate.loss import LossReport
 from gptworks.model import GPT
@@ -57,7 +56,7 @@ def test_nobody_is_judged_before_enough_is_known() -> None:
 
 def test_what_is_an_anomaly() -> None:
     estimate = GradientEstimate(n_steps=50, mean=0.0, variance=0.04)
-    plain, strict = TrainConfig(max_steps=1), TrainConfig(max_steps=1, spike_deviations=6)
+    plain, strict = tiny.plain_training(max_steps=1), tiny.plain_training(max_steps=1, spike_deviations=6)
     assert anomaly(plain, estimate, 2.0, 1e9) is None
     assert anomaly(plain, estimate, math.nan, 1.0) == "its loss is not finite"
     assert anomaly(plain, estimate, 2.0, math.inf) == "its gradient is not finite"

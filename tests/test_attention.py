@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptworks.config import ModelConfig
 from gptworks.model import cpu
 from gptworks.model.attention import Rotary, attend, attend_banded, attend_reference, causal_mask, rotate
+from tiny import plain_model
 
 HEADS, WIDTH = 4, 6
 
@@ -124,7 +124,7 @@ def test_dropout_drops_weights_and_rescales_the_rest(grad: bool) -> None:
 
 def rotary(theta: float = 10_000.0) -> Rotary:
     return Rotary(
-        ModelConfig(vocab_size=5, context_length=64, n_layers=1, d_model=16, n_heads=2, d_head=8, rope_theta=theta)
+        plain_model(vocab_size=5, context_length=64, n_layers=1, d_model=16, n_heads=2, d_head=8, rope_theta=theta)
     )
 
 

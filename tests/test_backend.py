@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptworks.config import ModelConfig
 from gptworks.model import GPT
 from gptworks.model.backend import Chunk, TorchBackend
 from gptworks.native import choice
+from tiny import plain_model
 
 VOCABULARY, CONTEXT = 50, 64
 
@@ -26,7 +26,7 @@ MODELS: list[dict[str, Any]] = [
 def tiny(**settings: Any) -> GPT:
     torch.manual_seed(0)
     shape = {"vocab_size": VOCABULARY, "context_length": CONTEXT, "n_layers": 2, "d_model": 32, "n_heads": 4}
-    return GPT(ModelConfig(**shape | {"init_std": 0.3} | settings)).double().eval()
+    return GPT(plain_model(**shape | {"init_std": 0.3} | settings)).double().eval()
 
 
 def text(seed: int, length: int) -> list[int]:

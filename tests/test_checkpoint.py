@@ -17,12 +17,12 @@ from gptworks.checkpoint import (
     newest_verified,
     save_checkpoint,
 )
-from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError
 from gptworks.model import GPT
 from gptworks.train.saving import CheckpointWriter, remove_old
+from tiny import plain_model
 
-CONFIG = ModelConfig(vocab_size=30, context_length=16, n_layers=2, d_model=16, n_heads=2, tie_embeddings=True)
+CONFIG = plain_model(vocab_size=30, context_length=16, n_layers=2, d_model=16, n_heads=2, tie_embeddings=True)
 
 
 def write(run_dir: Path, step: int, best: int = 0) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gptworks.checkpoint import save_checkpoint
-from gptworks.config import CharTokenizer, ModelConfig, WordTokenizer
+from gptworks.config import CharTokenizer, WordTokenizer
 from gptworks.errors import UserError
 from gptworks.infer import ChatSession, Engine, SamplingSettings, load
 from gptworks.infer.sampling import Sampler, sample
@@ -21,6 +21,7 @@ from gptworks.infer.text import StopStrings
 from gptworks.model import GPT
 from gptworks.recipe import parse_recipe, save_recipe
 from gptworks.tokenizer import save_tokenizer, special_tokens, train_tokenizer, vocabulary_size
+from tiny import plain_model
 
 LETTERS = "abcdefghij"
 CONTEXT = 16
@@ -42,14 +43,14 @@ def byte_tokenizer() -> Tokenizer:
 def random_model(tokenizer: Tokenizer, seed: int = 0, **settings: Any) -> GPT:
     torch.manual_seed(seed)
     config = {"context_length": CONTEXT, "n_layers": 2, "d_model": 16, "n_heads": 2, "init_std": 0.3} | settings
-    return GPT(ModelConfig(**{"vocab_size": vocabulary_size(tokenizer)} | config))
+    return GPT(plain_model(**{"vocab_size": vocabulary_size(tokenizer)} | config))
 
 
 def chain_model(tokenizer: Tokenizer, chain: Sequence[int]) -> GPT:
     """Greedy, it writes `chain` again and again: blocks that do nothing between one-hot embedding and shifted head."""
     size = vocabulary_size(tokenizer)
     model = GPT(
-        ModelConfig(
+        plain_model(
             vocab_size=size, context_length=CONTEXT, n_layers=1, d_model=size, n_heads=1, position="none",
             tie_embeddings=False, zero_init_projections=True,
         )

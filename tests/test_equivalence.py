@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gptworks.config import ModelConfig
 from gptworks.model import GPT, SlotCache
+from tiny import plain_model
 
 CONTEXT, WINDOW, VOCABULARY = 24, 5, 29
 TOLERANCE = 1e-5
@@ -26,7 +27,7 @@ def configurations() -> list[ModelConfig]:
     """Every position × norm × MLP × pattern, 180 in all; the rest is drawn, so that each pair of choices meets."""
     draw = random.Random(0).choice
     return [
-        ModelConfig(
+        plain_model(
             vocab_size=VOCABULARY, context_length=CONTEXT, n_layers=3, d_model=16, n_heads=4,
             n_kv_heads=draw((4, 2, 1)), d_head=draw((4, 6)), d_ff=draw((64, 24)), position=position,
             norm=norm.split()[0], norm_bias=norm == "layernorm", mlp=mlp, qk_norm=draw((False, True)),

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 
 import tiny
-from gptworks.config import IGNORED, BPETokenizer, ModelConfig
+from gptworks.config import IGNORED, BPETokenizer
 from gptworks.data.batches import evaluation_windows
 from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
@@ -37,7 +37,7 @@ def random_model(**settings: Any) -> GPT:
         "n_heads": 2,
         "init_std": 0.3,
     }
-    return GPT(ModelConfig(**base | settings))
+    return GPT(tiny.plain_model(**base | settings))
 
 
 def windows(*lengths: int, ignore: float = 0.0) -> list[tuple[Tensor, Tensor]]:

@@ -18,7 +18,7 @@ import hf
 import tiny
 from gptworks.checkpoint import load_run, save_checkpoint
 from gptworks.cli import main
-from gptworks.config import CharTokenizer, ModelConfig
+from gptworks.config import CharTokenizer
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.evaluate import memorization
@@ -35,7 +35,7 @@ BYTES = hf.byte_tokenizer("<|endoftext|>")
 
 
 def model_of(vocab_size: int, context_length: int = 32) -> GPT:
-    config = ModelConfig(vocab_size=vocab_size, context_length=context_length, n_layers=2, d_model=32, n_heads=2)
+    config = tiny.plain_model(vocab_size=vocab_size, context_length=context_length, n_layers=2, d_model=32, n_heads=2)
     return hf.random_model(config)
 
 

@@ -16,6 +16,7 @@ from gptworks.presets import preset
 from gptworks.recipe import parse_recipe
 from gptworks.train.optim.trainable import trainable_model
 from test_params import random_config
+from tiny import plain_model
 
 
 def counted_flops(config: ModelConfig, length: int, *, backward: bool = False) -> int:
@@ -116,7 +117,7 @@ def test_banded_layers_cost_what_they_see() -> None:
 
 
 def test_a_token_costs_its_own_experts_alone() -> None:
-    dense = ModelConfig(vocab_size=100, context_length=32, n_layers=2, d_model=48, n_heads=4, d_ff=64, mlp="swiglu")
+    dense = plain_model(vocab_size=100, context_length=32, n_layers=2, d_model=48, n_heads=4, d_ff=64, mlp="swiglu")
     moe = dense.model_copy(update={"n_experts": 8, "n_experts_per_token": 2, "d_ff_shared": 96})
     per_token = 2 * 2 * 48 * (3 * (2 * 64 + 96) + 8)
     assert (

@@ -78,7 +78,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(name: str) -> ModelConfig:
-    return ModelConfig(**{**BASE, **MODELS[name][1]})
+    return tiny.plain_model(**{**BASE, **MODELS[name][1]})
 
 
 def export(folder: Path, config: ModelConfig, tokenizer: Tokenizer | None = None, **options: Any) -> tuple[Any, Any]:
@@ -121,7 +121,7 @@ def test_the_tensors_are_those_that_the_architecture_has(name: str, tmp_path: Pa
 
 
 def test_settings(tmp_path: Path) -> None:
-    config = ModelConfig(
+    config = tiny.plain_model(
         **BASE, **LLAMA, n_kv_heads=2, d_head=32, d_ff=160, norm_eps=1e-6, n_experts=4, n_experts_per_token=3,
         d_ff_shared=96, rope_theta=500.0, attention_scale=0.5,
         rope_scaling={"type": "yarn", "factor": 4, "original_context_length": 50, "attention_factor": 2.0},
@@ -144,12 +144,14 @@ def test_settings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_side_by_side_or_one_after_the_other(parallel: bool, tmp_path: Path) -> None:
-    _, reader = export(tmp_path, ModelConfig(**BASE, rope_fraction=0.5, mlp="gelu_tanh", parallel_residual=parallel))
+    _, reader = export(
+        tmp_path, tiny.plain_model(**BASE, rope_fraction=0.5, mlp="gelu_tanh", parallel_residual=parallel)
+    )
     assert field(reader, "gptneox.use_parallel_residual") is parallel
 
 
 def test_the_tensors_hold_the_weights(tmp_path: Path) -> None:
-    config = ModelConfig(**BASE, **LLAMA, n_experts=4, n_kv_heads=2, tie_embeddings=False)
+    config = tiny.plain_model(**BASE, **LLAMA, n_experts=4, n_kv_heads=2, tie_embeddings=False)
     model, reader = export(tmp_path, config, quantization="f32")
     theirs = {tensor.name: values(tensor) for tensor in reader.tensors}
     ours = model.state_dict()
@@ -180,16 +182,16 @@ def test_query_key_and_value_are_joined_and_absent_biases_are_zeros(tmp_path: Pa
 
 
 def test_a_tied_head_is_stored_only_where_it_must_be(tmp_path: Path) -> None:
-    _, without = export(tmp_path / "llama", ModelConfig(**BASE, **LLAMA))
+    _, without = export(tmp_path / "llama", tiny.plain_model(**BASE, **LLAMA))
     assert "output.weight" not in {tensor.name for tensor in without.tensors}
-    model, with_head = export(tmp_path / "stablelm", ModelConfig(**BASE, mlp="swiglu"), quantization="f32")
+    model, with_head = export(tmp_path / "stablelm", tiny.plain_model(**BASE, mlp="swiglu"), quantization="f32")
     heads = [values(tensor) for tensor in with_head.tensors if tensor.name == "output.weight"]
     assert torch.equal(heads[0], model.token_embedding.weight)
 
 
 def test_interleaved_rows_give_the_same_scores() -> None:
     """Neighbours turned as complex numbers, the definition of llama.cpp's rotation, against ours on the halves."""
-    config = ModelConfig(**BASE)
+    config = tiny.plain_model(**BASE)
     generator = torch.Generator().manual_seed(0)
     heads, width, length = config.n_heads, config.d_head, 20
     x = torch.randn(length, config.d_model, generator=generator, dtype=torch.float64)
@@ -219,7 +221,7 @@ KIND = gguf.GGMLQuantizationType
 
 @pytest.mark.parametrize("quantization", ["f16", "bf16", "q8_0", "q4_0"])
 def test_matrices_are_near_the_originals(quantization: Any, tmp_path: Path) -> None:
-    config = ModelConfig(**BASE, **LLAMA, d_ff=100, n_experts=2, d_ff_shared=96)
+    config = tiny.plain_model(**BASE, **LLAMA, d_ff=100, n_experts=2, d_ff_shared=96)
     model, reader = export(tmp_path, config, quantization=quantization)
     kinds = {tensor.name: tensor.tensor_type for tensor in reader.tensors}
     kind = KIND[quantization.upper()]
@@ -300,7 +302,7 @@ TEXTS = (
 def test_a_bpe_in_the_file(tmp_path: Path) -> None:
     tokenizer = gpt2_like()
     n_tokens = vocabulary_size(tokenizer)
-    _, reader = export(tmp_path, ModelConfig(**{**BASE, "vocab_size": n_tokens + 2}, **LLAMA), tokenizer)
+    _, reader = export(tmp_path, tiny.plain_model(**{**BASE, "vocab_size": n_tokens + 2}, **LLAMA), tokenizer)
     assert field(reader, "tokenizer.ggml.model") == "gpt2"
     assert field(reader, "tokenizer.ggml.pre") == "gpt-2"
     names = [tokenizer.id_to_token(i) for i in range(n_tokens)]
@@ -440,7 +442,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("setting", REFUSED)
 def test_models_that_llama_cpp_does_not_have_are_refused(setting: str) -> None:
     with pytest.raises(UserError) as refusal:
-        choose_architecture(ModelConfig(**{**BASE, **REFUSED[setting]}))
+        choose_architecture(tiny.plain_model(**{**BASE, **REFUSED[setting]}))
     assert f"model.{setting}" in str(refusal.value)
 
 
@@ -630,7 +632,7 @@ def piece(loaded: Any, index: int) -> bytes:
 
 
 def same_ids(tokenizer: Tokenizer, texts: Sequence[str], folder: Path, llama: Callable[..., Any]) -> None:
-    export(folder, ModelConfig(**{**BASE, "vocab_size": vocabulary_size(tokenizer)}, **LLAMA), tokenizer)
+    export(folder, tiny.plain_model(**{**BASE, "vocab_size": vocabulary_size(tokenizer)}, **LLAMA), tokenizer)
     loaded = llama(folder / "model.gguf")
     for text in texts:
         ids = prompt_ids(tokenizer, text)
@@ -658,7 +660,7 @@ def test_llama_cpp_reads_gpt2s_own_tokens(shared_data: Path, tmp_path: Path, lla
 @pytest.mark.llama_cpp
 def test_an_unknown_character_is_one_token_and_so_is_a_run_of_them(tmp_path: Path, llama: Callable[..., Any]) -> None:
     tokenizer = train_tokenizer(CharTokenizer(type="char"), ["abc"])
-    export(tmp_path, ModelConfig(**{**BASE, "vocab_size": vocabulary_size(tokenizer)}, **LLAMA), tokenizer)
+    export(tmp_path, tiny.plain_model(**{**BASE, "vocab_size": vocabulary_size(tokenizer)}, **LLAMA), tokenizer)
     loaded = llama(tmp_path / "model.gguf")
     for text, alike in (("aЖb", True), ("Ж", True), ("aЖЖb", False)):
         theirs = loaded.tokenize(text.encode(), add_bos=True, special=False)

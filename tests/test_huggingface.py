@@ -23,6 +23,7 @@ from gptworks.interop.huggingface.tensors import their_tensors
 from gptworks.interop.huggingface.verify import quiet
 from gptworks.presets import PRESETS, preset
 from gptworks.tokenizer import load_tokenizer
+from tiny import plain_model
 
 EXACT = 1e-5
 """How far logits of about 5 may be apart in fp32."""
@@ -360,7 +361,7 @@ def shrunk(config: ModelConfig) -> ModelConfig:
     small |= {"d_head": 12} if "d_head" in kept else {}
     small |= {"d_ff": 40} if "d_ff" in kept else {}
     small |= {"window": 8} if config.window else {}
-    return ModelConfig(**kept | small)
+    return plain_model(**kept | small)
 
 
 SHRUNK: dict[ModelConfig, list[str]] = {}

@@ -14,12 +14,12 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 import hf
 from gptworks.checkpoint import load_run
-from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError
 from gptworks.interop.huggingface import export_huggingface, exporting, import_huggingface, verify
 from gptworks.interop.huggingface.adapt import adapt_weights
 from gptworks.interop.huggingface.choice import choose_family
 from gptworks.tokenizer import load_tokenizer, prompt_ids
+from tiny import plain_model
 
 LLAMA: dict[str, Any] = {
     "vocab_size": hf.VOCABULARY, "context_length": 64, "n_layers": 2, "d_model": 32, "n_heads": 4, "norm": "rmsnorm",
@@ -42,7 +42,7 @@ ODD_HEADS = LLAMA | {"d_model": 36, "n_heads": 8, "d_head": 4}
 
 
 def family_of(**settings: Any) -> str:
-    return choose_family(ModelConfig(**settings), hf.byte_tokenizer())[0].model_type
+    return choose_family(plain_model(**settings), hf.byte_tokenizer())[0].model_type
 
 
 # -------------------------------------------------------------------------------------------------- the choice
@@ -103,7 +103,7 @@ def test_each_model_finds_its_architecture(settings: dict[str, Any], family: str
 def test_a_model_that_no_architecture_computes_is_refused_by_its_settings(
     settings: dict[str, Any], named: list[str]
 ) -> None:
-    config = ModelConfig(**settings)
+    config = plain_model(**settings)
     if config.attention_bias == "qkv":  # qwen2, which has them all, reads text by Qwen's tokenizer alone
         with pytest.raises(UserError, match="no architecture of transformers") as refused:
             choose_family(config, Tokenizer.from_str('{"model": {"type": "BPE", "vocab": {}, "merges": []}}'))
@@ -132,7 +132,7 @@ def test_a_model_that_no_architecture_computes_is_refused_by_its_settings(
     ],
 )
 def test_biases_of_zero_and_a_scaled_query_compute_the_same(settings: dict[str, Any], tmp_path: Path) -> None:
-    run = hf.make_run(tmp_path / "run", hf.random_model(ModelConfig(**settings)))
+    run = hf.make_run(tmp_path / "run", hf.random_model(plain_model(**settings)))
     found = export_huggingface(run, tmp_path / "out").verification
     assert found is not None and found.logit_difference < 1e-5
 
@@ -141,11 +141,11 @@ def test_biases_of_zero_and_a_scaled_query_compute_the_same(settings: dict[str, 
 @pytest.mark.parametrize("n_kv_heads", [4, 2])
 @torch.no_grad()
 def test_a_value_bias_is_the_outputs_and_a_key_bias_is_none(out_bias: bool, n_kv_heads: int) -> None:
-    config = ModelConfig(**BANDED | {"attention_bias": True if out_bias else "qkv", "n_kv_heads": n_kv_heads})
+    config = plain_model(**BANDED | {"attention_bias": True if out_bias else "qkv", "n_kv_heads": n_kv_heads})
     model = hf.random_model(config)
     for block in model.blocks:
         block.attention.query.bias.zero_()
-    family, adapted = choose_family(ModelConfig(**BANDED), hf.byte_tokenizer())
+    family, adapted = choose_family(plain_model(**BANDED), hf.byte_tokenizer())
     adapted = adapted.model_copy(update={"n_kv_heads": n_kv_heads})
     weights, changes = adapt_weights(family, config, adapted, model.state_dict())
     tokens = hf.tokens()
@@ -154,14 +154,14 @@ def test_a_value_bias_is_the_outputs_and_a_key_bias_is_none(out_bias: bool, n_kv
 
 
 def test_trained_query_biases_of_a_banded_model_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    run = hf.make_run(tmp_path / "run", hf.random_model(ModelConfig(**BANDED)))
+    run = hf.make_run(tmp_path / "run", hf.random_model(plain_model(**BANDED)))
     with pytest.raises(UserError, match=r"model\.attention_bias=true.*model\.attention_bias=out"):
         export_huggingface(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_banded_export_asks_for_the_implementation_that_keeps_to_the_window(tmp_path: Path) -> None:
-    run = hf.make_run(tmp_path / "run", hf.random_model(ModelConfig(**BANDED | {"attention_bias": "out"})))
+    run = hf.make_run(tmp_path / "run", hf.random_model(plain_model(**BANDED | {"attention_bias": "out"})))
     export_huggingface(run, tmp_path / "out")
     assert t.AutoConfig.from_pretrained(tmp_path / "out")._attn_implementation == "eager"
     assert 'attn_implementation="eager"' in (tmp_path / "out" / "README.md").read_text()
@@ -172,7 +172,7 @@ def test_a_banded_export_asks_for_the_implementation_that_keeps_to_the_window(tm
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    return hf.make_run(tmp_path / "run", hf.random_model(ModelConfig(**LLAMA)))
+    return hf.make_run(tmp_path / "run", hf.random_model(plain_model(**LLAMA)))
 
 
 def leftovers(folder: Path) -> set[str]:
@@ -260,7 +260,7 @@ def test_rounded_weights_are_compared_with_rounded_weights(llama: Path, tmp_path
 
 
 def test_values_beyond_fp16_are_refused_by_the_tensors_name(tmp_path: Path) -> None:
-    model = hf.random_model(ModelConfig(**LLAMA))
+    model = hf.random_model(plain_model(**LLAMA))
     model.blocks[1].mlp.up.weight.data[0, 0] = 70_000.0
     run = hf.make_run(tmp_path / "run", model)
     with pytest.raises(UserError, match=r"blocks\.1\.mlp\.up\.weight.*--dtype bf16"):
@@ -281,7 +281,7 @@ def test_a_place_that_holds_something_is_refused_and_an_empty_one_is_taken(llama
 
 def test_the_token_that_begins_a_text_and_the_chat_template_go_along(tmp_path: Path) -> None:
     tokenizer = hf.byte_tokenizer("<bos>", "<eos>", "<pad>")
-    run = hf.make_run(tmp_path / "run", hf.random_model(ModelConfig(**LLAMA)), tokenizer)
+    run = hf.make_run(tmp_path / "run", hf.random_model(plain_model(**LLAMA)), tokenizer)
     template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     (run / "tokenizer" / "chat_template.jinja").write_text(template)
     export_huggingface(run, tmp_path / "out")
@@ -526,7 +526,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 def test_a_windowed_qwen2_with_another_tokenizer_goes_out_as_another_architecture(tmp_path: Path) -> None:
     tokenizer = hf.byte_tokenizer()
     tokenizer.normalizer, tokenizer.pre_tokenizer = None, pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model = hf.random_model(ModelConfig(**LLAMA | {"attention_bias": "qkv", "window": 8}))
+    model = hf.random_model(plain_model(**LLAMA | {"attention_bias": "qkv", "window": 8}))
     exported = export_huggingface(hf.make_run(tmp_path / "run", model, tokenizer), tmp_path / "out")
     assert exported.architecture == "SmolLM3ForCausalLM"
 
@@ -535,5 +535,5 @@ def test_a_model_whose_tokenizer_stands_in_the_way_is_told_so() -> None:
     settings = ODD_HEADS | {"attention_bias": "qkv", "window": 8}
     with pytest.raises(UserError, match=r"`qwen2` does, but AutoTokenizer.*not this run's tokenizer's"):
         choose_family(
-            ModelConfig(**settings), Tokenizer.from_str('{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
+            plain_model(**settings), Tokenizer.from_str('{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
         )

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import tiny
 from gptworks.checkpoint import checkpoints, load_run
-from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, TrainConfig
+from gptworks.config import FreezeConfig, LoRAConfig
 from gptworks.describe.plan_tables import tables
 from gptworks.errors import UserError
 from gptworks.infer.engine import load
@@ -58,7 +58,7 @@ def tokens(n_rows: int = 3) -> torch.Tensor:
 )
 def test_merged_logits_equal_unmerged_and_the_definition(settings: dict[str, Any], adapter: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    config, lora = ModelConfig(**SMALL, **settings), LoRAConfig.model_validate(adapter)
+    config, lora = tiny.plain_model(**SMALL, **settings), LoRAConfig.model_validate(adapter)
     model = GPT(config).eval()
     plain = {name: weight.clone() for name, weight in model.state_dict().items()}
     before = model(tokens())
@@ -82,7 +82,9 @@ def test_merged_logits_equal_unmerged_and_the_definition(settings: dict[str, Any
 
 def test_targets_are_names_or_families() -> None:
     def adapted(*targets: str) -> set[str]:
-        model = add_lora(GPT(ModelConfig(**SMALL, mlp="swiglu")), LoRAConfig.model_validate({"targets": list(targets)}))
+        model = add_lora(
+            GPT(tiny.plain_model(**SMALL, mlp="swiglu")), LoRAConfig.model_validate({"targets": list(targets)})
+        )
         return {name.removeprefix("blocks.0.") for name, m in model.named_modules() if isinstance(m, LoRALinear)} - {
             name for name, _ in model.named_modules() if name.startswith("blocks.1.")
         }
@@ -97,7 +99,7 @@ def test_targets_are_names_or_families() -> None:
 
 def test_only_a_and_b_have_gradients_and_they_are_right() -> None:
     torch.manual_seed(0)
-    model = shaken(add_lora(GPT(ModelConfig(**SMALL)).double(), LoRAConfig(rank=2)))
+    model = shaken(add_lora(GPT(tiny.plain_model(**SMALL)).double(), LoRAConfig(rank=2)))
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == is_adapter(name), name
 
@@ -327,7 +329,7 @@ def test_the_planned_memory_is_enough_and_not_far_from_the_traced(
 ) -> None:
     """What is not saved because its layer is frozen is planned for all the same: too much, never too little."""
     model = preset("gpt2-mini").model_copy(update={"n_layers": 2})
-    config = TrainConfig(max_steps=1, batch_size=2, micro_batch_size=1)
+    config = tiny.plain_training(max_steps=1, batch_size=2, micro_batch_size=1)
     part = trained(model, adapter, freeze)
     planned = training_peak(Setting.of(model, config, precision, True, trained=part)).total_bytes
     traced = trace_step(Rehearsal(model, config, "cpu", precision, adapter, freeze)).peak_bytes

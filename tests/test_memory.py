@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import tiny
 from gptworks.checkpoint import choose_checkpoint, load_run, save_checkpoint
-from gptworks.config import LoRAConfig, ModelConfig, TrainConfig
+from gptworks.config import LoRAConfig, ModelConfig
 from gptworks.interop.huggingface import import_huggingface
 from gptworks.model import GPT, SlotCache, attention, cpu, lora
 from gptworks.model import loss as model_loss
@@ -36,6 +36,7 @@ from gptworks.train.loop import train
 from gptworks.train.optim import adamw_int8, muon
 from gptworks.train.record.metrics import read_metrics
 from gptworks.train.rehearsal.trace import LiveBytes, Rehearsal, trace_step
+from tiny import plain_model, plain_training
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 """Tracing for a GPU runs nothing on it, and yet torch wants to see one."""
@@ -55,7 +56,7 @@ def combinations(*axes: Sequence[Any]) -> list[Any]:
 def error(model: ModelConfig, device: str, precision: str, micro_batch_size: int = 1, **train: Any) -> float:
     """How far the formula is off the trace, as a share."""
     settings = {"batch_size": micro_batch_size, "micro_batch_size": micro_batch_size, **train}
-    config = TrainConfig(max_steps=1, **settings)
+    config = plain_training(max_steps=1, **settings)
     predicted = training_peak(Setting.of(model, config, precision, device == "cpu")).total_bytes
     return predicted / trace_step(Rehearsal(model, config, device, precision)).peak_bytes - 1
 
@@ -137,7 +138,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     ("variant", "precision", "checkpointing"), combinations(list(VARIANTS), PRECISIONS, CHECKPOINTING)
 )
 def test_variants(variant: str, precision: str, checkpointing: str, device: str) -> None:
-    model = ModelConfig(**SMALL | VARIANTS[variant])
+    model = plain_model(**SMALL | VARIANTS[variant])
     assert abs(error(model, device, precision, 2, activation_checkpointing=checkpointing)) < 0.05
 
 
@@ -145,17 +146,17 @@ def test_variants(variant: str, precision: str, checkpointing: str, device: str)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("batch_size", [2, 6])
 def test_accumulation_and_optimizers(batch_size: int, optimizer: str, precision: str) -> None:
-    model = ModelConfig(**SMALL)
+    model = plain_model(**SMALL)
     assert abs(error(model, "cpu", precision, 2, batch_size=batch_size, optimizer=optimizer)) < 0.02
 
 
 @pytest.mark.parametrize(("precision", "checkpointing"), [("fp32", "none"), ("bf16", "block")])
 def test_moments_in_8_bits(precision: str, checkpointing: str) -> None:
-    model = ModelConfig(**SMALL)
+    model = plain_model(**SMALL)
     settings: dict[str, Any] = {"optimizer": "adamw", "activation_checkpointing": checkpointing}
     assert abs(error(model, "cpu", precision, 2, optimizer_state="int8", **settings)) < 0.02
     whole, small = (
-        training_peak(Setting.of(model, TrainConfig(max_steps=1, optimizer_state=kind, **settings), precision, True))
+        training_peak(Setting.of(model, plain_training(max_steps=1, optimizer_state=kind, **settings), precision, True))
         for kind in ("fp32", "int8")
     )
     large = count_parameters(model).block_matrices
@@ -219,7 +220,7 @@ def test_over_int4_of_an_imported_135m_the_loss_is_that_over_the_same_base_unpac
 def adapted_error(n_layers: int, base: Any, precision: str, checkpointing: str) -> float:
     """How far the formula is off the trace, as a share, of SmolLM2-135M's shape with an adapter."""
     model = preset("smollm2-135m").model_copy(update={"n_layers": n_layers, "context_length": 512})
-    config = TrainConfig(
+    config = plain_training(
         max_steps=1, batch_size=1, micro_batch_size=1, activation_checkpointing=checkpointing, optimizer="adamw"
     )
     adapter = LoRAConfig(base=base)
@@ -228,8 +229,8 @@ def adapted_error(n_layers: int, base: Any, precision: str, checkpointing: str) 
 
 
 def test_muons_own_buffers_are_the_peak_of_a_wide_model_over_a_short_text() -> None:
-    model = ModelConfig(**SMALL | {"context_length": 16, "d_model": 512, "d_ff": 4096})
-    peak = training_peak(Setting.of(model, TrainConfig(max_steps=1, batch_size=1, optimizer="muon"), "bf16", True))
+    model = plain_model(**SMALL | {"context_length": 16, "d_model": 512, "d_ff": 4096})
+    peak = training_peak(Setting.of(model, plain_training(max_steps=1, batch_size=1, optimizer="muon"), "bf16", True))
     assert peak.moment == "optimizer"
     assert abs(error(model, "cpu", "bf16", 1, optimizer="muon")) < 0.02
 
@@ -298,7 +299,7 @@ def test_grouped_queries_under_a_mask_on_cuda(
         gradient = torch.empty_like(out)
         before_bytes = live.peak_bytes = live.now_bytes
         out.backward(gradient)  # type: ignore[no-untyped-call]
-    model = ModelConfig(
+    model = plain_model(
         vocab_size=9, context_length=length, n_layers=1, d_model=256, n_heads=4, n_kv_heads=n_kv_heads, window=window,
         window_pattern=("full",) if window is None else ("window",),
     )  # fmt: skip
@@ -379,7 +380,7 @@ def cache_bytes(cache: SlotCache) -> int:
     ],
 )
 def test_weights_in_each_precision_are_those_that_are_written(changes: dict[str, Any]) -> None:
-    model = ModelConfig(
+    model = plain_model(
         **{"vocab_size": 50, "context_length": 16, "n_layers": 2, "d_model": 64, "n_heads": 2} | changes
     )
     weights = GPT(model)
@@ -395,7 +396,7 @@ def test_weights_in_each_precision_are_those_that_are_written(changes: dict[str,
     ("name", "checkpointing", "precision"), combinations(["gpt2-mini", "modern-9m"], CHECKPOINTING, PRECISIONS)
 )
 def test_rows_of_several_texts(name: str, checkpointing: str, precision: str) -> None:
-    train = TrainConfig(max_steps=1, batch_size=3, activation_checkpointing=checkpointing)
+    train = plain_training(max_steps=1, batch_size=3, activation_checkpointing=checkpointing)
     setting = replace(Setting.of(shallow(name), train, precision, True), several_texts=True)
     traced = trace_step(Rehearsal(shallow(name), train, "cpu", precision, several_texts=True))
     assert abs(training_peak(setting).total_bytes / traced.peak_bytes - 1) < 0.02

@@ -9,16 +9,16 @@ import torch
 import transformers
 from torch import Tensor
 
-from gptworks.config import ModelConfig
 from gptworks.model import GPT
 from gptworks.model.gpt import Block, residual_projections
+from tiny import plain_model
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "context_length": 16, "n_layers": 2, "d_model": 32, "n_heads": 4}
 
 
 def build(seed: int = 0, **settings: Any) -> GPT:
     torch.manual_seed(seed)
-    return GPT(ModelConfig(**SMALL | settings))
+    return GPT(plain_model(**SMALL | settings))
 
 
 def shake(model: torch.nn.Module) -> None:

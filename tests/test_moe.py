@@ -24,7 +24,7 @@ def config(**changes: Any) -> ModelConfig:
         "vocab_size": 31, "context_length": 16, "n_layers": 2, "d_model": 24, "n_heads": 4, "d_ff": 20, "mlp": "swiglu",
         "norm": "rmsnorm", "n_experts": 5, "n_experts_per_token": 2,
     }  # fmt: skip
-    return ModelConfig(**base | changes)
+    return tiny.plain_model(**base | changes)
 
 
 def moe(dtype: torch.dtype = torch.float64, **changes: Any) -> MoE:

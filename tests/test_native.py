@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gptworks.config import ModelConfig
 from gptworks.model import GPT
 from gptworks.model.backend import Chunk, TorchBackend, Unavailable
 from gptworks.native import backend as native
 from gptworks.native.library import library
 from gptworks.quantize.convert import quantize_model
 from hf import random_model
+from tiny import plain_model
 
 CONTEXT, VOCABULARY = 64, 77  # no multiple of what a product takes at once
 
@@ -65,7 +65,7 @@ def compiled() -> None:
 
 
 def variant(name: str, **changes: Any) -> GPT:
-    return random_model(ModelConfig(**{**BASE, **VARIANTS[name], **changes}))
+    return random_model(plain_model(**{**BASE, **VARIANTS[name], **changes}))
 
 
 def text(length: int, seed: int = 0) -> list[int]:
@@ -418,4 +418,4 @@ def large_page_bytes(address: int) -> int:
 )
 def test_models_that_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unavailable, match=reason):
-        native.NativeBackend(GPT(ModelConfig(**{**BASE, **settings})), 1, CONTEXT)
+        native.NativeBackend(GPT(plain_model(**{**BASE, **settings})), 1, CONTEXT)

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.infer.engine import load
 from gptworks.model import GPT
@@ -27,6 +26,7 @@ from gptworks.native import library as native_library
 from gptworks.native.choice import choose_backend
 from gptworks.native.library import library
 from test_native import CONTEXT, VARIANTS, check, pack, text, variant
+from tiny import plain_model
 
 assert VARIANTS
 
@@ -96,7 +96,7 @@ def test_a_compiler_that_fails_leaves_nothing_and_is_not_asked_again(
         library()
     assert list(fresh.iterdir()) == []
     monkeypatch.setattr(subprocess, "run", None)  # is not called
-    model = GPT(ModelConfig(vocab_size=9, context_length=8, n_layers=1, d_model=16, n_heads=1)).eval()
+    model = GPT(plain_model(vocab_size=9, context_length=8, n_layers=1, d_model=16, n_heads=1)).eval()
     monkeypatch.setattr(choice, "_said", set())
     with pytest.warns(UserWarning, match=r"native engine is not used: .* torch computes instead"):
         assert isinstance(choose_backend(model, 1, 8), TorchBackend)
@@ -249,7 +249,7 @@ def test_a_link_to_a_folder_is_not_used(builds: list[str], fresh: Path, tmp_path
 
 def small(**settings: Any) -> GPT:
     shape = {"vocab_size": 20, "context_length": 16, "n_layers": 1, "d_model": 32, "n_heads": 2}
-    return GPT(ModelConfig(**shape | settings)).eval()
+    return GPT(plain_model(**shape | settings)).eval()
 
 
 @pytest.mark.parametrize(("ours", "theirs", "native_wins"), [(1.0, 2.0, True), (1.05, 1.0, True), (2.0, 1.0, False)])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import chats
-from gptworks.config import IGNORED, ModelConfig
+from gptworks.config import IGNORED
 from gptworks.data.conversations.packing import ExampleBatches, Examples, evaluation_rows, pack, stack
 from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
@@ -22,6 +22,7 @@ from gptworks.model import GPT
 from gptworks.model.attention import attend, attend_reference, texts_bias
 from gptworks.recipe import parse_recipe
 from gptworks.train.objectives.next_token import next_token
+from tiny import plain_model
 
 T = 128
 
@@ -103,7 +104,7 @@ def test_packed_equals_unpacked(shards: TokenShards, shape: str, path: str, monk
     if path == "sdpa":
         monkeypatch.setattr("gptworks.model.cpu.LONGEST", 0)
     packed, alone = Examples(shards, T), Examples(shards, T, packing=False)
-    config = ModelConfig(context_length=T, n_layers=2, d_model=32, n_heads=4, vocab_size=302, **SHAPES[shape])
+    config = plain_model(context_length=T, n_layers=2, d_model=32, n_heads=4, vocab_size=302, **SHAPES[shape])
     torch.manual_seed(0)
     model = GPT(config).train()
     model.activation_checkpointing = "block" if shape == "checkpointed" else "none"

@@ -11,6 +11,7 @@ from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.plan.params import count_parameters
 from gptworks.presets import PRESETS, preset
+from tiny import plain_model
 
 
 def built_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -24,7 +25,7 @@ def random_config(seed: int) -> ModelConfig:
     n_kv_heads, d_head = choose.randint(1, 4), 2 * choose.randint(1, 16)
     norm, window = choose.choice(["layernorm", "rmsnorm"]), choose.choice([None, 3])
     n_experts = choose.choice([0, 0, 4, 5])
-    return ModelConfig(
+    return plain_model(
         vocab_size=choose.randint(1, 300), context_length=choose.randint(3, 40), n_layers=choose.randint(1, 4),
         d_model=choose.randint(1, 90), n_heads=n_kv_heads * choose.randint(1, 3), n_kv_heads=n_kv_heads, d_head=d_head,
         d_ff=choose.randint(1, 200), position=choose.choice(["learned", "rope", "none"]), norm=norm,
@@ -137,4 +138,4 @@ def test_block_matrices_are_the_blocks_parameters_of_two_dimensions() -> None:
 
 def test_an_unknown_vocabulary_is_refused() -> None:
     with pytest.raises(UserError, match=r"Set model\.vocab_size"):
-        count_parameters(ModelConfig(context_length=8, n_layers=1, d_model=8, n_heads=1))
+        count_parameters(plain_model(context_length=8, n_layers=1, d_model=8, n_heads=1))

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from gptworks.checkpoint import load_run, save_checkpoint
-from gptworks.config import LoRAConfig, ModelConfig
+from gptworks.config import LoRAConfig
 from gptworks.errors import RunError, UserError
 from gptworks.interop.huggingface import export_huggingface
 from gptworks.interop.peft import export_adapter, import_adapter
@@ -24,6 +24,7 @@ from gptworks.quantize.convert import pack_for
 from gptworks.recipe import load_recipe, save_recipe
 from gptworks.train.optim.trainable import trainable_model
 from hf import VOCABULARY, make_run, random_model, tokens
+from tiny import plain_model
 
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'gptworks[interop]'")
 
@@ -42,7 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def adapted_run(folder: Path, settings: dict[str, Any], adapter: dict[str, Any], seed: int = 0) -> Path:
     """A run folder with random weights and a random adapter, as training leaves one."""
-    model = random_model(ModelConfig(**SMALL, **settings), seed)
+    model = random_model(plain_model(**SMALL, **settings), seed)
     make_run(folder, model)
     lora = LoRAConfig.model_validate(adapter)
     add_lora(model, lora)
@@ -80,7 +81,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def made(family: str) -> Path:
         folder = tmp_path_factory.mktemp(family)
-        make_run(folder / "run", random_model(ModelConfig(**SMALL, **FAMILIES[family])))
+        make_run(folder / "run", random_model(plain_model(**SMALL, **FAMILIES[family])))
         export_huggingface(folder / "run", folder / "base", verify=False)
         return folder
 
@@ -199,7 +200,7 @@ def test_every_start_of_an_adapter_gives_pefts_logits(
 
 
 def test_layers_that_peft_leaves_out_stay_plain(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "base-run", random_model(ModelConfig(**SMALL, **FAMILIES["llama"])))
+    run = make_run(tmp_path / "base-run", random_model(plain_model(**SMALL, **FAMILIES["llama"])))
     base = tmp_path / "base"
     export_huggingface(run, base, verify=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -295,7 +296,7 @@ def test_what_pefts_format_does_not_hold_is_refused(
 
 
 def test_a_run_without_an_adapter_has_none_to_write(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", GPT(ModelConfig(**SMALL)))
+    run = make_run(tmp_path / "run", GPT(plain_model(**SMALL)))
     with pytest.raises(UserError, match="has no adapter"):
         export_adapter(run, tmp_path / "out")
 

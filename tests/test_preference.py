@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import tiny
 from gptworks.checkpoint import checkpoints, load_run
-from gptworks.config import IGNORED, ModelConfig, OddsRatioObjective, PreferenceObjective, PreferencesSource
+from gptworks.config import IGNORED, OddsRatioObjective, PreferenceObjective, PreferencesSource
 from gptworks.data.conversations.preferences import Pairs, iter_pairs
 from gptworks.data.prepare import find_prepared
 from gptworks.data.shards import TokenShards
@@ -68,7 +68,7 @@ def by_the_papers(objective: PreferenceObjective, logratios: np.ndarray, lengths
 def test_loss_and_gradients_are_those_of_the_papers(settings: dict[str, Any]) -> None:
     objective = PreferenceObjective.model_validate({"type": "preference", **settings})
     torch.manual_seed(0)
-    model = GPT(ModelConfig(**SMALL)).double()
+    model = GPT(tiny.plain_model(**SMALL)).double()
     inputs, targets = rows()
     reference = torch.linspace(-40, -20, 6, dtype=torch.float64)
     n_tokens = (targets != IGNORED).sum(-1)
@@ -99,7 +99,7 @@ def test_loss_and_gradients_are_those_of_the_papers(settings: dict[str, Any]) ->
 def test_the_odds_ratios_loss_and_gradients_are_those_of_the_paper() -> None:
     """Hong et al., 2024, in float64: P is the geometric mean of an answer's probabilities, its odds are P / (1 − P)."""
     torch.manual_seed(0)
-    model = GPT(ModelConfig(**SMALL, init_std=0.3)).double()
+    model = GPT(tiny.plain_model(**SMALL, init_std=0.3)).double()
     inputs, targets = rows()
     losses = odds_ratio(OddsRatioObjective(type="odds_ratio", weight=0.3), model, (inputs, targets), Routing())
     gradients = torch.autograd.grad(losses.objective, list(model.parameters()))
@@ -388,7 +388,7 @@ def test_loss_and_gradients_are_those_of_trl(settings: dict[str, Any], tmp_path:
     from hf import make_run, random_model
 
     objective = PreferenceObjective.model_validate({"type": "preference", **settings})
-    config = ModelConfig(**(SMALL | {"vocab_size": 260, "norm": "rmsnorm", "mlp": "swiglu"}))
+    config = tiny.plain_model(**(SMALL | {"vocab_size": 260, "norm": "rmsnorm", "mlp": "swiglu"}))
     models = {}
     for seed, name in ((0, "policy"), (1, "reference")):
         models[name] = random_model(config, seed)

@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import commands
-from gptworks.config import ModelConfig, Recipe, ValidationSplit
+from gptworks.config import Recipe, ValidationSplit
 from gptworks.data import encode
 from gptworks.data import prepare as module
 from gptworks.data.prepare import Prepared, find_prepared, held_out_text, open_prepared, prepare
@@ -27,6 +27,7 @@ from gptworks.data.sources.choose import iter_documents
 from gptworks.data.split import split_documents
 from gptworks.errors import RunError, UserError
 from gptworks.tokenizer import document_frame, fingerprint
+from tiny import plain_model
 
 Make = Callable[..., Recipe]
 
@@ -38,7 +39,7 @@ def make(tmp_path: Path) -> Make:
     def make(tokenizer: dict[str, Any] | None = None, path: Path = tmp_path / "text", **data: Any) -> Recipe:
         return Recipe(
             name="test",
-            model=ModelConfig(context_length=8, n_layers=1, d_model=8, n_heads=1),
+            model=plain_model(context_length=8, n_layers=1, d_model=8, n_heads=1),
             tokenizer=tokenizer or {"type": "char"},
             data={"sources": [{"type": "text", "path": str(path)}], "cache_dir": tmp_path / "data", **data},
             train={"max_steps": 1},

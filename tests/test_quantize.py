@@ -40,9 +40,9 @@ KINDS: tuple[Weights, ...] = ("bf16", "fp16", "int8", "int4")
 
 BASE = {"vocab_size": 70, "context_length": 16, "n_layers": 2, "d_model": 64, "n_heads": 2}
 MODELS = {
-    "gpt2": ModelConfig(**BASE, position="learned", mlp="gelu", attention_bias=True, mlp_bias=True),
-    "llama": ModelConfig(**BASE, norm="rmsnorm", mlp="swiglu", n_kv_heads=1, d_ff=96, tie_embeddings=False),
-    "experts": ModelConfig(**BASE, mlp="swiglu", d_ff=32, n_experts=3, d_ff_shared=32),
+    "gpt2": tiny.plain_model(**BASE, position="learned", mlp="gelu", attention_bias=True, mlp_bias=True),
+    "llama": tiny.plain_model(**BASE, norm="rmsnorm", mlp="swiglu", n_kv_heads=1, d_ff=96, tie_embeddings=False),
+    "experts": tiny.plain_model(**BASE, mlp="swiglu", d_ff=32, n_experts=3, d_ff_shared=32),
 }
 
 
@@ -145,7 +145,7 @@ def test_nibbles_lie_where_the_format_says() -> None:
 def test_rows_that_are_no_whole_number_of_groups_are_refused_and_stay_int8_in_a_model() -> None:
     with pytest.raises(ValueError, match="48 columns"):
         pack_int4(torch.zeros(4, 48, dtype=torch.int8))
-    kinds = matrix_kinds(random_model(ModelConfig(**BASE | {"d_head": 24})), "int4")
+    kinds = matrix_kinds(random_model(tiny.plain_model(**BASE | {"d_head": 24})), "int4")
     assert kinds["blocks.0.attention.out"] == "int8"
     assert kinds["blocks.0.attention.query"] == "int4"
 
@@ -282,7 +282,7 @@ def test_under_autocast_products_are_done_in_bf16() -> None:
 
 
 def test_an_expert_that_gets_no_calibration_tokens_is_rounded_to_the_nearest() -> None:
-    config = ModelConfig(**BASE, mlp="gelu", n_experts=3, n_experts_per_token=1)
+    config = tiny.plain_model(**BASE, mlp="gelu", n_experts=3, n_experts_per_token=1)
     model = random_model(config)
     with torch.no_grad():
         model.blocks[0].norm2.weight.zero_()

@@ -10,6 +10,7 @@ from gptworks.config import ModelConfig, RopeScaling
 from gptworks.model import GPT, attention
 from gptworks.model.attention import frequencies
 from test_equivalence import Cached
+from tiny import plain_model
 
 ORIGINAL = 64
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -33,7 +34,7 @@ def config(scaling: dict[str, Any] | None = None, **changes: Any) -> ModelConfig
         "vocab_size": 31, "context_length": 4 * ORIGINAL, "n_layers": 2, "d_model": 64, "n_heads": 4, "mlp": "swiglu",
         "norm": "rmsnorm", "rope_theta": 500.0, "rope_scaling": scaling and RopeScaling(**scaling),
     }  # fmt: skip
-    return ModelConfig(**base | changes)
+    return plain_model(**base | changes)
 
 
 def random_model(settings: ModelConfig) -> GPT:

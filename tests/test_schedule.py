@@ -8,6 +8,7 @@ import torch
 
 from gptworks.config import TrainConfig
 from gptworks.train.optim.schedule import rate_factor
+from tiny import plain_training
 
 
 def factors(train: TrainConfig, steps: int) -> list[float]:
@@ -16,7 +17,7 @@ def factors(train: TrainConfig, steps: int) -> list[float]:
 
 def test_warmup_then_cosine_equals_torch() -> None:
     steps, warmup, floor = 100, 10, 0.1
-    train = TrainConfig(max_steps=steps, warmup_steps=warmup, final_rate_fraction=floor)
+    train = plain_training(max_steps=steps, warmup_steps=warmup, final_rate_fraction=floor)
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps - warmup, eta_min=floor)
@@ -29,7 +30,7 @@ def test_warmup_then_cosine_equals_torch() -> None:
 
 
 def test_wsd_is_constant_then_linear_to_the_floor() -> None:
-    train = TrainConfig(max_steps=100, schedule="wsd", decay_fraction=0.6, final_rate_fraction=0.0)
+    train = plain_training(max_steps=100, schedule="wsd", decay_fraction=0.6, final_rate_fraction=0.0)
     ours = factors(train, 100)
     assert ours[:41] == [1.0] * 41
     assert ours[70] == pytest.approx(0.5)
@@ -38,20 +39,20 @@ def test_wsd_is_constant_then_linear_to_the_floor() -> None:
 
 
 def test_horizon_counts_optimizer_steps_not_micro_batches() -> None:
-    whole = TrainConfig(max_steps=50, batch_size=32)
-    cut = TrainConfig(max_steps=50, batch_size=32, micro_batch_size=4)
+    whole = plain_training(max_steps=50, batch_size=32)
+    cut = plain_training(max_steps=50, batch_size=32, micro_batch_size=4)
     assert cut.accumulation_steps == 8
     assert factors(whole, 50) == factors(cut, 50)
 
 
 def test_cosine_ends_at_the_final_fraction() -> None:
-    train = TrainConfig(max_steps=10, final_rate_fraction=0.25)
+    train = plain_training(max_steps=10, final_rate_fraction=0.25)
     assert rate_factor(train, 10, 1.0) == pytest.approx(0.25)
     assert rate_factor(train, 5, 0.5) == pytest.approx(0.25 + 0.75 * 0.5 * (1 + math.cos(math.pi / 2)))
 
 
 def test_wsd_as_one_minus_the_square_root() -> None:
-    train = TrainConfig(
+    train = plain_training(
         max_steps=100, schedule="wsd", decay_fraction=0.5, decay_shape="1-sqrt", final_rate_fraction=0.1
     )
     ours = factors(train, 100)

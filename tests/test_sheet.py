@@ -32,6 +32,7 @@ from gptworks.presets import PRESETS, preset
 from gptworks.recipe import parse_model, parse_recipe
 from gptworks.units import readable
 from test_memory import cache_bytes
+from tiny import plain_model
 
 
 def planned(n_train_tokens: int | None = None, model: dict[str, Any] | None = None, **train: Any) -> Plan:
@@ -92,7 +93,7 @@ def test_published_figures_stand_on_a_preset_and_on_nothing_else() -> None:
 
 def test_an_unknown_vocabulary_is_refused() -> None:
     with pytest.raises(UserError, match=r"Set model\.vocab_size"):
-        describe(ModelConfig(context_length=8, n_layers=1, d_model=8, n_heads=1))
+        describe(plain_model(context_length=8, n_layers=1, d_model=8, n_heads=1))
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -117,7 +117,7 @@ def test_a_longer_context_and_other_dropout_are_taken(source: Path, tmp_path: Pa
 
 
 def test_learned_positions_of_another_length_are_refused(tmp_path: Path) -> None:
-    config = ModelConfig(vocab_size=hf.VOCABULARY, context_length=32, n_layers=1, d_model=32, n_heads=2,
+    config = tiny.plain_model(vocab_size=hf.VOCABULARY, context_length=32, n_layers=1, d_model=32, n_heads=2,
                          position="learned")  # fmt: skip
     source = hf.make_run(tmp_path / "source", hf.random_model(config))
     tree = following(source, tmp_path)
@@ -133,7 +133,7 @@ def test_learned_positions_of_another_length_are_refused(tmp_path: Path) -> None
 
 
 def test_a_run_folder_that_was_moved_has_its_tokenizer_with_it(tmp_path: Path) -> None:
-    config = ModelConfig(vocab_size=hf.VOCABULARY, context_length=32, n_layers=1, d_model=32, n_heads=2)
+    config = tiny.plain_model(vocab_size=hf.VOCABULARY, context_length=32, n_layers=1, d_model=32, n_heads=2)
     before = hf.make_run(tmp_path / "before", hf.random_model(config))
     assert load_recipe(before).tokenizer.model_dump()["path"] == before / "tokenizer"
     after = before.rename(tmp_path / "after")

@@ -16,7 +16,6 @@ from jinja2 import Environment
 
 import hf
 from gptworks.chat_template import BUILT_IN, ChatTemplate
-from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.evaluate import jail
 from gptworks.evaluate.bootstrap import interval, paired_difference
@@ -27,6 +26,7 @@ from gptworks.evaluate.scoring import encode_pair, score_pairs
 from gptworks.evaluate.task import Task, _compiled, load_task
 from gptworks.evaluate.tasks import Asked, run_task
 from gptworks.infer.engine import Engine
+from tiny import plain_model
 
 ITEMS = [
     {"question": f"{a} + {b}?", "options": [str(a + b), str(a - b), "many"], "answer": 0, "sum": str(a + b)}
@@ -46,7 +46,7 @@ def write(folder: Path, settings: dict[str, Any], items: list[dict[str, Any]] | 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    config = ModelConfig(vocab_size=257, context_length=128, n_layers=2, d_model=32, n_heads=2)
+    config = plain_model(vocab_size=257, context_length=128, n_layers=2, d_model=32, n_heads=2)
     return Engine(hf.random_model(config), hf.byte_tokenizer("<|endoftext|>"), n_slots=16)
 
 
@@ -230,7 +230,7 @@ def test_templates_are_compiled_once_and_items_numbered_for_errors_alone(
 def test_a_chat_model_is_asked_by_its_template(tmp_path: Path) -> None:
     """Description and shots become turns, and an answer ends with the turn's end token."""
     tokenizer = hf.byte_tokenizer("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    config = ModelConfig(vocab_size=259, context_length=256, n_layers=2, d_model=32, n_heads=2)
+    config = plain_model(vocab_size=259, context_length=256, n_layers=2, d_model=32, n_heads=2)
     model = hf.random_model(config)
     template = ChatTemplate(BUILT_IN["chatml"], tokenizer)
     chat = Engine(model, tokenizer, chat_template=template)

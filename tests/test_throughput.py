@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import tiny
-from gptworks.config import ModelConfig, TrainConfig
 from gptworks.device import choose_precision, product_rate
 from gptworks.model import GPT
 from gptworks.plan.flops import forward_flops
@@ -54,7 +53,7 @@ def test_norms_by_layer_are_those_of_outputs_and_gradients(checkpointing: str) -
     torch.manual_seed(0)
     model = GPT(preset("gpt2-mini").model_copy(update={"n_layers": 3, "vocab_size": 50, "context_length": 16})).train()
     model.activation_checkpointing = checkpointing
-    parallel = Parallel(TrainConfig(max_steps=1))
+    parallel = Parallel(tiny.plain_training(max_steps=1))
     parallel.place(model, CPU)
     outputs: list[list[Tensor]] = []
 
@@ -101,14 +100,14 @@ ONE_BLOCK: dict[str, Any] = {
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_blocks_train_and_evaluate_as_eager_ones() -> None:
-    model = ModelConfig(
+    model = tiny.plain_model(
         vocab_size=43, context_length=32, d_model=32, n_heads=2, norm="rmsnorm", mlp="relu2", **ONE_BLOCK
     )
     tokens = torch.randint(43, (4, 33), generator=torch.Generator().manual_seed(1))
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     losses: dict[str, list[float]] = {}
     for setting in ("none", "block"):
-        settings = TrainConfig(max_steps=3, batch_size=4, learning_rate=0.01, compile=setting)
+        settings = tiny.plain_training(max_steps=3, batch_size=4, learning_rate=0.01, compile=setting)
         torch.manual_seed(0)
         parallel = Parallel(settings)
         placed = parallel.place(GPT(model).train(), CPU)

@@ -10,7 +10,6 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import tiny
-from gptworks.config import ModelConfig, TrainConfig
 from gptworks.data.prepare import prepare
 from gptworks.device import choose_precision, peak_growth_bytes, reset_peak
 from gptworks.errors import UserError
@@ -26,7 +25,7 @@ from gptworks.train.rehearsal.trace import LiveBytes, Rehearsal, take, trace_ste
 
 CPU = torch.device("cpu")
 MODEL = preset("gpt2-tiny").model_copy(update={"dropout_residual": 0.1, "dropout_attention": 0.1})
-TRAIN = TrainConfig(max_steps=1, batch_size=4, micro_batch_size=2)
+TRAIN = tiny.plain_training(max_steps=1, batch_size=4, micro_batch_size=2)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -80,7 +79,7 @@ def test_nothing_is_allocated() -> None:
     model = preset("gpt3-175b").model_copy(update={"n_layers": 2})
     trace_step(Rehearsal(MODEL, TRAIN))  # what torch loads
     before = reset_peak(CPU)
-    assert trace_step(Rehearsal(model, TrainConfig(max_steps=1, batch_size=1))).peak_bytes > 60e9
+    assert trace_step(Rehearsal(model, tiny.plain_training(max_steps=1, batch_size=1))).peak_bytes > 60e9
     assert (peak_growth_bytes(CPU, before) or 0) < 200e6
 
 
@@ -96,10 +95,10 @@ def test_other_devices_are_not_traced() -> None:
 
 
 def test_a_measured_step_holds_what_was_predicted() -> None:
-    model = ModelConfig(
+    model = tiny.plain_model(
         vocab_size=8192, context_length=512, n_layers=4, d_model=256, n_heads=4, norm="rmsnorm", mlp="swiglu"
     )
-    train = TrainConfig(max_steps=1, batch_size=4)
+    train = tiny.plain_training(max_steps=1, batch_size=4)
     measured = measure_step(Rehearsal(model, train))
     predicted = training_peak(Setting.of(model, train, "fp32", on_cpu=True)).total_bytes
     assert predicted == pytest.approx(measured.peak_bytes, rel=0.1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import gptworks.evaluate.loss as evaluation
 import tiny
-from gptworks.config import IGNORED, ModelConfig, TrainConfig
+from gptworks.config import IGNORED
 from gptworks.config.train import EVALUATED_TOKENS
 from gptworks.model import GPT
 from gptworks.recipe import parse_recipe
@@ -31,12 +31,12 @@ def records(folder: Path) -> list[dict[str, Any]]:
 def test_an_evaluation_is_bounded_unless_the_recipe_says_otherwise() -> None:
     """Of 500M held-out tokens, a million; of a small split, every window, as with 0."""
     context, n_large = 1024, 500_000_000 // 1024
-    free = TrainConfig(max_steps=1)
+    free = tiny.plain_training(max_steps=1)
     assert free.n_evaluated(n_large, context) * context == EVALUATED_TOKENS
     assert free.n_evaluated(50, context) == 0
     assert free.n_evaluated(3, 2 * EVALUATED_TOKENS) == 1
-    assert TrainConfig(max_steps=1, evaluate_sequences=0).n_evaluated(n_large, context) == 0
-    assert TrainConfig(max_steps=1, evaluate_sequences=7).n_evaluated(n_large, context) == 7
+    assert tiny.plain_training(max_steps=1, evaluate_sequences=0).n_evaluated(n_large, context) == 0
+    assert tiny.plain_training(max_steps=1, evaluate_sequences=7).n_evaluated(n_large, context) == 7
 
 
 def test_an_evaluation_says_what_part_it_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_rank_0s_figures_decide_for_every_rank(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("kind", ["block", "selective"])
 def test_checkpointing_saves_memory_wherever_there_are_gradients(kind: str) -> None:
     """Evaluation mode too: references are computed so, with gradients, that their kernels are those of training."""
-    config = ModelConfig(vocab_size=31, context_length=64, n_layers=4, d_model=32, n_heads=4)
+    config = tiny.plain_model(vocab_size=31, context_length=64, n_layers=4, d_model=32, n_heads=4)
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     targets = torch.full_like(tokens, IGNORED)
     targets[:, -2:] = 1

@@ -8,8 +8,22 @@ from typing import Any
 import yaml
 
 import commands
+from gptworks.config import EARLIER_DEFAULTS, ModelConfig, TrainConfig
 
 TEXT = "".join(f"line {i}: the quick brown fox jumps over the lazy dog, {i * i} times.\n" for i in range(600))
+
+
+def plain_model(**settings: Any) -> ModelConfig:
+    """GPT-2's kind of block where a test does not say otherwise. Its projections are random, so that each block changes
+    what it reads from the first step on."""
+    return ModelConfig(**EARLIER_DEFAULTS | settings)
+
+
+def plain_training(**settings: Any) -> TrainConfig:
+    """AdamW, and a cosine from the first step on, where a test does not say otherwise."""
+    plain = {"optimizer": "adamw", "learning_rate": 3e-4, "weight_decay": 0.1, "schedule": "cosine",
+             "final_rate_fraction": 0.1}  # fmt: skip
+    return TrainConfig(**plain | settings)
 
 
 def recipe_tree(folder: Path, **train: Any) -> dict[str, Any]:
@@ -29,7 +43,7 @@ def recipe_tree(folder: Path, **train: Any) -> dict[str, Any]:
         "run_dir": str(folder / "run"),
         "model": {
             "context_length": 32, "n_layers": 2, "d_model": 32, "n_heads": 2, "norm": "rmsnorm", "mlp": "relu2",
-            "qk_norm": True, "dropout_residual": 0.1, "dropout_attention": 0.1,
+            "qk_norm": True, "zero_init_projections": False, "dropout_residual": 0.1, "dropout_attention": 0.1,
         },
         "tokenizer": {"type": "char"},
         "data": {
@@ -39,8 +53,9 @@ def recipe_tree(folder: Path, **train: Any) -> dict[str, Any]:
         },
         "train": {
             "max_steps": 20, "batch_size": 8, "micro_batch_size": 4, "optimizer": "muon", "learning_rate": 0.003,
-            "warmup_steps": 2, "log_every": 1, "evaluate_every": 5, "evaluate_sequences": 8, "checkpoint_every": 4,
-            "device": "cpu", **train,
+            "weight_decay": 0.1, "schedule": "cosine", "final_rate_fraction": 0.1, "warmup_steps": 2, "log_every": 1,
+            "evaluate_every": 5, "evaluate_sequences": 8, "checkpoint_every": 4, "sample_every": 0, "device": "cpu",
+            **train,
         },
     }  # fmt: skip
 
@@ -67,7 +82,8 @@ def trained(folder: Path, steps: int = 200, **model: Any) -> Path:
         batch_size=16, micro_batch_size=16, warmup_steps=10,
     )  # fmt: skip
     tree["model"] = {
-        "context_length": 64, "n_layers": 2, "d_model": 32, "n_heads": 2, "norm": "rmsnorm", "mlp": "swiglu", **model
+        "context_length": 64, "n_layers": 2, "d_model": 32, "n_heads": 2, "norm": "rmsnorm", "mlp": "swiglu",
+        "qk_norm": False, "zero_init_projections": False, **model,
     }  # fmt: skip
     tree["tokenizer"] = {"type": "bpe", "vocab_size": 320}
     train(parse_recipe(tree))

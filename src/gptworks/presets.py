@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gptworks.config import ModelConfig
+from gptworks.config import EARLIER_DEFAULTS, ModelConfig
 from gptworks.errors import UserError, nearest
 
 Settings = dict[str, Any]
@@ -40,8 +40,8 @@ def _settings(name: str) -> Settings:
 
 
 def _sized(vocab_size: int, d_model: int, n_layers: int, n_heads: int, context_length: int, **rest: Any) -> Settings:
-    return {"vocab_size": vocab_size, "context_length": context_length, "n_layers": n_layers, "d_model": d_model,
-            "n_heads": n_heads} | rest  # fmt: skip
+    return EARLIER_DEFAULTS | {"vocab_size": vocab_size, "context_length": context_length, "n_layers": n_layers,
+                               "d_model": d_model, "n_heads": n_heads} | rest  # fmt: skip
 
 
 def _gpt2(vocab_size: int, d_model: int, n_layers: int, n_heads: int, context_length: int, **rest: Any) -> Settings:

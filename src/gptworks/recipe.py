@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from gptworks.config import FileTokenizer, ModelConfig, Recipe, Section, known_vocab_size
+from gptworks.config import ENDS, FileTokenizer, ModelConfig, Recipe, Section, known_vocab_size
 from gptworks.errors import UserError, nearest
 from gptworks.files import write_whole
 from gptworks.presets import expand_preset
@@ -29,6 +29,9 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 RecipeLike = str | PathLike[str] | Mapping[str, Any] | Recipe
 """A recipe's file, shipped name or run folder, its nested dictionaries, or the recipe itself."""
+
+Unsaid = Mapping[str, Mapping[str, Any]]
+"""Settings by section that hold where a recipe does not say."""
 
 
 def with_vocab_size(recipe: Recipe, vocab_size: int) -> Recipe:
@@ -51,33 +54,36 @@ def with_vocab_size(recipe: Recipe, vocab_size: int) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": vocab_size})})
 
 
-def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = (), unsaid: Unsaid | None = None) -> Recipe:
     """Read a recipe file, the one of a run folder or a shipped one by its name, apply `key.path=value` overrides, and
     validate the whole. A recipe that is at hand, as an object or as nested dictionaries, is taken as it is.
+
+    Args:
+        unsaid: settings for those that neither the recipe nor an override gives, instead of the defaults.
 
     Raises:
         UserError: a missing file, broken YAML, an unknown key, a wrong type or settings that contradict one another.
     """
     if isinstance(recipe, Recipe | Mapping):
-        return _from_tree(recipe, overrides)
+        return _from_tree(recipe, overrides, unsaid or {})
     run_dir = Path(recipe) if is_folder(recipe) else None
     path, tree = read_recipe(recipe)
     tree.setdefault("name", path.stem if path.stem != "recipe" else path.absolute().parent.name)
     if run_dir is not None:
         tree["run_dir"] = str(run_dir)  # a run folder may have been moved or copied
     given = _by_key(overrides)
-    tree = apply_overrides(tree, overrides)
+    tree = _with_unsaid(apply_overrides(tree, overrides), unsaid or {})
     if run_dir is None:
         return parse_recipe(tree, str(path), given)
     return _with_tokenizer_at_hand(_parse_whole(tree, str(path), given), run_dir)
 
 
-def _from_tree(recipe: Recipe | Mapping[str, Any], overrides: Sequence[str]) -> Recipe:
+def _from_tree(recipe: Recipe | Mapping[str, Any], overrides: Sequence[str], unsaid: Unsaid) -> Recipe:
     if isinstance(recipe, Recipe) and not overrides:
         return recipe
     # Of a recipe what was set: what follows from other settings follows from the overrides.
     tree = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Recipe) else dict(recipe)
-    return parse_recipe(apply_overrides(tree, overrides), "recipe", _by_key(overrides))
+    return parse_recipe(_with_unsaid(apply_overrides(tree, overrides), unsaid), "recipe", _by_key(overrides))
 
 
 def _by_key(overrides: Sequence[str]) -> dict[str, str]:
@@ -87,6 +93,21 @@ def _by_key(overrides: Sequence[str]) -> dict[str, str]:
 def is_folder(recipe: RecipeLike) -> bool:
     """Whether a recipe is given as a folder: that of a run."""
     return isinstance(recipe, str | PathLike) and Path(recipe).is_dir()
+
+
+def _with_unsaid(tree: dict[str, Any], unsaid: Unsaid) -> dict[str, Any]:
+    return tree | {section: _beneath(tree.get(section) or {}, settings) for section, settings in unsaid.items()}
+
+
+def _beneath(said: Any, settings: Mapping[str, Any]) -> Any:
+    """What is said, and the settings of which nothing is."""
+    if not isinstance(said, dict):
+        return said
+    said = expand_preset(said)
+    ends = () if ENDS.isdisjoint(said) else ENDS  # one that is given replaces all
+    rest = {key: value for key, value in settings.items() if key not in said and key not in ends}
+    sections = {key: value for key, value in settings.items() if key in said and isinstance(value, Mapping)}
+    return rest | said | {key: _beneath(said[key], value) for key, value in sections.items()}
 
 
 def read_recipe(path: str | PathLike[str]) -> tuple[Path, dict[str, Any]]:
@@ -321,7 +342,7 @@ def _value_of(location: tuple[Any, ...], text: str) -> Any:
     words = {leaf for leaf in leaves if leaf in (str, Path) or _is_word(leaf)}
     numeric = leaves <= {int, float, type(None)}
     if leaves and not is_list and (numeric or leaves - {type(None)} == words):
-        if type(None) in leaves and text in _NOTHING:
+        if type(None) in kinds and text in _NOTHING:
             return None
         if numeric:
             return _number(text)

@@ -24,7 +24,8 @@ from gptworks.config.data import (
     TextSource,
     ValidationSplit,
 )
-from gptworks.config.model import ModelConfig, RopeScaling
+from gptworks.config.defaults import ENDS, train_defaults, tuning_rate
+from gptworks.config.model import EARLIER_DEFAULTS, ModelConfig, RopeScaling
 from gptworks.config.objective import (
     DataFault,
     DistillationObjective,

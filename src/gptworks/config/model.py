@@ -64,6 +64,17 @@ class RopeScaling(Section):
         return self
 
 
+GATED = ("swiglu", "geglu", "geglu_tanh")
+"""Kinds of MLP with a gate matrix."""
+
+EARLIER_DEFAULTS = {"norm": "layernorm", "mlp": "gelu", "qk_norm": False, "zero_init_projections": False}
+"""What described architectures have where they do not say otherwise: presets and imported models begin with these."""
+
+
+def _inner_width(width: int, mlp: str) -> int:
+    return -(-8 * width // (3 * 64)) * 64 if mlp in GATED else 4 * width
+
+
 class ModelConfig(Section):
     """A decoder-only transformer. Names follow the GPT-3 paper (Brown et al., 2020, table 2.1)."""
 
@@ -84,10 +95,14 @@ class ModelConfig(Section):
         le=1_000_000,
         description="Width of one head (D). Default: d_model / n_heads, which must then divide.",
     )
+    mlp: Fixed[Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"]] = Field(
+        "swiglu", description="Activation; swiglu and geglu add a gate matrix (Shazeer, 2020)."
+    )
     d_ff: Fixed[PositiveInt] = Field(
-        default_factory=derived("d_model", lambda width: 4 * width),
+        default_factory=lambda data: _inner_width(data["d_model"], data["mlp"]),
         le=10_000_000,
-        description="Inner width of the MLP. Default: 4 × d_model.",
+        description="Inner width of the MLP. Default: 4 × d_model; with a gate, which adds a matrix, 8/3 of it, "
+        "rounded up to whole 64s.",
     )
 
     position: Fixed[Literal["learned", "rope", "none"]] = Field("rope", description="How positions enter the model.")
@@ -102,7 +117,7 @@ class ModelConfig(Section):
     window_rope_theta: Fixed[float | None] = Field(
         None, gt=1, description="Base of windowed layers, without scaling (OLMo 3). None: they turn as the others do."
     )
-    norm: Fixed[Literal["layernorm", "rmsnorm"]] = "layernorm"
+    norm: Fixed[Literal["layernorm", "rmsnorm"]] = "rmsnorm"
     norm_eps: Fixed[float] = Field(1e-5, gt=0)
     norm_bias: Fixed[bool] = Field(
         default_factory=derived("norm", lambda norm: norm == "layernorm"),
@@ -113,16 +128,13 @@ class ModelConfig(Section):
         description="Attention and MLP read what was normalized, or what they give is normalized (OLMo 2), or both "
         "(Gemma 2).",
     )
-    mlp: Fixed[Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"]] = Field(
-        "gelu", description="Activation; swiglu and geglu add a gate matrix (Shazeer, 2020)."
-    )
     attention_bias: Fixed[bool | Literal["qkv", "out"]] = Field(
         False, description="Biases on the query, key, value and output projections; qkv or out: on those alone."
     )
     attention_scale: Fixed[float | None] = Field(None, gt=0, description="Factor of q·k. None: 1 / sqrt(d_head).")
     mlp_bias: Fixed[bool] = Field(False, description="Biases on the MLP's linear layers.")
     qk_norm: Fixed[bool | Literal["whole"]] = Field(
-        False,
+        True,
         description="RMSNorm over each head of queries and keys (Henry et al., 2020); whole: over all heads together.",
     )
     embedding_scale: Fixed[float] = Field(1.0, gt=0, description="Factor of the token embedding (Granite).")
@@ -170,13 +182,14 @@ class ModelConfig(Section):
     )
     init_std: Fixed[float] = Field(0.02, gt=0)
     zero_init_projections: Fixed[bool] = Field(
-        False, description="Residual projections start at zero: blocks begin as identity."
+        default_factory=derived("init", lambda init: init == "normal"),
+        description="Residual projections start at zero: blocks begin as identity. Default: true with init=normal.",
     )
 
     @property
     def gated(self) -> bool:
         """Whether the MLP multiplies by a gate (three matrices instead of two)."""
-        return self.mlp in ("swiglu", "geglu", "geglu_tanh")
+        return self.mlp in GATED
 
     @property
     def norms_behind(self) -> tuple[str, str] | None:

@@ -1,12 +1,13 @@
 """A recipe: all that a run is, and what must agree in it."""
 
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from gptworks.config.base import MOST_NAME_CHARACTERS, Fixed, Free, Repeat, Section, ShortPath, Start
 from gptworks.config.data import DataConfig
+from gptworks.config.defaults import train_defaults
 from gptworks.config.model import ModelConfig
 from gptworks.config.objective import NextTokenObjective, ObjectiveConfig
 from gptworks.config.sweep import SweepConfig
@@ -33,12 +34,23 @@ class Recipe(Section):
     tokenizer: TokenizerConfig
     data: DataConfig
     objective: ObjectiveConfig = Field(NextTokenObjective(), description="What is learned.")
-    train: TrainConfig
     adapter: Fixed[LoRAConfig | None] = Field(
         None, description="Train a small addition to the weights instead of them."
     )
     freeze: Fixed[FreezeConfig | None] = Field(None, description="Train the rest alone.")
+    train: TrainConfig = Field(
+        default_factory=dict, validate_default=True, description="Default: what suits the model (config/defaults.py)."
+    )
     sweep: Free[SweepConfig | None] = Field(None, description="What gptworks sweep tries; training ignores it.")
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _fill_in(cls, given: Any, info: ValidationInfo) -> Any:
+        rest = info.data
+        if not isinstance(given, dict) or not {"model", "objective", "adapter", "initialize_from"} <= rest.keys():
+            return given  # validated already, or something before is wrong, which is reported
+        tunes, adapter = rest["initialize_from"] is not None, rest["adapter"] is not None
+        return train_defaults(given, rest["model"], rest["objective"], tunes, adapter) | given
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -11,7 +11,7 @@ IGNORED = -100
 """A target that carries no loss, as `torch.nn.functional.cross_entropy` has it."""
 
 
-EVALUATED_TOKENS = 2**20
+EVALUATED_TOKENS = 2**17
 """Tokens that an evaluation reads at most, where a recipe does not say."""
 
 
@@ -40,7 +40,11 @@ class ParallelConfig(Section):
 
 
 class TrainConfig(Section):
-    """One training run. The length is the first reached of max_steps, epochs and max_minutes."""
+    """One training run. The length is the first reached of max_steps, epochs and max_minutes.
+
+    Where a recipe leaves out optimizer, rates, weight decay, length, warmup, or how often it evaluates, samples and
+    saves, they follow from the rest of the recipe (`gptworks.config.defaults`); else the defaults are these.
+    """
 
     max_steps: Steering[PositiveInt | None] = None
     epochs: Steering[float | None] = Field(None, gt=0, le=10**9)
@@ -69,32 +73,48 @@ class TrainConfig(Section):
     )
 
     optimizer: Fixed[Literal["adamw", "muon"]] = Field(
-        "adamw", description="muon: Muon for the blocks' matrices (Jordan et al., 2024), AdamW for the rest."
+        "muon",
+        description="muon: Muon for the blocks' matrices (Jordan et al., 2024), AdamW for the rest. "
+        "From trained weights, and with an adapter, the default is adamw.",
     )
     optimizer_state: Fixed[Literal["fp32", "int8"]] = Field(
         "fp32",
         description="AdamW's moments of the blocks' matrices. int8: in 8 bits, with a scale for each 256 (Dettmers et "
         "al., 2022).",
     )
-    learning_rate: Steering[float] = Field(3e-4, gt=0, description="Peak rate of AdamW.")
+    learning_rate: Steering[float] = Field(
+        0.003,
+        gt=0,
+        description="Peak rate of AdamW. Default beside Muon: 0.003; alone: 0.5 / d_model, at most 0.003; from trained "
+        "weights: 0.0768 / d_model, ten times that for an adapter, a fifth where answers are judged, at most 0.001.",
+    )
     muon_learning_rate: Steering[float] = Field(0.02, gt=0, description="Peak rate of Muon's matrices.")
     muon_momentum: Steering[Fraction] = 0.95
     betas: Steering[tuple[Fraction, Fraction]] = (0.9, 0.95)
     eps: Steering[float] = Field(1e-8, gt=0)
-    weight_decay: Steering[float] = Field(0.1, ge=0, description="Decoupled, on matrices only.")
+    weight_decay: Steering[float] = Field(
+        0.01,
+        ge=0,
+        description="Decoupled, on matrices only. Default beside Muon: 0.01; AdamW alone: 0.1; trained weights: 0.",
+    )
     grad_clip: Steering[float] = Field(1.0, ge=0, description="Largest global gradient norm. 0: no clipping.")
 
     schedule: Steering[Literal["cosine", "wsd", "constant"]] = Field(
-        "cosine", description="After warmup: cosine to the end; or constant, then linear decay (WSD); or constant."
+        "wsd", description="After warmup: cosine to the end; or constant, then linear decay (WSD); or constant."
     )
-    warmup_steps: Steering[int] = Field(0, ge=0, le=1_000_000_000, description="Optimizer steps of linear warmup.")
+    warmup_steps: Steering[int] = Field(
+        0,
+        ge=0,
+        le=1_000_000_000,
+        description="Optimizer steps of linear warmup. Default: a fiftieth of max_steps, at most 1,000.",
+    )
     decay_fraction: Steering[float] = Field(
-        0.2, gt=0, le=1, description="wsd: share of the run that decays, at its end."
+        0.6, gt=0, le=1, description="wsd: share of the run that decays, at its end."
     )
     decay_shape: Steering[Literal["linear", "1-sqrt"]] = Field(
         "linear", description="wsd: how it decays; 1-sqrt falls faster at first (Hägele et al., 2024)."
     )
-    final_rate_fraction: Steering[float] = Field(0.1, ge=0, le=1, description="Last rate as a fraction of the peak.")
+    final_rate_fraction: Steering[float] = Field(0.0, ge=0, le=1, description="Last rate as a fraction of the peak.")
 
     ema_decay: Steering[Fraction] = Field(
         0.0, description="Decay of the weights' moving average, which is then evaluated and published. 0: none."

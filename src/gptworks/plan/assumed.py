@@ -42,7 +42,9 @@ def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: 
         n_data = max(1, n_ranks // tensor) if isinstance(tensor, int) and tensor > 0 else 1
         batch_size = max(1, DEFAULT_BATCH_TOKENS // model.context_length // n_data) * n_data
         has_end = not given.keys().isdisjoint({"max_steps", "epochs", "max_minutes"})
-        train = {"batch_size": batch_size} | ({} if has_end else {"max_steps": _UNSET_STEPS}) | given
+        train = (
+            {"optimizer": "adamw", "batch_size": batch_size} | ({} if has_end else {"max_steps": _UNSET_STEPS}) | given
+        )
     recipe = parse_recipe({"name": name, **anything, **tree, "train": train}, name)
     reason = None
     if not has_end:

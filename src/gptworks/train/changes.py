@@ -65,6 +65,7 @@ def read_history(run_dir: Path) -> History:
 
 def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
     """The recipe of a run that goes on: the file's, with the settings of the run's earlier command lines, then these.
+    What none of them says of model and training is as the run has it, whatever has become of the defaults.
 
     Returns the recipe, and the earlier settings that are used again.
 
@@ -76,9 +77,15 @@ def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[R
         return recipe, []
     given = {_key(override) for override in overrides}
     kept = [override for override in read_history(recipe.run_dir).overrides if _key(override) not in given]
-    if not kept:
-        return recipe, []
-    return load_recipe(source, [*kept, *overrides]).model_copy(update={"run_dir": recipe.run_dir}), kept
+    now = load_recipe(source, [*kept, *overrides], unsaid=_settled(load_recipe(recipe.run_dir)))
+    return now.model_copy(update={"run_dir": recipe.run_dir}), kept
+
+
+def _settled(run: Recipe) -> dict[str, dict[str, Any]]:
+    """A run's settings of model and training, less those that follow from others or from the tokenizer."""
+    tree = run.model_dump(mode="json", include={"model", "train"})
+    del tree["model"]["vocab_size"], tree["train"]["micro_batch_size"]
+    return tree
 
 
 def changed(before: Recipe, now: Recipe) -> Changes:

@@ -18,7 +18,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from gptworks.checkpoint import Report
-from gptworks.config import DataConfig, FileTokenizer, ModelConfig, Recipe, TrainConfig
+from gptworks.config import DataConfig, FileTokenizer, ModelConfig, Recipe, TrainConfig, train_defaults
+from gptworks.config.objective import NEXT_TOKEN
 from gptworks.errors import UserError, nearest
 from gptworks.evaluate.run import PLACEHOLDER_SOURCES
 from gptworks.files import check_free, new_folder
@@ -269,13 +270,15 @@ def _notes(values: Values, tokenizer: Tokenizer) -> Iterator[str]:
 
 def _recipe(run_dir: Path, model: ModelConfig) -> Recipe:
     """A recipe for the run folder. Its data and training are placeholders: nothing was trained here."""
+    length = {"max_steps": 1000, "batch_size": 8}
+    defaults = train_defaults(length, model, NEXT_TOKEN, tunes=True, adapter=False)
     return Recipe(
         name=run_name(run_dir),
         run_dir=run_dir,
         model=model,
         tokenizer=FileTokenizer(type="file", path=run_dir / "tokenizer"),
         data=DataConfig(sources=PLACEHOLDER_SOURCES),
-        train=TrainConfig(max_steps=1000, batch_size=8, learning_rate=3e-5, warmup_steps=100),
+        train=TrainConfig(**defaults | length),
     )
 
 

@@ -1,0 +1,79 @@
+"""What a recipe's training gets where the recipe does not say, as far as that follows from the rest of the recipe.
+
+Defaults that depend on nothing stand beside their settings (train.py, model.py). The experiments behind both are in
+docs/benchmarks.md.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from gptworks.config.model import ModelConfig
+from gptworks.config.objective import ObjectiveConfig
+
+ADAMW_RATE_TIMES_WIDTH, HIGHEST_ADAMW_RATE = 0.5, 0.003
+"""AdamW's rate for all weights is in inverse proportion to the width (Yang et al., 2022), which gives 0.7 to 1.6 times
+the rates of table 2.1 of Brown et al. (2020). Beside Muon, its rate and Muon's are the same at every width."""
+
+TUNING_RATE_TIMES_WIDTH, HIGHEST_TUNING_RATE = 0.0768, 1e-3
+"""The same from trained weights: 1e-4 at a width of 768."""
+
+ADAPTER_TIMES = 10
+"""An adapter's rate is about ten times that of all weights (Schulman et al., 2025)."""
+
+ANSWERS_SHARE = 0.2
+"""Of the rate, where answers are judged: a policy that moves fast forgets its language."""
+
+EPOCHS = 4
+"""Up to 4 epochs, text that is read again teaches almost as much as new text (Muennighoff et al., 2023)."""
+
+TUNING_EPOCHS = 2
+
+ENDS = frozenset({"max_steps", "epochs", "max_minutes"})
+"""Settings of which one ends the run."""
+
+
+def tuning_rate(model: ModelConfig, objective: ObjectiveConfig, adapter: bool) -> float:
+    """AdamW's rate for weights that are trained already."""
+    rate = TUNING_RATE_TIMES_WIDTH / model.d_model
+    rate *= ADAPTER_TIMES if adapter else 1
+    rate *= ANSWERS_SHARE if objective.rows_per_sample > 1 or objective.rollouts else 1
+    return _rounded(min(rate, HIGHEST_TUNING_RATE))
+
+
+def train_defaults(
+    given: Mapping[str, Any], model: ModelConfig, objective: ObjectiveConfig, tunes: bool, adapter: bool
+) -> dict[str, Any]:
+    """Settings of `train` that the recipe leaves out.
+
+    Args:
+        given: those that it has.
+        tunes: whether training starts from trained weights.
+        adapter: whether it trains an adapter alone.
+    """
+    optimizer = given.get("optimizer", "adamw" if tunes or adapter else "muon")
+    settings: dict[str, Any] = {"optimizer": optimizer}
+    if tunes or adapter:
+        settings |= {"learning_rate": tuning_rate(model, objective, adapter), "weight_decay": 0.0}
+    elif optimizer == "adamw":
+        rate = min(HIGHEST_ADAMW_RATE, ADAMW_RATE_TIMES_WIDTH / model.d_model)
+        settings |= {"learning_rate": _rounded(rate), "weight_decay": 0.1}
+    if ENDS.isdisjoint(given):
+        settings["epochs"] = TUNING_EPOCHS if tunes else EPOCHS
+    return settings | _by_length(given.get("max_steps"), next_token=objective.type == "next_token")
+
+
+def _by_length(steps: Any, next_token: bool) -> dict[str, int]:
+    """Warmup of a fiftieth of the run; 5 evaluations and 4 samples and checkpoints, or more in a long run."""
+    if not isinstance(steps, int) or steps < 1:
+        steps = 1000  # not known yet
+    return {
+        "warmup_steps": min(1000, steps // 50),
+        "evaluate_every": max(1, min(250, steps // 5)),
+        "checkpoint_every": max(1, min(250, steps // 4)),
+        "sample_every": max(1, min(1000, steps // 4)) if next_token else 0,
+    }
+
+
+def _rounded(rate: float) -> float:
+    """Two digits: what a person would write."""
+    return float(f"{rate:.2g}")
