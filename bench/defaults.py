@@ -69,7 +69,7 @@ def run_one(tree: dict[str, Any]) -> dict[str, float]:
 
     settings = parse_recipe(tree)
     outcome = train(settings, display=Display(Console(quiet=True)), force=True)
-    evaluations = (record for record in read_metrics(settings.run_dir) if record["kind"] == "validation")
+    evaluations = (record for record in read_metrics(settings.run_dir / "metrics.jsonl") if record["kind"] == "validation")
     best = min(evaluations, key=lambda record: record["loss"])
     return {
         "nats": best["loss"],
@@ -102,7 +102,7 @@ def jobs(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
         for width in arguments.widths:
             for factor in arguments.factors:
                 name = f"rates {arguments.optimizer} {width} × {factor:g}, {arguments.steps} steps"
-                rate, muon = arguments.rate, 0.02
+                rate, muon = arguments.rate, arguments.muon_rate
                 if arguments.optimizer == "adamw":
                     rate = min(0.003, 0.5 / width)
                 train = {
@@ -114,6 +114,8 @@ def jobs(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
                     name += f", warmup {arguments.warmup}"
                 if arguments.rate != 0.003:
                     name += f", AdamW's rate {arguments.rate}"
+                if arguments.muon_rate != 0.02:
+                    name += f", Muon's rate {arguments.muon_rate}"
                 yield name, recipe("stdlib", folder / name.replace(" ", "-"), paths, model=shape(width), train=train)
         return
     for seed in arguments.seeds:
@@ -143,6 +145,7 @@ def main() -> None:
     parser.add_argument("--optimizer", default="muon")
     parser.add_argument("--warmup", type=int)
     parser.add_argument("--rate", type=float, default=0.003)
+    parser.add_argument("--muon-rate", type=float, default=0.02)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--minutes", type=float, default=2)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])

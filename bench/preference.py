@@ -28,7 +28,8 @@ def recipe(folder: Path, name: str, steps: int, **changes: Any) -> dict[str, Any
         "run_dir": str(folder / name),
         "model": {"context_length": 256, "n_layers": 4, "d_model": 128, "n_heads": 4, "mlp": "gelu"},
         "train": {
-            "max_steps": steps, "batch_size": 16, "micro_batch_size": 8, "optimizer": "adamw", "learning_rate": 3e-3, "warmup_steps": 10,
+            "max_steps": steps, "batch_size": 16, "micro_batch_size": 8, "optimizer": "adamw", "learning_rate": 3e-3,
+            "warmup_steps": 10,
             "evaluate_every": steps, "checkpoint_every": steps, "log_every": max(1, steps // 5), "device": "cpu",
         },
     } | changes  # fmt: skip

@@ -64,12 +64,10 @@ def refused(tree: dict[str, Any]) -> str:
 def test_defaults_follow_from_what_is_given() -> None:
     recipe = parse_recipe(SAMPLE)
     model = recipe.model
-    assert (model.n_kv_heads, model.d_head, model.d_ff, model.norm_bias) == (4, 12, 192, True)
+    assert (model.n_kv_heads, model.d_head, model.d_ff, model.norm_bias) == (4, 12, 128, False)
+    assert parse_model(SAMPLE["model"] | {"mlp": "gelu"}).d_ff == 192
     assert (model.vocab_size, recipe.train.accumulation_steps, recipe.run_dir) == (300, 2, Path("runs/sample"))
-    assert (
-        parse_model({"context_length": 8, "n_layers": 1, "d_model": 8, "n_heads": 1, "norm": "rmsnorm"}).norm_bias
-        is False
-    )
+    assert parse_model(SAMPLE["model"] | {"norm": "layernorm"}).norm_bias is True
 
 
 def test_settings_are_frozen() -> None:
@@ -124,7 +122,7 @@ def test_a_wrong_value_is_shown_with_the_rule(key: str, value: Any, words: str) 
     assert words in message
 
 
-@pytest.mark.parametrize("missing", ["model", "tokenizer", "data", "train"])
+@pytest.mark.parametrize("missing", ["model", "tokenizer", "data"])
 def test_a_missing_section_is_named(missing: str) -> None:
     assert f"`{missing}` is missing" in refused({key: SAMPLE[key] for key in SAMPLE if key != missing})
 
@@ -248,7 +246,7 @@ def test_overrides_reach_every_depth(tmp_path: Path) -> None:
     assert (recipe.train.max_steps, recipe.seed, recipe.train.betas) == (7, 5, (0.8, 0.9))
     assert recipe.data.sources[0].path == "x"  # type: ignore[union-attr]
     assert recipe.data.sources[1].field == "text"  # type: ignore[union-attr]
-    assert (recipe.model.d_ff, recipe.model.d_head) == (384, 24)
+    assert (recipe.model.d_ff, recipe.model.d_head) == (256, 24)
     assert recipe.data.validation.fraction == 0.2
     assert recipe.train.learning_rate == 0.001
 
@@ -313,7 +311,7 @@ def test_a_preset_with_overrides_recomputes_what_follows(tmp_path: Path) -> None
 def test_the_schema_knows_the_sections_and_their_keys() -> None:
     schema = recipe_schema()
     assert set(Recipe.model_fields) == set(schema["properties"])
-    assert {"model", "tokenizer", "data", "train"} <= set(schema["required"])
+    assert {"model", "tokenizer", "data"} <= set(schema["required"])
     definitions = schema["$defs"]
     assert set(definitions["ModelConfig"]["properties"]) == {*ModelConfig.model_fields, "preset"}
     assert "required" not in definitions["ModelConfig"]  # a preset may give them

@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 import tiny
-from gptworks.config import EARLIER_DEFAULTS, LoRAConfig, Recipe
+from gptworks.config import EARLIER_DEFAULTS, BPETokenizer, LoRAConfig, Recipe
 from gptworks.errors import UserError
-from gptworks.interop.huggingface import choose_family
+from gptworks.interop.huggingface.choice import choose_family
 from gptworks.recipe import load_recipe, parse_model, parse_recipe
-from gptworks.tokenizer import load_tokenizer
+from gptworks.tokenizer import train_tokenizer
 from gptworks.train.changes import changed, load_to_resume
 from gptworks.train.loop import train
 
@@ -37,9 +37,9 @@ def test_sizes_alone_give_a_modern_model_and_a_whole_training() -> None:
     assert settings.warmup_steps
 
 
-def test_a_model_of_defaults_is_one_that_other_tools_load(tmp_path: Path) -> None:
-    run = tiny.trained(tmp_path, 2, qk_norm=True)
-    family, _ = choose_family(load_recipe(run).model, load_tokenizer(run / "tokenizer"))
+def test_a_model_of_defaults_is_one_that_other_tools_load() -> None:
+    tokenizer = train_tokenizer(BPETokenizer(type="bpe", vocab_size=300), [tiny.TEXT])
+    family, _ = choose_family(parse_model(SIZES | {"vocab_size": 300}), tokenizer)
     assert family.model_type == "qwen3"
 
 
