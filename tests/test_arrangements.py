@@ -208,7 +208,7 @@ def test_one_processor_is_never_advised_to_be_many() -> None:
 
 
 def test_advice_for_one_gpu_tries_all_that_it_can_do_itself_before_more_of_them() -> None:
-    recipe = recipe_of(model={"preset": "gpt2-xl"}, batch_size=64, micro_batch_size=64)
+    recipe = recipe_of(model={"preset": "gpt2-xl"}, optimizer="adamw", batch_size=64, micro_batch_size=64)
     changes = changes_that_fit(recipe, 1, find_device("rtx-4090"))
     words = [change.words for change in changes]
     for setting in (

@@ -243,7 +243,8 @@ def test_like_copies_a_shipped_recipe_or_takes_its_model_for_other_texts(
     Path("like.yaml").write_text(draft.text(), encoding="utf-8")
     recipe = load_recipe("like.yaml")
     assert recipe.model == other.model
-    kept = {name: getattr(other.train, name) for name in ("max_steps", "warmup_steps")}
+    by_length = ("max_steps", "warmup_steps", "evaluate_every", "checkpoint_every")
+    kept = {name: getattr(other.train, name) for name in by_length}
     assert recipe.train.model_copy(update=kept) == other.train
     assert recipe.data.sources[0].path == texts.sources[0]["path"]  # type: ignore[union-attr]
     assert draft.epochs <= MOST_EPOCHS

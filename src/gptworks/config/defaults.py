@@ -50,7 +50,7 @@ def train_defaults(
         tunes: whether training starts from trained weights.
         adapter: whether it trains an adapter alone.
     """
-    optimizer = given.get("optimizer", "adamw" if tunes or adapter else "muon")
+    optimizer = given.get("optimizer", "adamw" if tunes or adapter or _divides_matrices(given) else "muon")
     settings: dict[str, Any] = {"optimizer": optimizer}
     if tunes or adapter:
         settings |= {"learning_rate": tuning_rate(model, objective, adapter), "weight_decay": 0.0}
@@ -60,6 +60,14 @@ def train_defaults(
     if ENDS.isdisjoint(given):
         settings["epochs"] = TUNING_EPOCHS if tunes else EPOCHS
     return settings | _by_length(given.get("max_steps"), next_token=objective.type == "next_token")
+
+
+def _divides_matrices(given: Mapping[str, Any]) -> bool:
+    """Whether devices hold parts of matrices, which Muon needs whole."""
+    parallel = given.get("parallel")
+    return isinstance(parallel, dict) and (
+        parallel.get("strategy") == "fsdp" or parallel.get("tensor_parallel", 1) not in (1, "1")
+    )
 
 
 def _by_length(steps: Any, next_token: bool) -> dict[str, int]:

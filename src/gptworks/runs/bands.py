@@ -18,7 +18,7 @@ from gptworks.config import PositiveInt, Section
 from gptworks.errors import UserError
 from gptworks.files import write_whole
 from gptworks.runs.history import History
-from gptworks.runs.settings import decisive, settings_fingerprint
+from gptworks.runs.settings import decisive, differences, settings_fingerprint
 from gptworks.runs.statistics import binomial_quantile, t_quantile
 
 FEWEST_SEEDS = 3
@@ -126,9 +126,9 @@ def make_band(runs: Sequence[History]) -> Band:
     for run in runs:
         if (theirs := decisive(run.recipe)) != settings:
             key = next(key for key in {**settings, **theirs} if settings.get(key) != theirs.get(key))
+            wanted, found = differences([first.recipe, run.recipe])[key]
             raise UserError(
-                f"{run.folder} is another recipe than {first.folder}: {key} is {theirs.get(key)} and not "
-                f"{settings.get(key)}. A band holds runs that differ in their seed alone."
+                f"{run.folder} is another recipe than {first.folder}: {key} is {found} and not {wanted}. A band holds runs that differ in their seed alone."
             )
         if seeds.count(run.recipe.seed) > 1:
             raise UserError(f"{run.folder}: seed {run.recipe.seed} is there twice, and equal seeds give equal curves.")
