@@ -69,10 +69,8 @@ def run_one(tree: dict[str, Any]) -> dict[str, float]:
 
     settings = parse_recipe(tree)
     outcome = train(settings, display=Display(Console(quiet=True)), force=True)
-    evaluations = (
-        record for record in read_metrics(settings.run_dir / "metrics.jsonl") if record["kind"] == "validation"
-    )
-    best = min(evaluations, key=lambda record: record["loss"])
+    records = read_metrics(settings.run_dir / "metrics.jsonl")
+    best = min((one for one in records if one["kind"] == "validation"), key=lambda record: record["loss"])
     return {
         "nats": best["loss"],
         "bits_per_byte": best["bits_per_byte"],

@@ -128,7 +128,8 @@ def make_band(runs: Sequence[History]) -> Band:
             key = next(key for key in {**settings, **theirs} if settings.get(key) != theirs.get(key))
             wanted, found = differences([first.recipe, run.recipe])[key]
             raise UserError(
-                f"{run.folder} is another recipe than {first.folder}: {key} is {found} and not {wanted}. A band holds runs that differ in their seed alone."
+                f"{run.folder} is another recipe than {first.folder}: {key} is {found} and not "
+                f"{wanted}. A band holds runs that differ in their seed alone."
             )
         if seeds.count(run.recipe.seed) > 1:
             raise UserError(f"{run.folder}: seed {run.recipe.seed} is there twice, and equal seeds give equal curves.")
