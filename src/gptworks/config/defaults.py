@@ -10,9 +10,13 @@ from typing import Any
 from gptworks.config.model import ModelConfig
 from gptworks.config.objective import ObjectiveConfig
 
+RATE, RATE_WIDTH = 0.02, 256
+"""AdamW's rate beside Muon, for embeddings, head and vectors, up to this width; in inverse proportion to the root of
+wider ones. Muon's own is the same at every width."""
+
 ADAMW_RATE_TIMES_WIDTH, HIGHEST_ADAMW_RATE = 0.5, 0.003
 """AdamW's rate for all weights is in inverse proportion to the width (Yang et al., 2022), which gives 0.7 to 1.6 times
-the rates of table 2.1 of Brown et al. (2020). Beside Muon, its rate and Muon's are the same at every width."""
+the rates of table 2.1 of Brown et al. (2020)."""
 
 TUNING_RATE_TIMES_WIDTH, HIGHEST_TUNING_RATE = 0.0768, 1e-3
 """The same from trained weights: 1e-4 at a width of 768."""
@@ -57,6 +61,8 @@ def train_defaults(
     elif optimizer == "adamw":
         rate = min(HIGHEST_ADAMW_RATE, ADAMW_RATE_TIMES_WIDTH / model.d_model)
         settings |= {"learning_rate": _rounded(rate), "weight_decay": 0.1}
+    else:
+        settings["learning_rate"] = _rounded(RATE * min(1, RATE_WIDTH / model.d_model) ** 0.5)
     if ENDS.isdisjoint(given):
         settings["epochs"] = TUNING_EPOCHS if tunes else EPOCHS
     return settings | _by_length(given.get("max_steps"), next_token=objective.type == "next_token")

@@ -83,10 +83,11 @@ class TrainConfig(Section):
         "al., 2022).",
     )
     learning_rate: Steering[float] = Field(
-        0.003,
+        0.02,
         gt=0,
-        description="Peak rate of AdamW. Default beside Muon: 0.003; alone: 0.5 / d_model, at most 0.003; from trained "
-        "weights: 0.0768 / d_model, ten times that for an adapter, a fifth where answers are judged, at most 0.001.",
+        description="Peak rate of AdamW. Default beside Muon: 0.02, and 0.02 × √(256 / d_model) from d_model 256 on; "
+        "alone: 0.5 / d_model, at most 0.003; from trained weights: 0.0768 / d_model, ten times that for an adapter, a "
+        "fifth where answers are judged, at most 0.001.",
     )
     muon_learning_rate: Steering[float] = Field(0.02, gt=0, description="Peak rate of Muon's matrices.")
     muon_momentum: Steering[Fraction] = 0.95
