@@ -99,7 +99,7 @@ def assert_same(a: Tensor, b: Tensor) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [*configurations(), *(ModelConfig(**BASE | settings) for settings in OTHERS.values())],
+    [*configurations(), *(plain_model(**BASE | settings) for settings in OTHERS.values())],
     ids=[*map(describe, configurations()), *OTHERS],
 )
 def test_cached_generation_equals_uncached_up_to_the_full_context(config: ModelConfig) -> None:

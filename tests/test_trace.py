@@ -110,7 +110,7 @@ def test_the_speed_of_short_steps_is_that_of_the_median_and_a_long_step_is_taken
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(measure, "keep_freed_memory", lambda: None)  # of this process
-    rehearsal = Rehearsal(ModelConfig(vocab_size=64, context_length=32, n_layers=1, d_model=32, n_heads=2), TRAIN)
+    rehearsal = Rehearsal(tiny.plain_model(vocab_size=64, context_length=32, n_layers=1, d_model=32, n_heads=2), TRAIN)
     assert (measure_speed(rehearsal).tokens_per_second or 0) > 0
     tokens, most = TRAIN.batch_size * 32, measure.SPEED_SECONDS
     for seconds, median in (([0.5, 0.1, 0.2, 0.1, 9.0], 0.2), ([most, 1.0], most), ([0.25, *[0.01] * 99], 0.01)):

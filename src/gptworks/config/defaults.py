@@ -79,7 +79,7 @@ def _divides_matrices(given: Mapping[str, Any]) -> bool:
 def _by_length(steps: Any, next_token: bool) -> dict[str, int]:
     """Warmup of a fiftieth of the run; 5 evaluations and 4 samples and checkpoints, or more in a long run."""
     if not isinstance(steps, int) or steps < 1:
-        steps = 1000  # not known yet
+        steps = 500  # not known yet
     return {
         "warmup_steps": min(1000, steps // 50),
         "evaluate_every": max(1, min(250, steps // 5)),

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gptworks.config import ModelConfig
+from gptworks.config import EARLIER_DEFAULTS, ModelConfig
 from gptworks.interop.huggingface.settings import Clause, Settings, Values, biases
 from gptworks.interop.huggingface.tensors import Place
 
-PLAIN_FIELDS: Values = {
-    "parallel_residual": False, "norm_placement": "before", "qk_norm": False, "n_experts": 0, "d_ff_shared": 0,
+PLAIN_FIELDS: Values = EARLIER_DEFAULTS | {
+    "parallel_residual": False, "norm_placement": "before", "n_experts": 0, "d_ff_shared": 0,
     "attention_scale": None, "attention_softcap": None, "logit_softcap": None,
     "embedding_scale": 1.0, "residual_scale": 1.0, "logit_divisor": 1.0,
     "rope_fraction": 1.0, "rope_pattern": ("rope",), "rope_scaling": None, "window_rope_theta": None,
