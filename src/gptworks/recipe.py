@@ -7,24 +7,22 @@ refuses unknown keys, wrong types and settings that contradict one another befor
 
 import contextlib
 import copy
-import json
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
 
 from gptworks.config import ENDS, FileTokenizer, ModelConfig, Recipe, Section, known_vocab_size
+from gptworks.config.explain import explain, leaves, sections_at
 from gptworks.errors import UserError, nearest
 from gptworks.files import write_whole
 from gptworks.presets import expand_preset
 from gptworks.recipes import shipped_paths
 from gptworks.yaml_files import parse_yaml, read_yaml
 
-_SHOWN_CHARACTERS = 200
 AnySection = TypeVar("AnySection", bound=Section)
 
 RecipeLike = str | PathLike[str] | Mapping[str, Any] | Recipe
@@ -255,7 +253,7 @@ def parse_section(
     try:
         return section.model_validate(tree)
     except ValidationError as error:
-        raise UserError(_explain(error, section, origin, overrides or {})) from None
+        raise UserError(explain(error, section, origin, overrides or {})) from None
 
 
 def save_recipe(recipe: Recipe, path: Path, history: Sequence[str] = ()) -> None:
@@ -335,9 +333,9 @@ def _value_of(location: tuple[Any, ...], text: str) -> Any:
     Lists, sections and settings of several types are read as YAML.
     """
     name = str(location[-1])
-    sections = _sections_at(location[:-1], Recipe)
+    sections = sections_at(location[:-1], Recipe)
     annotations = [section.model_fields[name].annotation for section in sections if name in section.model_fields]
-    leaves = {leaf for annotation in annotations for leaf in _leaves(annotation)}
+    leaves = {leaf for annotation in annotations for leaf in leaves(annotation)}
     is_list = any(get_origin(part) is tuple for one in annotations for part in (one, *get_args(one)))
     words = {leaf for leaf in leaves if leaf in (str, Path) or _is_word(leaf)}
     numeric = leaves <= {int, float, type(None)}
@@ -368,102 +366,3 @@ def _unquoted(word: str) -> str:
 
 def _is_word(leaf: Any) -> bool:
     return get_origin(leaf) is Literal and all(isinstance(value, str) for value in get_args(leaf))
-
-
-# --------------------------------------------------------------------------------------------------- errors
-
-
-def _explain(error: ValidationError, root: type[Section], origin: str, overrides: Mapping[str, str]) -> str:
-    items: list[dict[str, Any]] = [
-        dict(item) for item in error.errors() if item["type"] != "default_factory_not_called"
-    ]
-    inner = {item["loc"][:depth] for item in items for depth in range(len(item["loc"]))}
-    items = [item for item in items if not (item["type"] == "too_short" and item["loc"] in inner)]  # a mere consequence
-    lines = []
-    for item in items:
-        key = ".".join(str(part) for part in _visible(item["loc"], root))
-        given = next((text for name, text in overrides.items() if name == key or key.startswith(f"{name}.")), None)
-        where = origin if given is None else f"override `{_shortened(given)}`"
-        lines.append(f"{where}: {_explain_one(item, root)}")
-    return "\n".join(dict.fromkeys(lines))
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
-
-
-def _explain_one(item: dict[str, Any], root: type[Section]) -> str:
-    location: tuple[Any, ...] = item["loc"]
-    key = ".".join(str(part) for part in _visible(location, root))
-    if item["type"] == "extra_forbidden":
-        known = sorted({name for section in _sections_at(location[:-1], root) for name in section.model_fields})
-        near = _elsewhere(str(location[-1]), root) or nearest(str(location[-1]), known)
-        return f"unknown key `{key}`" + (f"; did you mean `{near}`?" if near else f"; known here: {', '.join(known)}.")
-    if item["type"] == "missing":
-        return f"`{key}` is missing."
-    if item["type"] == "union_tag_not_found":
-        tags = [get_args(section.model_fields["type"].annotation)[0] for section in _sections_at(location, root)]
-        return f"`{key}` needs a `type`: one of {', '.join(tags)}."
-    if item["type"] == "union_tag_invalid":
-        near = nearest(str(item["ctx"]["tag"]), item["ctx"]["expected_tags"].replace("'", "").split(", "))
-        hint = f"; did you mean `{near}`?" if near else "."
-        return f"`{key}.type` is `{item['ctx']['tag']}`: one of {item['ctx']['expected_tags']}{hint}"
-    message: str = item["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:] if message.startswith(("Input", "Field")) else message
-    if not key:
-        return message
-    given = "" if item["type"] == "value_error" else f"={_shortened(json.dumps(item['input'], default=str))}"
-    return f"`{key}`{given}: {message.removeprefix('input ')}"
-
-
-def _elsewhere(name: str, root: type[Section], path: str = "") -> str | None:
-    """Where a section inside has a setting of this name: `learning_rate` is `train.learning_rate`."""
-    for field_name, field in root.model_fields.items():
-        for leaf in _leaves(field.annotation):
-            if isinstance(leaf, type) and issubclass(leaf, Section) and "type" not in leaf.model_fields:
-                inner = f"{path}{field_name}."
-                if name in leaf.model_fields:
-                    return f"{inner}{name}"
-                if (found := _elsewhere(name, leaf, inner)) is not None:
-                    return found
-    return None
-
-
-def _visible(location: tuple[Any, ...], root: type[Section]) -> Iterator[Any]:
-    """The location as the user wrote it: pydantic adds the chosen `type` of a union, which is not a key."""
-    for depth, part in enumerate(location):
-        before = _sections_at(location[:depth], root)
-        if not (isinstance(part, str) and len(before) > 1 and part != "type"):
-            yield part
-
-
-def _sections_at(location: tuple[Any, ...], root: type[Section]) -> list[type[Section]]:
-    """The section types that may stand at a location; several where a union has not been decided yet."""
-    current: list[Any] = [root]
-    for part in location:
-        sections = [c for c in current if isinstance(c, type) and issubclass(c, Section)]
-        tagged = [
-            c for c in sections if "type" in c.model_fields and get_args(c.model_fields["type"].annotation) == (part,)
-        ]
-        if len(sections) > 1 and tagged:
-            current = tagged
-        elif isinstance(part, int):
-            continue
-        elif any(get_origin(c) is dict for c in current):  # the part is a key of the user's own
-            current = [leaf for c in current for leaf in _leaves(get_args(c)[1])]
-        else:
-            current = [
-                leaf for c in sections if part in c.model_fields for leaf in _leaves(c.model_fields[part].annotation)
-            ]
-    return [c for c in current if isinstance(c, type) and issubclass(c, Section)]
-
-
-def _leaves(annotation: Any) -> Iterator[Any]:
-    """The plain types inside unions, tuples and annotations."""
-    if get_origin(annotation) is Annotated:
-        yield from _leaves(get_args(annotation)[0])
-    elif get_origin(annotation) in (Union, types.UnionType, tuple):
-        for argument in get_args(annotation):
-            yield from _leaves(argument)
-    else:
-        yield annotation

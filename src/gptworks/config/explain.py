@@ -1,0 +1,115 @@
+"""What pydantic finds wrong with a recipe, in words that name the setting as the user wrote it."""
+
+import json
+import types
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import ValidationError
+
+from gptworks.config.base import Section
+from gptworks.errors import nearest
+
+_SHOWN_CHARACTERS = 200
+
+
+def explain(error: ValidationError, root: type[Section], origin: str, overrides: Mapping[str, str]) -> str:
+    """The errors of a section, a line each.
+
+    Args:
+        origin: the file.
+        overrides: those that were applied, by key; messages about these settings name the override instead.
+    """
+    items: list[dict[str, Any]] = [
+        dict(item) for item in error.errors() if item["type"] != "default_factory_not_called"
+    ]
+    inner = {item["loc"][:depth] for item in items for depth in range(len(item["loc"]))}
+    items = [item for item in items if not (item["type"] == "too_short" and item["loc"] in inner)]  # a mere consequence
+    lines = []
+    for item in items:
+        key = ".".join(str(part) for part in _visible(item["loc"], root))
+        given = next((text for name, text in overrides.items() if name == key or key.startswith(f"{name}.")), None)
+        where = origin if given is None else f"override `{_shortened(given)}`"
+        lines.append(f"{where}: {_explain_one(item, root)}")
+    return "\n".join(dict.fromkeys(lines))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+def _explain_one(item: dict[str, Any], root: type[Section]) -> str:
+    location: tuple[Any, ...] = item["loc"]
+    key = ".".join(str(part) for part in _visible(location, root))
+    if item["type"] == "extra_forbidden":
+        known = sorted({name for section in sections_at(location[:-1], root) for name in section.model_fields})
+        near = _elsewhere(str(location[-1]), root) or nearest(str(location[-1]), known)
+        return f"unknown key `{key}`" + (f"; did you mean `{near}`?" if near else f"; known here: {', '.join(known)}.")
+    if item["type"] == "missing":
+        return f"`{key}` is missing."
+    if item["type"] == "union_tag_not_found":
+        tags = [get_args(section.model_fields["type"].annotation)[0] for section in sections_at(location, root)]
+        return f"`{key}` needs a `type`: one of {', '.join(tags)}."
+    if item["type"] == "union_tag_invalid":
+        near = nearest(str(item["ctx"]["tag"]), item["ctx"]["expected_tags"].replace("'", "").split(", "))
+        hint = f"; did you mean `{near}`?" if near else "."
+        return f"`{key}.type` is `{item['ctx']['tag']}`: one of {item['ctx']['expected_tags']}{hint}"
+    message: str = item["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:] if message.startswith(("Input", "Field")) else message
+    if not key:
+        return message
+    given = "" if item["type"] == "value_error" else f"={_shortened(json.dumps(item['input'], default=str))}"
+    return f"`{key}`{given}: {message.removeprefix('input ')}"
+
+
+def _elsewhere(name: str, root: type[Section], path: str = "") -> str | None:
+    """Where a section inside has a setting of this name: `learning_rate` is `train.learning_rate`."""
+    for field_name, field in root.model_fields.items():
+        for leaf in leaves(field.annotation):
+            if isinstance(leaf, type) and issubclass(leaf, Section) and "type" not in leaf.model_fields:
+                inner = f"{path}{field_name}."
+                if name in leaf.model_fields:
+                    return f"{inner}{name}"
+                if (found := _elsewhere(name, leaf, inner)) is not None:
+                    return found
+    return None
+
+
+def _visible(location: tuple[Any, ...], root: type[Section]) -> Iterator[Any]:
+    """The location as the user wrote it: pydantic adds the chosen `type` of a union, which is not a key."""
+    for depth, part in enumerate(location):
+        before = sections_at(location[:depth], root)
+        if not (isinstance(part, str) and len(before) > 1 and part != "type"):
+            yield part
+
+
+def sections_at(location: tuple[Any, ...], root: type[Section]) -> list[type[Section]]:
+    """The section types that may stand at a location; several where a union has not been decided yet."""
+    current: list[Any] = [root]
+    for part in location:
+        sections = [c for c in current if isinstance(c, type) and issubclass(c, Section)]
+        tagged = [
+            c for c in sections if "type" in c.model_fields and get_args(c.model_fields["type"].annotation) == (part,)
+        ]
+        if len(sections) > 1 and tagged:
+            current = tagged
+        elif isinstance(part, int):
+            continue
+        elif any(get_origin(c) is dict for c in current):  # the part is a key of the user's own
+            current = [leaf for c in current for leaf in leaves(get_args(c)[1])]
+        else:
+            current = [
+                leaf for c in sections if part in c.model_fields for leaf in leaves(c.model_fields[part].annotation)
+            ]
+    return [c for c in current if isinstance(c, type) and issubclass(c, Section)]
+
+
+def leaves(annotation: Any) -> Iterator[Any]:
+    """The plain types inside unions, tuples and annotations."""
+    if get_origin(annotation) is Annotated:
+        yield from leaves(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, types.UnionType, tuple):
+        for argument in get_args(annotation):
+            yield from leaves(argument)
+    else:
+        yield annotation
