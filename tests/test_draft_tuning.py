@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 import chats
 from gptworks.cli import app
+from gptworks.config.defaults import HIGHEST_TUNING_RATE
 from gptworks.draft import finetuning
 from gptworks.draft.finetuning import Tuning, base_run, draft_tuning
 from gptworks.errors import UserError
@@ -69,11 +70,11 @@ def test_what_does_not_fit_becomes_an_adapter(folder: Path, monkeypatch: pytest.
         return planned(draft, prepared, device if draft.adapted == base else replace(device, memory_bytes=2**10))
 
     monkeypatch.setattr(finetuning._Draft, "planned", on_a_small_machine)
-    assert f"at most {finetuning.HIGHEST_RATE:g}" in drafted(folder).text()
+    assert f"at most {HIGHEST_TUNING_RATE:g}" in drafted(folder).text()
     recipe = load_recipe("tune.yaml")
     assert recipe.adapter is not None and recipe.adapter.base == base
     assert tried == [None, "full", "int8", "int4"][: 2 if base == "full" else 4], "rounded only where nothing else fits"
-    assert recipe.train.learning_rate == finetuning.HIGHEST_RATE, "ten times that of all weights, within bounds"
+    assert recipe.train.learning_rate == HIGHEST_TUNING_RATE, "ten times that of all weights, within bounds"
 
 
 def test_pairs_of_answers_are_learned_by_preference_from_a_lower_rate(folder: Path) -> None:

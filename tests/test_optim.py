@@ -170,7 +170,6 @@ def test_each_rank_gets_about_the_same_work_and_no_matrix_goes_twice() -> None:
     assert [len(share) for share in divided(matrices[:1], 2)] == [1, 0]
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("slot", "make", "message"),
     [
@@ -203,10 +202,6 @@ def test_state_round_trips_and_the_next_step_is_identical(
 ) -> None:
     monkeypatch.setattr("gptworks.train.optim.optimizer.LEAST", 200)
     train = plain_training(max_steps=1, **settings)
-=======
-def test_state_round_trips_and_the_next_step_is_identical() -> None:
-    train = plain_training(max_steps=1, optimizer="muon")
->>>>>>> 1344e9f (A recipe that says nothing gets the best settings known)
     first = model_with_gradients()
     optimizer = Optimizer(first, train)
     optimizer.step(NO_SCALER)

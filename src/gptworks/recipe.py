@@ -335,11 +335,11 @@ def _value_of(location: tuple[Any, ...], text: str) -> Any:
     name = str(location[-1])
     sections = sections_at(location[:-1], Recipe)
     annotations = [section.model_fields[name].annotation for section in sections if name in section.model_fields]
-    leaves = {leaf for annotation in annotations for leaf in leaves(annotation)}
+    kinds = {leaf for annotation in annotations for leaf in leaves(annotation)}
     is_list = any(get_origin(part) is tuple for one in annotations for part in (one, *get_args(one)))
-    words = {leaf for leaf in leaves if leaf in (str, Path) or _is_word(leaf)}
-    numeric = leaves <= {int, float, type(None)}
-    if leaves and not is_list and (numeric or leaves - {type(None)} == words):
+    words = {leaf for leaf in kinds if leaf in (str, Path) or _is_word(leaf)}
+    numeric = kinds <= {int, float, type(None)}
+    if kinds and not is_list and (numeric or kinds - {type(None)} == words):
         if type(None) in kinds and text in _NOTHING:
             return None
         if numeric:

@@ -24,7 +24,7 @@ TUNING_RATE_TIMES_WIDTH, HIGHEST_TUNING_RATE = 0.0768, 1e-3
 ADAPTER_TIMES = 10
 """An adapter's rate is about ten times that of all weights (Schulman et al., 2025)."""
 
-ANSWERS_SHARE = 0.2
+JUDGED_SHARE = 0.2
 """Of the rate, where answers are judged: a policy that moves fast forgets its language."""
 
 EPOCHS = 4
@@ -36,11 +36,16 @@ ENDS = frozenset({"max_steps", "epochs", "max_minutes"})
 """Settings of which one ends the run."""
 
 
-def tuning_rate(model: ModelConfig, objective: ObjectiveConfig, adapter: bool) -> float:
-    """AdamW's rate for weights that are trained already."""
-    rate = TUNING_RATE_TIMES_WIDTH / model.d_model
+def tuning_rate(d_model: int, judged: bool, adapter: bool) -> float:
+    """AdamW's rate for weights that are trained already.
+
+    Args:
+        judged: whether answers are judged, as pairs or by a reward.
+        adapter: whether an adapter alone is trained.
+    """
+    rate = TUNING_RATE_TIMES_WIDTH / d_model
     rate *= ADAPTER_TIMES if adapter else 1
-    rate *= ANSWERS_SHARE if objective.rows_per_sample > 1 or objective.rollouts else 1
+    rate *= JUDGED_SHARE if judged else 1
     return _rounded(min(rate, HIGHEST_TUNING_RATE))
 
 
@@ -57,7 +62,8 @@ def train_defaults(
     optimizer = given.get("optimizer", "adamw" if tunes or adapter or _divides_matrices(given) else "muon")
     settings: dict[str, Any] = {"optimizer": optimizer}
     if tunes or adapter:
-        settings |= {"learning_rate": tuning_rate(model, objective, adapter), "weight_decay": 0.0}
+        judged = objective.rows_per_sample > 1 or objective.rollouts is not None
+        settings |= {"learning_rate": tuning_rate(model.d_model, judged, adapter), "weight_decay": 0.0}
     elif optimizer == "adamw":
         rate = min(HIGHEST_ADAMW_RATE, ADAMW_RATE_TIMES_WIDTH / model.d_model)
         settings |= {"learning_rate": _rounded(rate), "weight_decay": 0.1}

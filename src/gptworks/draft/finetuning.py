@@ -10,6 +10,7 @@ import numpy as np
 
 from gptworks.chat_template import TEMPLATE_FILE
 from gptworks.config import Recipe
+from gptworks.config.defaults import ADAPTER_TIMES, HIGHEST_TUNING_RATE, TUNING_RATE_TIMES_WIDTH, tuning_rate
 from gptworks.data.conversations.findings import Finding
 from gptworks.data.conversations.inspection import inspect_records
 from gptworks.data.conversations.packing import Examples
@@ -36,19 +37,11 @@ from gptworks.units import readable
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
-RATE, RATE_WIDTH = 1e-4, 768
-"""AdamW's rate at a width; in inverse proportion at others (Yang et al., 2022)."""
-
-LORA_RANK, LORA_TIMES = 8, 10
-"""An adapter's rate is about ten times that of all weights (Schulman et al., 2025)."""
+LORA_RANK = 8
 
 ADAPTED: tuple[Literal["full", "int8", "int4"], ...] = ("full", "int8", "int4")
 """How the base is held beneath an adapter: the first that fits."""
 
-PREFERENCE_SHARE = 0.2
-"""Of the rate, on pairs of answers: a policy that moves fast forgets its language."""
-
-HIGHEST_RATE = 1e-3
 STEPS_AN_EPOCH, LARGEST_BATCH = 30, 32
 LEAST_CONTEXT = 64
 EPOCHS = ((10_000, 1), (1_000, 2), (0, 3))
@@ -245,20 +238,17 @@ class _Draft:
         return {name: rows for name, rows in sections.items() if rows}
 
     def _train(self) -> list[Row]:
-        rate = RATE * RATE_WIDTH / self.base.d_model
-        why = f"{RATE:g} at width {RATE_WIDTH}, in inverse proportion at others (Yang et al., 2022)"
-        if self.adapted:
-            rate, why = LORA_TIMES * rate, f"{why}; {LORA_TIMES} times that for an adapter"
-        if self.preference:
-            rate, why = PREFERENCE_SHARE * rate, f"{why}; a fifth on pairs"
-        if rate > HIGHEST_RATE:
-            rate, why = HIGHEST_RATE, f"{why}; at most {HIGHEST_RATE:g}"
+        rate = tuning_rate(self.base.d_model, judged=self.preference, adapter=self.adapted is not None)
+        why = f"{TUNING_RATE_TIMES_WIDTH} / d_model (Yang et al., 2022)"
+        why += f"; {ADAPTER_TIMES} times that for an adapter" if self.adapted else ""
+        why += "; a fifth on pairs" if self.preference else ""
+        why += f"; at most {HIGHEST_TUNING_RATE:g}" if rate == HIGHEST_TUNING_RATE else ""
         rows: list[Row] = [
             ("epochs", self.epochs, ""),
             ("batch_size", self.batch, f"at least {STEPS_AN_EPOCH} steps an epoch, where the data is enough"),
             *([("micro_batch_size", self.micro, "as many at a time as fit")] if self.micro != self.batch else []),
             ("optimizer", "adamw", ""),
-            ("learning_rate", float(f"{rate:.1g}"), why),
+            ("learning_rate", rate, why),
             ("weight_decay", 0.0, ""),
             ("warmup_steps", self.steps // 20, ""),
             ("schedule", "cosine", ""),

@@ -93,7 +93,8 @@ class Draft:
         about = (
             f"{size} of text in {listed(self.texts.endings)}; drafted by `gptworks init` on {self.plan.device.name}."
         )
-        return written([about, "", *self.lines()], self.sections)
+        rest = "The rest of model and training is as gptworks has it by default; the run's recipe.yaml will say it all."
+        return written([about, "", *self.lines(), "", rest], self.sections)
 
     def lines(self) -> list[str]:
         """What to expect."""
@@ -288,12 +289,6 @@ class Search:
             ("n_layers", n_layers, ""),
             ("d_model", width, ""),
             ("n_heads", width // d_head, f"of {d_head}"),
-            ("position", "rope", "relative positions (Su et al., 2021)"),
-            ("norm", "rmsnorm", ""),
-            ("mlp", "swiglu", "a gate (Shazeer, 2020)"),
-            ("d_ff", -(-8 * width // 3 // 64) * 64, "8/3 of the width: as many parameters as 4 without a gate"),
-            ("qk_norm", True, "bounds attention, so that higher rates are stable (Henry et al., 2020)"),
-            ("zero_init_projections", True, "each block begins as the identity"),
         ]
 
     def _data(self) -> list[Row]:
@@ -320,14 +315,6 @@ class Search:
         return [
             ("max_steps", steps, length),
             ("batch_size", batch, "sequences a step"),
-            ("optimizer", "muon", "for matrices, AdamW for the rest (Jordan et al., 2024)"),
-            ("learning_rate", 0.003, "of AdamW; both rates are those of the shipped recipe `demo`"),
-            ("muon_learning_rate", 0.02, ""),
-            ("weight_decay", 0.01, ""),
-            ("warmup_steps", max(1, min(100, steps // 20)), ""),
-            ("schedule", "wsd", "constant, then linear to 0 (Hägele et al., 2024)"),
-            ("decay_fraction", 0.6, ""),
-            ("final_rate_fraction", 0.0, ""),
             ("evaluate_every", max(1, steps // N_EVALUATIONS), ""),
             ("evaluate_sequences", n_evaluated, "all evaluations together take some 3% of the time"),
             ("checkpoint_every", max(1, steps // N_SAMPLES), "what Ctrl-C or a crash can lose"),
