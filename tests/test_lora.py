@@ -146,7 +146,7 @@ def learning(model: GPT, precision: str, checkpointing: str) -> dict[str, torch.
 def test_over_a_packed_base_loss_and_gradients_are_those_over_the_same_base_unpacked(
     base: str, settings: dict[str, Any], adapter: dict[str, Any], precision: str, checkpointing: str
 ) -> None:
-    config = ModelConfig(**SMALL | {"d_model": 64}, **settings)
+    config = tiny.plain_model(**SMALL | {"d_model": 64}, **settings)
     lora = LoRAConfig.model_validate({"rank": 4, "base": base, **adapter})
     torch.manual_seed(2)
     weights = GPT(config).state_dict()

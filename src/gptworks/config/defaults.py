@@ -59,7 +59,8 @@ def train_defaults(
         tunes: whether training starts from trained weights.
         adapter: whether it trains an adapter alone.
     """
-    optimizer = given.get("optimizer", "adamw" if tunes or adapter or _divides_matrices(given) else "muon")
+    adamw = tunes or adapter or given.get("optimizer_state") == "int8" or _divides_matrices(given)
+    optimizer = given.get("optimizer", "adamw" if adamw else "muon")
     settings: dict[str, Any] = {"optimizer": optimizer}
     if tunes or adapter:
         judged = objective.rows_per_sample > 1 or objective.rollouts is not None
