@@ -68,7 +68,7 @@ def make_run(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Pa
         "model": model.config.model_dump(mode="json"),
         "tokenizer": {"type": "file", "path": str(folder / "tokenizer")},
         "data": {"sources": [{"type": "python-stdlib"}], "cache_dir": str(folder.parent / "data")},
-        "train": {"max_steps": 1},
+        "train": {"max_steps": 1, "optimizer": "adamw"},
     }
     save_tokenizer(tokenizer or byte_tokenizer(), folder / "tokenizer")
     save_recipe(parse_recipe(tree), folder / "recipe.yaml")

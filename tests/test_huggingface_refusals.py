@@ -263,7 +263,7 @@ def test_values_beyond_fp16_are_refused_by_the_tensors_name(tmp_path: Path) -> N
     model = hf.random_model(plain_model(**LLAMA))
     model.blocks[1].mlp.up.weight.data[0, 0] = 70_000.0
     run = hf.make_run(tmp_path / "run", model)
-    with pytest.raises(UserError, match=r"blocks\.1\.mlp\.up\.weight.*--dtype bf16"):
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj\.weight.*--dtype bf16"):
         export_huggingface(run, tmp_path / "out", precision="fp16")
 
 

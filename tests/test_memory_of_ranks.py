@@ -31,7 +31,14 @@ def case(
             "model": MODEL | (model or {}),
             "tokenizer": {"type": "char"},
             "data": {"sources": [{"type": "python-stdlib"}]},
-            "train": {"max_steps": 1, "batch_size": 4 * data, "micro_batch_size": 4, "precision": precision} | train,
+            "train": {
+                "max_steps": 1,
+                "optimizer": "adamw",
+                "batch_size": 4 * data,
+                "micro_batch_size": 4,
+                "precision": precision,
+            }
+            | train,
         },
         "layout": {"sharding": sharding, "data_parallel": data, "tensor_parallel": tensor, "gathers": gathers},
     }

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from gptworks.checkpoint import save_checkpoint
-from gptworks.config import Recipe
+from gptworks.config import ModelConfig, Recipe, TrainConfig, train_defaults
+from gptworks.config.objective import NEXT_TOKEN
 from gptworks.errors import UserError
 from gptworks.files import write_sums, write_whole
 from gptworks.recipe import save_recipe
@@ -47,3 +48,9 @@ def write_run(folder: Path, recipe: Recipe, tensors: dict[str, Tensor], card: st
     write_sums(folder / "tokenizer")
     save_checkpoint(folder, 0, tensors, {}, asdict(Progress()))
     write_whole(folder / "model-card.md", card)
+
+
+def further_training(model: ModelConfig, adapter: bool = False) -> TrainConfig:
+    """How an imported model would be trained further, for its recipe: nothing was trained here."""
+    length = {"max_steps": 1000, "batch_size": 8}
+    return TrainConfig(**train_defaults(length, model, NEXT_TOKEN, tunes=True, adapter=adapter) | length)

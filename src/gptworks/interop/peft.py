@@ -38,7 +38,7 @@ from gptworks.interop.huggingface.tensors import (
     tensor_places,
 )
 from gptworks.interop.huggingface.verify import load_theirs, quiet, require, verify_import, verify_logits
-from gptworks.interop.imported import run_name, write_run
+from gptworks.interop.imported import further_training, run_name, write_run
 from gptworks.interop.peft_settings import CONFIG_FILE, LoraSettings, read_settings
 from gptworks.model.lora import is_adapter, merge_lora
 from gptworks.recipe import parse_section
@@ -259,7 +259,8 @@ def import_adapter(
         loaded, family = _load_base(base, aside / "base", report)
         weights = loaded.model.state_dict()
         adapter, changed = from_peft(family, loaded.model.config, settings, tensors, weights)
-        update = {"name": run_name(run_dir), "run_dir": run_dir, "adapter": adapter, "freeze": None}
+        train = further_training(loaded.model.config, adapter=True)
+        update = {"name": run_name(run_dir), "run_dir": run_dir, "adapter": adapter, "freeze": None, "train": train}
         recipe = loaded.recipe.model_copy(update=update)
         shutil.copytree(loaded.tokenizer_folder, aside / "tokenizer")
         card = f"# {recipe.name}\n\nA LoRA adapter that was imported, beside the model in `{base.name}`.\n"

@@ -18,8 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from gptworks.checkpoint import Report
-from gptworks.config import DataConfig, FileTokenizer, ModelConfig, Recipe, TrainConfig, train_defaults
-from gptworks.config.objective import NEXT_TOKEN
+from gptworks.config import DataConfig, FileTokenizer, ModelConfig, Recipe
 from gptworks.errors import UserError, nearest
 from gptworks.evaluate.run import PLACEHOLDER_SOURCES
 from gptworks.files import check_free, new_folder
@@ -28,7 +27,7 @@ from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.settings import Settings, Values
 from gptworks.interop.huggingface.tensors import expected_tensors, tensor_places, their_shape
 from gptworks.interop.huggingface.verify import load_theirs, verify_import
-from gptworks.interop.imported import read_json, run_name, write_run
+from gptworks.interop.imported import further_training, read_json, run_name, write_run
 from gptworks.plan.params import count_parameters
 from gptworks.recipe import parse_model
 from gptworks.tensors import stored_tensors
@@ -270,15 +269,13 @@ def _notes(values: Values, tokenizer: Tokenizer) -> Iterator[str]:
 
 def _recipe(run_dir: Path, model: ModelConfig) -> Recipe:
     """A recipe for the run folder. Its data and training are placeholders: nothing was trained here."""
-    length = {"max_steps": 1000, "batch_size": 8}
-    defaults = train_defaults(length, model, NEXT_TOKEN, tunes=True, adapter=False)
     return Recipe(
         name=run_name(run_dir),
         run_dir=run_dir,
         model=model,
         tokenizer=FileTokenizer(type="file", path=run_dir / "tokenizer"),
         data=DataConfig(sources=PLACEHOLDER_SOURCES),
-        train=TrainConfig(**defaults | length),
+        train=further_training(model),
     )
 
 
