@@ -10,6 +10,7 @@ the same losses. Each finished run is a line of `--results`, and is not repeated
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -68,6 +69,7 @@ def run_one(tree: dict[str, Any]) -> dict[str, float]:
     from gptworks.train.record.metrics import read_metrics
 
     settings = parse_recipe(tree)
+    shutil.rmtree(settings.run_dir, ignore_errors=True)  # of a run that was broken off
     outcome = train(settings, display=Display(Console(quiet=True)), force=True)
     records = read_metrics(settings.run_dir / "metrics.jsonl")
     best = min((one for one in records if one["kind"] == "validation"), key=lambda record: record["loss"])
