@@ -21,7 +21,7 @@ help:
 	@echo "make test-schema  5,000 requests to the server, made from its schema (about 10 minutes on 2 cores)"
 	@echo "make test-overload  the server with too many clients, slow ones, and ones that leave (about 3 minutes on 2 cores)"
 	@echo "make test-engine  the engine in 5,000 random events against a loop without a cache (about 2 minutes)"
-	@echo "make test-guide  the commands of the README and the guide, in order, in an empty folder (about 5 minutes on 2 cores)"
+	@echo "make test-guide  the commands of the README and the guide, in order, in an empty folder (about 10 minutes on 2 cores)"
 	@echo "make test-notebooks  the notebooks of docs/, by a kernel, in an empty folder (about 2 minutes on 2 cores); make notebooks keeps the outputs"
 	@echo "make lint    ruff, mypy and the import contract"
 	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about an hour on 2 cores)"

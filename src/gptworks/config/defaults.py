@@ -72,7 +72,7 @@ def train_defaults(
         settings["learning_rate"] = _rounded(RATE * min(1, RATE_WIDTH / model.d_model) ** 0.5)
     if ENDS.isdisjoint(given):
         settings["epochs"] = TUNING_EPOCHS if tunes else EPOCHS
-    return settings | _by_length(given.get("max_steps"), next_token=objective.type == "next_token")
+    return settings | _by_length(given.get("max_steps"), samples="text" in objective.sources)
 
 
 def _divides_matrices(given: Mapping[str, Any]) -> bool:
@@ -83,7 +83,7 @@ def _divides_matrices(given: Mapping[str, Any]) -> bool:
     )
 
 
-def _by_length(steps: Any, next_token: bool) -> dict[str, int]:
+def _by_length(steps: Any, samples: bool) -> dict[str, int]:
     """Warmup of a fiftieth of the run; 5 evaluations and 4 samples and checkpoints, or more in a long run."""
     if not isinstance(steps, int) or steps < 1:
         steps = 500  # not known yet
@@ -91,7 +91,7 @@ def _by_length(steps: Any, next_token: bool) -> dict[str, int]:
         "warmup_steps": min(1000, steps // 50),
         "evaluate_every": max(1, min(250, steps // 5)),
         "checkpoint_every": max(1, min(250, steps // 4)),
-        "sample_every": max(1, min(1000, steps // 4)) if next_token else 0,
+        "sample_every": max(1, min(1000, steps // 4)) if samples else 0,
     }
 
 

@@ -55,10 +55,9 @@ def write_new(path: Path, text: str) -> None:
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
-    except FileExistsError:
-        raise UserError(f"{path} exists, and it is not overwritten: give another file with -o.") from None
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{path.parent} is no folder: give a file in one that exists with -o.") from None
+    except (FileExistsError, FileNotFoundError, NotADirectoryError):
+        check_new(path)
+        raise
 
 
 def check_new(path: Path) -> None:
