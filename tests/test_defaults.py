@@ -86,7 +86,7 @@ def test_trained_weights_are_changed_with_care(more: dict[str, Any], rate: float
 
 def test_embeddings_are_changed_less_the_wider_they_are() -> None:
     rates = [recipe(model={"d_model": 64 * n, "n_heads": n}).train.learning_rate for n in (1, 4, 16, 64)]
-    assert rates == [0.02, 0.02, 0.01, 0.005]
+    assert rates == [0.02, 0.02, 0.014, 0.0071]
 
 
 @pytest.mark.parametrize("parallel", [{"strategy": "fsdp"}, {"tensor_parallel": 2}])

@@ -10,9 +10,9 @@ from typing import Any
 from gptworks.config.model import ModelConfig
 from gptworks.config.objective import ObjectiveConfig
 
-RATE, RATE_WIDTH = 0.02, 256
-"""AdamW's rate beside Muon, for embeddings, head and vectors, up to this width; in inverse proportion to the root of
-wider ones. Muon's own is the same at every width."""
+RATE, RATE_WIDTH = 0.02, 512
+"""AdamW's rate beside Muon, for embeddings, head and vectors, up to the widest model that was tried; in inverse
+proportion to the root of wider ones, as a precaution. Muon's own is the same at every width."""
 
 ADAMW_RATE_TIMES_WIDTH, HIGHEST_ADAMW_RATE = 0.5, 0.003
 """AdamW's rate for all weights is in inverse proportion to the width (Yang et al., 2022), which gives 0.7 to 1.6 times

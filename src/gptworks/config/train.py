@@ -85,7 +85,7 @@ class TrainConfig(Section):
     learning_rate: Steering[float] = Field(
         0.02,
         gt=0,
-        description="Peak rate of AdamW. Default beside Muon: 0.02, and 0.02 × √(256 / d_model) from d_model 256 on; "
+        description="Peak rate of AdamW. Default beside Muon: 0.02, and 0.02 × √(512 / d_model) from d_model 512 on; "
         "alone: 0.5 / d_model, at most 0.003; from trained weights: 0.0768 / d_model, ten times that for an adapter, a "
         "fifth where answers are judged, at most 0.001.",
     )
