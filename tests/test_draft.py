@@ -9,10 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from gptworks.cli import app
+from gptworks.config.defaults import EPOCHS
 from gptworks.data.sources.choose import iter_documents
 from gptworks.draft import like, pretraining
 from gptworks.draft import texts as look
-from gptworks.draft.pretraining import MOST_EPOCHS, TOKENS_PER_PARAMETER, TRAINING_SHARE, Draft, Search
+from gptworks.draft.pretraining import TOKENS_PER_PARAMETER, TRAINING_SHARE, Draft, Search
 from gptworks.draft.texts import Texts, look_at
 from gptworks.errors import UserError
 from gptworks.plan.params import count_parameters
@@ -81,12 +82,12 @@ def test_more_speed_and_time_make_a_larger_model_and_little_text_bounds_it(texts
     for flops_per_second in (1e8, 1e10, 1e14):
         draft = drafted(texts, 1, flops_per_second)
         tokens, parameters = draft.plan.tokens or 0, draft.plan.parameters.total
-        assert draft.epochs <= MOST_EPOCHS
+        assert draft.epochs <= EPOCHS
         assert tokens >= 0.99 * TOKENS_PER_PARAMETER * parameters or draft.plan.recipe.model.d_model == 64
         sizes.append(parameters)
         assert f"{tokens / parameters:.2g} tokens of training for each of {parameters:,}" in draft.text()
     assert sizes[0] <= sizes[1] <= sizes[2]
-    assert draft.epochs == pytest.approx(MOST_EPOCHS, rel=0.05)
+    assert draft.epochs == pytest.approx(EPOCHS, rel=0.05)
     assert draft.minutes < 1
     assert "epochs; reading a text more often teaches little" in draft.text()
 
@@ -161,6 +162,18 @@ def test_the_column_of_a_table_that_is_surely_text_is_taken_and_all_else_is_list
     lines = "\n".join(found.lines())
     assert "takes       `content` of 2 .parquet, `Body` of 1 .csv, `remark` of 1 .tsv" in lines
     assert "prices.csv: which field is the text" in lines
+
+
+def test_like_takes_a_recipe_that_says_nothing_of_its_training(texts: Texts, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(
+        "model: {context_length: 64, n_layers: 2, d_model: 64, n_heads: 2}\ntokenizer: {type: bpe, vocab_size: 512}\n"
+        "data: {sources: [{type: python-stdlib}]}\n",
+        encoding="utf-8",
+    )
+    draft = like.Like(other, texts, 1, tmp_path / "like.yaml", measure=machine(1e11)).run()
+    assert draft.plan.recipe.train.max_steps
+    assert draft.plan.recipe.model.d_model == 64
 
 
 def test_parquet_without_its_library_is_skipped_with_the_extra_that_it_needs(
@@ -247,4 +260,4 @@ def test_like_copies_a_shipped_recipe_or_takes_its_model_for_other_texts(
     kept = {name: getattr(other.train, name) for name in by_length}
     assert recipe.train.model_copy(update=kept) == other.train
     assert recipe.data.sources[0].path == texts.sources[0]["path"]  # type: ignore[union-attr]
-    assert draft.epochs <= MOST_EPOCHS
+    assert draft.epochs <= EPOCHS

@@ -4,13 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gptworks.config import ENDS
 from gptworks.draft.pretraining import FIRST_SHAPE, Candidate, Measure, Search, Shape
 from gptworks.draft.texts import Texts
 from gptworks.draft.writing import Row
 from gptworks.errors import UserError
 from gptworks.recipe import parse_recipe, read_recipe
-
-LENGTHS = ("max_steps", "epochs", "max_minutes")
 
 
 class Like(Search):
@@ -48,7 +47,7 @@ class Like(Search):
         vocab_size, bytes_per_token = self.vocabulary
         n_train_tokens = self.n_train_tokens(bytes_per_token)
         why = self.length_reason(steps * step_tokens, n_train_tokens, rate)
-        train = {key: value for key, value in self.tree["train"].items() if key not in LENGTHS}
+        train = {key: value for key, value in (self.tree.get("train") or {}).items() if key not in ENDS}
         if self.recipe.train.warmup_steps >= steps:
             train["warmup_steps"] = steps // 20
         data: dict[str, Any] = self.tree["data"] | {"sources": self.texts.sources}

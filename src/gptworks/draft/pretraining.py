@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.config import BPETokenizer, TokenizerConfig
+from gptworks.config.defaults import EPOCHS
 from gptworks.device import choose_device
 from gptworks.draft.texts import Texts, listed
 from gptworks.draft.writing import Row, written
@@ -34,9 +35,6 @@ FIRST_SHAPE = (256, 4)
 TOKENS_PER_PARAMETER = 1.5
 """Of training, at least. Runs of minutes do best with fewer than the 20 of Hoffmann et al. (2022); the figures are in
 docs/decisions.md."""
-
-MOST_EPOCHS = 4
-"""Up to 4 epochs, text that is read again teaches almost as much as new text (Muennighoff et al., 2023)."""
 
 MANY_DOCUMENTS = 200
 """From so many on, the share that is held out has some of them for certain."""
@@ -208,7 +206,7 @@ class Search:
 
     def _tokens(self, candidate: Candidate) -> float:
         """That training reads: as many as the time allows, in no more epochs than are worth it."""
-        return min(self._rate(candidate) * self.seconds, MOST_EPOCHS * candidate.n_train_tokens)
+        return min(self._rate(candidate) * self.seconds, EPOCHS * candidate.n_train_tokens)
 
     def _rate(self, candidate: Candidate) -> float:
         """Tokens a second: measured, or by the FLOPs of the measured shape that is nearest in size; without bounds
@@ -306,8 +304,8 @@ class Search:
 
     def length_reason(self, tokens: int, n_train_tokens: int, rate: float | None) -> str:
         """What bounds a run of so many tokens: the text or the time."""
-        if tokens > 0.95 * MOST_EPOCHS * n_train_tokens:
-            return f"{MOST_EPOCHS} epochs; reading a text more often teaches little (Muennighoff et al., 2023)"
+        if tokens > 0.95 * EPOCHS * n_train_tokens:
+            return f"{EPOCHS} epochs; reading a text more often teaches little (Muennighoff et al., 2023)"
         return f"{self.minutes:g} minutes at {rate or 0:,.0f} tokens/s, as measured here"
 
     def _train(self, steps: int, batch: int, length: str) -> list[Row]:
