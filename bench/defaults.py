@@ -19,12 +19,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gptworks.config import EARLIER_DEFAULTS
+
 EARLIER: dict[str, dict[str, Any]] = {
-    "model": {"norm": "layernorm", "mlp": "gelu", "qk_norm": False, "zero_init_projections": False},
+    "model": EARLIER_DEFAULTS,
     "train": {"optimizer": "adamw", "learning_rate": 3e-4, "weight_decay": 0.1, "schedule": "cosine",
               "warmup_steps": 0, "final_rate_fraction": 0.1},
 }  # fmt: skip
-"""Defaults until version 0.9; the rate of AdamW was 3e-4 for every model."""
+"""The defaults before; the rate of AdamW was 3e-4 for every model."""
 
 CORPORA = ("stdlib", "english", "shakespeare")
 SHAPES = {64: 2, 128: 2, 256: 4, 512: 4}

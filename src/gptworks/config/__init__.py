@@ -24,7 +24,7 @@ from gptworks.config.data import (
     TextSource,
     ValidationSplit,
 )
-from gptworks.config.defaults import ENDS, train_defaults, tuning_rate
+from gptworks.config.defaults import ENDS, train_defaults
 from gptworks.config.model import EARLIER_DEFAULTS, ModelConfig, RopeScaling
 from gptworks.config.objective import (
     DataFault,

@@ -92,8 +92,7 @@ class SandwichBlock(Block):
         """As `Block.forward`."""
         given = self.norm1_after(self.attention(self.norm1(x), rotary, cache, bias))
         attended = torch.add(x, self.dropout(given), alpha=self.scale)
-        inner = self.norm2(attended)
-        y, router_logits = self.mlp(inner) if self.routed else (self.mlp(inner), None)
+        y, router_logits = self.feed_forward(self.norm2(attended))
         return torch.add(attended, self.dropout(self.norm2_after(y)), alpha=self.scale), router_logits
 
 

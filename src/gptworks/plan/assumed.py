@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import Any
 
-from gptworks.config import Recipe
+from gptworks.config import ENDS, Recipe
 from gptworks.plan.arrange import Refusal, arrange, device_setting
 from gptworks.plan.devices import Device
 from gptworks.plan.fit import divisors
@@ -41,10 +41,9 @@ def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: 
         tensor = given["parallel"].get("tensor_parallel", 1) if isinstance(given.get("parallel"), dict) else 1
         n_data = max(1, n_ranks // tensor) if isinstance(tensor, int) and tensor > 0 else 1
         batch_size = max(1, DEFAULT_BATCH_TOKENS // model.context_length // n_data) * n_data
-        has_end = not given.keys().isdisjoint({"max_steps", "epochs", "max_minutes"})
-        train = (
-            {"optimizer": "adamw", "batch_size": batch_size} | ({} if has_end else {"max_steps": _UNSET_STEPS}) | given
-        )
+        has_end = not ENDS.isdisjoint(given)
+        length = {} if has_end else {"max_steps": _UNSET_STEPS}
+        train = {"optimizer": "adamw", "batch_size": batch_size, **length, **given}
     recipe = parse_recipe({"name": name, **anything, **tree, "train": train}, name)
     reason = None
     if not has_end:

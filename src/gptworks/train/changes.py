@@ -12,7 +12,7 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from gptworks.checkpoint import checkpoints
-from gptworks.config import Recipe, Role, role_of, settings
+from gptworks.config import ENDS, Recipe, Role, role_of, settings
 from gptworks.errors import UserError, nearest
 from gptworks.files import sealed_json, unsealed_json, write_whole
 from gptworks.recipe import RecipeLike, is_folder, load_recipe
@@ -153,7 +153,7 @@ def inexact(before: Recipe, now: Recipe, changes: Iterable[str], done: int) -> l
     ]
 
 
-_LENGTH = ("train.max_steps", "train.epochs", "train.max_minutes")
+_LENGTH = {f"train.{name}" for name in ENDS}
 
 
 def _same_rates(before: Recipe, now: Recipe, done: int) -> bool:
