@@ -49,6 +49,7 @@ def is_english(text: str) -> bool:
     words = re.findall(r"[a-z]+", text.lower())
     return (
         len(text) >= _LEAST_CHARACTERS
+        and "\0" not in text
         and sum(map(str.isascii, text)) >= _LEAST_ASCII * len(text)
         and sum(word in _COMMON for word in words) >= _LEAST_COMMON * max(1, len(words))
     )
