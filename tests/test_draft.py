@@ -102,6 +102,12 @@ def test_its_tokens_are_about_those_of_the_text(texts: Texts, tmp_path: Path) ->
     assert draft.plan.n_train_tokens == pytest.approx(prepared.manifest.splits["train"].tokens, rel=0.03)
 
 
+def test_samples_begin_with_two_different_lines_also_of_one_file(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text(prose(200_000), encoding="utf-8")
+    prompts = drafted(look_at(tmp_path), 1, 1e9).plan.recipe.train.sample_prompts
+    assert len(set(prompts)) == 2 and all(len(prompt.split()) == 3 for prompt in prompts)
+
+
 def test_what_a_folder_holds(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "a.txt").write_text(prose(40_000), encoding="utf-8")
@@ -118,6 +124,9 @@ def test_what_a_folder_holds(tmp_path: Path) -> None:
     assert "a record" in found.sample
     (tmp_path / "bad.txt").write_bytes("Grüße".encode("latin-1"))
     with pytest.raises(UserError, match=r"bad\.txt: 1 of 2 files \.txt are not UTF-8"):
+        look_at(tmp_path)
+    (tmp_path / "bad.txt").write_bytes(prose(300_000).encode() + b"\0")
+    with pytest.raises(UserError, match=r"bad\.txt: 1 of 2 files \.txt are not UTF-8"):  # training would refuse it
         look_at(tmp_path)
 
 

@@ -1,6 +1,6 @@
 """A recipe for a folder of texts, sized by a measured step for this machine and the time there is."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import floor, inf, log
@@ -317,15 +317,17 @@ class Search:
             ("evaluate_sequences", n_evaluated, "all evaluations together take some 3% of the time"),
             ("checkpoint_every", max(1, steps // N_SAMPLES), "what Ctrl-C or a crash can lose"),
             ("sample_every", max(1, steps // N_SAMPLES), ""),
-            ("sample_prompts", list(self._prompts()), "the beginnings of lines of the text"),
+            ("sample_prompts", self._prompts(), "the beginnings of lines of the text"),
         ]
 
-    def _prompts(self) -> Iterator[str]:
-        """Two beginnings of lines."""
-        sample = self.texts.sample
-        for text in (sample[len(sample) // 3], sample[2 * len(sample) // 3]):
-            lines = (line.split() for line in text[len(text) // 2 :].splitlines()[1:])
-            yield next((" ".join(words[:3]) for words in lines if len(words) > 3 and len(words[0]) < 20), "")
+    def _prompts(self) -> list[str]:
+        """The beginnings of two different lines, after a third and two thirds of the text."""
+        lines = [line.split() for text in self.texts.sample for line in text.splitlines()]
+        found: list[str] = []
+        for first in (len(lines) // 3, 2 * len(lines) // 3):
+            beginnings = (" ".join(words[:3]) for words in lines[first:] if len(words) > 3 and len(words[0]) < 20)
+            found.append(next((one for one in beginnings if one not in found), ""))
+        return found
 
     def _tokenizer(self, most: int) -> tuple[int, float]:
         """The size of a vocabulary for this text, of at most so many tokens, and its bytes a token."""

@@ -1,6 +1,5 @@
 """What a file or a folder of texts holds: what can be read, how much text that is, and a sample of it."""
 
-import codecs
 import json
 import re
 from collections import Counter
@@ -10,6 +9,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from gptworks.data.sources.base import PIECES_CHECKED, document
 from gptworks.data.sources.delimited import CSV, listed_names, read_table
 from gptworks.data.sources.records import JSONL, Parquet, count_rows, read_jsonl, read_parquet, record_document
 from gptworks.errors import UserError
@@ -35,7 +35,7 @@ SAMPLE_BYTES, SAMPLE_PARTS = 1 << 21, 64
 GZIP_RATIO = 3
 """About so many bytes of text become one in a .gz file."""
 
-_LOOKED_AT_BYTES, _LOOKED_AT_RECORDS, _LISTED = 1 << 16, 20, 5
+_LOOKED_AT_RECORDS, _LISTED = 20, 5
 _RECORD_ENDINGS = tuple(ending for endings in RECORDS.values() for ending in endings)
 
 
@@ -180,13 +180,14 @@ def _readable(by_ending: dict[str, list[Path]]) -> tuple[dict[str, list[Path]], 
 
 
 def _is_text(file: Path) -> bool:
-    with file.open("rb") as stream:
-        head = stream.read(_LOOKED_AT_BYTES)
+    """Whether training would find it so before it begins."""
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
+        with file.open("rb") as stream:
+            for _ in islice(document(stream, file), PIECES_CHECKED):
+                pass
+    except UserError:
         return False
-    return b"\0" not in head
+    return True
 
 
 def _sample(files: list[Path]) -> list[str]:

@@ -16,7 +16,8 @@ from gptworks.errors import UserError
 from gptworks.files import sha256_file
 
 PIECE_BYTES = 1 << 20
-_PIECES_CHECKED = 20
+PIECES_CHECKED = 20
+"""Of each file, before long work."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -78,7 +79,7 @@ class Source:
                     f"{file}: its sha256 is {actual} and the recipe states {stated}. "
                     f"These are other bytes: get the right file, or correct the recipe."
                 )
-            for _ in islice(self.read(file), _PIECES_CHECKED):
+            for _ in islice(self.read(file), PIECES_CHECKED):
                 pass
 
     def signature(self) -> list[list[Any]]:
