@@ -430,12 +430,18 @@ def test_a_long_comparison_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def test_an_imported_run_says_on_which_text_it_is_measured(tmp_path: Path) -> None:
+def test_an_imported_run_asks_for_a_text_and_is_measured_on_it(tmp_path: Path) -> None:
     model = hf.random_model(MODELS["llama"].model_copy(update={"vocab_size": hf.VOCABULARY}))
-    imported, said = hf.make_run(tmp_path / "imported", model), list[str]()
-    with pytest.raises(UserError, match="prepared too"):
-        quantize_run(imported, tmp_path / "int8", "int8", report=said.append, prepare=refuse)
-    assert "was imported without text of its own: Python's standard library takes its place" in said[-1]
+    imported = hf.make_run(tmp_path / "imported", model)
+    with pytest.raises(UserError, match=r"imported and has no text .* Give --text FILE"):
+        quantize_run(imported, tmp_path / "int4", "int4", prepare=refuse)
+    text = tmp_path / "words.txt"
+    text.write_text(tiny.TEXT, encoding="utf-8")
+    measured = quantize_run(imported, tmp_path / "int4", "int4", calibration_tokens=64, text=text)
+    [prepared] = (tmp_path / "data").glob("shards-*")
+    shards = TokenShards(prepared, "validation")
+    windows = list(evaluation_windows(shards, model.config.context_length, 65_536 // model.config.context_length))
+    assert measured.perplexities[0] == pytest.approx(evaluate_loss(load_run(imported).model, windows).perplexity)
 
 
 def test_the_command_writes_what_the_function_does(

@@ -135,6 +135,10 @@ def quantize(
     calibrate: Annotated[
         int | None, typer.Option(metavar="TOKENS", help="gptq: tokens of training text. Default: 32,768.")
     ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Text instead of the run's own, which an imported run lacks."),
+    ] = None,
     checkpoint: WhichCheckpoint = "best",
     device: Device = "auto",
     as_json: AsJSON = False,
@@ -148,7 +152,7 @@ def quantize(
 
     with working(f"quantizing {run}"):
         made = quantize_run(
-            run, out, weights, rounding=rounding, calibration_tokens=calibrate, checkpoint=checkpoint,
+            run, out, weights, rounding=rounding, calibration_tokens=calibrate, text=text, checkpoint=checkpoint,
             device=choose_device(device), prepare=prepare_with_progress, report=notice,
         )  # fmt: skip
     show(made, as_json)

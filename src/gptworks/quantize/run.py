@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gptworks.checkpoint import LoadedRun, Report, load_run, save_checkpoint
 from gptworks.choices import Rounding, Weights
-from gptworks.config import Recipe
+from gptworks.config import NextTokenObjective, Recipe, TextSource, ValidationSplit
 from gptworks.data.batches import evaluation_windows
 from gptworks.data.prepare import Prepared, find_of_run
 from gptworks.data.prepare import prepare as prepare_data
@@ -43,6 +43,7 @@ def quantize_run(
     *,
     rounding: Rounding | None = None,
     calibration_tokens: int | None = None,
+    text: str | Path | None = None,
     checkpoint: str = "best",
     device: torch.device | str = "cpu",
     prepare: Callable[[Recipe], Prepared] = prepare_data,
@@ -53,12 +54,13 @@ def quantize_run(
     Args:
         rounding: nearest, or gptq (int4 alone, calibrated on training text). Default: gptq for int4.
         calibration_tokens: of training text; rounded up to whole windows. Default: CALIBRATION_TOKENS.
+        text: a file or folder of .txt and .md, whose last tenth is held out. Default: the run's own text.
         prepare: gives the run's text as token shards.
         report: receives what is done.
 
     Raises:
         UserError: no such run, or a quantized one; `out` holds something; settings that contradict one another; text
-            that is not there, or a weight that the kind cannot hold.
+            that is not there, or is not given for an imported run; or a weight that the kind cannot hold.
         RunError: the disk is full, fails or refuses. Nothing half-written is kept.
     """
     run, out = Path(run), Path(out)
@@ -66,10 +68,7 @@ def quantize_run(
     rounding = _check_rounding(weights, rounding, calibration_tokens)
     loaded = load_run(run, checkpoint, device=device, full=True, report=report)
     matrix_kinds(loaded.model, weights)  # an unknown kind is refused before the text is prepared
-    trained_on = str(loaded.checkpoint.state().get("data_fingerprint", ""))
-    if not trained_on and loaded.recipe.data.sources == PLACEHOLDER_SOURCES:
-        report(f"{run} was imported without text of its own: Python's standard library takes its place in what follows")
-    prepared = find_of_run(loaded.recipe, run, trained_on) or prepare(loaded.recipe)
+    prepared = _prepared(loaded, run, text, prepare)
     context = loaded.model.config.context_length
     batches = []
     if rounding == "gptq":
@@ -89,6 +88,24 @@ def quantize_run(
     )
     _write(out, run, loaded, quantized, measured)
     return measured
+
+
+def _prepared(loaded: LoadedRun, run: Path, text: str | Path | None, prepare: Callable[[Recipe], Prepared]) -> Prepared:
+    """The text to calibrate and to compare on, as token shards."""
+    recipe = loaded.recipe
+    if text is not None:
+        source = TextSource(type="text", path=str(text))
+        data = recipe.data.model_copy(
+            update={"sources": (source,), "validation": ValidationSplit(fraction=0.1, by="tail")}
+        )
+        return prepare(recipe.model_copy(update={"data": data, "objective": NextTokenObjective()}))
+    trained_on = str(loaded.checkpoint.state().get("data_fingerprint", ""))
+    if not trained_on and recipe.data.sources == PLACEHOLDER_SOURCES:
+        raise UserError(
+            f"{run} was imported and has no text of its own to calibrate and to compare on. Give --text FILE, of the "
+            f"kind that the model is for."
+        )
+    return find_of_run(recipe, run, trained_on) or prepare(recipe)
 
 
 def _sign_of_life(report: Report) -> Callable[[int, int], None]:
