@@ -40,6 +40,17 @@ def test_rates_are_of_the_time_since_the_last_report(monkeypatch: pytest.MonkeyP
     assert second.utilization == pytest.approx(flops / 2e12)
 
 
+def test_a_device_that_was_busy_when_it_was_measured_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run uses more than all of a device."""
+    model = preset("gpt2-mini")
+    flops = 100 * forward_flops(model).training_per_token_dense
+    rates = [flops / 2, flops / 1.5, 4 * flops]
+    monkeypatch.setattr(throughput, "product_rate", lambda device, dtype: rates.pop(0))
+    measured = Throughput(model, CPU, choose_precision("fp32", CPU), n_devices=1)
+    found = [measured.pace(1000 * n, 10.0 * n).utilization for n in range(1, 4)]
+    assert found == [None, None, pytest.approx(1 / 4)]
+
+
 def test_measuring_the_device_draws_nothing_from_the_global_generator() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)

@@ -11,6 +11,9 @@ from gptworks.plan.flops import forward_flops
 MEASURE_AFTER_SECONDS = 10.0
 """Of training in this process: a run too short for it is not held up by measuring the device."""
 
+MOST_MEASURED = 4
+"""Times. The device is measured again where training is faster than it: other programs kept it busy before."""
+
 
 @dataclass(frozen=True)
 class Pace:
@@ -20,7 +23,8 @@ class Pace:
     flops_per_second: float
     """Of the model's matrix products, forward and backward, attention in full; recomputation is not counted."""
     utilization: float | None
-    """Of the rate of large products in the same precision, as measured on this device, times the devices."""
+    """Of the rate of large products in the same precision, as measured on this device, times the devices. None before
+    it is measured, and where what was measured is too little to be true."""
 
     @property
     def record(self) -> dict[str, float]:
@@ -40,6 +44,7 @@ class Throughput:
         self._flops_per_token = forward_flops(model).training_per_token_dense
         self._device, self._precision, self._n_devices = device, precision, n_devices
         self._rate: float | None = None
+        self._n_measured = 0
         self.start(0, 0.0)
 
     def start(self, tokens: int, seconds: float) -> None:
@@ -52,7 +57,11 @@ class Throughput:
         taken = seconds - self._seconds
         speed = (tokens - self._tokens) / taken if taken > 0 else 0.0
         self._tokens, self._seconds = tokens, seconds
-        if self._rate is None and seconds - self._begun_seconds >= MEASURE_AFTER_SECONDS:
-            self._rate = self._n_devices * product_rate(self._device, self._precision.dtype)
         flops = speed * self._flops_per_token
-        return Pace(speed, flops, None if self._rate is None else flops / self._rate)
+        due = self._rate is None and seconds - self._begun_seconds >= MEASURE_AFTER_SECONDS
+        if due or (self._rate is not None and flops > self._rate and self._n_measured < MOST_MEASURED):
+            self._n_measured += 1
+            rate = self._n_devices * product_rate(self._device, self._precision.dtype)
+            self._rate = max(self._rate or 0.0, rate)
+        share = None if self._rate is None else flops / self._rate
+        return Pace(speed, flops, share if share is not None and share <= 1 else None)
