@@ -5,7 +5,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ TRAINER = '''
 """Stands for `gptworks train RECIPE --resume`: a quadratic in the learning rate, ten steps, without torch."""
 import json, os, signal, sys, time
 from pathlib import Path
-from threading import Timer
 import yaml
 
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -307,8 +305,12 @@ def test_a_process_that_is_still_at_work_in_a_trial_is_waited_for(tmp_path: Path
     wait_for(lambda: has_lines(place / "metrics.jsonl", 10))
     lock, said = FileLock(place / ".lock", thread_local=False), []
     lock.acquire()
-    Timer(1.0, lock.release, (True,)).start()
-    sweep = run_sweep(path, resume=True, report=said.append)
+
+    def report(line: str) -> None:
+        said.append(line)
+        lock.release(force=True)  # the process ends when the sweep waits for it
+
+    sweep = run_sweep(path, resume=True, report=report)
     assert said[0] == f"waiting for the process that is at work in {place}"
     assert [trial.state for trial in sweep.trials] == ["complete"] * 2
 
