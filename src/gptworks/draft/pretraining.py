@@ -33,8 +33,11 @@ FIRST_SHAPE = (256, 4)
 """What is measured first, or a smaller one that the text suffices for."""
 
 TOKENS_PER_PARAMETER = 1.5
-"""Of training, at least. Runs of minutes do best with fewer than the 20 of Hoffmann et al. (2022); the figures are in
-docs/decisions.md."""
+"""That the time is enough for, at least. Runs of minutes do best with fewer than the 20 of Hoffmann et al. (2022); the
+figures are in docs/decisions.md."""
+
+TEXT_TOKENS_PER_PARAMETER = 0.7
+"""That all epochs of the text have, at least."""
 
 MANY_DOCUMENTS = 200
 """From so many on, the share that is held out has some of them for certain."""
@@ -42,7 +45,7 @@ MANY_DOCUMENTS = 200
 TRAINING_SHARE = 0.9
 """Of the time; the rest goes to evaluations, samples and checkpoints."""
 
-BYTES_PER_VOCABULARY_TOKEN = 256
+BYTES_PER_VOCABULARY_TOKEN = 1024
 """Of text, at least, so that training sees each token of the vocabulary often."""
 
 VOCABULARIES = ((1280, 32_768), (768, 16_384), (384, 8192), (0, 4096))
@@ -191,18 +194,20 @@ class Search:
         return size
 
     def _best(self, most: Shape = SHAPES[-1]) -> Shape:
-        """The largest shape up to `most` with enough tokens a parameter, by the rates that are known; else the
-        smallest."""
+        """The largest shape up to `most` for which time, by the rates that are known, text and memory are enough; else
+        the smallest."""
         best = SHAPES[0]
         for shape in SHAPES[: SHAPES.index(most) + 1]:
             candidate = self.measured.get(shape) or self._candidate(shape)
-            if not candidate.plan.fits or self._tokens(candidate) < self._wanted_tokens(candidate):
+            if not self._suits(candidate):
                 break
             best = shape
         return best
 
-    def _wanted_tokens(self, candidate: Candidate) -> float:
-        return TOKENS_PER_PARAMETER * candidate.plan.parameters.total
+    def _suits(self, candidate: Candidate) -> bool:
+        size, in_time = candidate.plan.parameters.total, self._rate(candidate) * self.seconds
+        enough = in_time >= TOKENS_PER_PARAMETER * size
+        return enough and candidate.plan.fits and EPOCHS * candidate.n_train_tokens >= TEXT_TOKENS_PER_PARAMETER * size
 
     def _tokens(self, candidate: Candidate) -> float:
         """That training reads: as many as the time allows, in no more epochs than are worth it."""
