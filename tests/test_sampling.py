@@ -1,6 +1,7 @@
 """Sampling: the filters against Hugging Face's, the draw against its distribution, the settings against nonsense."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers.generation import logits_process as hf
 
 from gptworks.errors import RunError, UserError
 from gptworks.infer import sampling
-from gptworks.infer.logprobs import token_logprobs
+from gptworks.infer.logprobs import TokenLogprob, token_logprobs
 from gptworks.infer.sampling import (
     CANDIDATES,
     Sampler,
@@ -304,6 +305,105 @@ def test_log_probabilities_are_the_models_own() -> None:
         assert [token for token, _ in told.top] == best.indices.tolist()
         assert [value for _, value in told.top] == pytest.approx(best.values.tolist(), abs=1e-5)
     assert token_logprobs(logits, [4, 7], 0)[0].top == ()
+
+
+def test_the_rank_of_a_token_counts_those_that_are_likelier() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0, 3.0]] * 4)
+    assert [told.rank for told in token_logprobs(logits, [0, 1, 2, 3], 0)] == [4, 1, 3, 1]
+
+
+def processed(
+    logits: Tensor, samplers: list[Sampler], allowed: list[Tensor | None] | None = None
+) -> list[TokenLogprob]:
+    """What the next token of each row is drawn from."""
+    told: dict[int, TokenLogprob] = {}
+    tokens = sample(logits, samplers, allowed, told)
+    assert [told[row].token_id for row in range(len(logits))] == tokens
+    return [told[row] for row in range(len(logits))]
+
+
+def in_float64(
+    logits: Tensor, settings: SamplingSettings, prompt: list[int], generated: list[int], allowed: Tensor, eos: int
+) -> list[float]:
+    """The probabilities of a row after everything, by the definitions, token by token."""
+    scores = {i: float(x) + settings.logit_bias.get(i, 0.0) for i, x in enumerate(logits.tolist()) if allowed[i]}
+    for i in {*prompt, *generated} & scores.keys():
+        penalty = settings.repetition_penalty
+        scores[i] *= penalty if scores[i] < 0 else 1 / penalty
+    for i in set(generated) & scores.keys():
+        scores[i] -= generated.count(i) * settings.frequency_penalty + settings.presence_penalty
+    if len(generated) < settings.min_tokens:
+        scores.pop(eos, None)
+    weights = {i: math.exp(x / settings.temperature) for i, x in scores.items()}
+    order = sorted(weights, key=lambda i: -weights[i])
+    order = order[: settings.top_k or None]
+    total, before, kept = sum(weights[i] for i in order), 0.0, []
+    for i in order:
+        if kept and (before >= settings.top_p * total or weights[i] < settings.min_p * weights[order[0]]):
+            break
+        kept.append(i)
+        before += weights[i]
+    total = sum(weights[i] for i in kept)
+    return [weights[i] / total if i in kept else 0.0 for i in range(len(logits))]
+
+
+PROCESSED: list[dict[str, Any]] = [
+    {}, {"temperature": 0.7, "top_k": 5}, {"top_p": 0.6}, {"min_p": 0.05, "temperature": 1.5},
+    {"top_k": 40, "top_p": 0.9, "min_p": 0.01}, {"logit_bias": {3: 4.0, 7: -math.inf}, "min_tokens": 5},
+    {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": 0.3, "top_p": 0.95},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [0.2, 4.0], ids=["beyond the candidates", "among them"])
+def test_processed_log_probabilities_are_what_is_drawn_from(scale: float) -> None:
+    """All settings in one batch, and each alone: equal to the bit; and equal to a twin in float64."""
+    logits, eos, prompt, generated = random_logits(11, len(PROCESSED), 400, scale), 5, [1, 2, 2, 9], [2, 8, 8]
+    allowed = torch.ones(400, dtype=torch.bool)
+    allowed[logits[0].topk(3).indices] = False
+    masks: list[Tensor | None] = [allowed, *[None] * (len(PROCESSED) - 1)]
+    wanted = [SamplingSettings(**{"temperature": 0.9, "seed": 4} | one, processed_logprobs=400) for one in PROCESSED]
+
+    def samplers() -> list[Sampler]:
+        made = [Sampler(settings, prompt, i, eos) for i, settings in enumerate(wanted)]
+        for sampler in made:
+            for token in generated:
+                sampler.push(token)
+        return made
+
+    together = processed(logits, samplers(), masks)
+    for row, told in enumerate(together):
+        assert [told] == processed(logits[row : row + 1], samplers()[row : row + 1], masks[row : row + 1])
+        mask = masks[row] if masks[row] is not None else torch.ones(400, dtype=torch.bool)
+        expected = in_float64(logits[row], wanted[row], prompt, generated, mask, eos)
+        assert dict(told.top).keys() == {i for i, p in enumerate(expected) if p}
+        assert all(value == pytest.approx(math.log(expected[i]), abs=1e-5) for i, value in told.top)
+        assert told.logprob == dict(told.top)[told.token_id]
+        assert [value for _, value in told.top] == sorted((value for _, value in told.top), reverse=True)
+
+
+def test_draws_follow_the_processed_log_probabilities() -> None:
+    settings = SamplingSettings(temperature=1.3, top_k=6, top_p=0.97, seed=3, processed_logprobs=6)
+    logits = random_logits(6, rows=1, vocabulary=12, scale=1.0)
+    (told,) = processed(logits, [Sampler(settings)])
+    probabilities = torch.zeros(12)
+    for token, value in told.top:
+        probabilities[token] = math.exp(value)
+    assert_drawn_from(probabilities, draw(logits.expand(5000, -1), settings))
+
+
+def test_a_greedy_choice_is_drawn_from_one_token() -> None:
+    logits = random_logits(8, rows=2, vocabulary=20)
+    greedy, drawn = SamplingSettings(temperature=0, processed_logprobs=3), SamplingSettings(processed_logprobs=3)
+    best = int(logits[0].argmax())
+    for told in processed(logits, [Sampler(greedy), Sampler(drawn)])[0], processed(logits[:1], [Sampler(greedy)])[0]:
+        assert told == TokenLogprob(best, 0.0, ((best, 0.0),))
+
+
+def test_nothing_is_reported_where_it_is_not_asked_for() -> None:
+    told: dict[int, TokenLogprob] = {}
+    settings = SamplingSettings(logprobs=3), SamplingSettings(processed_logprobs=0), SamplingSettings(temperature=0)
+    sample(random_logits(8, rows=3), [Sampler(one) for one in settings], None, told)
+    assert told.keys() == {1} and told[1].top == ()
 
 
 # ------------------------------------------------------------------------------------------------ the settings

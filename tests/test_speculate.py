@@ -45,7 +45,8 @@ MODEL = random_model(TOKENIZER, init_std=0.2).double().eval()
     [
         {"temperature": 0, "repetition_penalty": 1.3}, {"seed": 1},
         {"seed": 2, "top_p": 0.8, "top_k": 6, "repetition_penalty": 1.1},
-        {"seed": 3, "frequency_penalty": 0.5, "stop": "ab", "logprobs": 1}, {"seed": 4, "temperature": 1.5},
+        {"seed": 3, "frequency_penalty": 0.5, "stop": "ab", "logprobs": 1, "processed_logprobs": 2},
+        {"seed": 4, "temperature": 1.5},
     ],
     ids=str,
 )  # fmt: skip
@@ -60,8 +61,13 @@ def test_texts_are_those_without_drafts(drafter: Any, settings: dict[str, Any]) 
             (c.text, c.token_ids, c.finish_reason) for c in expected
         ]
         for ours, theirs in zip(made, expected, strict=True):
-            told = [p.logprob for p in ours.logprobs or []]
-            assert told == pytest.approx([p.logprob for p in theirs.logprobs or []], abs=1e-4)
+            for told, expected_of in (
+                (ours.logprobs, theirs.logprobs), (ours.processed_logprobs, theirs.processed_logprobs)
+            ):  # fmt: skip
+                assert [p.token_id for p in told or []] == [p.token_id for p in expected_of or []]
+                assert [p.logprob for p in told or []] == pytest.approx(
+                    [p.logprob for p in expected_of or []], abs=1e-4
+                )
     statistics = one.statistics()
     assert 0 < statistics.accepted_tokens < statistics.draft_tokens
     assert statistics.generated_tokens > 0

@@ -177,9 +177,7 @@ def _asked(engine: "Engine", settings: "SamplingSettings") -> "tuple[SamplingSet
 
 def _completion_json(completion: "Completion") -> dict[str, Any]:
     tree = asdict(completion)
-    if completion.logprobs is None:
-        del tree["logprobs"]
-    return tree
+    return {key: value for key, value in tree.items() if value is not None}
 
 
 def drafter_of(n_tokens: int, model: Path | None, device: DeviceName, backend: BackendName) -> "Drafter | None":

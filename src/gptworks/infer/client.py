@@ -182,11 +182,11 @@ def completions(pieces: Iterable[Piece], n_samples: int, n_prompt_tokens: int) -
 def _completion(pieces: list[Piece], n_prompt_tokens: int) -> Completion:
     reason = pieces[-1].finish_reason
     assert reason is not None, "a sample's last piece says why it ended"
-    logprobs = [piece.logprob for piece in pieces if piece.logprob is not None and piece.token_id is not None]
     return Completion(
         text="".join(piece.text for piece in pieces),
         token_ids=[piece.token_id for piece in pieces if piece.token_id is not None],
         finish_reason=reason,
         prompt_tokens=n_prompt_tokens,
-        logprobs=logprobs or None,
+        logprobs=[piece.logprob for piece in pieces if piece.logprob is not None] or None,
+        processed_logprobs=[piece.processed for piece in pieces if piece.processed is not None] or None,
     )

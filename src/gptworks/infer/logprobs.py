@@ -16,18 +16,21 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
+    """1: no token is likelier. None where it was not asked for."""
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], n_top: int) -> list[TokenLogprob]:
     """The log-probability of one token for each row of logits [T, V], and those of the `n_top` likeliest."""
     logits = logits.float()
     normalizer = logits.logsumexp(-1, keepdim=True)
-    chosen = (logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None]) - normalizer)[:, 0].tolist()
+    of_chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])  # T 1
+    chosen, ranks = (of_chosen - normalizer)[:, 0].tolist(), ((logits > of_chosen).sum(-1) + 1).tolist()
     best = logits.topk(min(n_top, logits.size(-1)))
     tops = ((best.values - normalizer).tolist(), best.indices.tolist())
     return [
-        TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True)))
-        for token, logprob, values, ids in zip(tokens, chosen, *tops, strict=True)
+        TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True)), rank)
+        for token, logprob, rank, values, ids in zip(tokens, chosen, ranks, *tops, strict=True)
     ]
 
 

@@ -32,6 +32,8 @@ class Completion:
     prompt_tokens: int
     logprobs: list[TokenLogprob] | None = None
     """Of each token, where the setting `logprobs` asks for it."""
+    processed_logprobs: list[TokenLogprob] | None = None
+    """Of each token, where the setting `processed_logprobs` asks for it."""
 
 
 @dataclass

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptworks.errors import RunError, UserError, nearest
+from gptworks.infer.logprobs import TokenLogprob
 
 _GREEDY_BELOW = 1e-5
 """Temperatures below it would overflow float32, and their limit is the greedy choice."""
@@ -75,6 +76,9 @@ class SamplingSettings:
     logprobs: int | None = None
     """Report each token's log-probability, and those of this many of the likeliest tokens. They are the model's own:
     before penalties, temperature and filters. None: report nothing."""
+    processed_logprobs: int | None = None
+    """Report these also of what each token was drawn from: after bias, penalties, bans, grammar, temperature and
+    filters, without the tokens that these drop. A greedy choice has one token. None: report nothing."""
     json_schema: str | Mapping[str, Any] | None = None
     """The text is JSON that this schema allows ({}: any JSON). Needs the `constrain` extra."""
     regex: str | None = None
@@ -97,6 +101,7 @@ class SamplingSettings:
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"0 to max_tokens={self.max_tokens}"),
             ("stop", all(self.stop), "strings that are not empty; leave it out for none"),
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "0 or more, or None (off)"),
+            ("processed_logprobs", (self.processed_logprobs or 0) >= 0, "0 or more, or None (off)"),
             ("regex", self.regex is None or self.json_schema is None, "left out where json_schema is given"),
         ):
             if not holds:
@@ -181,7 +186,12 @@ class Sampler:
         return bool(self.seen or self.generated or self.settings.logit_bias or self.banned)
 
 
-def sample(logits: Tensor, samplers: Sequence[Sampler], allowed: Sequence[Tensor | None] | None = None) -> list[int]:
+def sample(
+    logits: Tensor,
+    samplers: Sequence[Sampler],
+    allowed: Sequence[Tensor | None] | None = None,
+    processed: dict[int, TokenLogprob] | None = None,
+) -> list[int]:
     """Choose the next token of each text. The caller pushes it into the text's sampler.
 
     One random number decides each text's draw, on the CPU, so that a seed means the same on every device.
@@ -189,6 +199,7 @@ def sample(logits: Tensor, samplers: Sequence[Sampler], allowed: Sequence[Tensor
     Args:
         logits: [B, V], any float dtype; computed with in float32.
         allowed: for each text, which tokens may come next, bool [V]; None: all.
+        processed: filled, by row, for the texts whose settings ask for `processed_logprobs`.
 
     Raises:
         RunError: a logit is NaN.
@@ -202,20 +213,26 @@ def sample(logits: Tensor, samplers: Sequence[Sampler], allowed: Sequence[Tensor
         best = logits.max(-1)
     if all(sampler.settings.greedy for sampler in samplers):
         tokens: list[int] = best.indices.tolist()
+        _report(processed, range(len(tokens)), [s.settings for s in samplers], tokens, _pools_of_one(best.indices))
         return tokens
     shares = [1.0 if sampler.settings.greedy else sampler.next_share() for sampler in samplers]
-    return pick(logits, [sampler.settings for sampler in samplers], shares)
+    return pick(logits, [sampler.settings for sampler in samplers], shares, processed)
 
 
-def pick(logits: Tensor, settings: Sequence[SamplingSettings], shares: Sequence[float]) -> list[int]:
+def pick(
+    logits: Tensor,
+    settings: Sequence[SamplingSettings],
+    shares: Sequence[float],
+    processed: dict[int, TokenLogprob] | None = None,
+) -> list[int]:
     """The token of each row [B, V] at a share in (0, 1] of its probability after temperature and filters.
 
-    Probabilities are added up in the order of token ids.
+    Probabilities are added up in the order of token ids. `processed` is filled as by `sample`.
     """
     tokens = torch.empty(len(settings), dtype=torch.int64)
     share = torch.tensor(shares, dtype=torch.float64)
     for rows, choose in (
-        ([i for i, s in enumerate(settings) if s.greedy], lambda logits, *_: logits.argmax(-1)),
+        ([i for i, s in enumerate(settings) if s.greedy], _pick_likeliest),
         ([i for i, s in enumerate(settings) if not s.greedy and not s.filtered], _pick_of_all),
         ([i for i, s in enumerate(settings) if not s.greedy and s.filtered], _pick_of_candidates),
     ):
@@ -223,16 +240,32 @@ def pick(logits: Tensor, settings: Sequence[SamplingSettings], shares: Sequence[
         for first in range(0, len(rows), n_at_once):
             some = rows[first : first + n_at_once]
             part = logits if len(some) == len(settings) else logits[some]
-            tokens[some] = choose(part, [settings[i] for i in some], share[some]).cpu()
+            drawn, pools = choose(part, [settings[i] for i in some], share[some])
+            tokens[some] = drawn.cpu()
+            _report(processed, some, settings, tokens, pools)
     chosen: list[int] = tokens.tolist()
     return chosen
 
 
-def _pick_of_all(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> Tensor:
-    return draw(logits / _column([s.temperature for s in settings], logits), share)
+Pools = Callable[[int], tuple[Tensor, Tensor]]
+"""What each row was drawn from: its tokens [K], and their weights [K]."""
 
 
-def _pick_of_candidates(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> Tensor:
+def _pick_likeliest(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> tuple[Tensor, Pools]:
+    tokens = logits.argmax(-1)
+    return tokens, _pools_of_one(tokens)
+
+
+def _pools_of_one(tokens: Tensor) -> Pools:
+    return lambda row: (tokens[row : row + 1].cpu(), torch.ones(1))
+
+
+def _pick_of_all(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> tuple[Tensor, Pools]:
+    weights = _weights(logits / _column([s.temperature for s in settings], logits))
+    return _draw_by_blocks(weights, share), lambda row: (torch.arange(weights.size(-1)), weights[row])
+
+
+def _pick_of_candidates(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> tuple[Tensor, Pools]:
     """Filter and draw among the likeliest tokens; rows whose filters do not end there are filtered whole."""
     scores = logits / _column([s.temperature for s in settings], logits)
     size = scores.size(-1)
@@ -243,10 +276,32 @@ def _pick_of_candidates(logits: Tensor, settings: Sequence[SamplingSettings], sh
     weights = (values - values[:, :1]).exp().masked_fill(~kept, 0.0).gather(1, order).cpu().double()
     cumulative = weights.cumsum(-1)
     place = torch.searchsorted(cumulative, share[:, None] * cumulative[:, -1:])
-    tokens = ids.cpu().gather(1, place)[:, 0]
+    ids = ids.cpu()
+    tokens = ids.gather(1, place)[:, 0]
+    pools = {}
     for row in (~certain).nonzero()[:, 0].tolist():
-        tokens[row] = draw(filter_whole(scores[row : row + 1], settings[row]), share[row : row + 1])[0]
-    return tokens
+        whole = _weights(filter_whole(scores[row : row + 1], settings[row]))
+        tokens[row] = _draw_by_blocks(whole, share[row : row + 1])[0]
+        pools[row] = torch.arange(size), whole[0]
+    return tokens, lambda row: pools.get(row) or (ids[row], weights[row])
+
+
+def _report(
+    processed: dict[int, TokenLogprob] | None,
+    rows: Sequence[int],
+    settings: Sequence[SamplingSettings],
+    tokens: Sequence[int] | Tensor,
+    pools: Pools,
+) -> None:
+    """Add to `processed` what the tokens of these rows were drawn from, where their settings ask for it."""
+    for i, row in enumerate(rows if processed is not None else ()):
+        n_top = settings[row].processed_logprobs
+        if processed is not None and n_top is not None:
+            ids, weights = pools(i)
+            logprobs = (weights.double() / weights.sum(dtype=torch.float64)).log()
+            best = logprobs.topk(min(n_top, int((weights > 0).sum())))
+            top = tuple(zip(ids[best.indices].tolist(), best.values.tolist(), strict=True))
+            processed[row] = TokenLogprob(int(tokens[row]), float(logprobs[ids == tokens[row]]), top)
 
 
 def _filter_candidates(scores: Tensor, values: Tensor, settings: Sequence[SamplingSettings]) -> tuple[Tensor, Tensor]:
@@ -289,8 +344,16 @@ def draw(scores: Tensor, share: Tensor) -> Tensor:
 
     Sums of blocks are added up first, so that no row is added up token by token in double precision.
     """
-    weights = (scores - scores.amax(-1, keepdim=True)).exp().cpu()
-    blocks = F.pad(weights, (0, -weights.size(-1) % _BLOCK)).view(len(scores), -1, _BLOCK)  # B n b
+    return _draw_by_blocks(_weights(scores), share)
+
+
+def _weights(scores: Tensor) -> Tensor:
+    """Probabilities [B, V] of scores, but for a factor."""
+    return (scores - scores.amax(-1, keepdim=True)).exp().cpu()
+
+
+def _draw_by_blocks(weights: Tensor, share: Tensor) -> Tensor:
+    blocks = F.pad(weights, (0, -weights.size(-1) % _BLOCK)).view(len(weights), -1, _BLOCK)  # B n b
     ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # B n
     target = share[:, None] * ends[:, -1:]
     block = torch.searchsorted(ends, target)  # B 1

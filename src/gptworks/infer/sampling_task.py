@@ -5,11 +5,13 @@ drafter, draft tokens are computed beside a text's last token (speculative decod
 the model draws the same token itself, so that the draws of a step go on as long as they equal the draft.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from gptworks.errors import RunError, UserError
-from gptworks.infer.logprobs import PromptScores, token_logprobs
+from gptworks.infer.logprobs import PromptScores, TokenLogprob, token_logprobs
 from gptworks.infer.request import Draw, Listener, OpenRequests, Overflow, Request
 from gptworks.infer.sampling import sample
 from gptworks.infer.scheduler import Job, Work
@@ -118,11 +120,11 @@ def draw_tokens(draws: list[Draw], requests: OpenRequests) -> None:
     while live:
         tokens = _sample(live, requests)
         drawn = list(zip([draw for draw in live if not draw.request.done], tokens, strict=True))  # some may have failed
-        for draw, token in drawn:
-            _push(draw, token, requests)
+        for draw, (token, processed) in drawn:
+            _push(draw, token, processed, requests)
         live = [
             draw
-            for draw, token in drawn
+            for draw, (token, _) in drawn
             if not draw.request.done
             and draw.n_drawn <= len(draw.draft)
             and draw.draft[draw.n_drawn - 1] == token
@@ -133,8 +135,9 @@ def draw_tokens(draws: list[Draw], requests: OpenRequests) -> None:
             draw.request.on_drawn(draw, requests)
 
 
-def _sample(draws: list[Draw], requests: OpenRequests) -> list[int]:
-    """A token for each draw, except those of requests that fail, because a score is not a number for instance."""
+def _sample(draws: list[Draw], requests: OpenRequests) -> list[tuple[int, TokenLogprob | None]]:
+    """A token for each draw, and where asked for what it was drawn from, except for requests that fail, because a score
+    is not a number for instance."""
     masks = [_allowed(draw, requests) for draw in draws]
     live = [(draw, mask) for draw, mask in zip(draws, masks, strict=True) if not draw.request.done]
     if not live:
@@ -142,8 +145,11 @@ def _sample(draws: list[Draw], requests: OpenRequests) -> list[int]:
     rows = [draw.logits[draw.n_drawn : draw.n_drawn + 1] for draw, _ in live]
     logits = rows[0] if len(rows) == 1 else torch.cat(rows)
     allowed = [mask for _, mask in live] if any(mask is not None for mask in masks) else None
+    wanted = any(draw.sample.settings.processed_logprobs is not None for draw, _ in live)
+    processed: dict[int, TokenLogprob] | None = {} if wanted else None
     try:
-        return sample(logits, [draw.sample.sampler for draw, _ in live], allowed)
+        tokens = sample(logits, [draw.sample.sampler for draw, _ in live], allowed, processed)
+        return [(token, processed.get(row) if processed else None) for row, token in enumerate(tokens)]
     except RunError as error:
         for (draw, _), bad in zip(live, logits.isnan().any(-1).tolist(), strict=True):
             if bad and not draw.request.done:
@@ -162,21 +168,22 @@ def _allowed(draw: Draw, requests: OpenRequests) -> Tensor | None:
         return None
 
 
-def _push(draw: Draw, token: int, requests: OpenRequests) -> None:
+def _push(draw: Draw, token: int, processed: TokenLogprob | None, requests: OpenRequests) -> None:
     """Append a token to its text, and deliver the piece that comes of it."""
-    one, logprob = draw.sample, None
+    one, row = draw.sample, draw.logits[draw.n_drawn : draw.n_drawn + 1]
     if draw.request.done:  # another of its samples has failed
         return
-    if one.settings.logprobs is not None:
-        row = draw.logits[draw.n_drawn : draw.n_drawn + 1]
-        (logprob,) = token_logprobs(row, [token], one.settings.logprobs)
     draw.n_drawn += 1
     try:
-        piece = one.push(token, logprob)
+        piece = one.push(token)
     except UserError as error:  # its constraint cannot go on
         requests.fail(draw.request, error)
         return
     if piece.token_id is not None:
+        if one.settings.logprobs is not None:
+            piece = replace(piece, logprob=token_logprobs(row, [token], one.settings.logprobs)[0])
+        if processed is not None:
+            piece = replace(piece, processed=processed)
         draw.job.tokens.append(token)
         requests.statistics.generated_tokens += 1
     draw.request.deliver(piece)

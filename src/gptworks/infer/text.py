@@ -32,6 +32,8 @@ class Piece:
     finish_reason: FinishReason | None = None
     logprob: TokenLogprob | None = None
     """The token's log-probability, where `logprobs` was set."""
+    processed: TokenLogprob | None = None
+    """The same of what the token was drawn from, where `processed_logprobs` was set."""
 
 
 class Sample:
@@ -57,7 +59,7 @@ class Sample:
         for token_id in prompt[-DECODER_CONTEXT_TOKENS:]:
             self._decoder.push(token_id)  # not shown
 
-    def push(self, token_id: int, logprob: TokenLogprob | None = None) -> Piece:
+    def push(self, token_id: int) -> Piece:
         """Take the next token."""
         settings = self.settings
         if (token_id == self.end_of_text and not settings.ignore_eos) or token_id in settings.stop_token_ids:
@@ -67,22 +69,20 @@ class Sample:
         self.sampler.push(token_id)
         text = self._stops.push(self._decoder.push(token_id))
         if self._stops.found:
-            return self.finish("stop", token_id, text, logprob)
+            return self.finish("stop", token_id, text)
         if self.constraint is not None and self.constraint.push(token_id):
-            return self.finish("stop", token_id, text, logprob)
+            return self.finish("stop", token_id, text)
         if self.n_generated == self.settings.max_tokens:
-            return self.finish("length", token_id, text, logprob)
-        return Piece(self.index, text, token_id, None, logprob)
+            return self.finish("length", token_id, text)
+        return Piece(self.index, text, token_id)
 
-    def finish(
-        self, reason: FinishReason, token_id: int | None = None, text: str = "", logprob: TokenLogprob | None = None
-    ) -> Piece:
+    def finish(self, reason: FinishReason, token_id: int | None = None, text: str = "") -> Piece:
         """End here, with all the text held back, unless it holds a stop string after all."""
         if not self._stops.found:
             text += self._stops.push(self._decoder.flush())
         text += self._stops.flush()
         self.finish_reason = "stop" if self._stops.found else reason
-        return Piece(self.index, text, token_id, self.finish_reason, logprob)
+        return Piece(self.index, text, token_id, self.finish_reason)
 
 
 @dataclass
