@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx2 as httpx
 import torch
+from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import commands
@@ -77,7 +78,13 @@ class Running:
 @contextmanager
 def running(engines: Mapping[str, Engine], **settings: Any) -> Iterator[Running]:
     """Serve engines while the `with` lasts."""
-    app = create_app(engines, ServerSettings(**{"api_keys": (KEY,)} | settings))
+    with running_app(create_app(engines, ServerSettings(**{"api_keys": (KEY,)} | settings))) as one:
+        yield one
+
+
+@contextmanager
+def running_app(app: FastAPI) -> Iterator[Running]:
+    """Serve an app while the `with` lasts."""
     listens, found = threading.Event(), []
 
     def started(port: int) -> None:

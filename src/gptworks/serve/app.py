@@ -1,7 +1,7 @@
 """The routes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -31,14 +31,19 @@ _Result = TypeVar("_Result")
 router = APIRouter(responses=documents.ERRORS)
 
 
-def create_app(engines: Mapping[str, Engine], settings: ServerSettings | None = None) -> FastAPI:
+def create_app(
+    engines: Mapping[str, Engine],
+    settings: ServerSettings | None = None,
+    *,
+    routers: Iterable[APIRouter] = (),
+    home: Callable[[Request], Response] | None = None,
+) -> FastAPI:
     """The server's ASGI app; `app.state.service` is its state.
 
     Args:
         engines: the models by name; the first is the default where a request may leave the name out.
-
-    Raises:
-        UserError: no engines, or a name that no model can have.
+        routers: further routes.
+        home: answers browsers at `/`.
     """
     service = Service(engines, settings or ServerSettings())
 
@@ -51,8 +56,9 @@ def create_app(engines: Mapping[str, Engine], settings: ServerSettings | None = 
     app = FastAPI(
         title="gptworks", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
     )
-    app.state.service = service
-    app.include_router(router)
+    app.state.service, app.state.home = service, home
+    for one in (router, *routers):
+        app.include_router(one)
     errors.install(app)
     documents.install(app)
     app.add_middleware(Guard, service=service)
@@ -61,13 +67,14 @@ def create_app(engines: Mapping[str, Engine], settings: ServerSettings | None = 
     return app
 
 
-def _service(request: Request) -> Service:
+def service_of(request: Request) -> Service:
+    """The state of the server that a request came to."""
     service: Service = request.app.state.service
     return service
 
 
-async def _body(request: Request, kind: type[_Wire]) -> _Wire:
-    """The request's JSON.
+async def body_of(request: Request, kind: type[_Wire]) -> _Wire:
+    """A request's JSON.
 
     Raises:
         APIError: the body is not JSON, or not of this kind.
@@ -81,7 +88,8 @@ async def _body(request: Request, kind: type[_Wire]) -> _Wire:
         raise errors.from_validation(error) from None
 
 
-def _caller(request: Request) -> Caller:
+def caller_of(request: Request) -> Caller:
+    """Who sent a request."""
     caller: Caller = request.state.caller
     return caller
 
@@ -104,8 +112,8 @@ async def _generated(answer: Answer[Any]) -> Response:
 )
 async def create_completion(request: Request) -> Response:
     """Continue texts."""
-    body = await _body(request, openai.CompletionRequest)
-    return await _generated(await begin_completions(_service(request), body, _caller(request)))
+    body = await body_of(request, openai.CompletionRequest)
+    return await _generated(await begin_completions(service_of(request), body, caller_of(request)))
 
 
 @router.post(
@@ -116,42 +124,42 @@ async def create_completion(request: Request) -> Response:
 )
 async def create_chat_completion(request: Request) -> Response:
     """Answer in a conversation."""
-    body = await _body(request, openai.ChatRequest)
-    return await _generated(await begin_chat(_service(request), body, _caller(request)))
+    body = await body_of(request, openai.ChatRequest)
+    return await _generated(await begin_chat(service_of(request), body, caller_of(request)))
 
 
 @router.post("/v1/embeddings", response_model=openai.EmbeddingResponse, openapi_extra=takes(openai.EmbeddingRequest))
 async def create_embeddings(request: Request) -> Response:
     """The mean of the last hidden states of each text."""
-    body = await _body(request, openai.EmbeddingRequest)
-    return _json(await embeddings(_service(request), body, _caller(request)))
+    body = await body_of(request, openai.EmbeddingRequest)
+    return _json(await embeddings(service_of(request), body, caller_of(request)))
 
 
 @router.get("/v1/models", response_model=openai.ModelList)
 async def list_models(request: Request) -> Response:
     """The models that are served."""
-    return _json(openai.ModelList(object="list", data=[model.describe() for model in _service(request).models]))
+    return _json(openai.ModelList(object="list", data=[model.describe() for model in service_of(request).models]))
 
 
 @router.get("/v1/models/{model_id}", response_model=openai.Model)
 async def get_model(request: Request, model_id: str) -> Response:
     """One of the models."""
-    return _json(_service(request).models.get(model_id).describe())
+    return _json(service_of(request).models.get(model_id).describe())
 
 
 @router.post("/tokenize", response_model=openai.TokenizeResponse, openapi_extra=takes(openai.TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """The token ids of a text or a conversation."""
-    body = await _body(request, openai.TokenizeRequest)
-    model = _service(request).models.get(body.model)
-    task = _caller(request).task()
+    body = await body_of(request, openai.TokenizeRequest)
+    model = await service_of(request).model(body.model, caller_of(request))
+    task = caller_of(request).task()
 
     def read() -> list[int]:
         if body.messages is not None:
             return conversation_ids(model, body.messages, task, add_generation_prompt=body.add_generation_prompt)
         return model.tokens.encode(body.prompt or "", "prompt")
 
-    ids = await _in_thread(request, read)
+    ids = await in_thread(request, read)
     more: dict[str, Any] = {"token_strs": [model.tokens.spell(i)[0] for i in ids]} if body.return_token_strs else {}
     return _json(openai.TokenizeResponse(count=len(ids), max_model_len=model.engine.context, tokens=ids, **more))
 
@@ -159,15 +167,18 @@ async def tokenize(request: Request) -> Response:
 @router.post("/detokenize", response_model=openai.DetokenizeResponse, openapi_extra=takes(openai.DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """The text of token ids, without special tokens."""
-    body = await _body(request, openai.DetokenizeRequest)
-    tokens = _service(request).models.get(body.model).tokens
-    text = await _in_thread(request, lambda: tokens.decode(tokens.check(body.tokens, "tokens")))
+    body = await body_of(request, openai.DetokenizeRequest)
+    tokens = (await service_of(request).model(body.model, caller_of(request))).tokens
+    text = await in_thread(request, lambda: tokens.decode(tokens.check(body.tokens, "tokens")))
     return _json(openai.DetokenizeResponse(prompt=text))
 
 
 @router.get("/", response_model=documents.About)
 async def about(request: Request) -> Response:
-    """The server's name and the addresses of its API."""
+    """The server's name and the addresses of its API; a page for browsers where there is one."""
+    home: Callable[[Request], Response] | None = request.app.state.home
+    if home is not None and "text/html" in request.headers.get("accept", ""):
+        return home(request)
     base = str(request.base_url)
     return JSONResponse(
         {
@@ -182,7 +193,7 @@ async def about(request: Request) -> Response:
 @router.get("/health", response_model=documents.Health)
 async def health(request: Request) -> Response:
     """200 if the server accepts requests; 503 if it is about to stop or an engine has stopped."""
-    service = _service(request)
+    service = service_of(request)
     status = "draining" if service.draining else "ok" if service.healthy else "failed"
     return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
@@ -190,8 +201,9 @@ async def health(request: Request) -> Response:
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
     """Prometheus' text format; what vLLM calls vllm:NAME is gptworks:NAME here."""
-    return Response(_service(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(service_of(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _in_thread(request: Request, work: Callable[[], _Result]) -> _Result:
-    return await asyncio.get_running_loop().run_in_executor(_service(request).threads, work)
+async def in_thread(request: Request, work: Callable[[], _Result]) -> _Result:
+    """The result of work that takes long."""
+    return await asyncio.get_running_loop().run_in_executor(service_of(request).threads, work)

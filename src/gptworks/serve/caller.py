@@ -1,5 +1,6 @@
 """Who sent a request, and what it has cost so far: for fair shares and for the log."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gptworks.confined import Task
@@ -17,6 +18,8 @@ class Caller:
     """Tokens read and written for it."""
     tasks: set[Task] = field(default_factory=set)
     """Its work in other processes; abandoned with the request."""
+    on_leave: list[Callable[[], None]] = field(default_factory=list)
+    """Called when the request is answered, or its client gone."""
 
     def task(self) -> Task:
         """A new task, which is abandoned if the request ends early."""

@@ -55,7 +55,7 @@ async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller)
     Raises:
         APIError, UserError, QueueFull: the request cannot be accepted.
     """
-    model, task = service.models.get(body.model), caller.task()
+    model, task = await service.model(body.model, caller), caller.task()
     template = model.chat_template
     max_tokens = next(n for n in (body.max_completion_tokens, body.max_tokens, model.engine.context) if n is not None)
     settings = sampling_settings(

@@ -45,7 +45,7 @@ async def begin_completions(service: Service, body: openai.CompletionRequest, ca
     Raises:
         APIError, UserError, QueueFull: the request cannot be accepted.
     """
-    model, most = service.models.get(body.model), service.settings.max_waiting
+    model, most = await service.model(body.model, caller), service.settings.max_waiting
     if len(body.prompt) > most:
         raise invalid("prompt", f"{len(body.prompt)} of them, and {most} may wait.")
     n, max_tokens = body.n or 1, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens

@@ -31,7 +31,7 @@ def embed(model: GPT, ids: list[int]) -> list[float]:
 
 async def embeddings(service: Service, body: openai.EmbeddingRequest, caller: Caller) -> openai.EmbeddingResponse:
     """Embed one text after another in a thread of its own, which ends early where the client goes away."""
-    model, gone = service.models.get(body.model), threading.Event()
+    model, gone = await service.model(body.model, caller), threading.Event()
     service.take_places(caller, 1)
 
     def work() -> list[tuple[int, list[float]]]:

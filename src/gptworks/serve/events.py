@@ -2,42 +2,53 @@
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from typing import Any, ClassVar
 
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from gptworks.serve.errors import as_api_error, log_unforeseen
+from gptworks.serve.errors import APIError, as_api_error, log_unforeseen
 
 
 class EventStream(StreamingResponse):
     """Sends chunks as they come, several in one write where several have come. However it ends, `cancel` is called."""
 
-    def __init__(self, chunks: AsyncGenerator[Sequence[BaseModel]], cancel: Callable[[], None]) -> None:
+    last: ClassVar[bytes] = b"data: [DONE]\n\n"
+
+    def __init__(self, chunks: AsyncGenerator[Sequence[Any]], cancel: Callable[[], None]) -> None:
         super().__init__(
-            _events(chunks),
+            self._events(chunks),
             media_type="text/event-stream",
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
         )
         self._cancel = cancel
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"]["error_event"] = self.error_event  # for the guard, where the time is over
         try:
             await self.stream_response(send)
         finally:
             self._cancel()
 
+    @staticmethod
+    def json_of(chunk: Any) -> str:
+        """A chunk as it is sent."""
+        text: str = chunk.model_dump_json(exclude_unset=True)
+        return text
 
-async def _events(chunks: AsyncGenerator[Sequence[BaseModel]]) -> AsyncGenerator[bytes]:
-    try:
-        async with aclosing(chunks):
-            async for several in chunks:
-                if several:
-                    yield b"".join(
-                        b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n" for chunk in several
-                    )
-    except Exception as error:
-        log_unforeseen(error)
-        yield as_api_error(error).event()
-        return
-    yield b"data: [DONE]\n\n"
+    @staticmethod
+    def error_event(error: APIError) -> bytes:
+        """What is sent instead of the rest."""
+        return error.event()
+
+    async def _events(self, chunks: AsyncGenerator[Sequence[Any]]) -> AsyncGenerator[bytes]:
+        try:
+            async with aclosing(chunks):
+                async for several in chunks:
+                    if several:
+                        yield b"".join(b"data: " + self.json_of(chunk).encode() + b"\n\n" for chunk in several)
+        except Exception as error:
+            log_unforeseen(error)
+            yield self.error_event(as_api_error(error))
+            return
+        yield self.last

@@ -76,6 +76,8 @@ class Delta(NamedTuple):
     entries: list[Entry]
     finish_reason: openai.FinishReason | None
     first: bool
+    piece: Piece
+    """What it was made of."""
 
 
 class Speller:
@@ -125,7 +127,7 @@ class Choice:
         self.text += text
         if piece.finish_reason is not None:
             self.finish_reason = "stop" if piece.finish_reason == "stop" else "length"
-        return Delta(self.index, text, self._settled(piece), self.finish_reason, first)
+        return Delta(self.index, text, self._settled(piece), self.finish_reason, first, piece)
 
     @property
     def mean_logprob(self) -> float:
@@ -222,7 +224,8 @@ def check_size(model: ServedModel, order: Order, n_prompts: int) -> None:
         raise invalid("n", f"{n_prompts} prompts and {order.n} texts of each; one request may ask for {MAX_TEXTS}.")
     if settings.logprobs is None:
         return
-    n_tokens = min(settings.max_tokens, model.engine.context) + order.echo * model.engine.context
+    n_tokens = min(settings.max_tokens, model.engine.context)
+    n_tokens += model.engine.context if order.prompt_logprobs is not None else 0
     if (n := n_texts * n_tokens * (1 + settings.logprobs)) > MAX_LOGPROB_NUMBERS:
         raise invalid(
             "logprobs",

@@ -19,7 +19,8 @@ from gptworks.serve.log import log_request
 from gptworks.serve.service import Service
 
 OPEN_PATHS = ("/", "/health", "/openapi.json")
-"""These need no key."""
+STATIC = "/static/"
+"""These, and what is below it, need no key, and every page may ask for them."""
 
 
 class _Gone(Exception):
@@ -101,7 +102,11 @@ class Guard:
         if settings.local_names_only and not _is_local(headers.get(b"host", b"").decode("latin-1")):
             raise APIError(403, "this server answers to this machine's own names; --api-key opens it to others.",
                            code="host_not_allowed")  # fmt: skip
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(headers):
+        is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(STATIC)
+        if not is_open and not self._is_same_site(headers):
+            raise APIError(403, "a web page of another origin asks: --cors-origin lets pages of an origin call this "
+                           "server.", code="origin_not_allowed")  # fmt: skip
+        if self._keys and not is_open and not self._has_key(headers):
             raise APIError(401, "no valid API key: send `Authorization: Bearer KEY`.", code="invalid_api_key",
                            headers={"www-authenticate": "Bearer"})  # fmt: skip
         if self._service.draining:
@@ -109,6 +114,14 @@ class Guard:
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > settings.max_body_bytes:
             raise self._too_large()
+
+    def _is_same_site(self, headers: dict[bytes, bytes]) -> bool:
+        """Whether a request comes from a page of this server or of an origin that may call it, or from no page."""
+        origin, allowed = headers.get(b"origin", b"").decode("latin-1"), self._service.settings.cors_origins
+        if origin and (origin in allowed or "*" in allowed):
+            return True
+        same_host = origin.partition("://")[2].encode("latin-1") == headers.get(b"host")
+        return (same_host or not origin) and headers.get(b"sec-fetch-site") not in (b"cross-site", b"same-site")
 
     def _has_key(self, headers: dict[bytes, bytes]) -> bool:
         """Takes the same time for every key, valid or not."""
@@ -178,7 +191,8 @@ class Guard:
             for task in (work, watch):
                 task.cancel()
         if not in_time:
-            await answer.end(APIError(504, f"the request took more than {seconds:g} seconds.", code="timeout"))
+            error = APIError(504, f"the request took more than {seconds:g} seconds.", code="timeout")
+            await answer.end(error, scope["state"].get("error_event", APIError.event))
         elif not work.cancelled():
             _raise_error(work)
 
@@ -203,12 +217,12 @@ class _Answer:
                 message["headers"] = [*headers, (b"connection", b"close")]
         await self._send(message)
 
-    async def end(self, error: APIError) -> None:
-        """Answer with an error, also where the answer has begun."""
+    async def end(self, error: APIError, event: Callable[[APIError], bytes]) -> None:
+        """Answer with an error; as an event where a stream has begun."""
         if not self.started:
             raise error
         if self.is_stream:
-            await self._send({"type": "http.response.body", "body": error.event(), "more_body": False})
+            await self._send({"type": "http.response.body", "body": event(error), "more_body": False})
 
 
 class _Body:

@@ -13,6 +13,7 @@ from gptworks.infer.request import Request, Statistics
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+FINISHED = ("stop", "length")
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000)
 
 _Family = GaugeMetricFamily | CounterMetricFamily
@@ -39,19 +40,16 @@ _COUNTED: tuple[tuple[type[_Family], str, str, Callable[[Statistics], float]], .
 class Metrics:
     """The metrics of all models of a server."""
 
-    def __init__(self, statistics: Mapping[str, Callable[[], Statistics]]) -> None:
-        """
-        Args:
-            statistics: for each model, what its engine counts.
-        """
+    def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(statistics))
+        self._statistics: dict[str, Callable[[], Statistics]] = {}
+        self._registry.register(_EngineCollector(self._statistics))
         self.in_flight = Gauge("gptworks:http_requests_in_flight", "HTTP requests not yet answered.",
                                registry=self._registry)  # fmt: skip
         self._responses = Counter("gptworks:http_responses", "HTTP answers.", ["status"], registry=self._registry)
         self._finished = Counter("gptworks:request_success", "Texts that ended, by reason.",
                                  ["model_name", "finished_reason"], registry=self._registry)  # fmt: skip
-        histograms: dict[str, Histogram] = {}
+        self._histograms: dict[str, Histogram] = {}
         for name, help_text, buckets in (
             ("time_to_first_token_seconds", "From a request's arrival to its first token.", _SECONDS),
             ("inter_token_latency_seconds", "Between two tokens of a text.", _STEP_SECONDS),
@@ -62,10 +60,23 @@ class Metrics:
             ("request_prompt_tokens", "Tokens of a prompt.", _TOKENS),
             ("request_generation_tokens", "Tokens of a text.", _TOKENS),
         ):
-            histograms[name] = Histogram(
+            self._histograms[name] = Histogram(
                 f"gptworks:{name}", help_text, ["model_name"], buckets=buckets, registry=self._registry
             )
-        self._models = {name: ModelMetrics(name, histograms, self._finished) for name in statistics}
+        self._models: dict[str, ModelMetrics] = {}
+
+    def add(self, model: str, statistics: Callable[[], Statistics]) -> None:
+        """A further model, with what counts for its engine."""
+        self._models[model] = ModelMetrics(model, self._histograms, self._finished)
+        self._statistics[model] = statistics
+
+    def remove(self, model: str) -> None:
+        """Report a model no longer."""
+        del self._models[model], self._statistics[model]
+        for histogram in self._histograms.values():
+            histogram.remove(model)
+        for reason in FINISHED:
+            self._finished.remove(model, reason)
 
     def of(self, model: str) -> "ModelMetrics":
         return self._models[model]
@@ -83,7 +94,7 @@ class ModelMetrics:
 
     def __init__(self, name: str, histograms: Mapping[str, Histogram], finished: Counter) -> None:
         self._observe = {kind: histogram.labels(name).observe for kind, histogram in histograms.items()}
-        self._finished = {reason: finished.labels(name, reason) for reason in ("stop", "length")}
+        self._finished = {reason: finished.labels(name, reason) for reason in FINISHED}
 
     def observe(self, kind: str, value: float) -> None:
         self._observe[kind](value)
@@ -129,7 +140,7 @@ class _EngineCollector(Collector):
         self._statistics = statistics
 
     def collect(self) -> Iterator[Metric]:
-        now = {name: read() for name, read in self._statistics.items()}
+        now = {name: read() for name, read in tuple(self._statistics.items())}
         for kind, name, help_text, value in _COUNTED:
             family = kind(f"gptworks:{name}", help_text, labels=["model_name"])
             for model, statistics in now.items():

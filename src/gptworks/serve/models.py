@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gptworks.chat_template import ChatTemplate
@@ -47,21 +47,22 @@ class ServedModel:
 
 
 class Models:
-    """The models by name. A request names one of them; nothing else is ever loaded."""
+    """The models by name."""
 
-    def __init__(self, engines: Mapping[str, Engine], settings: ServerSettings) -> None:
-        """Raises a UserError for no model, or a name that cannot be one."""
-        if not engines:
-            raise UserError("there is no model to serve: name a run, or several with --model NAME=RUN.")
-        for name in engines:
-            check_name(name)
-        self._models = {
-            name: ServedModel(name, engine, EngineLoop(engine), Tokens(engine.tokenizer, engine.context, settings))
-            for name, engine in engines.items()
-        }
+    def __init__(self) -> None:
+        self._models: dict[str, ServedModel] = {}
 
     def __iter__(self) -> Iterator[ServedModel]:
-        return iter(self._models.values())
+        return iter(tuple(self._models.values()))
+
+    def add(self, name: str, engine: Engine, settings: ServerSettings) -> ServedModel:
+        """A further model, whose loop does not run yet."""
+        tokens = Tokens(engine.tokenizer, engine.context, settings)
+        model = self._models[name] = ServedModel(name, engine, EngineLoop(engine), tokens)
+        return model
+
+    def remove(self, name: str) -> ServedModel:
+        return self._models.pop(name)
 
     def get(self, name: str | None) -> ServedModel:
         """The model of that name; without one, the first.
@@ -69,14 +70,11 @@ class Models:
         Raises:
             APIError: there is none.
         """
-        if name is None:
-            return next(iter(self._models.values()))
-        model = self._models.get(name)
+        model = next(iter(self), None) if name is None else self._models.get(name)
         if model is None:
-            known = ", ".join(self._models)
-            raise APIError(
-                404, f"there is no model {name[:128]!r} here; there is {known}.", param="model", code="model_not_found"
-            )
+            known = ", ".join(self._models) or "none yet"
+            wanted = "no model" if name is None else f"no model {name[:128]!r}"
+            raise APIError(404, f"there is {wanted} here; there is {known}.", param="model", code="model_not_found")
         return model
 
 

@@ -2,14 +2,14 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from gptworks.infer.engine import Engine
 from gptworks.serve.caller import Caller
 from gptworks.serve.errors import APIError
 from gptworks.serve.metrics import Metrics
-from gptworks.serve.models import Models
+from gptworks.serve.models import Models, ServedModel
 from gptworks.serve.settings import ServerSettings
 
 _NEED_NO_SLOT = 16
@@ -20,10 +20,10 @@ class Service:
     """A server's state. `start` and `close` frame its work."""
 
     def __init__(self, engines: Mapping[str, Engine], settings: ServerSettings) -> None:
-        """Raises a UserError for no model, or a name that cannot be one."""
         self.settings = settings
-        self.models = Models(engines, settings)
-        self.metrics = Metrics({model.name: model.engine.statistics for model in self.models})
+        self.models, self.metrics = Models(), Metrics()
+        self.load: Callable[[str, Caller], Awaitable[ServedModel]] | None = None
+        """Makes a model of a name that is not among `models`, for as long as the caller is there; or an APIError."""
         self.threads = ThreadPoolExecutor(2, "gptworks text")
         """Tokenize and render templates."""
         self.schema_threads = ThreadPoolExecutor(2, "gptworks schemas")
@@ -37,24 +37,59 @@ class Service:
         """Requests in flight whose bodies are complete."""
         self.bodies_bytes = 0
         """Bytes of the bodies that are being read."""
-        self.max_prompts = sum(settings.max_waiting + model.engine.most_texts for model in self.models)
-        """Prompts that may run or wait."""
-        self.max_in_flight = self.max_prompts + _NEED_NO_SLOT
-        self.max_prompts_each = max(1, int(settings.client_share * self.max_prompts))
         self.callers: set[Caller] = set()
         self.schemas: Counter[str] = Counter()
         """Schemas that are compiled or wait to be, for each client."""
         self.n_answered = 0
         self._began = time.monotonic()
         self._prompts: Counter[str] = Counter()
+        self.runs = False
+        """Between `start` and `close`."""
+        for name, engine in engines.items():
+            self.add(name, engine)
 
     def start(self) -> None:
+        self.runs = True
         for model in self.models:
-            model.engine.max_waiting = self.settings.max_waiting
             model.loop.start()
+
+    def add(self, name: str, engine: Engine) -> ServedModel:
+        """Serve a further model."""
+        engine.max_waiting = self.settings.max_waiting
+        model = self.models.add(name, engine, self.settings)
+        self.metrics.add(name, engine.statistics)
+        if self.runs:
+            model.loop.start()
+        return model
+
+    def remove(self, name: str) -> None:
+        """Serve a model no longer. Takes as long as what still runs: call it in a thread."""
+        model = self.models.remove(name)
+        model.loop.close()
+        self.metrics.remove(name)
+
+    async def model(self, name: str | None, caller: Caller) -> ServedModel:
+        """The model that a caller names; see `Models.get`."""
+        if self.load is not None and name is not None:
+            return await self.load(name, caller)
+        return self.models.get(name)
+
+    @property
+    def max_prompts(self) -> int:
+        """Prompts that may run or wait."""
+        return sum(self.settings.max_waiting + model.engine.most_texts for model in self.models)
+
+    @property
+    def max_in_flight(self) -> int:
+        return self.max_prompts + _NEED_NO_SLOT
+
+    @property
+    def max_prompts_each(self) -> int:
+        return max(1, int(self.settings.client_share * self.max_prompts))
 
     def close(self) -> None:
         """End what still runs; its readers get a RunError."""
+        self.runs = False
         for model in self.models:
             model.loop.close(drain=False)
         for caller in list(self.callers):
@@ -65,6 +100,8 @@ class Service:
     def leave(self, caller: Caller) -> None:
         """A request is answered, or its client is gone: free what it held."""
         caller.abandon()
+        for call in caller.on_leave:
+            call()
         self.callers.discard(caller)
         self._prompts[caller.client] -= caller.n_prompts
         if self._prompts[caller.client] <= 0:

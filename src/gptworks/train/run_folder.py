@@ -1,7 +1,9 @@
 """The run folder: opened by one process at a time, and never overwritten silently."""
 
 import contextlib
+import os
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 import filelock
 
@@ -26,7 +28,7 @@ def open_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) 
     check_run_folder(recipe, resume, change)
     try:
         make_folder(folder)
-        lock = filelock.FileLock(folder / ".lock", timeout=0)
+        lock = filelock.FileLock(folder / ".lock", timeout=0.3)  # `is_in_use` holds it for an instant
         lock.acquire()
     except filelock.Timeout:
         raise UserError(
@@ -38,6 +40,26 @@ def open_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) 
         yield
     finally:
         lock.release()
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a process trains in a run folder. Writes nothing there and follows no link; false where that is unknown,
+    as on Windows."""
+    try:
+        import fcntl
+
+        descriptor = os.open(folder / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (ImportError, OSError):
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)  # and with it the lock
+    return False
 
 
 def check_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) -> None:

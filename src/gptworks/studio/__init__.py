@@ -1,0 +1,9 @@
+"""The studio: one page on which people use their runs and look into them.
+
+browser ─► serve's guard ─► page (static files) · play (texts) ─► loaded (engines) ─► library (run folders)
+
+library     the run folders below the given ones        play        what the models write, and why
+loaded      engines loaded on demand, bounded           page        the static files and their headers
+app         the server's app with the studio's routes   state       what the routes share
+static/     the page itself: no build step
+"""

@@ -1,0 +1,62 @@
+"""The studio's app: the server's, with the studio's routes and page."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from gptworks.choices import BackendName
+from gptworks.errors import UserError
+from gptworks.infer.engine import Engine
+from gptworks.serve.app import create_app
+from gptworks.serve.settings import ServerSettings
+from gptworks.studio import page, play
+from gptworks.studio.library import Library
+from gptworks.studio.loaded import Engines
+from gptworks.studio.state import Studio
+
+ROUTERS = {"play": play.router}
+"""The parts of the studio."""
+
+
+def create_studio(
+    folders: Sequence[Path],
+    settings: ServerSettings | None = None,
+    *,
+    device: str = "auto",
+    backend: BackendName = "auto",
+    read_only: bool = False,
+    max_idle_bytes: int | None = None,
+) -> FastAPI:
+    """The ASGI app over run folders, and folders of them; `app.state.studio` is its state.
+
+    Args:
+        device, backend: what computes.
+        read_only: nothing can be started or written.
+        max_idle_bytes: see `Engines`.
+
+    Raises:
+        UserError: one is no folder, or there is no such device.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such folder. Give run folders, or a folder of them: gptworks studio runs.")
+    app = create_app({}, settings, routers=[page.router, *ROUTERS.values()], home=page.home)
+    library = Library(folders)
+    engines = Engines(app.state.service, library, device=device, backend=backend, max_idle_bytes=max_idle_bytes)
+    app.state.service.load = engines.by_name
+    app.state.studio = Studio(app.state.service, library, engines, parts=tuple(ROUTERS), read_only=read_only)
+    return app
+
+
+def create_served(
+    engines: Mapping[str, Engine], settings: ServerSettings | None = None, runs: Mapping[str, Path] | None = None
+) -> FastAPI:
+    """The server's app, which answers browsers with the Play page.
+
+    Args:
+        runs: where the models come from.
+    """
+    app = create_app(engines, settings, routers=[page.router, play.router], home=page.home)
+    app.state.studio = Studio(app.state.service, served_runs=runs)
+    return app

@@ -1,0 +1,208 @@
+"""The run folders below the given ones. What they hold is hostile until checked, their names too: ids are looked up
+among those that were found, and never made into paths.
+"""
+
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptworks.chat_template import TEMPLATE_FILE
+from gptworks.checkpoint import Checkpoint, all_checkpoints
+from gptworks.errors import UserError
+from gptworks.plan.params import count_parameters
+from gptworks.recipe import load_recipe
+from gptworks.runs.report import has_ended
+from gptworks.serve.errors import APIError
+from gptworks.train.record.outcome import read_outcome
+from gptworks.train.run_folder import is_in_use
+
+MOST_DEPTH = 6
+MOST_FOLDERS = 20_000
+"""Folders that are looked into for runs."""
+MOST_RUNS = 2_000
+_FRESH_SECONDS = 2.0
+"""For which a list of folders is used again."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A folder that holds a recipe.yaml."""
+
+    id: str
+    """Its path below the given folder; of a given run, its name."""
+    folder: Path
+    root: Path
+    """The given folder, beyond which nothing is read."""
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Newest first, one for each step."""
+        by_step: dict[int, Checkpoint] = {}
+        for checkpoint in all_checkpoints(self.folder):
+            by_step.setdefault(checkpoint.step, checkpoint)
+        return list(by_step.values())
+
+    def choose(self, which: str | int | None) -> Checkpoint:
+        """The best checkpoint (also for None), the last, or that of a step, not yet verified.
+
+        Raises:
+            APIError: there is none.
+        """
+        found = self.checkpoints()
+        if not found:
+            raise APIError(404, f"{self.id} has no checkpoint yet: let it train to its first one.", param="checkpoint",
+                           code="no_checkpoint")  # fmt: skip
+        step = which if isinstance(which, int) else found[0].step if which == "last" else best_step(found)
+        for checkpoint in found:
+            if checkpoint.step == step:
+                self.check_inside(checkpoint)
+                return checkpoint
+        there = ", ".join(str(one.step) for one in found[:50])
+        raise APIError(404, f"{self.id} has no checkpoint of step {step}; there are {there}.", param="checkpoint",
+                       code="no_checkpoint")  # fmt: skip
+
+    def check_inside(self, checkpoint: Checkpoint) -> None:
+        """Raises an APIError if what is to be read lies elsewhere, by a link."""
+        root = self.root.resolve()
+        tokenizer = self.folder / "tokenizer"
+        for path in (self.folder / "recipe.yaml", tokenizer, *_files(tokenizer), *_files(checkpoint.folder)):
+            if not path.resolve().is_relative_to(root):
+                raise APIError(400, f"{path.name} of {self.id} is a link that leads out of the folder of runs.",
+                               code="outside")  # fmt: skip
+
+
+def best_step(found: Sequence[Checkpoint]) -> int:
+    """Of a run's checkpoints, newest first: the step that the newest calls the best, if it is there; else its own."""
+    best = found[0].best_step
+    return best if best is not None and any(one.step == best for one in found) else found[0].step
+
+
+class Library:
+    """The runs below some folders. From any thread."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self.roots = tuple(roots)
+        self._lock = threading.Lock()
+        self._found: dict[str, RunFolder] = {}
+        self._looked_at = -math.inf
+        self._known: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def runs(self) -> dict[str, RunFolder]:
+        """The runs by id, in the order of the folders and of the names."""
+        with self._lock:
+            if time.monotonic() - self._looked_at > _FRESH_SECONDS:
+                self._found, self._looked_at = self._look(), time.monotonic()
+            return self._found
+
+    def get(self, name: str) -> RunFolder:
+        """Raises an APIError for an id of no run."""
+        run = self.runs().get(name)
+        if run is None or not (run.folder / "recipe.yaml").is_file():
+            raise APIError(404, f"there is no run {name[:128]!r} here.", param="model", code="model_not_found")
+        return run
+
+    def describe(self, run: RunFolder) -> dict[str, Any]:
+        """A run as /studio/state shows it. Reads files."""
+        try:
+            made = self._settings(run) | {"checkpoints": _checkpoints(run), "state": _state(run.folder)}
+        except OSError as error:  # it goes away
+            made = {"problem": f"{run.id}: {error.strerror or error}", "checkpoints": [], "state": "stopped"}
+        empty = {"chat": False, "context": None, "parameters": None, "vocab_size": None, "problem": None}
+        if not made["checkpoints"] and made.get("problem") is None:
+            made["problem"] = "it has no checkpoint yet: let it train to its first one (train.checkpoint_every)."
+        return {"id": run.id, "run": _printable(str(run.folder)), **empty, **made}
+
+    def _settings(self, run: RunFolder) -> dict[str, Any]:
+        """What its recipe says, read again only where the file has changed."""
+        path = run.folder / "recipe.yaml"
+        key = str(path), path.stat().st_mtime_ns
+        if key not in self._known:
+            made: dict[str, Any]
+            try:
+                if not path.resolve().is_relative_to(run.root.resolve()):
+                    raise UserError("its recipe.yaml is a link that leads out of the folder of runs.")
+                model = load_recipe(run.folder).model
+                made = {"context": model.context_length, "vocab_size": model.vocab_size,
+                        "parameters": count_parameters(model).total}  # fmt: skip
+            except Exception as error:  # whatever a file may hold
+                made = {"problem": str(error)[:600] or type(error).__name__}
+            if len(self._known) >= 2 * MOST_RUNS:
+                self._known.clear()
+            self._known[key] = made
+        return self._known[key] | {"chat": (run.folder / "tokenizer" / TEMPLATE_FILE).is_file()}
+
+    def _look(self) -> dict[str, RunFolder]:
+        found: dict[str, RunFolder] = {}
+        left = [MOST_FOLDERS]
+        for root in self.roots:
+            for folder in _run_folders(root, MOST_DEPTH, left):
+                below = folder.relative_to(root).as_posix()
+                name = _printable(root.resolve().name if below == "." else below)
+                name = f"{_printable(root.resolve().name)}/{name}" if name in found else name
+                n = 2
+                while name in found:
+                    name, n = f"{name.rpartition(' ~')[0] or name} ~{n}", n + 1
+                found[name] = RunFolder(name, folder, root)
+                if len(found) >= MOST_RUNS:
+                    return found
+        return found
+
+
+def _run_folders(folder: Path, depth: int, left: list[int]) -> Iterator[Path]:
+    """The runs in a folder and below it, without following links. `left`: folders that may still be looked into."""
+    left[0] -= 1
+    if (folder / "recipe.yaml").is_file():
+        yield folder
+        return
+    if depth == 0 or left[0] < 0:
+        return
+    try:
+        with os.scandir(folder) as entries:
+            inside = sorted(
+                one.name for one in entries if not one.name.startswith(".") and one.is_dir(follow_symlinks=False)
+            )
+    except OSError:
+        return
+    for name in inside:
+        yield from _run_folders(folder / name, depth - 1, left)
+
+
+def _files(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def _checkpoints(run: RunFolder) -> list[dict[str, Any]]:
+    """Oldest first. A checkpoint's loss is known where it was the best so far."""
+    found = run.checkpoints()
+    made = []
+    for checkpoint in reversed(found):
+        try:
+            state = checkpoint.state()
+        except (OSError, UserError):  # damaged, or being deleted
+            state = {}
+        loss = state.get("best_loss") if state.get("best_step") == checkpoint.step else None
+        known = isinstance(loss, float) and math.isfinite(loss)
+        made.append({"step": checkpoint.step, "best": False, "last": False, "loss": loss if known else None})
+    if made:
+        best = best_step(found)
+        made[-1]["last"] = True
+        for one in made:
+            one["best"] = one["step"] == best
+    return made
+
+
+def _state(folder: Path) -> str:
+    """running, finished or stopped."""
+    if has_ended(folder):
+        outcome = read_outcome(folder)
+        return "stopped" if isinstance(outcome, str) or outcome.reason.startswith("stopped") else "finished"
+    return "running" if is_in_use(folder) else "stopped"
+
+
+def _printable(name: str) -> str:
+    """A name as JSON can carry it, also where its bytes are no UTF-8."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")

@@ -1,0 +1,160 @@
+"""Engines of runs and their checkpoints, loaded where they are asked for. Those in no use stay while there is room."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from gptworks.checkpoint import Checkpoint
+from gptworks.choices import BackendName
+from gptworks.device import choose_device, memory_bytes
+from gptworks.errors import UserError
+from gptworks.infer.engine import Engine, load
+from gptworks.infer.loop import EngineStopped
+from gptworks.serve.caller import Caller
+from gptworks.serve.models import ServedModel
+from gptworks.serve.service import Service
+from gptworks.studio.library import Library, RunFolder
+from gptworks.units import readable
+
+SHARE_OF_MEMORY = 0.25
+"""Of the memory that is available at the start, what engines that are in no use may hold."""
+
+
+@dataclass
+class Loaded:
+    """An engine that is there, or on its way."""
+
+    name: str
+    n_bytes: int
+    """Of its weights."""
+    model: asyncio.Future[ServedModel]
+    n_users: int = 0
+    used_at: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A checkpoint of a run. Another checkpoint of the same step, of a run that was started anew, is another one."""
+
+    run: RunFolder
+    checkpoint: Checkpoint
+    manifest: str | None
+
+    @property
+    def name(self) -> str:
+        """As the engine is called in /v1/models."""
+        return f"{self.run.id}@{self.checkpoint.step}"
+
+
+class Engines:
+    """The engines of a library's runs. Its methods belong to asyncio's thread; files are read in others."""
+
+    def __init__(
+        self,
+        service: Service,
+        library: Library,
+        *,
+        device: str = "auto",
+        backend: BackendName = "auto",
+        max_idle_bytes: int | None = None,
+    ) -> None:
+        """
+        Args:
+            max_idle_bytes: weights of engines in no use; the least recently used ones go first. None: a quarter of the
+                memory that is available now.
+        """
+        self._service, self._library, self._backend, self._device = service, library, backend, device
+        chosen = choose_device(device)
+        self.max_idle_bytes = int(SHARE_OF_MEMORY * memory_bytes(chosen)) if max_idle_bytes is None else max_idle_bytes
+        self._loaded: dict[Wanted, Loaded] = {}
+        self._thread = ThreadPoolExecutor(1, "gptworks loading")
+
+    async def find(self, run: str, which: str | int | None) -> Wanted:
+        """What a request names.
+
+        Raises:
+            APIError: there is no such run or checkpoint.
+        """
+
+        def look() -> Wanted:
+            folder = self._library.get(run)
+            checkpoint = folder.choose(which)
+            return Wanted(folder, checkpoint, checkpoint.manifest_sha256)
+
+        return await asyncio.get_running_loop().run_in_executor(self._service.threads, look)
+
+    def is_ready(self, wanted: Wanted) -> bool:
+        """Whether its engine is there."""
+        found = self._loaded.get(wanted)
+        return found is not None and found.model.done() and found.model.exception() is None
+
+    async def take(self, wanted: Wanted, caller: Caller) -> ServedModel:
+        """The engine, which stays until the caller leaves. It is loaded once, however many wait for it.
+
+        Raises:
+            UserError: it cannot be loaded, because it is damaged for instance.
+        """
+        found = self._loaded.get(wanted)
+        if found is None:
+            path = wanted.checkpoint.folder / "model.safetensors"
+            n_bytes = path.stat().st_size if path.is_file() else 0
+            future = asyncio.ensure_future(self._load(wanted, n_bytes))
+            found = self._loaded[wanted] = Loaded(wanted.name, n_bytes, future)
+            future.add_done_callback(lambda done: self._forget_failed(wanted, done))
+        found.n_users += 1
+        caller.on_leave.append(self._leaver(found))
+        return await asyncio.shield(found.model)
+
+    async def by_name(self, name: str, caller: Caller) -> ServedModel:
+        """The engine of `RUN` or `RUN@STEP`, for the OpenAI-compatible routes."""
+        run, at, step = name.rpartition("@")
+        known = await asyncio.get_running_loop().run_in_executor(self._service.threads, self._library.runs)
+        by_step = at and step.isascii() and step.isdigit() and name not in known
+        wanted = await self.find(run, int(step[:18])) if by_step else await self.find(name, None)
+        return await self.take(wanted, caller)
+
+    def _leaver(self, one: Loaded) -> Callable[[], None]:
+        def leave() -> None:
+            one.n_users -= 1
+            one.used_at = time.monotonic()
+
+        return leave
+
+    def _forget_failed(self, wanted: Wanted, done: "asyncio.Future[ServedModel]") -> None:
+        if done.cancelled() or done.exception() is not None:
+            self._loaded.pop(wanted, None)
+
+    async def _load(self, wanted: Wanted, n_bytes: int) -> ServedModel:
+        in_thread, service = asyncio.get_running_loop().run_in_executor, self._service
+        for name in self._to_free(wanted, n_bytes):
+            await in_thread(self._thread, service.remove, name)
+        engine = await in_thread(self._thread, self._engine_of, wanted, n_bytes)
+        if not service.runs:
+            raise EngineStopped("the server is about to stop.")
+        while any(model.name == self._loaded[wanted].name for model in service.models):  # an older one in use
+            self._loaded[wanted].name += "+"
+        return service.add(self._loaded[wanted].name, engine)
+
+    def _engine_of(self, wanted: Wanted, n_bytes: int) -> Engine:
+        """Takes long."""
+        there_bytes = memory_bytes(choose_device(self._device))
+        if n_bytes > there_bytes:
+            raise UserError(
+                f"{wanted.name}: its weights have {readable(n_bytes, 'B')}, and {readable(there_bytes, 'B')} of memory "
+                f"are available: close what else runs."
+            )
+        return load(wanted.run.folder, wanted.checkpoint.step, device=self._device, backend=self._backend)
+
+    def _to_free(self, wanted: Wanted, n_bytes: int) -> list[str]:
+        """The names of engines in no use that are to go before another is loaded. They are forgotten."""
+        idle = [(key, one) for key, one in self._loaded.items() if not one.n_users and one.model.done()]
+        idle.sort(key=lambda pair: (pair[1].name != wanted.name, pair[1].used_at))
+        held_bytes, names = n_bytes + sum(one.n_bytes for _, one in idle), []
+        for key, one in idle:
+            if one.name == wanted.name or held_bytes > self.max_idle_bytes:
+                held_bytes -= one.n_bytes
+                names.append(one.name)
+                del self._loaded[key]
+        return names

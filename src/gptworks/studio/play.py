@@ -1,0 +1,213 @@
+"""Play: a model's text, token by token, with what else it might have been, before and after sampling."""
+
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+from typing import Annotated, Any, Literal, Self
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field, model_validator
+
+from gptworks.infer.client import answer_settings
+from gptworks.infer.logprobs import TokenLogprob
+from gptworks.infer.sampling import SamplingSettings
+from gptworks.serve import openai
+from gptworks.serve.app import body_of, caller_of, in_thread, service_of
+from gptworks.serve.caller import Caller
+from gptworks.serve.chat import conversation_ids
+from gptworks.serve.errors import APIError
+from gptworks.serve.events import EventStream
+from gptworks.serve.generate import LEAST_LOGPROB, Generation, Order, Prompt, begin
+from gptworks.serve.models import ServedModel
+from gptworks.serve.service import Service
+from gptworks.studio.state import studio_of
+from gptworks.tokenizer import StreamDecoder
+
+router = APIRouter(include_in_schema=False)
+Event = dict[str, Any]
+
+_SEEDS = 2**31
+"""Seeds that are drawn here: JavaScript knows them exactly."""
+_Number = Annotated[float, Field(ge=-1000, le=1000)]
+_Tokens = Annotated[int, Field(ge=0, le=openai.MAX_TOKENS)]
+
+
+class PlaySettings(openai.Wire):
+    """How to sample; what is left out is as in `gptworks generate`, which checks the ranges."""
+
+    temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
+    top_k: _Tokens | None = None
+    top_p: _Number | None = None
+    min_p: _Number | None = None
+    repetition_penalty: _Number | None = None
+    frequency_penalty: _Number | None = None
+    presence_penalty: _Number | None = None
+    max_tokens: _Tokens | None = None
+    min_tokens: _Tokens | None = None
+    stop: openai.Stops = ()
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: openai.Biases | None = None
+
+    def sampling(self, n_top: int) -> SamplingSettings:
+        """Raises a UserError for settings that no text can have. There is always a seed."""
+        given = {name: value for name, value in self.model_dump().items() if value is not None}
+        return SamplingSettings(**{"seed": secrets.randbelow(_SEEDS)} | given, logprobs=n_top, processed_logprobs=n_top)
+
+
+class GenerateRequest(openai.Wire):
+    model: Annotated[str, Field(min_length=1, max_length=4096)]
+    checkpoint: Literal["best", "last"] | Annotated[int, Field(ge=0)] | None = None
+    prompt: str | None = None
+    tokens: Annotated[list[int], Field(min_length=1, max_length=openai.MAX_TOKENS)] | None = None
+    messages: openai.Messages | None = None
+    answers: bool = False
+    settings: PlaySettings = PlaySettings()
+    n_top: openai.Alternatives = 10
+    score_prompt: bool = False
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        if sum(given is not None for given in (self.prompt, self.tokens, self.messages)) != 1:
+            raise ValueError("give one of prompt, tokens and messages")
+        return self
+
+
+class PlayStream(EventStream):
+    """The events of a text."""
+
+    last = b""
+
+    @staticmethod
+    def json_of(chunk: Event) -> str:
+        return json.dumps(chunk, allow_nan=False)
+
+    @staticmethod
+    def error_event(error: APIError) -> bytes:
+        return b"data: " + json.dumps({"type": "error", "message": error.message}).encode() + b"\n\n"
+
+
+@router.get("/studio/state")
+async def state(request: Request) -> Response:
+    """The parts of the studio, and the models."""
+    return JSONResponse(await in_thread(request, studio_of(request).describe), headers={"cache-control": "no-store"})
+
+
+@router.post("/studio/generate")
+async def generate(request: Request) -> Response:
+    """A text, token by token, as events."""
+    body, caller = await body_of(request, GenerateRequest), caller_of(request)
+    service, engines = service_of(request), studio_of(request).engines
+    settings = body.settings.sampling(body.n_top)
+    begun: list[Generation] = []
+
+    async def start(model: ServedModel) -> Generation:
+        begun.append(await _begin(service, model, body, settings, caller))
+        return begun[0]
+
+    def cancel() -> None:
+        for generation in begun:
+            generation.cancel()
+
+    if engines is None:
+        if body.checkpoint is not None:
+            raise APIError(400, "checkpoint: a served model has one; leave it out.", param="checkpoint")
+        generation = await start(service.models.get(body.model))
+        return PlayStream(_events(generation, body, None), cancel)
+    wanted = await engines.find(body.model, body.checkpoint)
+    step = wanted.checkpoint.step
+    if engines.is_ready(wanted):
+        generation = await start(await engines.take(wanted, caller))
+        return PlayStream(_events(generation, body, step), cancel)
+
+    async def load() -> AsyncGenerator[list[Event]]:
+        yield [{"type": "loading", "model": body.model, "checkpoint": step}]
+        generation = await start(await engines.take(wanted, caller))
+        async for events in _events(generation, body, step):
+            yield events
+
+    return PlayStream(load(), cancel)
+
+
+async def _begin(
+    service: Service, model: ServedModel, body: GenerateRequest, settings: SamplingSettings, caller: Caller
+) -> Generation:
+    """Submit a text.
+
+    Raises:
+        APIError, UserError, QueueFull: it cannot be accepted.
+    """
+    task = caller.task()
+    if body.messages is not None or body.answers:
+        settings = answer_settings(settings, model.chat_template)
+
+    def read(_: None) -> Prompt:
+        if body.messages is not None:
+            return Prompt(conversation_ids(model, body.messages, task))
+        if body.tokens is not None:
+            return Prompt(model.tokens.check(body.tokens, "tokens"))
+        return Prompt(model.tokens.encode(body.prompt or "", "prompt"))
+
+    order = Order(settings, prompt_logprobs=body.n_top if body.score_prompt else None, streams=True)
+    return await begin(service, model, order, [None], read, caller)
+
+
+async def _events(generation: Generation, body: GenerateRequest, step: int | None) -> AsyncGenerator[list[Event]]:
+    spell, (prompt,) = _Spelled(generation.model), generation.prompts
+    request = generation.stream.requests[0]
+
+    def start() -> Event:
+        decoder = StreamDecoder(generation.model.tokens.tokenizer)
+        scores = request.prompt_logprobs or [None] * len(prompt.ids)
+        tokens = [spell.token(i, decoder.push(i), score) for i, score in zip(prompt.ids, scores, strict=True)]
+        return {"type": "start", "seed": generation.order.settings.seed, "step": step, "tokens": tokens}
+
+    started = not body.score_prompt  # the scores are known when the first token comes
+    if started:
+        yield [start()]
+    n_tokens, first_at = 0, time.monotonic()
+    async for deltas in generation.deltas():
+        events = [] if started else [start()]
+        started, now = True, time.monotonic()
+        for piece in (delta.piece for delta in deltas):
+            rest = piece.text
+            if piece.token_id is not None:
+                n_tokens, rest = n_tokens + 1, ""
+                first_at = now if n_tokens == 1 else first_at
+                after = piece.processed and spell.scores(piece.processed)
+                events.append(
+                    {"type": "token", **spell.token(piece.token_id, piece.text, piece.logprob), "after": after}
+                )
+            if piece.finish_reason is not None:
+                seconds = now - first_at
+                events.append({
+                    "type": "end", "reason": piece.finish_reason, "text": rest, "generated": n_tokens,
+                    "seconds": now - generation.began,
+                    "tokens_per_second": (n_tokens - 1) / seconds if n_tokens > 1 and seconds > 0 else None,
+                })  # fmt: skip
+        yield events
+
+
+class _Spelled:
+    """Tokens as the page gets them."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._spell: Callable[[int], tuple[str, Any]] = model.tokens.spell
+
+    def token(self, token: int, text: str, score: TokenLogprob | None) -> Event:
+        made = {"id": token, "text": text, "spelling": self._spell(token)[0]}
+        return made | ({"logprob": None, "rank": None, "top": []} if score is None else
+                       {"rank": score.rank, **self.scores(score)})  # fmt: skip
+
+    def scores(self, score: TokenLogprob) -> Event:
+        return {"logprob": _finite(score.logprob), "top": self._top(score.top)}
+
+    def _top(self, top: Iterable[tuple[int, float]]) -> list[Event]:
+        return [{"id": i, "spelling": self._spell(i)[0], "logprob": _finite(logprob)} for i, logprob in top]
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity."""
+    return max(logprob, LEAST_LOGPROB)

@@ -1,0 +1,51 @@
+"""What the studio's routes share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request
+
+from gptworks import __version__
+from gptworks.plan.params import count_parameters
+from gptworks.serve.service import Service
+from gptworks.studio.library import Library
+from gptworks.studio.loaded import Engines
+
+
+@dataclass(frozen=True)
+class Studio:
+    """The runs and their engines; of `gptworks serve`, the models that it serves."""
+
+    service: Service
+    library: Library | None = None
+    engines: Engines | None = None
+    served_runs: Mapping[str, Path] | None = None
+    """Where the served models come from."""
+    parts: tuple[str, ...] = ("play",)
+    read_only: bool = True
+    """Whether nothing may be started or written."""
+
+    def describe(self) -> dict[str, Any]:
+        """The answer of /studio/state. Takes long."""
+        if self.library is not None:
+            models = [self.library.describe(run) for run in self.library.runs().values()]
+        else:
+            models = [self._served(model.name) for model in self.service.models]
+        return {"version": __version__, "parts": self.parts, "read_only": self.read_only, "models": models}
+
+    def _served(self, name: str) -> dict[str, Any]:
+        engine, folder = self.service.models.get(name).engine, (self.served_runs or {}).get(name)
+        config = engine.model.config
+        return {
+            "id": name, "run": None if folder is None else str(folder), "chat": engine.chat_template is not None,
+            "context": engine.context, "parameters": count_parameters(config).total, "vocab_size": config.vocab_size,
+            "state": "served", "checkpoints": [], "problem": None,
+        }  # fmt: skip
+
+
+def studio_of(request: Request) -> Studio:
+    """The studio that a request came to."""
+    studio: Studio = request.app.state.studio
+    return studio

@@ -1,0 +1,378 @@
+"""The studio's interface over real run folders: each text and each number is the engine's own."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import filelock
+import httpx2 as httpx
+import pytest
+
+import serving
+import tiny
+from gptworks.errors import UserError
+from gptworks.infer.engine import Engine, load
+from gptworks.recipe import parse_recipe
+from gptworks.serve.settings import ServerSettings
+from gptworks.studio.app import create_served, create_studio
+from gptworks.train.loop import train
+from gptworks.train.run_folder import is_in_use
+from serving import KEY, Running, running_app, until
+
+PROMPT = "line 7: the quick"
+HOSTILE = "<img src=x onerror=alert(1)>"
+SETTINGS = ServerSettings(api_keys=(KEY,), client_share=1.0)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two checkpoints, one below another folder that answers, and three that cannot be used."""
+    home = tmp_path_factory.mktemp("studio")
+    folder, other = home / "runs", home / "other"
+    other.mkdir()
+    tree = tiny.recipe_tree(other, max_steps=8, checkpoint_every=4, evaluate_every=4, evaluate_sequences=2)
+    train(parse_recipe(tree | {"run_dir": str(folder / "demo")}))
+    serving.write_run(folder / "tuned" / "chat")
+    shutil.copytree(folder / "demo", folder / HOSTILE)
+    weights = folder / HOSTILE / "checkpoints" / "step-000008" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8] + b"\xff" * 8)
+    (folder / "broken").mkdir()
+    (folder / "broken" / "recipe.yaml").write_text("model: [", encoding="utf-8")
+    shutil.copytree(folder / "demo", other / "secret")
+    (folder / "link").symlink_to(other / "secret")
+    shutil.copytree(folder / "demo", folder / "leads-out")
+    shutil.rmtree(folder / "leads-out" / "checkpoints")
+    (folder / "leads-out" / "checkpoints").symlink_to(other / "secret" / "checkpoints")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(runs: Path) -> Iterator[Running]:
+    with running_app(create_studio([runs], SETTINGS, device="cpu", backend="torch")) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def http(server: Running) -> Iterator[httpx.Client]:
+    with server.http() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def demo(runs: Path) -> Engine:
+    """The run's last checkpoint, alone."""
+    return load(runs / "demo", 8, device="cpu", backend="torch")
+
+
+def events(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
+    """The events of a text."""
+    response = http.post("/studio/generate", json={"model": "demo"} | body)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    return [json.loads(part.removeprefix("data: ")) for part in response.text.split("\n\n") if part]
+
+
+def made(http: httpx.Client, **body: Any) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
+    """The start, the tokens and the end."""
+    start, *tokens, end = (event for event in events(http, **body) if event["type"] != "loading")
+    assert (start["type"], end["type"]) == ("start", "end"), end
+    assert {token["type"] for token in tokens} <= {"token"}
+    return start, tokens, end
+
+
+def text_of(tokens: list[dict[str, Any]], end: dict[str, Any] | None = None) -> str:
+    return "".join(token["text"] for token in tokens) + (end["text"] if end else "")
+
+
+def refused(http: httpx.Client, status: int, part: str, **body: Any) -> None:
+    response = http.post("/studio/generate", json={"model": "demo", "prompt": "line"} | body)
+    assert response.status_code == status, response.text
+    assert part in response.json()["error"]["message"]
+
+
+# --------------------------------------------------------------------------------------------------- the runs
+
+
+def test_state_lists_the_runs_and_what_is_wrong_with_them(http: httpx.Client, runs: Path, demo: Engine) -> None:
+    state = http.get("/studio/state").json()
+    assert "play" in state["parts"] and state["read_only"] is False
+    models = {model["id"]: model for model in state["models"]}
+    assert models.keys() == {"demo", "tuned/chat", HOSTILE, "broken", "leads-out"}, "links are not followed"
+    one, config = models["demo"], demo.model.config
+    assert one["run"] == str(runs / "demo") and one["problem"] is None and not one["chat"]
+    assert (one["context"], one["vocab_size"]) == (config.context_length, config.vocab_size)
+    assert one["parameters"] == sum(parameter.numel() for parameter in demo.model.parameters())
+    records = [json.loads(line) for line in (runs / "demo" / "metrics.jsonl").read_text().splitlines()]
+    losses = {record["step"]: record["loss"] for record in records if record["kind"] == "validation"}
+    best = min((4, 8), key=lambda step: losses[step])
+    assert [(c["step"], c["best"], c["last"]) for c in one["checkpoints"]] == [
+        (4, best == 4, False), (8, best == 8, True)
+    ]  # fmt: skip
+    assert all(c["loss"] == pytest.approx(losses[c["step"]]) for c in one["checkpoints"] if c["best"])
+    assert models["tuned/chat"]["chat"] and "recipe.yaml" in models["broken"]["problem"]
+
+
+def test_whether_a_run_goes_on(http: httpx.Client, runs: Path) -> None:
+    def state() -> str:
+        return next(one["state"] for one in http.get("/studio/state").json()["models"] if one["id"] == "demo")
+
+    outcome = runs / "demo" / "outcome.json"
+    ended = outcome.read_text(encoding="utf-8")
+    assert state() == "finished"
+    outcome.write_text(ended.replace('"finished"', '"stopped by SIGTERM"'), encoding="utf-8")
+    assert state() == "stopped"
+    outcome.rename(outcome.with_suffix(".aside"))
+    assert state() == "stopped"
+    with filelock.FileLock(runs / "demo" / ".lock"):
+        assert state() == "running"
+    outcome.with_suffix(".aside").unlink()
+    outcome.write_text(ended, encoding="utf-8")
+
+
+def test_asking_whether_a_folder_is_in_use_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("text", encoding="utf-8")
+    (tmp_path / "run").mkdir()
+    assert not is_in_use(tmp_path / "run") and not list((tmp_path / "run").iterdir())
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
+    with filelock.FileLock(tmp_path / "precious", is_singleton=False):
+        assert not is_in_use(tmp_path / "run")
+
+
+def test_ids_of_several_folders_are_each_a_runs_own(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "demo", tmp_path / "demo", ignore=shutil.ignore_patterns("checkpoints"))
+    library = create_studio([runs, tmp_path, runs / "demo"]).state.studio.library
+    folders = {run.folder.resolve() for run in library.runs().values()}
+    assert library.runs()["demo"].folder == runs / "demo" and (tmp_path / "demo").resolve() in folders
+    with pytest.raises(UserError, match=r"none: no such folder\. Give run folders"):
+        create_studio([tmp_path / "none"])
+
+
+# --------------------------------------------------------------------------------------------------- the texts
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0}, {"seed": 5}, {"seed": 2, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.2},
+        {"seed": 1, "stop": ["e", "the"], "min_tokens": 2, "logit_bias": {"3": -100}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_text_is_the_engines_own(http: httpx.Client, demo: Engine, settings: dict[str, Any]) -> None:
+    start, tokens, end = made(http, prompt=PROMPT, checkpoint=8, settings=settings | {"max_tokens": 12}, n_top=3)
+    own = settings | {"logit_bias": {int(i): x for i, x in settings.get("logit_bias", {}).items()}}
+    (expected,) = demo.complete(PROMPT, max_tokens=12, logprobs=3, processed_logprobs=3, **own)
+    assert text_of(tokens, end) == expected.text and [token["id"] for token in tokens] == expected.token_ids
+    assert (end["reason"], end["generated"]) == (expected.finish_reason, len(tokens))
+    assert text_of(start["tokens"]) == PROMPT and start["step"] == 8
+    for token, own_token, drawn in zip(tokens, expected.logprobs or [], expected.processed_logprobs or [], strict=True):
+        assert token["logprob"] == pytest.approx(own_token.logprob, abs=1e-4)
+        assert [one["id"] for one in token["top"]] == [i for i, _ in own_token.top]
+        assert token["after"]["logprob"] == pytest.approx(drawn.logprob, abs=1e-4)
+        assert [one["id"] for one in token["after"]["top"]] == [i for i, _ in drawn.top]
+        assert token["rank"] == own_token.rank
+        assert token["spelling"] == demo.tokenizer.decode([token["id"]], skip_special_tokens=False)
+
+
+def test_a_text_without_a_seed_is_drawn_again_with_the_seed_that_it_got(http: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "settings": {"max_tokens": 10, "temperature": 1.5}}
+    start, tokens, _ = made(http, **body)
+    again = made(http, **body | {"settings": body["settings"] | {"seed": start["seed"]}})
+    assert [token["id"] for token in again[1]] == [token["id"] for token in tokens]
+    assert made(http, **body)[0]["seed"] != start["seed"]
+
+
+def test_a_greedy_text_goes_on_from_any_of_its_tokens(http: httpx.Client) -> None:
+    settings = {"temperature": 0, "max_tokens": 8}
+    start, tokens, end = made(http, prompt=PROMPT, settings=settings)
+    ids = [token["id"] for token in (*start["tokens"], *tokens)]
+    for n in range(len(ids) - len(tokens), len(ids)):
+        left = len(ids) - n
+        branch = made(http, tokens=ids[:n], settings=settings | {"max_tokens": left})
+        assert text_of(branch[0]["tokens"]) + text_of(branch[1], branch[2]) == PROMPT + text_of(tokens, end)
+
+
+def test_a_prompts_scores_are_those_of_score(http: httpx.Client, demo: Engine) -> None:
+    start, *_ = made(http, prompt=PROMPT, score_prompt=True, n_top=4, checkpoint=8, settings={"max_tokens": 1})
+    expected = demo.score(PROMPT, top=4)
+    assert [token["logprob"] is None for token in start["tokens"]] == [one is None for one in expected]
+    for token, own in zip(start["tokens"][1:], expected[1:], strict=True):
+        assert own is not None and token["logprob"] == pytest.approx(own.logprob, abs=1e-4)
+        assert token["rank"] == own.rank == 1 + sum(value > own.logprob for _, value in own.top) or own.rank > 4
+        assert [one["id"] for one in token["top"]] == [i for i, _ in own.top]
+    unscored, *_ = made(http, prompt=PROMPT, settings={"max_tokens": 1})
+    assert all(token["logprob"] is None and token["top"] == [] for token in unscored["tokens"])
+
+
+def test_each_checkpoint_writes_its_own_text(http: httpx.Client, runs: Path) -> None:
+    for step in (4, 8):
+        start, tokens, end = made(http, prompt=PROMPT, checkpoint=step, settings={"seed": 3, "max_tokens": 20})
+        expected = load(runs / "demo", step, device="cpu", backend="torch").generate(PROMPT, seed=3, max_tokens=20)
+        assert (start["step"], text_of(tokens, end)) == (step, expected)
+    assert made(http, prompt=PROMPT, checkpoint="last", settings={"max_tokens": 1})[0]["step"] == 8
+
+
+def test_a_conversation_and_its_branches_end_with_the_turn(http: httpx.Client, runs: Path) -> None:
+    chat = load(runs / "tuned" / "chat", 1, device="cpu", backend="torch")
+    assert chat.chat_template is not None
+    messages = [{"role": "user", "content": "Hello?"}]
+    settings: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+    start, tokens, end = made(http, model="tuned/chat", messages=messages, settings=settings)
+    assert text_of(tokens, end) == chat.chat(messages, **settings)
+    ids = [token["id"] for token in start["tokens"]]
+    assert ids == chat.chat_template.encode(messages, add_generation_prompt=True)
+    special = [token for token in start["tokens"] if token["spelling"] == "<|im_start|>"]
+    assert special and all(token["text"] == "" for token in special)
+    ends = chat.tokenizer.token_to_id("<|im_end|>")
+    wins = settings | {"logit_bias": {str(ends): 100}}
+    assert made(http, model="tuned/chat", tokens=ids, answers=True, settings=wins)[2]["reason"] == "stop"
+    assert made(http, model="tuned/chat", tokens=ids, settings=wins)[2]["reason"] == "length"
+
+
+def test_what_the_filters_drop_is_no_alternative_after_them(http: httpx.Client) -> None:
+    _, tokens, _ = made(http, prompt=PROMPT, n_top=5, settings={"top_k": 2, "max_tokens": 5, "temperature": 0.5})
+    for token in tokens:
+        assert len(token["top"]) == 5 and len(token["after"]["top"]) == 2
+        assert math.fsum(math.exp(one["logprob"]) for one in token["after"]["top"]) == pytest.approx(1)
+    _, tokens, _ = made(http, prompt=PROMPT, settings={"temperature": 0, "max_tokens": 5})
+    assert all([one["logprob"] for one in token["after"]["top"]] == [0.0] for token in tokens)
+
+
+def test_openais_routes_take_a_run_and_a_step(http: httpx.Client, demo: Engine) -> None:
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 6}
+    for name in ("demo@8", "demo"):
+        answer = http.post("/v1/completions", json=body | {"model": name}).json()
+        assert name == "demo" or answer["choices"][0]["text"] == demo.generate(PROMPT, temperature=0, max_tokens=6)
+    assert http.post("/v1/completions", json=body | {"model": "none"}).status_code == 404
+
+
+# ------------------------------------------------------------------------------------------- what is refused
+
+
+def test_what_cannot_be_is_refused_in_words(http: httpx.Client) -> None:
+    made(http, prompt=PROMPT, settings={"max_tokens": 1})  # it is loaded now
+    refused(http, 404, "there is no run 'none'", model="none")
+    refused(http, 404, "there is no run '../demo'", model="../demo")
+    refused(http, 404, "no checkpoint of step 5; there are 8, 4", checkpoint=5)
+    refused(http, 400, "not in the vocabulary", prompt=None, tokens=[1, 10**5])
+    refused(http, 400, "at least 1 item", prompt=None, tokens=[])
+    refused(http, 400, "context is 32", prompt=None, tokens=[1] * 33)
+    refused(http, 400, "less than or equal to 20", n_top=21)
+    refused(http, 400, "one of prompt, tokens and messages", tokens=[1])
+    refused(http, 400, "base model", prompt=None, messages=[{"role": "user", "content": "Hello?"}])
+    refused(http, 400, "base model", answers=True)
+    refused(http, 400, "top_p=7", settings={"top_p": 7})
+    refused(http, 400, "did you mean `temperature`", settings={"temprature": 1})
+    refused(http, 400, "leads out", model="leads-out")
+
+
+def test_a_damaged_checkpoint_is_an_error_in_words_and_others_go_on(http: httpx.Client) -> None:
+    for _ in range(2):
+        loading, error = events(http, model=HOSTILE, prompt="line", checkpoint=8)
+        assert (loading["type"], error["type"]) == ("loading", "error")
+        assert "damaged" in error["message"]
+    assert made(http, model=HOSTILE, prompt="line", checkpoint=4, settings={"max_tokens": 2})[2]["generated"] == 2
+
+
+def test_a_key_is_needed_except_for_the_page(server: Running) -> None:
+    with server.http(headers={}) as nobody:
+        assert nobody.get("/studio/state").status_code == 401
+        assert nobody.post("/studio/generate", json={}).status_code == 401
+        page = nobody.get("/", headers={"accept": "text/html,*/*"})
+        assert page.headers["content-type"].startswith("text/html") and page.text.startswith("<!doctype html>")
+        policy = page.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy
+        assert (
+            nobody.get("/", headers={"accept": "text/html", "if-none-match": page.headers["etag"]}).status_code == 304
+        )
+        assert nobody.get("/static/index.html").content == page.content
+        assert nobody.get("/").json()["name"] == "gptworks"
+        for name in ("%2e%2e/page.py", "none.js", "/etc/passwd"):
+            assert nobody.get(f"/static/{name}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "http://evil.example"}, 403), ({"origin": "null"}, 403), ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site"}, 403), ({"origin": "http://localhost:1"}, 403),
+        ({"sec-fetch-site": "same-origin"}, 200), ({"sec-fetch-site": "none"}, 200), ({}, 200),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_pages_of_other_origins_are_refused(server: Running, headers: dict[str, str], status: int) -> None:
+    with server.http() as http:
+        assert http.get("/studio/state", headers=headers).status_code == status
+        assert http.get("/v1/models", headers=headers).status_code == status
+        assert http.get("/v1/models", headers=headers | {"origin": server.url}).status_code == (
+            403 if "site" in str(headers) and status == 403 else 200
+        )
+        assert http.get("/", headers=headers).status_code == 200
+
+
+def test_origins_that_are_named_may_call(runs: Path) -> None:
+    friend = "http://localhost:3000"
+    settings = ServerSettings(api_keys=(KEY,), cors_origins=(friend,))
+    with running_app(create_studio([runs], settings)) as server, server.http() as http:
+        headers = {"origin": friend, "sec-fetch-site": "same-site"}
+        assert http.get("/v1/models", headers=headers).status_code == 200
+        assert http.get("/v1/models", headers=headers | {"origin": "http://localhost:3001"}).status_code == 403
+
+
+# --------------------------------------------------------------------------------------------- coming and going
+
+
+def test_a_client_that_goes_away_frees_its_slot_and_its_engine(server: Running, http: httpx.Client) -> None:
+    body = {"model": "tuned/chat", "prompt": "a", "settings": {"max_tokens": 2900, "ignore_eos": True}}
+    with http.stream("POST", "/studio/generate", json=body) as response:
+        lines = response.iter_lines()
+        next(line for line in lines if '"token"' in line)
+        engine = server.engine("tuned/chat@1")
+        assert engine.statistics().running == 1
+    until(lambda: engine.statistics().running == 0 and engine.statistics().slots_used == 0)
+    until(lambda: server.service.in_flight == 0)
+
+
+def test_two_clients_wait_for_one_load(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from gptworks.studio import loaded
+
+    loads: list[Any] = []
+    monkeypatch.setattr(loaded, "load", lambda *a, **k: loads.append(a) or load(*a, **k))
+    app = create_studio([runs], SETTINGS, device="cpu", backend="torch", max_idle_bytes=0)
+    with running_app(app) as server, server.http() as http, ThreadPoolExecutor(4) as threads:
+        body = {"prompt": PROMPT, "checkpoint": 8, "settings": {"seed": 1, "max_tokens": 4}}
+        texts = list(threads.map(lambda _: text_of(made(http, **body)[1]), range(4)))
+        assert len(loads) == 1 and len(set(texts)) == 1
+        assert made(http, **body | {"checkpoint": 4})[0]["step"] == 4
+        assert [model.name for model in server.service.models] == ["demo@4"], "there is room for those in use alone"
+        assert "demo@8" not in http.get("/metrics").text
+        assert made(http, **body)[0]["step"] == 8 and len(loads) == 3
+
+
+def test_a_checkpoint_that_has_gone_names_those_there_are(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "demo", tmp_path / "demo")
+    app = create_studio([tmp_path], SETTINGS, device="cpu", backend="torch")
+    with running_app(app) as server, server.http() as http:
+        made(http, prompt="line", checkpoint=4, settings={"max_tokens": 1})
+        shutil.rmtree(tmp_path / "demo" / "checkpoints" / "step-000004")
+        refused(http, 404, "no checkpoint of step 4; there are 8", checkpoint=4)
+        shutil.rmtree(tmp_path / "demo")
+        refused(http, 404, "there is no run 'demo'")
+
+
+def test_a_server_shows_the_page_and_plays_its_models(demo: Engine, runs: Path) -> None:
+    app = create_served({"demo": demo}, SETTINGS, {"demo": runs / "demo"})
+    with running_app(app) as server, server.http() as http:
+        (model,) = http.get("/studio/state").json()["models"]
+        assert (model["id"], model["state"], model["checkpoints"]) == ("demo", "served", [])
+        assert http.get("/", headers={"accept": "text/html"}).text.startswith("<!doctype html>")
+        assert http.get("/", headers={"accept": "application/json"}).json()["name"] == "gptworks"
+        _, tokens, end = made(http, prompt=PROMPT, settings={"seed": 5, "max_tokens": 9})
+        assert text_of(tokens, end) == demo.generate(PROMPT, seed=5, max_tokens=9)
+        refused(http, 400, "leave it out", checkpoint="best")
+        refused(http, 404, "there is no model 'none'", model="none")
