@@ -89,6 +89,14 @@ def test_tokens_of_several_characters_and_bytes(shared_data: Path) -> None:
             constraint.push(token)
 
 
+def test_a_token_is_drawn_from_what_the_grammar_allows() -> None:
+    (made,) = engine(CHARACTERS).complete("x", regex="a[bcd]{4}e", seed=1, logprobs=1, processed_logprobs=90)
+    assert made.processed_logprobs is not None and made.logprobs is not None
+    alternatives = ["".join(sorted(CHARACTERS.decode([i]) for i, _ in one.top)) for one in made.processed_logprobs]
+    assert alternatives == ["a", "bcd", "bcd", "bcd", "bcd", "e"]
+    assert made.processed_logprobs[0].logprob == 0.0 > made.logprobs[0].logprob
+
+
 def test_what_is_allowed_is_what_may_be_pushed() -> None:
     """Each token alone, against the matcher's own word for it."""
     constraint = Constraints(CHARACTERS).grammar(SamplingSettings(regex=r"a(b|c)*d")).begin()

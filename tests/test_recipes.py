@@ -34,6 +34,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+def test_an_installed_package_has_the_studios_page_with_its_licences(installed: Path) -> None:
+    source = ROOT / "src" / "gptworks" / "studio" / "static"
+    there = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
+    found = installed / "gptworks" / "studio" / "static"
+    assert there == {path.relative_to(found) for path in found.rglob("*") if path.is_file()} >= {Path("index.html")}
+
+
 def test_an_installed_package_has_its_recipes_and_plans_one_by_name_in_any_folder(
     installed: Path, tmp_path: Path
 ) -> None:

@@ -2,21 +2,27 @@
 
 import json
 import math
+import os
 import shutil
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import filelock
 import httpx2 as httpx
 import pytest
+from typer.testing import CliRunner
 
 import serving
 import tiny
+from gptworks import cli
 from gptworks.errors import UserError
 from gptworks.infer.engine import Engine, load
 from gptworks.recipe import parse_recipe
 from gptworks.serve.settings import ServerSettings
+from gptworks.studio import loaded
 from gptworks.studio.app import create_served, create_studio
 from gptworks.train.loop import train
 from gptworks.train.run_folder import is_in_use
@@ -139,6 +145,25 @@ def test_asking_whether_a_folder_is_in_use_changes_nothing(tmp_path: Path) -> No
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
     with filelock.FileLock(tmp_path / "precious", is_singleton=False):
         assert not is_in_use(tmp_path / "run")
+
+
+def test_folders_without_end_and_files_that_wait_are_passed_by(runs: Path, tmp_path: Path) -> None:
+    one = shutil.copytree(runs / "demo", tmp_path / "demo")
+    for name in ("outcome.json", "checkpoints/step-000008/state.json", "checkpoints/step-000004/manifest.json"):
+        (one / name).unlink()
+        os.mkfifo(one / name)
+    (tmp_path / "huge").mkdir()
+    (tmp_path / "huge" / "recipe.yaml").write_bytes(b" " * (1 << 25))
+    deep = tmp_path.joinpath(*["deep"] * 20)
+    shutil.copytree(runs / "demo", deep)
+    (tmp_path / os.fsdecode(b"\xff")).mkdir()
+    shutil.copy(one / "recipe.yaml", tmp_path / os.fsdecode(b"\xff"))
+    described = create_studio([tmp_path]).state.studio.describe()
+    models = {one["id"]: one for one in described["models"]}
+    json.dumps(described, ensure_ascii=False).encode("utf-8")
+    assert models.keys() == {"demo", "huge", "\\udcff"}
+    assert [one["step"] for one in models["demo"]["checkpoints"]] == [4, 8]
+    assert models["huge"]["problem"] and "not a valid path" in models["\\udcff"]["problem"]
 
 
 def test_ids_of_several_folders_are_each_a_runs_own(runs: Path, tmp_path: Path) -> None:
@@ -337,10 +362,6 @@ def test_a_client_that_goes_away_frees_its_slot_and_its_engine(server: Running, 
 
 
 def test_two_clients_wait_for_one_load(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    from gptworks.studio import loaded
-
     loads: list[Any] = []
     monkeypatch.setattr(loaded, "load", lambda *a, **k: loads.append(a) or load(*a, **k))
     app = create_studio([runs], SETTINGS, device="cpu", backend="torch", max_idle_bytes=0)
@@ -376,3 +397,49 @@ def test_a_server_shows_the_page_and_plays_its_models(demo: Engine, runs: Path) 
         assert text_of(tokens, end) == demo.generate(PROMPT, seed=5, max_tokens=9)
         refused(http, 400, "leave it out", checkpoint="best")
         refused(http, 404, "there is no model 'none'", model="none")
+
+
+# ------------------------------------------------------------------------------------------------- the command
+
+
+def started_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Any, str]:
+    """The app that the command would serve, and the address that it prints."""
+    apps: list[Any] = []
+
+    class Server:
+        def __init__(self, app: Any, host: str, port: int, started: Any) -> None:
+            apps.append(app)
+            self.run = lambda: started(7)
+
+    monkeypatch.setattr("gptworks.serve.server.make_server", Server)
+    result = CliRunner().invoke(cli.app, ["studio", *arguments, "--no-open", "--device", "cpu"])
+    assert result.exception is None, result.exception
+    return apps[0], result.output.split(" at ")[1].split()[0]
+
+
+def test_the_command_prints_an_address_with_a_key_where_others_can_reach_it(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, address = started_with(monkeypatch, str(runs))
+    settings = app.state.service.settings
+    assert address == "http://127.0.0.1:7/" and settings.local_names_only and not settings.api_keys
+    app, address = started_with(monkeypatch, str(runs), "--host", "0.0.0.0", "--read-only")
+    (key,) = app.state.service.settings.api_keys
+    assert address == f"http://0.0.0.0:7/#token={key}" and len(key) >= 20 and app.state.studio.read_only
+    app, address = started_with(monkeypatch, str(runs), "--api-key", "mine")
+    assert address == "http://127.0.0.1:7/#token=mine" and app.state.service.settings.api_keys == ("mine",)
+
+
+def test_the_command_opens_the_runs_of_this_folder(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(runs.parent)
+    app, _ = started_with(monkeypatch)
+    assert "demo" in app.state.studio.library.runs()
+    monkeypatch.chdir(runs / "demo")
+    result = CliRunner().invoke(cli.app, ["studio"])
+    assert isinstance(result.exception, UserError) and "no folder runs here" in str(result.exception)
+
+
+def test_a_missing_extra_is_named(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gptworks.studio.app", None)
+    result = CliRunner().invoke(cli.app, ["studio", str(runs)])
+    assert isinstance(result.exception, UserError) and "pip install 'gptworks[studio]'" in str(result.exception)

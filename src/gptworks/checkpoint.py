@@ -29,7 +29,16 @@ from torch import Tensor
 from gptworks.choices import Weights
 from gptworks.config import LoRAConfig, ModelConfig, Recipe
 from gptworks.errors import RunError, UserError
-from gptworks.files import make_folder, sealed_json, sha256_file, sync, unsealed_json, why_not_written
+from gptworks.files import (
+    check_regular,
+    make_folder,
+    read_regular,
+    sealed_json,
+    sha256_file,
+    sync,
+    unsealed_json,
+    why_not_written,
+)
 from gptworks.model import GPT
 from gptworks.model.lora import add_lora, has_adapter, merge_lora
 from gptworks.quantize.convert import packed_kinds, unpack_all
@@ -38,6 +47,8 @@ from gptworks.recipe import load_recipe
 from gptworks.tensors import Expected, Stored, Wanted, read_tensors, stored_tensors
 
 FORMAT = 2
+MAX_JSON_BYTES = 1 << 24
+"""Of a manifest or a state, which have a few thousand."""
 Report = Callable[[str], None]
 
 
@@ -105,9 +116,11 @@ class Checkpoint:
     @property
     def manifest_sha256(self) -> str | None:
         """The sha256 of its manifest, which distinguishes checkpoints of one step; None without a manifest."""
+        path = self.folder / "manifest.json"
         try:
-            return sha256_file(self.folder / "manifest.json")
-        except OSError:
+            check_regular(path, MAX_JSON_BYTES)
+            return sha256_file(path)
+        except (OSError, UserError):
             return None
 
     @property
@@ -155,7 +168,7 @@ class Checkpoint:
         """
         path = self.folder / "state.json"
         try:
-            state = json.loads(path.read_bytes())
+            state = json.loads(read_regular(path, MAX_JSON_BYTES))
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path} is damaged: {error}. Restore it from a copy.") from None
         if not isinstance(state, dict):

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gptworks import __version__
-from gptworks.cli import compare, convert, draft, evaluate, inspect, look, make, serve, use
+from gptworks.cli import compare, convert, draft, evaluate, inspect, look, make, serve, studio, use
 from gptworks.cli.common import notice
 from gptworks.cli.help import Command, Group
 from gptworks.errors import RunError, UserError
@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Design": (look.presets, look.recipes, draft.init, look.describe, look.plan, look.schema),
     "Train": (draft.tune, make.prepare, inspect.inspect, make.train, make.launch, compare.sweep),
     "Measure and compare": (evaluate.evaluate, compare.report, compare.compare),
-    "Use": (use.generate, use.chat, serve.serve),
+    "Use": (use.generate, use.chat, serve.serve, studio.studio),
     "Convert": (convert.export, convert.quantize, convert.import_),
 }
 """By the headings under which help lists them."""

@@ -63,14 +63,14 @@ def serve(
     from gptworks.units import readable
 
     try:
-        from gptworks.serve.app import create_app
         from gptworks.serve.log import logged_to_stderr
         from gptworks.serve.models import check_name
         from gptworks.serve.server import make_server
         from gptworks.serve.settings import ServerSettings
+        from gptworks.studio.app import create_served
     except ModuleNotFoundError as error:
         raise not_installed(error.name or "a package", "serve", "serving") from None
-    keys, local = tuple(api_key or ()), _is_loopback(host)
+    keys, local = tuple(api_key or ()), is_loopback(host)
     settings = ServerSettings(
         api_keys=keys, cors_origins=tuple(cors_origin or ()), local_names_only=local and not keys,
         max_waiting=max_waiting, max_body_bytes=max_body_bytes, max_prompt_bytes=max_prompt_bytes,
@@ -92,12 +92,11 @@ def serve(
         engines[name], promised_bytes = engine, promised_bytes + cache_bytes
     if not local and not keys:
         notice(f"warning: anyone who reaches {host} can use this server; --api-key asks for a key.")
-    shown = f"[{host}]" if ":" in host else host
 
     def started(actual_port: int) -> None:
-        notice(f"serving {', '.join(engines)} at http://{shown}:{actual_port}/v1 (Ctrl-C ends)")
+        notice(f"serving {', '.join(engines)} at http://{shown_host(host)}:{actual_port}/v1 (Ctrl-C ends)")
 
-    app = create_app(engines, settings)
+    app = create_served(engines, settings, runs)
     try:
         with logged_to_stderr():
             make_server(app, host, port, started).run()
@@ -123,7 +122,13 @@ def _runs(run: Path | None, named: list[str]) -> dict[str, Path]:
     return runs
 
 
-def _is_loopback(host: str) -> bool:
+def shown_host(host: str) -> str:
+    """A host as an address has it."""
+    return f"[{host}]" if ":" in host else host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
     import ipaddress
 
     try:

@@ -196,6 +196,13 @@ class Engine(Client):
         )
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of the weights, and of the slots' keys and values when all of them are full."""
+        backend = self._room.backend
+        weights = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
+        return weights + (0 if backend is None else backend.cache.bytes_of(backend.n_slots, backend.capacity))
+
+    @property
     def backend_description(self) -> str | None:
         """What computes, with what, and where it was chosen why; None before anything was computed."""
         return None if self._room.backend is None else self._room.backend.description

@@ -51,4 +51,5 @@ class EventStream(StreamingResponse):
             log_unforeseen(error)
             yield self.error_event(as_api_error(error))
             return
-        yield self.last
+        if self.last:
+            yield self.last

@@ -71,7 +71,7 @@ class RunFolder:
         tokenizer = self.folder / "tokenizer"
         for path in (self.folder / "recipe.yaml", tokenizer, *_files(tokenizer), *_files(checkpoint.folder)):
             if not path.resolve().is_relative_to(root):
-                raise APIError(400, f"{path.name} of {self.id} is a link that leads out of the folder of runs.",
+                raise APIError(400, f"{_printable(path.name)} of {self.id} is a link that leads out of the folder of runs.",
                                code="outside")  # fmt: skip
 
 
@@ -129,7 +129,7 @@ class Library:
                 made = {"context": model.context_length, "vocab_size": model.vocab_size,
                         "parameters": count_parameters(model).total}  # fmt: skip
             except Exception as error:  # whatever a file may hold
-                made = {"problem": str(error)[:600] or type(error).__name__}
+                made = {"problem": _printable(str(error)[:600]) or type(error).__name__}
             if len(self._known) >= 2 * MOST_RUNS:
                 self._known.clear()
             self._known[key] = made
@@ -204,5 +204,5 @@ def _state(folder: Path) -> str:
 
 
 def _printable(name: str) -> str:
-    """A name as JSON can carry it, also where its bytes are no UTF-8."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
+    """A name or message as JSON can carry it, also where a file's name is no UTF-8."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -27,11 +27,14 @@ class Loaded:
     """An engine that is there, or on its way."""
 
     name: str
-    n_bytes: int
-    """Of its weights."""
     model: asyncio.Future[ServedModel]
     n_users: int = 0
     used_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of one that is there."""
+        return self.model.result().engine.held_bytes
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,8 @@ class Engines:
     ) -> None:
         """
         Args:
-            max_idle_bytes: weights of engines in no use; the least recently used ones go first. None: a quarter of the
-                memory that is available now.
+            max_idle_bytes: of engines in no use, with the one that is to be loaded; the least recently used ones go
+                first. None: a quarter of the memory that is available now.
         """
         self._service, self._library, self._backend, self._device = service, library, backend, device
         chosen = choose_device(device)
@@ -101,7 +104,7 @@ class Engines:
             path = wanted.checkpoint.folder / "model.safetensors"
             n_bytes = path.stat().st_size if path.is_file() else 0
             future = asyncio.ensure_future(self._load(wanted, n_bytes))
-            found = self._loaded[wanted] = Loaded(wanted.name, n_bytes, future)
+            found = self._loaded[wanted] = Loaded(wanted.name, future)
             future.add_done_callback(lambda done: self._forget_failed(wanted, done))
         found.n_users += 1
         caller.on_leave.append(self._leaver(found))
@@ -151,10 +154,10 @@ class Engines:
         """The names of engines in no use that are to go before another is loaded. They are forgotten."""
         idle = [(key, one) for key, one in self._loaded.items() if not one.n_users and one.model.done()]
         idle.sort(key=lambda pair: (pair[1].name != wanted.name, pair[1].used_at))
-        held_bytes, names = n_bytes + sum(one.n_bytes for _, one in idle), []
+        held_bytes, names = n_bytes + sum(one.held_bytes for _, one in idle), []
         for key, one in idle:
             if one.name == wanted.name or held_bytes > self.max_idle_bytes:
-                held_bytes -= one.n_bytes
+                held_bytes -= one.held_bytes
                 names.append(one.name)
                 del self._loaded[key]
         return names

@@ -4,6 +4,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gptworks.errors import UserError
+from gptworks.files import read_regular
+
 FILE = "outcome.json"
 _MOST_BYTES = 1 << 20
 
@@ -36,8 +39,8 @@ def read_outcome(run_dir: Path) -> RunOutcome | str:
     try:
         if path.stat().st_size > _MOST_BYTES:
             return f"{FILE} is larger than {_MOST_BYTES:,} bytes: it is not the outcome of a run."
-        return RunOutcome.model_validate_json(path.read_bytes())
+        return RunOutcome.model_validate_json(read_regular(path, _MOST_BYTES))
     except FileNotFoundError:
         return f"The run folder has no {FILE}: the run has not ended yet, or an older version of gptworks trained it."
-    except (OSError, ValidationError):
+    except (OSError, UserError, ValidationError):
         return f"{FILE} is damaged."

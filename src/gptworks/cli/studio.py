@@ -1,0 +1,75 @@
+"""gptworks studio."""
+
+import os
+import secrets
+import sys
+import threading
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gptworks.cli.common import Backend, Device, notice
+from gptworks.cli.serve import is_loopback, shown_host
+from gptworks.errors import UserError, not_installed
+
+DEFAULT_RUNS = Path("runs")
+
+
+def studio(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="RUNS", help="Run folders, or folders of them. Default: runs in this folder."),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="The address to listen at; 0.0.0.0 is all of them.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 7860,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key",
+            metavar="KEY",
+            envvar="GPTWORKS_API_KEY",
+            help="The key of the address. Default: a random one where other machines can reach it.",
+        ),
+    ] = None,
+    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Start nothing and write nothing.")] = False,
+    backend: Backend = "auto",
+    device: Device = "auto",
+) -> None:
+    """Use your runs, and look into them, on a page in the browser.
+
+    The runs may still be training: a checkpoint is loaded when it is asked for.
+    """
+    if not runs and not DEFAULT_RUNS.is_dir():
+        raise UserError("there is no folder runs here: name run folders, or folders of them: gptworks studio RUNS.")
+    try:
+        from gptworks.serve.log import logged_to_stderr
+        from gptworks.serve.server import make_server
+        from gptworks.serve.settings import ServerSettings
+        from gptworks.studio.app import create_studio
+    except ModuleNotFoundError as error:
+        raise not_installed(error.name or "a package", "studio", "the studio") from None
+    local = is_loopback(host)
+    key = api_key or (None if local else secrets.token_urlsafe(18))
+    settings = ServerSettings(
+        api_keys=() if key is None else (key,), local_names_only=local and key is None, client_share=1.0
+    )
+    app = create_studio(runs or [DEFAULT_RUNS], settings, device=device, backend=backend, read_only=read_only)
+
+    def started(actual_port: int) -> None:
+        address = f"http://{shown_host(host)}:{actual_port}/" + ("" if key is None else f"#token={key}")
+        notice(f"the studio is at {address} (Ctrl-C ends)")
+        if open_browser and has_display():
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+
+    with logged_to_stderr():
+        make_server(app, host, port, started).run()
+
+
+def has_display() -> bool:
+    """Whether a browser would have a window; one of text would take the terminal."""
+    return sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
