@@ -118,6 +118,7 @@ def test_state_lists_the_runs_and_what_is_wrong_with_them(http: httpx.Client, ru
         (4, best == 4, False), (8, best == 8, True)
     ]  # fmt: skip
     assert all(c["loss"] == pytest.approx(losses[c["step"]]) for c in one["checkpoints"] if c["best"])
+    assert "leads out" in models["leads-out"]["problem"] and models["leads-out"]["checkpoints"] == []
     assert models["tuned/chat"]["chat"] and "recipe.yaml" in models["broken"]["problem"]
 
 

@@ -25,6 +25,8 @@ MOST_DEPTH = 6
 MOST_FOLDERS = 20_000
 """Folders that are looked into for runs."""
 MOST_RUNS = 2_000
+_READ = ("recipe.yaml", "metrics.jsonl", "outcome.json", "tokenizer", "checkpoints")
+"""What is read of a run folder."""
 _FRESH_SECONDS = 2.0
 """For which a list of folders is used again."""
 
@@ -59,20 +61,20 @@ class RunFolder:
         step = which if isinstance(which, int) else found[0].step if which == "last" else best_step(found)
         for checkpoint in found:
             if checkpoint.step == step:
-                self.check_inside(checkpoint)
                 return checkpoint
         there = ", ".join(str(one.step) for one in found[:50])
         raise APIError(404, f"{self.id} has no checkpoint of step {step}; there are {there}.", param="checkpoint",
                        code="no_checkpoint")  # fmt: skip
 
-    def check_inside(self, checkpoint: Checkpoint) -> None:
-        """Raises an APIError if what is to be read lies elsewhere, by a link."""
+    def check_inside(self) -> None:
+        """Raises a UserError if a file that is read lies elsewhere, by a link."""
         root = self.root.resolve()
-        tokenizer = self.folder / "tokenizer"
-        for path in (self.folder / "recipe.yaml", tokenizer, *_files(tokenizer), *_files(checkpoint.folder)):
-            if not path.resolve().is_relative_to(root):
-                raise APIError(400, f"{_printable(path.name)} of {self.id} is a link that leads out of the folder of runs.",
-                               code="outside")  # fmt: skip
+        below = (self.folder / "tokenizer", self.folder / "checkpoints", *(one.folder for one in self.checkpoints()))
+        entries = [one for one in _entries(self.folder) if one.name in _READ]
+        for entry in (*entries, *(one for folder in below for one in _entries(folder))):
+            if entry.is_symlink() and not Path(os.path.realpath(entry.path)).is_relative_to(root):
+                name, there = _printable(entry.name), _printable(str(self.root))
+                raise UserError(f"{name} of {self.id} is a link that leads out of {there}: put the files there.")
 
 
 def best_step(found: Sequence[Checkpoint]) -> int:
@@ -99,18 +101,24 @@ class Library:
             return self._found
 
     def get(self, name: str) -> RunFolder:
-        """Raises an APIError for an id of no run."""
+        """The run of that id; nothing of it lies elsewhere.
+
+        Raises:
+            APIError: there is none. UserError: a link leads out of the folders.
+        """
         run = self.runs().get(name)
         if run is None or not (run.folder / "recipe.yaml").is_file():
             raise APIError(404, f"there is no run {name[:128]!r} here.", param="model", code="model_not_found")
+        run.check_inside()
         return run
 
     def describe(self, run: RunFolder) -> dict[str, Any]:
         """A run as /studio/state shows it. Reads files."""
         try:
+            run.check_inside()
             made = self._settings(run) | {"checkpoints": _checkpoints(run), "state": _state(run.folder)}
-        except OSError as error:  # it goes away
-            made = {"problem": f"{run.id}: {error.strerror or error}", "checkpoints": [], "state": "stopped"}
+        except (UserError, OSError) as error:  # OSError: it goes away
+            made = {"problem": _printable(str(error)), "checkpoints": [], "state": "stopped"}
         empty = {"chat": False, "context": None, "parameters": None, "vocab_size": None, "problem": None}
         if not made["checkpoints"] and made.get("problem") is None:
             made["problem"] = "it has no checkpoint yet: let it train to its first one (train.checkpoint_every)."
@@ -123,8 +131,6 @@ class Library:
         if key not in self._known:
             made: dict[str, Any]
             try:
-                if not path.resolve().is_relative_to(run.root.resolve()):
-                    raise UserError("its recipe.yaml is a link that leads out of the folder of runs.")
                 model = load_recipe(run.folder).model
                 made = {"context": model.context_length, "vocab_size": model.vocab_size,
                         "parameters": count_parameters(model).total}  # fmt: skip
@@ -160,19 +166,17 @@ def _run_folders(folder: Path, depth: int, left: list[int]) -> Iterator[Path]:
         return
     if depth == 0 or left[0] < 0:
         return
-    try:
-        with os.scandir(folder) as entries:
-            inside = sorted(
-                one.name for one in entries if not one.name.startswith(".") and one.is_dir(follow_symlinks=False)
-            )
-    except OSError:
-        return
-    for name in inside:
+    inside = [one.name for one in _entries(folder) if one.is_dir(follow_symlinks=False)]
+    for name in sorted(name for name in inside if not name.startswith(".")):
         yield from _run_folders(folder / name, depth - 1, left)
 
 
-def _files(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:  # there is none
+        return []
 
 
 def _checkpoints(run: RunFolder) -> list[dict[str, Any]]:
