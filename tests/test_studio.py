@@ -93,6 +93,10 @@ def text_of(tokens: list[dict[str, Any]], end: dict[str, Any] | None = None) -> 
     return "".join(token["text"] for token in tokens) + (end["text"] if end else "")
 
 
+def values(top: list[dict[str, Any]]) -> list[float]:
+    return [one["logprob"] for one in top]
+
+
 def refused(http: httpx.Client, status: int, part: str, **body: Any) -> None:
     response = http.post("/studio/generate", json={"model": "demo", "prompt": "line"} | body)
     assert response.status_code == status, response.text
@@ -196,9 +200,9 @@ def test_a_text_is_the_engines_own(http: httpx.Client, demo: Engine, settings: d
     assert text_of(start["tokens"]) == PROMPT and start["step"] == 8
     for token, own_token, drawn in zip(tokens, expected.logprobs or [], expected.processed_logprobs or [], strict=True):
         assert token["logprob"] == pytest.approx(own_token.logprob, abs=1e-4)
-        assert [one["id"] for one in token["top"]] == [i for i, _ in own_token.top]
+        assert values(token["top"]) == pytest.approx([value for _, value in own_token.top], abs=1e-4)
         assert token["after"]["logprob"] == pytest.approx(drawn.logprob, abs=1e-4)
-        assert [one["id"] for one in token["after"]["top"]] == [i for i, _ in drawn.top]
+        assert values(token["after"]["top"]) == pytest.approx([value for _, value in drawn.top], abs=1e-4)
         assert token["rank"] == own_token.rank
         assert token["spelling"] == demo.tokenizer.decode([token["id"]], skip_special_tokens=False)
 
@@ -228,7 +232,7 @@ def test_a_prompts_scores_are_those_of_score(http: httpx.Client, demo: Engine) -
     for token, own in zip(start["tokens"][1:], expected[1:], strict=True):
         assert own is not None and token["logprob"] == pytest.approx(own.logprob, abs=1e-4)
         assert token["rank"] == own.rank == 1 + sum(value > own.logprob for _, value in own.top) or own.rank > 4
-        assert [one["id"] for one in token["top"]] == [i for i, _ in own.top]
+        assert values(token["top"]) == pytest.approx([value for _, value in own.top], abs=1e-4)
     unscored, *_ = made(http, prompt=PROMPT, settings={"max_tokens": 1})
     assert all(token["logprob"] is None and token["top"] == [] for token in unscored["tokens"])
 
@@ -262,9 +266,9 @@ def test_what_the_filters_drop_is_no_alternative_after_them(http: httpx.Client) 
     _, tokens, _ = made(http, prompt=PROMPT, n_top=5, settings={"top_k": 2, "max_tokens": 5, "temperature": 0.5})
     for token in tokens:
         assert len(token["top"]) == 5 and len(token["after"]["top"]) == 2
-        assert math.fsum(math.exp(one["logprob"]) for one in token["after"]["top"]) == pytest.approx(1)
+        assert math.fsum(map(math.exp, values(token["after"]["top"]))) == pytest.approx(1)
     _, tokens, _ = made(http, prompt=PROMPT, settings={"temperature": 0, "max_tokens": 5})
-    assert all([one["logprob"] for one in token["after"]["top"]] == [0.0] for token in tokens)
+    assert all(values(token["after"]["top"]) == [0.0] for token in tokens)
 
 
 def test_openais_routes_take_a_run_and_a_step(http: httpx.Client, demo: Engine) -> None:

@@ -7,6 +7,7 @@ import threading
 import webbrowser
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import quote
 
 import typer
 
@@ -61,7 +62,7 @@ def studio(
     app = create_studio(runs or [DEFAULT_RUNS], settings, device=device, backend=backend, read_only=read_only)
 
     def started(actual_port: int) -> None:
-        address = f"http://{shown_host(host)}:{actual_port}/" + ("" if key is None else f"#token={key}")
+        address = f"http://{shown_host(host)}:{actual_port}/" + ("" if key is None else f"#token={quote(key, safe='')}")
         notice(f"the studio is at {address} (Ctrl-C ends)")
         if open_browser and has_display():
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()

@@ -106,7 +106,7 @@ class Library:
         Raises:
             APIError: there is none. UserError: a link leads out of the folders.
         """
-        run = self.runs().get(name)
+        run = self._found.get(name) or self.runs().get(name)
         if run is None or not (run.folder / "recipe.yaml").is_file():
             raise APIError(404, f"there is no run {name[:128]!r} here.", param="model", code="model_not_found")
         run.check_inside()
