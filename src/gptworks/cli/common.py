@@ -62,6 +62,16 @@ Speculative = Annotated[
 ]
 Backend = Annotated[BackendName, typer.Option(help="What computes: native is C++, on a CPU. auto: the faster.")]
 
+# Where a server listens, and for whom; shared by `serve` and `studio`.
+Host = Annotated[str, typer.Option(metavar="ADDRESS", help="The address to listen at; 0.0.0.0 is all of them.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--api-key", metavar="KEY", envvar="GPTWORKS_API_KEY", help="A key that requests must carry; repeatable."
+    ),
+]
+
 
 def notice(text: str) -> None:
     typer.echo(text, err=True)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptworks.cli.common import Backend, Cache, Device, Speculative, WhichCheckpoint, notice
+from gptworks.cli.common import ApiKeys, Backend, Cache, Device, Host, Port, Speculative, WhichCheckpoint, notice
 from gptworks.cli.use import drafter_of, load_engine
 from gptworks.errors import UserError, not_installed
 
@@ -19,16 +19,9 @@ def serve(
         list[str] | None,
         typer.Option("--model", metavar="NAME=RUN", help="A further model; repeatable."),
     ] = None,
-    host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="The address to listen at; 0.0.0.0 is all of them.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--api-key", metavar="KEY", envvar="GPTWORKS_API_KEY", help="A key that requests must carry; repeatable."
-        ),
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    api_key: ApiKeys = None,
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(

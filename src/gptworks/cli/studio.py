@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import typer
 
-from gptworks.cli.common import Backend, Device, notice
+from gptworks.cli.common import ApiKeys, Backend, Device, Host, Port, notice
 from gptworks.cli.serve import is_loopback, shown_host
 from gptworks.errors import UserError, not_installed
 
@@ -23,19 +23,9 @@ def studio(
         list[Path] | None,
         typer.Argument(metavar="RUNS", help="Run folders, or folders of them. Default: runs in this folder."),
     ] = None,
-    host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="The address to listen at; 0.0.0.0 is all of them.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 7860,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            "--api-key",
-            metavar="KEY",
-            envvar="GPTWORKS_API_KEY",
-            help="The key of the address. Default: a random one where other machines can reach it.",
-        ),
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 7860,
+    api_key: ApiKeys = None,
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
     read_only: Annotated[bool, typer.Option("--read-only", help="Start nothing and write nothing.")] = False,
     backend: Backend = "auto",
@@ -43,7 +33,8 @@ def studio(
 ) -> None:
     """Use your runs, and look into them, on a page in the browser.
 
-    The runs may still be training: a checkpoint is loaded when it is asked for.
+    The runs may still be training: a checkpoint is loaded when it is asked for. Where other machines can reach the
+    page and no --api-key is given, the address carries a random one.
     """
     if not runs and not DEFAULT_RUNS.is_dir():
         raise UserError("there is no folder runs here: name run folders, or folders of them: gptworks studio RUNS.")
@@ -55,14 +46,12 @@ def studio(
     except ModuleNotFoundError as error:
         raise not_installed(error.name or "a package", "studio", "the studio") from None
     local = is_loopback(host)
-    key = api_key or (None if local else secrets.token_urlsafe(18))
-    settings = ServerSettings(
-        api_keys=() if key is None else (key,), local_names_only=local and key is None, client_share=1.0
-    )
+    keys = tuple(api_key or ([] if local else [secrets.token_urlsafe(18)]))
+    settings = ServerSettings(api_keys=keys, local_names_only=local and not keys, client_share=1.0)
     app = create_studio(runs or [DEFAULT_RUNS], settings, device=device, backend=backend, read_only=read_only)
 
     def started(actual_port: int) -> None:
-        address = f"http://{shown_host(host)}:{actual_port}/" + ("" if key is None else f"#token={quote(key, safe='')}")
+        address = f"http://{shown_host(host)}:{actual_port}/" + (f"#token={quote(keys[0], safe='')}" if keys else "")
         notice(f"the studio is at {address} (Ctrl-C ends)")
         if open_browser and has_display():
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
