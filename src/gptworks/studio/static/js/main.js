@@ -1,0 +1,7 @@
+// The parts of the page, one line each; the server says which of them exist.
+
+import { part, start } from "./shell.js";
+
+part("play", "Play", () => import("./play.js"));
+
+start(document.getElementById("app"));

@@ -1,0 +1,145 @@
+// The part Play: write, and see what a model makes of it, token by token.
+
+import { cx, html, useEffect, useMemo, useRef, useState } from "./ui.js";
+import { Branches } from "./play/branches.js";
+import { Column } from "./play/column.js";
+import { Session } from "./play/session.js";
+import { SettingsPanel } from "./play/settings.js";
+import { Legend } from "./play/text.js";
+
+const MAC = /Mac|iPhone|iPad/.test(navigator.platform);
+const WIDE = "(min-width: 60rem)";
+
+export function Part({ state }) {
+  const session = useMemo(() => new Session(), []);
+  const [, setVersion] = useState(0);
+  const [said, say] = useState("");
+  session.listener = setVersion;
+  useEffect(() => {
+    const leaving = () => session.save();
+    addEventListener("pagehide", leaving);
+    return () => removeEventListener("pagehide", leaving);
+  }, []);
+  const models = state.models;
+  session.settle(models);
+  const chosen = session.columns.map((column) => models.find((model) => model.id === column.model));
+  const canChat = chosen.length > 0 && chosen.every((model) => model?.chat);
+  const chat = canChat && !session.plain;
+  const busy = session.busy;
+  useAnnouncements(session, busy, say);
+  const prompt = useRef(null);
+  const editPrompt = (before, whole) => {
+    session.set({ prompt: whole });
+    requestAnimationFrame(() => {
+      prompt.current?.focus();
+      prompt.current?.setSelectionRange(before.length, before.length);
+    });
+  };
+  if (!models.length) {
+    return html`<p class="notice">There is no run here yet. Train one with <code>gptworks train</code>; it appears by itself.</p>`;
+  }
+  const setPlain = (plain) => session.set({ plain, columns: session.columns.map((column) => ({ ...column, current: null })) });
+  return html`<div class="play">
+    <h1 class="hidden-text">Play</h1>
+    <div class="work">
+      ${!chat && html`<${Prompt} session=${session} busy=${busy} box=${prompt} />`}
+      <div class="toolbar">
+        ${canChat && html`<div class="switch" role="group" aria-label="Kind of text">
+          <button class="button small" aria-pressed=${String(chat)} onClick=${() => setPlain(false)}>Conversation</button>
+          <button class="button small" aria-pressed=${String(!chat)} onClick=${() => setPlain(true)}>Text</button></div>`}
+        <div class="switch" role="group" aria-label="Shade tokens by">
+          ${["probability", "rank", "off"].map((kind) => html`<button key=${kind} class="button small"
+            aria-pressed=${String(session.shade === kind)} onClick=${() => session.set({ shade: kind })}>${
+            { probability: "Probability", rank: "Rank", off: "Off" }[kind]}</button>`)}</div>
+        <${Legend} kind=${session.shade} />
+        <span class="fill"></span>
+        ${session.columns.length < 2 && html`<button class="button small" onClick=${() => session.addColumn()}>Side by side</button>`}
+      </div>
+      <div class=${cx("columns", session.columns.length > 1 && "two")}>
+        ${session.columns.map((_, index) => html`<${Column} key=${index} ...${{ session, index, models, chat, say, editPrompt }} />`)}
+      </div>
+      ${chat && html`<${Message} session=${session} busy=${busy} />`}
+    </div>
+    <aside aria-label="Branches and settings">
+      <${Folding} name="Branches">${html`<${Branches} session=${session} />`}</${Folding}>
+      <${Folding} name="Settings"><${SettingsPanel} settings=${session.settings} options=${session.options}
+        change=${session.changeSettings ??= (settings) => session.set({ settings })}
+        changeOptions=${session.changeOptions ??= (options) => session.set({ options })} /></${Folding}>
+    </aside>
+    <p class="hidden-text" role="status">${said}</p>
+  </div>`;
+}
+
+/** Say when a text begins and ends, and its words in between every few seconds. */
+function useAnnouncements(session, busy, say) {
+  useEffect(() => {
+    if (!busy) return undefined;
+    say("Generating.");
+    const index = session.columns.findIndex((column) => column.work);
+    const branch = session.tree.get(session.columns[index].current);
+    let n = 0;
+    const rest = () => {
+      const text = branch.tokens.slice(n).map((token) => token.text).join("");
+      n = branch.tokens.length;
+      return text;
+    };
+    const timer = setInterval(() => say(rest()), 3000);
+    return () => {
+      clearInterval(timer);
+      say(branch.problem ?? `${rest()} – ${branch.tokens.length} tokens.`);
+    };
+  }, [busy]);
+}
+
+/** A folding section, open where there is room. */
+function Folding({ name, children }) {
+  const [open, setOpen] = useState(matchMedia(WIDE).matches);
+  return html`<details class="folding card" open=${open} onToggle=${(event) => setOpen(event.target.open)}>
+    <summary><h2>${name}</h2></summary>${children}</details>`;
+}
+
+function sends(event) {
+  return event.key === "Enter" && (event.ctrlKey || event.metaKey);
+}
+
+function Go({ name, busy, go, stop, disabled }) {
+  return html`<button class="button primary" disabled=${busy || disabled} onClick=${go}>${name}
+      <kbd aria-hidden="true">${MAC ? "⌘" : "Ctrl"} ↵</kbd></button>
+    <button class="button" disabled=${!busy} onClick=${stop}>Stop</button>`;
+}
+
+function Prompt({ session, busy, box }) {
+  const go = () => session.generate();
+  const typed = (event) => session.set({ prompt: event.target.value });
+  return html`<div class="composer">
+    <label for="prompt"><h2>Prompt</h2></label>
+    <textarea id="prompt" class="field" rows="4" ref=${box} value=${session.prompt} onInput=${typed} spellcheck="false"
+      placeholder="The beginning of a text" onKeyDown=${(event) => sends(event) && !busy && (event.preventDefault(), go())}></textarea>
+    <div class="actions"><${Go} name="Generate" busy=${busy} go=${go} stop=${() => session.stop()} />
+      ${session.tree.get(session.columns[0].current) && html`<span class="fill"></span>
+      <button class="button plain" disabled=${busy} onClick=${() => fresh(session)}>New text</button>`}</div></div>`;
+}
+
+function fresh(session) {
+  session.set({ prompt: "", columns: session.columns.map((column) => ({ ...column, current: null })) });
+}
+
+function Message({ session, busy }) {
+  const [text, setText] = useState("");
+  const [system, setSystem] = useState("");
+  const begun = session.columns.some((column) => column.current);
+  const go = () => {
+    if (!text.trim()) return;
+    session.say(text, system);
+    setText("");
+  };
+  return html`<div class="composer">
+    ${!begun && html`<label>System message <span class="quiet">(may be empty)</span>
+      <textarea class="field" rows="1" value=${system} onInput=${(event) => setSystem(event.target.value)}></textarea></label>`}
+    <label for="message"><h2>Message</h2></label>
+    <textarea id="message" class="field" rows="3" value=${text} placeholder="Ask or say something" onInput=${(event) => setText(event.target.value)}
+      onKeyDown=${(event) => sends(event) && !busy && (event.preventDefault(), go())}></textarea>
+    <div class="actions"><${Go} name="Send" busy=${busy} disabled=${!text.trim()} go=${go} stop=${() => session.stop()} />
+      ${begun && html`<span class="fill"></span>
+      <button class="button plain" disabled=${busy} onClick=${() => fresh(session)}>New conversation</button>`}</div></div>`;
+}

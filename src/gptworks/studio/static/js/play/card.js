@@ -1,0 +1,73 @@
+// The card of one token: what else could have stood here, before and after sampling.
+
+import { percent, visible } from "../format.js";
+import { cx, html, useEffect, useLayoutEffect, useRef } from "../ui.js";
+
+/** Rows of the alternatives: the model's own order, then those that sampling alone has, each once. */
+function rows(token) {
+  const made = new Map();
+  const row = ({ id, spelling }) => made.get(id) ?? made.set(id, { id, spelling, before: null, after: null }).get(id);
+  for (const one of token.top ?? []) row(one).before = one.logprob;
+  for (const one of token.after?.top ?? []) row(one).after = one.logprob;
+  row(token).before ??= token.logprob;
+  row(token).after ??= token.after?.logprob ?? null;
+  return [...made.values()];
+}
+
+function Bar({ logprob }) {
+  if (logprob == null) return html`<span class="bar none">–</span>`;
+  const width = `${100 * Math.exp(logprob)}%`;
+  return html`<span class="bar"><span class="length" style=${{ width }}></span><span class="number">${
+    percent(Math.exp(logprob))}</span></span>`;
+}
+
+/** `anchor`: the token's element. `pinned`: it stays, and takes the focus. */
+export function TokenCard({ token, place, anchor, pinned, take, edit, close, hold, release }) {
+  const card = useRef(null);
+  useLayoutEffect(() => {
+    const { style } = card.current;
+    const box = anchor.getClientRects()[0] ?? anchor.getBoundingClientRect();
+    const { offsetWidth: width, offsetHeight: height } = card.current;
+    const below = box.bottom + height + 8 < innerHeight || box.top < height + 8;
+    style.setProperty("left", `${scrollX + Math.max(8, Math.min(box.left, document.documentElement.clientWidth - width - 8))}px`);
+    style.setProperty("top", `${scrollY + (below ? box.bottom + 4 : box.top - height - 4)}px`);
+  }, [anchor, token]);
+  useEffect(() => {
+    if (pinned) (card.current.querySelector(".row:not(:disabled)") ?? card.current).focus({ preventScroll: true });
+  }, [pinned, anchor]);
+  const keys = (event) => {
+    const all = [...card.current.querySelectorAll("button:not(:disabled)")];
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (event.key === "Escape") close(true);
+    else if (step) {
+      event.preventDefault();
+      all[(all.indexOf(document.activeElement) + step + all.length) % all.length]?.focus();
+    }
+  };
+  const shown = rows(token);
+  const sampled = token.after != null;
+  return html`<div class="token-card card" ref=${card} role="dialog" aria-label="Token" tabindex="-1" onKeyDown=${keys}
+      onPointerEnter=${hold} onPointerLeave=${release}>
+    <div class="head"><bdi class="spelling">${visible(token.spelling)}</bdi>
+      <span class="quiet number">id ${token.id}</span><span class="fill"></span>
+      <button class="button plain small" aria-label="Close" onClick=${() => close(true)}>✕</button></div>
+    <p class="figures number">${token.logprob == null ? html`<span class="quiet">Not scored.</span>` : html`
+      <b>${percent(Math.exp(token.logprob))}</b> by the model, rank ${token.rank}${sampled && html`,
+      <b> ${percent(Math.exp(token.after.logprob))}</b> after sampling`}${token.chosen && ", chosen by you"}`}</p>
+    ${token.top?.length > 0 && html`<div class="rows">
+      <div class="names quiet" aria-hidden="true"><span></span><span>Model</span><span>${sampled && "After sampling"}</span></div>
+      ${shown.map((one) => html`<button key=${one.id} class=${cx("row", one.id === token.id && "this")}
+          disabled=${one.id === token.id} onClick=${() => take(one, token)}
+          aria-label=${`${visible(one.spelling)}: ${said(one.before)} by the model, ${said(one.after)} after sampling${
+            one.id === token.id ? ", the token here" : ""}`}>
+        <bdi class="spelling">${visible(one.spelling)}</bdi><${Bar} logprob=${one.before} />${
+        sampled ? html`<${Bar} logprob=${one.after} />` : html`<span></span>`}</button>`)}
+    </div>
+    <p class="quiet hint">Choose one and the text goes on from there.</p>`}
+    ${edit && html`<button class="button small" onClick=${() => edit(place)}>Edit from here</button>`}
+  </div>`;
+}
+
+function said(logprob) {
+  return logprob == null ? "not listed" : percent(Math.exp(logprob));
+}

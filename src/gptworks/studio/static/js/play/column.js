@@ -1,0 +1,159 @@
+// One column: which model, its text or conversation, what can be done with it.
+
+import { token as apiKey } from "../api.js";
+import { count, figure, short } from "../format.js";
+import { html, useEffect, useRef, useState } from "../ui.js";
+import { TokenCard } from "./card.js";
+import { Conversation } from "./chat.js";
+import { curl, python, request } from "./copy.js";
+import { TokenText } from "./text.js";
+
+const ENDS = {
+  stop: "it came to its end", length: "max_tokens reached", context: "the context is full", stopped: "stopped", edited: "edited by you",
+};
+const OPEN_MS = 60;
+const CLOSE_MS = 220;
+
+/** Which token's card is open. Hovering opens it a moment later, leaving closes it, unless it is pinned. */
+function useCard(branch) {
+  const [card, set] = useState(null);
+  const timer = useRef(0);
+  const later = (ms, value) => {
+    clearTimeout(timer.current);
+    timer.current = setTimeout(() => set((was) => (was?.pinned && !value?.pinned ? was : value)), ms);
+  };
+  useEffect(() => (set(null), () => clearTimeout(timer.current)), [branch?.id]);
+  const close = (focus) => {
+    clearTimeout(timer.current);
+    if (focus) card?.anchor.closest(".text")?.focus({ preventScroll: true });
+    set(null);
+  };
+  useEffect(() => {
+    if (!card) return undefined;
+    const away = (event) => event.target.closest(".token-card, .text") || set(null);
+    document.addEventListener("pointerdown", away);
+    return () => document.removeEventListener("pointerdown", away);
+  }, [card]);
+  return {
+    card, close,
+    look: (part, i, anchor, pinned) => later(pinned ? 0 : OPEN_MS, { part, i, anchor, pinned }),
+    leave: (now) => (now ? close(false) : later(CLOSE_MS, null)),
+    hold: () => clearTimeout(timer.current),
+    release: () => later(CLOSE_MS, null),
+  };
+}
+
+export function Column({ session, index, models, chat, say, editPrompt }) {
+  const column = session.columns[index];
+  const { tree } = session;
+  const branch = tree.get(column.current);
+  const { card, close, look, leave, hold, release } = useCard(branch);
+  const model = models.find((one) => one.id === column.model);
+  const work = column.work;
+  const isChat = branch ? Boolean(tree.root(branch).prompt.messages) : chat;
+  const edit = (part, i) => {
+    const prompt = tree.root(branch).prompt_tokens;
+    const before = part === "prompt" ? prompt.slice(0, i) : [...prompt, ...tree.answer(branch).slice(0, i)];
+    close(false);
+    editPrompt(before.map((one) => one.text).join(""), whole());
+  };
+  const whole = () => tree.root(branch).prompt_tokens.map((one) => one.text).join("") + tree.answerText(branch);
+  const shownToken = card && branch && (card.part === "prompt" ? tree.root(branch).prompt_tokens : tree.answer(branch))[card.i];
+  const text = { tree, branch, kind: session.shade, busy: Boolean(work), look, leave, say, edit: isChat ? () => {} : edit };
+  return html`<section class="column card" aria-label=${`Column ${index + 1}`}>
+    <div class="head">
+      <div class="choices"><${ModelChoice} ...${{ session, index, column, models, model }} /></div>
+      ${session.columns.length > 1 && html`<button class="button plain" aria-label=${`Close column ${index + 1}`}
+        onClick=${() => session.closeColumn(index)}>✕</button>`}
+    </div>
+    ${model?.problem && html`<p class="problem" role="alert">${model.problem}</p>`}
+    ${!branch && html`<p class="quiet start">${isChat ? "Write a message below." : "Write the beginning of a text above, and generate."}</p>`}
+    ${branch && (isChat
+      ? html`<${Conversation} session=${session} index=${index} busy=${Boolean(work)} text=${text} />`
+      : html`<${TokenText} ...${text} withPrompt=${true} label="Text, token by token" />`)}
+    ${work?.loading && html`<p class="quiet" role="status">Loading ${column.model} …</p>`}
+    ${branch?.problem && html`<p class="problem" role="alert">${branch.problem}</p>`}
+    ${branch && html`<${Facts} branch=${branch} session=${session} work=${work} />
+      <${Actions} ...${{ session, index, branch, work, say, edit: isChat ? null : () => editPrompt(whole(), whole()) }} />`}
+    ${shownToken && html`<${TokenCard} token=${shownToken} place=${card} anchor=${card.anchor} pinned=${card.pinned}
+      close=${close} hold=${hold} release=${release} edit=${isChat ? null : ({ part, i }) => edit(part, i)}
+      take=${(one, at) => {
+        const { part, i } = card;
+        close(true);
+        const token = { id: one.id, spelling: one.spelling, logprob: one.before, top: at.top, after: at.after && {
+          ...at.after, logprob: one.after ?? -1e4 }, rank: null };
+        const rank = at.top.findIndex((other) => other.id === one.id);
+        session.branch(index, part, i, { ...token, rank: rank < 0 ? null : rank + 1 });
+      }} />`}
+  </section>`;
+}
+
+function ModelChoice({ session, index, column, models, model }) {
+  const choose = (event) => session.setColumn(index, { model: event.target.value, checkpoint: null });
+  const point = (event) => session.setColumn(index, {
+    checkpoint: /^\d+$/.test(event.target.value) ? Number(event.target.value) : event.target.value });
+  const checkpoints = model?.checkpoints ?? [];
+  const gone = Number.isInteger(column.checkpoint) && !checkpoints.some(({ step }) => step === column.checkpoint);
+  return html`<label class="choice"><span class="hidden-text">Model of column ${index + 1}</span>
+      <select class="field" value=${column.model ?? ""} onChange=${choose}>
+        ${!model && html`<option value="">No model</option>`}
+        ${models.map((one) => html`<option key=${one.id} value=${one.id} disabled=${Boolean(one.problem)}
+          title=${one.problem ?? ""}>${one.id}${one.problem ? " (cannot be used)" : one.state === "running" ? " (training)" : ""}</option>`)}
+      </select></label>
+    ${checkpoints.length > 0 && html`<label class="choice"><span class="hidden-text">Checkpoint of column ${index + 1}</span>
+      <select class="field" value=${column.checkpoint ?? "best"} onChange=${point}>
+        <option value="best">best${stepOf(checkpoints, "best")}</option>
+        <option value="last">last${stepOf(checkpoints, "last")}</option>
+        ${gone && html`<option value=${column.checkpoint}>step ${count(column.checkpoint)} (gone)</option>`}
+        ${[...checkpoints].reverse().map(({ step, loss }) => html`<option key=${step} value=${step}>step ${count(step)}${
+          loss != null ? `, loss ${figure(loss)}` : ""}</option>`)}
+      </select></label>`}
+    ${model?.parameters != null && html`<span class="quiet number about-model">${short(model.parameters)} parameters${
+      model.context != null && html` · context ${count(model.context)}`}</span>`}`;
+}
+
+function stepOf(checkpoints, which) {
+  const found = checkpoints.find((one) => one[which]);
+  return found ? ` (step ${count(found.step)})` : "";
+}
+
+function Facts({ branch, session, work }) {
+  const { end, seed, step } = branch;
+  const facts = [
+    end?.generated != null && `${count(end.generated)} tokens`,
+    end?.tokens_per_second != null && `${count(end.tokens_per_second)} tokens/s`,
+    end && !work && (ENDS[end.reason] ?? end.reason),
+    step != null && `step ${count(step)}`,
+  ].filter(Boolean);
+  return html`<p class="facts quiet number">${facts.join(" · ")}${seed != null && html`${facts.length > 0 && " · "}seed ${seed} ${
+    session.settings.seed !== seed && html`<button class="button plain small" onClick=${() => session.set({
+      settings: { ...session.settings, seed } })}>Keep this seed</button>`}`}</p>`;
+}
+
+function Actions({ session, index, branch, work, say, edit }) {
+  const [shown, show] = useState(null);
+  useEffect(() => show(null), [branch.id]);
+  if (work) return html`<div class="actions"><button class="button small" onClick=${() => session.stop(index)}>Stop</button></div>`;
+  const made = branch.edited == null;
+  const copy = (how, name) => async () => {
+    const text = how(request(session.tree, branch, branch.model), Boolean(apiKey()));
+    show({ name, text });
+    try {
+      await navigator.clipboard.writeText(text);
+      say(`Copied as ${name}.`);
+    } catch {
+      say("Select the text and copy it: the browser does not let the page do it.");
+    }
+  };
+  return html`<div class="actions">
+      ${made && html`<button class="button small" disabled=${!branch.tokens.length} onClick=${() => session.proceed(index)}>Continue</button>
+      <button class="button small" onClick=${() => session.regenerate(index)}>Regenerate</button>`}
+      ${edit && html`<button class="button small" onClick=${edit}>Edit text</button>`}
+      ${made && html`<span class="fill"></span>
+      <button class="button plain small" onClick=${copy(curl, "curl")}>Copy as curl</button>
+      <button class="button plain small" onClick=${copy(python, "Python")}>Copy as Python</button>`}
+    </div>
+    ${shown && html`<div class="copied"><div class="head"><span class="quiet">${shown.name}</span><span class="fill"></span>
+      <button class="button plain small" aria-label="Close the copied text" onClick=${() => show(null)}>✕</button></div>
+      <pre class="mono" tabindex="0" aria-label=${`As ${shown.name}`}>${shown.text}</pre></div>`}`;
+}

@@ -1,0 +1,245 @@
+// What the part Play holds: columns, settings, the tree of branches, and the streams that fill it.
+
+import { stream } from "../api.js";
+import { sent } from "./copy.js";
+import { DEFAULTS, drawSeed } from "./settings.js";
+import { Tree } from "./tree.js";
+
+export class Session {
+  constructor() {
+    this.tree = new Tree();
+    this.version = 0;
+    this.listener = () => {};
+    const kept = this.tree.restore();
+    this.columns = (kept?.columns ?? [{ model: null, checkpoint: null, current: null }]).map((one) => ({ ...one, work: null }));
+    this.settings = { ...DEFAULTS, ...kept?.settings };
+    this.options = { n_top: 10, score_prompt: false, ...kept?.options };
+    this.prompt = kept?.prompt ?? "";
+    this.plain = kept?.plain ?? false;
+    this.shade = kept?.shade ?? "probability";
+    this.drawn = false;
+  }
+
+  // ------------------------------------------------------------------------------------------------------ changes
+
+  /** Set fields, show them, keep them. */
+  set(fields) {
+    Object.assign(this, fields);
+    this.changed();
+  }
+
+  setColumn(index, fields) {
+    Object.assign(this.columns[index], fields);
+    this.changed();
+  }
+
+  changed() {
+    this.version += 1;
+    this.listener(this.version);
+    clearTimeout(this.saving);
+    this.saving = setTimeout(() => this.save(), 400);
+  }
+
+  /** Show what came, once for all that comes until the next frame. */
+  soon() {
+    if (this.drawn) return;
+    this.drawn = true;
+    const draw = () => ((this.drawn = false), (this.version += 1), this.listener(this.version));
+    document.hidden ? setTimeout(draw, 200) : requestAnimationFrame(draw);
+  }
+
+  save() {
+    clearTimeout(this.saving);
+    const { settings, options, prompt, plain, shade } = this;
+    const columns = this.columns.map(({ model, checkpoint, current }) => ({ model, checkpoint, current }));
+    this.tree.save({ columns, settings, options, prompt, plain, shade });
+  }
+
+  /** Choose a model where none is chosen, or where the chosen one is no longer there. */
+  settle(models) {
+    const usable = models.filter((model) => !model.problem);
+    for (const column of this.columns) {
+      if (!models.some((model) => model.id === column.model)) {
+        column.model = usable[0]?.id ?? null;
+        column.checkpoint = null;
+      }
+    }
+  }
+
+  // --------------------------------------------------------------------------------------------------- the columns
+
+  addColumn() {
+    const [first] = this.columns;
+    this.columns.push({ model: first.model, checkpoint: first.checkpoint, current: null, work: null });
+    this.changed();
+  }
+
+  closeColumn(index) {
+    this.stop(index);
+    this.columns.splice(index, 1);
+    this.changed();
+  }
+
+  /** Show a branch, in its own column where there is one, beside the model that wrote it. */
+  show(id) {
+    const branch = this.tree.get(id);
+    const index = Math.min(branch.column, this.columns.length - 1);
+    Object.assign(this.columns[index], { current: id, model: branch.model, checkpoint: branch.checkpoint });
+    const { prompt } = this.tree.root(branch);
+    if (!prompt.messages) this.prompt = prompt.text;
+    this.changed();
+  }
+
+  remove(id) {
+    const gone = new Set([id]);
+    for (const branch of this.tree.branches.values()) if (gone.has(branch.parent)) gone.add(branch.id);
+    this.columns.forEach((column, index) => gone.has(column.current) && column.work && this.stop(index));
+    const parent = this.tree.remove(id);
+    for (const column of this.columns) if (gone.has(column.current)) column.current = parent;
+    this.changed();
+  }
+
+  get busy() {
+    return this.columns.some((column) => column.work);
+  }
+
+  stop(index) {
+    for (const column of index == null ? this.columns : [this.columns[index]]) column.work?.controller.abort();
+  }
+
+  // ------------------------------------------------------------------------------------------------------ requests
+
+  /** A text of the prompt in every column, all with one seed. */
+  generate() {
+    const seed = this.settings.seed ?? drawSeed();
+    this.columns.forEach((column, index) => {
+      const { current } = column;
+      this.run(index, { parent: this.edited(current) ? current : null, prompt: { text: this.prompt } }, { seed });
+    });
+  }
+
+  /** Whether the prompt was made from this branch's text: then it belongs below it in the tree. */
+  edited(id) {
+    const branch = this.tree.get(id);
+    const before = branch && this.tree.promptText(branch);
+    return Boolean(branch) && !this.tree.root(branch).prompt.messages && before !== this.prompt && Boolean(before)
+      && this.prompt.startsWith(before.slice(0, 40));
+  }
+
+  /** The next turn in every column. */
+  say(text, system) {
+    const seed = this.settings.seed ?? drawSeed();
+    this.columns.forEach((column, index) => {
+      const messages = [...this.conversation(index, system), { role: "user", content: text }];
+      this.run(index, { parent: column.current, prompt: { messages } }, { seed });
+    });
+  }
+
+  /** The turns of a column. Those that the model wrote name their branch. */
+  conversation(index, system = "") {
+    const branch = this.tree.get(this.columns[index].current);
+    const messages = branch && this.tree.root(branch).prompt.messages;
+    if (!messages) return system ? [{ role: "system", content: system }] : [];
+    return [...messages, { role: "assistant", content: this.tree.answerText(branch), from: branch.id }];
+  }
+
+  /** Change a turn: what followed it is written anew; a changed answer stands as it is. */
+  editTurn(index, place, content) {
+    const turns = this.conversation(index);
+    const { current } = this.columns[index];
+    if (turns[place].role === "assistant") {
+      const branch = this.tree.add({ parent: current, prompt: { messages: turns.slice(0, place) }, edited: content,
+        end: { reason: "edited" }, column: index, model: this.columns[index].model });
+      this.setColumn(index, { current: branch.id });
+      return;
+    }
+    const end = turns.findIndex((turn, i) => i >= place && turn.role === "user") + 1;
+    const messages = turns.slice(0, end).map((turn, i) => (i === place ? { ...turn, content } : turn));
+    this.run(index, { parent: current, prompt: { messages } });
+  }
+
+  /** Give a conversation a system message; its first answer is written anew. */
+  setSystem(index, content) {
+    const turns = this.conversation(index).filter((turn) => turn.role !== "system");
+    const messages = [{ role: "system", content }, ...turns.slice(0, 1)];
+    this.run(index, { parent: this.columns[index].current, prompt: { messages } });
+  }
+
+  /** The same request once more, with another seed unless one is set. */
+  regenerate(index) {
+    const branch = this.tree.get(this.columns[index].current);
+    const { parent, at, prompt, chosen } = branch;
+    if (at == null) this.run(index, { parent, prompt });
+    else this.run(index, { parent, at, chosen: chosen && branch.tokens[0] }, { tokens: branch.sent, like: branch });
+  }
+
+  /** Go on at the end of the text. */
+  proceed(index) {
+    const branch = this.tree.get(this.columns[index].current);
+    const at = this.tree.answer(branch).length;
+    this.run(index, { parent: branch.id, at }, { tokens: this.tree.ids(branch), like: branch });
+  }
+
+  /** Take another token at a place of the answer, or of the prompt, and go on from there. */
+  branch(index, part, place, token) {
+    const branch = this.tree.get(this.columns[index].current);
+    if (part === "prompt") {
+      const before = this.tree.root(branch).prompt_tokens.slice(0, place);
+      const text = before.map((one) => one.text).join("") + token.spelling;
+      this.prompt = text;
+      this.run(index, { parent: branch.id, prompt: { text } }, { tokens: [...before.map((one) => one.id), token.id], like: branch });
+    } else {
+      this.run(index, { parent: branch.id, at: place, chosen: token },
+        { tokens: [...this.tree.ids(branch, place), token.id], like: branch });
+    }
+  }
+
+  /** Stream one branch into the tree. `like`: with that branch's model. */
+  async run(index, made, { tokens = null, seed = this.settings.seed, like = null } = {}) {
+    this.stop(index);
+    const column = this.columns[index];
+    const { tree, options } = this;
+    const model = like?.model ?? column.model;
+    const checkpoint = like ? (like.step ?? like.checkpoint) : column.checkpoint;
+    const settings = { ...this.settings, seed };
+    const { chosen, ...fields } = made;
+    const branch = tree.add({ ...fields, column: index, model, checkpoint: like?.checkpoint ?? column.checkpoint, settings,
+      sent: tokens, chosen: Boolean(chosen) });
+    const work = { controller: new AbortController(), branch: branch.id, loading: false };
+    Object.assign(column, { current: branch.id, work });
+    this.changed();
+    const root = tree.root(branch);
+    const body = { model, checkpoint, settings, n_top: options.n_top, score_prompt: options.score_prompt && made.at == null };
+    if (tokens) Object.assign(body, { tokens, answers: Boolean(root.prompt.messages) });
+    else if (made.prompt.messages) body.messages = sent(made.prompt.messages);
+    else body.prompt = made.prompt.text;
+    try {
+      for await (const event of stream("studio/generate", body, { signal: work.controller.signal })) {
+        this.take(branch, work, chosen, event);
+      }
+      if (!branch.end && !branch.problem) branch.problem = "The connection ended before the text did.";
+    } catch (error) {
+      if (error.name !== "AbortError") branch.problem = error.message;
+      else branch.end = { reason: "stopped" };
+    }
+    if (column.work === work) column.work = null;
+    this.changed();
+  }
+
+  take(branch, work, chosen, event) {
+    work.loading = event.type === "loading";
+    if (event.type === "start") {
+      Object.assign(branch, { seed: event.seed, step: event.step });
+      if (branch.at == null) branch.prompt_tokens = event.tokens;
+      else if (chosen) branch.tokens.push({ ...event.tokens.at(-1), ...chosen, text: event.tokens.at(-1).text, chosen: true });
+    } else if (event.type === "token") {
+      delete event.type;
+      branch.tokens.push(event);
+    } else if (event.type === "end") {
+      Object.assign(branch, { end: event, rest: event.text });
+    } else if (event.type === "error") {
+      branch.problem = event.message;
+    }
+    this.soon();
+  }
+}

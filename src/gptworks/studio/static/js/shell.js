@@ -1,0 +1,167 @@
+// The frame around the parts: tabs, light or dark, the state of the connection, the key.
+
+import { get, setToken, takeToken } from "./api.js";
+import { cx, html, render, useCallback, useEffect, useRef, useState } from "./ui.js";
+
+const parts = new Map();
+const RUNNING_SECONDS = 4;
+const QUIET_SECONDS = 20;
+
+/** Add a part: its key in the server's state and in the address, its tab's name, and its module with `Part`. */
+export function part(key, name, load) {
+  parts.set(key, { name, load });
+}
+
+export function go(key, rest = "") {
+  location.hash = `#/${key}${rest ? `/${rest}` : ""}`;
+}
+
+export function start(element) {
+  takeToken();
+  showTheme(theme());
+  render(html`<${Shell} />`, element);
+}
+
+function route() {
+  const [, key = "", ...rest] = location.hash.split("/");
+  return { key, rest: rest.filter(Boolean).map(decoded) };
+}
+
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------- the theme
+
+const THEMES = ["system", "light", "dark"];
+
+function theme() {
+  const stored = localStorage.getItem("gptworks-theme");
+  return THEMES.includes(stored) ? stored : "system";
+}
+
+function showTheme(name) {
+  if (name === "system") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = name;
+}
+
+function Theme() {
+  const [chosen, choose] = useState(theme());
+  const change = (event) => {
+    localStorage.setItem("gptworks-theme", event.target.value);
+    showTheme(event.target.value);
+    choose(event.target.value);
+  };
+  return html`<label class="theme"><span class="hidden-text">Colours</span>
+    <select class="field" value=${chosen} onChange=${change}>
+      <option value="system">System</option><option value="light">Light</option><option value="dark">Dark</option>
+    </select></label>`;
+}
+
+// ---------------------------------------------------------------------------------------------------- the state
+
+/** The server's state, fetched while the page is visible: often while a run trains. */
+function useServer() {
+  const [server, set] = useState({ state: null, problem: null, status: null });
+  const timer = useRef(0);
+  const refresh = useCallback(async () => {
+    clearTimeout(timer.current);
+    let seconds = RUNNING_SECONDS;
+    try {
+      const state = await get("studio/state");
+      if (!state.models.some((model) => model.state === "running")) seconds = QUIET_SECONDS;
+      const text = JSON.stringify(state);
+      set((was) => (was.text === text && !was.problem ? was : { state, text, problem: null, status: 200 }));
+    } catch (error) {
+      set((was) => ({ ...was, problem: error.message, status: error.status }));
+    }
+    clearTimeout(timer.current);
+    timer.current = setTimeout(() => (document.hidden ? undefined : refresh()), 1000 * seconds);
+  }, []);
+  useEffect(() => {
+    refresh();
+    const shown = () => document.hidden || refresh();
+    document.addEventListener("visibilitychange", shown);
+    return () => (clearTimeout(timer.current), document.removeEventListener("visibilitychange", shown));
+  }, []);
+  return { ...server, refresh };
+}
+
+// ---------------------------------------------------------------------------------------------------- the frame
+
+function Shell() {
+  const { state, problem, status, refresh } = useServer();
+  const [at, setAt] = useState(route());
+  useEffect(() => {
+    const changed = () => (takeToken(), setAt(route()));
+    addEventListener("hashchange", changed);
+    return () => removeEventListener("hashchange", changed);
+  }, []);
+  const known = state ? state.parts.filter((key) => parts.has(key)) : [];
+  const key = known.includes(at.key) ? at.key : known[0];
+  useEffect(() => {
+    document.title = key ? `${parts.get(key).name} · gptworks` : "gptworks";
+  }, [key]);
+  return html`
+    <a class="skip" href="#main" onClick=${skip}>Skip to the content</a>
+    <header class="shell">
+      <strong class="brand">gptworks</strong>
+      ${known.length > 1 && html`<nav aria-label="Parts">${known.map((name) => html`
+        <a key=${name} href=${`#/${name}`} aria-current=${name === key ? "page" : null}>${parts.get(name).name}</a>`)}
+      </nav>`}
+      <span class="fill"></span>
+      <${Connection} connected=${state && !problem} problem=${problem} />
+      <${Theme} />
+    </header>
+    <main id="main" tabindex="-1">
+      ${status === 401 && html`<${AskForKey} refresh=${refresh} />`}
+      ${problem && status !== 401 && html`<p class="problem notice" role="alert">${problem}
+        <button class="button" onClick=${refresh}>Try again</button></p>`}
+      ${known.map((name) => html`<${Loaded} key=${name} name=${name} shown=${name === key}
+        state=${state} route=${at.rest} refresh=${refresh} />`)}
+      ${state && !known.length && html`<p class="notice">This server has no part that the page can show.</p>`}
+    </main>`;
+}
+
+function skip(event) {
+  event.preventDefault();
+  document.getElementById("main").focus();
+}
+
+function Connection({ connected, problem }) {
+  const word = connected ? "Connected" : problem ? "No connection" : "Connecting";
+  return html`<span class=${cx("connection", connected && "good", problem && "bad")} role="status">
+    <span class="dot" aria-hidden="true"></span><span class="word">${word}</span></span>`;
+}
+
+/** One part: its module is loaded when it is first shown, and it keeps its state while another is shown. */
+function Loaded({ name, shown, ...props }) {
+  const [Part, setPart] = useState(null);
+  const [problem, setProblem] = useState(null);
+  const asked = useRef(false);
+  useEffect(() => {
+    if (!shown || asked.current) return;
+    asked.current = true;
+    parts.get(name).load().then((module) => setPart(() => module.Part), (error) => setProblem(error.message));
+  }, [shown]);
+  if (problem) return shown && html`<p class="problem notice" role="alert">This part cannot be loaded: ${problem}</p>`;
+  return html`<div class="part" hidden=${!shown}>${Part && html`<${Part} shown=${shown} ...${props} />`}</div>`;
+}
+
+function AskForKey({ refresh }) {
+  const submit = (event) => {
+    event.preventDefault();
+    setToken(event.target.elements.key.value.trim());
+    refresh();
+  };
+  return html`<form class="ask-key card" onSubmit=${submit}>
+    <h1>This server asks for a key</h1>
+    <p>Open the address that it printed, or enter the key here. It stays in this tab.</p>
+    <label>Key <input class="field" name="key" type="password" autocomplete="off" required /></label>
+    <button class="button primary">Open</button>
+  </form>`;
+}

@@ -1,0 +1,26 @@
+// Preact with hooks and htm, and two small helpers.
+
+import { Component, h } from "../vendor/preact-htm.js";
+
+export {
+  Component, h, html, render, useCallback, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState,
+} from "../vendor/preact-htm.js";
+
+/** The component, rendered anew only when one of its props is another value. */
+export function memo(Inner) {
+  return class extends Component {
+    shouldComponentUpdate(next) {
+      const names = new Set([...Object.keys(this.props), ...Object.keys(next)]);
+      return [...names].some((name) => name !== "children" && this.props[name] !== next[name]);
+    }
+
+    render(props) {
+      return h(Inner, props);
+    }
+  };
+}
+
+/** A class attribute of the names that are given. */
+export function cx(...names) {
+  return names.filter(Boolean).join(" ");
+}
