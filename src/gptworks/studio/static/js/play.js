@@ -1,6 +1,6 @@
 // The part Play: write, and see what a model makes of it, token by token.
 
-import { cx, html, useEffect, useMemo, useRef, useState } from "./ui.js";
+import { cx, html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
 import { Branches } from "./play/branches.js";
 import { Column } from "./play/column.js";
 import { Session } from "./play/session.js";
@@ -27,6 +27,7 @@ export function Part({ state }) {
   const chat = canChat && !session.plain;
   const busy = session.busy;
   useAnnouncements(session, busy, say);
+  useFollowing(chat && busy);
   const prompt = useRef(null);
   const editPrompt = (before, whole) => {
     session.set({ prompt: whole });
@@ -89,6 +90,19 @@ function useAnnouncements(session, busy, say) {
       say(branch.problem ?? `${rest()} – ${branch.tokens.length} tokens.`);
     };
   }, [busy]);
+}
+
+/** Keep the end of a growing conversation in sight, if it was. */
+function useFollowing(follows) {
+  const atEnd = useRef(true);
+  useEffect(() => {
+    const scrolled = () => (atEnd.current = innerHeight + scrollY > document.documentElement.scrollHeight - 40);
+    addEventListener("scroll", scrolled, { passive: true });
+    return () => removeEventListener("scroll", scrolled);
+  }, []);
+  useLayoutEffect(() => {
+    if (follows && atEnd.current) scrollTo(0, document.documentElement.scrollHeight);
+  });
 }
 
 /** A folding section, open where there is room. */

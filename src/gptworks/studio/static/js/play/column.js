@@ -135,8 +135,10 @@ function Actions({ session, index, branch, work, say, edit }) {
   useEffect(() => show(null), [branch.id]);
   if (work) return html`<div class="actions"><button class="button small" onClick=${() => session.stop(index)}>Stop</button></div>`;
   const made = branch.edited == null;
+  const whole = branch.at == null || session.tree.root(branch).prompt.text != null; // chat has no half answers
+  const named = branch.step == null ? branch.model : `${branch.model}@${branch.step}`;
   const copy = (how, name) => async () => {
-    const text = how(request(session.tree, branch, branch.model), Boolean(apiKey()));
+    const text = how(request(session.tree, branch, named), Boolean(apiKey()));
     show({ name, text });
     try {
       await navigator.clipboard.writeText(text);
@@ -149,7 +151,7 @@ function Actions({ session, index, branch, work, say, edit }) {
       ${made && html`<button class="button small" disabled=${!branch.tokens.length} onClick=${() => session.proceed(index)}>Continue</button>
       <button class="button small" onClick=${() => session.regenerate(index)}>Regenerate</button>`}
       ${edit && html`<button class="button small" onClick=${edit}>Edit text</button>`}
-      ${made && html`<span class="fill"></span>
+      ${made && whole && html`<span class="fill"></span>
       <button class="button plain small" onClick=${copy(curl, "curl")}>Copy as curl</button>
       <button class="button plain small" onClick=${copy(python, "Python")}>Copy as Python</button>`}
     </div>

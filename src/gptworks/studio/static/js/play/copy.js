@@ -2,7 +2,7 @@
 
 const OPENAI = ["temperature", "top_p", "frequency_penalty", "presence_penalty", "max_tokens", "stop", "seed", "logit_bias"];
 
-/** The request's path and body. A branch of a text sends token ids, so that it goes on from exactly there. */
+/** The request's path and body. A branch sends token ids, so that it goes on from exactly there. */
 export function request(tree, branch, model) {
   const root = tree.root(branch);
   const settings = { ...branch.settings, seed: branch.seed ?? branch.settings.seed };
@@ -12,7 +12,7 @@ export function request(tree, branch, model) {
   if (root.prompt.messages && branch.at == null) {
     return { path: "/v1/chat/completions", body: { model, messages: sent(root.prompt.messages), ...settings } };
   }
-  const prompt = branch.at == null ? root.prompt.text : branch.sent;
+  const prompt = branch.sent ?? root.prompt.text;
   return { path: "/v1/completions", body: { model, prompt, ...settings } };
 }
 

@@ -1,0 +1,211 @@
+"""A studio in a thread over tiny runs, and a real browser that opens its page.
+
+A browser is looked for as GPTWORKS_BROWSER and `chromium`. GPTWORKS_AXE names axe-core's script (make test-browser sets
+it); screenshots are kept in the folder GPTWORKS_SCREENSHOTS, where it is set.
+"""
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+import chats
+import serving
+from gptworks.recipe import parse_recipe
+from gptworks.serve.server import make_server
+from gptworks.serve.settings import ServerSettings
+from gptworks.train.loop import train
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+"""A run's folder, and what its model writes."""
+LONG = "long"
+"""A run whose texts do not end soon: a random model with a context of 3,000 tokens and a chat template."""
+
+WATCH = """
+window.violations = [];
+document.addEventListener("securitypolicyviolation", ({ violatedDirective, blockedURI }) =>
+  violations.push(`${violatedDirective} ${blockedURI}`));
+window.alert = () => violations.push("alert");
+"""
+
+
+def make_runs(folder: Path) -> Path:
+    """A base run with several checkpoints, a tuned one, one that writes markup, and a long one; in a folder `runs`."""
+    runs, texts = folder / "runs", folder / "texts"
+    texts.mkdir()
+    learns = {
+        "max_steps": 60,
+        "evaluate_every": 20,
+        "checkpoint_every": 20,
+        "keep_checkpoints": 5,
+        "learning_rate": 0.01,
+    }
+    base = chats.base_tree(texts, **learns) | {"run_dir": str(runs / "base")}
+    tuned = chats.tune_tree(texts, **learns | {"max_steps": 40}) | {
+        "run_dir": str(runs / "group" / "tuned"), "initialize_from": str(runs / "base"),
+    }  # fmt: skip
+    tuned["tokenizer"] |= {"path": str(runs / "base" / "tokenizer")}
+    markup = folder / "markup"
+    markup.mkdir()
+    (markup / "text.txt").write_text(f"<script>alert(1)</script> {HOSTILE} & more\n" * 800, encoding="utf-8")
+    hostile = chats.base_tree(markup, **learns | {"max_steps": 40}) | {"run_dir": str(runs / HOSTILE)}
+    for tree in (base, tuned, hostile):
+        train(parse_recipe(tree))
+    serving.write_run(runs / LONG)
+    return runs
+
+
+class Studio:
+    """A studio that runs: its address, its folder of runs, and a client beside the browser."""
+
+    def __init__(self, url: str, runs: Path, key: str | None) -> None:
+        self.url, self.runs, self.key = url, runs, key
+
+    def http(self) -> httpx.Client:
+        headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=120)
+
+
+@contextmanager
+def open_studio(runs: Path, key: str | None = None) -> Iterator[Studio]:
+    """A studio while the `with` lasts."""
+    from gptworks.studio.app import create_studio
+
+    listens, found = threading.Event(), []
+
+    def started(port: int) -> None:
+        found.append(port)
+        listens.set()
+
+    app = create_studio([runs], ServerSettings(api_keys=() if key is None else (key,)), device="cpu")
+    server = make_server(app, "127.0.0.1", 0, started)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    assert listens.wait(120)
+    try:
+        yield Studio(f"http://127.0.0.1:{found[0]}", runs, key)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+@pytest.fixture(scope="session")
+def studio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Studio]:
+    with open_studio(make_runs(tmp_path_factory.mktemp("studio"))) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """A browser without pages."""
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright, of the dev extra")
+    path = os.environ.get("GPTWORKS_BROWSER") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
+        pytest.skip("needs Chromium: apt-get install chromium, or name one with GPTWORKS_BROWSER")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def new_page(chromium: Any) -> Iterator[Callable[..., Any]]:
+    """Opens pages with contexts of their own. None breaks the policy, runs what it shows, or throws an error."""
+    contexts, problems = [], []
+
+    def opened(**options: Any) -> Any:
+        context = chromium.new_context(**{"viewport": {"width": 1280, "height": 900}} | options)
+        context.set_default_timeout(60_000)
+        contexts.append(context)
+        page = context.new_page()
+        page.add_init_script(WATCH)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        return page
+
+    yield opened
+    for context in contexts:
+        for page in context.pages:
+            problems += page.evaluate("() => window.violations ?? []")
+        context.close()
+    assert problems == []
+
+
+@pytest.fixture
+def page(new_page: Callable[..., Any], studio: Studio) -> Any:
+    """The studio's page."""
+    opened = new_page()
+    opened.goto(studio.url)
+    opened.wait_for_selector(".play")
+    return opened
+
+
+def axe(page: Any) -> list[str]:
+    """What axe-core finds wrong with the page, as it is now."""
+    script = os.environ.get("GPTWORKS_AXE")
+    if not script:
+        pytest.skip("needs axe-core: make test-browser fetches it and names it with GPTWORKS_AXE")
+    page.evaluate(Path(script).read_text(encoding="utf-8"))
+    found = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")["violations"]
+    return [f"{one['id']}: {node['html'][:200]} {node['failureSummary']}" for one in found for node in one["nodes"]]
+
+
+def screenshot(page: Any, name: str) -> None:
+    """Keep a picture of the page, where a folder for them is named."""
+    folder = os.environ.get("GPTWORKS_SCREENSHOTS")
+    if folder:
+        page.screenshot(path=str(Path(folder) / f"{name}.png"))
+
+
+# --------------------------------------------------------------------------------------------- what a person does
+
+
+def finish(page: Any) -> None:
+    """Wait until no text is being written."""
+    page.wait_for_function(
+        "() => document.querySelectorAll('.facts').length && !document.querySelector('[aria-busy=true]')"
+    )
+
+
+def choose(page: Any, model: str, column: int = 1) -> None:
+    page.get_by_label(f"Model of column {column}").select_option(model)
+
+
+def setting(page: Any, name: str, value: object) -> None:
+    page.locator(f"#setting-{name}").fill(str(value))
+
+
+def generate(page: Any, prompt: str, **settings: object) -> None:
+    for name, value in settings.items():
+        setting(page, name, value)
+    page.get_by_label("Prompt", exact=True).fill(prompt)
+    page.get_by_role("button", name="Generate").click()
+    finish(page)
+
+
+def answer(page: Any, column: int = 0) -> str:
+    """The last text that a column's model wrote."""
+    return page.locator(".column").nth(column).locator(".text").last.evaluate(
+        "(pane) => [...pane.querySelectorAll('.t[data-part=answer]')].map((token) => token.textContent).join('')"
+    )  # fmt: skip
+
+
+def shown_prompt(page: Any) -> str:
+    return page.locator(".column .text").last.evaluate(
+        "(pane) => [...pane.querySelectorAll('.t[data-part=prompt]')].map((token) => token.textContent).join('')"
+    )
+
+
+def tokens(page: Any) -> Any:
+    return page.locator(".column .text").last.locator(".t[data-part=answer]")
+
+
+def say(page: Any, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.get_by_role("button", name="Send").click()
+    finish(page)

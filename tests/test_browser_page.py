@@ -1,0 +1,207 @@
+"""The studio's page as a whole, in a real browser: what is hostile, who may call, axe, widths, and the clock."""
+
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import filelock
+import pytest
+
+from browser import (
+    HOSTILE,
+    Studio,
+    answer,
+    axe,
+    choose,
+    chromium,
+    finish,
+    generate,
+    new_page,
+    open_studio,
+    page,
+    say,
+    screenshot,
+    studio,
+    tokens,
+)
+
+pytestmark = pytest.mark.browser
+__all__ = ["chromium", "new_page", "page", "studio"]
+
+SIZES = {360: (360, 800), 1280: (1280, 900), 3840: (3840, 2160)}
+
+
+def test_checkpoints_appear_while_a_run_trains(new_page: Callable[..., Any], studio: Studio) -> None:
+    folder = studio.runs / "training"
+    shutil.copytree(studio.runs / "base", folder)
+    (folder / "outcome.json").unlink(missing_ok=True)
+    newest = max((folder / "checkpoints").iterdir())
+    aside = studio.runs.parent / newest.name
+    newest.rename(aside)
+    try:
+        with filelock.FileLock(folder / ".lock"):
+            page = new_page()
+            page.goto(studio.url)
+            choose(page, "training")
+            steps = page.get_by_label("Checkpoint of column 1")
+            assert "training (training)" in page.get_by_label("Model of column 1").inner_text()
+            before = steps.inner_text()
+            generate(page, "line 7:", max_tokens=4)
+            aside.rename(newest)
+            page.wait_for_function(
+                "(before) => document.querySelectorAll('.choice select')[1].innerText !== before", arg=before
+            )
+            assert "step 60" in steps.inner_text() and "step 60" not in before
+            assert tokens(page).count() == 4
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_hostile_names_prompts_and_texts_are_shown_as_texts(page: Any) -> None:
+    choose(page, HOSTILE)
+    generate(page, f"<script>alert(1)</script> {HOSTILE}", max_tokens=60, temperature=0)
+    assert re.search(r"<script>alert|<img src", answer(page)), "the model writes markup"
+    tokens(page).nth(10).click()
+    page.locator(".token-card").wait_for()
+    assert page.locator("img, script:not([src])").count() == 0
+    assert page.evaluate("() => window.violations") == []
+
+
+def test_a_key_is_taken_off_the_address_and_kept_in_the_tab(new_page: Callable[..., Any], studio: Studio) -> None:
+    with open_studio(studio.runs, key="sk-0-key") as guarded:
+        page = new_page()
+        page.goto(f"{guarded.url}/#token=sk-0-key")
+        page.wait_for_selector(".play")
+        assert "token" not in page.url
+        page.reload()
+        page.wait_for_selector(".play")
+        other = new_page()
+        other.goto(guarded.url)
+        other.get_by_label("Key").fill("wrong")
+        other.get_by_role("button", name="Open").click()
+        other.get_by_label("Key").fill("sk-0-key")
+        other.get_by_role("button", name="Open").click()
+        other.wait_for_selector(".play")
+
+
+def test_the_page_says_when_the_server_is_gone(new_page: Callable[..., Any], studio: Studio) -> None:
+    page = new_page()
+    with open_studio(studio.runs) as short:
+        page.goto(short.url)
+        page.wait_for_selector(".play")
+        assert page.locator(".connection").inner_text() == "Connected"
+    page.get_by_label("Prompt", exact=True).fill("a")
+    page.get_by_role("button", name="Generate").click()
+    page.locator(".column .problem:has-text('does not answer')").wait_for()
+
+
+def test_a_page_of_another_origin_cannot_call_the_server(new_page: Callable[..., Any], studio: Studio) -> None:
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-type", "text/html")
+            self.end_headers()
+            self.wfile.write(b"<!doctype html><title>other</title>")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    other = HTTPServer(("127.0.0.1", 0), Page)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    try:
+        page = new_page()
+        page.goto(f"http://127.0.0.1:{other.server_port}/")
+        tried = page.evaluate("""async (url) => {
+          const seen = [];
+          for (const options of [{}, {mode: "no-cors"}, {method: "POST", headers: {"content-type": "application/json"},
+              body: JSON.stringify({model: "base", prompt: "a"})}, {method: "POST", mode: "no-cors", body: "{}"}]) {
+            for (const path of ["/studio/state", "/studio/generate"]) {
+              try {
+                const got = await fetch(url + path, options);
+                seen.push(`${got.status} ${(await got.text()).length}`);
+              }
+              catch (error) { seen.push("refused"); }
+            }
+          }
+          return seen;
+        }""", studio.url)  # fmt: skip
+        assert {answer for answer in tried if answer != "refused"} <= {"0 0"}, tried  # opaque: nothing can be read
+    finally:
+        other.shutdown()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_and_every_width_fits(new_page: Callable[..., Any], studio: Studio, scheme: str) -> None:
+    for width, (wide, high) in SIZES.items():
+        page = new_page(color_scheme=scheme, viewport={"width": wide, "height": high}, has_touch=width == 360)
+        page.goto(studio.url)
+        choose(page, "base")
+        if width == 360:
+            page.locator("summary", has_text="Settings").click()
+        generate(page, "line 7: the quick brown fox", seed=5, max_tokens=60, temperature=1.2)
+        if width == 360:
+            page.locator("summary", has_text="Settings").click()
+        screenshot(page, f"play-text-{width}-{scheme}")
+        tap = tokens(page).nth(9)
+        tap.tap() if width == 360 else tap.click()
+        page.locator(".token-card").wait_for()
+        found = axe(page)
+        assert found == [], "\n".join(found)
+        screenshot(page, f"play-card-{width}-{scheme}")
+        page.locator(".token-card .row:not(:disabled)").nth(1).click()
+        finish(page)
+        page.get_by_role("button", name="Side by side").click()
+        page.get_by_role("button", name="Generate").click()
+        finish(page)
+        page.get_by_role("button", name="Copy as curl").first.click()
+        assert axe(page) == []
+        screenshot(page, f"play-two-{width}-{scheme}")
+        page.get_by_role("button", name="Close column 2").click()
+        choose(page, "group/tuned")
+        page.get_by_role("button", name="New text").click()
+        say(page, "what of brown 1?")
+        say(page, "what of lazy 2?")
+        assert axe(page) == []
+        screenshot(page, f"play-chat-{width}-{scheme}")
+        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), (
+            f"{width} is too narrow for it"
+        )
+        page.get_by_label("Colours").select_option("light" if scheme == "dark" else "dark")
+        light = page.evaluate("() => getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert light == (scheme == "dark")
+        page.context.close()
+
+
+def test_motion_is_reduced_where_it_is_asked_for(new_page: Callable[..., Any], studio: Studio) -> None:
+    page = new_page(reduced_motion="reduce")
+    page.goto(studio.url)
+    page.wait_for_selector(".play")
+    moving = page.evaluate("""() => { const caret = document.createElement("span"); caret.className = "caret";
+      document.body.append(caret); return getComputedStyle(caret).animationName; }""")  # fmt: skip
+    assert moving == "none"
+
+
+def test_first_paint_and_first_token_are_measured(page: Any) -> None:
+    page.reload()
+    page.wait_for_selector(".play")
+    page.wait_for_function("() => performance.getEntriesByName('first-contentful-paint').length")
+    paint = page.evaluate("() => performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    choose(page, "base")
+    generate(page, "warm up", max_tokens=3)
+    page.get_by_role("button", name="New text").click()
+    page.get_by_label("Prompt", exact=True).fill("line 7:")
+    page.evaluate("""() => {
+      new MutationObserver(() => {
+        if (!window.seen && document.querySelector(".t[data-part=answer]")) window.seen = performance.now();
+      }).observe(document.body, {childList: true, subtree: true});
+      const clicked = () => (window.clicked = performance.now());
+      document.querySelector(".button.primary").addEventListener("click", clicked, true);
+    }""")
+    page.get_by_role("button", name="Generate").click()
+    finish(page)
+    token = page.evaluate("() => window.seen - window.clicked")
+    print(f"first contentful paint {paint:.0f} ms, first token {token:.0f} ms after the click")
+    assert paint > 0 and token > 0

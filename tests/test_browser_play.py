@@ -1,0 +1,417 @@
+"""The part Play in a real browser: every feature clicked, on a real server over real runs."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser import (
+    HOSTILE,
+    LONG,
+    Studio,
+    answer,
+    choose,
+    chromium,
+    finish,
+    generate,
+    new_page,
+    page,
+    say,
+    setting,
+    shown_prompt,
+    studio,
+    tokens,
+)
+from gptworks.infer.sampling import SamplingSettings
+
+pytestmark = pytest.mark.browser
+__all__ = ["chromium", "new_page", "page", "studio"]
+
+
+def events_of(studio: Studio, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The server's own answer to a request."""
+    with studio.http() as http:
+        answer = http.post("/studio/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    return [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: ")]
+
+
+def percent(logprob: float) -> float:
+    return 100 * 2.718281828459045**logprob
+
+
+# ------------------------------------------------------------------------------------------------- texts and tokens
+
+
+def test_a_text_is_written_and_its_tokens_are_shaded(page: Any, studio: Studio) -> None:
+    choose(page, "base")
+    generate(page, "line 7: the", seed=3, max_tokens=12)
+    body = {"model": "base", "prompt": "line 7: the", "settings": {"seed": 3, "max_tokens": 12}}
+    events = events_of(studio, body)
+    written = [event for event in events if event["type"] == "token"]
+    assert answer(page) == "".join(token["text"] for token in written) and shown_prompt(page) == "line 7: the"
+    assert "12 tokens" in page.locator(".facts").first.inner_text()
+    assert re.search(r"[\d,]+ tokens/s", page.locator("p.facts").first.inner_text())
+    bounds = [0.5, 0.2, 0.05, 0.01, 0.001, 0]
+    for i, token in enumerate(written):
+        step = next(n for n, bound in enumerate(bounds) if percent(token["logprob"]) / 100 >= bound)
+        assert f"s{step}" in tokens(page).nth(i).get_attribute("class").split()
+    assert page.get_by_role("img", name="Shades by probability").is_visible()
+    page.get_by_role("button", name="Rank").click()
+    assert page.get_by_role("img", name="Shades by rank").is_visible()
+    ranks = [1, 2, 5, 20, 100]
+    for i, token in enumerate(written):
+        step = next((n for n, bound in enumerate(ranks) if token["rank"] <= bound), 5)
+        assert f"s{step}" in tokens(page).nth(i).get_attribute("class").split()
+    page.get_by_role("button", name="Off").click()
+    assert page.locator(".text .t:not(.s0)").count() == 0
+
+
+def test_the_card_shows_the_servers_alternatives_before_and_after_sampling(page: Any, studio: Studio) -> None:
+    choose(page, "base")
+    generate(page, "line 7:", seed=5, max_tokens=8, temperature=0.5, top_k=4)
+    settings = {"seed": 5, "max_tokens": 8, "temperature": 0.5, "top_k": 4}
+    token = [e for e in events_of(studio, {"model": "base", "prompt": "line 7:", "settings": settings})
+             if e["type"] == "token"][3]  # fmt: skip
+    tokens(page).nth(3).hover()
+    card = page.get_by_role("dialog", name="Token")
+    card.wait_for()
+    rows = card.locator(".row")
+    assert rows.count() >= len(token["top"]) == 10
+    for i, one in enumerate(token["top"]):
+        said = rows.nth(i).get_attribute("aria-label")
+        before, after = re.match(r"(?s).*: (.*) by the model, (.*) after sampling", said).groups()
+        assert _near(before, one["logprob"])
+        sampled = {other["id"]: other["logprob"] for other in token["after"]["top"]}.get(one["id"])
+        assert after == "not listed" if sampled is None else _near(after, sampled)
+        assert one["spelling"].replace(" ", "␣").replace("\n", "⏎") in said
+    page.mouse.move(5, 5)
+    card.wait_for(state="detached")
+
+
+def _near(shown: str, logprob: float) -> bool:
+    """Whether a shown percentage is this one, in the digits that it has."""
+    if shown.startswith("<"):
+        return percent(logprob) < 0.01
+    if shown.startswith(">"):
+        return percent(logprob) > 99.9
+    return abs(float(shown.removesuffix(" %")) - percent(logprob)) <= 0.051
+
+
+def test_another_token_can_be_taken_and_every_branch_is_kept(page: Any) -> None:
+    choose(page, "base")
+    generate(page, "line 7:", seed=5, max_tokens=10)
+    first = answer(page)
+    kept = tokens(page).evaluate_all("(all) => all.slice(0, 4).map((one) => one.textContent).join('')")
+    tokens(page).nth(4).click()
+    with page.expect_request("**/studio/generate") as sent:
+        page.locator(".token-card .row:not(:disabled)").first.click()
+    finish(page)
+    body = sent.value.post_data_json
+    assert body["tokens"] and "prompt" not in body
+    second = answer(page)
+    assert second != first and second.startswith(kept)
+    assert page.locator(".text .t.chosen").count() == 1
+    branches = page.get_by_role("navigation", name="Branches").locator(".branch")
+    assert branches.count() == 2
+    branches.first.locator(".open").click()
+    assert answer(page) == first
+    branches.nth(1).locator(".open").click()
+    assert answer(page) == second
+    page.reload()
+    page.wait_for_selector(".text")
+    assert answer(page) == second and page.locator(".branch").count() == 2
+    page.get_by_role("button", name=re.compile("^Rename")).click()
+    page.get_by_label("Name", exact=True).fill(HOSTILE)
+    page.keyboard.press("Enter")
+    assert page.locator(".branch.current .words").inner_text() == HOSTILE
+    page.get_by_role("button", name=re.compile("^Delete")).click()
+    assert branches.count() == 1 and answer(page) == first
+
+
+def test_the_keyboard_suffices(page: Any) -> None:
+    choose(page, "base")
+    setting(page, "max_tokens", 10)
+    page.get_by_label("Prompt", exact=True).focus()
+    page.keyboard.type("line 7:")
+    page.keyboard.press("Control+Enter")
+    finish(page)
+    first = answer(page)
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        if page.evaluate("() => document.activeElement.classList.contains('text')"):
+            break
+    page.keyboard.press("End")
+    for _ in range(5):
+        page.keyboard.press("ArrowLeft")
+    assert page.locator(".text .t.at").get_attribute("data-i") == "4"
+    page.keyboard.press("Enter")
+    page.locator(".token-card .row:focus").wait_for()
+    page.keyboard.press("Escape")
+    page.locator(".token-card").wait_for(state="detached")
+    assert page.evaluate("() => document.activeElement.classList.contains('text')")
+    page.keyboard.press("Enter")
+    page.locator(".token-card .row:focus").wait_for()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    finish(page)
+    page.wait_for_function("() => document.querySelectorAll('.branch').length === 2")
+    assert answer(page) != first
+
+
+def test_any_place_can_be_edited_and_continued(page: Any) -> None:
+    choose(page, "base")
+    generate(page, "line 7:", seed=5, max_tokens=6)
+    text = shown_prompt(page) + answer(page)
+    page.get_by_role("button", name="Continue").click()
+    page.wait_for_function("() => document.querySelectorAll('.branch').length === 2")
+    finish(page)
+    longer = shown_prompt(page) + answer(page)
+    assert longer.startswith(text) and tokens(page).count() == 12
+    tokens(page).nth(3).click()
+    page.get_by_role("button", name="Edit from here").click()
+    box = page.get_by_label("Prompt", exact=True)
+    assert box.input_value() == longer
+    at = box.evaluate("(box) => box.selectionStart")
+    page.keyboard.type("fox")
+    assert box.input_value() == longer[:at] + "fox" + longer[at:]
+    page.keyboard.press("Control+Enter")
+    page.wait_for_function("() => document.querySelectorAll('.branch').length === 3")
+    finish(page)
+    assert shown_prompt(page) == longer[:at] + "fox" + longer[at:] and tokens(page).count() == 6
+    assert page.locator(".branches ul ul ul .branch").count() == 1, "it stands below the text that it was made from"
+    page.get_by_role("button", name="Edit text").click()
+    assert box.input_value() == shown_prompt(page) + answer(page)
+
+
+def test_regenerate_draws_another_seed_and_a_kept_seed_repeats_the_text(page: Any) -> None:
+    choose(page, "base")
+    generate(page, "line 7:", max_tokens=20)
+    first = answer(page)
+    page.get_by_role("button", name="Keep this seed").click()
+    seed = page.locator("#setting-seed").input_value()
+    assert seed.isdigit()
+    page.get_by_role("button", name="Regenerate").click()
+    page.wait_for_function("() => document.querySelectorAll('.branch').length === 2")
+    finish(page)
+    assert answer(page) == first
+    page.get_by_role("button", name="Draw a seed").click()
+    assert page.locator("#setting-seed").input_value() != seed
+    page.get_by_role("button", name="Clear", exact=True).click()
+    assert page.locator("#setting-seed").input_value() == ""
+    page.get_by_role("button", name="Regenerate").click()
+    page.wait_for_function("() => document.querySelectorAll('.branch').length === 3")
+    finish(page)
+    assert answer(page) != first
+
+
+def test_a_long_text_is_appended_to_and_can_be_stopped(page: Any, studio: Studio) -> None:
+    choose(page, LONG)
+    page.get_by_role("button", name="Text", exact=True).click()
+    setting(page, "max_tokens", 2500)
+    page.locator("#setting-ignore_eos, .check input").first.check()
+    page.get_by_label("Prompt", exact=True).fill("a")
+    page.evaluate("""() => {
+      window.gaps = []; let last = performance.now();
+      const frame = (now) => { gaps.push(now - last); last = now; requestAnimationFrame(frame); };
+      requestAnimationFrame(frame);
+    }""")
+    page.get_by_role("button", name="Generate").click()
+    page.wait_for_function("() => document.querySelectorAll('.t[data-part=answer]').length > 100")
+    page.evaluate("() => { document.querySelectorAll('.t[data-part=answer]')[3].mine = true }")
+    page.wait_for_function("() => document.querySelectorAll('.t[data-part=answer]').length > 1200")
+    gaps = page.evaluate("() => gaps.sort((a, b) => a - b)")
+    print(f"frames while 1,200 tokens came: median {gaps[len(gaps) // 2]:.0f} ms, longest {gaps[-1]:.0f} ms")
+    assert page.evaluate("() => document.querySelectorAll('.t[data-part=answer]')[3].mine"), "it was drawn anew"
+    page.get_by_role("button", name="Stop").first.click()
+    page.wait_for_selector("p.facts:has-text('stopped')")
+    n = tokens(page).count()
+    assert 1200 < n < 2500
+    with studio.http() as http:  # the server stopped too
+        assert "gptworks:num_requests_running" in (metrics := http.get("/metrics").text)
+        assert all(
+            line.endswith(" 0.0") for line in metrics.splitlines() if line.startswith("gptworks:num_requests_running")
+        )
+
+
+# --------------------------------------------------------------------------------------------------------- settings
+
+
+def test_settings_have_the_engines_defaults_and_are_sent(page: Any) -> None:
+    choose(page, "base")
+    given = SamplingSettings()
+    names = "temperature top_k top_p min_p repetition_penalty frequency_penalty presence_penalty max_tokens min_tokens"
+    for name in names.split():
+        assert float(page.locator(f"#setting-{name}").input_value()) == getattr(given, name), name
+        assert page.locator(f"#setting-{name}-about").inner_text().strip()
+    changed = dict(zip(names.split(), (0.3, 7, 0.9, 0.02, 1.1, 0.2, -0.1, 9, 2), strict=True)) | {"seed": 42}
+    for name, value in changed.items():
+        setting(page, name, value)
+    setting(page, "stop", "\\n\nzzz")
+    setting(page, "logit_bias", "5: -100")
+    page.get_by_label("ignore_eos").check()
+    page.get_by_label("score the prompt").check()
+    setting(page, "alternatives", 3)
+    page.get_by_label("Prompt", exact=True).fill("line 7:")
+    with page.expect_request("**/studio/generate") as sent:
+        page.get_by_role("button", name="Generate").click()
+    finish(page)
+    body = sent.value.post_data_json
+    assert body["settings"] == changed | {"stop": ["\n", "zzz"], "logit_bias": {"5": -100}, "ignore_eos": True}
+    assert body["n_top"] == 3 and body["score_prompt"] is True
+    assert page.locator(".text .t[data-part=prompt]:not(.s0)").count() > 0
+    setting(page, "top_p", "7")
+    assert page.locator("#setting-top_p").get_attribute("aria-invalid") == "true"
+    assert "From 0.01 to 1" in page.locator("#setting-top_p-about").inner_text()
+    page.get_by_role("button", name="Greedy").click()
+    assert page.locator("#setting-temperature").input_value() == "0"
+    assert page.locator("#setting-top_k").input_value() == "0" and page.locator("#setting-seed").input_value() == "42"
+    page.get_by_role("button", name="Default", exact=True).click()
+    assert page.locator("#setting-temperature").input_value() == "0.8"
+
+
+def test_a_prompt_that_was_scored_can_be_changed_at_a_token(page: Any) -> None:
+    choose(page, "base")
+    page.get_by_label("score the prompt").check()
+    generate(page, "line 7: the quick", seed=1, max_tokens=5)
+    page.locator(".text .t[data-part=prompt]").nth(3).click()
+    row = page.locator(".token-card .row:not(:disabled)").first
+    row.click()
+    page.wait_for_function("() => document.querySelectorAll('.branch').length === 2")
+    finish(page)
+    assert page.locator(".text .t[data-part=prompt]").count() == 4
+
+
+def test_a_refusal_is_shown(page: Any) -> None:
+    choose(page, "base")
+    page.get_by_label("Prompt", exact=True).fill("line 7: " * 400)
+    page.get_by_role("button", name="Generate").click()
+    page.locator(".column .problem").wait_for()
+    assert "128" in page.locator(".column .problem").inner_text()
+
+
+# -------------------------------------------------------------------------------------------- copying, side by side
+
+
+@pytest.mark.parametrize("kind", ["Text", "Branch", "Conversation"])
+def test_copied_commands_give_the_same_text(kind: str, studio: Studio, page: Any, tmp_path: Path) -> None:
+    if kind == "Conversation":
+        choose(page, "group/tuned")
+        setting(page, "max_tokens", 12)
+        setting(page, "seed", 11)
+        page.get_by_label("Message", exact=True).fill("what's 'of' brown?\n$HOME")
+        page.get_by_role("button", name="Send").click()
+        finish(page)
+    else:
+        choose(page, "base")
+        page.get_by_label("Checkpoint of column 1").select_option("40")
+        generate(page, 'it\'s $HOME "quoted" \\n\nline', seed=11, max_tokens=12, top_k=50)
+    if kind == "Branch":
+        tokens(page).nth(4).click()
+        page.locator(".token-card .row:not(:disabled)").first.click()
+        page.wait_for_function("() => document.querySelectorAll('.branch').length === 2")
+        finish(page)
+    whole = answer(page)
+    page.get_by_role("button", name="Copy as curl").click()
+    command = page.get_by_label("As curl").inner_text()
+    made = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True, timeout=60)
+    choice = json.loads(made.stdout)["choices"][0]
+    text = choice["message"]["content"] if kind == "Conversation" else choice["text"]
+    assert text and whole.endswith(text) and (kind == "Branch" or whole == text)
+    page.get_by_role("button", name="Copy as Python").click()
+    program = tmp_path / "program.py"
+    program.write_text(page.get_by_label("As Python").inner_text(), encoding="utf-8")
+    made = subprocess.run([sys.executable, str(program)], check=False, capture_output=True, text=True, timeout=120)
+    assert made.stdout.removesuffix("\n") == text, made.stderr
+
+
+def test_two_checkpoints_side_by_side_from_one_seed(page: Any, studio: Studio) -> None:
+    choose(page, "base")
+    page.get_by_role("button", name="Side by side").click()
+    page.get_by_label("Checkpoint of column 1").select_option("20")
+    page.get_by_label("Checkpoint of column 2").select_option("60")
+    generate(page, "line 7:", max_tokens=10)
+    seeds = {re.search(r"seed (\d+)", text)[1] for text in page.locator("p.facts").all_inner_texts()}
+    assert len(seeds) == 1
+    for column, step in enumerate((20, 60)):
+        body = {"model": "base", "checkpoint": step, "prompt": "line 7:",
+                "settings": {"seed": int(*seeds), "max_tokens": 10}}  # fmt: skip
+        text = "".join(e["text"] for e in events_of(studio, body) if e["type"] == "token")
+        assert answer(page, column) == text
+        assert f"step {step}" in page.locator("p.facts").nth(column).inner_text()
+    choose(page, HOSTILE, column=2)
+    generate(page, "line 8:", max_tokens=10)
+    assert page.locator(".branch").count() == 4
+    page.get_by_role("button", name="Close column 2").click()
+    assert page.locator(".column").count() == 1
+
+
+# ----------------------------------------------------------------------------------------------------- conversations
+
+
+def test_a_conversation(page: Any, studio: Studio) -> None:
+    choose(page, "group/tuned")
+    setting(page, "max_tokens", 10)
+    setting(page, "seed", 2)
+    page.get_by_label("System message").fill("Be brief.")
+    say(page, "what of brown 1?")
+    first = answer(page)
+    say(page, "what of lazy 2?")
+    with studio.http() as http:
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "what of brown 1?"}]
+        ask = {"model": "group/tuned", "seed": 2, "max_tokens": 10, "temperature": 0.8}
+        given = http.post("/v1/chat/completions", json=ask | {"messages": messages}).json()["choices"][0]["message"][
+            "content"
+        ]
+        assert first == given
+        messages += [{"role": "assistant", "content": given}, {"role": "user", "content": "what of lazy 2?"}]
+        given = http.post("/v1/chat/completions", json=ask | {"messages": messages}).json()["choices"][0]["message"][
+            "content"
+        ]
+        assert answer(page) == given
+    turns = page.locator(".turn")
+    assert turns.count() == 5
+    page.get_by_role("button", name="Edit: You, turn 2").click()
+    page.get_by_label("You", exact=True).fill("what of over 3?")
+    page.get_by_role("button", name="Save").click()
+    finish(page)
+    assert turns.count() == 3 and "over 3" in turns.nth(1).inner_text()
+    page.get_by_role("button", name="Edit: Model, turn 3").click()
+    page.get_by_label("Model", exact=True).fill(f"It is {HOSTILE}.")
+    page.get_by_role("button", name="Save").click()
+    assert HOSTILE in turns.nth(2).inner_text()
+    with page.expect_request("**/studio/generate") as sent:
+        say(page, "and then?")
+    assert [one["content"] for one in sent.value.post_data_json["messages"]] == [
+        "Be brief.", "what of over 3?", f"It is {HOSTILE}.", "and then?"]  # fmt: skip
+    page.get_by_role("button", name="Clear", exact=True).click()
+    n = page.locator(".branch").count()
+    page.get_by_role("button", name="Regenerate").click()
+    page.wait_for_function(f"() => document.querySelectorAll('.branch').length === {n + 1}")
+    finish(page)
+    tokens(page).first.click()
+    with page.expect_request("**/studio/generate") as sent:
+        page.locator(".token-card .row:not(:disabled)").first.click()
+    finish(page)
+    assert sent.value.post_data_json["answers"] is True and "messages" not in sent.value.post_data_json
+    page.get_by_role("button", name="New conversation").click()
+    assert turns.count() == 0
+
+
+def test_a_system_message_can_be_added_later_and_a_tuned_model_can_write_plain_text(page: Any) -> None:
+    choose(page, "group/tuned")
+    setting(page, "max_tokens", 5)
+    say(page, "hello")
+    page.get_by_role("button", name="Add a system message").click()
+    page.get_by_label("System message").fill("Be kind.")
+    with page.expect_request("**/studio/generate") as sent:
+        page.get_by_role("button", name="Save").click()
+    finish(page)
+    assert [one["role"] for one in sent.value.post_data_json["messages"]] == ["system", "user"]
+    page.get_by_role("button", name="Text", exact=True).click()
+    generate(page, "line 7:")
+    assert shown_prompt(page) == "line 7:"

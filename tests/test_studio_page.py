@@ -1,0 +1,50 @@
+"""The studio's static files: what is vendored, how large they are, what they may not contain."""
+
+import gzip
+import hashlib
+import re
+from pathlib import Path
+
+import gptworks
+
+STATIC = Path(gptworks.__file__).parent / "studio" / "static"
+OWN = [path for path in STATIC.rglob("*") if path.suffix in {".js", ".css", ".html"} and path.parent.name != "vendor"]
+
+
+def test_vendored_files_have_the_sums_and_licences_that_the_list_names() -> None:
+    listed = (STATIC / "vendor" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([^`]+)` \|.*\(`(LICENSE[^`]+)`\).*\| `([0-9a-f]{64})` \|$", listed, re.MULTILINE)
+    there = {path.name for path in (STATIC / "vendor").iterdir() if path.suffix in {".js", ".css"}}
+    assert {name for name, _, _ in rows} == there
+    for name, _, digest in rows:
+        assert hashlib.sha256((STATIC / "vendor" / name).read_bytes()).hexdigest() == digest, name
+    for licence in re.findall(r"`(LICENSE[^`]+)`", listed):
+        assert (STATIC / "vendor" / licence).stat().st_size > 1000, licence
+
+
+def test_the_static_files_are_small() -> None:
+    sizes = {path: len(gzip.compress(path.read_bytes(), 9)) for path in STATIC.rglob("*") if path.is_file()}
+    assert sum(sizes.values()) <= 400 * 1024
+
+
+def test_own_files_are_short_and_make_no_markup_from_texts() -> None:
+    for path in OWN:
+        text = path.read_text(encoding="utf-8")
+        assert text.count("\n") <= 450, path
+        banned = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|https?://(?!www\.w3)"
+        assert not re.search(banned, text.replace('"http://www.w3.org/2000/svg"', "")), path
+
+
+def test_the_page_has_no_inline_script_or_style_and_names_files_that_exist() -> None:
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", page)
+    names = re.findall(r'(?:href|src)="static/([^"]+)"', page)
+    assert names and all((STATIC / name).is_file() for name in names)
+
+
+def test_modules_import_each_other_by_relative_addresses() -> None:
+    for path in (path for path in OWN if path.suffix == ".js"):
+        found = re.findall(r'(?:\bfrom|\bimport)\s*\(?\s*"([^"]+)"', path.read_text(encoding="utf-8"))
+        for name in found:
+            assert name.startswith("."), f"{path}: {name}"
+            assert (path.parent / name).resolve().is_file(), f"{path}: {name}"
