@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-notebooks notebooks test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-crashes test-schema test-overload test-engine test-guide test-processors test-margins lint bench first-hour clean
+.PHONY: help demo pipeline bands test test-browser test-notebooks notebooks test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-crashes test-schema test-overload test-engine test-guide test-processors test-margins lint bench first-hour clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-engine  the engine in 5,000 random events against a loop without a cache (about 2 minutes)"
 	@echo "make test-guide  the commands of the README and the guide, in order, in an empty folder (about 10 minutes on 2 cores)"
 	@echo "make test-notebooks  the notebooks of docs/, by a kernel, in an empty folder (about 2 minutes on 2 cores); make notebooks keeps the outputs"
+	@echo "make test-browser  the studio's page in a browser (needs chromium and npm; about 5 minutes on 2 cores)"
 	@echo "make lint    ruff, mypy and the import contract"
 	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about an hour on 2 cores)"
 	@echo "make first-hour  init, train and tune on four folders of texts, beside the old defaults, nanoGPT's recipe and xz (over two hours)"
@@ -97,6 +98,15 @@ test-guide: .venv/.installed-dev
 
 test-notebooks: .venv/.installed-dev
 	$(BIN)/python -m pytest -m notebooks -rP tests/test_notebooks.py
+
+# The accessibility rules, axe-core, come from npm. GPTWORKS_SCREENSHOTS=folder keeps pictures of the page.
+AXE := .venv/axe-core-4.14.1
+test-browser: .venv/.installed-dev $(AXE)/axe.min.js
+	GPTWORKS_AXE=$(AXE)/axe.min.js $(BIN)/python -m pytest -m browser -rPs tests/test_browser_*.py
+
+$(AXE)/axe.min.js: | .venv/bin/python
+	cd .venv && npm pack --silent axe-core@4.14.1 >/dev/null
+	mkdir -p $(AXE) && tar -xzf $(AXE).tgz -C $(AXE) --strip-components 1
 
 notebooks: .venv/.installed-dev
 	GPTWORKS_KEEP_NOTEBOOKS=1 $(BIN)/python -m pytest -m notebooks tests/test_notebooks.py

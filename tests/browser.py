@@ -39,22 +39,18 @@ def make_runs(folder: Path) -> Path:
     """A base run with several checkpoints, a tuned one, one that writes markup, and a long one; in a folder `runs`."""
     runs, texts = folder / "runs", folder / "texts"
     texts.mkdir()
-    learns = {
-        "max_steps": 60,
-        "evaluate_every": 20,
-        "checkpoint_every": 20,
-        "keep_checkpoints": 5,
-        "learning_rate": 0.01,
-    }
+    learns = {"max_steps": 30, "evaluate_every": 10, "checkpoint_every": 10, "keep_checkpoints": 5}
+    learns |= {"learning_rate": 0.01}
     base = chats.base_tree(texts, **learns) | {"run_dir": str(runs / "base")}
-    tuned = chats.tune_tree(texts, **learns | {"max_steps": 40}) | {
+    tuned = chats.tune_tree(texts, **learns | {"max_steps": 20}) | {
         "run_dir": str(runs / "group" / "tuned"), "initialize_from": str(runs / "base"),
     }  # fmt: skip
     tuned["tokenizer"] |= {"path": str(runs / "base" / "tokenizer")}
     markup = folder / "markup"
     markup.mkdir()
     (markup / "text.txt").write_text(f"<script>alert(1)</script> {HOSTILE} & more\n" * 800, encoding="utf-8")
-    hostile = chats.base_tree(markup, **learns | {"max_steps": 40}) | {"run_dir": str(runs / HOSTILE)}
+    hostile = chats.base_tree(markup, **learns | {"max_steps": 20}) | {"run_dir": str(runs / HOSTILE)}
+    hostile["tokenizer"] |= {"vocab_size": 280}
     for tree in (base, tuned, hostile):
         train(parse_recipe(tree))
     serving.write_run(runs / LONG)

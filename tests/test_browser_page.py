@@ -54,7 +54,7 @@ def test_checkpoints_appear_while_a_run_trains(new_page: Callable[..., Any], stu
             page.wait_for_function(
                 "(before) => document.querySelectorAll('.choice select')[1].innerText !== before", arg=before
             )
-            assert "step 60" in steps.inner_text() and "step 60" not in before
+            assert "step 30" in steps.inner_text() and "step 30" not in before
             assert tokens(page).count() == 4
     finally:
         shutil.rmtree(folder)

@@ -308,7 +308,7 @@ def test_copied_commands_give_the_same_text(kind: str, studio: Studio, page: Any
         finish(page)
     else:
         choose(page, "base")
-        page.get_by_label("Checkpoint of column 1").select_option("40")
+        page.get_by_label("Checkpoint of column 1").select_option("20")
         generate(page, 'it\'s $HOME "quoted" \\n\nline', seed=11, max_tokens=12, top_k=50)
     if kind == "Branch":
         tokens(page).nth(4).click()
@@ -332,12 +332,12 @@ def test_copied_commands_give_the_same_text(kind: str, studio: Studio, page: Any
 def test_two_checkpoints_side_by_side_from_one_seed(page: Any, studio: Studio) -> None:
     choose(page, "base")
     page.get_by_role("button", name="Side by side").click()
-    page.get_by_label("Checkpoint of column 1").select_option("20")
-    page.get_by_label("Checkpoint of column 2").select_option("60")
+    page.get_by_label("Checkpoint of column 1").select_option("10")
+    page.get_by_label("Checkpoint of column 2").select_option("30")
     generate(page, "line 7:", max_tokens=10)
     seeds = {re.search(r"seed (\d+)", text)[1] for text in page.locator("p.facts").all_inner_texts()}
     assert len(seeds) == 1
-    for column, step in enumerate((20, 60)):
+    for column, step in enumerate((10, 30)):
         body = {"model": "base", "checkpoint": step, "prompt": "line 7:",
                 "settings": {"seed": int(*seeds), "max_tokens": 10}}  # fmt: skip
         text = "".join(e["text"] for e in events_of(studio, body) if e["type"] == "token")
