@@ -25,7 +25,7 @@ export function Branches({ session }) {
 
 function Item({ session, branch, several, renaming, rename, current }) {
   const { tree } = session;
-  const n = tree.answer(branch).length;
+  const n = tree.length(branch);
   const words = branch.name || firstWords(tree, branch);
   const named = (event) => {
     event.preventDefault();

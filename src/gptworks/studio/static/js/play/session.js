@@ -176,7 +176,7 @@ export class Session {
   /** Go on at the end of the text. */
   proceed(index) {
     const branch = this.tree.get(this.columns[index].current);
-    const at = this.tree.answer(branch).length;
+    const at = this.tree.length(branch);
     this.run(index, { parent: branch.id, at }, { tokens: this.tree.ids(branch), like: branch });
   }
 

@@ -59,6 +59,11 @@ export class Tree {
     return this.segments(branch).flatMap(({ tokens, n }) => tokens.slice(0, n));
   }
 
+  /** Tokens of the answer. */
+  length(branch) {
+    return this.segments(branch).reduce((sum, { n }) => sum + n, 0);
+  }
+
   answerText(branch) {
     return branch.edited ?? this.answer(branch).map((token) => token.text).join("") + branch.rest;
   }
