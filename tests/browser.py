@@ -1,7 +1,7 @@
 """A studio in a thread over tiny runs, and a real browser that opens its page.
 
 A browser is looked for as GPTWORKS_BROWSER and `chromium`. GPTWORKS_AXE names axe-core's script (make test-browser sets
-it); screenshots are kept in the folder GPTWORKS_SCREENSHOTS, where it is set.
+it); screenshots are kept in the folder GPTWORKS_SCREENSHOTS, where it is set. conftest.py offers the fixtures.
 """
 
 import os
@@ -12,15 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import pytest
-
-import chats
-import serving
-from gptworks.recipe import parse_recipe
-from gptworks.serve.server import make_server
-from gptworks.serve.settings import ServerSettings
-from gptworks.train.loop import train
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 """A run's folder, and what its model writes."""
@@ -37,6 +29,11 @@ window.alert = () => violations.push("alert");
 
 def make_runs(folder: Path) -> Path:
     """A base run with several checkpoints, a tuned one, one that writes markup, and a long one; in a folder `runs`."""
+    import chats
+    import serving
+    from gptworks.recipe import parse_recipe
+    from gptworks.train.loop import train
+
     runs, texts = folder / "runs", folder / "texts"
     texts.mkdir()
     learns = {"max_steps": 30, "evaluate_every": 10, "checkpoint_every": 10, "keep_checkpoints": 5}
@@ -49,7 +46,7 @@ def make_runs(folder: Path) -> Path:
     markup = folder / "markup"
     markup.mkdir()
     (markup / "text.txt").write_text(f"<script>alert(1)</script> {HOSTILE} & more\n" * 800, encoding="utf-8")
-    hostile = chats.base_tree(markup, **learns | {"max_steps": 20}) | {"run_dir": str(runs / HOSTILE)}
+    hostile = chats.base_tree(markup, **learns | {"max_steps": 60}) | {"run_dir": str(runs / HOSTILE)}
     hostile["tokenizer"] |= {"vocab_size": 280}
     for tree in (base, tuned, hostile):
         train(parse_recipe(tree))
@@ -63,7 +60,10 @@ class Studio:
     def __init__(self, url: str, runs: Path, key: str | None) -> None:
         self.url, self.runs, self.key = url, runs, key
 
-    def http(self) -> httpx.Client:
+    def http(self) -> Any:
+        """An HTTP client."""
+        import httpx2 as httpx
+
         headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
         return httpx.Client(base_url=self.url, headers=headers, timeout=120)
 
@@ -72,6 +72,9 @@ class Studio:
 def open_studio(runs: Path, key: str | None = None) -> Iterator[Studio]:
     """A studio while the `with` lasts."""
     from gptworks.studio.app import create_studio
+
+    from gptworks.serve.server import make_server
+    from gptworks.serve.settings import ServerSettings
 
     listens, found = threading.Event(), []
 
@@ -129,7 +132,7 @@ def new_page(chromium: Any) -> Iterator[Callable[..., Any]]:
         for page in context.pages:
             problems += page.evaluate("() => window.violations ?? []")
         context.close()
-    assert problems == []
+    assert not problems, problems
 
 
 @pytest.fixture
@@ -180,7 +183,7 @@ def generate(page: Any, prompt: str, **settings: object) -> None:
     for name, value in settings.items():
         setting(page, name, value)
     page.get_by_label("Prompt", exact=True).fill(prompt)
-    page.get_by_role("button", name="Generate").click()
+    page.get_by_role("button", name="Generate", exact=True).click()
     finish(page)
 
 

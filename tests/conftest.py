@@ -7,6 +7,9 @@ import pytest
 import torch
 
 import tiny
+from browser import chromium, new_page, page, studio
+
+__all__ = ["chromium", "new_page", "page", "studio"]
 
 os.environ.setdefault("GPTWORKS_NATIVE", "1")  # where both can compute, no measurement decides which does
 os.fsync = lambda descriptor: None  # a disk's waits; test_crash_consistency.py holds what is flushed, unpatched

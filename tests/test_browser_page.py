@@ -16,20 +16,15 @@ from browser import (
     answer,
     axe,
     choose,
-    chromium,
     finish,
     generate,
-    new_page,
     open_studio,
-    page,
     say,
     screenshot,
-    studio,
     tokens,
 )
 
 pytestmark = pytest.mark.browser
-__all__ = ["chromium", "new_page", "page", "studio"]
 
 SIZES = {360: (360, 800), 1280: (1280, 900), 3840: (3840, 2160)}
 
@@ -94,7 +89,7 @@ def test_the_page_says_when_the_server_is_gone(new_page: Callable[..., Any], stu
         page.wait_for_selector(".play")
         assert page.locator(".connection").inner_text() == "Connected"
     page.get_by_label("Prompt", exact=True).fill("a")
-    page.get_by_role("button", name="Generate").click()
+    page.get_by_role("button", name="Generate", exact=True).click()
     page.locator(".column .problem:has-text('does not answer')").wait_for()
 
 
@@ -141,7 +136,7 @@ def test_axe_finds_nothing_and_every_width_fits(new_page: Callable[..., Any], st
         choose(page, "base")
         if width == 360:
             page.locator("summary", has_text="Settings").click()
-        generate(page, "line 7: the quick brown fox", seed=5, max_tokens=60, temperature=1.2)
+        generate(page, "line 7: the quick brown fox", seed=5, max_tokens=60)
         if width == 360:
             page.locator("summary", has_text="Settings").click()
         screenshot(page, f"play-text-{width}-{scheme}")
@@ -154,14 +149,14 @@ def test_axe_finds_nothing_and_every_width_fits(new_page: Callable[..., Any], st
         page.locator(".token-card .row:not(:disabled)").nth(1).click()
         finish(page)
         page.get_by_role("button", name="Side by side").click()
-        page.get_by_role("button", name="Generate").click()
+        page.get_by_role("button", name="Generate", exact=True).click()
         finish(page)
         page.get_by_role("button", name="Copy as curl").first.click()
         assert axe(page) == []
         screenshot(page, f"play-two-{width}-{scheme}")
         page.get_by_role("button", name="Close column 2").click()
         choose(page, "group/tuned")
-        page.get_by_role("button", name="New text").click()
+        page.get_by_role("button", name="New conversation").click()
         say(page, "what of brown 1?")
         say(page, "what of lazy 2?")
         assert axe(page) == []
@@ -200,7 +195,7 @@ def test_first_paint_and_first_token_are_measured(page: Any) -> None:
       const clicked = () => (window.clicked = performance.now());
       document.querySelector(".button.primary").addEventListener("click", clicked, true);
     }""")
-    page.get_by_role("button", name="Generate").click()
+    page.get_by_role("button", name="Generate", exact=True).click()
     finish(page)
     token = page.evaluate("() => window.seen - window.clicked")
     print(f"first contentful paint {paint:.0f} ms, first token {token:.0f} ms after the click")

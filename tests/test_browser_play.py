@@ -15,21 +15,16 @@ from browser import (
     Studio,
     answer,
     choose,
-    chromium,
     finish,
     generate,
-    new_page,
-    page,
     say,
     setting,
     shown_prompt,
-    studio,
     tokens,
 )
 from gptworks.infer.sampling import SamplingSettings
 
 pytestmark = pytest.mark.browser
-__all__ = ["chromium", "new_page", "page", "studio"]
 
 
 def events_of(studio: Studio, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -83,11 +78,11 @@ def test_the_card_shows_the_servers_alternatives_before_and_after_sampling(page:
     rows = card.locator(".row")
     assert rows.count() >= len(token["top"]) == 10
     for i, one in enumerate(token["top"]):
-        said = rows.nth(i).get_attribute("aria-label")
+        said = rows.nth(i).text_content().replace("–", "")
         before, after = re.match(r"(?s).*: (.*) by the model, (.*) after sampling", said).groups()
         assert _near(before, one["logprob"])
         sampled = {other["id"]: other["logprob"] for other in token["after"]["top"]}.get(one["id"])
-        assert after == "not listed" if sampled is None else _near(after, sampled)
+        assert after == "not listed" if sampled is None else _near(after, sampled), (said, sampled)
         assert one["spelling"].replace(" ", "␣").replace("\n", "⏎") in said
     page.mouse.move(5, 5)
     card.wait_for(state="detached")
@@ -220,7 +215,7 @@ def test_a_long_text_is_appended_to_and_can_be_stopped(page: Any, studio: Studio
       const frame = (now) => { gaps.push(now - last); last = now; requestAnimationFrame(frame); };
       requestAnimationFrame(frame);
     }""")
-    page.get_by_role("button", name="Generate").click()
+    page.get_by_role("button", name="Generate", exact=True).click()
     page.wait_for_function("() => document.querySelectorAll('.t[data-part=answer]').length > 100")
     page.evaluate("() => { document.querySelectorAll('.t[data-part=answer]')[3].mine = true }")
     page.wait_for_function("() => document.querySelectorAll('.t[data-part=answer]').length > 1200")
@@ -258,7 +253,7 @@ def test_settings_have_the_engines_defaults_and_are_sent(page: Any) -> None:
     setting(page, "alternatives", 3)
     page.get_by_label("Prompt", exact=True).fill("line 7:")
     with page.expect_request("**/studio/generate") as sent:
-        page.get_by_role("button", name="Generate").click()
+        page.get_by_role("button", name="Generate", exact=True).click()
     finish(page)
     body = sent.value.post_data_json
     assert body["settings"] == changed | {"stop": ["\n", "zzz"], "logit_bias": {"5": -100}, "ignore_eos": True}
@@ -289,7 +284,7 @@ def test_a_prompt_that_was_scored_can_be_changed_at_a_token(page: Any) -> None:
 def test_a_refusal_is_shown(page: Any) -> None:
     choose(page, "base")
     page.get_by_label("Prompt", exact=True).fill("line 7: " * 400)
-    page.get_by_role("button", name="Generate").click()
+    page.get_by_role("button", name="Generate", exact=True).click()
     page.locator(".column .problem").wait_for()
     assert "128" in page.locator(".column .problem").inner_text()
 

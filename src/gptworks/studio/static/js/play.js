@@ -76,8 +76,8 @@ function useAnnouncements(session, busy, say) {
   useEffect(() => {
     if (!busy) return undefined;
     say("Generating.");
-    const index = session.columns.findIndex((column) => column.work);
-    const branch = session.tree.get(session.columns[index].current);
+    const branch = session.tree.get(session.columns.find((column) => column.work)?.work.branch);
+    if (!branch) return undefined; // it ended already
     let n = 0;
     const rest = () => {
       const text = branch.tokens.slice(n).map((token) => token.text).join("");

@@ -14,11 +14,12 @@ function rows(token) {
   return [...made.values()];
 }
 
-function Bar({ logprob }) {
-  if (logprob == null) return html`<span class="bar none">–</span>`;
+function Bar({ logprob, of }) {
+  const said = html`<span class="hidden-text"> ${of}, </span>`;
+  if (logprob == null) return html`<span class="bar none"><span aria-hidden="true">–</span><span class="hidden-text">not listed</span>${said}</span>`;
   const width = `${100 * Math.exp(logprob)}%`;
   return html`<span class="bar"><span class="length" style=${{ width }}></span><span class="number">${
-    percent(Math.exp(logprob))}</span></span>`;
+    percent(Math.exp(logprob))}</span>${said}</span>`;
 }
 
 /** `anchor`: the token's element. `pinned`: it stays, and takes the focus. */
@@ -57,17 +58,12 @@ export function TokenCard({ token, place, anchor, pinned, take, edit, close, hol
     ${token.top?.length > 0 && html`<div class="rows">
       <div class="names quiet" aria-hidden="true"><span></span><span>Model</span><span>${sampled && "After sampling"}</span></div>
       ${shown.map((one) => html`<button key=${one.id} class=${cx("row", one.id === token.id && "this")}
-          disabled=${one.id === token.id} onClick=${() => take(one, token)}
-          aria-label=${`${visible(one.spelling)}: ${said(one.before)} by the model, ${said(one.after)} after sampling${
-            one.id === token.id ? ", the token here" : ""}`}>
-        <bdi class="spelling">${visible(one.spelling)}</bdi><${Bar} logprob=${one.before} />${
-        sampled ? html`<${Bar} logprob=${one.after} />` : html`<span></span>`}</button>`)}
+          disabled=${one.id === token.id} onClick=${() => take(one, token)}>
+        <bdi class="spelling">${visible(one.spelling)}</bdi><span class="hidden-text">: </span>
+        <${Bar} logprob=${one.before} of="by the model" />${sampled && html`<${Bar} logprob=${one.after} of="after sampling" />`}${
+        one.id === token.id && html`<span class="hidden-text">the token here</span>`}</button>`)}
     </div>
     <p class="quiet hint">Choose one and the text goes on from there.</p>`}
     ${edit && html`<button class="button small" onClick=${() => edit(place)}>Edit from here</button>`}
   </div>`;
-}
-
-function said(logprob) {
-  return logprob == null ? "not listed" : percent(Math.exp(logprob));
 }
