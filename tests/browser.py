@@ -36,17 +36,17 @@ def make_runs(folder: Path) -> Path:
 
     runs, texts = folder / "runs", folder / "texts"
     texts.mkdir()
-    learns = {"max_steps": 30, "evaluate_every": 10, "checkpoint_every": 10, "keep_checkpoints": 5}
+    learns = {"max_steps": 60, "evaluate_every": 20, "checkpoint_every": 20, "keep_checkpoints": 5}
     learns |= {"learning_rate": 0.01}
     base = chats.base_tree(texts, **learns) | {"run_dir": str(runs / "base")}
-    tuned = chats.tune_tree(texts, **learns | {"max_steps": 20}) | {
+    tuned = chats.tune_tree(texts, **learns | {"max_steps": 40}) | {
         "run_dir": str(runs / "group" / "tuned"), "initialize_from": str(runs / "base"),
     }  # fmt: skip
     tuned["tokenizer"] |= {"path": str(runs / "base" / "tokenizer")}
     markup = folder / "markup"
     markup.mkdir()
     (markup / "text.txt").write_text(f"<script>alert(1)</script> {HOSTILE} & more\n" * 800, encoding="utf-8")
-    hostile = chats.base_tree(markup, **learns | {"max_steps": 60}) | {"run_dir": str(runs / HOSTILE)}
+    hostile = chats.base_tree(markup, **learns) | {"run_dir": str(runs / HOSTILE)}
     hostile["tokenizer"] |= {"vocab_size": 280}
     for tree in (base, tuned, hostile):
         train(parse_recipe(tree))
@@ -71,10 +71,9 @@ class Studio:
 @contextmanager
 def open_studio(runs: Path, key: str | None = None) -> Iterator[Studio]:
     """A studio while the `with` lasts."""
-    from gptworks.studio.app import create_studio
-
     from gptworks.serve.server import make_server
     from gptworks.serve.settings import ServerSettings
+    from gptworks.studio.app import create_studio
 
     listens, found = threading.Event(), []
 

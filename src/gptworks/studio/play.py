@@ -167,7 +167,7 @@ async def _events(generation: Generation, body: GenerateRequest, step: int | Non
     started = not body.score_prompt  # the scores are known when the first token comes
     if started:
         yield [start()]
-    n_tokens, first_at = 0, time.monotonic()
+    n_tokens, first_at, logprob = 0, time.monotonic(), 0.0
     async for deltas in generation.deltas():
         events = [] if started else [start()]
         started, now = True, time.monotonic()
@@ -176,6 +176,7 @@ async def _events(generation: Generation, body: GenerateRequest, step: int | Non
             if piece.token_id is not None:
                 n_tokens, rest = n_tokens + 1, ""
                 first_at = now if n_tokens == 1 else first_at
+                logprob += 0.0 if piece.logprob is None else piece.logprob.logprob
                 after = piece.processed and spell.scores(piece.processed)
                 events.append(
                     {"type": "token", **spell.token(piece.token_id, piece.text, piece.logprob), "after": after}
@@ -186,6 +187,7 @@ async def _events(generation: Generation, body: GenerateRequest, step: int | Non
                     "type": "end", "reason": piece.finish_reason, "text": rest, "generated": n_tokens,
                     "seconds": now - generation.began,
                     "tokens_per_second": (n_tokens - 1) / seconds if n_tokens > 1 and seconds > 0 else None,
+                    "mean_logprob": _finite(logprob / n_tokens) if n_tokens else None,
                 })  # fmt: skip
         yield events
 

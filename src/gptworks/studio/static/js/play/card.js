@@ -32,6 +32,8 @@ export function TokenCard({ token, place, anchor, pinned, take, edit, close, hol
     const below = box.bottom + height + 8 < innerHeight || box.top < height + 8;
     style.setProperty("left", `${scrollX + Math.max(8, Math.min(box.left, document.documentElement.clientWidth - width - 8))}px`);
     style.setProperty("top", `${scrollY + (below ? box.bottom + 4 : box.top - height - 4)}px`);
+    const covered = box.bottom + 8 - card.current.getBoundingClientRect().top; // by a card at the foot of a small screen
+    if (getComputedStyle(card.current).position === "fixed" && covered > 0) scrollBy(0, covered);
   }, [anchor, token]);
   useEffect(() => {
     if (pinned) (card.current.querySelector(".row:not(:disabled)") ?? card.current).focus({ preventScroll: true });

@@ -151,9 +151,8 @@ function Actions({ session, index, branch, work, say, edit }) {
       ${made && html`<button class="button small" disabled=${!branch.tokens.length} onClick=${() => session.proceed(index)}>Continue</button>
       <button class="button small" onClick=${() => session.regenerate(index)}>Regenerate</button>`}
       ${edit && html`<button class="button small" onClick=${edit}>Edit text</button>`}
-      ${made && whole && html`<span class="fill"></span>
-      <button class="button plain small" onClick=${copy(curl, "curl")}>Copy as curl</button>
-      <button class="button plain small" onClick=${copy(python, "Python")}>Copy as Python</button>`}
+      ${made && whole && html`<span class="copies"><button class="button plain small" onClick=${copy(curl, "curl")}>Copy as curl</button>
+      <button class="button plain small" onClick=${copy(python, "Python")}>Copy as Python</button></span>`}
     </div>
     ${shown && html`<div class="copied"><div class="head"><span class="quiet">${shown.name}</span><span class="fill"></span>
       <button class="button plain small" aria-label="Close the copied text" onClick=${() => show(null)}>✕</button></div>

@@ -2,11 +2,13 @@
 
 import { cx, html, memo, useEffect, useState } from "../ui.js";
 
+const MOST_TOKENS = 1048576;
+
 /** In the order of the panel. `off` is the value that changes nothing. */
 export const SETTINGS = [
   { key: "temperature", value: 0.8, least: 0, most: 2, step: 0.05, group: "choice",
     about: "Divides the logits: lower is safer, higher is bolder. 0 always takes the likeliest token." },
-  { key: "top_k", value: 0, least: 0, most: 1048576, step: 1, group: "choice", slide: 100,
+  { key: "top_k", value: 0, least: 0, most: MOST_TOKENS, step: 1, group: "choice", slide: 100,
     about: "Keeps the k likeliest tokens. 0 keeps all." },
   { key: "top_p", value: 1, least: 0.01, most: 1, step: 0.01, group: "choice",
     about: "Keeps the fewest likeliest tokens whose probabilities reach this sum. 1 keeps all." },
@@ -18,9 +20,9 @@ export const SETTINGS = [
     about: "Taken from a token's logit for each time it was generated. 0 is off." },
   { key: "presence_penalty", value: 0, least: -2, most: 2, step: 0.1, group: "penalties",
     about: "Taken from a token's logit once it was generated. 0 is off." },
-  { key: "max_tokens", value: 200, least: 1, most: 1048576, step: 1, group: "length", slide: 1000,
+  { key: "max_tokens", value: 200, least: 1, most: MOST_TOKENS, step: 1, group: "length", slide: 1000,
     about: "Tokens generated at most; the model's context may end the text earlier." },
-  { key: "min_tokens", value: 0, least: 0, most: 1048576, step: 1, group: "length", slide: 1000,
+  { key: "min_tokens", value: 0, least: 0, most: MOST_TOKENS, step: 1, group: "length", slide: 1000,
     about: "No token that ends the text is chosen before this many. Stop texts still end it." },
 ];
 const GROUPS = { choice: "Choice of the next token", penalties: "Penalties", length: "Length" };
@@ -98,6 +100,7 @@ function Dial({ one, value, set }) {
   const [draft, setDraft] = useState(null);
   const { key, least, most, step } = one;
   const id = `setting-${key}`;
+  const range = most === MOST_TOKENS ? `${least} or more` : `${least} to ${most}`;
   const typed = (event) => {
     const number = Number(event.target.value);
     const good = event.target.value.trim() !== "" && number >= least && number <= most && (step < 1 || number % 1 === 0);
@@ -112,8 +115,8 @@ function Dial({ one, value, set }) {
     <input id=${id} class="field number" inputmode="decimal" value=${draft ?? value} aria-invalid=${String(draft != null)}
       aria-describedby=${`${id}-about`} onInput=${typed} onBlur=${() => setDraft(null)} />
     <p id=${`${id}-about`} class="about">${draft != null
-      ? html`<span class="problem">From ${least} to ${most}${step < 1 ? "" : ", a whole number"}.</span>`
-      : one.about} <span class="range">${least}–${most === 1048576 ? "…" : most}, default ${one.value}</span></p>
+      ? html`<span class="problem">${range}${step < 1 ? "" : ", a whole number"}.</span>`
+      : one.about} <span class="range">${range}, default ${one.value}.</span></p>
   </div>`;
 }
 

@@ -50,6 +50,7 @@ function chunks(list, n, offset, kind, name, key) {
 export function TokenText({ tree, branch, kind, busy, withPrompt, look, leave, edit, say, label }) {
   const pane = useRef(null);
   const cursor = useRef(null);
+  const hovered = useRef(null);
   const spans = () => [...pane.current.querySelectorAll(".t")];
   const mark = (element) => {
     cursor.current?.classList.remove("at");
@@ -85,10 +86,13 @@ export function TokenText({ tree, branch, kind, busy, withPrompt, look, leave, e
       leave(true);
     }
   };
-  const over = (event) => {
+  const over = (event) => { // real moves alone: a text that grows below a resting pointer opens nothing
     const element = event.target.closest(".t");
-    if (element && event.pointerType === "mouse") look(element.dataset.part, Number(element.dataset.i), element, false);
+    if (!element || element === hovered.current || event.pointerType !== "mouse") return;
+    hovered.current = element;
+    look(element.dataset.part, Number(element.dataset.i), element, false);
   };
+  const out = () => ((hovered.current = null), leave(false));
   const click = (event) => {
     const element = event.target.closest(".t");
     if (!element || String(getSelection())) return;
@@ -102,7 +106,7 @@ export function TokenText({ tree, branch, kind, busy, withPrompt, look, leave, e
     return made;
   });
   return html`<div class="text" ref=${pane} tabindex="0" role="group" aria-label=${label} aria-busy=${String(busy)}
-      onKeyDown=${walk} onPointerOver=${over} onPointerLeave=${() => leave(false)} onClick=${click}
+      onKeyDown=${walk} onPointerMove=${over} onPointerLeave=${out} onClick=${click}
     >${withPrompt && html`<span class="prompt">${
       chunks(tree.root(branch).prompt_tokens, tree.root(branch).prompt_tokens.length, 0, kind, "prompt", "prompt")}</span>`}${
       branch.edited ?? answer}${branch.rest}${busy && html`<span class="caret" aria-hidden="true"></span>`}</div>`;
