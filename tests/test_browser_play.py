@@ -52,7 +52,7 @@ def test_a_text_is_written_and_its_tokens_are_shaded(page: Any, studio: Studio) 
     assert "12 tokens" in page.locator(".facts").first.inner_text()
     assert re.search(r"[\d,]+ tokens/s", page.locator("p.facts").first.inner_text())
     mean = sum(token["logprob"] for token in written) / len(written)
-    assert f"12 tokens · mean {mean:.3f}" in page.locator(".branch .facts").inner_text()
+    assert f"12 tokens · mean {mean:.4g}" in page.locator(".branch .facts").inner_text()
     bounds = [0.5, 0.2, 0.05, 0.01, 0.001, 0]
     for i, token in enumerate(written):
         step = next(n for n, bound in enumerate(bounds) if percent(token["logprob"]) / 100 >= bound)

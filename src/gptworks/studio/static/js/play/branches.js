@@ -1,7 +1,7 @@
 // The tree of branches: walk it, rename, delete.
 
 import { count, figure, visible } from "../format.js";
-import { cx, html, useState } from "../ui.js";
+import { cx, html, useEffect, useRef, useState } from "../ui.js";
 
 const FIRST_CHARACTERS = 48;
 
@@ -9,6 +9,14 @@ export function Branches({ session }) {
   const { tree } = session;
   const shown = new Set(session.columns.map((column) => column.current));
   const [renaming, rename] = useState(null);
+  const nav = useRef(null);
+  useEffect(() => { // the current branch in sight, without moving the page
+    const box = nav.current?.closest("details");
+    const at = nav.current?.querySelector(".current")?.getBoundingClientRect();
+    if (!at) return;
+    const { top, bottom } = box.getBoundingClientRect();
+    if (at.bottom > bottom || at.top < top) box.scrollTop += at.bottom > bottom ? at.bottom - bottom + 8 : at.top - top - 8;
+  }, [[...shown].join()]);
   if (!tree.branches.size) return html`<p class="quiet">Every text is kept here: what you generate, and each other way you take.</p>`;
   const below = new Map();
   for (const branch of tree.branches.values()) {
@@ -20,7 +28,7 @@ export function Branches({ session }) {
     <${Item} ...${{ session, branch, several, renaming: renaming === branch.id, rename, current: shown.has(branch.id) }} />
     ${list(below.get(branch.id))}</li>`;
   const list = (branches) => branches && html`<ul>${branches.map(item)}</ul>`;
-  return html`<nav class="branches" aria-label="Branches">${list(below.get(null))}</nav>`;
+  return html`<nav class="branches" aria-label="Branches" ref=${nav}>${list(below.get(null))}</nav>`;
 }
 
 function Item({ session, branch, several, renaming, rename, current }) {
