@@ -215,7 +215,7 @@ def test_only_what_decides_a_curve_counts(tmp_path: Path) -> None:
     other = write_run(tmp_path / "c", [], 1, model={"d_ff": 64})
     assert fingerprint(first.recipe) == fingerprint(same.recipe) != fingerprint(other.recipe)
     assert decisive(other.recipe)["model.d_ff"] == 64
-    assert find_band(first) is None
+    assert find_band(first.recipe) is None
 
 
 # --------------------------------------------------------------------------------------------- comparing
@@ -488,5 +488,5 @@ def test_a_band_is_found_by_its_settings(tmp_path: Path, monkeypatch: pytest.Mon
     band = make_band(runs)
     bands: list[Band] = [band]
     monkeypatch.setattr("gptworks.runs.bands.shipped_bands", lambda: bands)
-    assert find_band(runs[0]) is band
-    assert find_band(write_run(tmp_path / "odd", [], 1, model={"d_ff": 64})) is None
+    assert find_band(runs[0].recipe) is band
+    assert find_band(write_run(tmp_path / "odd", [], 1, model={"d_ff": 64}).recipe) is None

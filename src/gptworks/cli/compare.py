@@ -90,7 +90,7 @@ def compare(
         return
     given = None if against is None else bands.read_band(against)
     with working(f"comparing {len(runs)} runs"):
-        comparison = compare_runs(histories, [given or bands.find_band(history) for history in histories])
+        comparison = compare_runs(histories, [given or bands.find_band(history.recipe) for history in histories])
         if html is not None:
             write_page(to_html(comparison), html, "--html")
     if html is not None:

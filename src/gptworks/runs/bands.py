@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from gptworks.config import PositiveInt, Section
+from gptworks.config import PositiveInt, Recipe, Section
 from gptworks.errors import UserError
 from gptworks.files import write_whole
 from gptworks.runs.history import History
@@ -190,9 +190,9 @@ def shipped_bands() -> list[Band]:
     return [Band.model_validate_json(path.read_text(encoding="utf-8")) for path in sorted(paths, key=lambda p: p.name)]
 
 
-def find_band(run: History) -> Band | None:
-    """The shipped band of the run's recipe; None where no shipped one has its settings."""
-    settings = settings_fingerprint(decisive(run.recipe))
+def find_band(recipe: Recipe) -> Band | None:
+    """The shipped band of a recipe; None where no shipped one has its settings."""
+    settings = settings_fingerprint(decisive(recipe))
     return next((band for band in shipped_bands() if band.fingerprint == settings), None)
 
 

@@ -4,6 +4,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gptworks.files import write_whole
 from gptworks.pages.chart import WIDE, Chart, Series, picture
 from gptworks.pages.drawing import Point
@@ -26,18 +29,38 @@ def dot_titles(records: Sequence[Record], key: str = "loss") -> list[str]:
 
 def smoothed(curve: Sequence[Point], decay: float = 0.8) -> list[Point]:
     """The mean of two moving averages, from the left and from the right, so that the curve does not lag."""
-    values = [y for _, y in curve]
-    pairs = zip(_averages(values, decay), reversed(_averages(values[::-1], decay)), strict=True)
-    return [(x, (left + right) / 2) for (x, _), (left, right) in zip(curve, pairs, strict=True)]
+    values = np.array([y for _, y in curve], float)
+    pairs = (moving_average(values, decay) + moving_average(values[::-1], decay)[::-1]) / 2
+    return list(zip((x for x, _ in curve), pairs.tolist(), strict=True))
 
 
-def _averages(values: list[float], decay: float) -> list[float]:
-    """Exponential moving average without the bias of its start (Kingma & Ba, 2015, section 3)."""
-    averages, average = [], 0.0
-    for i, value in enumerate(values):
-        average = decay * average + (1 - decay) * value if math.isfinite(value) else average
-        averages.append(average / (1 - decay ** (i + 1)))
-    return averages
+_BLOCK = 64
+
+
+def moving_average(values: NDArray[np.float64], decay: float) -> NDArray[np.float64]:
+    """Exponential moving average without the bias of its start (Kingma & Ba, 2015, section 3).
+
+    A value that is not finite leaves the average as it is. Computed in blocks: within one as a product of matrices,
+    from one to the next step by step.
+    """
+    finite = np.isfinite(values)
+    known = values[finite]
+    n_blocks = -(-len(known) // _BLOCK)
+    if decay == 0 or not n_blocks:
+        averages = known
+    else:
+        rows = np.zeros((n_blocks, _BLOCK))
+        rows.reshape(-1)[: len(known)] = known
+        ages = np.arange(_BLOCK)[:, None] - np.arange(_BLOCK)
+        inside = rows @ np.where(ages >= 0, (1 - decay) * decay ** np.maximum(ages, 0.0), 0.0).T
+        before = np.zeros(n_blocks)
+        for i in range(1, n_blocks):
+            before[i] = inside[i - 1, -1] + decay**_BLOCK * before[i - 1]
+        inside += before[:, None] * decay ** np.arange(1.0, _BLOCK + 1)
+        averages = inside.reshape(-1)[: len(known)] / (1 - decay ** np.arange(1.0, len(known) + 1))
+    if finite.all():
+        return averages
+    return np.concatenate([[np.nan], averages])[np.cumsum(finite)]
 
 
 def training_chart(

@@ -2,12 +2,13 @@
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from gptworks.config import Recipe
 from gptworks.files import replacing, write_whole
@@ -110,42 +111,113 @@ def read_metrics(path: Path, skipped: Skipped | None = None) -> Iterator[Record]
     A log may be cut short by a crash or damaged: lines that are no record are left out and counted in `skipped`. In a
     record, a value of a type that no figure has is left out. Memory: one line of at most 4 MiB.
     """
-    skipped = Skipped() if skipped is None else skipped
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(_lines(file), 1):
-            if line is None:
-                skipped.add("longer than 4 MiB", number)
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):  # also a number of more than 4,300 digits
-                skipped.add("not whole JSON", number)
-                continue
-            fault = _fault(record)
-            if fault is not None:
-                skipped.add(fault, number)
-            else:
-                yield _checked(record)
+    reader = MetricsReader(path, skipped)
+    while not reader.at_end:
+        for _, record in reader.read():
+            yield record
+    reader.finish()
 
 
 _MOST_LINE_BYTES = 1 << 22
+_BLOCK_BYTES = 1 << 18
+_KNOWN_BYTES = 256
+"""Before the place that was read to: if others stand there, the file was rewritten."""
+
+
+class MetricsReader:
+    """Reads a log that may grow: each call reads on where the last one stopped.
+
+    A line without an end is a record where it is whole JSON; otherwise the reader waits for the rest of it.
+    """
+
+    def __init__(self, path: Path, skipped: Skipped | None = None) -> None:
+        self.path, self.skipped = path, Skipped() if skipped is None else skipped
+        self.at_end = False
+        """Whether the last call came to the end of the file."""
+        self._offset = self._line = 0
+        self._rest, self._known = b"", b""
+        self._is_too_long = self._ended_open = self._was_no_line = False
+        self._inode: int | None = None
+
+    def read(self) -> list[tuple[int, Record]]:
+        """The records of the next 256 KiB, each with the byte at which its line begins."""
+        if not self.path.is_file():
+            self.at_end = True
+            return []
+        with self.path.open("rb") as file:
+            self._inode = os.fstat(file.fileno()).st_ino
+            file.seek(self._offset)
+            block = file.read(_BLOCK_BYTES)
+        start, self._offset = self._offset - len(self._rest), self._offset + len(block)
+        self._known = (self._known + block)[-_KNOWN_BYTES:]
+        self.at_end = len(block) < _BLOCK_BYTES
+        *lines, rest = (self._rest + block).split(b"\n")
+        found = []
+        for line in lines:
+            if (record := self._finished(line)) is not None:
+                found.append((start, record))
+            start += len(line) + 1
+        if len(rest) >= _MOST_LINE_BYTES:
+            self._is_too_long = True
+        self._rest = b"" if self._is_too_long else rest
+        if self.at_end and not self._ended_open and rest.rstrip().endswith(b"}"):
+            record = _parsed(rest)
+            if not isinstance(record, str):
+                self._rest, self._ended_open, self._line = b"", True, self._line + 1
+                found.append((start, record))
+        return found
+
+    def finish(self) -> None:
+        """Count a line that was cut short: nothing more is written."""
+        if self._rest or self._is_too_long:
+            self._finished(self._rest)
+
+    def continues(self) -> bool:
+        """Whether the file still begins with what was read. Where it does not, a new reader has to read it."""
+        if not self.path.is_file():
+            return self._offset == 0
+        with self.path.open("rb") as file:
+            file.seek(self._offset - len(self._known))
+            same = file.read(len(self._known)) == self._known
+            return same and not self._was_no_line and self._inode in (None, os.fstat(file.fileno()).st_ino)
+
+    def _finished(self, line: bytes) -> Record | None:
+        """The record of a whole line, if it is one."""
+        if self._ended_open:  # its record was taken; whatever follows on the line makes it none
+            self._ended_open = False
+            self._was_no_line = self._is_too_long or bool(line.strip())
+            return None
+        self._line += 1
+        record: Record | str = "longer than 4 MiB"
+        if not self._is_too_long and len(line) < _MOST_LINE_BYTES:
+            record = _parsed(line)
+        self._is_too_long = False
+        if isinstance(record, str):
+            self.skipped.add(record, self._line)
+            return None
+        return record
+
+
+def read_record(path: Path, offset: int) -> Record | None:
+    """The record whose line begins at a byte; None where none does."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        record = _parsed(file.readline(_MOST_LINE_BYTES))
+    return None if isinstance(record, str) else record
+
+
+def _parsed(line: bytes) -> Record | str:
+    """The record of a line; or why it is none, in words that follow a number of lines."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # also a number of more than 4,300 digits
+        return "not whole JSON"
+    return _fault(record) or _checked(record)
+
 
 _TEXTS = ("kind", "prompt", "text", "unit")
 _NOT_FINITE = ("nan", "inf", "-inf")
 """JSON has no such numbers: a figure that is one of them is written as its name."""
-
-
-def _lines(file: BinaryIO) -> Iterator[bytes | None]:
-    """Each line; None for one that is too long, of which no more than its limit is ever held."""
-    while line := file.readline(_MOST_LINE_BYTES):
-        if line.endswith(b"\n") or len(line) < _MOST_LINE_BYTES:
-            yield line
-            continue
-        while line and not line.endswith(b"\n"):
-            line = file.readline(_MOST_LINE_BYTES)
-        yield None
 
 
 def _is_number(value: Any) -> bool:

@@ -1,0 +1,359 @@
+"""A run's figures as arrays, which grow with its log: what the curves of many long runs are drawn from."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gptworks.config import Recipe
+from gptworks.errors import UserError
+from gptworks.recipe import load_recipe
+from gptworks.runs.history import History
+from gptworks.train.record.curves import moving_average
+from gptworks.train.record.metrics import MetricsReader, Record, Skipped, read_record
+
+Floats = NDArray[np.float64]
+Places = NDArray[np.intp]
+
+AXES = ("step", "tokens", "seconds")
+KINDS = ("train", "validation", "sample", "skipped", "rollback")
+
+MOST_BYTES = 64 << 20
+"""Held of one run. Of a run with more, every second record of those held so far goes; the best and the last stay."""
+
+MOST_COLUMNS = 1024
+"""Figures that the records of a kind may have; further ones are left out."""
+
+MOST_DETAILS, MOST_PARTS = 32, 256
+"""Figures by layer or by part, and layers or parts of one."""
+
+_MOST_NAME = 64
+_NO_FIGURES = ("step", "offset", *AXES, "sequences", "sequences_held_out")
+
+FEWEST_POINTS, MOST_POINTS = 8, 10_000
+"""Of a curve, when it is decimated."""
+
+
+class Columns:
+    """The figures of a kind of record: an array for each, in the order of steps.
+
+    A value that a record does not have is nan. A column is held in 32 bits while that is exact for all of its values.
+    """
+
+    def __init__(self) -> None:
+        self.n = 0
+        self._arrays: dict[str, NDArray[Any]] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._arrays
+
+    def __getitem__(self, key: str) -> Floats:
+        return self._arrays[key][: self.n].astype(np.float64)
+
+    @property
+    def keys(self) -> list[str]:
+        return list(self._arrays)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(array.nbytes for array in self._arrays.values())
+
+    def extend(self, rows: Sequence[Mapping[str, float]]) -> None:
+        """Append records, which mostly are in the order of steps already."""
+        keys = dict.fromkeys([*self._arrays, *(key for row in rows for key in row if len(key) <= _MOST_NAME)])
+        for key in list(keys)[:MOST_COLUMNS]:
+            values = np.array([row.get(key, math.nan) for row in rows], np.float64)
+            array = self._arrays.get(key, np.empty(0, np.float32))
+            with np.errstate(over="ignore"):
+                exact = np.array_equal(values.astype(np.float32), values, equal_nan=True)
+            if not exact and array.dtype == np.float32:
+                array = array.astype(np.float64)
+            if len(array) < self.n + len(rows):
+                room = np.full(max(self.n + len(rows), self.n * 5 // 4), np.nan, array.dtype)
+                room[: min(self.n, len(array))] = array[: self.n]
+                array = room
+            array[self.n : self.n + len(rows)] = values
+            self._arrays[key] = array
+        ordered = self.n == 0 or not rows or self._arrays["step"][self.n - 1] <= rows[0]["step"]
+        self.n += len(rows)
+        if not ordered or np.any(np.diff(self._arrays["step"][self.n - len(rows) : self.n]) < 0):
+            self._take(np.argsort(self._arrays["step"][: self.n], kind="stable"))
+
+    def best(self) -> int | None:
+        """The place of the lowest loss; None where none is finite."""
+        loss = self["loss"] if "loss" in self else np.empty(0)
+        return int(np.nanargmin(np.where(np.isfinite(loss), loss, np.nan))) if np.isfinite(loss).any() else None
+
+    def row(self, place: int) -> dict[str, float]:
+        """The figures that a record has."""
+        values = {key: float(array[place]) for key, array in self._arrays.items()}
+        return {key: value for key, value in values.items() if key == "loss" or not math.isnan(value)}
+
+    def thin(self) -> None:
+        """Let every second record go; the best and the last stay."""
+        stays = np.arange(self.n) % 2 == 0
+        stays[[self.n - 1, *([best] if (best := self.best()) is not None else [])]] = True
+        self._take(np.flatnonzero(stays))
+
+    def _take(self, places: Places) -> None:
+        self._arrays = {key: array[: self.n][places] for key, array in self._arrays.items()}
+        self.n = len(places)
+
+
+class Series:
+    """The figures of a run, as far as its log was read.
+
+    Figures of layers and of parts of a step are held only after one was asked for: they are most of a log.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._is_detailed = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Read the log anew, from its start."""
+        self._stat: tuple[int, int, int] | None = None
+        self._reader = MetricsReader(self.folder / "metrics.jsonl")
+        self.columns = {kind: Columns() for kind in KINDS}
+        self.details: dict[str, list[str]] = {}
+        """The names of layers or parts, by the figure that has them, such as `train.gradient_norm_by_layer`."""
+        self.n_records = 0
+        self.is_thinned = False
+        """Whether older records were let go, since there are so many."""
+
+    def thin(self) -> None:
+        """Let every second record of the kind that takes most memory go."""
+        self.is_thinned = True
+        max(self.columns.values(), key=lambda columns: columns.n_bytes).thin()
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """Raises UserError: it has none that can be read."""
+        return load_recipe(self.folder)
+
+    @property
+    def skipped(self) -> Skipped:
+        """What the log held that is no record."""
+        return self._reader.skipped
+
+    @property
+    def at_end(self) -> bool:
+        """Whether all that there was has been read."""
+        return self._reader.at_end
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(columns.n_bytes for columns in self.columns.values())
+
+    def read(self) -> bool:
+        """Read on, at most 256 KiB; from the start, where the log is no longer the one that was read.
+
+        Returns:
+            Whether anything changed.
+        """
+        stat = _stat(self._reader.path)
+        if self.at_end and stat == self._stat:
+            return False
+        restarted = not self._reader.continues()
+        if restarted:  # resumed perhaps, with other settings
+            self.begin()
+            vars(self).pop("recipe", None)
+        self._stat = stat
+        rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
+        records = self._reader.read()
+        for offset, record in records:
+            if record["kind"] in rows:
+                rows[record["kind"]].append({**self._figures(record), "step": record["step"], "offset": offset})
+        for kind, found in rows.items():
+            self.columns[kind].extend(found)
+        self.n_records += len(records)
+        while self.n_bytes > MOST_BYTES:
+            self.thin()
+        return restarted or bool(records)
+
+    @property
+    def step(self) -> int:
+        """The last step that left a record."""
+        return int(max((columns["step"][-1] for columns in self.columns.values() if columns.n), default=0))
+
+    @property
+    def keys(self) -> list[str]:
+        """The figures that have curves; see `details` for those by layer and by part."""
+        drawn = ("train", "validation")
+        return [
+            f"{kind}.{key}"
+            for kind in drawn
+            for key in self.columns[kind].keys
+            if "." not in key and key not in _NO_FIGURES
+        ]
+
+    def summary(self) -> dict[str, Any]:
+        """How far the run has come, and its last and best figures; None for what is not there yet."""
+        train, validation = self.columns["train"], self.columns["validation"]
+        now = train.row(train.n - 1) if train.n else {}
+        places = {"last": validation.n - 1 if validation.n else None, "best": validation.best()}
+        rows = {name: None if place is None else validation.row(place) for name, place in places.items()}
+        return {
+            "step": self.step,
+            "tokens": int(max((c["tokens"].max() for c in (train, validation) if c.n), default=0)),
+            "seconds": now.get("seconds", 0.0),
+            "train_loss": now.get("loss"),
+            "tokens_per_second": now["tokens"] / now["seconds"] if now.get("seconds") else 0.0,
+            **{
+                name: row and {"step": int(row["step"]), "loss": row["loss"], "bits_per_byte": row.get("bits_per_byte")}
+                for name, row in rows.items()
+            },
+        }
+
+    def curve(self, key: str, axis: str) -> tuple[Floats, Floats]:
+        """The places on an axis and the values of a figure, such as `validation.loss`, where it is finite."""
+        kind, _, name = key.partition(".")
+        if "." in name and not self._is_detailed and f"{kind}.{name.partition('.')[0]}" in self.details:
+            self._is_detailed = True
+            self.begin()
+        columns = self.columns.get(kind, Columns())
+        if name not in columns:
+            return np.empty(0), np.empty(0)
+        x, y = self._along(columns, axis), columns[name]
+        stays = np.isfinite(x) & np.isfinite(y)
+        x, y = x[stays], y[stays]
+        if np.any(np.diff(x) < 0):
+            order = np.argsort(x, kind="stable")
+            x, y = x[order], y[order]
+        return x, y
+
+    def _along(self, columns: Columns, axis: str) -> Floats:
+        if axis in columns:
+            return columns[axis]
+        train = self.columns["train"]
+        if axis not in train or not train.n:
+            return np.full(columns.n, np.nan)
+        return np.interp(columns["step"], [0.0, *train["step"]], [0.0, *train[axis]])
+
+    def history(self) -> History:
+        """The run for `compare`: every evaluation, and of the training what it counts."""
+        empty = {"train": {}, "validation": {"perplexity": None, "bits_per_byte": None}}
+        records: list[Record] = []
+        for kind, columns in self.columns.items():
+            furthest = {columns.n - 1, int(columns["tokens"].argmax())} if kind == "train" and columns.n else ()
+            for place in range(columns.n) if kind == "validation" else sorted(furthest):
+                row = columns.row(place)
+                records.append(
+                    {"kind": kind, **empty[kind], **row, "step": int(row["step"]), "tokens": int(row["tokens"])}
+                )
+        records.append({"kind": "end", "step": self.step})
+        records.sort(key=lambda record: record["step"])
+        return History(self.folder, self.recipe, tuple(records), self.skipped, self.n_records)
+
+    def _figures(self, record: Record) -> dict[str, float]:
+        """The numbers of a record; those of a layer or a part as `key.name`."""
+        found: dict[str, float] = {}
+        for key, value in record.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                found[key] = value
+            elif isinstance(value, dict | list) and 0 < len(value) <= MOST_PARTS:
+                parts = value if isinstance(value, dict) else dict(enumerate(value))
+                names = [str(name)[:_MOST_NAME] for name in parts]
+                if len(self.details) < MOST_DETAILS and len(key) <= _MOST_NAME:
+                    self.details[f"{record['kind']}.{key}"] = names
+                if self._is_detailed:
+                    found.update(
+                        (f"{key}.{name}", float(part)) for name, part in zip(names, parts.values(), strict=True)
+                    )
+        return found
+
+    def record(self, kind: str, place: int) -> Record | None:
+        """A whole record from the log; None where the log no longer has it."""
+        offset, step = (int(self.columns[kind][key][place]) for key in ("offset", "step"))
+        try:
+            record = read_record(self._reader.path, offset)
+        except OSError:
+            return None
+        return record if record is not None and (record["kind"], record["step"]) == (kind, step) else None
+
+    def at_step(self, step: int) -> dict[str, Record]:
+        """Of each kind, the last record up to a step."""
+        found: dict[str, Record] = {}
+        for kind in ("train", "validation"):
+            place = int(np.searchsorted(self.columns[kind]["step"], step, "right")) - 1 if self.columns[kind].n else -1
+            if place >= 0 and (record := self.record(kind, place)) is not None:
+                found[kind] = record
+        return found
+
+    def samples(self, most: int) -> list[Record]:
+        """The last samples, newest first."""
+        n = self.columns["sample"].n
+        found = (self.record("sample", place) for place in range(n - 1, max(-1, n - 1 - most), -1))
+        return [record for record in found if record is not None]
+
+
+def _stat(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = os.stat(path)  # noqa: PTH116 half the time of Path.stat, for hundreds of runs each second
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+@dataclass(frozen=True)
+class View:
+    """What is drawn of a curve."""
+
+    axis: str = "step"
+    low: float = -math.inf
+    high: float = math.inf
+    points: int = 1000
+    smoothing: float = 0.0
+    """The decay of a moving average over all points, before any is left out."""
+    log: bool = False
+    """Whether the axis is logarithmic."""
+
+    def __post_init__(self) -> None:
+        if self.axis not in AXES:
+            raise UserError(f"x={self.axis}: a curve runs along {', '.join(AXES)}.")
+        if not FEWEST_POINTS <= self.points <= MOST_POINTS:
+            raise UserError(f"points={self.points}: it must be from {FEWEST_POINTS} to {MOST_POINTS:,}.")
+        if not 0 <= self.smoothing < 1:
+            raise UserError(f"smooth={self.smoothing}: it must be at least 0 and below 1.")
+        if not self.low <= self.high:
+            raise UserError(f"from={self.low}, to={self.high}: the window must not end before it begins.")
+
+
+def drawn(series: Series, key: str, view: View) -> tuple[Floats, Floats]:
+    """The points of a figure that show its whole curve in a window: those at which a spike stands are among them."""
+    x, y = series.curve(key, view.axis)
+    if view.smoothing:
+        y = moving_average(y, view.smoothing)
+    places = decimate(x, y, view)
+    return x[places], y[places]
+
+
+def decimate(x: Floats, y: Floats, view: View) -> Places:
+    """The places of the lowest and the highest point of each of equal parts of the window, of its first and its last,
+    and of the neighbours at both sides, to which the lines go on. x is in order."""
+    start = max(0, int(np.searchsorted(x, view.low)) - 1)
+    stop = min(len(x), int(np.searchsorted(x, view.high, "right")) + 1)
+    if stop - start <= view.points:
+        return np.arange(start, stop)
+    inside = x[start:stop]
+    n_parts = (view.points - 4) // 2
+    if view.log and (positive := inside[inside > 0]).size:
+        borders = np.geomspace(positive[0], inside[-1], n_parts + 1)[1:-1]
+    else:
+        borders = np.linspace(inside[0], inside[-1], n_parts + 1)[1:-1]
+    starts = np.unique(np.concatenate([[0], np.searchsorted(inside, borders)]))
+    starts = starts[starts < len(inside)]
+    part = np.repeat(np.arange(len(starts)), np.diff([*starts, len(inside)]))
+    values = y[start:stop]
+    found = [np.array([0, 1, len(inside) - 2, len(inside) - 1])]
+    for extreme in (np.minimum, np.maximum):
+        at = np.flatnonzero(values == extreme.reduceat(values, starts)[part])
+        found.append(at[np.unique(part[at], return_index=True)[1]])
+    return start + np.unique(np.concatenate(found))

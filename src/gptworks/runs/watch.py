@@ -1,0 +1,120 @@
+"""Many runs, read on in turn as they go on, and bounded in memory."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gptworks.config import Recipe
+from gptworks.runs.bands import Band, find_band
+from gptworks.runs.series import Series
+
+MOST_BYTES = 1 << 30
+"""Held of all runs together. Beyond it, runs that nobody has asked for of late become coarser."""
+
+IN_USE_SECONDS = 60.0
+"""For which a run that was asked for is read first and stays whole."""
+
+_FEW_BYTES = 1 << 16
+
+
+class Watched:
+    """A run that is watched."""
+
+    def __init__(self, folder: Path) -> None:
+        self.series = Series(folder)
+        self.used_at = float("-inf")
+        self.is_released = False
+        """Whether records were let go for the sake of other runs."""
+        self.band: Band | None = None
+        self.problem: str | None = None
+        """Why its log cannot be read, or its recipe."""
+        self._recipe: Recipe | None = None
+        self._summary: dict[str, Any] | None = None
+        self._is_whole = False
+
+    def read(self) -> bool:
+        """Read on, a bit; whether anything changed."""
+        try:
+            changed = self.series.read()
+            if changed or self.problem is not None or self._recipe is None:
+                recipe = self.series.recipe
+                changed, self.problem = changed or self._recipe is not recipe, None
+                if recipe is not self._recipe:
+                    self._recipe, self.band = recipe, find_band(recipe)
+        except Exception as error:  # whatever its files may hold
+            before, self.problem = self.problem, str(error)[:600] or type(error).__name__
+            changed = self.problem != before
+        self._is_whole = self._is_whole and not changed
+        return changed
+
+    def row(self) -> dict[str, Any]:
+        """What a list of runs shows; while a log is read anew, the figures that it had."""
+        series, recipe = self.series, self._recipe
+        if self._summary is None or (not self._is_whole and (series.at_end or not self._summary["whole"])):
+            self._summary = {
+                **series.summary(),
+                "recipe": recipe and recipe.name,
+                "seed": recipe and recipe.seed,
+                "loss_unit": recipe and recipe.objective.loss_unit,
+                "keys": series.keys,
+                "details": dict(series.details),
+                "band": self.band and self.band.name,
+                "records": series.n_records,
+                "skipped": str(series.skipped) if series.skipped else None,
+                "problem": self.problem,
+                "whole": series.at_end,
+            }
+            self._is_whole = series.at_end
+        return self._summary | {"whole": series.at_end or self.problem is not None, "thinned": series.is_thinned}
+
+
+class Watch:
+    """Runs by name. It belongs to one thread."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self.runs: dict[str, Watched] = {}
+        self._most_bytes = most_bytes
+
+    def follow(self, folders: Mapping[str, Path]) -> None:
+        """Watch these runs, and no others."""
+        same = {name: one for name, one in self.runs.items() if folders.get(name) == one.series.folder}
+        self.runs = {name: same.get(name) or Watched(folder) for name, folder in folders.items()}
+
+    def use(self, names: Sequence[str]) -> list[Watched]:
+        """The runs that are asked for: they are read first, and anew where records were let go. KeyError: none such."""
+        now, found = time.monotonic(), [self.runs[name] for name in names]
+        for one in found:
+            if one.is_released and now - one.used_at > IN_USE_SECONDS:
+                one.series.begin()
+                one.is_released = False
+            one.used_at = now
+        return found
+
+    def advance(self, seconds: float) -> tuple[set[str], bool]:
+        """Read on for at most some seconds; the runs that changed, and whether there is more to read."""
+        deadline, changed = time.monotonic() + seconds, set()
+        for name, one in sorted(self.runs.items(), key=lambda item: -item[1].used_at):
+            while True:
+                if one.read():
+                    changed.add(name)
+                if time.monotonic() > deadline:
+                    self._release()
+                    return changed, True
+                if one.series.at_end or one.problem is not None:
+                    break
+        self._release()
+        return changed, False
+
+    def _release(self) -> None:
+        sizes = {name: one.series.n_bytes for name, one in self.runs.items()}
+        in_use = time.monotonic() - IN_USE_SECONDS
+        while sum(sizes.values()) > self._most_bytes:
+            big = [name for name in sizes if sizes[name] > _FEW_BYTES]
+            if not big:
+                return
+            name = min(big, key=lambda name: (max(self.runs[name].used_at, in_use), -sizes[name]))
+            one = self.runs[name]
+            one.series.thin()
+            one.is_released = True
+            sizes[name] = one.series.n_bytes

@@ -1,0 +1,109 @@
+"""The runs that the studio watches: one thread reads their logs for all clients, while there are any."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from gptworks.runs.watch import Watch
+from gptworks.serve.errors import APIError
+from gptworks.studio.library import Library, state_of
+
+_Result = TypeVar("_Result")
+
+MOST_CLIENTS = 64
+"""Pages that are kept up to date at once."""
+_SLICE_SECONDS = 0.05
+_EVERY_SECONDS = 1.0
+_IDLE_SECONDS = 30.0
+
+
+class Feed:
+    """Its methods belong to asyncio's thread; `watch` belongs to the feed's own."""
+
+    def __init__(self, library: Library) -> None:
+        self.library, self.watch = library, Watch()
+        self.states: dict[str, str] = {}
+        """running, finished or stopped, of each run."""
+        self._thread = ThreadPoolExecutor(1, "gptworks runs")
+        self._clients: dict[asyncio.Event, set[str]] = {}
+        self._asked_at = time.monotonic()
+        self._poller: asyncio.Task[None] | None = None
+
+    async def ask(self, work: Callable[[Watch], _Result]) -> _Result:
+        """The result of work with the runs."""
+        self._asked_at = time.monotonic()
+        if self._poller is None or self._poller.done():
+            await self._in_thread(self._follow)
+            self._poller = asyncio.create_task(self._poll())
+        return await self._in_thread(lambda: work(self.watch))
+
+    async def changes(self) -> "Changes":
+        """What changes from now on.
+
+        Raises:
+            APIError: there are too many clients.
+        """
+        if len(self._clients) >= MOST_CLIENTS:
+            raise APIError(429, f"{MOST_CLIENTS} pages are kept up to date already: close one.", code="too_many_pages")
+        return Changes(self._clients)
+
+    async def _poll(self) -> None:
+        """Read on until nobody has asked for a while."""
+        looked_at = time.monotonic()
+        while self._clients or time.monotonic() - self._asked_at < _IDLE_SECONDS:
+            if time.monotonic() - looked_at > 2 * _EVERY_SECONDS:
+                self._announce(await self._in_thread(self._follow))
+                looked_at = time.monotonic()
+            changed, goes_on = await self._in_thread(lambda: self.watch.advance(_SLICE_SECONDS))
+            self._announce(changed)
+            await asyncio.sleep(0.005 if goes_on else _EVERY_SECONDS)
+
+    def _follow(self) -> set[str]:
+        """Look for runs that are new, gone or in another state, and return them."""
+        before, self.states = self.states, {}
+        self.watch.follow({name: run.folder for name, run in self.library.runs().items()})
+        self.states = {name: state_of(one.series.folder) for name, one in self.watch.runs.items()}
+        return {name for name in before.keys() | self.states.keys() if before.get(name) != self.states.get(name)}
+
+    def _announce(self, names: set[str]) -> None:
+        for event in self._clients if names else ():
+            self._clients[event].update(names)
+            event.set()
+
+    async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+class Changes:
+    """What changes while one client listens."""
+
+    def __init__(self, clients: dict[asyncio.Event, set[str]]) -> None:
+        self._clients, self._event = clients, asyncio.Event()
+        clients[self._event] = set()
+
+    async def take(self, seconds: float) -> set[str]:
+        """The runs that changed since the last call; waits for some, but not longer than that."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._event.wait()
+        except TimeoutError:
+            return set()
+        self._event.clear()
+        changed, self._clients[self._event] = self._clients[self._event], set()
+        return changed
+
+    def close(self) -> None:
+        self._clients.pop(self._event, None)
+
+
+def plain(tree: Any) -> Any:
+    """A tree as JSON can carry it: a figure that is not finite as its name, as in metrics.jsonl."""
+    if isinstance(tree, dict):
+        return {str(key): plain(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [plain(value) for value in tree]
+    if isinstance(tree, float) and not -float("inf") < tree < float("inf"):
+        return repr(tree)
+    return tree if tree is None or isinstance(tree, str | int | float) else str(tree)

@@ -1,0 +1,227 @@
+"""Runs: the curves of many runs, how they differ, and what can be concluded from them. Every figure is that of the
+commands `report` and `compare`.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
+
+from gptworks.errors import UserError
+from gptworks.runs.bands import Band
+from gptworks.runs.compare import compare
+from gptworks.runs.series import View, drawn
+from gptworks.runs.watch import Watch, Watched
+from gptworks.serve.errors import APIError, invalid
+from gptworks.serve.events import EventStream
+from gptworks.studio.feed import Changes, Feed, plain
+from gptworks.studio.library import state_of
+from gptworks.studio.state import Studio, studio_of
+
+router = APIRouter(include_in_schema=False)
+
+MOST_RUNS = 256
+MOST_KEYS = 64
+MOST_COMPARED = 64
+MOST_DRAWN = 600_000
+"""Points of an answer."""
+MOST_SAMPLES = 100
+MOST_CHARACTERS = 20_000
+"""Of a sample."""
+_AT_ONCE = 8
+"""Curves that are made before others may have the thread."""
+_LIVE_SECONDS = 0.5
+"""Between two events of the live feed."""
+
+Names = Annotated[list[str], Query(alias="run", min_length=1, max_length=MOST_RUNS)]
+Number = Annotated[float | None, Query(allow_inf_nan=False)]
+
+
+def _feed(request: Request) -> Feed:
+    """The feed of the studio, made when it is first asked for."""
+    state, studio = request.app.state, studio_of(request)
+    if studio.library is None:
+        raise APIError(404, "this server serves models and has no runs: start `gptworks studio`.")
+    if not hasattr(state, "feed"):
+        state.feed = Feed(studio.library)
+    feed: Feed = state.feed
+    return feed
+
+
+def _used(watch: Watch, names: list[str]) -> list[Watched]:
+    if (missing := next((name for name in names if name not in watch.runs), None)) is not None:
+        raise APIError(404, f"there is no run {missing[:128]!r} here.", param="run", code="run_not_found")
+    return watch.use(list(dict.fromkeys(names)))
+
+
+def _json(tree: Any) -> Response:
+    return Response(json.dumps(tree, allow_nan=False), media_type="application/json")
+
+
+def _rows(watch: Watch, names: set[str] | None = None) -> list[dict[str, Any]]:
+    """What the list shows of these runs, or of all."""
+    return [
+        {"id": name, "state": state_of(one.series.folder), **plain(one.row())}
+        for name, one in watch.runs.items()
+        if names is None or name in names
+    ]
+
+
+@router.get("/studio/runs")
+async def list_runs(request: Request) -> Response:
+    """The runs: state, step, last and best figures."""
+    return _json({"runs": await _feed(request).ask(_rows)})
+
+
+@router.get("/studio/runs/curves")
+async def curves(
+    request: Request,
+    run: Names,
+    key: Annotated[list[str], Query(min_length=1, max_length=MOST_KEYS)],
+    x: str = "step",
+    low: Annotated[Number, Query(alias="from")] = None,
+    high: Annotated[Number, Query(alias="to")] = None,
+    points: int = 1000,
+    smooth: float = 0.0,
+    log: bool = False,
+) -> Response:
+    """Figures of runs along an axis, in a window; spikes stay however few the points are."""
+    infinite = float("inf")
+    view = View(x, -infinite if low is None else low, infinite if high is None else high, points, smooth, log)
+    names, keys = list(dict.fromkeys(run)), list(dict.fromkeys(key))
+    if len(names) * len(keys) * points > MOST_DRAWN:
+        raise invalid(
+            "points", f"{len(names)} runs × {len(keys)} figures × {points} points are more than {MOST_DRAWN:,}"
+        )
+    feed = _feed(request)
+    wanted = [(name, one) for name in names for one in keys]
+    answers = [await feed.ask(_curves_of(wanted[i : i + _AT_ONCE], view)) for i in range(0, len(wanted), _AT_ONCE)]
+    bands = await feed.ask(lambda watch: _bands(_used(watch, names), view)) if "validation.loss" in keys else []
+    parts = ", ".join(part for answer in answers for part in answer)
+    head = json.dumps({"x": x, "bands": bands})
+    return Response(f'{head[:-1]}, "curves": [{parts}]}}', media_type="application/json")
+
+
+def _curves_of(wanted: list[tuple[str, str]], view: View) -> Callable[[Watch], list[str]]:
+    """Curves, as JSON already: to write many numbers takes long."""
+
+    def made(watch: Watch) -> list[str]:
+        found = []
+        for name, key in wanted:
+            (one,) = _used(watch, [name])
+            along, values = drawn(one.series, key, view)
+            whole = one.series.at_end or one.problem is not None
+            curve = {"run": name, "key": key, "whole": whole, "x": along.tolist(), "y": values.tolist()}
+            found.append(json.dumps(curve, allow_nan=False))
+        return found
+
+    return made
+
+
+def _bands(runs: list[Watched], view: View) -> list[dict[str, Any]]:
+    """The band of each recipe among the runs: where one more run's validation loss lies with 95% probability."""
+    bands = {one.band.fingerprint: one.band for one in runs if one.band is not None}
+    return [] if view.axis == "seconds" else [_drawn_band(band, view.axis) for band in bands.values()]
+
+
+def _drawn_band(band: Band, axis: str) -> dict[str, Any]:
+    margins = [(point, band.margin(point)) for point in band.points]
+    return {
+        "name": band.name,
+        "x": [getattr(point, axis) for point, _ in margins],
+        "low": [point.mean - margin for point, margin in margins],
+        "high": [point.mean + margin for point, margin in margins],
+    }
+
+
+@router.get("/studio/runs/step")
+async def step_of(request: Request, run: str, step: Annotated[int, Query(ge=0, lt=2**53)]) -> Response:
+    """All that the log says of a step: of each kind of record, the last one up to it."""
+
+    def look(watch: Watch) -> dict[str, Any]:
+        (one,) = _used(watch, [run])
+        return {"run": run, "step": step, "records": plain(one.series.at_step(step))}
+
+    return _json(await _feed(request).ask(look))
+
+
+@router.get("/studio/runs/compare")
+async def comparison(
+    request: Request, run: Annotated[list[str], Query(min_length=1, max_length=MOST_COMPARED)]
+) -> Response:
+    """What `gptworks compare` concludes, and the settings in which the recipes differ."""
+
+    def conclude(watch: Watch) -> dict[str, Any]:
+        runs = _used(watch, run)
+        broken = [one for one in runs if one.problem is not None]
+        if broken:
+            raise UserError(f"{broken[0].series.folder.name} cannot be compared: {broken[0].problem}")
+        found = compare([one.series.history() for one in runs], [one.band for one in runs])
+        whole = all(one.series.at_end for one in runs)
+        return {**plain(found.to_json()), "ids": list(dict.fromkeys(run)), "whole": whole}
+
+    return _json(await _feed(request).ask(conclude))
+
+
+@router.get("/studio/runs/samples")
+async def samples(request: Request, run: Names, most: Annotated[int, Query(ge=1, le=MOST_SAMPLES)] = 20) -> Response:
+    """The texts that runs wrote, newest first."""
+
+    def look(watch: Watch) -> dict[str, Any]:
+        found = [
+            (one, text)
+            for name in dict.fromkeys(run)
+            for one in [name]
+            for text in _used(watch, [one])[0].series.samples(most)
+        ]
+        found.sort(key=lambda pair: -pair[1]["step"])
+        return {
+            "samples": [
+                {"run": name, "step": text["step"], "prompt": _cut(text["prompt"]), "text": _cut(text["text"])}
+                for name, text in found[:most]
+            ]
+        }
+
+    return _json(await _feed(request).ask(look))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} …"
+
+
+class LiveStream(EventStream):
+    """Sends dictionaries as they are."""
+
+    last = b""
+
+    @staticmethod
+    def json_of(chunk: Any) -> str:
+        return json.dumps(chunk, allow_nan=False)
+
+
+@router.get("/studio/runs/live")
+async def live(request: Request) -> Response:
+    """The rows of the list as they change, all of them first."""
+    feed = _feed(request)
+    await feed.ask(lambda watch: None)
+    changes = await feed.changes()
+    return LiveStream(_live(feed, changes, studio_of(request)), changes.close)
+
+
+async def _live(feed: Feed, changes: Changes, studio: Studio) -> AsyncGenerator[list[dict[str, Any]]]:
+    rows = await feed.ask(_rows)
+    yield [{"type": "runs", "runs": rows, "all": True}]
+    states = {row["id"]: row["state"] for row in rows}
+    while not studio.service.draining:
+        changed = await changes.take(2.0)
+        now = await feed.ask(lambda watch: {name: state_of(one.series.folder) for name, one in watch.runs.items()})
+        changed |= {name for name, state in now.items() if states.get(name) != state}
+        gone = sorted(states.keys() - now.keys())
+        states = now
+        rows = await feed.ask(lambda watch, names=changed: _rows(watch, names)) if changed else []
+        if rows or gone:
+            yield [{"type": "runs", "runs": rows, "gone": gone, "all": False}]
+        await asyncio.sleep(_LIVE_SECONDS)
