@@ -7,6 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
@@ -136,6 +137,12 @@ def install(app: FastAPI) -> None:
             message = str(error.detail or HTTPStatus(status).phrase)
         return APIError(status, message, headers=error.headers).response()
 
+    async def answer_query(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        return invalid(str(first["loc"][-1]), first["msg"], "invalid_value").response()
+
+    app.add_exception_handler(RequestValidationError, answer_query)
     for kind in (APIError, UserError, RunError, QueueFull, Exception):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(HTTPException, answer_http)

@@ -18,7 +18,6 @@ from gptworks.runs.watch import Watch, Watched
 from gptworks.serve.errors import APIError, invalid
 from gptworks.serve.events import EventStream
 from gptworks.studio.feed import Changes, Feed, plain
-from gptworks.studio.library import state_of
 from gptworks.studio.state import Studio, studio_of
 
 router = APIRouter(include_in_schema=False)
@@ -61,10 +60,10 @@ def _json(tree: Any) -> Response:
     return Response(json.dumps(tree, allow_nan=False), media_type="application/json")
 
 
-def _rows(watch: Watch, names: set[str] | None = None) -> list[dict[str, Any]]:
+def _rows_of(feed: Feed, names: set[str] | None = None) -> Callable[[Watch], list[dict[str, Any]]]:
     """What the list shows of these runs, or of all."""
-    return [
-        {"id": name, "state": state_of(one.series.folder), **plain(one.row())}
+    return lambda watch: [
+        {"id": name, "state": feed.states.get(name, "stopped"), **plain(one.row())}
         for name, one in watch.runs.items()
         if names is None or name in names
     ]
@@ -73,7 +72,8 @@ def _rows(watch: Watch, names: set[str] | None = None) -> list[dict[str, Any]]:
 @router.get("/studio/runs")
 async def list_runs(request: Request) -> Response:
     """The runs: state, step, last and best figures."""
-    return _json({"runs": await _feed(request).ask(_rows)})
+    feed = _feed(request)
+    return _json({"runs": await feed.ask(_rows_of(feed))})
 
 
 @router.get("/studio/runs/curves")
@@ -170,22 +170,16 @@ async def comparison(
 async def samples(request: Request, run: Names, most: Annotated[int, Query(ge=1, le=MOST_SAMPLES)] = 20) -> Response:
     """The texts that runs wrote, newest first."""
 
-    def look(watch: Watch) -> dict[str, Any]:
-        found = [
-            (one, text)
-            for name in dict.fromkeys(run)
-            for one in [name]
-            for text in _used(watch, [one])[0].series.samples(most)
-        ]
+    def look(watch: Watch) -> list[dict[str, Any]]:
+        runs = dict(zip(dict.fromkeys(run), _used(watch, run), strict=True))
+        found = [(name, text) for name, one in runs.items() for text in one.series.samples(most)]
         found.sort(key=lambda pair: -pair[1]["step"])
-        return {
-            "samples": [
-                {"run": name, "step": text["step"], "prompt": _cut(text["prompt"]), "text": _cut(text["text"])}
-                for name, text in found[:most]
-            ]
-        }
+        return [
+            {"run": name, "step": text["step"], "prompt": _cut(text["prompt"]), "text": _cut(text["text"])}
+            for name, text in found[:most]
+        ]
 
-    return _json(await _feed(request).ask(look))
+    return _json({"samples": await _feed(request).ask(look)})
 
 
 def _cut(text: str) -> str:
@@ -212,16 +206,12 @@ async def live(request: Request) -> Response:
 
 
 async def _live(feed: Feed, changes: Changes, studio: Studio) -> AsyncGenerator[list[dict[str, Any]]]:
-    rows = await feed.ask(_rows)
-    yield [{"type": "runs", "runs": rows, "all": True}]
-    states = {row["id"]: row["state"] for row in rows}
+    rows = await feed.ask(_rows_of(feed))
+    yield [{"type": "runs", "runs": rows, "gone": [], "all": True}]
+    known = {row["id"] for row in rows}
     while not studio.service.draining:
-        changed = await changes.take(2.0)
-        now = await feed.ask(lambda watch: {name: state_of(one.series.folder) for name, one in watch.runs.items()})
-        changed |= {name for name, state in now.items() if states.get(name) != state}
-        gone = sorted(states.keys() - now.keys())
-        states = now
-        rows = await feed.ask(lambda watch, names=changed: _rows(watch, names)) if changed else []
-        if rows or gone:
+        if changed := await changes.take(2.0):
+            rows = await feed.ask(_rows_of(feed, changed))
+            gone, known = sorted(known - feed.states.keys()), set(feed.states)
             yield [{"type": "runs", "runs": rows, "gone": gone, "all": False}]
         await asyncio.sleep(_LIVE_SECONDS)
