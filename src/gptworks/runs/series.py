@@ -278,12 +278,13 @@ class Series:
             return None
         return record if record is not None and (record["kind"], record["step"]) == (kind, step) else None
 
-    def at_step(self, step: int) -> dict[str, Record]:
-        """Of each kind, the last record up to a step."""
+    def at(self, axis: str, value: float) -> dict[str, Record]:
+        """Of training and of evaluations, the last record up to a place on an axis."""
         found: dict[str, Record] = {}
         for kind in ("train", "validation"):
-            place = int(np.searchsorted(self.columns[kind]["step"], step, "right")) - 1 if self.columns[kind].n else -1
-            if place >= 0 and (record := self.record(kind, place)) is not None:
+            columns = self.columns[kind]
+            before = np.flatnonzero(self._along(columns, axis) <= value) if columns.n else []
+            if len(before) and (record := self.record(kind, int(before[-1]))) is not None:
                 found[kind] = record
         return found
 
@@ -316,12 +317,6 @@ class View:
     """Whether the axis is logarithmic."""
 
     def __post_init__(self) -> None:
-        if self.axis not in AXES:
-            raise UserError(f"x={self.axis}: a curve runs along {', '.join(AXES)}.")
-        if not FEWEST_POINTS <= self.points <= MOST_POINTS:
-            raise UserError(f"points={self.points}: it must be from {FEWEST_POINTS} to {MOST_POINTS:,}.")
-        if not 0 <= self.smoothing < 1:
-            raise UserError(f"smooth={self.smoothing}: it must be at least 0 and below 1.")
         if not self.low <= self.high:
             raise UserError(f"from={self.low}, to={self.high}: the window must not end before it begins.")
 

@@ -5,7 +5,7 @@ commands `report` and `compare`.
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from gptworks.errors import UserError
 from gptworks.runs.bands import Band
 from gptworks.runs.compare import compare
-from gptworks.runs.series import View, drawn
+from gptworks.runs.series import FEWEST_POINTS, MOST_POINTS, View, drawn
 from gptworks.runs.watch import Watch, Watched
 from gptworks.serve.errors import APIError, invalid
 from gptworks.serve.events import EventStream
@@ -36,6 +36,7 @@ _LIVE_SECONDS = 0.5
 """Between two events of the live feed."""
 
 Names = Annotated[list[str], Query(alias="run", min_length=1, max_length=MOST_RUNS)]
+Axis = Literal["step", "tokens", "seconds"]
 Number = Annotated[float | None, Query(allow_inf_nan=False)]
 
 
@@ -81,11 +82,11 @@ async def curves(
     request: Request,
     run: Names,
     key: Annotated[list[str], Query(min_length=1, max_length=MOST_KEYS)],
-    x: str = "step",
+    x: Axis = "step",
     low: Annotated[Number, Query(alias="from")] = None,
     high: Annotated[Number, Query(alias="to")] = None,
-    points: int = 1000,
-    smooth: float = 0.0,
+    points: Annotated[int, Query(ge=FEWEST_POINTS, le=MOST_POINTS)] = 1000,
+    smooth: Annotated[float, Query(ge=0, lt=1)] = 0.0,
     log: bool = False,
 ) -> Response:
     """Figures of runs along an axis, in a window; spikes stay however few the points are."""
@@ -99,7 +100,7 @@ async def curves(
     feed = _feed(request)
     wanted = [(name, one) for name in names for one in keys]
     answers = [await feed.ask(_curves_of(wanted[i : i + _AT_ONCE], view)) for i in range(0, len(wanted), _AT_ONCE)]
-    bands = await feed.ask(lambda watch: _bands(_used(watch, names), view)) if "validation.loss" in keys else []
+    bands = await feed.ask(lambda watch: _bands(watch, names, view)) if "validation.loss" in keys else []
     parts = ", ".join(part for answer in answers for part in answer)
     head = json.dumps({"x": x, "bands": bands})
     return Response(f'{head[:-1]}, "curves": [{parts}]}}', media_type="application/json")
@@ -121,16 +122,20 @@ def _curves_of(wanted: list[tuple[str, str]], view: View) -> Callable[[Watch], l
     return made
 
 
-def _bands(runs: list[Watched], view: View) -> list[dict[str, Any]]:
+def _bands(watch: Watch, names: list[str], view: View) -> list[dict[str, Any]]:
     """The band of each recipe among the runs: where one more run's validation loss lies with 95% probability."""
-    bands = {one.band.fingerprint: one.band for one in runs if one.band is not None}
-    return [] if view.axis == "seconds" else [_drawn_band(band, view.axis) for band in bands.values()]
+    found: dict[str, tuple[Band, list[str]]] = {}
+    for name, one in zip(names, _used(watch, names), strict=True):
+        if one.band is not None and view.axis != "seconds":
+            found.setdefault(one.band.fingerprint, (one.band, []))[1].append(name)
+    return [_drawn_band(band, runs, view.axis) for band, runs in found.values()]
 
 
-def _drawn_band(band: Band, axis: str) -> dict[str, Any]:
+def _drawn_band(band: Band, runs: list[str], axis: str) -> dict[str, Any]:
     margins = [(point, band.margin(point)) for point in band.points]
     return {
         "name": band.name,
+        "runs": runs,
         "x": [getattr(point, axis) for point, _ in margins],
         "low": [point.mean - margin for point, margin in margins],
         "high": [point.mean + margin for point, margin in margins],
@@ -138,12 +143,12 @@ def _drawn_band(band: Band, axis: str) -> dict[str, Any]:
 
 
 @router.get("/studio/runs/step")
-async def step_of(request: Request, run: str, step: Annotated[int, Query(ge=0, lt=2**53)]) -> Response:
-    """All that the log says of a step: of each kind of record, the last one up to it."""
+async def step_of(request: Request, run: str, at: Annotated[float, Query(ge=0)], x: Axis = "step") -> Response:
+    """All that the log says of a point of training: of each kind of record, the last one up to it."""
 
     def look(watch: Watch) -> dict[str, Any]:
         (one,) = _used(watch, [run])
-        return {"run": run, "step": step, "records": plain(one.series.at_step(step))}
+        return {"run": run, "records": plain(one.series.at(x, at))}
 
     return _json(await _feed(request).ask(look))
 

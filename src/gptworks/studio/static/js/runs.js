@@ -1,0 +1,118 @@
+// The part Runs: the curves of many runs as they train, and what can be concluded from them.
+
+import { follow } from "./runs/live.js";
+import { styleOf } from "./runs/chart.js";
+import { Figures } from "./runs/figures.js";
+import { Comparison, Samples, StepDetails } from "./runs/findings.js";
+import { RunList } from "./runs/list.js";
+import { html, useCallback, useEffect, useMemo, useRef, useState } from "./ui.js";
+
+const FIRST = 8;
+const REFRESH_MS = 2000;
+const AXES = { step: "Steps", tokens: "Tokens", seconds: "Seconds" };
+
+export function Part({ shown, route }) {
+  const [runs, setRuns] = useState(null);
+  const [problem, setProblem] = useState(null);
+  const [chosen, setChosen] = useState(null);
+  const [picked, setPicked] = useState(null);
+  const [settings, set] = useState({ x: "step", window: null, smooth: 0, logX: false, logY: false });
+  const theme = useTheme();
+  useEffect(() => (shown ? follow(setRuns, setProblem) : undefined), [shown]);
+  const rows = useMemo(() => (runs ? [...runs.values()] : []), [runs]);
+  const linked = route.join("/");
+  useEffect(() => {
+    if (!rows.length || (chosen && !linked)) return;
+    const first = rows.find((row) => row.id === linked);
+    setChosen(first ? [first.id] : (was) => was ?? [...rows].sort((a, b) => (b.state === "running") - (a.state === "running")).slice(0, FIRST).map((row) => row.id));
+  }, [rows.length > 0, linked]);
+  const ids = useMemo(() => (chosen ?? []).filter((id) => runs?.has(id)), [chosen, runs?.size]);
+  const styles = useStyles(ids);
+  const drawn = useMemo(() => ids.map((id) => runs.get(id)).filter(Boolean), [ids, runs]);
+  const version = useVersion(drawn);
+  const view = useMemo(() => ({ ...settings, theme }), [settings, theme]);
+  const zoom = useCallback((from, to) => set((was) => ({ ...was, window: from == null ? null : [from, to] })), []);
+  const pick = useCallback((run, at) => setPicked({ run, at, x: view.x }), [view.x]);
+  const forget = useCallback(() => setPicked(null), []);
+  if (!runs) return html`<p class="notice" role="status">${problem ?? "Looking for runs…"}</p>`;
+  if (!rows.length) return html`<p class="notice">There is no run here yet. Train one with <code>gptworks train</code>; it appears by itself.</p>`;
+  return html`<div class="runs">
+    <h1 class="hidden-text">Runs</h1>
+    <aside><${RunList} rows=${rows} chosen=${ids} styles=${styles} choose=${setChosen} /></aside>
+    <div class="work">
+      ${problem && html`<p class="problem" role="alert">${problem}</p>`}
+      <${Controls} settings=${settings} set=${set} />
+      ${!drawn.length && html`<p class="card quiet">No run is chosen: tick some in the list.</p>`}
+      <${Figures} rows=${drawn} ...${{ styles, view, version, zoom, pick }} />
+    </div>
+    <div class="findings">
+      <${StepDetails} ...${{ picked, styles, forget }} />
+      <${Comparison} ...${{ ids, styles, version }} />
+      <${Samples} ...${{ ids, styles, version }} />
+    </div>
+  </div>`;
+}
+
+function Controls({ settings, set }) {
+  const change = (more) => set((was) => ({ ...was, ...more }));
+  const { x, window: zoomed, smooth, logX, logY } = settings;
+  const check = (name, text) => html`<label class="check"><input type="checkbox" checked=${settings[name]}
+    onChange=${(event) => change({ [name]: event.target.checked })} /> ${text}</label>`;
+  return html`<div class="card controls" role="group" aria-label="How the curves are drawn">
+    <label>Along <select class="field" value=${x} onChange=${(event) => change({ x: event.target.value, window: null })}>
+      ${Object.entries(AXES).map(([key, name]) => html`<option key=${key} value=${key}>${name}</option>`)}</select></label>
+    <label>Smoothing of training figures <input type="range" min="0" max="0.99" step="0.01" value=${smooth}
+      onInput=${(event) => change({ smooth: Number(event.target.value) })} /> <output class="number">${smooth.toFixed(2)}</output></label>
+    ${check("logX", "Log x")} ${check("logY", "Log y")}
+    <span class="fill"></span>
+    <span class="quiet hint">Drag to zoom, double-click to show all.</span>
+    <button class="button small" disabled=${!zoomed} onClick=${() => change({ window: null })}>Show all</button>
+  </div>`;
+}
+
+/** A run keeps its colour while it is drawn. */
+function useStyles(ids) {
+  const held = useRef(new Map());
+  return useMemo(() => {
+    const kept = new Map(ids.filter((id) => held.current.has(id)).map((id) => [id, held.current.get(id)]));
+    const taken = new Set(kept.values());
+    let next = 0;
+    for (const id of ids) {
+      while (taken.has(next)) next += 1;
+      if (!kept.has(id)) taken.add(next), kept.set(id, next);
+    }
+    held.current = kept;
+    return new Map([...kept].map(([id, n]) => [id, styleOf(n)]));
+  }, [ids]);
+}
+
+/** A number that grows when the drawn runs have new records, but not more often than every two seconds. */
+function useVersion(drawn) {
+  const now = drawn.map((row) => `${row.id} ${row.records} ${row.whole}`).join("\n");
+  const [shown, show] = useState(0);
+  const last = useRef({ text: "", at: 0 });
+  useEffect(() => {
+    if (now === last.current.text) return undefined;
+    const timer = setTimeout(() => {
+      last.current = { text: now, at: Date.now() };
+      show((version) => version + 1);
+    }, Math.max(0, last.current.at + REFRESH_MS - Date.now()));
+    return () => clearTimeout(timer);
+  }, [now]);
+  return shown;
+}
+
+/** Which colours are shown: canvases have to be drawn anew when it changes. */
+function useTheme() {
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const now = () => document.documentElement.dataset.theme ?? (dark.matches ? "dark" : "light");
+  const [theme, setTheme] = useState(now());
+  useEffect(() => {
+    const changed = () => setTheme(now());
+    const observer = new MutationObserver(changed);
+    observer.observe(document.documentElement, { attributeFilter: ["data-theme"] });
+    dark.addEventListener("change", changed);
+    return () => (observer.disconnect(), dark.removeEventListener("change", changed));
+  }, []);
+  return theme;
+}

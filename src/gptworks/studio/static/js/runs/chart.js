@@ -1,0 +1,232 @@
+// One chart: uPlot makes the axes, the cursor and the selection; the curves, each with points of its own, are drawn here.
+
+import uPlot from "../../vendor/uPlot.esm.js";
+import { short } from "../format.js";
+import { html, useEffect, useLayoutEffect, useRef } from "../ui.js";
+
+const HEIGHT = 240;
+const DASHES = [[], [6, 3], [2, 3], [9, 3, 2, 3]];
+const DOTS = 60;
+const FEW = 8;
+
+/** The colour and the line of the nth run: eight colours, then the same ones dashed. */
+export function styleOf(n) {
+  return { colour: n % 8, dash: Math.floor(n / 8) % DASHES.length };
+}
+
+/**
+ * curves: [{ id, name, style, x, y }], bands: [{ name, style, x, low, high }], view: { window, logX, logY, theme },
+ * zoom(from, to) or zoom(null), pick(id, x), xName, write(y): a value as text.
+ */
+export function Chart({ title, ...props }) {
+  const box = useRef(null);
+  const readout = useRef(null);
+  const kept = useRef({});
+  kept.current = Object.assign(kept.current, { props, readout });
+  const { view, curves, bands, xName } = props;
+  useLayoutEffect(() => {
+    const plot = new uPlot(options(kept.current, box.current.clientWidth), [[0, 1], [null, null]], box.current);
+    kept.current.plot = plot;
+    const resized = new ResizeObserver(() => {
+      const width = box.current.clientWidth;
+      if (width && width !== plot.width) plot.setSize({ width, height: HEIGHT });
+    });
+    resized.observe(box.current);
+    return () => (resized.disconnect(), plot.destroy());
+  }, [view.logX, view.logY, view.theme]);
+  useEffect(() => {
+    const ends = windowOf(props);
+    kept.current.plot.setData([ends, [null, null]]);
+  }, [view, curves, bands]);
+  const keys = (event) => keyed(event, kept.current);
+  return html`<figure class="chart">
+    <figcaption><h3>${title}</h3><span class="readout quiet number" ref=${readout}></span></figcaption>
+    <div class="plot" ref=${box} tabindex="0" role="group" onKeyDown=${keys}
+      aria-label=${`${title} by ${xName}, ${curves.length} curves. Plus and minus zoom, arrows move, 0 shows all.`}></div>
+  </figure>`;
+}
+
+function options(kept, width) {
+  const style = getComputedStyle(document.documentElement);
+  const [ink, rule] = ["--muted", "--rule"].map((name) => style.getPropertyValue(name).trim());
+  const { view } = kept.props;
+  const axis = { stroke: ink, grid: { stroke: rule, width: 1 }, ticks: { stroke: rule, width: 1 }, font: "12px system-ui" };
+  return {
+    width: width || 300, height: HEIGHT, legend: { show: false }, pxAlign: 0,
+    scales: {
+      x: { time: false, distr: view.logX ? 3 : 1, range: () => windowOf(kept.props) },
+      y: { distr: view.logY ? 3 : 1, range: () => heightOf(kept.props) },
+    },
+    series: [{}, { show: true, stroke: "transparent", points: { show: false } }],
+    axes: [
+      { ...axis, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) },
+      { ...axis, size: 64, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : plainNumber(tick))) },
+    ],
+    cursor: {
+      sync: { key: "runs", scales: ["x", null], setSeries: false }, points: { show: false }, drag: { setScale: false, x: true, y: false },
+      bind: { dblclick: () => () => (kept.props.zoom(null), null) },
+    },
+    hooks: {
+      draw: [(plot) => paint(plot, kept.props, style)],
+      setSelect: [(plot) => selected(plot, kept)],
+      setCursor: [(plot) => read(plot, kept)],
+      ready: [(plot) => plot.over.addEventListener("click", () => clicked(plot, kept))],
+    },
+  };
+}
+
+function plainNumber(value) {
+  const size = Math.abs(value);
+  return size >= 1e5 ? short(value) : size && size < 1e-3 ? value.toExponential(0) : String(Number(value.toPrecision(6)));
+}
+
+/** The ends of the axis: the window, or where all curves lie. */
+function windowOf({ view, curves }) {
+  if (view.window) return view.window;
+  let [low, high] = [Infinity, -Infinity];
+  for (const { x } of curves) {
+    const first = view.logX ? x.find((one) => one > 0) : x[0];
+    if (first < low) low = first;
+    if (x.length && x[x.length - 1] > high) high = x[x.length - 1];
+  }
+  if (!(low <= high)) return [view.logX ? 1 : 0, 10];
+  return low < high ? [low, high] : view.logX ? [low / 2, high * 2] : [low - 1, high + 1];
+}
+
+/** The lowest and highest values that the window shows, with some room. */
+function heightOf(props) {
+  const { view, curves, bands } = props;
+  const [from, to] = windowOf(props);
+  let [low, high] = [Infinity, -Infinity];
+  const take = (x, y) => {
+    for (let i = 0; i < x.length; i++) {
+      if (x[i] < from || x[i] > to || (view.logY && y[i] <= 0)) continue;
+      if (y[i] < low) low = y[i];
+      if (y[i] > high) high = y[i];
+    }
+  };
+  for (const { x, y } of curves) take(x, y);
+  if (low > high) for (const band of bands) (take(band.x, band.low), take(band.x, band.high));
+  if (low > high) return view.logY ? [0.1, 10] : [0, 1];
+  if (view.logY) return [low / 1.1, high * 1.1];
+  const room = (high - low || Math.abs(high) || 1) * 0.06;
+  return [low - room, high + room];
+}
+
+// ---------------------------------------------------------------------------------------------------- drawing
+
+function paint(plot, { curves, bands }, style) {
+  const { ctx, bbox } = plot;
+  const ratio = devicePixelRatio || 1;
+  const across = placer(plot.scales.x, bbox.left, bbox.width);
+  const up = placer(plot.scales.y, bbox.top + bbox.height, -bbox.height);
+  const colourOf = (one) => style.getPropertyValue(`--series-${one.colour}`).trim();
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+  ctx.clip();
+  for (const band of bands) {
+    ctx.beginPath();
+    band.x.forEach((x, i) => ctx.lineTo(across(x), up(band.high[i])));
+    for (let i = band.x.length - 1; i >= 0; i--) ctx.lineTo(across(band.x[i]), up(band.low[i]));
+    ctx.globalAlpha = 0.2;
+    ctx.fillStyle = colourOf(band.style);
+    ctx.fill();
+  }
+  ctx.globalAlpha = curves.length > 3 * FEW ? 0.6 : 1;
+  ctx.lineWidth = ratio * (curves.length > 3 * FEW ? 1 : 1.5);
+  ctx.lineJoin = "round";
+  for (const { x, y, style: line } of curves) {
+    ctx.strokeStyle = ctx.fillStyle = colourOf(line);
+    ctx.setLineDash(DASHES[line.dash].map((length) => length * ratio));
+    ctx.beginPath();
+    for (let i = 0; i < x.length; i++) ctx.lineTo(across(x[i]), up(y[i]));
+    ctx.stroke();
+    if (x.length > DOTS) continue;
+    ctx.beginPath();
+    for (let i = 0; i < x.length; i++) {
+      ctx.moveTo(across(x[i]), up(y[i]));
+      ctx.arc(across(x[i]), up(y[i]), 2.2 * ratio, 0, 7);
+    }
+    ctx.fill();
+  }
+  ctx.restore();
+}
+
+/** From a value to its place on the canvas. */
+function placer({ min, max, distr }, start, length) {
+  const of = distr === 3 ? (value) => Math.log10(Math.max(value, 1e-300)) : (value) => value;
+  const [low, size] = [of(min), of(max) - of(min) || 1];
+  return (value) => start + ((of(value) - low) / size) * length;
+}
+
+// ---------------------------------------------------------------------------------------------------- the pointer and keys
+
+function selected(plot, { props }) {
+  const { left, width } = plot.select;
+  if (width < 4) return;
+  const [from, to] = [plot.posToVal(left, "x"), plot.posToVal(left + width, "x")];
+  plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+  props.zoom(from, to);
+  plot.dragged = performance.now();
+}
+
+function clicked(plot, kept) {
+  if (performance.now() - (plot.dragged ?? -1e9) < 300) return;
+  const found = nearest(plot, kept.props);
+  if (found) kept.props.pick(found.curve.id, found.curve.x[found.at]);
+}
+
+function read(plot, { props, readout }) {
+  if (!readout.current) return;
+  const { left } = plot.cursor;
+  if (left == null || left < 0) {
+    readout.current.textContent = "";
+    return;
+  }
+  const x = plot.posToVal(left, "x");
+  const shown = props.curves.length <= FEW
+    ? props.curves.filter((curve) => curve.x.length).map((curve) => ({ curve, at: placeOf(curve.x, x) }))
+    : [nearest(plot, props)].filter(Boolean);
+  const values = shown.map(({ curve, at }) => `${curve.name} ${props.write(curve.y[at])}`);
+  readout.current.textContent = [`${props.xName} ${Math.round(x).toLocaleString("en-US")}`, ...values].join(" · ");
+}
+
+/** The curve and its point that are nearest to the pointer. */
+function nearest(plot, { curves }) {
+  const { left, top } = plot.cursor;
+  if (left == null || left < 0) return null;
+  const x = plot.posToVal(left, "x");
+  let found = null;
+  for (const curve of curves) {
+    if (!curve.x.length) continue;
+    const at = placeOf(curve.x, x);
+    const away = Math.abs(plot.valToPos(curve.y[at], "y") - top) + 0.2 * Math.abs(plot.valToPos(curve.x[at], "x") - left);
+    if (!found || away < found.away) found = { curve, at, away };
+  }
+  return found;
+}
+
+/** The place of the point that is nearest to x. */
+export function placeOf(along, x) {
+  let [low, high] = [0, along.length - 1];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (along[middle] < x) low = middle + 1;
+    else high = middle;
+  }
+  return low > 0 && x - along[low - 1] < along[low] - x ? low - 1 : low;
+}
+
+function keyed(event, { props }) {
+  const [from, to] = windowOf(props);
+  const log = props.view.logX;
+  const size = log ? Math.log(to / from) : to - from;
+  const moved = (start, end) => (log ? [from * Math.exp(size * start), from * Math.exp(size * end)] : [from + size * start, from + size * end]);
+  const windows = { "+": [0.2, 0.8], "=": [0.2, 0.8], "-": [-0.33, 1.33], ArrowLeft: [-0.1, 0.9], ArrowRight: [0.1, 1.1] };
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key in windows) props.zoom(...moved(...windows[event.key]));
+  else if (event.key === "0" || event.key === "Escape") props.zoom(null);
+  else return;
+  event.preventDefault();
+}

@@ -1,0 +1,132 @@
+// The charts of the chosen runs. Each asks the server for its points when it is seen, for the window that is shown.
+
+import { get } from "../api.js";
+import { count, figure } from "../format.js";
+import { html, useEffect, useMemo, useRef, useState } from "../ui.js";
+import { Chart, styleOf } from "./chart.js";
+import { Line } from "./list.js";
+
+const POINTS = 40_000;
+const MOST_PARTS = 8;
+const WAIT_MS = 60;
+const TITLES = {
+  "validation.loss": "Validation loss", "train.loss": "Training loss", "validation.bits_per_byte": "Bits per byte",
+  "train.reward": "Reward", "train.learning_rate": "Learning rate", "train.grad_norm": "Gradient norm",
+  "train.tokens_per_second": "Tokens a second", "train.utilization": "Utilization", "validation.perplexity": "Perplexity",
+  "train.gradient_norm_by_layer": "Gradient norm by layer", "train.activation_rms_by_layer": "Block output (RMS) by layer",
+  "train.seconds_by_part": "Seconds by part", "train.flops_per_second": "FLOP a second",
+};
+const ORDER = Object.keys(TITLES);
+const NOT_SMOOTHED = ["train.learning_rate"];
+
+function titleOf(key) {
+  const [kind, ...rest] = key.split(".");
+  const words = rest.join(".").replaceAll("_", " ");
+  return TITLES[key] ?? (kind === "validation" ? `Validation ${words}` : words[0].toUpperCase() + words.slice(1));
+}
+
+function ordered(keys) {
+  const place = (key) => (ORDER.includes(key) ? ORDER.indexOf(key) : ORDER.length);
+  return [...new Set(keys)].sort((a, b) => place(a) - place(b) || (a < b ? -1 : 1));
+}
+
+export function Figures({ rows, styles, view, version, zoom, pick }) {
+  const keys = useMemo(() => ordered(rows.flatMap((row) => row.keys)), [rows]);
+  const [focus, setFocus] = useState(null);
+  const run = rows.find((row) => row.id === focus) ?? rows[0];
+  const ids = rows.map((row) => row.id).join("\n");
+  const wanted = useMemo(() => (key) => rows.filter((row) => row.keys.includes(key)).map((row) => ({
+    run: row.id, key, name: row.id, style: styles.get(row.id) })), [ids, keys.join(), styles]);
+  return html`
+    <div class="charts">${keys.map((key) => html`<${Figure} key=${key} title=${titleWithUnit(key, rows)} wanted=${wanted} of=${key}
+      styles=${styles} ...${{ view, version, zoom, pick }} />`)}</div>
+    ${run && Object.keys(run.details).length > 0 && html`<section class="by-part">
+      <h2>By layer and by part</h2>
+      <label class="quiet">of the run <select class="field" value=${run.id} onChange=${(event) => setFocus(event.target.value)}>
+        ${rows.map((row) => html`<option key=${row.id} value=${row.id}>${row.id}</option>`)}</select></label>
+      <div class="charts">${ordered(Object.keys(run.details)).map((key) => html`<${Parts} key=${`${run.id} ${key}`} run=${run.id} of=${key}
+        names=${run.details[key]} ...${{ view, version, zoom, pick }} />`)}</div>
+    </section>`}`;
+}
+
+function titleWithUnit(key, rows) {
+  const units = new Set(rows.map((row) => row.loss_unit).filter(Boolean));
+  if (!/\.loss$/.test(key) || !units.size) return titleOf(key);
+  return `${titleOf(key)}, ${units.size === 1 ? [...units][0] : "the units differ: do not compare the curves"}`;
+}
+
+/** A figure of one run that has a value for each layer or part; of many layers, some evenly between. */
+function Parts({ run, of, names, ...props }) {
+  const text = names.join("\n");
+  const wanted = useMemo(() => {
+    const n = Math.min(names.length, MOST_PARTS);
+    const places = [...new Set(Array.from({ length: n }, (_, i) => Math.round((i * (names.length - 1)) / Math.max(1, n - 1))))];
+    const nameOf = (name) => (/_by_layer$/.test(of) ? `layer ${Number(name) + 1}` : name);
+    return () => places.map((place, i) => ({ run, key: `${of}.${names[place]}`, name: nameOf(names[place]), style: styleOf(i) }));
+  }, [run, of, text]);
+  return html`<div class="parts"><${Figure} title=${titleOf(of)} of=${of} wanted=${wanted} ...${props} />
+    <ul class="legend-lines">${wanted().map((one) => html`<li key=${one.name}><${Line} style=${one.style} /> ${one.name}</li>`)}</ul></div>`;
+}
+
+function Figure({ title, of, wanted, styles, view, version, zoom, pick }) {
+  const place = useRef(null);
+  const seen = useSeen(place);
+  const list = useMemo(() => wanted(of), [wanted, of]);
+  const [answer, setAnswer] = useState({ curves: [], bands: [] });
+  const [problem, setProblem] = useState(null);
+  const smooth = of.startsWith("train.") && !NOT_SMOOTHED.includes(of) ? view.smooth : 0;
+  const question = useMemo(() => (list.length ? questionOf(list, view, smooth) : null), [list, view.x, view.window, view.logX, smooth]);
+  useEffect(() => {
+    if (!seen || !question) return undefined;
+    const stop = new AbortController();
+    const timer = setTimeout(async () => {
+      try {
+        setAnswer(await get(question, { signal: stop.signal }));
+        setProblem(null);
+      } catch (error) {
+        if (error.name !== "AbortError") setProblem(error.message);
+      }
+    }, WAIT_MS);
+    return () => (clearTimeout(timer), stop.abort());
+  }, [seen, question, version]);
+  const drawn = useMemo(() => {
+    const known = new Map(list.map((one) => [`${one.run}\n${one.key}`, one]));
+    return answer.curves.map((curve) => ({ ...known.get(`${curve.run}\n${curve.key}`), id: curve.run, x: curve.x, y: curve.y }))
+      .filter((curve) => curve.style && curve.x.length);
+  }, [answer, list]);
+  const bands = useMemo(() => answer.bands.map((band) => ({ ...band, style: bandStyle(band, list, styles) })), [answer, list]);
+  return html`<div class="figure" ref=${place}>
+    ${seen === null ? html`<div class="chart empty"><h3>${title}</h3></div>` : html`<${Chart} title=${title} curves=${drawn} bands=${bands}
+      view=${view} zoom=${zoom} pick=${pick} xName=${view.x} write=${/loss|bits/.test(of) ? (y) => y.toFixed(4) : figure} />`}
+    ${bands.map((band) => html`<p class="quiet" key=${band.name}>The shade is the band of ${band.name}: one more run lies in it with 95% probability.</p>`)}
+    ${answer.curves.some((curve) => !curve.whole) && html`<p class="quiet" role="status">Reading ${count(answer.curves.filter((curve) => !curve.whole).length)} of ${count(list.length)} logs…</p>`}
+    ${problem && html`<p class="problem" role="alert">${problem}</p>`}
+  </div>`;
+}
+
+function bandStyle(band, list, styles) {
+  return list.find((one) => band.runs.includes(one.run))?.style ?? styleOf(0);
+}
+
+function questionOf(list, view, smooth) {
+  const asked = new URLSearchParams({ x: view.x, points: Math.max(60, Math.min(1200, Math.floor(POINTS / list.length))), smooth });
+  if (view.logX) asked.set("log", "true");
+  if (view.window) {
+    asked.set("from", view.window[0]);
+    asked.set("to", view.window[1]);
+  }
+  for (const run of new Set(list.map((one) => one.run))) asked.append("run", run);
+  for (const key of new Set(list.map((one) => one.key))) asked.append("key", key);
+  return `studio/runs/curves?${asked}`;
+}
+
+/** Whether an element is on the screen; null until it has been there once. */
+function useSeen(place) {
+  const [seen, set] = useState(null);
+  useEffect(() => {
+    const observer = new IntersectionObserver(([entry]) => set((was) => entry.isIntersecting || (was === null ? null : false)), { rootMargin: "200px" });
+    observer.observe(place.current);
+    return () => observer.disconnect();
+  }, []);
+  return seen;
+}

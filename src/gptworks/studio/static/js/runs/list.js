@@ -1,0 +1,68 @@
+// The runs: search, order, and which of them are drawn.
+
+import { count } from "../format.js";
+import { cx, html, memo, useMemo, useState } from "../ui.js";
+
+const MOST_SHOWN = 400;
+const ORDERS = {
+  name: ["Name", (a, b) => a.id.localeCompare(b.id, "en", { numeric: true })],
+  best: ["Best loss", (a, b) => lossOf(a.best) - lossOf(b.best)],
+  last: ["Last loss", (a, b) => lossOf(a.last) - lossOf(b.last)],
+  step: ["Steps", (a, b) => b.step - a.step],
+};
+
+function lossOf(evaluation) {
+  return typeof evaluation?.loss === "number" ? evaluation.loss : Infinity;
+}
+
+/** A loss as `gptworks compare` prints it. */
+export function loss(value) {
+  return typeof value === "number" ? value.toFixed(4) : (value ?? "–");
+}
+
+export const RunList = memo(({ rows, chosen, styles, choose }) => {
+  const [search, setSearch] = useState("");
+  const [order, setOrder] = useState("name");
+  const found = useMemo(() => {
+    const words = search.toLowerCase().split(/\s+/).filter(Boolean);
+    const fits = (row) => words.every((word) => `${row.id} ${row.recipe ?? ""} ${row.state}`.toLowerCase().includes(word));
+    return rows.filter(fits).sort(ORDERS[order][1]);
+  }, [rows, search, order]);
+  const toggle = (id) => choose(chosen.includes(id) ? chosen.filter((one) => one !== id) : [...chosen, id]);
+  return html`<section class="card runs-list" aria-label="List of runs">
+    <div class="runs-tools">
+      <label><span class="hidden-text">Search runs</span><input class="field" type="search" placeholder="Search name, recipe, state"
+        value=${search} onInput=${(event) => setSearch(event.target.value)} /></label>
+      <label><span class="hidden-text">Order of the runs</span><select class="field" value=${order}
+        onChange=${(event) => setOrder(event.target.value)}>${Object.entries(ORDERS).map(([key, [name]]) => html`
+        <option key=${key} value=${key}>${name}</option>`)}</select></label>
+      <button class="button small" onClick=${() => choose(found.slice(0, 256).map((row) => row.id))}>All shown</button>
+      <button class="button small" onClick=${() => choose([])}>None</button>
+    </div>
+    <p class="quiet" role="status">${count(found.length)} of ${count(rows.length)} runs, ${count(chosen.length)} drawn</p>
+    <div class="runs-rows" tabindex="0" role="group" aria-label="Runs to draw">
+      ${found.slice(0, MOST_SHOWN).map((row) => html`<${Row} key=${row.id} row=${row} style=${styles.get(row.id)} toggle=${toggle} />`)}
+      ${found.length > MOST_SHOWN && html`<p class="quiet">${count(found.length - MOST_SHOWN)} more: search for them.</p>`}
+    </div>
+  </section>`;
+});
+
+function Row({ row, style, toggle }) {
+  const state = row.problem ? "cannot be read" : !row.whole ? "reading…" : row.state;
+  return html`<label class=${cx("run", style && "chosen")} title=${row.id}>
+    <input type="checkbox" checked=${Boolean(style)} onChange=${() => toggle(row.id)} />
+    <${Line} style=${style} />
+    <span class="name">${row.id}</span>
+    <span class=${cx("state", row.state === "running" && "good", row.problem && "problem")}>${state}</span>
+    <span class="facts quiet number">step ${count(row.step)}${row.best && html` · best ${loss(row.best.loss)} · last ${loss(row.last.loss)}`}${
+      !row.best && row.train_loss != null && ` · loss ${loss(row.train_loss)}`}${row.recipe && row.recipe !== row.id && ` · ${row.recipe}`}</span>
+    ${row.problem && html`<span class="facts problem">${row.problem}</span>`}
+    ${row.skipped && html`<span class="facts quiet">${row.skipped}</span>`}
+    ${row.thinned && html`<span class="facts quiet">older records are shown thinned out</span>`}
+  </label>`;
+}
+
+/** A run's colour and line. */
+export function Line({ style }) {
+  return html`<span class=${cx("line", style ? `series-${style.colour} dash-${style.dash}` : "none")} aria-hidden="true"></span>`;
+}
