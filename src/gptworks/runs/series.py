@@ -34,6 +34,8 @@ MOST_DETAILS, MOST_PARTS = 32, 256
 """Figures by layer or by part, and layers or parts of one."""
 
 _MOST_NAME = 64
+_FIRST = ("step", "offset", "tokens", "seconds", "loss")
+"""Which are held, however many figures come before them in a record."""
 _NO_FIGURES = ("step", "offset", *AXES, "sequences", "sequences_held_out")
 
 FEWEST_POINTS, MOST_POINTS = 8, 10_000
@@ -66,6 +68,8 @@ class Columns:
 
     def extend(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Append records, which mostly are in the order of steps already."""
+        if not rows:
+            return
         keys = dict.fromkeys([*self._arrays, *(key for row in rows for key in row if len(key) <= _MOST_NAME)])
         for key in list(keys)[:MOST_COLUMNS]:
             values = np.array([row.get(key, math.nan) for row in rows], np.float64)
@@ -80,7 +84,7 @@ class Columns:
                 array = room
             array[self.n : self.n + len(rows)] = values
             self._arrays[key] = array
-        ordered = self.n == 0 or not rows or self._arrays["step"][self.n - 1] <= rows[0]["step"]
+        ordered = self.n == 0 or self._arrays["step"][self.n - 1] <= rows[0]["step"]
         self.n += len(rows)
         if not ordered or np.any(np.diff(self._arrays["step"][self.n - len(rows) : self.n]) < 0):
             self._take(np.argsort(self._arrays["step"][: self.n], kind="stable"))
@@ -170,7 +174,7 @@ class Series:
         records = self._reader.read()
         for offset, record in records:
             if record["kind"] in rows:
-                rows[record["kind"]].append({**self._figures(record), "step": record["step"], "offset": offset})
+                rows[record["kind"]].append(self._figures({**record, "offset": offset}))
         for kind, found in rows.items():
             self.columns[kind].extend(found)
         self.n_records += len(records)
@@ -235,7 +239,8 @@ class Series:
         train = self.columns["train"]
         if axis not in train or not train.n:
             return np.full(columns.n, np.nan)
-        return np.interp(columns["step"], [0.0, *train["step"]], [0.0, *train[axis]])
+        known = (np.concatenate([[0.0], train[key]]) for key in ("step", axis))
+        return np.interp(columns["step"], *known)
 
     def history(self) -> History:
         """The run for `compare`: every evaluation, and of the training what it counts."""
@@ -255,7 +260,8 @@ class Series:
     def _figures(self, record: Record) -> dict[str, float]:
         """The numbers of a record; those of a layer or a part as `key.name`."""
         found: dict[str, float] = {}
-        for key, value in record.items():
+        for key in dict.fromkeys((*(key for key in _FIRST if key in record), *record)):
+            value = record[key]
             if isinstance(value, int | float) and not isinstance(value, bool):
                 found[key] = value
             elif isinstance(value, dict | list) and 0 < len(value) <= MOST_PARTS:
