@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from gptworks.runs import series as module
+from gptworks.runs import watch as watching
 from gptworks.runs.bands import find_band
 from gptworks.runs.compare import compare
 from gptworks.runs.history import read_history
@@ -305,10 +306,13 @@ def test_a_run_too_long_is_thinned_and_keeps_its_best_and_last(tmp_path: Path, m
     assert series.summary()["last"]["step"] == 599 and series.n_records == 599
 
 
-def test_runs_nobody_asks_for_become_coarser_and_are_read_anew_when_one_does(tmp_path: Path) -> None:
+def test_runs_nobody_asks_for_become_coarser_and_are_read_anew_when_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folders = {name: tmp_path / name for name in ("a", "b", "c")}
     for folder in folders.values():
         write_run(folder, curve([3.0 + 1 / i for i in range(1, 1500)]))
+    monkeypatch.setattr(watching, "MOMENT_SECONDS", 0.0)
     watch = Watch(most_bytes=250_000)
     watch.follow(folders)
     (used,) = watch.use(["b"])

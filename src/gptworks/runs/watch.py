@@ -15,6 +15,7 @@ MOST_BYTES = 1 << 30
 IN_USE_SECONDS = 60.0
 """For which a run that was asked for is read first and stays whole."""
 
+MOMENT_SECONDS = 0.25
 _FEW_BYTES = 1 << 16
 
 
@@ -82,13 +83,19 @@ class Watch:
         self.runs = {name: same.get(name) or Watched(folder) for name, folder in folders.items()}
 
     def use(self, names: Sequence[str]) -> list[Watched]:
-        """The runs that are asked for: they are read first, and anew where records were let go. KeyError: none such."""
+        """The runs that are asked for, read on for a moment; anew where records were let go.
+
+        Raises:
+            KeyError: there is none of a name.
+        """
         now, found = time.monotonic(), [self.runs[name] for name in names]
         for one in found:
             if one.is_released and now - one.used_at > IN_USE_SECONDS:
                 one.series.begin()
                 one.is_released = False
             one.used_at = now
+            while one.read() and time.monotonic() < now + MOMENT_SECONDS:
+                pass
         return found
 
     def advance(self, seconds: float) -> tuple[set[str], bool]:

@@ -40,7 +40,7 @@ export function Chart({ title, ...props }) {
   }, [view, curves, bands]);
   const keys = (event) => keyed(event, kept.current);
   return html`<figure class="chart">
-    <figcaption><h3>${title}</h3><span class="readout quiet number" ref=${readout}></span></figcaption>
+    <figcaption><h2>${title}</h2><span class="readout quiet number" ref=${readout}></span></figcaption>
     <div class="plot" ref=${box} tabindex="0" role="group" onKeyDown=${keys}
       aria-label=${`${title} by ${xName}, ${curves.length} curves. Plus and minus zoom, arrows move, 0 shows all.`}></div>
   </figure>`;

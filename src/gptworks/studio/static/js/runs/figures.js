@@ -96,7 +96,7 @@ function Figure({ title, of, wanted, styles, view, version, zoom, pick }) {
   }, [answer, list]);
   const bands = useMemo(() => answer.bands.map((band) => ({ ...band, style: bandStyle(band, list, styles) })), [answer, list]);
   return html`<div class="figure" ref=${place}>
-    ${seen === null ? html`<div class="chart empty"><h3>${title}</h3></div>` : html`<${Chart} title=${title} curves=${drawn} bands=${bands}
+    ${seen === null ? html`<div class="chart empty"><h2>${title}</h2></div>` : html`<${Chart} title=${title} curves=${drawn} bands=${bands}
       view=${view} zoom=${zoom} pick=${pick} xName=${view.x} write=${/loss|bits/.test(of) ? (y) => y.toFixed(4) : figure} />`}
     ${bands.map((band) => html`<p class="quiet" key=${band.name}>The shade is the band of ${band.name}: one more run lies in it with 95% probability.</p>`)}
     ${answer.curves.some((curve) => !curve.whole) && html`<p class="quiet" role="status">Reading ${count(answer.curves.filter((curve) => !curve.whole).length)} of ${count(list.length)} logs…</p>`}

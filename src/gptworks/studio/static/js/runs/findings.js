@@ -39,6 +39,7 @@ export function Comparison({ ids, styles, version }) {
     ${!ids.length && html`<p class="quiet">Choose runs in the list.</p>`}
     ${ids.length > MOST_COMPARED && html`<p class="quiet">Choose at most ${MOST_COMPARED} runs to compare them.</p>`}
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
+    ${answer && !answer.whole && html`<p class="quiet" role="status">The logs are still being read; what follows is of what has been.</p>`}
     ${answer && html`<ul class="notes">${answer.notes.map((note) => html`<li key=${note}>${note}</li>`)}</ul>`}
     ${answer && !answer.notes.length && html`<p class="quiet">Nothing: the runs are of one recipe, and within one group there is nothing to test.</p>`}
     ${answer && html`<h2>Figures</h2><div class="scroll" tabindex="0" role="group" aria-label="Figures of the runs"><table>

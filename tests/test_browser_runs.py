@@ -1,0 +1,214 @@
+"""The studio's part Runs in a browser: each feature clicked once. Its figures are those of `gptworks compare`."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from browser import HOSTILE, Studio, axe, open_studio, screenshot
+from browser import chromium as chromium
+from browser import new_page as new_page
+from gptworks.runs import watch
+from gptworks.runs.bands import make_band
+from gptworks.runs.compare import compare
+from gptworks.runs.history import read_history
+from gptworks.train.record.metrics import Record
+from histories import training, validation, write_run
+
+pytestmark = pytest.mark.browser
+NAMES = ("grid/slow-1", "grid/slow-2", "grid/fast-1", "grid/fast-2", HOSTILE)
+
+
+def records(seed: int, level: float) -> list[Record]:
+    found: list[Record] = []
+    for i in range(1, 3001):
+        wave = 0.05 * ((i * 7919 * seed) % 13 - 6) / 6
+        more = {
+            "seconds_by_part": {"data": 0.1, "forward": 1.0 + wave, "backward": 2.0},
+            "gradient_norm_by_layer": [1.0 + wave, 0.5, 0.25, 0.1],
+        }
+        found.append(training(i, level + 4 / (1 + i / 100) + wave + 5 * (i == 1234), **more))
+        if i % 100 == 0:
+            found.append(validation(i, level + 4 / (1 + i / 100) + wave / 10, level / 2))
+            found.append({"kind": "sample", "step": i, "prompt": "Once ", "text": f"upon {HOSTILE} step {i}"})
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Studio]:
+    """Two recipes with two seeds each, and one run whose name is markup; the slow ones have a band."""
+    folder = tmp_path_factory.mktemp("studio") / "runs"
+    for i, name in enumerate(NAMES):
+        rate = 0.002 if "fast" in name else 0.001
+        write_run(
+            folder / name, records(i + 1, 2.0 if "fast" in name else 2.5), seed=1 + i, train={"learning_rate": rate}
+        )
+    slow = [read_history(folder / name) for name in (*NAMES[:2], HOSTILE)]
+    band = make_band(slow)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "find_band", lambda recipe: band if recipe.train.learning_rate == 0.001 else None)
+        with open_studio(folder) as opened:
+            yield opened
+
+
+@pytest.fixture
+def page(new_page: Callable[..., Any], runs: Studio) -> Any:
+    return opened(new_page(), runs)
+
+
+def opened(page: Any, studio: Studio) -> Any:
+    page.goto(f"{studio.url}/#/runs")
+    page.wait_for_selector(".chart canvas")
+    page.wait_for_function("() => !document.body.innerText.includes('reading…')")
+    return page
+
+
+def plot(page: Any, title: str) -> Any:
+    return page.locator("figure.chart").filter(has=page.get_by_role("heading", name=title)).locator(".u-over")
+
+
+def asked(response: Any) -> dict[str, list[str]]:
+    return parse_qs(urlsplit(response.url).query)
+
+
+def curves(page: Any, key: str, act: Callable[[], Any]) -> tuple[dict[str, list[str]], list[dict[str, Any]]]:
+    """What the page asks for when one acts, and the curves that it gets."""
+    with page.expect_response(lambda answer: f"key={key}" in answer.url) as caught:
+        act()
+    return asked(caught.value), caught.value.json()["curves"]
+
+
+def test_the_list_is_searched_ordered_and_chosen_from(page: Any, runs: Studio) -> None:
+    rows = page.locator(".run")
+    assert rows.count() == len(NAMES) and HOSTILE in page.locator(".runs-rows").inner_text()
+    best = {name: read_history(runs.runs / name).best["loss"] for name in NAMES}
+    for name in NAMES:
+        assert f"best {best[name]:.4f}" in rows.filter(has_text=name).inner_text()
+    page.get_by_label("Search runs").fill("FAST grid")
+    assert rows.count() == 2
+    page.get_by_role("button", name="None").click()
+    assert page.get_by_text("No run is chosen").is_visible()
+    asked_for, found = curves(page, "validation.loss", rows.first.click)
+    assert asked_for["run"] == ["grid/fast-1"]
+    assert found[0]["y"] == [record["loss"] for record in read_history(runs.runs / "grid/fast-1").validation]
+    page.get_by_role("button", name="All shown").click()
+    page.get_by_label("Search runs").fill("")
+    page.get_by_label("Order of the runs").select_option("best")
+    first = page.locator(".run .name").first.inner_text()
+    assert best[first] == min(best.values())
+    assert page.locator(".run.chosen").count() == 2 and "2 drawn" in page.locator(".runs-list").inner_text()
+
+
+def test_charts_zoom_to_a_window_whose_points_the_server_gives(page: Any) -> None:
+    over = plot(page, "Training loss")
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+
+    def drag() -> None:
+        page.mouse.move(box["x"] + 0.35 * box["width"], box["y"] + 60)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 0.45 * box["width"], box["y"] + 70, steps=4)
+        page.mouse.up()
+
+    whole, found = curves(page, "train.loss", lambda: page.get_by_label("Along").select_option("tokens"))
+    assert "from" not in whole and all(max(one["y"]) > 6 for one in found)  # the spike of one step stays
+    page.get_by_label("Along").select_option("step")
+    window, found = curves(page, "train.loss", drag)
+    low, high = float(window["from"][0]), float(window["to"][0])
+    assert 1000 < low < 1100 and 1300 < high < 1400
+    assert all(len([x for x in one["x"] if low <= x <= high]) == int(high) - int(low) for one in found)
+    assert page.get_by_role("button", name="Show all").is_enabled()
+    whole, _ = curves(page, "train.loss", over.dblclick)
+    assert "from" not in whole
+    plotted = page.get_by_role("group", name="Training loss")
+    zoomed, _ = curves(page, "train.loss", lambda: plotted.press("+"))
+    moved, _ = curves(page, "train.loss", lambda: plotted.press("ArrowRight"))
+    assert float(moved["from"][0]) > float(zoomed["from"][0]) > 1
+    whole, _ = curves(page, "train.loss", lambda: plotted.press("0"))
+    assert "from" not in whole
+
+
+def test_charts_share_a_cursor(page: Any) -> None:
+    over = plot(page, "Validation loss")
+    over.hover()
+    readouts = page.locator("figure.chart .readout")
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('.readout')].filter((one) => one.textContent).length > 1"
+    )
+    assert "step 1," in readouts.first.inner_text() and "grid/slow-1" in readouts.first.inner_text()
+
+
+def test_axes_and_smoothing_are_chosen(page: Any) -> None:
+    _, rough = curves(page, "train.loss", lambda: page.get_by_label("Along").select_option("seconds"))
+    asked_for, smooth = curves(
+        page, "train.loss", lambda: page.get_by_label("Smoothing of training figures").fill("0.9")
+    )
+    assert asked_for["smooth"] == ["0.9"] and asked_for["x"] == ["seconds"]
+    assert max(smooth[0]["y"][5:]) < max(rough[0]["y"][5:])
+    asked_for, _ = curves(page, "train.loss", lambda: page.get_by_label("Log x").check())
+    assert asked_for["log"] == ["true"]
+    page.get_by_label("Log y").check()
+    screenshot(page, "runs-log")
+
+
+def test_bands_verdict_differences_samples_and_a_step(page: Any, runs: Studio) -> None:
+    assert page.get_by_text("The shade is the band of tiny").first.is_visible()
+    histories = {name: read_history(runs.runs / name) for name in NAMES}
+    page.wait_for_selector("section[aria-label=Comparison] table")
+    chosen = [name for name in sorted(NAMES, key=list(NAMES).index)]
+    ids = page.evaluate("async () => (await (await fetch('studio/runs')).json()).runs.map((run) => run.id)")
+    found = compare([histories[name] for name in ids], [watch.find_band(histories[name].recipe) for name in ids])
+    section = page.get_by_role("region", name="Comparison")
+    assert [note.strip() for note in section.locator(".notes li").all_inner_texts()] == found.notes and len(
+        chosen
+    ) == len(ids)
+    assert "difference" in section.inner_text() and "the band of tiny" in section.inner_text()
+    table = section.locator("table").last.inner_text()
+    assert "train.learning_rate" in table and "0.002" in table
+    samples = page.get_by_role("region", name="Samples")
+    assert f"upon {HOSTILE} step 3000" in samples.inner_text()
+    plot(page, "Training loss").click()
+    details = page.get_by_role("region", name="One step")
+    details.get_by_role("heading", name="Training: step").wait_for()
+    text = details.inner_text()
+    assert "grad norm" in text and "forward 1" in text and "learning rate" in text
+    details.get_by_role("button", name="Close").click()
+    assert "Click a curve" in details.inner_text()
+    _, layers = curves(
+        page, "train.gradient_norm_by_layer.3", lambda: page.get_by_label("of the run").select_option("grid/fast-2")
+    )
+    assert {one["key"] for one in layers} == {f"train.gradient_norm_by_layer.{i}" for i in range(4)}
+    page.get_by_text("layer 4").wait_for()
+
+
+def test_a_run_that_goes_on_is_drawn_on(page: Any, runs: Studio) -> None:
+    def train_on() -> None:
+        with (runs.runs / "grid/slow-1" / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(training(4000, 1.75)) + "\n" + json.dumps(validation(4000, 1.625)) + "\n")
+
+    page.mouse.wheel(0, 0)
+    _, found = curves(page, "train.loss", train_on)
+    assert next(one for one in found if one["run"] == "grid/slow-1")["y"][-1] == 1.75
+    page.get_by_text("last 1.6250").wait_for()
+    page.locator("td", has_text="1.6250").first.wait_for()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everyone_can_use_the_page(new_page: Callable[..., Any], runs: Studio, scheme: str) -> None:
+    page = opened(new_page(color_scheme=scheme, viewport={"width": 1440, "height": 1000}), runs)
+    page.wait_for_selector("section[aria-label=Comparison] table")
+    plot(page, "Training loss").click()
+    page.wait_for_selector("dl.record")
+    assert axe(page) == []
+    screenshot(page, f"runs-{scheme}")
+
+
+@pytest.mark.parametrize("width", [360, 3840])
+def test_the_page_fits_narrow_and_wide_windows(new_page: Callable[..., Any], runs: Studio, width: int) -> None:
+    page = opened(new_page(viewport={"width": width, "height": 900}), runs)
+    page.wait_for_selector("section[aria-label=Comparison] table")
+    assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+    screenshot(page, f"runs-{width}")
