@@ -76,6 +76,7 @@ class Watch:
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self.runs: dict[str, Watched] = {}
         self._most_bytes = most_bytes
+        self._changed: set[str] = set()
 
     def follow(self, folders: Mapping[str, Path]) -> None:
         """Watch these runs, and no others."""
@@ -89,18 +90,21 @@ class Watch:
             KeyError: there is none of a name.
         """
         now, found = time.monotonic(), [self.runs[name] for name in names]
-        for one in found:
+        for name, one in zip(names, found, strict=True):
             if one.is_released and now - one.used_at > IN_USE_SECONDS:
                 one.series.begin()
                 one.is_released = False
             one.used_at = now
-            while one.read() and time.monotonic() < now + MOMENT_SECONDS:
-                pass
+            while one.read():
+                self._changed.add(name)
+                if time.monotonic() > now + MOMENT_SECONDS:
+                    break
         return found
 
     def advance(self, seconds: float) -> tuple[set[str], bool]:
-        """Read on for at most some seconds; the runs that changed, and whether there is more to read."""
-        deadline, changed = time.monotonic() + seconds, set()
+        """Read on for at most some seconds; the runs that changed since the last call, and whether there is more."""
+        deadline, changed = time.monotonic() + seconds, self._changed
+        self._changed = set()
         for name, one in sorted(self.runs.items(), key=lambda item: -item[1].used_at):
             while True:
                 if one.read():

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from gptworks.studio.library import Library, state_of
+
 from gptworks.runs.watch import Watch
 from gptworks.serve.errors import APIError
-from gptworks.studio.library import Library, state_of
 
 _Result = TypeVar("_Result")
 

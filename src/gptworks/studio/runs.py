@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
+from gptworks.studio.state import Studio, studio_of
 
 from gptworks.errors import UserError
 from gptworks.runs.bands import Band
@@ -18,7 +19,6 @@ from gptworks.runs.watch import Watch, Watched
 from gptworks.serve.errors import APIError, invalid
 from gptworks.serve.events import EventStream
 from gptworks.studio.feed import Changes, Feed, plain
-from gptworks.studio.state import Studio, studio_of
 
 router = APIRouter(include_in_schema=False)
 

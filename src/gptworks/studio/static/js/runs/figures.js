@@ -91,9 +91,9 @@ function Figure({ title, of, wanted, styles, view, version, zoom, pick }) {
   }, [seen, question, version]);
   const drawn = useMemo(() => {
     const known = new Map(list.map((one) => [`${one.run}\n${one.key}`, one]));
-    return answer.curves.map((curve) => ({ ...known.get(`${curve.run}\n${curve.key}`), id: curve.run, x: curve.x, y: curve.y }))
+    return (answer.x === view.x ? answer.curves : []).map((curve) => ({ ...known.get(`${curve.run}\n${curve.key}`), id: curve.run, x: curve.x, y: curve.y }))
       .filter((curve) => curve.style && curve.x.length);
-  }, [answer, list]);
+  }, [answer, list, view.x]);
   const bands = useMemo(() => answer.bands.map((band) => ({ ...band, style: bandStyle(band, list, styles) })), [answer, list]);
   return html`<div class="figure" ref=${place}>
     ${seen === null ? html`<div class="chart empty"><h2>${title}</h2></div>` : html`<${Chart} title=${title} curves=${drawn} bands=${bands}
