@@ -239,8 +239,9 @@ class Series:
         train = self.columns["train"]
         if axis not in train or not train.n:
             return np.full(columns.n, np.nan)
-        known = (np.concatenate([[0.0], train[key]]) for key in ("step", axis))
-        return np.interp(columns["step"], *known)
+        steps, places = (np.concatenate([[0.0], train[key]]) for key in ("step", axis))
+        found: Floats = np.interp(columns["step"], steps, places)
+        return found
 
     def history(self) -> History:
         """The run for `compare`: every evaluation, and of the training what it counts."""
@@ -289,7 +290,7 @@ class Series:
         found: dict[str, Record] = {}
         for kind in ("train", "validation"):
             columns = self.columns[kind]
-            before = np.flatnonzero(self._along(columns, axis) <= value) if columns.n else []
+            before = np.flatnonzero(self._along(columns, axis) <= value) if columns.n else np.empty(0)
             if len(before) and (record := self.record(kind, int(before[-1]))) is not None:
                 found[kind] = record
         return found

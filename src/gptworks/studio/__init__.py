@@ -4,6 +4,7 @@ browser ─► serve's guard ─► page (static files) · play (texts) ─► l
 
 library     the run folders below the given ones        play        what the models write, and why
 loaded      engines loaded on demand, bounded           page        the static files and their headers
+runs        the curves of many runs                     feed        one thread reads their logs for all clients
 app         the server's app with the studio's routes   state       what the routes share
 static/     the page itself: no build step
 """

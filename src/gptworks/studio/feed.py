@@ -6,10 +6,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from gptworks.studio.library import Library, state_of
-
+from gptworks.errors import UserError
 from gptworks.runs.watch import Watch
 from gptworks.serve.errors import APIError
+from gptworks.studio.library import Library, RunFolder, state_of
 
 _Result = TypeVar("_Result")
 
@@ -27,6 +27,8 @@ class Feed:
         self.library, self.watch = library, Watch()
         self.states: dict[str, str] = {}
         """running, finished or stopped, of each run."""
+        self._inside: dict[str, int] = {}
+        """When the folder changed of which all lies inside."""
         self._thread = ThreadPoolExecutor(1, "gptworks runs")
         self._clients: dict[asyncio.Event, set[str]] = {}
         self._asked_at = time.monotonic()
@@ -63,10 +65,21 @@ class Feed:
 
     def _follow(self) -> set[str]:
         """Look for runs that are new, gone or in another state, and return them."""
-        before, self.states = self.states, {}
-        self.watch.follow({name: run.folder for name, run in self.library.runs().items()})
+        before, found = self.states, self.library.runs()
+        self.watch.follow({name: run.folder for name, run in found.items() if self._is_inside(run)})
         self.states = {name: state_of(one.series.folder) for name, one in self.watch.runs.items()}
         return {name for name in before.keys() | self.states.keys() if before.get(name) != self.states.get(name)}
+
+    def _is_inside(self, run: RunFolder) -> bool:
+        """Whether nothing of a run is a link that leads out of the given folder; Play says which runs have some."""
+        try:
+            changed = run.folder.stat().st_mtime_ns
+            if self._inside.get(run.id) != changed:
+                run.check_inside()
+                self._inside[run.id] = changed
+        except (UserError, OSError):
+            return False
+        return True
 
     def _announce(self, names: set[str]) -> None:
         for event in self._clients if names else ():

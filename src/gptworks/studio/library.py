@@ -116,7 +116,7 @@ class Library:
         """A run as /studio/state shows it. Reads files."""
         try:
             run.check_inside()
-            made = self._settings(run) | {"checkpoints": _checkpoints(run), "state": _state(run.folder)}
+            made = self._settings(run) | {"checkpoints": _checkpoints(run), "state": state_of(run.folder)}
         except (UserError, OSError) as error:  # OSError: it goes away
             made = {"problem": _printable(str(error)), "checkpoints": [], "state": "stopped"}
         empty = {"chat": False, "context": None, "parameters": None, "vocab_size": None, "problem": None}
@@ -199,7 +199,7 @@ def _checkpoints(run: RunFolder) -> list[dict[str, Any]]:
     return made
 
 
-def _state(folder: Path) -> str:
+def state_of(folder: Path) -> str:
     """running, finished or stopped."""
     if has_ended(folder):
         outcome = read_outcome(folder)

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
-from gptworks.studio.state import Studio, studio_of
 
 from gptworks.errors import UserError
 from gptworks.runs.bands import Band
@@ -19,6 +18,7 @@ from gptworks.runs.watch import Watch, Watched
 from gptworks.serve.errors import APIError, invalid
 from gptworks.serve.events import EventStream
 from gptworks.studio.feed import Changes, Feed, plain
+from gptworks.studio.state import Studio, studio_of
 
 router = APIRouter(include_in_schema=False)
 
@@ -158,9 +158,12 @@ async def comparison(
     request: Request, run: Annotated[list[str], Query(min_length=1, max_length=MOST_COMPARED)]
 ) -> Response:
     """What `gptworks compare` concludes, and the settings in which the recipes differ."""
+    feed = _feed(request)
 
     def conclude(watch: Watch) -> dict[str, Any]:
         runs = _used(watch, run)
+        for name in run:  # checkpoints are read
+            feed.library.get(name)
         broken = [one for one in runs if one.problem is not None]
         if broken:
             raise UserError(f"{broken[0].series.folder.name} cannot be compared: {broken[0].problem}")
@@ -168,7 +171,7 @@ async def comparison(
         whole = all(one.series.at_end for one in runs)
         return {**plain(found.to_json()), "ids": list(dict.fromkeys(run)), "whole": whole}
 
-    return _json(await _feed(request).ask(conclude))
+    return _json(await feed.ask(conclude))
 
 
 @router.get("/studio/runs/samples")

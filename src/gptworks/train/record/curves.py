@@ -60,7 +60,8 @@ def moving_average(values: NDArray[np.float64], decay: float) -> NDArray[np.floa
         averages = inside.reshape(-1)[: len(known)] / (1 - decay ** np.arange(1.0, len(known) + 1))
     if finite.all():
         return averages
-    return np.concatenate([[np.nan], averages])[np.cumsum(finite)]
+    so_far: NDArray[np.float64] = np.concatenate([[np.nan], averages])[np.cumsum(finite)]
+    return so_far
 
 
 def training_chart(

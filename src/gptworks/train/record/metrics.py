@@ -161,10 +161,10 @@ class MetricsReader:
             self._is_too_long = True
         self._rest = b"" if self._is_too_long else rest
         if self.at_end and not self._ended_open and rest.rstrip().endswith(b"}"):
-            record = _parsed(rest)
-            if not isinstance(record, str):
+            last = _parsed(rest)
+            if not isinstance(last, str):
                 self._rest, self._ended_open, self._line = b"", True, self._line + 1
-                found.append((start, record))
+                found.append((start, last))
         return found
 
     def finish(self) -> None:

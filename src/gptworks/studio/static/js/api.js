@@ -34,9 +34,9 @@ export async function post(path, body, { signal } = {}) {
   return (await call(path, { method: "POST", body: JSON.stringify(body), signal })).json();
 }
 
-/** The events of a stream, as they come. Leaving the loop early ends the work on the server. */
+/** The events of a stream, as they come; without a body, of a GET. Leaving the loop early ends the work on the server. */
 export async function* stream(path, body, { signal } = {}) {
-  const response = await call(path, { method: "POST", body: JSON.stringify(body), signal });
+  const response = await call(path, body === undefined ? { signal } : { method: "POST", body: JSON.stringify(body), signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {

@@ -3,5 +3,6 @@
 import { part, start } from "./shell.js";
 
 part("play", "Play", () => import("./play.js"));
+part("runs", "Runs", () => import("./runs.js"));
 
 start(document.getElementById("app"));
