@@ -42,7 +42,7 @@ export function Figures({ rows, styles, view, version, zoom, pick }) {
       styles=${styles} ...${{ view, version, zoom, pick }} />`)}</div>
     ${run && Object.keys(run.details).length > 0 && html`<section class="by-part">
       <h2>By layer and by part</h2>
-      <label class="quiet">of the run <select class="field" value=${run.id} onChange=${(event) => setFocus(event.target.value)}>
+      <label class="quiet">Layers and parts of <select class="field" value=${run.id} onChange=${(event) => setFocus(event.target.value)}>
         ${rows.map((row) => html`<option key=${row.id} value=${row.id}>${row.id}</option>`)}</select></label>
       <div class="charts">${ordered(Object.keys(run.details)).map((key) => html`<${Parts} key=${`${run.id} ${key}`} run=${run.id} of=${key}
         names=${run.details[key]} ...${{ view, version, zoom, pick }} />`)}</div>
