@@ -157,7 +157,7 @@ def test_charts_share_a_cursor(page: Any) -> None:
     over.hover()
     readouts = page.locator("figure.chart .readout")
     page.wait_for_function(
-        "() => [...document.querySelectorAll('.readout')].filter((one) => one.textContent).length > 1"
+        "() => [...document.querySelectorAll('.readout')].filter((one) => /slow-1/.test(one.textContent)).length > 1"
     )
     assert "step 1," in readouts.first.inner_text() and "grid/slow-1" in readouts.first.inner_text()
 

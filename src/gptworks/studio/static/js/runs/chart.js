@@ -37,6 +37,7 @@ export function Chart({ title, ...props }) {
   useEffect(() => {
     const ends = windowOf(props);
     kept.current.plot.setData([ends, [null, null]]);
+    read(kept.current.plot, kept.current);
   }, [view, curves, bands]);
   const keys = (event) => keyed(event, kept.current);
   return html`<figure class="chart">

@@ -111,10 +111,8 @@ function bandStyle(band, list, styles) {
 function questionOf(list, view, smooth) {
   const asked = new URLSearchParams({ x: view.x, points: Math.max(60, Math.min(1200, Math.floor(POINTS / list.length))), smooth });
   if (view.logX) asked.set("log", "true");
-  if (view.window) {
-    asked.set("from", view.window[0]);
-    asked.set("to", view.window[1]);
-  }
+  const [from, to] = view.window ?? [];
+  for (const [name, end] of Object.entries(view.window ? { from, to } : {})) asked.set(name, end);
   for (const run of new Set(list.map((one) => one.run))) asked.append("run", run);
   for (const key of new Set(list.map((one) => one.key))) asked.append("key", key);
   return `studio/runs/curves?${asked}`;

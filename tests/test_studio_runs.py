@@ -1,0 +1,113 @@
+"""The studio's routes for runs: the figures of `compare`, live, bounded, and nothing but what the folder holds."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from browser import open_studio
+from gptworks.runs.bands import find_band
+from gptworks.runs.compare import compare
+from gptworks.runs.history import read_history
+from gptworks.studio import runs as module
+from histories import curve, training, validation, write_run
+
+NAMES = ("sweep/a", "sweep/b", "other")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root: Path = tmp_path_factory.mktemp("studio") / "runs"
+    for i, name in enumerate(NAMES):
+        records = [
+            *curve([3.0, 2.5 + i / 10, 2.0 + i / 10]),
+            {"kind": "sample", "step": 15, "prompt": "<b>", "text": "x" * 50_000},
+        ]
+        write_run(root / name, records, seed=i, train={"learning_rate": 0.001 * (1 + i // 2)})
+    write_run(root / "nan", [training(1, float("nan")), validation(1, float("nan"))])
+    write_run(root / "linked", [])
+    (root / "linked" / "metrics.jsonl").unlink()
+    (root.parent / "secret").write_text(json.dumps(training(1, 1.0)) + "\n")
+    (root / "linked" / "metrics.jsonl").symlink_to(root.parent / "secret")
+    return root
+
+
+@pytest.fixture(scope="module")
+def http(folder: Path) -> Iterator[httpx.Client]:
+    with open_studio(folder) as studio, studio.http() as client:
+        yield client
+
+
+def get(http: httpx.Client, path: str, **query: Any) -> Any:
+    answer = http.get(f"/studio/runs{path}", params=query)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_the_list_and_the_curves_have_the_figures_of_the_logs(http: httpx.Client, folder: Path) -> None:
+    for name in NAMES:
+        (found,) = get(http, "/curves", run=name, key="validation.loss", x="tokens")["curves"]
+        history = read_history(folder / name)
+        assert (found["run"], found["whole"]) == (name, True)
+        assert found["x"] == [record["tokens"] for record in history.validation]
+        assert found["y"] == [record["loss"] for record in history.validation]
+    get(http, "/curves", run=["nan"], key="train.loss")
+    rows = {row["id"]: row for row in get(http, "")["runs"]}
+    assert set(rows) == {*NAMES, "nan"}  # what lies behind a link that leads out is not read
+    assert rows["other"]["best"] == {"step": 15, "loss": 2.2, "bits_per_byte": None}
+    assert rows["other"]["recipe"] == "tiny" and rows["nan"]["train_loss"] == "nan"
+    assert get(http, "/step", run="other", at=12)["records"]["train"]["step"] == 10
+
+
+def test_the_comparison_is_that_of_the_command(http: httpx.Client, folder: Path) -> None:
+    histories = [read_history(folder / name) for name in NAMES]
+    expected = compare(histories, [find_band(history.recipe) for history in histories]).to_json()
+    found = get(http, "/compare", run=list(NAMES))
+    assert found.pop("ids") == list(NAMES) and found.pop("whole") is True
+    assert found == json.loads(json.dumps(expected, default=str)) and found["findings"]
+
+
+def test_samples_come_newest_first_and_are_cut(http: httpx.Client) -> None:
+    found = get(http, "/samples", run=list(NAMES), most=2)["samples"]
+    assert [sample["run"] for sample in found] == ["sweep/a", "sweep/b"]
+    assert found[0]["prompt"] == "<b>" and len(found[0]["text"]) < 50_000
+
+
+def test_the_live_feed_sends_all_rows_and_then_those_that_change(http: httpx.Client, folder: Path) -> None:
+    with http.stream("GET", "/studio/runs/live") as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: "))
+        first = next(lines)
+        assert first["all"] and {row["id"] for row in first["runs"]} == {*NAMES, "nan"}
+        with (folder / "sweep" / "a" / "metrics.jsonl").open("a", encoding="utf-8") as log:
+            log.write(json.dumps(training(400, 1.5)) + "\n")
+        changed = next(row for event in lines for row in event["runs"] if row["id"] == "sweep/a" and row["step"] == 400)
+        assert changed["train_loss"] == 1.5
+
+
+@pytest.mark.parametrize(
+    "path, query, status",
+    [
+        ("/curves", {"run": "nope", "key": "train.loss"}, 404),
+        ("/curves", {"run": "../secret", "key": "train.loss"}, 404),
+        ("/curves", {"run": "other"}, 400),
+        ("/curves", {"run": "other", "key": "train.loss", "points": 10**9}, 400),
+        ("/curves", {"run": "other", "key": "train.loss", "smooth": 1}, 400),
+        ("/curves", {"run": "other", "key": "train.loss", "x": "key"}, 400),
+        ("/curves", {"run": "other", "key": "train.loss", "from": "nan"}, 400),
+        ("/curves", {"run": "other", "key": "train.loss", "from": 2, "to": 1}, 400),
+        ("/curves", {"run": ["other"] * 300, "key": "train.loss"}, 400),
+        ("/curves", {"run": "other", "key": [f"train.{i}" for i in range(64)], "points": 10_000}, 400),
+        ("/samples", {"run": "other", "most": 10**6}, 400),
+        ("/compare", {"run": ["other"] * 65}, 400),
+        ("/compare", {"run": "linked"}, 404),
+        ("/step", {"run": "other", "at": "inf"}, 200),
+    ],
+)
+def test_requests_are_bounded(http: httpx.Client, path: str, query: dict[str, Any], status: int) -> None:
+    answer = http.get(f"/studio/runs{path}", params=query)
+    assert answer.status_code == status and ("error" in answer.json()) == (status != 200)
+    assert module.MOST_DRAWN < 10_000 * 64
