@@ -37,7 +37,6 @@ export function Chart({ title, ...props }) {
   useEffect(() => {
     const ends = windowOf(props);
     kept.current.plot.setData([ends, [null, null]]);
-    read(kept.current.plot, kept.current);
   }, [view, curves, bands]);
   const keys = (event) => keyed(event, kept.current);
   return html`<figure class="chart">
@@ -68,7 +67,7 @@ function options(kept, width) {
       bind: { dblclick: () => () => (kept.props.zoom(null), null) },
     },
     hooks: {
-      draw: [(plot) => paint(plot, kept.props, style)],
+      draw: [(plot) => (paint(plot, kept.props, style), read(plot, kept))],
       setSelect: [(plot) => selected(plot, kept)],
       setCursor: [(plot) => read(plot, kept)],
       ready: [(plot) => plot.over.addEventListener("click", () => clicked(plot, kept))],

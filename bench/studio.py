@@ -1,0 +1,140 @@
+"""The studio's curves: frames per second while a person scrolls and zooms through many long runs, in Chromium.
+
+    python bench/studio.py                     # 200 runs of 100,000 records: some 5 GB in a temporary folder
+    python bench/studio.py --runs 20 --records 10000
+
+Prints how long the logs take to be read, how long an answer with the points of all runs takes, and the frames per
+second of scrolling and of zooming by key with all runs drawn. Needs the dev extra and Chromium.
+"""
+
+import argparse
+import json
+import math
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import urllib.parse
+import urllib.request
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptworks.device import device_name
+from gptworks.recipe import parse_recipe, save_recipe
+from gptworks.serve.server import make_server
+from gptworks.serve.settings import ServerSettings
+from gptworks.studio.app import create_studio
+
+FRAMES = """
+(seconds) => new Promise((done) => {
+  const times = [];
+  const end = performance.now() + 1000 * seconds;
+  const frame = (now) => (times.push(now), now < end ? requestAnimationFrame(frame) : done(times));
+  requestAnimationFrame(frame);
+})
+"""
+SECONDS = 5
+
+
+def write_runs(folder: Path, n_runs: int, n_records: int) -> None:
+    """Runs whose losses fall and jitter; each is one text with other numbers, so that writing them is quick."""
+    draw = random.Random(0)
+    for n in range(n_runs):
+        run = folder / f"run-{n:03}"
+        run.mkdir()
+        sources = [{"type": "text", "path": "none.txt"}]
+        tree: dict[str, Any] = {"name": run.name, "run_dir": str(run), "seed": n, "model": {"preset": "gpt2"}}
+        tree |= {"tokenizer": {"type": "char"}, "data": {"sources": sources}, "train": {"max_steps": n_records}}
+        save_recipe(parse_recipe(tree), run / "recipe.yaml")
+        with (run / "metrics.jsonl").open("w", encoding="utf-8") as log:
+            for i in range(1, n_records + 1):
+                loss = 2 + n / n_runs + 8 / math.sqrt(i) + 0.1 * draw.random()
+                head = f'{{"kind": "train", "step": {i}, "tokens": {i * 16384}, "loss": {loss!r}, "seconds": {i / 8}'
+                rest = f'"grad_norm": {loss / 3!r}, "learning_rate": {1 - i / n_records!r}, "tokens_per_second": 1e5'
+                log.write(f"{head}, {rest}}}\n")
+                if i % 1000 == 0:
+                    record = {"kind": "validation", "step": i, "tokens": i * 16384, "loss": loss + 0.1}
+                    log.write(json.dumps(record) + "\n")
+
+
+def serve(folder: Path) -> tuple[Any, str]:
+    listens, found = threading.Event(), []
+
+    def started(port: int) -> None:
+        found.append(port)
+        listens.set()
+
+    server = make_server(create_studio([folder], ServerSettings(), device="cpu"), "127.0.0.1", 0, started)
+    threading.Thread(target=server.run, daemon=True).start()
+    listens.wait(60)
+    return server, f"http://127.0.0.1:{found[0]}"
+
+
+def get(address: str) -> Any:
+    with urllib.request.urlopen(address, timeout=600) as answer:
+        return json.load(answer)
+
+
+def rate(times: list[float]) -> str:
+    gaps = [after - before for before, after in pairwise(times)]
+    worst = sorted(gaps)[int(0.99 * len(gaps))]
+    return f"{1000 / statistics.fmean(gaps):.0f} frames a second, 99% of frames within {worst:.0f} ms"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--records", type=int, default=100_000)
+    asked = parser.parse_args()
+    from playwright.sync_api import sync_playwright
+
+    with tempfile.TemporaryDirectory() as temporary, sync_playwright() as playwright:
+        folder = Path(temporary)
+        write_runs(folder, asked.runs, asked.records)
+        print(f"{device_name(torch.device('cpu'))}, {asked.runs} runs of {asked.records:,} records", flush=True)
+        server, url = serve(folder)
+        began = time.monotonic()
+        rows = get(f"{url}/studio/runs")["runs"]
+        while not all(row["whole"] for row in rows):
+            time.sleep(0.5)
+            rows = get(f"{url}/studio/runs")["runs"]
+        print(f"read in {time.monotonic() - began:.1f} s; {sum(row['thinned'] for row in rows)} runs thinned out")
+        query = {"run": [row["id"] for row in rows], "key": "train.loss", "points": 40_000 // asked.runs}
+        for name, more in (("all", {}), ("a tenth", {"from": 0.4 * asked.records, "to": 0.5 * asked.records})):
+            began = time.monotonic()
+            get(f"{url}/studio/runs/curves?{urllib.parse.urlencode(query | more, doseq=True)}")
+            print(f"points of {name}: {1000 * (time.monotonic() - began):.0f} ms", flush=True)
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1440, "height": 900})
+        page.set_default_timeout(300_000)
+        page.goto(f"{url}/#/runs")
+        page.get_by_role("button", name="All shown").click()
+        page.wait_for_function(f"() => document.body.innerText.includes('{asked.runs} drawn')")
+        page.wait_for_timeout(20_000)
+        page.evaluate(f"window.frames_ = ({FRAMES})({SECONDS})")
+        for _ in range(20 * SECONDS):
+            page.mouse.move(900, 500)
+            page.mouse.wheel(0, 60)
+            page.wait_for_timeout(50)
+        print("scrolling:", rate(page.evaluate("window.frames_")))
+        page.evaluate("scrollTo(0, 0)")
+        chart = page.get_by_role("group", name="Training loss")
+        chart.focus()
+        page.wait_for_timeout(5000)
+        page.evaluate(f"window.frames_ = ({FRAMES})({SECONDS})")
+        for i in range(4 * SECONDS):
+            page.keyboard.press("+" if i % 8 < 4 else "-")
+            page.wait_for_timeout(250)
+        print("zooming:", rate(page.evaluate("window.frames_")))
+        browser.close()
+        server.should_exit = True
+
+
+if __name__ == "__main__":
+    sys.exit(main())
