@@ -71,9 +71,18 @@ class Studio:
 @contextmanager
 def open_studio(runs: Path, key: str | None = None) -> Iterator[Studio]:
     """A studio while the `with` lasts."""
-    from gptworks.serve.server import make_server
     from gptworks.serve.settings import ServerSettings
     from gptworks.studio.app import create_studio
+
+    app = create_studio([runs], ServerSettings(api_keys=() if key is None else (key,)), device="cpu")
+    with listening(app) as url:
+        yield Studio(url, runs, key)
+
+
+@contextmanager
+def listening(app: Any) -> Iterator[str]:
+    """The address at which an app answers while the `with` lasts."""
+    from gptworks.serve.server import make_server
 
     listens, found = threading.Event(), []
 
@@ -81,13 +90,12 @@ def open_studio(runs: Path, key: str | None = None) -> Iterator[Studio]:
         found.append(port)
         listens.set()
 
-    app = create_studio([runs], ServerSettings(api_keys=() if key is None else (key,)), device="cpu")
     server = make_server(app, "127.0.0.1", 0, started)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     assert listens.wait(120)
     try:
-        yield Studio(f"http://127.0.0.1:{found[0]}", runs, key)
+        yield f"http://127.0.0.1:{found[0]}"
     finally:
         server.should_exit = True
         thread.join(20)

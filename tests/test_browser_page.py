@@ -10,6 +10,7 @@ from typing import Any
 import filelock
 import pytest
 
+import serving
 from browser import (
     HOSTILE,
     Studio,
@@ -18,11 +19,13 @@ from browser import (
     choose,
     finish,
     generate,
+    listening,
     open_studio,
     say,
     screenshot,
     tokens,
 )
+from gptworks.studio.app import create_served
 
 pytestmark = pytest.mark.browser
 
@@ -53,6 +56,24 @@ def test_checkpoints_appear_while_a_run_trains(new_page: Callable[..., Any], stu
             assert tokens(page).count() == 4
     finally:
         shutil.rmtree(folder)
+
+
+def test_a_served_model_answers_on_the_same_page(new_page: Callable[..., Any]) -> None:
+    engines = {"talk": serving.tiny_engine(chat=True), "plain": serving.tiny_engine()}
+    with listening(create_served(engines)) as url:
+        page = new_page()
+        page.goto(url)
+        choose(page, "plain")
+        assert page.get_by_label("Checkpoint of column 1").count() == 0
+        generate(page, "abc", max_tokens=6)
+        tokens(page).nth(2).click()
+        page.locator(".token-card .row:not(:disabled)").first.click()
+        page.wait_for_function("() => document.querySelectorAll('.branch').length === 2")
+        finish(page)
+        assert tokens(page).count() == 9
+        choose(page, "talk")
+        say(page, "hello")
+        assert tokens(page).count() == 6
 
 
 def test_hostile_names_prompts_and_texts_are_shown_as_texts(page: Any) -> None:
