@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from gptworks.config import IGNORED
-from gptworks.data.batches import Int64s, evaluation_windows
+from gptworks.data.batches import Int64s, Tokens, evaluation_windows
 from gptworks.errors import UserError
 from gptworks.evaluate.bootstrap import Floats
 from gptworks.evaluate.loss import LossReport, PositionLoss, each_nats, evaluate_by_position, watched
@@ -92,10 +92,7 @@ def evaluate_text(
         UserError: an empty text, or a stride that is not within 1 and the context.
     """
     tokens, context = TextTokens(tokenizer, text), model.config.context_length
-    stride = max(1, context // 2) if stride is None else stride
-    windows = watched(evaluation_windows(tokens, context, stride=stride), tokens.n_tokens, stride, progress)
-    parts = [nats[targets != IGNORED] for nats, targets in each_nats(model, windows, autocast)]
-    nats = torch.cat(parts).numpy()  # of tokens 1, 2, …
+    nats = text_nats(model, tokens, stride=stride, autocast=autocast, progress=progress)
     n_bytes = len(text.encode("utf-8")) - tokens.unseen_bytes
     report = LossReport(float(nats.sum()), len(nats), n_bytes if tokens.round_trips else None)
     positions = []
@@ -104,6 +101,27 @@ def evaluate_text(
         whole = evaluation_windows(tokens, context)
         positions = evaluate_by_position(model, whole, token_bytes=sizes, autocast=autocast)
     return TextEvaluation(report, _passages(text, tokens, nats), positions)
+
+
+def text_nats(
+    model: GPT,
+    tokens: Tokens,
+    *,
+    stride: int | None = None,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> npt.NDArray[np.float64]:
+    """The loss of tokens 1, 2, …, [T − 1], in nats. Arguments and errors: as `evaluate_text`."""
+    context = model.config.context_length
+    stride = default_stride(context) if stride is None else stride
+    windows = watched(evaluation_windows(tokens, context, stride=stride), tokens.n_tokens, stride, progress)
+    parts = [nats[targets != IGNORED] for nats, targets in each_nats(model, windows, autocast)]
+    return torch.cat(parts).numpy()
+
+
+def default_stride(context: int) -> int:
+    """Tokens from a window to the next where nothing else is asked for: half the context."""
+    return max(1, context // 2)
 
 
 def _passages(text: str, tokens: TextTokens, nats: npt.NDArray[np.float64]) -> Floats:

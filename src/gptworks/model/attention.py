@@ -94,14 +94,26 @@ def attend_capped(
     scale: float | None = None,
 ) -> Tensor:
     """`fused` for scores that are capped, which no fused kernel of torch does: all T × S scores stand in memory."""
-    n_per_group, scale = q.size(1) // k.size(1), q.size(-1) ** -0.5 if scale is None else scale
-    if n_per_group > 1:
-        k, v = k.repeat_interleave(n_per_group, dim=1), v.repeat_interleave(n_per_group, dim=1)  # B H S D
-    scores = softcap * torch.tanh((q @ k.transpose(-2, -1)) * (scale / softcap))  # B H T S
+    v = _for_each_head(v, q.size(1))  # B H S D
+    weights = attention_weights(q, k, mask, scale=scale, softcap=softcap).to(q.dtype)
+    return F.dropout(weights, dropout) @ v
+
+
+def attention_weights(
+    q: Tensor, k: Tensor, mask: Tensor | None, *, scale: float | None = None, softcap: float | None = None
+) -> Tensor:
+    """How much each query takes of each key, [B, H, T, S], float32 at least. mask: see `fused`."""
+    scale = q.size(-1) ** -0.5 if scale is None else scale
+    products = q @ _for_each_head(k, q.size(1)).transpose(-2, -1)  # B H T S
+    scores = products * scale if softcap is None else softcap * torch.tanh(products * (scale / softcap))
     if mask is not None:
         scores = scores + (as_bias(mask, q.dtype) if mask.dtype == torch.bool else mask)
-    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    return F.dropout(weights, dropout) @ v
+    return scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _for_each_head(x: Tensor, n_heads: int) -> Tensor:
+    """x [B, G, S, D] → [B, H, S, D]."""
+    return x if x.size(1) == n_heads else x.repeat_interleave(n_heads // x.size(1), dim=1)
 
 
 def takes_groups(device: torch.device, masked: bool) -> bool:
@@ -362,13 +374,7 @@ class Attention(nn.Module):
         bias: Tensor | None = None,
     ) -> Tensor:
         """x [B, T, C] → [B, T, C]. `rotary` holds the tables of these T positions; `bias` as for `attend`."""
-        q, k, v = (  # B H T D, B G T D, B G T D
-            project(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
-        )
-        q, k = self.query_norm(q), self.key_norm(k)
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+        q, k, v = self.heads(x, rotary)
         if cache is not None:
             y = attend_slots(q, k, v, cache, window=self.window, scale=self.scale, softcap=self.softcap)  # 1 H N D
         else:
@@ -378,3 +384,12 @@ class Attention(nn.Module):
             )  # fmt: skip
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # B T C
         return out
+
+    def heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, C] → queries [B, H, T, D], keys and values [B, G, T, D], normalized and turned by position."""
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        q, k = self.query_norm(q), self.key_norm(k)
+        return (q, k, v) if rotary is None else (rotate(q, rotary), rotate(k, rotary), v)

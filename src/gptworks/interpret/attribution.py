@@ -1,0 +1,133 @@
+"""Direct logit attribution (Elhage et al., 2021): what each part of a model adds to a token's logit.
+
+The residual stream is a sum: the embedding, and what each head and each MLP adds. The head reads it through the final
+norm, which is linear once its divisor is known. With the divisors of this position, the logit is the sum of what the
+parts add to it. Norms behind attention and the MLP are taken in the same way. Computed in float64.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from gptworks.errors import UserError
+from gptworks.interpret.record import Recording, blocks_of
+from gptworks.model import GPT
+from gptworks.model.layers import LayerNorm, RMSNorm
+
+Kind = Literal["embedding", "position", "head", "attention bias", "mlp", "norm bias"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a part of the model adds to a logit."""
+
+    kind: Kind
+    """`mlp`: or experts. `attention bias`: of its output projection and a norm behind it. `norm bias`: of the last."""
+    layer: int | None
+    head: int | None
+    value: float
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """What makes a token's logit, or the difference of two tokens' logits."""
+
+    parts: tuple[Part, ...]
+    """They add to `logit`."""
+    logit: float
+    """By the model's own last norm, before any cap."""
+    capped_logit: float
+    """The model's own output: another number only where it caps its logits, which is not linear."""
+
+
+def attribute(model: GPT, recording: Recording, row: int, token: int, against: int | None = None) -> Attribution:
+    """What each part adds to a token's logit at a recorded position.
+
+    Args:
+        row: index of the position in `recording.rows`.
+        token: the token whose logit it is.
+        against: another token, whose logit is subtracted: what speaks for the one rather than for the other.
+
+    Raises:
+        UserError: a token that the model does not have.
+    """
+    config, chosen = model.config, [token] if against is None else [token, against]
+    for one in chosen:
+        if not 0 <= one < config.vocab_size:
+            raise UserError(f"token {one} is not in the vocabulary: ids go from 0 to {config.vocab_size - 1}.")
+
+    def difference(values: Tensor) -> Tensor:
+        return values[0] if against is None else values[0] - values[1]
+
+    with torch.inference_mode():
+        reads = difference(_wide(model.head_weight[chosen]))  # C
+        logit = float(_wide(recording.features[row]) @ reads)
+        capped_logit = float(difference(_wide(model.logits(recording.features[row])[chosen])))
+        reads = model.feature_scale(reads)
+        norm = _linear(model.norm, recording.residual[-1, row])
+        parts = [Part(kind, *place, float(norm(x) @ reads)) for kind, place, x in _parts(model, recording, row)]
+        if (shift := _shift(model.norm)) is not None:
+            parts.append(Part("norm bias", None, None, float(shift @ reads)))
+    return Attribution(tuple(parts), logit, capped_logit)
+
+
+Place = tuple[int | None, int | None]
+
+
+def _parts(model: GPT, recording: Recording, row: int) -> Iterator[tuple[Kind, Place, Tensor]]:
+    """What is added to the residual stream at a position, float64 [C] each: of which kind, in which layer and head."""
+    position, config = recording.rows[row], model.config
+    token = torch.tensor(int(recording.ids[position]), device=model.device)
+    yield "embedding", (None, None), _wide(model.embedding_scale(model.token_embedding(token)))
+    if model.position_embedding is not None:
+        yield "position", (None, None), _wide(model.position_embedding.weight[position])
+    for i, block in enumerate(blocks_of(model)):
+        norms = [None, None] if config.norms_behind is None else [getattr(block, name) for name in config.norms_behind]
+        attention, mlp = (
+            (_unchanged, None) if norm is None else (_linear(norm, given[i, row]), _shift(norm))
+            for norm, given in zip(norms, (recording.attention, recording.mlp), strict=True)
+        )
+        heads, bias = _heads(block.attention.out, recording.mixed[i, row], config.n_heads)
+        for head, x in enumerate(heads):
+            yield "head", (i, head), attention[0](x) * config.residual_scale
+        if bias.any() or attention[1] is not None:
+            yield "attention bias", (i, None), _plus(attention[0](bias), attention[1]) * config.residual_scale
+        yield "mlp", (i, None), _plus(mlp[0](_wide(recording.mlp[i, row])), mlp[1]) * config.residual_scale
+
+
+def _heads(out: nn.Module, mixed: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:
+    """What each head alone makes of the output projection, [H, C], and its bias [C], from all heads' output [H·D]."""
+    chosen = torch.eye(n_heads + 1, n_heads, dtype=mixed.dtype, device=mixed.device)
+    alone = chosen[:, :, None] * mixed.view(n_heads, -1)
+    given = _wide(out(alone.flatten(1)))  # the last row is that of no head
+    return given[:-1] - given[-1], given[-1]
+
+
+def _linear(norm: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
+    """A norm without its shift as the linear map that it is with the divisor that x [C] gives it."""
+    assert isinstance(norm, LayerNorm | RMSNorm)
+    weight, eps, centred = _wide(norm.weight), norm.eps, isinstance(norm, LayerNorm)
+    wide = _wide(x)
+    wide = wide - wide.mean() if centred else wide
+    divisor = (wide.square().mean() + eps).sqrt()
+    return lambda part: (part - part.mean() if centred else part) / divisor * weight
+
+
+def _shift(norm: nn.Module) -> Tensor | None:
+    return _wide(norm.bias) if isinstance(norm, LayerNorm) and norm.bias is not None else None
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _plus(x: Tensor, shift: Tensor | None) -> Tensor:
+    return x if shift is None else x + shift
+
+
+def _wide(x: Tensor) -> Tensor:
+    """On the CPU: not every accelerator has float64."""
+    return x.cpu().double()

@@ -1,0 +1,59 @@
+"""One text through the checkpoints of a run: what each token costs at each, and when the run learned it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gptworks.checkpoint import all_checkpoints, load_run
+from gptworks.interpret.hooks import Check, never
+from gptworks.interpret.text import Costs, TokenizedText
+
+MOST_CHECKPOINTS = 32
+
+
+@dataclass(frozen=True)
+class AtStep:
+    """What each token of a text costs at a checkpoint."""
+
+    step: int
+    nats: Costs
+    """[T]; see `TokenizedText.token_nats`."""
+
+
+def chosen_steps(run_dir: Path, most: int = MOST_CHECKPOINTS) -> list[int]:
+    """The steps of a run's checkpoints, ascending; of more than `most`, evenly chosen ones with the first and last."""
+    steps = sorted({checkpoint.step for checkpoint in all_checkpoints(run_dir)})
+    if len(steps) <= most:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
+
+
+def through_checkpoints(
+    run_dir: Path,
+    text: TokenizedText,
+    steps: Sequence[int],
+    *,
+    device: torch.device | str = "cpu",
+    check: Check = never,
+) -> Iterator[AtStep]:
+    """The text's cost at each step, one model in memory at a time.
+
+    Raises:
+        UserError: a checkpoint is gone or damaged, or the text's ids are not the model's.
+    """
+    for step in steps:
+        check()
+        model = load_run(run_dir, str(step), device=device).model
+        yield AtStep(step, text.token_nats(model, check))
+
+
+def learned_at(steps: Sequence[int], probabilities: Sequence[float], threshold: float = 0.5) -> int | None:
+    """The first step from which on a probability is never below the threshold; None: it is below at the last step."""
+    learned = None
+    for step, probability in sorted(zip(steps, probabilities, strict=True), reverse=True):
+        if probability < threshold:
+            break
+        learned = step
+    return learned

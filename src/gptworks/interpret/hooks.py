@@ -1,0 +1,58 @@
+"""Hooks on a model's modules, for the thread that sets them alone: another may compute the same model."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from gptworks.model import GPT
+
+Check = Callable[[], None]
+"""Called before each block and each part of long work; raises where the work is to end."""
+
+
+def never() -> None:
+    """The check of work that nothing ends."""
+
+
+@contextmanager
+def stoppable(model: GPT, check: Check) -> Iterator[None]:
+    """Call `check` before each block that this thread computes."""
+    with ExitStack() as hooks:
+        for block in model.blocks:
+            hooks.enter_context(before(block, lambda *_: check()))
+        yield
+
+
+@contextmanager
+def before(module: nn.Module, call: Callable[[Any, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Call with the module and its inputs, before it is computed."""
+    thread = threading.get_ident()
+
+    def hook(of: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if threading.get_ident() == thread:
+            call(of, inputs)
+
+    handle = module.register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def after(module: nn.Module, call: Callable[[Any], None]) -> Iterator[None]:
+    """Call with the module's output."""
+    thread = threading.get_ident()
+
+    def hook(of: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if threading.get_ident() == thread:
+            call(output)
+
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

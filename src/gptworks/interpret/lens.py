@@ -1,0 +1,50 @@
+"""The logit lens (nostalgebraist, 2020): what the model would predict if a block were its last.
+
+The residual stream after each block goes through the model's own final norm and head. The last row is the model's own
+prediction.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gptworks.evaluate.loss import LOGITS_AT_ONCE
+from gptworks.interpret.record import Recording
+from gptworks.model import GPT
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What one layer predicts at one position."""
+
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens and their probabilities."""
+    probability: float
+    """Of the token asked for."""
+    rank: int
+    """Of the token asked for, from 1, the likeliest."""
+
+
+def logit_lens(model: GPT, recording: Recording, tokens: Sequence[int], n_top: int = 5) -> list[list[Guess]]:
+    """For the embedding and for each block, the guess at each recorded position: [L + 1][R].
+
+    Args:
+        tokens: for each recorded position, the token whose probability is asked for, such as the one that follows.
+    """
+    n_layers, n_rows, width = recording.residual.shape
+    stream = recording.residual.reshape(-1, width)
+    wanted = torch.tensor(list(tokens), device=stream.device).repeat(n_layers)
+    found = []
+    n_top = min(n_top, model.config.vocab_size)
+    with torch.inference_mode():
+        size = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
+        for x, of in zip(torch.split(stream, size), torch.split(wanted, size), strict=True):
+            scores = model.logits(model.feature_scale(model.norm(x))).float().softmax(-1)
+            of_wanted = scores.gather(1, of[:, None])
+            ranks = (scores > of_wanted).sum(1) + 1
+            best = scores.topk(n_top)
+            for row in zip(*(t.tolist() for t in (best.indices, best.values, of_wanted[:, 0], ranks)), strict=True):
+                ids, values, probability, rank = row
+                found.append(Guess(tuple(zip(ids, values, strict=True)), probability, rank))
+    return [found[i : i + n_rows] for i in range(0, len(found), n_rows)]

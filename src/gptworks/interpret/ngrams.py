@@ -1,0 +1,88 @@
+"""Where the training data has the words of a text: what came after the same tokens there, and how often."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gptworks.data.batches import Tokens
+from gptworks.interpret.hooks import Check, never
+
+LONGEST = 16
+"""Tokens of the longest n-gram."""
+
+_PIECE_TOKENS = 1 << 22
+
+
+@dataclass(frozen=True)
+class NGram:
+    """The n − 1 tokens before a token, and what follows them in the training data."""
+
+    n: int
+    n_contexts: int
+    """Times that they occur."""
+    n_followed: int
+    """Times that the token itself follows: the n-gram's count."""
+    next_tokens: tuple[tuple[int, int], ...]
+    """The most frequent tokens after them, and how often each comes."""
+
+
+@dataclass(frozen=True)
+class NGrams:
+    """The n-grams that end in one token of a text."""
+
+    by_length: tuple[NGram, ...]
+    """From n = 1 on, up to the first that does not occur."""
+    places: tuple[int, ...]
+    """Positions in the split at which the first occurrences of the longest n-gram begin."""
+    searched_tokens: int
+    """From the beginning of the split."""
+
+    @property
+    def longest(self) -> int:
+        """The n of the longest n-gram that occurs; 0: the token is not in the data."""
+        return max((one.n for one in self.by_length if one.n_followed), default=0)
+
+
+def find_ngrams(
+    training: Tokens,
+    ids: Sequence[int],
+    *,
+    most_places: int = 5,
+    n_next: int = 3,
+    most_tokens: int = 1 << 30,
+    check: Check = never,
+) -> NGrams:
+    """Count the n-grams that end in the last of `ids` in the first `most_tokens` tokens of the training data.
+
+    One pass: the places after the last token before it are those at which the one before that is compared, and so on.
+    """
+    *before, token = ids[-LONGEST:]
+    before.reverse()
+    searched = min(training.n_tokens, most_tokens)
+    contexts, followed = [0] * (len(before) + 1), [0] * (len(before) + 1)
+    nexts: list[Counter[int]] = [Counter() for _ in contexts]
+    places: list[list[int]] = [[] for _ in contexts]
+    for start in range(0, searched, _PIECE_TOKENS):
+        check()
+        first = max(0, start - len(before))
+        tokens = training.read(first, min(start + _PIECE_TOKENS, searched) - first)
+        ends = np.arange(start - first, len(tokens))  # of n-grams, in the piece
+        for i in range(len(before) + 1):
+            if i:
+                ends = ends[ends >= i]
+                ends = ends[tokens[ends - i] == before[i - 1]]
+            found = tokens[ends]
+            hits = ends[found == token]
+            contexts[i] += len(ends)
+            followed[i] += len(hits)
+            counts = np.bincount(found)
+            nexts[i].update({one: int(counts[one]) for one in np.flatnonzero(counts).tolist()})
+            places[i] += (hits[: most_places - len(places[i])] - i + first).tolist()
+            if not len(ends):
+                break
+    n_found = sum(count > 0 for count in contexts)
+    grams = [NGram(i + 1, contexts[i], followed[i], tuple(nexts[i].most_common(n_next))) for i in range(n_found)]
+    longest = max((i for i in range(n_found) if followed[i]), default=None)
+    return NGrams(tuple(grams), () if longest is None else tuple(places[longest]), searched)

@@ -1,0 +1,120 @@
+"""What a model computes on its way through a text, recorded at chosen positions.
+
+Hooks on the model's modules take it: the model computes what it always does and knows nothing of it. Attention's
+weights are computed from the model's own queries and keys.
+
+Shapes: L layers, R recorded positions, S positions read, H heads, D head width, C width.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptworks.data.batches import Int64s
+from gptworks.errors import UserError
+from gptworks.interpret.hooks import Check, after, before, never, stoppable
+from gptworks.interpret.text import check_ids
+from gptworks.model import GPT
+from gptworks.model.attention import Attention, attention_weights, causal_mask
+from gptworks.model.backend import eval_mode
+from gptworks.model.gpt import Block
+
+MOST_NUMBERS = 2**25
+"""Numbers that one recording may hold."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Activations of one text, on the model's device and in its dtype."""
+
+    ids: Int64s
+    rows: tuple[int, ...]
+    """The recorded positions of the text."""
+    residual: Tensor
+    """The residual stream before the first block, and after each: [L + 1, R, C]."""
+    weights: Tensor
+    """How much each position takes of each other, [L, H, R, S], in float32 at least."""
+    mixed: Tensor
+    """What the heads give, before the output projection: [L, R, H·D]."""
+    attention: Tensor
+    """What attention gives, before any norm behind it: [L, R, C]."""
+    mlp: Tensor
+    """What the MLP, or the experts, give, before any norm behind it: [L, R, C]."""
+    features: Tensor
+    """What the head reads, [R, C]."""
+
+
+def blocks_of(model: GPT) -> list[Block]:
+    """The model's blocks, by their type."""
+    return [block for block in model.blocks if isinstance(block, Block)]
+
+
+def record(model: GPT, ids: Int64s, rows: Sequence[int], check: Check = never) -> Recording:
+    """Compute a text [S], without dropout, and keep what happens at some of its positions.
+
+    Raises:
+        UserError: the text is longer than the context, or more would be kept than MOST_NUMBERS.
+    """
+    config, length = model.config, len(ids)
+    check_ids(model, ids)
+    n_layer = config.n_heads * (length + config.d_head) + 3 * config.d_model
+    needed = len(rows) * config.n_layers * n_layer
+    if needed > MOST_NUMBERS:
+        raise UserError(
+            f"{len(rows)} positions of {length} tokens would take {needed:,} numbers and at most {MOST_NUMBERS:,} are "
+            f"recorded at once: choose {MOST_NUMBERS * len(rows) // needed} positions, or a shorter text."
+        )
+    at = torch.tensor(list(rows), device=model.device)
+    kept: dict[str, list[Tensor]] = {name: [] for name in ("residual", "weights", "mixed", "attention", "mlp")}
+
+    def keep(name: str, value: Any) -> None:
+        kept[name].append((value[0] if isinstance(value, tuple) else value)[0, at])
+
+    def weigh(attention: Attention, inputs: tuple[Any, ...]) -> None:
+        x, rotary = inputs[:2]
+        q, k, _ = attention.heads(x, rotary)
+        mask = causal_mask(length, length, attention.window, x.device)[at]
+        found = attention_weights(q[:, :, at], k, mask, scale=attention.scale, softcap=attention.softcap)
+        kept["weights"].append(found[0])
+
+    with ExitStack() as hooks, eval_mode(model), torch.inference_mode():
+        hooks.enter_context(stoppable(model, check))
+        hooks.enter_context(before(blocks_of(model)[0], lambda _, inputs: keep("residual", inputs[0])))
+        for block in blocks_of(model):
+            hooks.enter_context(before(block.attention, weigh))
+            hooks.enter_context(before(block.attention.out, lambda _, inputs: keep("mixed", inputs[0])))
+            for name, module in (("attention", block.attention), ("mlp", block.mlp), ("residual", block)):
+                hooks.enter_context(after(module, partial(keep, name)))
+        tokens = torch.from_numpy(ids).to(model.device)
+        features = model.features(tokens[None])[0, at]
+    stacked = {name: torch.stack(values) for name, values in kept.items()}
+    return Recording(ids, tuple(rows), features=features, **stacked)
+
+
+def attention_map(model: GPT, ids: Int64s, layer: int, check: Check = never) -> Tensor:
+    """How much each position of a text takes of each other in one layer: [H, S, S], in float32 at least.
+
+    Raises:
+        UserError: there is no such layer; or as `record`.
+    """
+    config, length, found = model.config, len(ids), []
+    check_ids(model, ids)
+    if not 0 <= layer < config.n_layers:
+        raise UserError(f"layer {layer} is not in the model: layers go from 0 to {config.n_layers - 1}.")
+    if (needed := config.n_heads * length**2) > MOST_NUMBERS:
+        raise UserError(f"the map of {length} tokens takes {needed:,} numbers and at most {MOST_NUMBERS:,} are made.")
+
+    def weigh(attention: Attention, inputs: tuple[Any, ...]) -> None:
+        q, k, _ = attention.heads(*inputs[:2])
+        mask = causal_mask(length, length, attention.window, q.device)
+        found.append(attention_weights(q, k, mask, scale=attention.scale, softcap=attention.softcap)[0])
+
+    hooks = stoppable(model, check), before(blocks_of(model)[layer].attention, weigh)
+    with hooks[0], hooks[1], eval_mode(model), torch.inference_mode():
+        model.features(torch.from_numpy(ids).to(model.device)[None])
+    return found[0]

@@ -1,0 +1,187 @@
+"""A text as tokens, each with the characters that it adds and what it costs a model."""
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from gptworks.data.batches import Int64s
+from gptworks.data.shards import TokenShards
+from gptworks.errors import UserError
+from gptworks.evaluate.text import TextTokens, default_stride, text_nats
+from gptworks.interpret.hooks import Check, never, stoppable
+from gptworks.model import GPT
+from gptworks.tokenizer import StreamDecoder, document_frame
+
+MOST_TOKENS = 8192
+"""Tokens of a text that is looked into."""
+
+Costs = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class TokenizedText:
+    """Tokens of one text."""
+
+    ids: Int64s
+    pieces: tuple[str, ...]
+    """What each token adds to the text; empty where it ends within a character. Joined, they are the text."""
+    framed: bool
+    """Whether the first token stands for no text: it begins a document."""
+    predicted_bytes: int | None
+    """UTF-8 bytes of the text that the tokens after the first one stand for; None: they do not give the text back."""
+    split: str = "given"
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.ids)
+
+    def read(self, start: int, length: int) -> Int64s:
+        return self.ids[start : start + length]
+
+    @classmethod
+    def of_text(cls, tokenizer: Tokenizer, text: str) -> Self:
+        """A text as `evaluate_text` reads it: after the token that begins a document, where there is one.
+
+        Raises:
+            UserError: the text is empty or has too many tokens, or the tokenizer cannot read it.
+        """
+        tokens = TextTokens(tokenizer, text)
+        _check_length(tokens.n_tokens)
+        n_before = len(document_frame(tokenizer)[0])
+        cuts = [*[0] * (n_before + 1), *tokens.starts[n_before + 1 :].tolist(), len(text)]
+        pieces = tuple(text[a:b] for a, b in itertools.pairwise(cuts))
+        n_bytes = len(text.encode("utf-8")) - tokens.unseen_bytes
+        return cls(tokens.tokens, pieces, n_before > 0, n_bytes if tokens.round_trips else None)
+
+    @classmethod
+    def of_document(cls, tokenizer: Tokenizer, shards: TokenShards, number: int) -> Self:
+        """A document of a split, by its number from 0; of a longer one, the first MOST_TOKENS tokens.
+
+        Raises:
+            UserError: there is no such document, or it has one token.
+        """
+        starts = shards.document_starts()
+        if not 0 <= number < len(starts):
+            raise UserError(
+                f"document {number} is not in the {shards.split} split: its numbers go from 0 to {len(starts) - 1}."
+            )
+        start, end = (*starts[number : number + 2].tolist(), shards.n_tokens)[:2]
+        ids = shards.read(start, min(end - start, MOST_TOKENS))
+        stream = StreamDecoder(tokenizer)
+        pieces = [stream.push(token) for token in ids.tolist()]
+        pieces[-1] += stream.flush()
+        n_bytes = len("".join(pieces[1:]).encode("utf-8"))
+        framed = ids[:1].tolist() == document_frame(tokenizer)[0]
+        return cls(ids, tuple(pieces), framed, n_bytes if shards.manifest.round_trips else None)
+
+    def token_nats(self, model: GPT, check: Check = never) -> Costs:
+        """The loss of each token [T], in nats, as `evaluate --text` counts it. The first is not predicted: NaN.
+
+        Raises:
+            UserError: there are fewer than two tokens, or more ids than the model has.
+        """
+        check_ids(model, self.ids)
+        with stoppable(model, check):
+            return np.concatenate([[math.nan], text_nats(model, self)])
+
+    def window(self, context: int, index: int) -> tuple[int, int]:
+        """The tokens, from the first to before the last, that the model read when it predicted token `index` for
+        `token_nats`."""
+        if not 1 <= index < self.n_tokens:
+            raise UserError(f"token {index} is not predicted: choose one from 1 to {self.n_tokens - 1}.")
+        stride = default_stride(context)
+        start = max(0, -(-(index - context) // stride)) * stride
+        return start, min(start + context, self.n_tokens - 1)
+
+
+def check_ids(model: GPT, ids: Int64s) -> None:
+    """Raises a UserError if the model lacks one of the ids."""
+    if (largest := int(ids.max(initial=0))) >= model.config.vocab_size:
+        raise UserError(f"token id {largest} is not among the model's {model.config.vocab_size}: not its tokenizer.")
+
+
+def _check_length(n_tokens: int) -> None:
+    if n_tokens > MOST_TOKENS:
+        raise UserError(
+            f"the text has {n_tokens} tokens and at most {MOST_TOKENS} are read at once: give a part of it."
+        )
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a text between borders that the tokens of both readings share."""
+
+    text: str
+    tokens: tuple[int, int]
+    """Of the first reading: the first token, and the one after the last."""
+    other_tokens: tuple[int, int]
+    nats: float | None
+    """What it costs the first model; None where nothing predicts a part of it."""
+    other_nats: float | None
+
+
+def segments(text: TokenizedText, nats: Costs, other: TokenizedText, other_nats: Costs) -> list[Segment]:
+    """One text as two models read it, in the smallest parts of which both costs are known.
+
+    With one tokenizer, these are the tokens. With two, a part ends where a token of each ends: no cost is divided.
+
+    Raises:
+        UserError: the texts differ.
+    """
+    if "".join(text.pieces) != "".join(other.pieces):
+        raise UserError("the two readings are of different texts: compare one text, or a document that both runs have.")
+    if text.pieces == other.pieces:
+        cuts = [(i, i) for i in range(text.n_tokens + 1)]
+    else:
+        ends, other_ends = _last_at(text), _last_at(other)
+        shared = sorted(ends.keys() & other_ends.keys())
+        cuts = [(0, 0), *((ends[at] + 1, other_ends[at] + 1) for at in shared)]
+    return [
+        Segment("".join(text.pieces[a:b]), (a, b), (c, d), _total(text, nats, a, b), _total(other, other_nats, c, d))
+        for (a, c), (b, d) in itertools.pairwise(cuts)
+    ]
+
+
+def _last_at(text: TokenizedText) -> dict[int, int]:
+    """By the characters up to its end, the token that ends there; what follows the text belongs to its last one."""
+    ends = itertools.accumulate(map(len, text.pieces))
+    found = {end: i for i, (end, piece) in enumerate(zip(ends, text.pieces, strict=True)) if piece}
+    return found | {max(found, default=0): text.n_tokens - 1}
+
+
+def _total(text: TokenizedText, nats: Costs, first: int, end: int) -> float | None:
+    total = float(nats[max(first, text.framed) : end].sum())
+    return None if math.isnan(total) else total
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The cost of a part of a text."""
+
+    first_token: int
+    end_token: int
+    nats: float
+    text_bytes: int
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / math.log(2) / self.text_bytes
+
+
+def along(text: TokenizedText, nats: Costs, n_parts: int = 32) -> list[Stretch]:
+    """The cost of about equal parts of a text, one after the other; a token belongs to the part in which it begins."""
+    sizes = [len(piece.encode("utf-8")) for piece in text.pieces]
+    begins = [0, *itertools.accumulate(sizes)]
+    found = []
+    tokens = range(1, text.n_tokens)
+    for _, group in itertools.groupby(tokens, lambda i: begins[i] * n_parts // max(1, begins[-1])):
+        part = list(group)
+        n_bytes = begins[part[-1] + 1] - begins[part[0]]
+        if n_bytes:
+            found.append(Stretch(part[0], part[-1] + 1, float(nats[part].sum()), n_bytes))
+    return found
