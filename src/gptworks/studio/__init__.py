@@ -1,10 +1,11 @@
 """The studio: one page on which people use their runs and look into them.
 
-browser ─► serve's guard ─► page (static files) · play (texts) ─► loaded (engines) ─► library (run folders)
+browser ─► serve's guard ─► page (static files) · play (texts), read ─► loaded (engines) ─► library (run folders)
 
 library     the run folders below the given ones        play        what the models write, and why
 loaded      engines loaded on demand, bounded           page        the static files and their headers
 runs        the curves of many runs                     feed        one thread reads their logs for all clients
 app         the server's app with the studio's routes   state       what the routes share
+read        why, and since when, of each token          reading     a text under one checkpoint, off the event loop
 static/     the page itself: no build step
 """

@@ -1,7 +1,7 @@
 """What the studio's routes share."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from gptworks.plan.params import count_parameters
 from gptworks.serve.service import Service
 from gptworks.studio.library import Library
 from gptworks.studio.loaded import Engines
+from gptworks.studio.reading import Reader
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Studio:
     parts: tuple[str, ...] = ("play",)
     read_only: bool = True
     """Whether nothing may be started or written."""
+    reader: Reader = field(default_factory=Reader)
 
     def describe(self) -> dict[str, Any]:
         """The answer of /studio/state. Takes long."""

@@ -4,5 +4,6 @@ import { part, start } from "./shell.js";
 
 part("play", "Play", () => import("./play.js"));
 part("runs", "Runs", () => import("./runs.js"));
+part("read", "Read", () => import("./read.js"));
 
 start(document.getElementById("app"));

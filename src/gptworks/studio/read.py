@@ -1,0 +1,257 @@
+"""Read: what each token of a text costs a checkpoint, and for one token why, since when, and where it was seen."""
+
+import base64
+import math
+from collections.abc import AsyncGenerator, Sequence
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+import torch
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field, model_validator
+
+from gptworks.data.shards import TokenShards
+from gptworks.evaluate.loss import LossReport
+from gptworks.interpret.attribution import attribute
+from gptworks.interpret.checkpoints import chosen_steps, learned_at, through_checkpoints
+from gptworks.interpret.hooks import Check
+from gptworks.interpret.lens import Guess, logit_lens
+from gptworks.interpret.ngrams import LONGEST, NGrams, find_ngrams
+from gptworks.interpret.record import record
+from gptworks.interpret.text import Costs, TokenizedText, along, segments
+from gptworks.serve import openai
+from gptworks.serve.app import body_of, caller_of
+from gptworks.studio.play import PlayStream
+from gptworks.studio.reading import Reading
+from gptworks.studio.state import Studio, studio_of
+from gptworks.tokenizer import StreamDecoder
+
+router = APIRouter(prefix="/studio/read", include_in_schema=False)
+Tree = dict[str, Any]
+
+MOST_CHARACTERS = 100_000
+NEIGHBOURS = 3
+"""Tokens on each side of the chosen one for which the lens looks."""
+_SNIPPET_TOKENS = 24
+"""Shown on each side of an n-gram's place."""
+
+
+class Chosen(openai.Wire):
+    """A run and one of its checkpoints."""
+
+    model: Annotated[str, Field(min_length=1, max_length=4096)]
+    checkpoint: Literal["best", "last"] | Annotated[int, Field(ge=0)] | None = None
+
+
+class ReadRequest(Chosen):
+    text: Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)] | None = None
+    document: Annotated[int, Field(ge=0, lt=2**53)] | None = None
+    """Its number in the validation split."""
+
+    @model_validator(mode="after")
+    def _one_text(self) -> Self:
+        if (self.text is None) == (self.document is None):
+            raise ValueError("give one of text and document")
+        return self
+
+
+class TextRequest(ReadRequest):
+    against: Chosen | None = None
+
+
+class TokenRequest(ReadRequest):
+    index: Annotated[int, Field(ge=1)]
+    """The chosen token's place in the text."""
+    token: Annotated[int, Field(ge=0)] | None = None
+    """Another token in its place, to which the parts of the model add; null: the one that is there."""
+    against: Annotated[int, Field(ge=0)] | None = None
+    """A token whose logit is subtracted."""
+
+
+class StepsRequest(ReadRequest):
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """A token counts as learned from the checkpoint on from which its probability stays at least this."""
+
+
+async def reading_of(studio: Studio, request: Request, chosen: Chosen) -> Reading:
+    """The checkpoint that a request names, loaded."""
+    assert studio.engines is not None
+    wanted = await studio.engines.find(chosen.model, chosen.checkpoint)
+    return Reading(wanted, await studio.engines.take(wanted, caller_of(request)))
+
+
+@router.post("/documents")
+async def documents(request: Request) -> Response:
+    """How many documents a run's validation split has."""
+    studio, body = studio_of(request), await body_of(request, Chosen)
+    reading = await reading_of(studio, request, body)
+
+    def count(_: Check) -> Tree:
+        shards = reading.shards("validation")
+        return {"n_documents": shards.n_documents, "n_tokens": shards.n_tokens}
+
+    return _json(await studio.reader.compute(count))
+
+
+@router.post("/text")
+async def read_text(request: Request) -> Response:
+    """A text's tokens and what they cost; of two checkpoints, also the difference."""
+    studio, body = studio_of(request), await body_of(request, TextRequest)
+    reading = await reading_of(studio, request, body)
+    other = None if body.against is None else await reading_of(studio, request, body.against)
+
+    def read(check: Check) -> Tree:
+        text = reading.text(body.text, body.document)
+        nats = studio.reader.nats(reading, text, check)
+        found = _of_text(reading, text, nats)
+        if other is None:
+            return found | {"other": None, "segments": None}
+        same = other.same_text(text, reading)
+        other_nats = studio.reader.nats(other, same, check)
+        parts = segments(text, nats, same, other_nats)
+        return found | {"other": _of_text(other, same, other_nats), "segments": [vars(part) for part in parts]}
+
+    return _json(await studio.reader.compute(read))
+
+
+def _of_text(reading: Reading, text: TokenizedText, nats: Costs) -> Tree:
+    report = LossReport(float(nats[1:].sum()), text.n_tokens - 1, text.predicted_bytes)
+    spell = reading.model.tokens.spell
+    tokens = [
+        {"id": token, "text": piece, "spelling": spell(token)[0], "nats": _number(cost)}
+        for token, piece, cost in zip(text.ids.tolist(), text.pieces, nats.tolist(), strict=True)
+    ]
+    parts = [
+        {"first_token": one.first_token, "end_token": one.end_token, "bits_per_byte": one.bits_per_byte}
+        for one in along(text, nats)
+    ]
+    return {
+        "model": reading.wanted.run.id, "step": reading.wanted.checkpoint.step, "tokens": tokens, "along": parts,
+        "loss": _number(report.loss), "perplexity": _number(report.perplexity), "bits_per_byte": report.bits_per_byte,
+        "text_bytes": report.text_bytes, "n_tokens": report.n_tokens,
+    }  # fmt: skip
+
+
+@router.post("/token")
+async def read_token(request: Request) -> Response:
+    """Why one token: attention, logit lens, and what each part of the model adds to its logit."""
+    studio, body = studio_of(request), await body_of(request, TokenRequest)
+    reading = await reading_of(studio, request, body)
+
+    def read(check: Check) -> Tree:
+        text, model = reading.text(body.text, body.document), reading.model.engine.model
+        start, end = text.window(model.config.context_length, body.index)
+        around = range(max(start + 1, body.index - NEIGHBOURS), min(end, body.index + NEIGHBOURS) + 1)
+        found = record(model, text.ids[start:end], [i - 1 - start for i in around], check)
+        row = body.index - around.start
+        guesses = logit_lens(model, found, text.ids[around.start : around.stop].tolist())
+        token = int(text.ids[body.index]) if body.token is None else body.token
+        made = attribute(model, found, row, token, body.against)
+        spell = reading.model.tokens.spell
+        against = None if body.against is None else {"id": body.against, "spelling": spell(body.against)[0]}
+        return {
+            "index": body.index, "first_read": start,
+            "attention": _numbers(found.weights[:, :, row, : body.index - start]),
+            "lens": {"tokens": list(around), "layers": [[_guess(reading, one) for one in layer] for layer in guesses]},
+            "attribution": {
+                "token": {"id": token, "spelling": spell(token)[0]}, "against": against,
+                "parts": [vars(part) for part in made.parts], "logit": made.logit, "capped_logit": made.capped_logit,
+            },
+        }  # fmt: skip
+
+    return _json(await studio.reader.compute(read))
+
+
+def _guess(reading: Reading, guess: Guess) -> Tree:
+    spell = reading.model.tokens.spell
+    top = [{"id": i, "spelling": spell(i)[0], "probability": probability} for i, probability in guess.top]
+    return {"top": top, "probability": guess.probability, "rank": guess.rank}
+
+
+@router.post("/ngrams")
+async def read_ngrams(request: Request) -> Response:
+    """Where the run's training data has the tokens that end in the chosen one, and what follows them there."""
+    studio, body = studio_of(request), await body_of(request, TokenRequest)
+    reading = await reading_of(studio, request, body)
+
+    def read(check: Check) -> Tree:
+        text = reading.text(body.text, body.document)
+        text.window(reading.model.engine.model.config.context_length, body.index)  # refuses an index out of the text
+        training = reading.shards("train")
+        ids = text.ids[max(0, body.index + 1 - LONGEST) : body.index + 1].tolist()
+        return _of_ngrams(reading, training, find_ngrams(training, ids, check=check))
+
+    return _json(await studio.reader.compute(read))
+
+
+def _of_ngrams(reading: Reading, training: TokenShards, found: NGrams) -> Tree:
+    spell, starts = reading.model.tokens.spell, training.document_starts()
+
+    def decoded(first: int, end: int) -> str:
+        decoder = StreamDecoder(reading.model.engine.tokenizer)
+        return "".join([*map(decoder.push, training.read(first, end - first).tolist()), decoder.flush()])
+
+    places = []
+    for place in found.places:
+        number = int(np.searchsorted(starts, place, side="right")) - 1
+        first, end = int(starts[number]), int((*starts[number + 1 : number + 2], training.n_tokens)[0])
+        stop = place + found.longest
+        places.append({
+            "document": number, "token": place - first,
+            "before": decoded(max(first, place - _SNIPPET_TOKENS), place), "found": decoded(place, stop),
+            "after": decoded(stop, max(stop, min(end, stop + _SNIPPET_TOKENS))),
+        })  # fmt: skip
+    grams = [
+        {"n": one.n, "contexts": one.n_contexts, "followed": one.n_followed,
+         "next": [{"id": i, "spelling": spell(i)[0], "count": count} for i, count in one.next_tokens]}
+        for one in found.by_length
+    ]  # fmt: skip
+    return {"by_length": grams, "longest": found.longest, "places": places, "searched_tokens": found.searched_tokens,
+            "n_tokens": training.n_tokens}  # fmt: skip
+
+
+@router.post("/checkpoints")
+async def read_checkpoints(request: Request) -> Response:
+    """A text's cost at each checkpoint of a run, as events; and the step at which it learned each token."""
+    studio, body = studio_of(request), await body_of(request, StepsRequest)
+    reading = await reading_of(studio, request, body)
+    run = reading.wanted.run
+
+    async def events() -> AsyncGenerator[Sequence[Tree]]:
+        def choose(_: Check) -> tuple[TokenizedText, list[int]]:
+            return reading.text(body.text, body.document), chosen_steps(run.folder)
+
+        text, steps = await studio.reader.compute(choose)
+        yield [{"type": "start", "steps": steps}]
+        device, found = reading.model.engine.model.device, []
+        for step in steps:
+
+            def one(check: Check, step: int = step) -> Costs:
+                run.choose(step)  # it may be gone
+                run.check_inside()
+                return next(through_checkpoints(run.folder, text, [step], device=device, check=check)).nats
+
+            found.append(await studio.reader.compute(one))
+            loss = float(found[-1][1:].mean())
+            yield [{"type": "checkpoint", "step": step, "nats": list(map(_number, found[-1].tolist())), "loss": loss}]
+        probabilities = np.exp(-np.stack(found)).T
+        learned = [learned_at(steps, of_token.tolist(), body.threshold) for of_token in probabilities]
+        yield [{"type": "end", "threshold": body.threshold, "learned": learned}]
+
+    return PlayStream(events(), lambda: None)
+
+
+def _numbers(values: torch.Tensor) -> Tree:
+    """A shape, and float32 numbers, little-endian, in base64."""
+    data = values.float().cpu().contiguous().numpy().astype("<f4").tobytes()
+    return {"shape": list(values.shape), "data": base64.b64encode(data).decode()}
+
+
+def _number(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def _json(tree: Tree) -> Response:
+    return JSONResponse(tree, headers={"cache-control": "no-store"})

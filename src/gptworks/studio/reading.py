@@ -1,0 +1,109 @@
+"""What is read in the studio: a text or a document under one checkpoint of a run, and what was found of it before."""
+
+import asyncio
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from gptworks.data.prepare import Prepared, find_of_run
+from gptworks.data.shards import Split, TokenShards
+from gptworks.errors import UserError
+from gptworks.interpret.hooks import Check
+from gptworks.interpret.text import Costs, TokenizedText
+from gptworks.recipe import load_recipe
+from gptworks.serve.models import ServedModel
+from gptworks.studio.loaded import Wanted
+from gptworks.tokenizer import fingerprint
+
+MOST_KEPT = 64
+"""Texts whose costs are kept."""
+
+_Result = TypeVar("_Result")
+
+
+class _Gone(Exception):
+    """Nobody waits for the result any more."""
+
+
+@dataclass
+class Reader:
+    """Computes one thing at a time, off the event loop."""
+
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "gptworks reading"))
+    _kept: "OrderedDict[tuple[Wanted, str], Costs]" = field(default_factory=OrderedDict)
+
+    async def compute(self, work: Callable[[Check], _Result]) -> _Result:
+        """The result of work, which ends early where the client goes away or its time is over."""
+        gone = threading.Event()
+
+        def check() -> None:
+            if gone.is_set():
+                raise _Gone
+
+        def guarded() -> _Result:
+            check()
+            return work(check)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.thread, guarded)
+        finally:
+            gone.set()
+
+    def nats(self, reading: "Reading", text: TokenizedText, check: Check) -> Costs:
+        """What each token costs, computed once."""
+        key = reading.wanted, hashlib.sha256(text.ids.tobytes()).hexdigest()
+        if key not in self._kept:
+            self._kept[key] = text.token_nats(reading.model.engine.model, check)
+        self._kept.move_to_end(key)
+        while len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
+        return self._kept[key]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A checkpoint and its model. Its methods take long."""
+
+    wanted: Wanted
+    model: ServedModel
+
+    def text(self, text: str | None, document: int | None) -> TokenizedText:
+        """A text, or a document of the run's validation split.
+
+        Raises:
+            UserError: it has too many tokens, or there is no such document.
+        """
+        if text is not None:
+            return TokenizedText.of_text(self.model.engine.tokenizer, text)
+        assert document is not None
+        return TokenizedText.of_document(self.model.engine.tokenizer, self.shards("validation"), document)
+
+    def same_text(self, text: TokenizedText, of: "Reading") -> TokenizedText:
+        """Another reading's text as this model reads it."""
+        mine, other = (fingerprint(one.model.engine.tokenizer) for one in (self, of))
+        return text if mine == other else TokenizedText.of_text(self.model.engine.tokenizer, "".join(text.pieces))
+
+    def shards(self, split: Split) -> TokenShards:
+        """The run's own text.
+
+        Raises:
+            UserError: it is not there any more, or is not the model's.
+        """
+        prepared = self._prepared()
+        if prepared is None:
+            raise UserError(
+                f"the text that {self.wanted.run.id} was trained on is not here: its shards belong in its "
+                f"data.cache_dir. Paste a text instead."
+            )
+        if prepared.manifest.tokenizer_sha256 != fingerprint(self.model.engine.tokenizer):
+            raise UserError(f"{prepared.folder} was made by another tokenizer: it is not the text of this run.")
+        return TokenShards(prepared.folder, split)
+
+    def _prepared(self) -> Prepared | None:
+        folder = self.wanted.run.folder
+        trained_on = str(self.wanted.checkpoint.state().get("data_fingerprint", ""))
+        return find_of_run(load_recipe(folder), folder, trained_on) if trained_on else None

@@ -1,0 +1,137 @@
+// The part Read: what each token of a text costs a model, and for one token why, since when, and where it was seen.
+
+import { post } from "./api.js";
+import { count, figure } from "./format.js";
+import { html, useEffect, useMemo, useRef, useState } from "./ui.js";
+import { Along } from "./read/along.js";
+import { ModelChoice } from "./read/choice.js";
+import { DifferenceLegend, LossLegend, ReadText } from "./read/text.js";
+import { Steps } from "./read/steps.js";
+import { Token } from "./read/token.js";
+
+const usable = (models) => models.filter((model) => !model.problem);
+
+export function Part({ state }) {
+  const models = state.models;
+  const [chosen, choose] = useState({ model: null, checkpoint: null });
+  const [against, setAgainst] = useState(null);
+  const [source, setSource] = useState("text");
+  const [text, setText] = useState("");
+  const [number, setNumber] = useState(0);
+  const [found, setFound] = useState(null); // { body, answer }
+  const [work, setWork] = useState(null);
+  const [problem, setProblem] = useState(null);
+  const [index, setIndex] = useState(null);
+  const [steps, setSteps] = useState(null); // what each token costs at the checkpoint of the slider
+  const [weights, setWeights] = useState(null); // of one head, over the tokens before the chosen one
+  const [said, say] = useState("");
+  const abort = useRef(null);
+  const current = chosen.model ? chosen : { ...chosen, model: usable(models)[0]?.id ?? null };
+  useEffect(() => () => abort.current?.abort(), []);
+
+  const read = async (event) => {
+    event?.preventDefault();
+    abort.current?.abort();
+    const asked = (abort.current = new AbortController());
+    const body = { ...current, ...(source === "text" ? { text } : { document: number }) };
+    setWork(asked);
+    setProblem(null);
+    say("Reading.");
+    try {
+      const answer = await post("studio/read/text", { ...body, against }, { signal: asked.signal });
+      setFound({ body: { ...body, checkpoint: answer.step }, answer });
+      setIndex(null);
+      setSteps(null);
+      setWeights(null);
+      say(`${count(answer.n_tokens)} tokens, ${figure(answer.loss)} nats per token.`);
+    } catch (error) {
+      if (error.name !== "AbortError") setProblem(error.message);
+    }
+    if (abort.current === asked) setWork(null);
+  };
+  const keys = (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) read(event);
+  };
+  if (!usable(models).length) return html`<p class="notice">There is no run here that can be read with yet.</p>`;
+  const ready = current.model && (source === "document" || text);
+  return html`<div class="read">
+    <h1 class="hidden-text">Read</h1>
+    <form class="card composer" onSubmit=${read} onKeyDown=${keys}>
+      <div class="toolbar">
+        <${ModelChoice} models=${models} chosen=${current} choose=${choose} name="Model" />
+        <label class="check"><input type="checkbox" checked=${Boolean(against)} onChange=${(event) =>
+          setAgainst(event.target.checked ? { model: current.model, checkpoint: "last" } : null)} /> Compare with</label>
+        ${against && html`<${ModelChoice} models=${models} chosen=${against} choose=${setAgainst} name="Compared model" />`}
+      </div>
+      <div class="switch" role="group" aria-label="What to read">
+        ${[["text", "A text"], ["document", "A validation document"]].map(([kind, name]) => html`<button type="button"
+          key=${kind} class="button small" aria-pressed=${String(source === kind)} onClick=${() => setSource(kind)}>${name}</button>`)}
+      </div>
+      ${source === "text" ? html`<textarea class="field" rows="4" maxlength="100000" aria-label="Text" placeholder="Paste a text"
+          value=${text} onInput=${(event) => setText(event.target.value)}></textarea>`
+        : html`<${Document} chosen=${current} number=${number} setNumber=${setNumber} />`}
+      <div class="actions">
+        <button class="button primary" disabled=${!ready || Boolean(work)}>Read <kbd>Ctrl Enter</kbd></button>
+        ${work && html`<button type="button" class="button" onClick=${() => abort.current.abort()}>Stop</button>`}
+      </div>
+      ${problem && html`<p class="problem" role="alert">${problem}</p>`}
+    </form>
+    ${found && html`<${Found} key=${found.answer} ...${{ found, index, setIndex, steps, setSteps, weights, setWeights, say }}
+      context=${models.find((model) => model.id === found.body.model)?.context} />`}
+    <p class="hidden-text" role="status">${said}</p>
+  </div>`;
+}
+
+/** Which document: those of a run's validation split have numbers. */
+function Document({ chosen, number, setNumber }) {
+  const [about, setAbout] = useState(null);
+  const [problem, setProblem] = useState(null);
+  useEffect(() => {
+    const asked = new AbortController();
+    setProblem(null);
+    post("studio/read/documents", chosen, { signal: asked.signal }).then(setAbout, (error) =>
+      error.name === "AbortError" || setProblem(error.message));
+    return () => asked.abort();
+  }, [chosen.model, chosen.checkpoint]);
+  if (problem) return html`<p class="problem" role="alert">${problem}</p>`;
+  return html`<label class="document">Document <input class="field" type="number" min="0" max=${about ? about.n_documents - 1 : null}
+      step="1" required value=${number} onInput=${(event) => setNumber(Math.max(0, Math.floor(Number(event.target.value))))} />
+    <span class="quiet">${about ? `of ${count(about.n_documents)}, numbered from 0` : "Loading …"}</span></label>`;
+}
+
+function Found({ found, index, setIndex, steps, setSteps, weights, setWeights, say, context }) {
+  const { answer, body } = found;
+  const shown = useMemo(() => (steps ? answer.tokens.map((token, i) => ({ ...token, nats: steps.nats[i] })) : answer.tokens),
+    [answer, steps]);
+  const [differs, setDiffers] = useState(Boolean(answer.segments));
+  const difference = differs && !steps; // the slider's checkpoint is shown by its loss
+  const pick = (i) => {
+    setIndex(i);
+    setWeights(null);
+  };
+  return html`<section class="card" aria-label="Text, coloured">
+      <div class="toolbar">
+        ${answer.segments && html`<div class="switch" role="group" aria-label="Colour by">
+          <button class="button small" aria-pressed=${String(!difference)} onClick=${() => setDiffers(false)}>Loss</button>
+          <button class="button small" aria-pressed=${String(difference)} onClick=${() => setDiffers(true)}>Difference</button></div>`}
+        ${difference ? html`<${DifferenceLegend} />` : html`<${LossLegend} />`}
+        ${weights && html`<span class="quiet">Underlined: what ${weights.name} looks at</span>`}
+      </div>
+      <${Figures} answer=${answer} name=${answer.other ? answer.model : null} />
+      ${answer.other && html`<${Figures} answer=${answer.other} name=${answer.other.model} />`}
+      <${ReadText} tokens=${shown} segments=${difference ? answer.segments : null} index=${index} pick=${pick} say=${say}
+        weights=${weights} />
+      <${Along} parts=${answer.along} other=${answer.other?.along} />
+    </section>
+    ${index != null && html`<${Token} key=${index} ...${{ body, answer, index, setWeights }} />`}
+    <${Steps} ...${{ body, answer, index, steps, setSteps, context }} />`;
+}
+
+function Figures({ answer, name }) {
+  const facts = [
+    `${figure(answer.loss)} nats per token`, answer.bits_per_byte != null && `${figure(answer.bits_per_byte)} bits per byte`,
+    answer.perplexity != null && `perplexity ${figure(answer.perplexity)}`, `${count(answer.n_tokens)} tokens`,
+    `step ${count(answer.step)}`,
+  ].filter(Boolean);
+  return html`<p class="facts number">${name && html`<bdi>${name}</bdi>: `}${facts.join(" · ")}</p>`;
+}
