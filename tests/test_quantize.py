@@ -437,7 +437,7 @@ def test_an_imported_run_asks_for_a_text_and_is_measured_on_it(tmp_path: Path) -
         quantize_run(imported, tmp_path / "int4", "int4", prepare=refuse)
     text = tmp_path / "words.txt"
     text.write_text(tiny.TEXT, encoding="utf-8")
-    measured = quantize_run(imported, tmp_path / "int4", "int4", calibration_tokens=64, text=text)
+    measured = quantize_run(imported, tmp_path / "int4", "int4", calibration_tokens=64, texts=[text])
     [prepared] = (tmp_path / "data").glob("shards-*")
     shards = TokenShards(prepared, "validation")
     windows = list(evaluation_windows(shards, model.config.context_length, 65_536 // model.config.context_length))

@@ -37,6 +37,10 @@ Overrides = Annotated[
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/demo.")]
 WhichCheckpoint = Annotated[str, typer.Option("--checkpoint", metavar="best|last|STEP", help="Which checkpoint.")]
+Texts = Annotated[
+    list[Path] | None,
+    typer.Option("--text", metavar="FILE", help="A text to measure on, instead of the run's own; repeatable."),
+]
 Device = Annotated[DeviceName, typer.Option(help="Where to compute. auto: a GPU if there is one.")]
 PageFile = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write an HTML page.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]

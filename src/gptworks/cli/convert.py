@@ -12,6 +12,7 @@ from gptworks.cli.common import (
     AsJSON,
     Device,
     RunFolder,
+    Texts,
     WhichCheckpoint,
     notice,
     show,
@@ -135,10 +136,7 @@ def quantize(
     calibrate: Annotated[
         int | None, typer.Option(metavar="TOKENS", help="gptq: tokens of training text. Default: 32,768.")
     ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Text instead of the run's own, which an imported run lacks."),
-    ] = None,
+    text: Texts = None,
     checkpoint: WhichCheckpoint = "best",
     device: Device = "auto",
     as_json: AsJSON = False,
@@ -152,7 +150,7 @@ def quantize(
 
     with working(f"quantizing {run}"):
         made = quantize_run(
-            run, out, weights, rounding=rounding, calibration_tokens=calibrate, text=text, checkpoint=checkpoint,
+            run, out, weights, rounding=rounding, calibration_tokens=calibrate, texts=text or (), checkpoint=checkpoint,
             device=choose_device(device), prepare=prepare_with_progress, report=notice,
         )  # fmt: skip
     show(made, as_json)

@@ -11,6 +11,7 @@ from gptworks.cli.common import (
     Device,
     Overrides,
     RunFolder,
+    Texts,
     WhichCheckpoint,
     console_of,
     notice,
@@ -24,9 +25,7 @@ def evaluate(
     run: RunFolder,
     overrides: Overrides = None,
     checkpoint: WhichCheckpoint = "best",
-    text: Annotated[
-        list[Path] | None, typer.Option("--text", metavar="FILE", help="How well it predicts this text; repeatable.")
-    ] = None,
+    text: Texts = None,
     task: Annotated[
         list[Path] | None, typer.Option("--task", metavar="FILE", help="Ask it the items of a task; repeatable.")
     ] = None,

@@ -3,7 +3,7 @@
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -43,7 +43,7 @@ def quantize_run(
     *,
     rounding: Rounding | None = None,
     calibration_tokens: int | None = None,
-    text: str | Path | None = None,
+    texts: Sequence[str | Path] = (),
     checkpoint: str = "best",
     device: torch.device | str = "cpu",
     prepare: Callable[[Recipe], Prepared] = prepare_data,
@@ -54,7 +54,7 @@ def quantize_run(
     Args:
         rounding: nearest, or gptq (int4 alone, calibrated on training text). Default: gptq for int4.
         calibration_tokens: of training text; rounded up to whole windows. Default: CALIBRATION_TOKENS.
-        text: a file or folder of .txt and .md, whose last tenth is held out. Default: the run's own text.
+        texts: files, or folders of .txt and .md; the last tenth of each is held out. Default: the run's own text.
         prepare: gives the run's text as token shards.
         report: receives what is done.
 
@@ -68,7 +68,7 @@ def quantize_run(
     rounding = _check_rounding(weights, rounding, calibration_tokens)
     loaded = load_run(run, checkpoint, device=device, full=True, report=report)
     matrix_kinds(loaded.model, weights)  # an unknown kind is refused before the text is prepared
-    prepared = _prepared(loaded, run, text, prepare)
+    prepared = _prepared(loaded, run, texts, prepare)
     context = loaded.model.config.context_length
     batches = []
     if rounding == "gptq":
@@ -90,13 +90,15 @@ def quantize_run(
     return measured
 
 
-def _prepared(loaded: LoadedRun, run: Path, text: str | Path | None, prepare: Callable[[Recipe], Prepared]) -> Prepared:
+def _prepared(
+    loaded: LoadedRun, run: Path, texts: Sequence[str | Path], prepare: Callable[[Recipe], Prepared]
+) -> Prepared:
     """The text to calibrate and to compare on, as token shards."""
     recipe = loaded.recipe
-    if text is not None:
-        source = TextSource(type="text", path=str(text))
+    if texts:
+        sources = tuple(TextSource(type="text", path=str(text)) for text in texts)
         data = recipe.data.model_copy(
-            update={"sources": (source,), "validation": ValidationSplit(fraction=0.1, by="tail")}
+            update={"sources": sources, "validation": ValidationSplit(fraction=0.1, by="tail")}
         )
         return prepare(recipe.model_copy(update={"data": data, "objective": NextTokenObjective()}))
     trained_on = str(loaded.checkpoint.state().get("data_fingerprint", ""))
