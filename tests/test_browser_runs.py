@@ -154,11 +154,13 @@ def test_charts_zoom_to_a_window_whose_points_the_server_gives(page: Any) -> Non
 
 def test_charts_share_a_cursor(page: Any) -> None:
     over = plot(page, "Validation loss")
-    over.hover()
-    page.wait_for_function(
-        "() => [...document.querySelectorAll('.readout')].slice(0, 2)"
-        "      .every((one) => /step 1,.*slow-1 [0-9]/.test(one.textContent))"
-    )
+    for i in range(100):  # until the points are there
+        over.hover(position={"x": 180 + i % 2, "y": 80})
+        texts = page.locator("figure.chart .readout").all_text_contents()[:2]
+        if all("step 1," in text and "grid/slow-1 2." in text for text in texts):
+            return
+        page.wait_for_timeout(100)
+    pytest.fail(f"the charts show {texts}")
 
 
 def test_axes_and_smoothing_are_chosen(page: Any) -> None:

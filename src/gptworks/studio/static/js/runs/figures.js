@@ -34,9 +34,9 @@ export function Figures({ rows, styles, view, version, zoom, pick }) {
   const keys = useMemo(() => ordered(rows.flatMap((row) => row.keys)), [rows]);
   const [focus, setFocus] = useState(null);
   const run = rows.find((row) => row.id === focus) ?? rows[0];
-  const ids = rows.map((row) => row.id).join("\n");
+  const known = rows.map((row) => `${row.id} ${row.keys.length}`).join("\n");
   const wanted = useMemo(() => (key) => rows.filter((row) => row.keys.includes(key)).map((row) => ({
-    run: row.id, key, name: row.id, style: styles.get(row.id) })), [ids, keys.join(), styles]);
+    run: row.id, key, name: row.id, style: styles.get(row.id) })), [known, keys.join(), styles]);
   return html`
     <div class="charts">${keys.map((key) => html`<${Figure} key=${key} title=${titleWithUnit(key, rows)} wanted=${wanted} of=${key}
       styles=${styles} ...${{ view, version, zoom, pick }} />`)}</div>
