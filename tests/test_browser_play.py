@@ -58,6 +58,8 @@ def test_a_text_is_written_and_its_tokens_are_shaded(page: Any, studio: Studio) 
         step = next(n for n, bound in enumerate(bounds) if percent(token["logprob"]) / 100 >= bound)
         assert f"s{step}" in tokens(page).nth(i).get_attribute("class").split()
     assert page.get_by_role("img", name="Shades by probability").is_visible()
+    ends = [i for i, token in enumerate(written) if token["text"].startswith("\n")]
+    assert ends and all(tokens(page).nth(i).evaluate("(e) => getComputedStyle(e).display") == "inline" for i in ends)
     page.get_by_role("button", name="Rank").click()
     assert page.get_by_role("img", name="Shades by rank").is_visible()
     ranks = [1, 2, 5, 20, 100]

@@ -42,6 +42,18 @@ def test_the_page_has_no_inline_script_or_style_and_names_files_that_exist() -> 
     assert names and all((STATIC / name).is_file() for name in names)
 
 
+def test_a_part_styles_no_class_that_another_part_has() -> None:
+    """All stylesheets apply to all parts: `.line` of one made boxes of another's line ends. What parts share stands in
+    style.css."""
+    sheets = {path.name: path.read_text(encoding="utf-8") for path in OWN if path.suffix == ".css"}
+    shared = set(re.findall(r"^\.([\w-]+)", sheets.pop("style.css"), re.MULTILINE))
+    assert len(sheets) > 2
+    for name, sheet in sheets.items():
+        alone = set(re.findall(r"^\.([\w-]+)(?=[ ,{:])", sheet, re.MULTILINE)) - shared
+        for other in sheets.keys() - {name}:
+            assert not alone & set(re.findall(r"\.([a-zA-Z][\w-]*)", sheets[other])), (name, other)
+
+
 def test_modules_import_each_other_by_relative_addresses() -> None:
     for path in (path for path in OWN if path.suffix == ".js"):
         found = re.findall(r'(?:\bfrom|\bimport)\s*\(?\s*"([^"]+)"', path.read_text(encoding="utf-8"))

@@ -32,7 +32,7 @@ const Chunk = memo(function Chunk({ list, from, to, offset, kind, name }) {
     const token = list[i];
     const { text } = token;
     made.push(html`<span key=${i} class=${cx("t", `s${shade(token, kind)}`, !text && "empty", token.chosen && "chosen",
-      text.startsWith("\n") && "line")} data-part=${name} data-i=${offset + i}>${text}</span>`);
+      text.startsWith("\n") && "break")} data-part=${name} data-i=${offset + i}>${text}</span>`);
   }
   return html`<span>${made}</span>`;
 });
