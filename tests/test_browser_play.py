@@ -58,8 +58,6 @@ def test_a_text_is_written_and_its_tokens_are_shaded(page: Any, studio: Studio) 
         step = next(n for n, bound in enumerate(bounds) if percent(token["logprob"]) / 100 >= bound)
         assert f"s{step}" in tokens(page).nth(i).get_attribute("class").split()
     assert page.get_by_role("img", name="Shades by probability").is_visible()
-    ends = [i for i, token in enumerate(written) if token["text"].startswith("\n")]
-    assert ends and all(tokens(page).nth(i).evaluate("(e) => getComputedStyle(e).display") == "inline" for i in ends)
     page.get_by_role("button", name="Rank").click()
     assert page.get_by_role("img", name="Shades by rank").is_visible()
     ranks = [1, 2, 5, 20, 100]
@@ -68,6 +66,13 @@ def test_a_text_is_written_and_its_tokens_are_shaded(page: Any, studio: Studio) 
         assert f"s{step}" in tokens(page).nth(i).get_attribute("class").split()
     page.get_by_role("button", name="Off").click()
     assert page.locator(".text .t:not(.s0)").count() == 0
+
+
+def test_a_line_end_breaks_the_line(page: Any, studio: Studio) -> None:
+    choose(page, "base")
+    generate(page, "line 7\n\nline 8:", max_tokens=2)
+    ends = page.locator(".text .t.break")
+    assert ends.count() and {one.evaluate("(e) => getComputedStyle(e).display") for one in ends.all()} == {"inline"}
 
 
 def test_the_card_shows_the_servers_alternatives_before_and_after_sampling(page: Any, studio: Studio) -> None:

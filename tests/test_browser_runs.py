@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -210,18 +211,19 @@ def test_bands_verdict_differences_samples_and_a_step(page: Any, runs: Studio) -
     page.get_by_text("layer 4").wait_for()
 
 
-def test_a_run_that_goes_on_is_drawn_on(page: Any, runs: Studio) -> None:
-    answers: list[Any] = []
-    page.on("response", lambda answer: answers.append(answer) if "key=train.loss" in answer.url else None)
-    with (runs.runs / "grid/slow-1" / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(training(4000, 1.75)) + "\n" + json.dumps(validation(4000, 1.625)) + "\n")
-    page.get_by_text("last 1.6250").wait_for()
-    page.locator("td", has_text="1.6250").first.wait_for()
-    for _ in range(100):
-        found = [one for answer in answers for one in answer.json()["curves"] if one["run"] == "grid/slow-1"]
-        if found and found[-1]["y"][-1] == 1.75:
-            return
-        page.wait_for_timeout(200)
+def test_a_run_that_goes_on_is_drawn_on(new_page: Callable[..., Any], tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "runs" / "grows", records(1, 2.5)).folder
+    with open_studio(tmp_path / "runs") as studio:
+        page, answers = opened(new_page(), studio), list[Any]()
+        page.on("response", lambda answer: answers.append(answer) if "key=train.loss" in answer.url else None)
+        with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(training(4000, 1.75)) + "\n" + json.dumps(validation(4000, 1.625)) + "\n")
+        page.get_by_text("last 1.6250").wait_for()
+        for _ in range(100):
+            found = [one for answer in answers for one in answer.json()["curves"]]
+            if found and found[-1]["y"][-1] == 1.75:
+                return
+            page.wait_for_timeout(200)
     pytest.fail("the curve was not drawn on")
 
 

@@ -26,6 +26,7 @@ from gptworks.studio import loaded
 from gptworks.studio.app import create_served, create_studio
 from gptworks.train.loop import train
 from gptworks.train.run_folder import is_in_use
+from histories import training
 from serving import KEY, Running, running_app, until
 
 PROMPT = "line 7: the quick"
@@ -133,6 +134,13 @@ def test_whether_a_run_goes_on(http: httpx.Client, runs: Path) -> None:
     outcome = runs / "demo" / "outcome.json"
     ended = outcome.read_text(encoding="utf-8")
     assert state() == "finished"
+    log = runs / "demo" / "metrics.jsonl"
+    os.utime(log, ns=(2**62, 2**62))  # as in a copy of the folder
+    assert state() == "finished"
+    before = log.read_text(encoding="utf-8")
+    log.write_text(before + json.dumps(training(9, 2.0)) + "\n", encoding="utf-8")  # it was resumed, and crashed
+    assert state() == "stopped"
+    log.write_text(before, encoding="utf-8")
     outcome.write_text(ended.replace('"finished"', '"stopped by SIGTERM"'), encoding="utf-8")
     assert state() == "stopped"
     outcome.rename(outcome.with_suffix(".aside"))

@@ -36,9 +36,10 @@ from gptworks.runs.evaluations import evaluations_section
 from gptworks.runs.history import History, read_history
 from gptworks.train.record.curves import points, training_chart
 from gptworks.train.record.display import clock
-from gptworks.train.record.metrics import Record
+from gptworks.train.record.metrics import Record, last_step
 from gptworks.train.record.outcome import FILE as OUTCOME
 from gptworks.train.record.outcome import read_outcome
+from gptworks.train.run_folder import is_in_use
 from gptworks.units import significant
 
 MOST_ROWS = 24
@@ -81,8 +82,11 @@ def watch_report(folder: Path, path: Path, wait: Callable[[float], object] = tim
 
 
 def has_ended(folder: Path) -> bool:
-    """Whether the run's outcome was written after its last record. A run that crashed has none."""
-    return _written(folder / OUTCOME) >= max(1, _written(folder / "metrics.jsonl"))
+    """Whether its outcome is that of its last step. A run that crashed has none, or one of before it was resumed."""
+    log, outcome = folder / "metrics.jsonl", read_outcome(folder)
+    if isinstance(outcome, str):  # it is not there, or damaged
+        return _written(folder / OUTCOME) >= max(1, _written(log))
+    return not is_in_use(folder) and last_step(log) <= outcome.step
 
 
 def _written(path: Path) -> int:

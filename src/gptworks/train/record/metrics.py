@@ -206,6 +206,20 @@ def read_record(path: Path, offset: int) -> Record | None:
     return None if isinstance(record, str) else record
 
 
+def last_step(path: Path) -> int:
+    """The step of a log's last record; 0 without one."""
+    try:
+        if not path.is_file():
+            return 0
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _MOST_LINE_BYTES))
+            lines = file.read(_MOST_LINE_BYTES).split(b"\n")
+    except OSError:
+        return 0
+    records = (record for line in reversed(lines) if not isinstance(record := _parsed(line), str))
+    return next((int(record["step"]) for record in records), 0)
+
+
 def _parsed(line: bytes) -> Record | str:
     """The record of a line; or why it is none, in words that follow a number of lines."""
     try:
