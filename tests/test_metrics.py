@@ -19,7 +19,7 @@ from gptworks.recipe import parse_recipe, with_vocab_size
 from gptworks.train.progress import Progress
 from gptworks.train.record.card import write_model_card
 from gptworks.train.record.curves import draw_curves
-from gptworks.train.record.metrics import MetricsLog, Record, Skipped, read_metrics, write_samples
+from gptworks.train.record.metrics import MetricsLog, Record, Skipped, last_step, read_metrics, write_samples
 
 
 def validation(step: int, loss: float) -> Record:
@@ -183,3 +183,13 @@ def test_a_full_failing_or_refusing_disk_leaves_the_old_file_and_nothing_half_wr
     with pytest.raises(FileNotFoundError), replacing(path):  # of something else than what is written
         (tmp_path / "other").read_text()
     assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_the_last_step_is_that_of_the_last_whole_record(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert last_step(path) == 0
+    path.write_text(json.dumps(validation(3, 2.0)) + "\n", encoding="utf-8")
+    assert last_step(path) == 3
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"kind": "sample", "step": 4, "prompt": "", "text": "a" * 200_000}) + '\n{"kind": "tr')
+    assert last_step(path) == 4, "its line is long, and the one after it is cut"

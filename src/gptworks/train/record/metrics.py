@@ -206,18 +206,25 @@ def read_record(path: Path, offset: int) -> Record | None:
     return None if isinstance(record, str) else record
 
 
+_TAIL_BYTES = 1 << 16
+"""Of a log, in which its last record mostly is."""
+
+
 def last_step(path: Path) -> int:
     """The step of a log's last record; 0 without one."""
     try:
         if not path.is_file():
             return 0
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _MOST_LINE_BYTES))
-            lines = file.read(_MOST_LINE_BYTES).split(b"\n")
+            size = file.seek(0, os.SEEK_END)
+            for n_bytes in (_TAIL_BYTES, _MOST_LINE_BYTES):
+                start = file.seek(max(0, size - n_bytes))
+                for line in reversed(file.read(n_bytes).split(b"\n")[start > 0 :]):
+                    if not isinstance(record := _parsed(line), str):
+                        return int(record["step"])
     except OSError:
-        return 0
-    records = (record for line in reversed(lines) if not isinstance(record := _parsed(line), str))
-    return next((int(record["step"]) for record in records), 0)
+        pass
+    return 0
 
 
 def _parsed(line: bytes) -> Record | str:
