@@ -6,7 +6,6 @@ it); screenshots are kept in the folder GPTWORKS_SCREENSHOTS, where it is set. c
 
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,23 +81,10 @@ def open_studio(runs: Path, key: str | None = None) -> Iterator[Studio]:
 @contextmanager
 def listening(app: Any) -> Iterator[str]:
     """The address at which an app answers while the `with` lasts."""
-    from gptworks.serve.server import make_server
+    import serving
 
-    listens, found = threading.Event(), []
-
-    def started(port: int) -> None:
-        found.append(port)
-        listens.set()
-
-    server = make_server(app, "127.0.0.1", 0, started)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    assert listens.wait(120)
-    try:
-        yield f"http://127.0.0.1:{found[0]}"
-    finally:
-        server.should_exit = True
-        thread.join(20)
+    with serving.listening(app) as (_, _, url):
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -84,7 +84,19 @@ def running(engines: Mapping[str, Engine], **settings: Any) -> Iterator[Running]
 
 @contextmanager
 def running_app(app: FastAPI) -> Iterator[Running]:
-    """Serve an app while the `with` lasts."""
+    """Serve an app while the `with` lasts; it ends in time."""
+    with listening(app) as (server, thread, url):
+        try:
+            yield Running(app.state.service, server, url)
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+@contextmanager
+def listening(app: FastAPI) -> Iterator[tuple[Server, threading.Thread, str]]:
+    """An app's server, its thread and its address, while the `with` lasts."""
     listens, found = threading.Event(), []
 
     def started(port: int) -> None:
@@ -96,11 +108,10 @@ def running_app(app: FastAPI) -> Iterator[Running]:
     thread.start()
     assert listens.wait(120)
     try:
-        yield Running(app.state.service, server, f"http://127.0.0.1:{found[0]}")
+        yield server, thread, f"http://127.0.0.1:{found[0]}"
     finally:
         server.should_exit = True
         thread.join(20)
-        assert not thread.is_alive()
 
 
 def write_run(folder: Path) -> Path:
