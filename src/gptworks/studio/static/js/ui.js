@@ -24,3 +24,11 @@ export function memo(Inner) {
 export function cx(...names) {
   return names.filter(Boolean).join(" ");
 }
+
+/** The element to which an arrow, Home or End leads in a list from the current one; undefined: the key is another. */
+export function stepped(event, all, current) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return undefined;
+  const at = all.indexOf(current);
+  const to = { ArrowRight: at + 1, ArrowLeft: at < 0 ? all.length - 1 : at - 1, Home: 0, End: all.length - 1 }[event.key];
+  return to == null ? undefined : all[Math.max(0, Math.min(all.length - 1, to))];
+}

@@ -1,7 +1,7 @@
 // The tokens of a branch, shaded. They are drawn in chunks: while a text streams, the last chunk alone is drawn anew.
 
 import { percent, visible } from "../format.js";
-import { cx, html, memo, useEffect, useRef } from "../ui.js";
+import { cx, html, memo, stepped, useEffect, useRef } from "../ui.js";
 
 const CHUNK = 50;
 
@@ -63,13 +63,9 @@ export function TokenText({ tree, branch, kind, busy, withPrompt, look, leave, e
     return element.dataset.part === "prompt" ? tree.root(branch).prompt_tokens[i] : tree.answer(branch)[i];
   };
   const walk = (event) => {
-    const all = spans();
-    const at = all.indexOf(cursor.current);
-    const to = { ArrowRight: at + 1, ArrowLeft: at < 0 ? all.length - 1 : at - 1, Home: 0, End: all.length - 1 }[event.key];
-    if (to != null && !event.ctrlKey && !event.metaKey && !event.altKey) {
+    const element = stepped(event, spans(), cursor.current);
+    if (element) {
       event.preventDefault();
-      const element = all[Math.max(0, Math.min(all.length - 1, to))];
-      if (!element) return;
       mark(element);
       element.scrollIntoView({ block: "nearest" });
       const { logprob, rank, spelling } = token(element);

@@ -1,7 +1,7 @@
 // A text coloured by what its tokens cost, or by the difference of two models.
 
 import { figure, percent, visible } from "../format.js";
-import { cx, html, memo, useEffect, useRef } from "../ui.js";
+import { cx, html, memo, stepped, useEffect, useRef } from "../ui.js";
 
 const CHUNK = 50;
 const LOSSES = [0.7, 1.6, 3, 4.6, 6.9];
@@ -69,12 +69,9 @@ export function ReadText({ tokens, segments, index, pick, say, weights }) {
     else say("The first token is not predicted.");
   };
   const walk = (event) => {
-    const all = spans();
-    const at = all.indexOf(cursor.current);
-    const to = { ArrowRight: at + 1, ArrowLeft: at < 0 ? all.length - 1 : at - 1, Home: 0, End: all.length - 1 }[event.key];
-    if (to != null && !event.ctrlKey && !event.metaKey && !event.altKey) {
+    const element = stepped(event, spans(), cursor.current);
+    if (element) {
       event.preventDefault();
-      const element = all[Math.max(0, Math.min(all.length - 1, to))];
       mark(element);
       element.scrollIntoView({ block: "nearest" });
       const item = items[Number(element.dataset.i)];
