@@ -1,10 +1,11 @@
-"""The studio's curves: frames per second while a person scrolls and zooms through many long runs, in Chromium.
+"""The studio in Chromium: its first token, and its curves while a person scrolls and zooms through many long runs.
 
+    python bench/studio.py --play runs/demo    # first paint, and the first token after the first click
     python bench/studio.py                     # 200 runs of 100,000 records: some 5 GB in a temporary folder
     python bench/studio.py --runs 20 --records 10000
 
-Prints how long the logs take to be read, how long an answer with the points of all runs takes, and the frames per
-second of scrolling and of zooming by key with all runs drawn. Needs the dev extra and Chromium.
+Of the curves it prints how long the logs take to be read, how long an answer with the points of all runs takes, and the
+frames per second of scrolling and of zooming by key with all runs drawn. Needs the dev extra and Chromium.
 """
 
 import argparse
@@ -40,6 +41,14 @@ FRAMES = """
 })
 """
 SECONDS = 5
+FIRST_TOKEN = """() => {
+  new MutationObserver(() => {
+    if (window.seen || !document.querySelector(".t[data-part=answer]")) return;
+    requestAnimationFrame(() => (window.seen = performance.now()));
+  }).observe(document.body, {childList: true, subtree: true});
+  document.querySelector(".button.primary").addEventListener("click", () => (window.clicked = performance.now()), true);
+}"""
+ROUNDS = 7
 
 
 def write_runs(folder: Path, n_runs: int, n_records: int) -> None:
@@ -81,19 +90,51 @@ def get(address: str) -> Any:
         return json.load(answer)
 
 
+def launched(playwright: Any) -> Any:
+    return playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+
+
 def rate(times: list[float]) -> str:
     gaps = [after - before for before, after in pairwise(times)]
     worst = sorted(gaps)[int(0.99 * len(gaps))]
     return f"{1000 / statistics.fmean(gaps):.0f} frames a second, 99% of frames within {worst:.0f} ms"
 
 
+def play(browser: Any, run: Path) -> None:
+    """Print when the page is painted and its first token is there, each time with a server that has loaded nothing."""
+    paints, loads, tokens = [], [], []
+    for _ in range(ROUNDS):
+        server, url = serve(run)
+        page = browser.new_page()
+        with page.expect_response(lambda answer: answer.url.endswith("/studio/load")) as loaded:
+            page.goto(url)
+        loads.append(loaded.value.finished() or loaded.value.request.timing["responseEnd"])
+        paints.append(page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
+        page.get_by_label("Prompt", exact=True).fill("Once upon a time")
+        page.wait_for_timeout(1000)
+        page.evaluate(FIRST_TOKEN)
+        page.get_by_role("button", name="Generate", exact=True).click()
+        page.wait_for_function("window.seen")
+        tokens.append(page.evaluate("window.seen - window.clicked"))
+        page.close()
+        server.should_exit = True
+    for name, times in (("first paint", paints), ("engine loaded", loads), ("first token after the click", tokens)):
+        print(f"{name}: median {statistics.median(times):.0f} ms, at most {max(times):.0f} ms of {ROUNDS}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--records", type=int, default=100_000)
+    parser.add_argument("--play", type=Path, metavar="RUN", help="measure the first token of this run alone")
     asked = parser.parse_args()
     from playwright.sync_api import sync_playwright
 
+    if asked.play is not None:
+        with sync_playwright() as playwright:
+            print(device_name(torch.device("cpu")), flush=True)
+            play(launched(playwright), asked.play)
+        return
     with tempfile.TemporaryDirectory() as temporary, sync_playwright() as playwright:
         folder = Path(temporary)
         write_runs(folder, asked.runs, asked.records)
@@ -110,7 +151,7 @@ def main() -> None:
             began = time.monotonic()
             get(f"{url}/studio/runs/curves?{urllib.parse.urlencode(query | more, doseq=True)}")
             print(f"points of {name}: {1000 * (time.monotonic() - began):.0f} ms", flush=True)
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        browser = launched(playwright)
         page = browser.new_page(viewport={"width": 1440, "height": 900})
         page.set_default_timeout(300_000)
         page.goto(f"{url}/#/runs")

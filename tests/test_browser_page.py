@@ -13,6 +13,7 @@ import pytest
 import serving
 from browser import (
     HOSTILE,
+    LONG,
     Studio,
     answer,
     axe,
@@ -29,6 +30,12 @@ from gptworks.studio.app import create_served
 
 pytestmark = pytest.mark.browser
 
+FIRST_TOKEN = """() => {
+  new MutationObserver(() => {
+    if (!window.seen && document.querySelector(".t[data-part=answer]")) window.seen = performance.now();
+  }).observe(document.body, {childList: true, subtree: true});
+  document.querySelector(".button.primary").addEventListener("click", () => (window.clicked = performance.now()), true);
+}"""
 SIZES = {360: (360, 800), 1280: (1280, 900), 3840: (3840, 2160)}
 
 
@@ -205,24 +212,52 @@ def test_motion_is_reduced_where_it_is_asked_for(new_page: Callable[..., Any], s
     assert moving == "none"
 
 
-def test_first_paint_and_first_token_are_measured(page: Any) -> None:
-    page.reload()
-    page.wait_for_selector(".play")
-    page.wait_for_function("() => performance.getEntriesByName('first-contentful-paint').length")
-    paint = page.evaluate("() => performance.getEntriesByName('first-contentful-paint')[0].startTime")
-    choose(page, "base")
-    generate(page, "warm up", max_tokens=3)
-    page.get_by_role("button", name="New text").click()
-    page.get_by_label("Prompt", exact=True).fill("line 7:")
-    page.evaluate("""() => {
-      new MutationObserver(() => {
-        if (!window.seen && document.querySelector(".t[data-part=answer]")) window.seen = performance.now();
-      }).observe(document.body, {childList: true, subtree: true});
-      const clicked = () => (window.clicked = performance.now());
-      document.querySelector(".button.primary").addEventListener("click", clicked, true);
-    }""")
-    page.get_by_role("button", name="Generate", exact=True).click()
-    finish(page)
-    token = page.evaluate("() => window.seen - window.clicked")
-    print(f"first contentful paint {paint:.0f} ms, first token {token:.0f} ms after the click")
-    assert paint > 0 and token > 0
+def loads_when(page: Any, act: Callable[[], Any]) -> dict[str, Any]:
+    """What the page has loaded ahead when one acts."""
+    with page.expect_response(lambda answer: answer.url.endswith("/studio/load")) as caught:
+        act()
+    assert caught.value.json() == {"loaded": True}
+    asked: dict[str, Any] = caught.value.request.post_data_json
+    return asked
+
+
+def test_a_chosen_model_is_loaded_without_a_click(new_page: Callable[..., Any], studio: Studio) -> None:
+    with open_studio(studio.runs) as fresh:
+        page = new_page()
+        first = loads_when(page, lambda: page.goto(fresh.url))
+        assert first == {"model": page.get_by_label("Model of column 1").input_value(), "checkpoint": None}
+        assert loads_when(page, lambda: choose(page, "base")) == {"model": "base", "checkpoint": None}
+        sent: list[Any] = []
+        page.on("request", lambda one: one.url.endswith("/studio/load") and sent.append(one.post_data_json))
+        steps = page.get_by_label("Checkpoint of column 1")
+
+        def walk() -> None:
+            for step in ("20", "40", "60", "20"):
+                steps.select_option(step)
+
+        assert loads_when(page, walk) == {"model": "base", "checkpoint": 20}
+        assert sent == [{"model": "base", "checkpoint": 20}], "only the checkpoint at which one stays"
+        page.get_by_role("button", name="Side by side").click()
+        assert loads_when(page, lambda: choose(page, LONG, 2)) == {"model": "base", "checkpoint": 20}
+        with page.expect_response(lambda answer: answer.url.endswith("/studio/generate")) as caught:
+            generate(page, "line 7:", max_tokens=3)
+        assert '"loading"' not in caught.value.text()
+        with fresh.http() as http:
+            there = {model["id"] for model in http.get("/v1/models").json()["data"]}
+        assert {"base@20", "base@60", f"{LONG}@1"} <= there
+
+
+def test_first_paint_and_first_token_are_measured(new_page: Callable[..., Any], studio: Studio) -> None:
+    with open_studio(studio.runs) as fresh:
+        page = new_page()
+        page.goto(fresh.url)
+        page.wait_for_function("() => performance.getEntriesByName('first-contentful-paint').length")
+        paint = page.evaluate("() => performance.getEntriesByName('first-contentful-paint')[0].startTime")
+        loads_when(page, lambda: choose(page, "base"))
+        page.get_by_label("Prompt", exact=True).fill("line 7:")
+        page.evaluate(FIRST_TOKEN)
+        page.get_by_role("button", name="Generate", exact=True).click()
+        finish(page)
+        token = page.evaluate("() => window.seen - window.clicked")
+        print(f"first contentful paint {paint:.0f} ms, first token {token:.0f} ms after the first click")
+        assert paint > 0 and token > 0

@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -386,6 +387,54 @@ def test_two_clients_wait_for_one_load(runs: Path, monkeypatch: pytest.MonkeyPat
         assert [model.name for model in server.service.models] == ["demo@4"], "there is room for those in use alone"
         assert "demo@8" not in http.get("/metrics").text
         assert made(http, **body)[0]["step"] == 8 and len(loads) == 3
+
+
+def test_a_model_is_loaded_before_a_text_is_asked_for(server: Running, http: httpx.Client) -> None:
+    body = {"model": "demo", "checkpoint": 4}
+    assert http.post("/studio/load", json=body).json() == {"loaded": True}
+    assert "demo@4" in [model.name for model in server.service.models]
+    kinds = [event["type"] for event in events(http, prompt="line", checkpoint=4, settings={"max_tokens": 1})]
+    assert kinds == ["start", "token", "end"]
+    assert http.post("/studio/load", json=body | {"checkpoint": 5}).status_code == 404
+    damaged = {"model": HOSTILE, "checkpoint": 8}
+    assert "damaged" in http.post("/studio/load", json=damaged).json()["error"]["message"]
+
+
+def test_nothing_is_loaded_ahead_where_requests_use_the_memory(runs: Path) -> None:
+    room = (runs / "demo/checkpoints/step-000008/model.safetensors").stat().st_size
+    app = create_studio([runs], SETTINGS, device="cpu", backend="torch", max_idle_bytes=room)
+    with running_app(app) as server, server.http() as http:
+        large = {"model": "tuned/chat", "prompt": "a", "settings": {"max_tokens": 2900, "ignore_eos": True}}
+        with http.stream("POST", "/studio/generate", json=large) as response:
+            lines = response.iter_lines()
+            next(line for line in lines if '"token"' in line)
+            assert http.post("/studio/load", json={"model": "demo"}).json() == {"loaded": False}
+            assert [model.name for model in server.service.models] == ["tuned/chat@1"]
+        until(lambda: server.service.in_flight == 0)
+        assert http.post("/studio/load", json={"model": "demo"}).json() == {"loaded": True}
+        assert [model.name for model in server.service.models] == ["demo@8"], "the least recently used one went"
+
+
+def test_a_model_is_not_loaded_for_a_page_that_went_on(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, goes_on = [], threading.Event()
+
+    def slow(folder: Path, step: int, **options: Any) -> Engine:
+        loads.append(step)
+        assert goes_on.wait(60)
+        return load(folder, step, **options)
+
+    monkeypatch.setattr(loaded, "load", slow)
+    app = create_studio([runs], SETTINGS, device="cpu", backend="torch")
+    with running_app(app) as server, server.http() as http, ThreadPoolExecutor(1) as threads:
+        text = threads.submit(made, http, prompt="line", checkpoint=8, settings={"max_tokens": 1})
+        until(lambda: loads == [8])
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/studio/load", json={"model": "demo", "checkpoint": 4}, timeout=0.5)
+        until(lambda: server.service.in_flight == 1)
+        goes_on.set()
+        assert text.result()[0]["step"] == 8
+        assert http.post("/studio/load", json={"model": "demo", "checkpoint": 8}).json() == {"loaded": True}
+        assert loads == [8]
 
 
 def test_a_checkpoint_that_has_gone_names_those_there_are(runs: Path, tmp_path: Path) -> None:

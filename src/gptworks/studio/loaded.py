@@ -28,13 +28,19 @@ class Loaded:
 
     name: str
     model: asyncio.Future[ServedModel]
+    n_bytes: int
+    """Of its weights' file."""
     n_users: int = 0
     used_at: float = field(default_factory=time.monotonic)
 
     @property
     def held_bytes(self) -> int:
-        """Of one that is there."""
-        return self.model.result().engine.held_bytes
+        """What it takes, or will take."""
+        return self.model.result().engine.held_bytes if self.is_there else self.n_bytes
+
+    @property
+    def is_there(self) -> bool:
+        return self.model.done() and self.model.exception() is None
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,12 @@ class Wanted:
     def name(self) -> str:
         """As the engine is called in /v1/models."""
         return f"{self.run.id}@{self.checkpoint.step}"
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the weights' file. Reads its size."""
+        path = self.checkpoint.folder / "model.safetensors"
+        return path.stat().st_size if path.is_file() else 0
 
 
 class Engines:
@@ -91,7 +103,29 @@ class Engines:
     def is_ready(self, wanted: Wanted) -> bool:
         """Whether its engine is there."""
         found = self._loaded.get(wanted)
-        return found is not None and found.model.done() and found.model.exception() is None
+        return found is not None and found.is_there
+
+    async def load_ahead(self, wanted: Wanted, caller: Caller) -> bool:
+        """Load the engine before it is asked for, where it fits beside those in use: one at a time, after those that
+        requests wait for.
+
+        Returns:
+            Whether it is there.
+
+        Raises:
+            UserError: as `take`.
+        """
+        while wanted not in self._loaded:
+            others = [one.model for one in self._loaded.values() if not one.model.done()]
+            if others:
+                await asyncio.wait(others)
+                continue
+            in_use_bytes = sum(one.held_bytes for one in self._loaded.values() if one.n_users)
+            if wanted.n_bytes + in_use_bytes > self.max_idle_bytes:
+                return False
+            break
+        await self.take(wanted, caller)
+        return True
 
     async def take(self, wanted: Wanted, caller: Caller) -> ServedModel:
         """The engine, which stays until the caller leaves. It is loaded once, however many wait for it.
@@ -101,10 +135,9 @@ class Engines:
         """
         found = self._loaded.get(wanted)
         if found is None:
-            path = wanted.checkpoint.folder / "model.safetensors"
-            n_bytes = path.stat().st_size if path.is_file() else 0
+            n_bytes = wanted.n_bytes
             future = asyncio.ensure_future(self._load(wanted, n_bytes))
-            found = self._loaded[wanted] = Loaded(wanted.name, future)
+            found = self._loaded[wanted] = Loaded(wanted.name, future, n_bytes)
             future.add_done_callback(lambda done: self._forget_failed(wanted, done))
         found.n_users += 1
         caller.on_leave.append(self._leaver(found))

@@ -57,9 +57,14 @@ class PlaySettings(openai.Wire):
         return SamplingSettings(**{"seed": secrets.randbelow(_SEEDS)} | given, logprobs=n_top, processed_logprobs=n_top)
 
 
-class GenerateRequest(openai.Wire):
+class Chosen(openai.Wire):
+    """A model and one of its checkpoints; without one, the best."""
+
     model: Annotated[str, Field(min_length=1, max_length=4096)]
     checkpoint: Literal["best", "last"] | Annotated[int, Field(ge=0)] | None = None
+
+
+class GenerateRequest(Chosen):
     prompt: str | None = None
     tokens: Annotated[list[int], Field(min_length=1, max_length=openai.MAX_TOKENS)] | None = None
     messages: openai.Messages | None = None
@@ -93,6 +98,17 @@ class PlayStream(EventStream):
 async def state(request: Request) -> Response:
     """The parts of the studio, and the models."""
     return JSONResponse(await in_thread(request, studio_of(request).describe), headers={"cache-control": "no-store"})
+
+
+@router.post("/studio/load")
+async def load(request: Request) -> Response:
+    """Load a model before a text is asked for, where there is room; answers once it is there."""
+    body, engines = await body_of(request, Chosen), studio_of(request).engines
+    if engines is None:
+        service_of(request).models.get(body.model)
+        return JSONResponse({"loaded": True})
+    wanted = await engines.find(body.model, body.checkpoint)
+    return JSONResponse({"loaded": await engines.load_ahead(wanted, caller_of(request))})
 
 
 @router.post("/studio/generate")

@@ -3,7 +3,7 @@
 import base64
 import math
 from collections.abc import AsyncGenerator, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
@@ -20,9 +20,8 @@ from gptworks.interpret.lens import Guess, logit_lens
 from gptworks.interpret.ngrams import LONGEST, NGrams, find_ngrams
 from gptworks.interpret.record import record
 from gptworks.interpret.text import Costs, TokenizedText, along, segments
-from gptworks.serve import openai
 from gptworks.serve.app import body_of, caller_of
-from gptworks.studio.play import PlayStream
+from gptworks.studio.play import Chosen, PlayStream
 from gptworks.studio.reading import Reading
 from gptworks.studio.state import Studio, studio_of
 from gptworks.tokenizer import StreamDecoder
@@ -35,13 +34,6 @@ NEIGHBOURS = 3
 """Tokens on each side of the chosen one for which the lens looks."""
 _SNIPPET_TOKENS = 24
 """Shown on each side of an n-gram's place."""
-
-
-class Chosen(openai.Wire):
-    """A run and one of its checkpoints."""
-
-    model: Annotated[str, Field(min_length=1, max_length=4096)]
-    checkpoint: Literal["best", "last"] | Annotated[int, Field(ge=0)] | None = None
 
 
 class ReadRequest(Chosen):

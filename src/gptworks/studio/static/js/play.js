@@ -10,7 +10,7 @@ import { Legend } from "./play/text.js";
 const MAC = /Mac|iPhone|iPad/.test(navigator.platform);
 const WIDE = "(min-width: 60rem)";
 
-export function Part({ state }) {
+export function Part({ state, shown }) {
   const session = useMemo(() => new Session(), []);
   const [, setVersion] = useState(0);
   const [said, say] = useState("");
@@ -22,6 +22,9 @@ export function Part({ state }) {
   }, []);
   const models = state.models;
   session.settle(models);
+  const choice = session.columns.map(({ model, checkpoint }) => `${model}@${checkpoint}`).join("\n");
+  const prepare = () => session.prepare(models);
+  useEffect(() => void (shown && prepare()), [shown, choice]);
   const chosen = session.columns.map((column) => models.find((model) => model.id === column.model));
   const canChat = chosen.length > 0 && chosen.every((model) => model?.chat);
   const chat = canChat && !session.plain;
@@ -43,7 +46,7 @@ export function Part({ state }) {
   return html`<div class="play">
     <h1 class="hidden-text">Play</h1>
     <div class="work">
-      ${!chat && html`<${Prompt} session=${session} busy=${busy} box=${prompt} />`}
+      ${!chat && html`<${Prompt} ...${{ session, busy, box: prompt, prepare }} />`}
       <div class="toolbar">
         ${canChat && html`<div class="switch" role="group" aria-label="Kind of text">
           <button class="button small" aria-pressed=${String(chat)} onClick=${() => setPlain(false)}>Conversation</button>
@@ -59,7 +62,7 @@ export function Part({ state }) {
       <div class=${cx("columns", session.columns.length > 1 && "two")}>
         ${session.columns.map((_, index) => html`<${Column} key=${index} ...${{ session, index, models, chat, say, editPrompt }} />`)}
       </div>
-      ${chat && html`<${Message} session=${session} busy=${busy} />`}
+      ${chat && html`<${Message} ...${{ session, busy, prepare }} />`}
     </div>
     <aside aria-label="Branches and settings">
       <${Folding} name="Branches">${html`<${Branches} session=${session} />`}</${Folding}>
@@ -122,12 +125,12 @@ function Go({ name, busy, go, stop, disabled }) {
     <button class="button" disabled=${!busy} onClick=${stop}>Stop</button>`;
 }
 
-function Prompt({ session, busy, box }) {
+function Prompt({ session, busy, box, prepare }) {
   const go = () => session.generate();
   const typed = (event) => session.set({ prompt: event.target.value });
   return html`<div class="composer">
     <label for="prompt"><h2>Prompt</h2></label>
-    <textarea id="prompt" class="field" rows="4" ref=${box} value=${session.prompt} onInput=${typed} spellcheck="false"
+    <textarea id="prompt" class="field" rows="4" ref=${box} value=${session.prompt} onInput=${typed} onFocus=${prepare} spellcheck="false"
       placeholder="The beginning of a text" onKeyDown=${(event) => sends(event) && !busy && (event.preventDefault(), go())}></textarea>
     <div class="actions"><${Go} name="Generate" busy=${busy} go=${go} stop=${() => session.stop()} />
       ${session.tree.get(session.columns[0].current) && html`<span class="fill"></span>
@@ -138,7 +141,7 @@ function fresh(session) {
   session.set({ prompt: "", columns: session.columns.map((column) => ({ ...column, current: null })) });
 }
 
-function Message({ session, busy }) {
+function Message({ session, busy, prepare }) {
   const [text, setText] = useState("");
   const [system, setSystem] = useState("");
   const begun = session.columns.some((column) => column.current);
@@ -151,7 +154,7 @@ function Message({ session, busy }) {
     ${!begun && html`<label>System message <span class="quiet">(may be empty)</span>
       <textarea class="field" rows="1" value=${system} onInput=${(event) => setSystem(event.target.value)}></textarea></label>`}
     <label for="message"><h2>Message</h2></label>
-    <textarea id="message" class="field" rows="3" value=${text} placeholder="Ask or say something" onInput=${(event) => setText(event.target.value)}
+    <textarea id="message" class="field" rows="3" value=${text} placeholder="Ask or say something" onFocus=${prepare} onInput=${(event) => setText(event.target.value)}
       onKeyDown=${(event) => sends(event) && !busy && (event.preventDefault(), go())}></textarea>
     <div class="actions"><${Go} name="Send" busy=${busy} disabled=${!text.trim()} go=${go} stop=${() => session.stop()} />
       ${begun && html`<span class="fill"></span>

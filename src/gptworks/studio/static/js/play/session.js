@@ -1,9 +1,11 @@
 // What the part Play holds: columns, settings, the tree of branches, and the streams that fill it.
 
-import { stream } from "../api.js";
+import { post, stream } from "../api.js";
 import { sent } from "./copy.js";
 import { DEFAULTS, drawSeed } from "./settings.js";
 import { Tree } from "./tree.js";
+
+const REST_MS = 250;
 
 export class Session {
   constructor() {
@@ -64,6 +66,21 @@ export class Session {
         column.checkpoint = null;
       }
     }
+  }
+
+  /** Have the columns' models loaded before a text is asked for, once the choice has rested for a moment. */
+  prepare(models) {
+    clearTimeout(this.resting);
+    this.preparing?.abort();
+    this.preparing = new AbortController();
+    const { signal } = this.preparing;
+    const has = (id) => models.some((model) => model.id === id && !model.problem && model.state !== "served");
+    this.resting = setTimeout(async () => {
+      for (const { model, checkpoint } of this.columns.filter((column) => has(column.model))) {
+        await post("studio/load", { model, checkpoint }, { signal }).catch(() => {}); // whoever asks for a text learns why
+        if (signal.aborted) return;
+      }
+    }, REST_MS);
   }
 
   // --------------------------------------------------------------------------------------------------- the columns
