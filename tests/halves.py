@@ -7,7 +7,8 @@ from unittest.mock import patch
 import pytest
 
 from gptworks.checkpoint import checkpoints
-from gptworks.recipe import parse_recipe
+from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.train.fork import fork
 from gptworks.train.loop import Run, train
 from gptworks.train.record.metrics import TIMINGS, read_metrics
 
@@ -16,8 +17,12 @@ class BrokenOff(Exception):
     """What ends the run in the middle of a step."""
 
 
-def assert_resumes_exactly(tree: dict[str, Any], at_step: int) -> Path:
-    """Train the recipe whole, and broken off at a step and resumed; compare all that they leave. The whole run."""
+def assert_resumes_exactly(tree: dict[str, Any], at_step: int, *, forks: bool = False) -> Path:
+    """Train the recipe whole, and broken off at a step and resumed; compare all that they leave. The whole run.
+
+    Args:
+        forks: train a fork of the broken run on as well.
+    """
     whole, parts = (Path(f"{tree['run_dir']}-{name}") for name in ("whole", "parts"))
     train(parse_recipe(tree | {"run_dir": str(whole)}))
     recipe = parse_recipe(tree | {"run_dir": str(parts)})
@@ -31,17 +36,27 @@ def assert_resumes_exactly(tree: dict[str, Any], at_step: int) -> Path:
     with patch.object(Run, "training_step", until), pytest.raises(BrokenOff):
         train(recipe)
     assert 0 < checkpoints(parts)[0].step <= at_step, "there is something to resume from"
+    if forks:
+        forked = fork(parts, None, parts.with_name(f"{parts.name}-forked"))
+        train(load_recipe(forked), resume=True)
+        assert_same_end(whole, forked)
     train(recipe, resume=True)
-    one, other = (checkpoints(run)[0] for run in (whole, parts))
+    assert_same_end(whole, parts)
+    return whole
+
+
+def assert_same_end(first: Path, second: Path) -> None:
+    """Two runs have come to the same weights, optimizer state and counters by the same records."""
+    one, other = (checkpoints(run)[0] for run in (first, second))
     assert one.step == other.step
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (one.folder / file).read_bytes() == (other.folder / file).read_bytes(), file
     states = [{key: value for key, value in c.state().items() if key != "seconds"} for c in (one, other)]
     assert states[0] == states[1]
-    assert _without_timings(whole) == _without_timings(parts)
-    return whole
+    assert without_timings(first) == without_timings(second)
 
 
-def _without_timings(run: Path) -> list[dict[str, Any]]:
+def without_timings(run: Path) -> list[dict[str, Any]]:
+    """The records of a run, less what depends on the clock."""
     records = read_metrics(run / "metrics.jsonl")
     return [{key: value for key, value in record.items() if key not in TIMINGS} for record in records]

@@ -210,8 +210,8 @@ def test_the_card_and_the_recipe_say_what_happened_at_which_step(run: Path) -> N
     resume(run, "train.max_steps=5", "train.learning_rate=0.001")
     resume(run, "train.max_steps=6")
     changes = read_history(run).changes
-    assert [change["step"] for change in changes] == [4, 5]
-    assert changes[0]["settings"] == {"train.max_steps": [4, 5], "train.learning_rate": [0.003, 0.001]}
+    assert [change.step for change in changes] == [4, 5]
+    assert changes[0].settings == {"train.max_steps": [4, 5], "train.learning_rate": [0.003, 0.001]}
     card = (run / "model-card.md").read_text(encoding="utf-8")
     assert "| from step 4 | train.max_steps 4 → 5, train.learning_rate 0.003 → 0.001 |" in card
     assert "| from step 5 | train.max_steps 5 → 6 |" in card
@@ -224,7 +224,7 @@ def test_the_card_and_the_recipe_say_what_happened_at_which_step(run: Path) -> N
 
 def test_free_changes_are_recorded_and_the_recipe_repeats_the_run_still(run: Path) -> None:
     resume(run, "train.keep_checkpoints=3")
-    assert [change["settings"] for change in read_history(run).changes] == [{"train.keep_checkpoints": [2, 3]}]
+    assert [change.settings for change in read_history(run).changes] == [{"train.keep_checkpoints": [2, 3]}]
     card = (run / "model-card.md").read_text(encoding="utf-8")
     assert "train.keep_checkpoints 2 → 3" in card
     assert "repeats the run" in card

@@ -337,7 +337,7 @@ def test_evaluate_judges_the_preferred_answers(one_step: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{"adapter": {"rank": 2, "dropout": 0.2}}])
 def test_a_resumed_run_is_the_same_and_needs_its_reference(base: Path, settings: dict[str, Any]) -> None:
-    whole = assert_resumes_exactly(tree_of(base, "resumed", **settings), at_step=7)
+    whole = assert_resumes_exactly(tree_of(base, "resumed", **settings), at_step=7, forks=True)
     recipe = parse_recipe(tree_of(base, "resumed-whole", **settings, train={"max_steps": 14}))
     (whole / "reference.safetensors").write_bytes(b"damaged")
     with pytest.raises(UserError, match=r"reference\.safetensors is missing or damaged"):

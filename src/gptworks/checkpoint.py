@@ -124,6 +124,15 @@ class Checkpoint:
             return None
 
     @property
+    def weights_sha256(self) -> str:
+        """The sha256 of its weights, by its manifest.
+
+        Raises:
+            UserError: the manifest is missing or damaged.
+        """
+        return str(self._described_files()["model.safetensors"]["sha256"])
+
+    @property
     def is_whole(self) -> bool:
         """Whether every file is as the manifest says."""
         try:

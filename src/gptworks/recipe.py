@@ -7,6 +7,7 @@ refuses unknown keys, wrong types and settings that contradict one another befor
 
 import contextlib
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -16,6 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from gptworks.config import ENDS, FileTokenizer, ModelConfig, Recipe, Section, known_vocab_size
+from gptworks.config.base import MOST_NAME_CHARACTERS
 from gptworks.config.explain import explain, leaves, sections_at
 from gptworks.errors import UserError, nearest
 from gptworks.files import write_whole
@@ -262,9 +264,15 @@ def save_recipe(recipe: Recipe, path: Path, history: Sequence[str] = ()) -> None
     Args:
         history: what a run has changed on its way, a line each, for who reads the file: written as comments.
     """
-    heading = ["These are the run's last settings. Changed on the way:"] if history else []
+    heading = ["These are the run's last settings. On the way:"] if history else []
     comments = "".join(f"# {' '.join(line.split())}\n" for line in [*heading, *history])
     write_whole(path, comments + yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+
+
+def run_name(run_dir: Path) -> str:
+    """A recipe's name for a run folder."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.absolute().name).strip("-._")
+    return name[:MOST_NAME_CHARACTERS] or "run"
 
 
 def recipe_schema() -> dict[str, Any]:

@@ -26,7 +26,7 @@ app = typer.Typer(
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Design": (look.presets, look.recipes, draft.init, look.describe, look.plan, look.schema),
-    "Train": (draft.tune, make.prepare, inspect.inspect, make.train, make.launch, compare.sweep),
+    "Train": (draft.tune, make.prepare, inspect.inspect, make.train, make.launch, make.fork, compare.sweep),
     "Measure and compare": (evaluate.evaluate, compare.report, compare.compare),
     "Use": (use.generate, use.chat, serve.serve, studio.studio),
     "Convert": (convert.export, convert.quantize, convert.import_),

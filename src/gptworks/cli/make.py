@@ -1,7 +1,9 @@
-"""Commands that make a run: prepare, train, launch."""
+"""Commands that make a run: prepare, train, fork, launch."""
 
 import os
+import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -52,6 +54,25 @@ def train(
         recipe, *overrides or [], resume=resume, change=change or [], force=force, report=_first_rank_notice,
         prepare=prepare_with_progress,
     )  # fmt: skip
+
+
+def fork(
+    run: Annotated[str, typer.Argument(metavar="RUN[@STEP]", help="A run folder; its last checkpoint, or @best.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The new run folder.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="What is changed from there on, such as train.learning_rate=1e-4."),
+    ] = None,
+) -> None:
+    """Go on from a checkpoint in a new run folder, with something changed."""
+    with working("linking the checkpoint"):
+        from gptworks.train.changes import read_history
+        from gptworks.train.fork import fork as fork_run
+        from gptworks.train.fork import origin_of
+
+        fork_run(*origin_of(run), folder, overrides or [])
+    typer.echo("\n".join([f"{folder}:", *(f"  {line}" for line in read_history(folder).lines())]))
+    notice(f"Next: gptworks train {shlex.quote(str(folder))} --resume")
 
 
 def launch(

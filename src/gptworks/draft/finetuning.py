@@ -21,12 +21,11 @@ from gptworks.device import choose_device
 from gptworks.draft.writing import Row, written
 from gptworks.errors import UserError
 from gptworks.interop.hub import find_model
-from gptworks.interop.imported import run_name
 from gptworks.plan.devices import Device
 from gptworks.plan.fit import divisors
 from gptworks.plan.run import Measured, Plan
 from gptworks.plan.run import plan as plan_recipe
-from gptworks.recipe import load_recipe, parse_recipe, with_vocab_size
+from gptworks.recipe import load_recipe, parse_recipe, run_name, with_vocab_size
 from gptworks.tokenizer import load_tokenizer, special_tokens
 from gptworks.train.objectives.choose import choose_objective
 from gptworks.train.rehearsal.measure import measure_speed

@@ -1,7 +1,6 @@
 """What every import does: read settings that anyone may have written, and write a run folder at step 0."""
 
 import json
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,11 +34,6 @@ def read_json(path: Path, fix: str = "") -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path} holds {type(values).__name__}, not a mapping.")
     return values
-
-
-def run_name(run_dir: Path) -> str:
-    """A recipe's name for a run folder."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.absolute().name).strip("-._") or "imported"
 
 
 def write_run(folder: Path, recipe: Recipe, tensors: dict[str, Tensor], card: str) -> None:

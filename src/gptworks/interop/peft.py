@@ -38,10 +38,10 @@ from gptworks.interop.huggingface.tensors import (
     tensor_places,
 )
 from gptworks.interop.huggingface.verify import load_theirs, quiet, require, verify_import, verify_logits
-from gptworks.interop.imported import further_training, run_name, write_run
+from gptworks.interop.imported import further_training, write_run
 from gptworks.interop.peft_settings import CONFIG_FILE, LoraSettings, read_settings
 from gptworks.model.lora import is_adapter, merge_lora
-from gptworks.recipe import parse_section
+from gptworks.recipe import parse_section, run_name
 from gptworks.tensors import read_tensors
 from gptworks.tokenizer import load_tokenizer
 

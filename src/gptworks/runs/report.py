@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from gptworks.describe.figure import architecture_svg
 from gptworks.describe.sheet import describe, summary, traits
+from gptworks.errors import UserError
 from gptworks.pages.chart import Chart, Format, Series, colour, compact
 from gptworks.pages.page import page, write_page
 from gptworks.pages.parts import (
@@ -34,6 +35,7 @@ from gptworks.pages.parts import (
 )
 from gptworks.runs.evaluations import evaluations_section
 from gptworks.runs.history import History, read_history
+from gptworks.train.changes import read_history as read_changes
 from gptworks.train.record.curves import points, training_chart
 from gptworks.train.record.display import clock
 from gptworks.train.record.metrics import Record, last_step
@@ -116,6 +118,7 @@ def to_html(run: History, refresh_seconds: int | None = None) -> str:
         ),
         section("Evaluations", *_evaluations(run)),
         evaluations_section(run.folder),
+        section("Origin and changes", _origin(run)),
         section("Steps skipped", *_bad_steps(run)),
         section("When it last ended", _outcome(run)),
         section("Samples", *_samples(run)),
@@ -274,6 +277,16 @@ def _bad_steps(run: History) -> list[Markup]:
     ]
     body = table(("step", "loss", "gradient norm", ""), "lrrl", rows)
     return [body, _left_out(len(bad), len(shown), "steps, the last")]
+
+
+def _origin(run: History) -> Markup:
+    """Where the run was forked from, and what was changed on its way."""
+    try:
+        history = read_changes(run.folder)
+    except UserError as error:
+        return paragraph(str(error), "note")
+    rows = history.origin_rows() | history.change_rows()
+    return settings(dict(rows)) if rows else Markup("")
 
 
 def _outcome(run: History) -> Markup:

@@ -1,48 +1,94 @@
-"""What a resumed run may change, and the run folder's record of what it has changed: `changes.json`.
+"""What a run that goes on may change, and the run folder's record of where it is from and what it has changed:
+`changes.json`.
 
 A change on which the loss curve depends must be asked for by name; any other is made and recorded. The record also
 keeps the settings of the command line, so that a resumed run has them though they are not given again.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
+import yaml
+from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic_core import to_jsonable_python
 
 from gptworks.checkpoint import checkpoints
 from gptworks.config import ENDS, Recipe, Role, role_of, settings
 from gptworks.errors import UserError, nearest
-from gptworks.files import sealed_json, unsealed_json, write_whole
+from gptworks.files import read_regular, sealed_json, unsealed_json, write_whole
 from gptworks.recipe import RecipeLike, is_folder, load_recipe
 from gptworks.train.optim.schedule import rate_factor
 
 CHANGES = "changes.json"
+_MOST_BYTES = 1 << 24
 
 Changes = dict[str, tuple[Any, Any]]
 """Old and new value by the setting's path; None where there was or is none."""
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint at which a run was forked from another."""
+
+    run: str
+    """The name of the other's folder."""
+    step: int
+    weights_sha256: str
+    """Of the checkpoint's `model.safetensors`."""
+
+    def __str__(self) -> str:
+        return f"the run {self.run} at step {self.step:,} (sha256 of its weights: {self.weights_sha256[:12]}…)"
+
+
+@dataclass(frozen=True)
+class Change:
+    """What was changed at a step."""
+
+    step: int
+    """From which on."""
+    settings: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
+    """Path → [old, new]."""
+    exact: bool | None = None
+    """Whether the steps before would be the same; None: an older version did not say it."""
+
+
 @dataclass
 class History:
-    """What a run's command lines have set, and what its settings were changed to on the way."""
+    """Where a run is from, what its command lines have set, and what its settings were changed to on the way."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     overrides: list[str] = field(default_factory=list)
     """`key.path=value` in the order in which they were given, each key once."""
-    changes: list[dict[str, Any]] = field(default_factory=list)
-    """`step`: from which on; `settings`: path → [old, new]; `exact`: whether the steps before would be the same."""
+    changes: list[Change] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    """Of a fork: where it began; then where that run began, if it is a fork itself."""
 
     def exact(self, recipe: Recipe) -> bool:
-        """Whether the run's last settings would make the same steps from the first on. Older records do not say it."""
+        """Whether the run's last settings would make the same steps from the first on."""
         return all(
-            change.get("exact", all(_role(recipe, path) != "recorded" for path in change["settings"]))
-            for change in self.changes
+            all(_role(recipe, path) != "recorded" for path in one.settings) if one.exact is None else one.exact
+            for one in self.changes
         )
 
+    def origin_rows(self) -> dict[str, str]:
+        """Where the run was forked from, if it was, and where that one was."""
+        return {"and that one from" if n else "forked from": str(one) for n, one in enumerate(self.origins)}
+
+    def change_rows(self) -> dict[str, str]:
+        """What was changed at each step; twice at one where the run was stopped again before its next checkpoint."""
+        rows: dict[str, str] = {}
+        for change in self.changes:
+            step, words = f"from step {change.step:,}", change_words(change.settings)
+            rows[step] = f"{rows[step]}, then {words}" if step in rows else words
+        return rows
+
     def lines(self) -> list[str]:
-        """The changes in words, a line for each step at which some were made."""
-        return [f"from step {change['step']:,}: {change_words(change['settings'])}" for change in self.changes]
+        """The origin and the changes in words, a line for each step at which some were made."""
+        forked = [f"forked from {origin}" for origin in self.origins]
+        return forked + [f"from step {change.step:,}: {change_words(change.settings)}" for change in self.changes]
 
 
 def read_history(run_dir: Path) -> History:
@@ -53,14 +99,29 @@ def read_history(run_dir: Path) -> History:
     """
     path = run_dir / CHANGES
     try:
-        return History(**unsealed_json(path.read_bytes()))
+        return TypeAdapter(History).validate_python(unsealed_json(read_regular(path, _MOST_BYTES)))
     except FileNotFoundError:
         return History()
-    except (ValueError, TypeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path} is damaged ({error}): restore it from a copy, or delete it and give again the settings that "
             f"{run_dir / 'recipe.yaml'} has and your recipe file has not."
         ) from None
+
+
+def settings_at(run_dir: Path, step: int) -> list[str]:
+    """Overrides that take a run's recipe back to the settings with which it went on from a step."""
+    later = [change.settings for change in read_history(run_dir).changes if change.step > step]
+    undone = [(path, old) for settings in reversed(later) for path, (old, _) in settings.items()]
+    return [f"{path}={_yaml(old)}" for path, old in undone if path.partition(".")[0] != "sweep"]  # of no run's steps
+
+
+def _yaml(value: Any) -> str:
+    """A setting's value as an override gives it."""
+    if isinstance(value, str):
+        return value
+    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9)
+    return text.removesuffix("\n...\n").strip()
 
 
 def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
@@ -101,11 +162,12 @@ def changed(before: Recipe, now: Recipe) -> Changes:
     return {path: (old.get(path), new.get(path)) for path in paths}
 
 
-def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = ()) -> Changes:
-    """What a resumed run changes.
+def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), forked_at: int | None = None) -> Changes:
+    """What a run that goes on changes.
 
     Args:
         asked: paths of settings, or of sections of them, that the run may change though its loss curve depends on them.
+        forked_at: the step from which another run goes on; None: this one does, from its newest checkpoint.
 
     Raises:
         UserError: a setting that a run may not change, or that it may and was not asked to; or it ends before the step
@@ -126,11 +188,12 @@ def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = ()) -> C
                 f"{folder} was started with {path}={_text(old)}, and it is now {_text(new)}: {why}, so a run cannot "
                 f"change it. Resume with {path}={_text(old)}, or start anew with another run_dir=."
             )
-    done = next((checkpoint.step for checkpoint in checkpoints(folder)), 0)
+    done = next((checkpoint.step for checkpoint in checkpoints(folder)), 0) if forked_at is None else forked_at
     if now.train.max_steps is not None and now.train.max_steps < done:
+        has_done = f"{folder} has done {done:,} steps" if forked_at is None else f"the fork begins at step {done:,}"
         raise UserError(
-            f"train.max_steps={now.train.max_steps} and {folder} has done {done:,} steps: give more than those to go "
-            f"on, or use its checkpoints as they are."
+            f"train.max_steps={now.train.max_steps} and {has_done}: give more than those to go on, or use its "
+            f"checkpoints as they are."
         )
     if unasked := [path for path in inexact(before, now, changes, done) if not _covers(asked, [path])]:
         lines = "\n".join(f"  {change_words({path: changes[path]})}: {_why(before, path)}" for path in unasked)
@@ -189,18 +252,22 @@ def record(
     history = read_history(run_dir)
     values = {} if before is None else {s.path: to_jsonable_python(s.value) for s in settings(before)}
     entries = [
-        change | {"step": min(change["step"], step)}
+        replace(change, step=min(change.step, step))
         for n, change in enumerate(history.changes)
-        if n < len(history.changes) - 1 or all(values.get(k) == new for k, (_, new) in change["settings"].items())
+        if n < len(history.changes) - 1 or all(values.get(k) == new for k, (_, new) in change.settings.items())
     ]
     if changes:
-        new_settings = {path: list(pair) for path, pair in changes.items()}
-        entries.append({"step": step, "settings": new_settings, "exact": exact})
+        entries.append(Change(step, {path: list(pair) for path, pair in changes.items()}, exact))
     given = {_key(override): override for override in (*history.overrides, *overrides) if _key(override) != "run_dir"}
-    now = History(list(given.values()), entries)
+    now = replace(history, overrides=list(given.values()), changes=entries)
     if now != history:
-        write_whole(run_dir / CHANGES, sealed_json(asdict(now)))
+        write_history(run_dir, now)
     return now
+
+
+def write_history(run_dir: Path, history: History) -> None:
+    """Replace the run folder's record. What a run has none of is left out."""
+    write_whole(run_dir / CHANGES, sealed_json({key: value for key, value in asdict(history).items() if value}))
 
 
 def change_words(settings: Mapping[str, Sequence[Any]]) -> str:

@@ -56,6 +56,18 @@ class Progress:
         """Where the data goes on, in samples from the start of the run."""
         return self.samples + self.samples_passed
 
+    def require_training(self, run_dir: Path) -> None:
+        """Refuse what no training has made: an import.
+
+        Raises:
+            UserError: it is one; it names the run.
+        """
+        if not self.data_fingerprint:
+            raise UserError(
+                f"{run_dir} was imported and has no training to go on with: start one from it with "
+                f"initialize_from={run_dir} and another run_dir=."
+            )
+
     @classmethod
     def from_json(cls, state: dict[str, Any], batch_size: int, path: Path | None = None) -> Self:
         """What `dataclasses.asdict` gave, after a checkpoint's JSON.

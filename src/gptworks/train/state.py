@@ -54,11 +54,7 @@ class TrainingState:
         """
         progress = Progress.from_json(checkpoint.state(), batch_size, checkpoint.folder / "state.json")
         folder = self._recipe.run_dir
-        if not progress.data_fingerprint:
-            raise UserError(
-                f"{folder} was imported and has no training to go on with: start one from it with "
-                f"initialize_from={folder} and another run_dir=."
-            )
+        progress.require_training(folder)
         if progress.data_fingerprint != self.progress.data_fingerprint:
             raise UserError(
                 f"the data has changed since {folder} began: its shards were {progress.data_fingerprint[:12]} and are "

@@ -27,9 +27,9 @@ from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.settings import Settings, Values
 from gptworks.interop.huggingface.tensors import expected_tensors, tensor_places, their_shape
 from gptworks.interop.huggingface.verify import load_theirs, verify_import
-from gptworks.interop.imported import further_training, read_json, run_name, write_run
+from gptworks.interop.imported import further_training, read_json, write_run
 from gptworks.plan.params import count_parameters
-from gptworks.recipe import parse_model
+from gptworks.recipe import parse_model, run_name
 from gptworks.tensors import stored_tensors
 from gptworks.tokenizer import encodings, load_tokenizer, prompt_ids, save_tokenizer, special_tokens, vocabulary_size
 

@@ -51,6 +51,9 @@ class Objective:
     generates = False
     """Whether a step's batches are made with the current model (`generate`)."""
 
+    kept_files: tuple[str, ...] = ()
+    """What it keeps in the run folder of the run's start or progress, and cannot make again: a fork needs it too."""
+
     _held_out: Examples | None = None
     """Conversations in rows, if it reads those."""
 

@@ -70,6 +70,8 @@ def _teacher_of_the_start(folder: Path, kept: Path, report: Report) -> Checkpoin
 class Distillation(Objective):
     """Text or conversations, read by teacher and student alike."""
 
+    kept_files = (TEACHER,)
+
     @staticmethod
     def check(recipe: Recipe) -> None:
         theirs = teacher_config(recipe)

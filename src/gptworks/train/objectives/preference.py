@@ -71,6 +71,7 @@ def preference(objective: PreferenceObjective, model: GPT, batch: Batch, routing
 class Preference(PairsObjective):
     """Pairs of answers beside the reference of each."""
 
+    kept_files = (REFERENCE, "reference.json")
     figures = ("reward_margin", "reward_chosen", "accuracy")
 
     def _open(self) -> None:

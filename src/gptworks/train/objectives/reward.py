@@ -37,8 +37,8 @@ from gptworks.tensors import Expected, read_tensors
 from gptworks.train.generating import generating
 from gptworks.train.objectives.base import Objective, RunContext
 from gptworks.train.objectives.next_token import Batch, Losses, padded, with_routing
-from gptworks.train.objectives.reward_function import Prompt, keep_reward_file, load_reward, reward_of
-from gptworks.train.objectives.rollouts import RolloutStore
+from gptworks.train.objectives.reward_function import REWARD_FILE, Prompt, keep_reward_file, load_reward, reward_of
+from gptworks.train.objectives.rollouts import ROLLOUTS, RolloutStore
 
 REFERENCE_MODEL = "reference-model.safetensors"
 
@@ -108,6 +108,7 @@ class Reward(Objective):
     """Prompts, and answers that the model makes itself; a step's batch_size counts answers."""
 
     generates = True
+    kept_files = (REFERENCE_MODEL, REWARD_FILE, ROLLOUTS)
 
     def _open(self) -> None:
         assert isinstance(self.recipe.objective, RewardObjective)

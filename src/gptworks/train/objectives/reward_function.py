@@ -10,6 +10,9 @@ import numpy as np
 
 from gptworks.errors import RunError, UserError
 
+REWARD_FILE = "reward.py"
+"""In the run folder: the file of the reward as the run began."""
+
 RewardFunction = Callable[..., float]
 """Called as function(completion, prompt=..., answer=...), all text; answer is the one in the conversation."""
 
@@ -72,7 +75,7 @@ def keep_reward_file(name: str, run_dir: Path, is_new: bool, writes: bool) -> No
     Raises:
         UserError: it has changed since the run began.
     """
-    now, kept = Path(name.rpartition(":")[0]).read_bytes(), run_dir / "reward.py"
+    now, kept = Path(name.rpartition(":")[0]).read_bytes(), run_dir / REWARD_FILE
     if is_new and writes:
         kept.write_bytes(now)
     elif not is_new and kept.exists() and kept.read_bytes() != now:

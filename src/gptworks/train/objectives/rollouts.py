@@ -11,6 +11,8 @@ from gptworks.files import replacing
 from gptworks.tensors import read_tensors
 from gptworks.train.objectives.next_token import Batch
 
+ROLLOUTS = "rollouts"
+
 
 class RolloutStore:
     """`rollouts/` in a run folder: a file for each micro-step of each round."""
@@ -20,7 +22,7 @@ class RolloutStore:
         Args:
             n_kept: rounds that are kept.
         """
-        self._folder, self._n_kept = run_dir / "rollouts", n_kept
+        self._folder, self._n_kept = run_dir / ROLLOUTS, n_kept
 
     def _path(self, number: int, micro_step: int) -> Path:
         return self._folder / f"round-{number:06d}-{micro_step}.safetensors"

@@ -17,7 +17,7 @@ from gptworks.files import write_whole
 from gptworks.plan.fit import layout_words
 from gptworks.plan.layout import ONE_DEVICE, Layout
 from gptworks.plan.params import count_parameters
-from gptworks.train.changes import History, change_words, read_history
+from gptworks.train.changes import read_history
 from gptworks.train.progress import Progress
 from gptworks.train.record.display import clock
 from gptworks.train.record.metrics import Record, read_metrics
@@ -57,8 +57,10 @@ def write_model_card(
         "Training": training,
     }
     history, repeats = read_history(recipe.run_dir), "`recipe.yaml` beside this file repeats the run."
+    if history.origins:
+        sections["Origin"] = history.origin_rows()
     if history.changes:
-        sections["Changed on the way"] = _changes(history)
+        sections["Changed on the way"] = history.change_rows()
     if not history.exact(recipe):
         repeats = "`recipe.yaml` beside this file has its last settings: it does not repeat the run, see the changes."
     parts = [f"# {recipe.name}", "A language model trained with gptworks. Every figure here was counted or measured."]
@@ -79,15 +81,6 @@ def write_model_card(
         write_whole(recipe.run_dir / FILE, outcome.model_dump_json(indent=2) + "\n")
     with contextlib.suppress(UserError):  # a damaged evaluation is no reason to fail
         write_card_section(recipe.run_dir)
-
-
-def _changes(history: History) -> dict[str, str]:
-    """What was changed at each step; twice at one where the run was stopped again before its next checkpoint."""
-    rows: dict[str, str] = {}
-    for change in history.changes:
-        step, words = f"from step {change['step']:,}", change_words(change["settings"])
-        rows[step] = f"{rows[step]}, then {words}" if step in rows else words
-    return rows
 
 
 def _layout(layout: Layout) -> dict[str, str]:
