@@ -73,14 +73,15 @@ class Checkpoint:
         """What its manifest describes."""
         return ("model.safetensors", *(() if self.weights_only else ("optimizer.safetensors",)), "state.json")
 
-    def verify(self) -> None:
-        """Compare every file with the manifest.
+    def verify(self, *names: str) -> None:
+        """Compare every file, or those of these names, with the manifest.
 
         Raises:
             UserError: a file is missing, truncated or changed; it is named.
         """
-        for name, entry in self._described_files().items():
-            path = self.folder / name
+        described = self._described_files()
+        for name in names or described:
+            path, entry = self.folder / name, described[name]
             if not path.is_file():
                 raise UserError(f"checkpoint {self.folder} is damaged: {path} is missing.")
             if path.stat().st_size != entry["bytes"]:

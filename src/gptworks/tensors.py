@@ -7,7 +7,8 @@ would be read beyond its end by code that computes addresses, and one NaN makes 
 import json
 import math
 import stat
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,23 @@ def read_tensors(
     for name, tensor in tensors.items():
         check_finite(name, tensor, path, least=expected[name].least if expected else -math.inf, fix=fix)
     return tensors
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Callable[[str], Any]]:
+    """A safetensors file of which parts are read while the `with` lasts: `opened(name)[10:20, 32:64]` is a tensor.
+
+    Compare shapes and dtypes with what `stored_tensors` returns first.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+
+    try:
+        with safe_open(path, "pt") as file:
+            yield file.get_slice
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} is damaged: {error}. Restore it from a copy.") from None
 
 
 def check_finite(name: str, tensor: Tensor, path: Path, *, least: float = -math.inf, fix: str = "") -> None:

@@ -59,11 +59,14 @@ def weights_bytes(parameters: ParameterCount, precision: str, outside: bool = Tr
     for group in parameters.groups.values():
         for shape in group.tensors.values():
             if len(shape) == 2 and group.name not in ("position_embedding", "router") and (outside or group.in_block):
-                total += group.repeats * (_matrix_bytes(shape, precision, group.in_block) - 4 * prod(shape))
+                total += group.repeats * (tensor_bytes(shape, precision, group.in_block) - 4 * prod(shape))
     return total
 
 
-def _matrix_bytes(shape: Shape, precision: str, in_block: bool) -> int:
+def tensor_bytes(shape: Shape, precision: str, in_block: bool) -> int:
+    """Of a matrix in this precision, or of a tensor in fp32."""
+    if precision == "fp32":
+        return 4 * prod(shape)
     rows, columns = shape
     if precision == "bf16":
         return 2 * rows * columns

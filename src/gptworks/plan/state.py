@@ -24,7 +24,7 @@ def trained_state_bytes(parameters: ParameterCount, optimizer: str, trained: Tra
     """The optimizer's state: two moments of AdamW, one of Muon; of an adapter, and of what is not frozen."""
     muon = parameters.block_matrices if optimizer == "muon" else 0
     n_small, n_scales = trained.in_8_bits if moments == "int8" else (0, 0)
-    whole = 8 * trained.added + round(trained.share * 4 * (2 * parameters.total - muon))
+    whole = 8 * trained.added + round(4 * (2 * trained.share * parameters.total - trained.matrix_share * muon))
     return whole - 6 * n_small + 4 * n_scales
 
 

@@ -21,6 +21,8 @@ class Trained:
     """Parameters of an adapter, which stand beside the model's."""
     share: float
     """Of the model's own parameters, those that are trained."""
+    matrix_share: float
+    """The same of the weights of the blocks' matrices, which Muon optimizes."""
     head: bool
     """Whether the head's matrix, or the embedding that it is tied to, is trained."""
     embedding: bool
@@ -59,7 +61,13 @@ def everything(count: ParameterCount) -> Trained:
         for _ in range(group.repeats)
     ]
     return Trained(
-        parameters=count.total, added=0, share=1.0, head=True, embedding=True, in_8_bits=moments_in_8_bits(sizes)
+        parameters=count.total,
+        added=0,
+        share=1.0,
+        matrix_share=1.0,
+        head=True,
+        embedding=True,
+        in_8_bits=moments_in_8_bits(sizes),
     )
 
 
@@ -74,24 +82,23 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
     if adapter is None and freeze is None:
         return None
     count = count_parameters(model)
-    own = {name: prod(shape) for name, shape in count.shapes.items() if trains(name, adapter, freeze)}
+    shapes = count.shapes
+    own = {name: prod(shape) for name, shape in shapes.items() if trains(name, adapter, freeze)}
+    matrices = [size for name, size in own.items() if name.startswith("blocks.") and len(shapes[name]) == 2]
     part = Trained(
         parameters=sum(own.values()),
         added=0,
         share=sum(own.values()) / count.total,
+        matrix_share=sum(matrices) / count.block_matrices,
         head=("token_embedding.weight" if model.tie_embeddings else "untied_head.weight") in own,
         embedding=not own.keys().isdisjoint(("token_embedding.weight", "position_embedding.weight")),
-        in_8_bits=moments_in_8_bits(
-            size for name, size in own.items() if name.startswith("blocks.") and len(count.shapes[name]) == 2
-        ),
+        in_8_bits=moments_in_8_bits(matrices),
     )
     if adapter is None:
         blocks = [int(name.split(".")[1]) for name in own if name.startswith("blocks.")]
         return replace(part, n_still=0 if part.embedding else min(blocks, default=model.n_layers))
     adapted = [
-        shape
-        for name, shape in count.shapes.items()
-        if len(shape) == 2 and adapter.adapts(name.removesuffix(".weight"))
+        shape for name, shape in shapes.items() if len(shape) == 2 and adapter.adapts(name.removesuffix(".weight"))
     ]
     added = adapter.rank * sum(map(sum, adapted))
     return replace(

@@ -65,6 +65,16 @@ def training_work(recipe: Recipe) -> Work:
     )
 
 
+def work_of_modules(recipe: Recipe) -> dict[str, tuple[float, float]]:
+    """FLOPs a token, forward and backward, of each module that computes products, an adapter's with those of its layer.
+
+    The modules' names are the model's; `blocks.0.attention` alone is scores and weighted sum.
+    """
+    walk, length = _Walk(recipe), recipe.model.context_length
+    walk.run()
+    return {name: (forward / length, backward / length) for name, (forward, backward) in walk.modules.items()}
+
+
 class _Walk:
     """Through the model in the order of the forward pass, noting what has a gradient."""
 
@@ -73,6 +83,7 @@ class _Walk:
         self.length = recipe.model.context_length
         self.forward: Counter[str] = Counter()
         self.backward: Counter[str] = Counter()
+        self.modules: dict[str, tuple[float, float]] = {}
 
     def run(self) -> None:
         m = self.model
@@ -83,10 +94,15 @@ class _Walk:
         moving |= self._norm("norm", moving)
         head = "token_embedding.weight" if m.tie_embeddings else "untied_head.weight"
         n = 2 * self.length * m.d_model * m.vocab_size
-        self.forward["head"] += n
-        self.backward["head"] += n * moving + n * self._trains(head)
+        self._note("head", "head", n, n * moving + n * self._trains(head))
         if not self.forward["adapter"]:
             del self.forward["adapter"]
+
+    def _note(self, part: str, module: str, forward: int, backward: int) -> None:
+        self.forward[part] += forward
+        self.backward[part] += backward
+        before = self.modules.get(module, (0, 0))
+        self.modules[module] = (before[0] + forward, before[1] + backward)
 
     def _trains(self, name: str) -> bool:
         return trains(name, self.adapter, self.freeze)
@@ -101,13 +117,11 @@ class _Walk:
         n_in, n_out = sizes
         n = round(2 * n_tokens * n_in * n_out)
         weight, bias = self._trains(f"{module}.weight"), biased and self._trains(f"{module}.bias")
-        self.forward[part] += n
-        self.backward[part] += n * moving + n * weight
+        self._note(part, module, n, n * moving + n * weight)
         adapted = self.adapter is not None and self.adapter.adapts(module)
         if self.adapter is not None and adapted:
             a, b = (round(2 * n_tokens * self.adapter.rank * width) for width in (n_in, n_out))
-            self.forward["adapter"] += a + b
-            self.backward["adapter"] += 2 * b + a + a * moving
+            self._note("adapter", module, a + b, 2 * b + a + a * moving)
         return moving or weight or bias or adapted
 
     def _block(self, prefix: str, moving: bool, window: int | None) -> bool:
@@ -125,8 +139,7 @@ class _Walk:
             q = q or self._trains(f"{prefix}attention.query_norm.weight")
             k = k or self._trains(f"{prefix}attention.key_norm.weight")
         scores = 2 * queries * formed_pairs(self.length, window)  # and as much again for the weighted sum
-        self.forward["attention_scores"] += 2 * scores
-        self.backward["attention_scores"] += scores * (q + k + (q or k) + v)
+        self._note("attention_scores", f"{prefix}attention", 2 * scores, scores * (q + k + (q or k) + v))
         out = self._linear(
             "attention_output", f"{prefix}attention.out", (queries, m.d_model), q or k or v, m.out_bias, n_tokens
         )

@@ -1,0 +1,248 @@
+"""An architecture's parts in the order of its data flow: what each is called, holds and does, and who described it.
+
+Shapes and words are the drawing's (diagram.py).
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from gptworks.config import ModelConfig
+from gptworks.describe.diagram import (
+    activation,
+    base,
+    dims,
+    head_norms,
+    logits,
+    matrix,
+    norm_name,
+    norm_weights,
+    on_the_way,
+    scaled,
+    scores,
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A step on the way from token ids to logits."""
+
+    key: str
+    name: str
+    kind: str
+    """Its colour on pages: embedding, attention, mlp, norm or head."""
+    place: str
+    """input and output of the model; attention and mlp of a block."""
+    weights: str
+    """The shapes of its weights; empty where it has none."""
+    shape: str
+    """Of what leaves it."""
+    words: str
+    """What it does."""
+    source: str
+    """Where it was described."""
+    modules: tuple[str, ...] = ()
+    """Names in the model, of a block's parts without the block's."""
+    tensors_of: tuple[str, ...] = ()
+    """Modules whose tensors it uses, where these are not its own."""
+
+    @property
+    def in_block(self) -> bool:
+        """Whether each block has one."""
+        return self.place in ("attention", "mlp")
+
+    def in_layer(self, modules: Iterable[str], layer: int) -> list[str]:
+        """Names of this part's modules as the model has them, in one layer."""
+        return [f"blocks.{layer}.{name}" if self.in_block else name for name in modules]
+
+
+_NORMS = {
+    "layernorm": ("Takes the mean off each token's vector and divides by its standard deviation, then multiplies each "
+                  "channel by a learned gain{shift}.", "Ba et al., 2016"),
+    "rmsnorm": ("Divides each token's vector by its root mean square, then multiplies each channel by a learned gain.",
+                "Zhang & Sennrich, 2019"),
+}  # fmt: skip
+_WHERE = {
+    "norm1": "It stands before attention, so that the residual stream itself stays as it is.",
+    "norm2": "It stands before the MLP, so that the residual stream itself stays as it is.",
+    "norm1_after": "It stands behind attention, before what that gives is added to the residual stream.",
+    "norm2_after": "It stands behind the MLP, before what that gives is added to the residual stream.",
+    "norm": "It stands before the head.",
+}
+_ACTIVATIONS = {
+    "gelu": ("passes each channel as far as it is positive, with a smooth bend (GELU)", "Hendrycks & Gimpel, 2016"),
+    "gelu_tanh": ("passes each channel as far as it is positive, with a smooth bend (GELU by tanh)",
+                  "Hendrycks & Gimpel, 2016"),
+    "relu2": ("squares what is positive of each channel, and makes zero of the rest (ReLU²)", "So et al., 2021"),
+    "swiglu": ("multiplies up by SiLU of gate, channel by channel (SwiGLU)", "Shazeer, 2020"),
+    "geglu": ("multiplies up by GELU of gate, channel by channel (GEGLU)", "Shazeer, 2020"),
+    "geglu_tanh": ("multiplies up by GELU of gate, channel by channel (GEGLU by tanh)", "Shazeer, 2020"),
+}  # fmt: skip
+
+
+def parts(c: ModelConfig, layer: int = 0) -> list[Part]:
+    """Those of the model and of one of its blocks, in the order in which a token passes them."""
+    return [*_input(c), *_attention(c, layer), *_mlp(c), *_output(c)]
+
+
+def _stream(c: ModelConfig) -> str:
+    return f"B × T × {c.d_model:,}"
+
+
+def _input(c: ModelConfig) -> Iterator[Part]:
+    scaled_by = "".join(f" It is multiplied ({words})." for words in on_the_way(c.embedding_scale, 0))
+    yield Part(
+        "token_embedding", "Token embedding", "embedding", "input", dims((c.vocab_size, c.d_model)), _stream(c),
+        f"A table with a vector for each of the {c.vocab_size:,} tokens. A token's vector enters the residual stream, "
+        f"which every block reads and adds to.{scaled_by}", "Bengio et al., 2003", ("token_embedding",),
+    )  # fmt: skip
+    if c.position == "learned":
+        yield Part(
+            "position_embedding", "Position embedding", "embedding", "input", dims((c.context_length, c.d_model)),
+            _stream(c), "A table with a vector for each position, which is added to the token's.",
+            "Gehring et al., 2017", ("position_embedding",),
+        )  # fmt: skip
+
+
+def _norm(c: ModelConfig, module: str, place: str, where: str) -> Part:
+    words, source = _NORMS[c.norm]
+    words = words.format(shift=" and adds a learned shift" if c.norm_bias else "")
+    name = f"Final {norm_name(c)}" if place == "output" else norm_name(c)
+    return Part(
+        module if place != "output" else "final_norm", name, "norm", place, norm_weights(c), _stream(c),
+        f"{words} {_WHERE[where]}", source, (module,),
+    )  # fmt: skip
+
+
+def _attention(c: ModelConfig, layer: int) -> Iterator[Part]:
+    place, behind = "attention", c.norms_behind
+    per_query, per_key = f"B × {c.n_heads:,} × T × {c.d_head:,}", f"B × {c.n_kv_heads:,} × T × {c.d_head:,}"
+    query_width, key_width = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
+    if c.norm_placement != "after":
+        yield _norm(c, "norm1", place, "norm1")
+    per_group = c.n_heads // c.n_kv_heads
+    shared = f" Each serves {per_group:,} query heads." if per_group > 1 else ""
+    source = "Ainslie et al., 2023" if per_group > 1 else "Vaswani et al., 2017"
+    linear = (
+        ("query", "Query", query_width, "What each token looks for in the tokens before it, in each of "
+         f"{c.n_heads:,} heads of {c.d_head:,} channels.", "Vaswani et al., 2017"),
+        ("key", "Key", key_width, f"What each token offers to be found by, in {c.n_kv_heads:,} "
+         f"heads.{shared} The KV cache keeps it.", source),
+        ("value", "Value", key_width, f"What a token hands on where it is found, in {c.n_kv_heads:,} "
+         f"heads.{shared} The KV cache keeps it.", source),
+    )  # fmt: skip
+    for key, name, width, words, source in linear:
+        shape = per_query if key == "query" else per_key
+        yield Part(
+            key, name, "attention", place, matrix(width, c.d_model, c.qkv_bias), shape, words, source,
+            (f"attention.{key}",),
+        )  # fmt: skip
+    if c.qk_norm:
+        over = "all heads of a token together" if c.qk_norm == "whole" else "each head by itself"
+        yield Part(
+            "qk_norm", "RMSNorm of queries and keys", "norm", place, head_norms(c), per_query,
+            f"Divides queries and keys by their root mean square, over {over}, so that scores stay bounded.",
+            "Henry et al., 2020", ("attention.query_norm", "attention.key_norm"),
+        )  # fmt: skip
+    if c.position == "rope":
+        yield _rotary(c, layer, per_query)
+    window = c.layer_window(layer)
+    sees = f"the last {window:,} tokens, itself included" if window else "all tokens up to itself"
+    yield Part(
+        "scores", "Scores and weighted sum", "attention", place, "", per_query,
+        f"{scores(c)}: how much each token takes of each that it sees. In this layer it sees {sees}. The values are "
+        "summed with these weights.", "Vaswani et al., 2017" if window is None else "Beltagy et al., 2020",
+        ("attention",),
+    )  # fmt: skip
+    yield Part(
+        "out", "Output projection", "attention", place, matrix(c.d_model, query_width, c.out_bias), _stream(c),
+        f"Mixes the heads. The result{_scaled_residual(c)} is added to the residual stream.",
+        "Vaswani et al., 2017", ("attention.out",),
+    )  # fmt: skip
+    if behind:
+        yield _norm(c, behind[0], place, "norm1_after")
+
+
+def _rotary(c: ModelConfig, layer: int, shape: str) -> Part:
+    if not c.layer_rotates(layer):
+        words = "This layer does not turn queries and keys: it does not know positions."
+    else:
+        which = f"the first {c.d_rotary:,} of {c.d_head:,} channels" if c.d_rotary != c.d_head else "the channels"
+        own = c.rotating_windows if c.layer_window(layer) else None
+        how = ", ".join(filter(None, (base(own or c), scaled(own or c))))
+        words = f"Turns {which} of queries and keys in pairs by the token's position ({how}), so that a score depends "
+        words += "on how far two tokens are apart."
+    return Part("rotary", "Rotate by position", "attention", "attention", "", shape, words, "Su et al., 2021")
+
+
+def _mlp(c: ModelConfig) -> Iterator[Part]:
+    place = "mlp"
+    if c.norm_placement != "after":
+        yield _norm(c, "norm2", place, "norm2")
+    yield from _experts(c) if c.n_experts else _matrices(c)
+    if c.norms_behind:
+        yield _norm(c, c.norms_behind[1], place, "norm2_after")
+
+
+def _matrices(c: ModelConfig) -> Iterator[Part]:
+    inner, up = f"B × T × {c.d_ff:,}", matrix(c.d_ff, c.d_model, c.mlp_bias)
+    does, source = _ACTIVATIONS[c.mlp]
+    if c.gated:
+        yield Part(
+            "gate", "Gate", "mlp", "mlp", up, inner, f"How much passes of each of {c.d_ff:,} channels.",
+            "Shazeer, 2020", ("mlp.gate",),
+        )  # fmt: skip
+    yield Part(
+        "up", "Up", "mlp", "mlp", up, inner, f"Reads {c.d_ff:,} features from each token's vector.",
+        "Vaswani et al., 2017", ("mlp.up",),
+    )  # fmt: skip
+    yield Part("activation", activation(c), "mlp", "mlp", "", inner, f"It {does}.", source)
+    yield Part(
+        "down", "Down", "mlp", "mlp", matrix(c.d_model, c.d_ff, c.mlp_bias), _stream(c),
+        f"Writes what the features stand for. The result{_scaled_residual(c)} is added to the residual stream.",
+        "Vaswani et al., 2017", ("mlp.down",),
+    )  # fmt: skip
+
+
+def _experts(c: ModelConfig) -> Iterator[Part]:
+    does, _ = _ACTIVATIONS[c.mlp]
+    names = ("gate", "up", "down") if c.gated else ("up", "down")
+    yield Part(
+        "router", "Router", "mlp", "mlp", dims((c.n_experts, c.d_model)), f"B × T × {c.n_experts:,}",
+        f"Chooses {c.n_experts_per_token:,} of {c.n_experts:,} experts for each token, and how much of each counts.",
+        "Shazeer et al., 2017", ("mlp.router",),
+    )  # fmt: skip
+    yield Part(
+        "experts", f"{c.n_experts:,} experts", "mlp", "mlp", f"{c.n_experts:,} × {_of_mlp(c, c.d_ff)}", _stream(c),
+        f"MLPs of which {c.n_experts_per_token:,} compute for a token; each {does}. The weighted sum"
+        f"{_scaled_residual(c)} is added to the residual stream.", "Shazeer et al., 2017",
+        tuple(f"mlp.experts.{e}.{name}" for e in range(c.n_experts) for name in names),
+    )  # fmt: skip
+    if c.d_ff_shared:
+        yield Part(
+            "shared_expert", "Shared expert", "mlp", "mlp", _of_mlp(c, c.d_ff_shared), _stream(c),
+            "An MLP that computes for every token beside the chosen experts.", "Dai et al., 2024",
+            tuple(f"mlp.shared.{name}" for name in names),
+        )  # fmt: skip
+
+
+def _of_mlp(c: ModelConfig, d_ff: int) -> str:
+    up = matrix(d_ff, c.d_model, c.mlp_bias)
+    return f"({'2 of ' if c.gated else ''}{up} · {matrix(c.d_model, d_ff, c.mlp_bias)})"
+
+
+def _output(c: ModelConfig) -> Iterator[Part]:
+    yield _norm(c, "norm", "output", "norm")
+    then = f" The logits are {logits(c)}." if logits(c) else ""
+    tied = " It is the token embedding's matrix, which is stored once." if c.tie_embeddings else ""
+    yield Part(
+        "head", "Head (tied)" if c.tie_embeddings else "Head", "head", "output", dims((c.vocab_size, c.d_model)),
+        f"B × T × {c.vocab_size:,}", f"Compares each token's vector with a vector for each token of the vocabulary: "
+        f"the logits of the next token.{tied}{then}",
+        "Press & Wolf, 2017" if c.tie_embeddings else "Bengio et al., 2003",
+        ("head",) if c.tie_embeddings else ("untied_head",), ("token_embedding",) if c.tie_embeddings else (),
+    )  # fmt: skip
+
+
+def _scaled_residual(c: ModelConfig) -> str:
+    scales = on_the_way(c.residual_scale, c.dropout_residual)
+    return f" ({', '.join(scales)})" if scales else ""

@@ -1,0 +1,77 @@
+"""What each module of a model takes: parameters, FLOPs and bytes. Over all modules they add up to the plan's totals."""
+
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Self
+
+from gptworks.config import Recipe
+from gptworks.plan.inference import kv_cache_bytes, tensor_bytes
+from gptworks.plan.params import Shape, count_parameters
+from gptworks.plan.trained import moments_in_8_bits, trains
+from gptworks.plan.work import work_of_modules
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a part of a model takes. Of a tied head, parameters and bytes are the token embedding's."""
+
+    parameters: int = 0
+    adapter_parameters: int = 0
+    """Of an adapter beside it."""
+    forward: float = 0.0
+    """FLOPs a token over the full context, attention dense."""
+    backward: float = 0.0
+    """The same of the backward pass: less where something is frozen."""
+    weights_bytes: int = 0
+    """While it is trained, its adapter's included."""
+    gradients_bytes: int = 0
+    optimizer_bytes: int = 0
+    kv_cache_bytes_per_token: int = 0
+    """In fp16."""
+
+    def __add__(self, other: Self) -> Self:
+        both = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        return type(self)(**both)
+
+
+def module_figures(recipe: Recipe) -> dict[str, Figures]:
+    """By the module's name in the model, `blocks.0.attention.query` for instance; see `work_of_modules`.
+
+    Raises:
+        UserError: the vocabulary is not known yet.
+    """
+    model, cached = recipe.model, ("attention.key", "attention.value")
+    cache = kv_cache_bytes(model, length=1) // (len(cached) * model.n_layers)
+    made: dict[str, Figures] = {}
+    for name, shape in count_parameters(model).shapes.items():
+        module = name.rpartition(".")[0]
+        made[module] = made.get(module, Figures()) + _of_tensor(recipe, name, shape)
+    for module, (forward, backward) in work_of_modules(recipe).items():
+        name = "untied_head" if module == "head" and not model.tie_embeddings else module
+        made[name] = made.get(name, Figures()) + Figures(forward=forward, backward=backward)
+    for module in [module for module in made if module.endswith(cached)]:
+        made[module] += Figures(kv_cache_bytes_per_token=cache)
+    return made
+
+
+def _of_tensor(recipe: Recipe, name: str, shape: Shape) -> Figures:
+    """Parameters and bytes of a tensor and of its adapter."""
+    adapter, size = recipe.adapter, prod(shape)
+    is_matrix = len(shape) == 2 and name.startswith("blocks.")
+    packs = adapter is not None and adapter.base != "full" and is_matrix and not name.endswith("mlp.router.weight")
+    added: list[int] = []
+    if adapter is not None and len(shape) == 2 and adapter.adapts(name.removesuffix(".weight")):
+        added = [adapter.rank * width for width in shape]
+    whole = trains(name, adapter, recipe.freeze)
+    in_8_bits = added if adapter is not None else [size] if whole and is_matrix else []
+    n_small, n_scales = moments_in_8_bits(in_8_bits) if recipe.train.optimizer_state == "int8" else (0, 0)
+    trained = sum(added) + whole * size
+    muon = 4 * size if recipe.train.optimizer == "muon" and whole and is_matrix else 0
+    precision = adapter.base if adapter is not None and packs else "fp32"
+    return Figures(
+        parameters=size,
+        adapter_parameters=sum(added),
+        weights_bytes=tensor_bytes(shape, precision, in_block=is_matrix) + 4 * sum(added),
+        gradients_bytes=4 * trained,
+        optimizer_bytes=8 * trained - muon - 6 * n_small + 4 * n_scales,
+    )

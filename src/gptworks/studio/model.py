@@ -1,0 +1,255 @@
+"""Model: the parts of a run's architecture, what each takes, and its weights at a checkpoint."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from gptworks.config import Recipe
+from gptworks.describe.parts import Part, parts
+from gptworks.describe.sheet import describe, summary, traits
+from gptworks.errors import UserError
+from gptworks.interpret.hooks import Check
+from gptworks.interpret.weights import (
+    StoredWeights,
+    bin_edges,
+    count_tensors,
+    histogram,
+    moments,
+    relative_change,
+    spectrum,
+    stored_weights,
+)
+from gptworks.plan.params import Shape
+from gptworks.plan.parts import Figures, module_figures
+from gptworks.recipe import load_recipe
+from gptworks.serve import openai
+from gptworks.serve.app import body_of
+from gptworks.studio.loaded import Wanted
+from gptworks.studio.state import Studio, studio_of
+from gptworks.units import readable
+
+router = APIRouter(prefix="/studio/model", include_in_schema=False)
+Tree = dict[str, Any]
+Which = Literal["best", "last"] | Annotated[int, Field(ge=0)] | None
+
+MOST_VALUES = 8192
+"""Elements of a vector that are sent one by one."""
+
+
+class SheetRequest(openai.Wire):
+    model: Annotated[str, Field(min_length=1, max_length=4096)]
+    checkpoint: Which = None
+    layer: Annotated[int, Field(ge=0)] = 0
+    """The block that is shown."""
+
+
+class WeightsRequest(openai.Wire):
+    model: Annotated[str, Field(min_length=1, max_length=4096)]
+    checkpoint: Which = None
+    against: Which = None
+    """Another checkpoint of the run; null: none."""
+    tensor: Annotated[str, Field(min_length=1, max_length=512)]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A run's model and one of its checkpoints. Its methods read files."""
+
+    wanted: Wanted
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        return load_recipe(self.wanted.run.folder)
+
+    @cached_property
+    def shapes(self) -> dict[str, Shape]:
+        return count_tensors(self.recipe).shapes
+
+    @cached_property
+    def figures(self) -> dict[str, Figures]:
+        return module_figures(self.recipe)
+
+    @cached_property
+    def whole(self) -> Figures:
+        return sum(self.figures.values(), Figures())
+
+    def stored(self, names: list[str]) -> list[StoredWeights]:
+        """Tensors of the model as the checkpoint holds them.
+
+        Raises:
+            UserError: it is damaged, or is not the recipe's.
+        """
+        _verify(self.wanted)
+        return stored_weights(self.wanted.checkpoint, self.recipe, names)
+
+
+@lru_cache(maxsize=256)
+def _verify(wanted: Wanted) -> None:
+    """Once for each checkpoint: the sum over a large file takes seconds."""
+    wanted.checkpoint.verify("model.safetensors")
+
+
+async def _shown(studio: Studio, model: str, which: str | int | None) -> Shown:
+    assert studio.engines is not None
+    return Shown(await studio.engines.find(model, which))
+
+
+# ------------------------------------------------------------------------------------------------------- the sheet
+
+
+@router.post("/sheet")
+async def model_sheet(request: Request) -> Response:
+    """A model's parts, those of one block among them, with what each takes; and the totals."""
+    studio, body = studio_of(request), await body_of(request, SheetRequest)
+    shown = await _shown(studio, body.model, body.checkpoint)
+    return _json(await studio.reader.compute(lambda _: _sheet(shown, body.layer)))
+
+
+def _sheet(shown: Shown, layer: int) -> Tree:
+    recipe, c = shown.recipe, shown.recipe.model
+    if layer >= c.n_layers:
+        raise UserError(f"layer={layer}: the model's blocks are numbered from 0 to {c.n_layers - 1}.")
+    about, made = describe(c, recipe.name), parts(c, layer)
+    names = [_tensor_names(part, layer, shown.shapes) for part in made]
+    stored = {one.name: one for one in shown.stored([name for some in names for name in some])}
+    facts = [{"name": name, "text": text} for name, text in (*about.facts, *_training_facts(recipe, shown.whole))]
+    return {
+        "model": shown.wanted.run.id, "step": shown.wanted.checkpoint.step, "name": recipe.name,
+        "summary": summary(about), "traits": traits(c), "facts": facts,
+        "settings": [{"name": f"model.{name}", "value": value} for name, value in c.model_dump(mode="json").items()],
+        "layer": layer, "n_layers": c.n_layers, "window": c.layer_window(layer), "parallel": c.parallel_residual,
+        "parts": [
+            _part(part, layer, shown) | {"tensors": [_of_tensor(stored[name]) for name in some]}
+            for part, some in zip(made, names, strict=True)
+        ],
+    }  # fmt: skip
+
+
+def _training_facts(recipe: Recipe, whole: Figures) -> Iterator[tuple[str, str]]:
+    if whole.adapter_parameters:
+        yield "the adapter's parameters", f"{whole.adapter_parameters:,}"
+    yield "weights in training", readable(whole.weights_bytes, "B")
+    yield "gradients in training", readable(whole.gradients_bytes, "B")
+    name = {"adamw": "AdamW", "muon": "Muon and AdamW"}[recipe.train.optimizer]
+    yield f"optimizer state, {name}", readable(whole.optimizer_bytes, "B")
+
+
+def _tensor_names(part: Part, layer: int, shapes: dict[str, Shape]) -> list[str]:
+    modules = part.in_layer(part.tensors_of or part.modules, layer)
+    return [name for module in modules for kind in ("weight", "bias") if (name := f"{module}.{kind}") in shapes]
+
+
+def _part(part: Part, layer: int, shown: Shown) -> Tree:
+    layers = range(shown.recipe.model.n_layers) if part.in_block else (0,)
+    here, everywhere = (
+        sum((shown.figures.get(name, Figures()) for i in those for name in part.in_layer(part.modules, i)), Figures())
+        for those in ((layer,), layers)
+    )
+    named = ("key", "name", "kind", "place", "weights", "shape", "words", "source")
+    return {
+        **{name: getattr(part, name) for name in named},
+        "share": everywhere.parameters / shown.whole.parameters,
+        "tied": bool(part.tensors_of),
+        "figures": list(_rows(here, everywhere, shown)),
+    }
+
+
+def _of_tensor(one: StoredWeights) -> Tree:
+    return {
+        "name": one.name, "shape": list(one.shape), "parameters": one.size, "stored": one.kind,
+        "stored_bytes": one.stored_bytes, "adapted": one.adapter is not None,
+    }  # fmt: skip
+
+
+def _rows(here: Figures, everywhere: Figures, shown: Shown) -> Iterator[Tree]:
+    """What a part takes in one layer, in all of them, and as a share of the model; nothing where it takes nothing."""
+    context = shown.recipe.model.context_length
+
+    def row(key: str, name: str, unit: str, of: Callable[[Figures], float]) -> Iterator[Tree]:
+        one, every, whole = map(of, (here, everywhere, shown.whole))
+        if every:
+            texts = [f"{round(n):,}" if not unit else readable(n, unit) for n in (one, every)]
+            yield {"key": key, "name": name, "layer": one, "all": every, "layer_text": texts[0], "all_text": texts[1],
+                   "share": every / whole}  # fmt: skip
+
+    yield from row("parameters", "parameters", "", lambda f: f.parameters)
+    yield from row("adapter_parameters", "parameters of its adapter", "", lambda f: f.adapter_parameters)
+    yield from row("forward", "forward, a token", "FLOP", lambda f: f.forward)
+    yield from row("training", "training, a token", "FLOP", lambda f: f.forward + f.backward)
+    yield from row("weights_bytes", "weights in training", "B", lambda f: f.weights_bytes)
+    yield from row("gradients_bytes", "gradients in training", "B", lambda f: f.gradients_bytes)
+    yield from row("optimizer_bytes", "optimizer state", "B", lambda f: f.optimizer_bytes)
+    yield from row("kv_cache_bytes", f"KV cache in fp16, {context:,} tokens", "B",
+                   lambda f: context * f.kv_cache_bytes_per_token)  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------- the weights
+
+
+@router.post("/weights")
+async def model_weights(request: Request) -> Response:
+    """A tensor's histogram and moments at a checkpoint, a vector's elements; of two checkpoints, in the same bins."""
+    return await _of_checkpoints(request, _weights)
+
+
+@router.post("/spectrum")
+async def model_spectrum(request: Request) -> Response:
+    """A matrix's singular values at a checkpoint, or at two."""
+    return await _of_checkpoints(request, _spectra)
+
+
+async def _of_checkpoints(request: Request, look: Callable[[list[tuple[int, StoredWeights]], Check], Tree]) -> Response:
+    studio, body = studio_of(request), await body_of(request, WeightsRequest)
+    both = [await _shown(studio, body.model, body.checkpoint)]
+    if body.against is not None:
+        both.append(await _shown(studio, body.model, body.against))
+
+    def work(check: Check) -> Tree:
+        of = [(shown.wanted.checkpoint.step, shown.stored([body.tensor])[0]) for shown in both]
+        return {"model": body.model, "tensor": body.tensor, "shape": list(of[0][1].shape), **look(of, check)}
+
+    return _json(await studio.reader.compute(work))
+
+
+def _weights(of: list[tuple[int, StoredWeights]], check: Check) -> Tree:
+    found = [moments(weights, check) for _, weights in of]
+    edges = bin_edges(found)
+    return {
+        "edges": edges.tolist(),
+        "checkpoints": [
+            {"step": step, **_of_tensor(weights), "moments": vars(one),
+             "counts": histogram(weights, edges, check).tolist(), "values": _values(weights, check)}
+            for (step, weights), one in zip(of, found, strict=True)
+        ],
+        "relative_change": relative_change(of[1][1], of[0][1], check) if len(of) > 1 else None,
+    }  # fmt: skip
+
+
+def _values(weights: StoredWeights, check: Check) -> list[float | None] | None:
+    """The elements of a vector that is not too long."""
+    if len(weights.shape) > 1 or weights.size > MOST_VALUES:
+        return None
+    values = [value for part in weights.parts(check) for value in part.tolist()]
+    return [value if math.isfinite(value) else None for value in values]
+
+
+def _spectra(of: list[tuple[int, StoredWeights]], check: Check) -> Tree:
+    made = []
+    for step, weights in of:
+        found = spectrum(weights, check)
+        largest = float(found.values[0])
+        made.append({
+            "step": step, "largest": largest, "values": (found.values / (largest or 1.0)).tolist(),
+            "stable_rank": found.stable_rank, "effective_rank": found.effective_rank,
+        })  # fmt: skip
+    return {"checkpoints": made}
+
+
+def _json(tree: Tree) -> Response:
+    return JSONResponse(tree, headers={"cache-control": "no-store"})
