@@ -119,11 +119,13 @@ def _sheet(shown: Shown, layer: int) -> Tree:
     names = [_tensor_names(part, layer, shown.shapes) for part in made]
     stored = {one.name: one for one in shown.stored([name for some in names for name in some])}
     facts = [{"name": name, "text": text} for name, text in (*about.facts, *_training_facts(recipe, shown.whole))]
+    in_block = sum(group.total for group in about.parameters.groups.values() if group.in_block)
     return {
         "model": shown.wanted.run.id, "step": shown.wanted.checkpoint.step, "name": recipe.name,
         "summary": summary(about), "traits": traits(c), "facts": facts,
         "settings": [{"name": f"model.{name}", "value": value} for name, value in c.model_dump(mode="json").items()],
         "layer": layer, "n_layers": c.n_layers, "window": c.layer_window(layer), "parallel": c.parallel_residual,
+        "block_share": in_block / about.parameters.total,
         "parts": [
             _part(part, layer, shown) | {"tensors": [_of_tensor(stored[name]) for name in some]}
             for part, some in zip(made, names, strict=True)
@@ -223,7 +225,8 @@ def _weights(of: list[tuple[int, StoredWeights]], check: Check) -> Tree:
     return {
         "edges": edges.tolist(),
         "checkpoints": [
-            {"step": step, **_of_tensor(weights), "moments": vars(one),
+            {"step": step, **_of_tensor(weights),
+             "moments": vars(one) | {"zero": one.n_zero / one.size, "not_finite": one.n_not_finite / one.size},
              "counts": histogram(weights, edges, check).tolist(), "values": _values(weights, check)}
             for (step, weights), one in zip(of, found, strict=True)
         ],

@@ -1,0 +1,94 @@
+// The part Model: the architecture of a run, what each part of it takes and does, and its weights at a checkpoint.
+
+import { post } from "./api.js";
+import { count, figure } from "./format.js";
+import { html, useEffect, useState } from "./ui.js";
+import { Architecture } from "./model/architecture.js";
+import { PartDetails } from "./model/details.js";
+import { Weights } from "./model/weights.js";
+import { ModelChoice } from "./read/choice.js";
+
+const usable = (models) => models.filter((model) => !model.problem);
+
+export function Part({ state, route }) {
+  const models = state.models;
+  const [chosen, choose] = useState({ model: null, checkpoint: null });
+  const [against, setAgainst] = useState(null);
+  const [layer, setLayer] = useState(0);
+  const [key, setKey] = useState("token_embedding");
+  const [tensor, setTensor] = useState({});
+  const current = chosen.model ? chosen : { ...chosen, model: usable(models)[0]?.id ?? null };
+  const linked = route.join("/");
+  useEffect(() => {
+    if (models.some((model) => model.id === linked)) change({ model: linked, checkpoint: null });
+  }, [linked]);
+  const { sheet, problem } = useSheet(current, layer);
+  const change = (next) => {
+    if (next.model !== current.model) {
+      setLayer(0);
+      setAgainst(null);
+    }
+    choose(next);
+  };
+  if (!usable(models).length) return html`<p class="notice">There is no run here yet whose model can be shown.</p>`;
+  const part = sheet && (sheet.parts.find((one) => one.key === key) ?? sheet.parts[0]);
+  const name = part && (part.tensors.find((one) => shortName(one.name) === tensor[part.key]) ?? part.tensors[0])?.name;
+  const steps = models.find((model) => model.id === current.model)?.checkpoints ?? [];
+  return html`<div class="model-part">
+    <h1 class="hidden-text">Model</h1>
+    <div class="card toolbar">
+      <${ModelChoice} models=${models} chosen=${current} choose=${change} name="Model" />
+      <label class="check"><input type="checkbox" checked=${against != null} disabled=${!steps.length}
+        onChange=${(event) => setAgainst(event.target.checked ? steps[0].step : null)} /> Compare with</label>
+      ${against != null && html`<select class="field" aria-label="Compared checkpoint" value=${against}
+        onChange=${(event) => setAgainst(Number(event.target.value))}>${[...steps].reverse().map((one) => html`<option
+          key=${one.step} value=${one.step}>step ${count(one.step)}${one.loss != null ? `, loss ${figure(one.loss)}` : ""}</option>`)}</select>`}
+    </div>
+    ${problem && html`<p class="problem" role="alert">${problem}</p>`}
+    ${!sheet && !problem && html`<p class="quiet" role="status">Reading the architecture …</p>`}
+    ${sheet && html`
+      <p class="model-summary number"><bdi>${sheet.name}</bdi>, step ${count(sheet.step)}: ${sheet.summary}<br /><span class="quiet">${sheet.traits}</span></p>
+      <div class="model-sides">
+        <${Architecture} sheet=${sheet} chosen=${part.key} choose=${setKey} setLayer=${setLayer} />
+        <div class="model-details">
+          <${PartDetails} sheet=${sheet} part=${part} tensor=${name}
+            choose=${(one) => setTensor({ ...tensor, [part.key]: shortName(one) })} />
+          ${name && html`<${Weights} model=${sheet.model} step=${sheet.step} against=${against} name=${name}
+            shape=${part.tensors.find((one) => one.name === name).shape} />`}
+        </div>
+      </div>
+      <div class="model-sides even"><${Totals} facts=${sheet.facts} /><${Settings} settings=${sheet.settings} /></div>`}
+  </div>`;
+}
+
+/** The same tensor of another layer. */
+const shortName = (name) => name.replace(/^blocks\.\d+\./, "");
+
+/** The sheet, fetched anew when another model, checkpoint or layer is chosen; the one before stays until it is there. */
+function useSheet({ model, checkpoint }, layer) {
+  const [found, setFound] = useState({ sheet: null, problem: null });
+  useEffect(() => {
+    if (!model) return undefined;
+    const asked = new AbortController();
+    post("studio/model/sheet", { model, checkpoint, layer }, { signal: asked.signal }).then(
+      (sheet) => setFound({ sheet, problem: null }),
+      (error) => error.name === "AbortError" || setFound({ sheet: null, problem: error.message }));
+    return () => asked.abort();
+  }, [model, checkpoint, layer]);
+  return found;
+}
+
+function Totals({ facts }) {
+  return html`<section class="card" aria-labelledby="model-totals">
+    <h2 id="model-totals">The whole model</h2>
+    <dl class="model-facts number">${facts.map(({ name, text }) => html`<div key=${name}><dt>${name}</dt><dd>${text}</dd></div>`)}</dl>
+  </section>`;
+}
+
+function Settings({ settings }) {
+  return html`<section class="card" aria-labelledby="model-settings">
+    <h2 id="model-settings">The recipe's model section</h2>
+    <dl class="model-facts number">${settings.map(({ name, value }) => html`<div key=${name}><dt><code>${name}</code></dt>
+      <dd>${value == null ? "null" : typeof value === "object" ? JSON.stringify(value) : String(value)}</dd></div>`)}</dl>
+  </section>`;
+}
