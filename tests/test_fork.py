@@ -19,6 +19,7 @@ from gptworks.errors import RunError, UserError
 from gptworks.files import sha256_file
 from gptworks.recipe import load_recipe, parse_recipe, save_recipe
 from gptworks.runs import history
+from gptworks.runs.compare import compare
 from gptworks.runs.report import to_html
 from gptworks.train.changes import check_changes, read_history
 from gptworks.train.fork import fork, origin_of
@@ -71,6 +72,14 @@ def test_with_a_change_it_goes_on_as_the_run_would_have(run: Path, tmp_path: Pat
     go_on(new)
     assert_same_end(changed, new)
     assert without_timings(new) != without_timings(run)
+    assert "up to step 8 they are one run, which was forked there" in compared(run, new)
+    assert "one run" not in compared(run, changed), "which is no fork"
+
+
+def compared(*runs: Path) -> str:
+    found = compare([history.read_history(folder) for folder in runs], [None] * len(runs))
+    assert len(found.findings) == 1, "their losses are of the same text"
+    return str(found.findings[0])
 
 
 def test_where_it_is_from_is_recorded_and_shown(run: Path, tmp_path: Path) -> None:

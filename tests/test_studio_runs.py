@@ -13,6 +13,7 @@ from gptworks.runs.bands import find_band
 from gptworks.runs.compare import compare
 from gptworks.runs.history import read_history
 from gptworks.studio import runs as module
+from gptworks.train.changes import History, Origin, write_history
 from histories import curve, training, validation, write_run
 
 NAMES = ("sweep/a", "sweep/b", "other")
@@ -28,6 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         write_run(root / name, records, seed=i, train={"learning_rate": 0.001 * (1 + i // 2)})
     write_run(root / "nan", [training(1, float("nan")), validation(1, float("nan"))])
+    write_history(root / "other", History(origins=[Origin("a", 10, "0" * 64)]))
     write_run(root / "linked", [])
     (root / "linked" / "metrics.jsonl").unlink()
     (root.parent / "secret").write_text(json.dumps(training(1, 1.0)) + "\n")
@@ -58,6 +60,7 @@ def test_the_list_and_the_curves_have_the_figures_of_the_logs(http: httpx.Client
     rows = {row["id"]: row for row in get(http, "")["runs"]}
     assert set(rows) == {*NAMES, "nan"}  # what lies behind a link that leads out is not read
     assert rows["other"]["best"] == {"step": 15, "loss": 2.2, "bits_per_byte": None}
+    assert rows["other"]["origin"] == {"run": "a", "step": 10} and rows["nan"]["origin"] is None
     assert rows["other"]["recipe"] == "tiny" and rows["nan"]["train_loss"] == "nan"
     assert get(http, "/step", run="other", at=12)["records"]["train"]["step"] == 10
 

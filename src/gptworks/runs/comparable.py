@@ -81,6 +81,16 @@ def _measured(recipe: Recipe) -> dict[str, Any]:
     return {setting.path: setting.value for setting in settings(recipe) if setting.role.decides_measure}
 
 
+def shared_steps(first: History, second: History) -> int:
+    """Up to which step two runs are one, since one was forked from the other or both from a third; else 0."""
+    lines = [
+        {run.name: math.inf} | {origin.run: origin.step for origin in reversed(run.origins)} for run in (first, second)
+    ]
+    shared = max((min(line[name] for line in lines) for name in lines[0].keys() & lines[1].keys()), default=0)
+    before = [[r["loss"] for r in run.validation if r["step"] <= shared][-1:] for run in (first, second)]
+    return int(shared) if before[0] == before[1] else 0  # else another run has that name
+
+
 @dataclass(frozen=True)
 class Place:
     """A point of training that runs have in common."""

@@ -12,7 +12,7 @@ from rich.text import Text
 from gptworks.errors import UserError
 from gptworks.pages.tables import Table
 from gptworks.runs.bands import Band, Verdict, judge
-from gptworks.runs.comparable import Place, by_clock, common_place, comparability, finished_by_clock
+from gptworks.runs.comparable import Place, by_clock, common_place, comparability, finished_by_clock, shared_steps
 from gptworks.runs.history import History
 from gptworks.runs.settings import decisive, differences, fingerprint, text_of
 from gptworks.runs.statistics import Difference, known_spread, welch
@@ -140,10 +140,13 @@ class Comparison:
             return Refusal(first.names, second.names, (place,))
         difference, how = self._test(first, second, place, found.measure)
         a, b = place.values
+        shared = max(shared_steps(one, other) for one in first.runs for other in second.runs)
+        forked = f"up to step {shared:,} they are one run, which was forked there" if shared else ""
         return Finding(
             first=first.names, second=second.names, n_runs=(len(a), len(b)), measure=found.measure,
             unit=first.runs[0].loss_unit if found.measure == "loss" else "bits per byte", after=place.words, how=how,
-            difference=difference, value=fmean(b) - fmean(a), caveats=tuple(filter(None, (found.caveat, place.caveat))),
+            difference=difference, value=fmean(b) - fmean(a),
+            caveats=tuple(filter(None, (found.caveat, place.caveat, forked))),
         )  # fmt: skip
 
     def _test(self, first: Group, second: Group, place: Place, measure: str) -> tuple[Difference | None, str]:

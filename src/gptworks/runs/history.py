@@ -14,6 +14,8 @@ from gptworks.errors import UserError
 from gptworks.plan.params import count_parameters
 from gptworks.plan.run import planned_steps
 from gptworks.recipe import load_recipe
+from gptworks.train.changes import Origin
+from gptworks.train.changes import read_history as read_changes
 from gptworks.train.record.metrics import Record, Skipped, read_metrics
 
 MOST_RECORDS = 20_000
@@ -108,6 +110,11 @@ class History:
         """The last evaluation."""
         return self.validation[-1] if self.validation else None
 
+    @cached_property
+    def origins(self) -> tuple[Origin, ...]:
+        """See `origins_of`."""
+        return origins_of(self.folder)
+
     def seconds_at(self, step: int) -> float:
         """Seconds of training up to a step: those of its record, or between those of its neighbours in proportion."""
         i = bisect_left(self.train, step, key=lambda record: int(record["step"]))
@@ -143,6 +150,14 @@ class History:
             except (UserError, OSError, ValueError, KeyError, TypeError):  # being deleted, or damaged
                 continue
         return {}
+
+
+def origins_of(folder: Path) -> tuple[Origin, ...]:
+    """Of a fork: where it began; then where that run began, if it is a fork itself. Of a damaged record, none."""
+    try:
+        return tuple(read_changes(folder).origins)
+    except (UserError, OSError):
+        return ()
 
 
 def read_history(folder: Path) -> History:

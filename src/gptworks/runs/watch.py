@@ -7,7 +7,9 @@ from typing import Any
 
 from gptworks.config import Recipe
 from gptworks.runs.bands import Band, find_band
+from gptworks.runs.history import origins_of
 from gptworks.runs.series import Series
+from gptworks.train.changes import Origin
 
 MOST_BYTES = 1 << 30
 """Held of all runs together. Beyond it, runs that nobody has asked for of late become coarser."""
@@ -31,6 +33,7 @@ class Watched:
         self.problem: str | None = None
         """Why its log cannot be read, or its recipe."""
         self._recipe: Recipe | None = None
+        self._origins: tuple[Origin, ...] = ()
         self._summary: dict[str, Any] | None = None
         self._is_whole = False
 
@@ -43,6 +46,7 @@ class Watched:
                 changed, self.problem = changed or self._recipe is not recipe, None
                 if recipe is not self._recipe:
                     self._recipe, self.band = recipe, find_band(recipe)
+                    self._origins = origins_of(self.series.folder)
         except Exception as error:  # whatever its files may hold
             before, self.problem = self.problem, str(error)[:600] or type(error).__name__
             changed = self.problem != before
@@ -57,6 +61,7 @@ class Watched:
                 **series.summary(),
                 "recipe": recipe and recipe.name,
                 "seed": recipe and recipe.seed,
+                "origin": {"run": self._origins[0].run, "step": self._origins[0].step} if self._origins else None,
                 "loss_unit": recipe and recipe.objective.loss_unit,
                 "keys": series.keys,
                 "details": dict(series.details),

@@ -25,7 +25,7 @@ MOST_DEPTH = 6
 MOST_FOLDERS = 20_000
 """Folders that are looked into for runs."""
 MOST_RUNS = 2_000
-_READ = ("recipe.yaml", "metrics.jsonl", "outcome.json", "tokenizer", "checkpoints")
+_READ = ("recipe.yaml", "changes.json", "metrics.jsonl", "outcome.json", "tokenizer", "checkpoints")
 """What is read of a run folder."""
 _FRESH_SECONDS = 2.0
 """For which a list of folders is used again."""

@@ -56,6 +56,7 @@ function Row({ row, style, toggle }) {
     <span class=${cx("state", row.state === "running" && "good", row.problem && "problem")}>${state}</span>
     <span class="facts quiet number">step ${count(row.step)}${row.best && html` · best ${loss(row.best.loss)} · last ${loss(row.last.loss)}`}${
       !row.best && row.train_loss != null && ` · loss ${loss(row.train_loss)}`}${row.recipe && row.recipe !== row.id && ` · ${row.recipe}`}</span>
+    ${row.origin && html`<span class="facts quiet">forked from ${row.origin.run} at step ${count(row.origin.step)}</span>`}
     ${row.problem && html`<span class="facts problem">${row.problem}</span>`}
     ${row.skipped && html`<span class="facts quiet">${row.skipped}</span>`}
     ${row.thinned && html`<span class="facts quiet">older records are shown thinned out</span>`}
