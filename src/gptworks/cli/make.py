@@ -64,7 +64,10 @@ def fork(
         typer.Argument(metavar="KEY=VALUE", help="What is changed from there on, such as train.learning_rate=1e-4."),
     ] = None,
 ) -> None:
-    """Go on from a checkpoint in a new run folder, with something changed."""
+    """Go on from a run's checkpoint in a new folder.
+
+    The new run begins where the other was at that step. What is changed is recorded.
+    """
     with working("linking the checkpoint"):
         from gptworks.train.changes import read_history
         from gptworks.train.fork import fork as fork_run
