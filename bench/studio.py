@@ -48,6 +48,7 @@ FIRST_TOKEN = """() => {
   }).observe(document.body, {childList: true, subtree: true});
   document.querySelector(".button.primary").addEventListener("click", () => (window.clicked = performance.now()), true);
 }"""
+PAINT = "() => performance.getEntriesByName('first-contentful-paint')[0].startTime"
 ROUNDS = 7
 
 
@@ -109,13 +110,13 @@ def play(browser: Any, run: Path) -> None:
         with page.expect_response(lambda answer: answer.url.endswith("/studio/load")) as loaded:
             page.goto(url)
         loads.append(loaded.value.finished() or loaded.value.request.timing["responseEnd"])
-        paints.append(page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
+        paints.append(page.evaluate(PAINT))
         page.get_by_label("Prompt", exact=True).fill("Once upon a time")
         page.wait_for_timeout(1000)
         page.evaluate(FIRST_TOKEN)
         page.get_by_role("button", name="Generate", exact=True).click()
-        page.wait_for_function("window.seen")
-        tokens.append(page.evaluate("window.seen - window.clicked"))
+        page.wait_for_function("() => window.seen")
+        tokens.append(page.evaluate("() => window.seen - window.clicked"))
         page.close()
         server.should_exit = True
     for name, times in (("first paint", paints), ("engine loaded", loads), ("first token after the click", tokens)):

@@ -223,9 +223,13 @@ class Engine(Client):
         """
         with self._stepping:
             needed_bytes = self._room.fill(promised_bytes=promised_bytes)
+        self.begin()
+        return needed_bytes
+
+    def begin(self) -> None:
+        """Make the backend and compute a token: the first request does not wait for that."""
         self.generate([0], max_tokens=1)
         self._requests.statistics = Statistics()
-        return needed_bytes
 
 
 def load(

@@ -181,7 +181,9 @@ class Engines:
                 f"{wanted.name}: its weights have {readable(n_bytes, 'B')}, and {readable(there_bytes, 'B')} of memory "
                 f"are available: close what else runs."
             )
-        return load(wanted.run.folder, wanted.checkpoint.step, device=self._device, backend=self._backend)
+        engine = load(wanted.run.folder, wanted.checkpoint.step, device=self._device, backend=self._backend)
+        engine.begin()
+        return engine
 
     def _to_free(self, wanted: Wanted, n_bytes: int) -> list[str]:
         """The names of engines in no use that are to go before another is loaded. They are forgotten."""
