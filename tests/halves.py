@@ -10,7 +10,7 @@ from gptworks.checkpoint import checkpoints
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.train.fork import fork
 from gptworks.train.loop import Run, train
-from gptworks.train.record.metrics import TIMINGS, read_metrics
+from gptworks.train.record.metrics import MEASURED, read_metrics
 
 
 class BrokenOff(Exception):
@@ -59,4 +59,4 @@ def assert_same_end(first: Path, second: Path) -> None:
 def without_timings(run: Path) -> list[dict[str, Any]]:
     """The records of a run, less what depends on the clock."""
     records = read_metrics(run / "metrics.jsonl")
-    return [{key: value for key, value in record.items() if key not in TIMINGS} for record in records]
+    return [{key: value for key, value in record.items() if key not in MEASURED} for record in records]

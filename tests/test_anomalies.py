@@ -1,7 +1,9 @@
 """What is skipped and what a run goes back from; the average of the weights; where the time goes."""
 
 import math
+import resource
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from gptworks.train.objectives.base import Objective
 from gptworks.train.objectives.next_token import Batch, Losses, next_token
 from gptworks.train.optim.anomalies import MEMORY_STEPS, WARMUP_STEPS, GradientEstimate, anomaly
 from gptworks.train.optim.average import WeightAverage
-from gptworks.train.record.metrics import TIMINGS, read_metrics
+from gptworks.train.record.metrics import MEASURED, read_metrics
 from gptworks.train.state import TrainingState
 
 
@@ -209,7 +211,7 @@ def test_a_run_killed_in_a_rollback_does_the_same_again(tmp_path: Path, removed:
         assert one.read_bytes() == other.read_bytes(), file
     for kind in ("train", "validation", "rollback", "skipped"):
         rows = [
-            [{k: v for k, v in r.items() if k not in TIMINGS} for r in records(tmp_path / n, kind)]
+            [{k: v for k, v in r.items() if k not in MEASURED} for r in records(tmp_path / n, kind)]
             for n in ("whole", "killed")
         ]
         assert rows[0] == rows[1], kind
@@ -276,11 +278,13 @@ def test_an_averaged_run_resumes_bit_for_bit(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- time
 
 
-def test_the_parts_of_the_time_add_up(tmp_path: Path) -> None:
+def test_the_parts_of_the_time_add_up_and_the_memory_is_recorded(tmp_path: Path) -> None:
     run(tmp_path, None, max_steps=12, log_every=4, evaluate_every=4, checkpoint_every=4)
     rows = records(tmp_path, "train")
     for row in rows:
         assert {"data", "forward", "backward", "optimizer"} <= set(row["seconds_by_part"])
+        if sys.platform == "linux":  # torch alone takes more than the least
+            assert 1e8 < row["resident_bytes"] <= 1.05 * 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert {"evaluation", "checkpoint"} <= set(rows[1]["seconds_by_part"])
     steps = ("data", "forward", "backward", "optimizer")
     counted = sum(row["seconds_by_part"][part] for row in rows for part in steps)

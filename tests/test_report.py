@@ -212,11 +212,14 @@ def test_a_log_of_many_records_keeps_its_sums_its_best_and_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gptworks.runs.history.MOST_RECORDS", 50)
-    records = [training(step, 3.0, seconds_by_part={"forward": 0.25}, peak_bytes=step) for step in range(1, 1001)]
+    records = [
+        training(step, 3.0, seconds_by_part={"forward": 0.25}, resident_bytes=2000 - abs(step - 500))
+        for step in range(1, 1001)
+    ]
     records += [validation(step, 1.0 if step == 333 else 2.0) for step in range(1, 1001)]
     run = write_run(tmp_path / "run", records)
     assert 100 <= len(run.records) <= 220 and run.n_records == 2000
-    assert run.seconds_by_part == {"forward": 250.0} and run.memory_bytes == {"peak_bytes": 1000}
+    assert run.seconds_by_part == {"forward": 250.0} and run.memory_bytes == {"resident_bytes": 2000}
     assert run.best is not None and run.best["step"] == 333
     assert (run.step, run.tokens, run.seconds) == (1000, 256_000, 500.0)
     assert [record["step"] for record in run.records] == sorted(record["step"] for record in run.records)

@@ -15,7 +15,7 @@ import commands
 import tiny
 from commands import Process
 from gptworks.checkpoint import checkpoints
-from gptworks.train.record.metrics import TIMINGS, read_metrics
+from gptworks.train.record.metrics import MEASURED, read_metrics
 
 STEPS = 40
 KILLS = 5
@@ -39,7 +39,7 @@ def wait_for_step(process: Process, run_dir: Path, step: int) -> None:
 
 def without_timings(run_dir: Path) -> list[dict[str, Any]]:
     records = list(read_metrics(run_dir / "metrics.jsonl"))
-    return [{key: value for key, value in record.items() if key not in TIMINGS} for record in records]
+    return [{key: value for key, value in record.items() if key not in MEASURED} for record in records]
 
 
 def assert_same_run(one: Path, other: Path, steps: int = STEPS) -> None:

@@ -19,13 +19,13 @@ from gptworks.recipe import parse_recipe
 from gptworks.train.distributed.ranks import Ranks
 from gptworks.train.loop import train
 from gptworks.train.objectives.pairs import answer_logprobs
-from gptworks.train.record.metrics import TIMINGS, read_metrics
+from gptworks.train.record.metrics import MEASURED, read_metrics
 from gptworks.train.state import TrainingState
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
     rows = read_metrics(folder / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if key not in TIMINGS} for row in rows]
+    return [{key: value for key, value in row.items() if key not in MEASURED} for row in rows]
 
 
 def test_an_evaluation_is_bounded_unless_the_recipe_says_otherwise() -> None:

@@ -14,7 +14,7 @@ import tiny
 from gptworks.errors import UserError
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import train
-from gptworks.train.record.metrics import TIMINGS, Record, read_metrics
+from gptworks.train.record.metrics import MEASURED, Record, read_metrics
 from gptworks.train.record.writers import check_writers, open_log, scalars, texts
 
 FAKE_WANDB = '''
@@ -104,7 +104,7 @@ def test_wandb_is_sent_each_record_once(tmp_path: Path, server: Path) -> None:
     wanted = expected(recipe.run_dir)
 
     def steady(pairs: list[tuple[int, dict[str, float]]]) -> list[tuple[int, dict[str, float]]]:
-        return [(step, {k: v for k, v in values.items() if not any(t in k for t in TIMINGS)}) for step, values in pairs]
+        return [(step, {k: v for k, v in values.items() if not any(t in k for t in MEASURED)}) for step, values in pairs]
 
     assert steady([pair for pair in got if pair[1]]) == steady(wanted)
     assert [line["step"] for line in lines if "sample/''" in line] == [5, 10, 14]

@@ -36,7 +36,7 @@ class History:
     seconds_by_part: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each part of a step, over all training records."""
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
-    """The last figure of each kind of memory."""
+    """The highest figure of each kind of memory, over all training records."""
 
     @property
     def name(self) -> str:
@@ -179,7 +179,9 @@ def read_history(folder: Path) -> History:
             taken = record.pop("seconds_by_part", {})
             parts.update(taken if isinstance(taken, dict) else {})
             sizes = {key: value for key, value in record.items() if key.endswith("_bytes")}
-            memory.update({key: value for key, value in sizes.items() if isinstance(value, int) and value >= 0})
+            for key, value in sizes.items():
+                if isinstance(value, int) and value >= 0:
+                    memory[key] = max(value, memory.get(key, 0))
     records = sorted((record for kind in kinds.values() for record in kind.records), key=lambda record: record["step"])
     return History(folder, load_recipe(folder), tuple(records), skipped, n_records, parts, memory)
 

@@ -15,8 +15,11 @@ from gptworks.files import replacing, write_whole
 
 Record = dict[str, Any]
 
-TIMINGS = ("seconds", "tokens_per_second", "flops_per_second", "utilization", "seconds_by_part")
-"""The keys of a record that depend on the clock; all others repeat exactly when a run is repeated or resumed."""
+MEASURED = (
+    "seconds", "tokens_per_second", "flops_per_second", "utilization", "seconds_by_part",
+    "resident_bytes", "peak_allocated_bytes", "allocated_bytes",
+)  # fmt: skip
+"""The keys of a record that the machine determines; all others repeat exactly when a run is repeated or resumed."""
 
 
 class Writer(Protocol):

@@ -7,7 +7,7 @@ import time
 import torch
 
 from gptworks.config import Recipe
-from gptworks.device import BusyCores, Precision, advice_on_threads, device_name, peak_growth_bytes
+from gptworks.device import BusyCores, Precision, advice_on_threads, device_name, memory_figures, peak_growth_bytes
 from gptworks.evaluate.loss import LossReport
 from gptworks.model.moe import busiest_load
 from gptworks.plan.memory import training_peak
@@ -104,6 +104,7 @@ class Reporter:
                     "seconds": round(progress.seconds, 3),
                     **losses.figures,
                     **pace.record,
+                    **memory_figures(self._device),
                     "seconds_by_part": self._stopwatch.take(),
                     **by_layer,
                     **({} if load is None else {"busiest_expert_load": load}),

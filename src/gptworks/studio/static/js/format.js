@@ -22,6 +22,12 @@ export function short(n) {
   return String(n);
 }
 
+/** 1423000000 → 1.423 GB */
+export function bytes(n) {
+  const power = Math.max(0, Math.min(4, Math.floor(Math.log10(Math.abs(n) || 1) / 3)));
+  return `${Number((n / 1000 ** power).toPrecision(4))} ${["B", "kB", "MB", "GB", "TB"][power]}`;
+}
+
 /** 0.1234 → 12.3 % */
 export function percent(p) {
   const hundredths = 100 * p;

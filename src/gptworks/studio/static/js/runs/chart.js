@@ -16,7 +16,7 @@ export function styleOf(n) {
 
 /**
  * curves: [{ id, name, style, x, y }], bands: [{ name, style, x, low, high }], view: { window, logX, logY, theme },
- * zoom(from, to) or zoom(null), pick(id, x), xName, write(y): a value as text.
+ * zoom(from, to) or zoom(null), pick(id, x), xName, write(y): a value as text, tick(y): one at the axis.
  */
 export function Chart({ title, ...props }) {
   const box = useRef(null);
@@ -60,7 +60,7 @@ function options(kept, width) {
     series: [{}, { show: true, stroke: "transparent", points: { show: false } }],
     axes: [
       { ...axis, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) },
-      { ...axis, size: 64, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : plainNumber(tick))) },
+      { ...axis, size: 68, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : (kept.props.tick ?? plainNumber)(tick))) },
     ],
     cursor: {
       sync: { key: "runs", scales: ["x", null], setSeries: false }, points: { show: false }, drag: { setScale: false, x: true, y: false },

@@ -1,7 +1,7 @@
 // The charts of the chosen runs. Each asks the server for its points when it is seen, for the window that is shown.
 
 import { get } from "../api.js";
-import { count, figure } from "../format.js";
+import { bytes, count, figure } from "../format.js";
 import { html, useEffect, useMemo, useRef, useState } from "../ui.js";
 import { Chart, styleOf } from "./chart.js";
 import { Line } from "./list.js";
@@ -15,9 +15,11 @@ const TITLES = {
   "train.tokens_per_second": "Tokens a second", "train.utilization": "Utilization", "validation.perplexity": "Perplexity",
   "train.gradient_norm_by_layer": "Gradient norm by layer", "train.activation_rms_by_layer": "Block output (RMS) by layer",
   "train.seconds_by_part": "Seconds by part", "train.flops_per_second": "FLOP a second",
+  "train.resident_bytes": "Resident memory", "train.peak_allocated_bytes": "Peak memory of tensors",
+  "train.allocated_bytes": "Memory of tensors",
 };
 const ORDER = Object.keys(TITLES);
-const NOT_SMOOTHED = ["train.learning_rate"];
+const NOT_SMOOTHED = ["train.learning_rate", "train.resident_bytes", "train.peak_allocated_bytes", "train.allocated_bytes"];
 
 function titleOf(key) {
   const [kind, ...rest] = key.split(".");
@@ -97,11 +99,17 @@ function Figure({ title, of, wanted, styles, view, version, zoom, pick }) {
   const bands = useMemo(() => answer.bands.map((band) => ({ ...band, style: bandStyle(band, list, styles) })), [answer, list]);
   return html`<div class="figure" ref=${place}>
     ${seen === null ? html`<div class="chart empty"><h2>${title}</h2></div>` : html`<${Chart} title=${title} curves=${drawn} bands=${bands}
-      view=${view} zoom=${zoom} pick=${pick} xName=${view.x} write=${/loss|bits/.test(of) ? (y) => y.toFixed(4) : figure} />`}
+      view=${view} zoom=${zoom} pick=${pick} xName=${view.x} ...${writing(of)} />`}
     ${bands.map((band) => html`<p class="quiet" key=${band.name}>The shade is the band of ${band.name}: one more run lies in it with 95% probability.</p>`)}
     ${answer.curves.some((curve) => !curve.whole) && html`<p class="quiet" role="status">Reading ${count(answer.curves.filter((curve) => !curve.whole).length)} of ${count(list.length)} logs…</p>`}
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
   </div>`;
+}
+
+/** How a figure's values are written, and those at the axis where that is another way. */
+function writing(of) {
+  if (/_bytes$/.test(of)) return { write: bytes, tick: bytes };
+  return { write: /loss|bits/.test(of) ? (y) => y.toFixed(4) : figure };
 }
 
 function bandStyle(band, list, styles) {
