@@ -203,6 +203,23 @@ def test_axe_finds_nothing_and_every_width_fits(new_page: Callable[..., Any], st
         page.context.close()
 
 
+def test_the_colours_hold_before_anything_is_painted(new_page: Callable[..., Any], studio: Studio) -> None:
+    page = new_page(color_scheme="dark")
+    page.add_init_script("""new MutationObserver((_, self) => {
+      if (document.body) (window.first = document.documentElement.dataset.theme, self.disconnect());
+    }).observe(document, {childList: true, subtree: true});""")
+    page.goto(studio.url)
+    shown = "() => [window.first, document.documentElement.dataset.theme]"
+    assert page.evaluate(shown) == ["dark", "dark"]
+    page.emulate_media(color_scheme="light")  # the system's choice is followed
+    page.wait_for_function("() => document.documentElement.dataset.theme === 'light'")
+    page.get_by_label("Colours").select_option("dark")
+    page.reload()
+    assert page.evaluate(shown) == ["dark", "dark"]
+    page.get_by_label("Colours").select_option("system")
+    assert page.evaluate(shown) == ["dark", "light"]
+
+
 def test_motion_is_reduced_where_it_is_asked_for(new_page: Callable[..., Any], studio: Studio) -> None:
     page = new_page(reduced_motion="reduce")
     page.goto(studio.url)

@@ -18,6 +18,7 @@ from browser import (
     finish,
     generate,
     say,
+    screenshot,
     setting,
     shown_prompt,
     tokens,
@@ -288,6 +289,23 @@ def test_a_prompt_that_was_scored_can_be_changed_at_a_token(page: Any) -> None:
     page.wait_for_function("() => document.querySelectorAll('.branch').length === 2")
     finish(page)
     assert page.locator(".text .t[data-part=prompt]").count() == 4
+
+
+def test_code_is_shown_in_characters_of_one_width(page: Any) -> None:
+    choose(page, "base")
+    generate(page, "def f(x):\n\tif x:\n        return 1\n", max_tokens=4)
+    widths = "() => [...document.querySelectorAll('.text .t')].map((t) => getComputedStyle(t).fontFamily)"
+    assert "monospace" not in str(page.evaluate(widths))
+    page.get_by_role("button", name="Monospaced").click()
+    assert all("monospace" in family for family in page.evaluate(widths))
+    text = page.locator(".column .text")
+    assert text.evaluate("(e) => getComputedStyle(e).whiteSpace") == "pre"
+    assert shown_prompt(page) == "def f(x):\n\tif x:\n        return 1\n"
+    screenshot(page, "play-code")
+    page.reload()
+    assert page.get_by_role("button", name="Monospaced").get_attribute("aria-pressed") == "true"
+    page.get_by_role("button", name="Monospaced").click()
+    assert text.evaluate("(e) => getComputedStyle(e).whiteSpace") == "pre-wrap"
 
 
 def test_a_refusal_is_shown(page: Any) -> None:

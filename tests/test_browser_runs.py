@@ -27,6 +27,7 @@ def records(seed: int, level: float) -> list[Record]:
         more = {
             "seconds_by_part": {"data": 0.1, "forward": 1.0 + wave, "backward": 2.0},
             "gradient_norm_by_layer": [1.0 + wave, 0.5, 0.25, 0.1],
+            "resident_bytes": 1_250_000_000 + 100_000 * i,
         }
         found.append(training(i, level + 4 / (1 + i / 100) + wave + 5 * (i == 1234), **more))
         if i % 100 == 0:
@@ -44,6 +45,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Studio]:
         write_run(
             folder / name, records(i + 1, 2.0 if "fast" in name else 2.5), seed=1 + i, train={"learning_rate": rate}
         )
+    (folder / "linked").mkdir()
+    (folder / "linked" / "recipe.yaml").write_bytes((folder / HOSTILE / "recipe.yaml").read_bytes())
+    (folder / "linked" / "metrics.jsonl").symlink_to(folder.parent)
     slow = [read_history(folder / name) for name in (*NAMES[:2], HOSTILE)]
     band = make_band(slow)
     with pytest.MonkeyPatch.context() as patch:
@@ -176,10 +180,35 @@ def test_axes_and_smoothing_are_chosen(page: Any) -> None:
     )
     assert asked_for["smooth"] == ["0.9"] and asked_for["x"] == ["seconds"]
     assert max(smooth[0]["y"][5:]) < max(rough[0]["y"][5:])
+    assert max(smooth[0]["raw"]["y"]) == max(rough[0]["y"]), "the points themselves are drawn behind"
+    curves(page, "train.loss", lambda: page.get_by_label("Along").select_option("step"), along("step"))
+    page.wait_for_timeout(500)
+    screenshot(page, "runs-smoothed")
     asked_for, _ = curves(page, "train.loss", lambda: page.get_by_label("Log x").check(), lambda asked: "log" in asked)
     assert asked_for["log"] == ["true"]
     page.get_by_label("Log y").check()
     screenshot(page, "runs-log")
+
+
+def test_memory_is_drawn_in_bytes(page: Any) -> None:
+    page.get_by_role("heading", name="Resident memory").scroll_into_view_if_needed()
+    over = plot(page, "Resident memory")
+    chart = page.locator("figure.chart").filter(has=page.get_by_role("heading", name="Resident memory"))
+    for i in range(100):  # until the points are there
+        over.hover(position={"x": 180 + i % 2, "y": 80})
+        if "grid/slow-1 1." in (text := chart.locator(".readout").inner_text()):
+            assert " GB" in text
+            screenshot(page, "runs-memory")
+            return
+        page.wait_for_timeout(100)
+    pytest.fail(text)
+
+
+def test_runs_that_are_left_out_are_named(page: Any) -> None:
+    page.get_by_text("1 run is left out").click()
+    reason = page.locator(".left-out li").inner_text()
+    assert reason.startswith("linked") and "is a link that leads out" in reason
+    screenshot(page, "runs-left-out")
 
 
 def test_bands_verdict_differences_samples_and_a_step(page: Any, runs: Studio) -> None:

@@ -54,6 +54,17 @@ def test_a_part_styles_no_class_that_another_part_has() -> None:
             assert not alone & set(re.findall(r"\.([a-zA-Z][\w-]*)", sheets[other])), (name, other)
 
 
+def test_each_colour_stands_once_for_light_and_once_for_dark() -> None:
+    """theme.js, which the page waits for, says which of them holds."""
+    sheet = (STATIC / "style.css").read_text(encoding="utf-8")
+    light, dark = (
+        set(re.findall(r"(--[\w-]+):", part)) for part in re.findall(r":root[^{]*\{(.*?)\}", sheet, re.DOTALL)
+    )
+    assert dark == light - {"--mono"} and "prefers-color-scheme" not in sheet
+    head = (STATIC / "index.html").read_text(encoding="utf-8").partition("</head>")[0]
+    assert head.index('<script src="static/js/theme.js">') < head.index('<link rel="stylesheet')
+
+
 def test_modules_import_each_other_by_relative_addresses() -> None:
     for path in (path for path in OWN if path.suffix == ".js"):
         found = re.findall(r'(?:\bfrom|\bimport)\s*\(?\s*"([^"]+)"', path.read_text(encoding="utf-8"))

@@ -17,6 +17,7 @@ from gptworks.train.changes import History, Origin, write_history
 from histories import curve, training, validation, write_run
 
 NAMES = ("sweep/a", "sweep/b", "other")
+KEYS = [f"train.{i}" for i in range(64)]
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +58,10 @@ def test_the_list_and_the_curves_have_the_figures_of_the_logs(http: httpx.Client
         assert found["x"] == [record["tokens"] for record in history.validation]
         assert found["y"] == [record["loss"] for record in history.validation]
     get(http, "/curves", run=["nan"], key="train.loss")
-    rows = {row["id"]: row for row in get(http, "")["runs"]}
+    listed = get(http, "")
+    rows = {row["id"]: row for row in listed["runs"]}
     assert set(rows) == {*NAMES, "nan"}  # what lies behind a link that leads out is not read
+    assert listed["left_out"].keys() == {"linked"} and "is a link that leads out" in listed["left_out"]["linked"]
     assert rows["other"]["best"] == {"step": 15, "loss": 2.2, "bits_per_byte": None}
     assert rows["other"]["origin"] == {"run": "a", "step": 10} and rows["nan"]["origin"] is None
     assert rows["other"]["recipe"] == "tiny" and rows["nan"]["train_loss"] == "nan"
@@ -79,16 +82,30 @@ def test_samples_come_newest_first_and_are_cut(http: httpx.Client) -> None:
     assert found[0]["prompt"] == "<b>" and len(found[0]["text"]) < 50_000
 
 
+def test_a_smoothed_curve_comes_with_the_one_that_was_logged(http: httpx.Client) -> None:
+    query = {"run": "other", "key": "validation.loss"}
+    plain, smooth = (get(http, "/curves", **query | more)["curves"][0] for more in ({}, {"smooth": 0.9, "raw": True}))
+    assert smooth["raw"] == {"x": plain["x"], "y": plain["y"]} and smooth["y"] != plain["y"]
+    assert smooth["y"] == get(http, "/curves", **query, smooth=0.9)["curves"][0]["y"]
+    assert "raw" not in get(http, "/curves", **query, raw=True)["curves"][0]
+
+
 def test_the_live_feed_sends_all_rows_and_then_those_that_change(http: httpx.Client, folder: Path) -> None:
     with http.stream("GET", "/studio/runs/live") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: "))
         first = next(lines)
         assert first["all"] and {row["id"] for row in first["runs"]} == {*NAMES, "nan"}
+        assert first["left_out"].keys() == {"linked"}
         with (folder / "sweep" / "a" / "metrics.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps(training(400, 1.5)) + "\n")
         changed = next(row for event in lines for row in event["runs"] if row["id"] == "sweep/a" and row["step"] == 400)
         assert changed["train_loss"] == 1.5
+        (folder / "nan" / "tokenizer").symlink_to(folder.parent)
+        event = next(event for event in lines if event["gone"])
+        assert event["gone"] == ["nan"] and event["left_out"].keys() == {"linked", "nan"}
+        (folder / "nan" / "tokenizer").unlink()
+        assert next(event["left_out"].keys() for event in lines if "left_out" in event) == {"linked"}
 
 
 @pytest.mark.parametrize(
@@ -104,6 +121,12 @@ def test_the_live_feed_sends_all_rows_and_then_those_that_change(http: httpx.Cli
         ("/curves", {"run": "other", "key": "train.loss", "from": 2, "to": 1}, 400),
         ("/curves", {"run": ["other"] * 300, "key": "train.loss"}, 400),
         ("/curves", {"run": "other", "key": [f"train.{i}" for i in range(64)], "points": 10_000}, 400),
+        ("/curves", {"run": "other", "key": [f"train.{i}" for i in range(64)], "points": 9000}, 200),
+        (
+            "/curves",
+            {"run": "other", "key": [f"train.{i}" for i in range(64)], "points": 9000, "smooth": 0.5, "raw": 1},
+            400,
+        ),
         ("/samples", {"run": "other", "most": 10**6}, 400),
         ("/compare", {"run": ["other"] * 65}, 400),
         ("/compare", {"run": "linked"}, 404),

@@ -104,7 +104,9 @@ def test_wandb_is_sent_each_record_once(tmp_path: Path, server: Path) -> None:
     wanted = expected(recipe.run_dir)
 
     def steady(pairs: list[tuple[int, dict[str, float]]]) -> list[tuple[int, dict[str, float]]]:
-        return [(step, {k: v for k, v in values.items() if not any(t in k for t in MEASURED)}) for step, values in pairs]
+        return [
+            (step, {k: v for k, v in values.items() if not any(m in k for m in MEASURED)}) for step, values in pairs
+        ]
 
     assert steady([pair for pair in got if pair[1]]) == steady(wanted)
     assert [line["step"] for line in lines if "sample/''" in line] == [5, 10, 14]

@@ -123,7 +123,7 @@ def peak_growth_bytes(device: torch.device, before_bytes: int) -> int | None:
 def memory_figures(device: torch.device) -> dict[str, int]:
     """The memory that this process takes on a device, in bytes, for metrics.jsonl; empty where that is unknown.
 
-    On CUDA the most that tensors have taken since `reset_peak`, on MPS what they take now, on a CPU what is resident now.
+    On CUDA the most that tensors took since `reset_peak`, on MPS what they take now, on a CPU what is resident now.
     """
     if device.type == "cuda":
         return {"peak_allocated_bytes": torch.cuda.max_memory_allocated(device)}

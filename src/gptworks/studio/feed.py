@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from gptworks.errors import UserError
 from gptworks.runs.watch import Watch
 from gptworks.serve.errors import APIError
-from gptworks.studio.library import Library, RunFolder, state_of
+from gptworks.studio.library import Library, RunFolder, printable, state_of
 
 _Result = TypeVar("_Result")
 
@@ -27,6 +27,8 @@ class Feed:
         self.library, self.watch = library, Watch()
         self.states: dict[str, str] = {}
         """running, finished or stopped, of each run."""
+        self.left_out: dict[str, str] = {}
+        """The runs that are not read, and why."""
         self._inside: dict[str, int] = {}
         """When the folder changed of which all lies inside."""
         self._thread = ThreadPoolExecutor(1, "gptworks runs")
@@ -65,21 +67,24 @@ class Feed:
 
     def _follow(self) -> set[str]:
         """Look for runs that are new, gone or in another state, and return them."""
-        before, found = self.states, self.library.runs()
-        self.watch.follow({name: run.folder for name, run in found.items() if self._is_inside(run)})
+        before, found = self.states | self.left_out, self.library.runs()
+        faults = {name: self._fault(run) for name, run in found.items()}
+        self.left_out = {name: fault for name, fault in faults.items() if fault is not None}
+        self.watch.follow({name: run.folder for name, run in found.items() if name not in self.left_out})
         self.states = {name: state_of(one.series.folder) for name, one in self.watch.runs.items()}
-        return {name for name in before.keys() | self.states.keys() if before.get(name) != self.states.get(name)}
+        now = self.states | self.left_out
+        return {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
 
-    def _is_inside(self, run: RunFolder) -> bool:
-        """Whether nothing of a run is a link that leads out of the given folder; Play says which runs have some."""
+    def _fault(self, run: RunFolder) -> str | None:
+        """Why a run is left out: something of it is a link that leads out of the given folder, or it cannot be read."""
         try:
             changed = run.folder.stat().st_mtime_ns
             if self._inside.get(run.id) != changed:
                 run.check_inside()
                 self._inside[run.id] = changed
-        except (UserError, OSError):
-            return False
-        return True
+        except (UserError, OSError) as error:
+            return printable(str(error))[:600]
+        return None
 
     def _announce(self, names: set[str]) -> None:
         for event in self._clients if names else ():

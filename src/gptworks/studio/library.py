@@ -73,7 +73,7 @@ class RunFolder:
         entries = [one for one in _entries(self.folder) if one.name in _READ]
         for entry in (*entries, *(one for folder in below for one in _entries(folder))):
             if entry.is_symlink() and not Path(os.path.realpath(entry.path)).is_relative_to(root):
-                name, there = _printable(entry.name), _printable(str(self.root))
+                name, there = printable(entry.name), printable(str(self.root))
                 raise UserError(f"{name} of {self.id} is a link that leads out of {there}: put the files there.")
 
 
@@ -118,11 +118,11 @@ class Library:
             run.check_inside()
             made = self._settings(run) | {"checkpoints": _checkpoints(run), "state": state_of(run.folder)}
         except (UserError, OSError) as error:  # OSError: it goes away
-            made = {"problem": _printable(str(error)), "checkpoints": [], "state": "stopped"}
+            made = {"problem": printable(str(error)), "checkpoints": [], "state": "stopped"}
         empty = {"chat": False, "context": None, "parameters": None, "vocab_size": None, "problem": None}
         if not made["checkpoints"] and made.get("problem") is None:
             made["problem"] = "it has no checkpoint yet: let it train to its first one (train.checkpoint_every)."
-        return {"id": run.id, "run": _printable(str(run.folder)), **empty, **made}
+        return {"id": run.id, "run": printable(str(run.folder)), **empty, **made}
 
     def _settings(self, run: RunFolder) -> dict[str, Any]:
         """What its recipe says, read again only where the file has changed."""
@@ -135,7 +135,7 @@ class Library:
                 made = {"context": model.context_length, "vocab_size": model.vocab_size,
                         "parameters": count_parameters(model).total}  # fmt: skip
             except Exception as error:  # whatever a file may hold
-                made = {"problem": _printable(str(error)[:600]) or type(error).__name__}
+                made = {"problem": printable(str(error)[:600]) or type(error).__name__}
             if len(self._known) >= 2 * MOST_RUNS:
                 self._known.clear()
             self._known[key] = made
@@ -147,8 +147,8 @@ class Library:
         for root in self.roots:
             for folder in _run_folders(root, MOST_DEPTH, left):
                 below = folder.relative_to(root).as_posix()
-                name = _printable(root.resolve().name if below == "." else below)
-                name = f"{_printable(root.resolve().name)}/{name}" if name in found else name
+                name = printable(root.resolve().name if below == "." else below)
+                name = f"{printable(root.resolve().name)}/{name}" if name in found else name
                 n = 2
                 while name in found:
                     name, n = f"{name.rpartition(' ~')[0] or name} ~{n}", n + 1
@@ -207,6 +207,6 @@ def state_of(folder: Path) -> str:
     return "running" if is_in_use(folder) else "stopped"
 
 
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
     """A name or message as JSON can carry it, also where a file's name is no UTF-8."""
     return name.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -5,6 +5,7 @@ commands `report` and `compare`.
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -74,7 +75,8 @@ def _rows_of(feed: Feed, names: set[str] | None = None) -> Callable[[Watch], lis
 async def list_runs(request: Request) -> Response:
     """The runs: state, step, last and best figures."""
     feed = _feed(request)
-    return _json({"runs": await feed.ask(_rows_of(feed))})
+    rows = await feed.ask(_rows_of(feed))
+    return _json({"runs": rows, "left_out": feed.left_out})
 
 
 @router.get("/studio/runs/curves")
@@ -88,34 +90,40 @@ async def curves(
     points: Annotated[int, Query(ge=FEWEST_POINTS, le=MOST_POINTS)] = 1000,
     smooth: Annotated[float, Query(ge=0, lt=1)] = 0.0,
     log: bool = False,
+    raw: bool = False,
 ) -> Response:
-    """Figures of runs along an axis, in a window; spikes stay however few the points are."""
+    """Figures of runs along an axis, in a window; spikes stay however few the points are. `raw`: the smoothed ones also
+    as they were."""
     infinite = float("inf")
     view = View(x, -infinite if low is None else low, infinite if high is None else high, points, smooth, log)
     names, keys = list(dict.fromkeys(run)), list(dict.fromkeys(key))
-    if len(names) * len(keys) * points > MOST_DRAWN:
+    has_raw = raw and smooth > 0
+    if len(names) * len(keys) * points * (1 + has_raw) > MOST_DRAWN:
         raise invalid(
             "points", f"{len(names)} runs × {len(keys)} figures × {points} points are more than {MOST_DRAWN:,}"
         )
     feed = _feed(request)
     wanted = [(name, one) for name in names for one in keys]
-    answers = [await feed.ask(_curves_of(wanted[i : i + _AT_ONCE], view)) for i in range(0, len(wanted), _AT_ONCE)]
+    views = {"raw": replace(view, smoothing=0.0), "smooth": view} if has_raw else {"smooth": view}
+    answers = [await feed.ask(_curves_of(wanted[i : i + _AT_ONCE], views)) for i in range(0, len(wanted), _AT_ONCE)]
     bands = await feed.ask(lambda watch: _bands(watch, names, view)) if "validation.loss" in keys else []
     parts = ", ".join(part for answer in answers for part in answer)
     head = json.dumps({"x": x, "bands": bands})
     return Response(f'{head[:-1]}, "curves": [{parts}]}}', media_type="application/json")
 
 
-def _curves_of(wanted: list[tuple[str, str]], view: View) -> Callable[[Watch], list[str]]:
+def _curves_of(wanted: list[tuple[str, str]], views: dict[str, View]) -> Callable[[Watch], list[str]]:
     """Curves, as JSON already: to write many numbers takes long."""
 
     def made(watch: Watch) -> list[str]:
         found = []
         for name, key in wanted:
             (one,) = _used(watch, [name])
-            along, values = drawn(one.series, key, view)
-            whole = one.series.at_end or one.problem is not None
-            curve = {"run": name, "key": key, "whole": whole, "x": along.tolist(), "y": values.tolist()}
+            lines = {kind: drawn(one.series, key, view) for kind, view in views.items()}
+            curve = {"run": name, "key": key, "whole": one.series.at_end or one.problem is not None}
+            for kind, (along, values) in lines.items():
+                line = {"x": along.tolist(), "y": values.tolist()}
+                curve |= {"raw": line} if kind == "raw" else line
             found.append(json.dumps(curve, allow_nan=False))
         return found
 
@@ -215,11 +223,14 @@ async def live(request: Request) -> Response:
 
 async def _live(feed: Feed, changes: Changes, studio: Studio) -> AsyncGenerator[list[dict[str, Any]]]:
     rows = await feed.ask(_rows_of(feed))
-    yield [{"type": "runs", "runs": rows, "gone": [], "all": True}]
+    left_out = feed.left_out
+    yield [{"type": "runs", "runs": rows, "gone": [], "all": True, "left_out": left_out}]
     known = {row["id"] for row in rows}
     while not studio.service.draining:
         if changed := await changes.take(2.0):
             rows = await feed.ask(_rows_of(feed, changed))
             gone, known = sorted(known - feed.states.keys()), set(feed.states)
-            yield [{"type": "runs", "runs": rows, "gone": gone, "all": False}]
+            more = {} if left_out == feed.left_out else {"left_out": feed.left_out}
+            left_out = feed.left_out
+            yield [{"type": "runs", "runs": rows, "gone": gone, "all": False, **more}]
         await asyncio.sleep(_LIVE_SECONDS)

@@ -43,7 +43,7 @@ export function Part({ state, shown }) {
     return html`<p class="notice">There is no run here yet. Train one with <code>gptworks train</code>; it appears by itself.</p>`;
   }
   const setPlain = (plain) => session.set({ plain, columns: session.columns.map((column) => ({ ...column, current: null })) });
-  return html`<div class="play">
+  return html`<div class=${cx("play", session.mono && "as-code")}>
     <h1 class="hidden-text">Play</h1>
     <div class="work">
       ${!chat && html`<${Prompt} ...${{ session, busy, box: prompt, prepare }} />`}
@@ -56,6 +56,8 @@ export function Part({ state, shown }) {
             aria-pressed=${String(session.shade === kind)} onClick=${() => session.set({ shade: kind })}>${
             { probability: "Probability", rank: "Rank", off: "Off" }[kind]}</button>`)}</div>
         <${Legend} kind=${session.shade} />
+        <button class="button small" aria-pressed=${String(session.mono)} title="Every character as wide as another, for code"
+          onClick=${() => session.set({ mono: !session.mono })}>Monospaced</button>
         <span class="fill"></span>
         ${session.columns.length < 2 && html`<button class="button small" onClick=${() => session.addColumn()}>Side by side</button>`}
       </div>

@@ -4,21 +4,21 @@ import { follow } from "./runs/live.js";
 import { styleOf } from "./runs/chart.js";
 import { Figures } from "./runs/figures.js";
 import { Comparison, Samples, StepDetails } from "./runs/findings.js";
-import { RunList } from "./runs/list.js";
-import { html, useCallback, useEffect, useMemo, useRef, useState } from "./ui.js";
+import { LeftOut, RunList } from "./runs/list.js";
+import { html, useCallback, useEffect, useMemo, useRef, useState, useTheme } from "./ui.js";
 
 const FIRST = 8;
 const REFRESH_MS = 2000;
 const AXES = { step: "Steps", tokens: "Tokens", seconds: "Seconds" };
 
 export function Part({ shown, route }) {
-  const [runs, setRuns] = useState(null);
+  const [{ runs, leftOut }, setRuns] = useState({ runs: null, leftOut: {} });
   const [problem, setProblem] = useState(null);
   const [chosen, setChosen] = useState(null);
   const [picked, setPicked] = useState(null);
   const [settings, set] = useState({ x: "step", window: null, smooth: 0, logX: false, logY: false });
   const theme = useTheme();
-  useEffect(() => (shown ? follow(setRuns, setProblem) : undefined), [shown]);
+  useEffect(() => (shown ? follow((found, out) => setRuns({ runs: found, leftOut: out }), setProblem) : undefined), [shown]);
   const rows = useMemo(() => (runs ? [...runs.values()] : []), [runs]);
   const linked = route.join("/");
   useEffect(() => {
@@ -35,10 +35,11 @@ export function Part({ shown, route }) {
   const pick = useCallback((run, at) => setPicked({ run, at, x: view.x }), [view.x]);
   const forget = useCallback(() => setPicked(null), []);
   if (!runs) return html`<p class="notice" role="status">${problem ?? "Looking for runs…"}</p>`;
-  if (!rows.length) return html`<p class="notice">There is no run here yet. Train one with <code>gptworks train</code>; it appears by itself.</p>`;
+  if (!rows.length) return html`<div class="notice"><p>There is no run here yet. Train one with <code>gptworks train</code>; it appears by itself.</p>
+    <${LeftOut} reasons=${leftOut} /></div>`;
   return html`<div class="runs">
     <h1 class="hidden-text">Runs</h1>
-    <aside><${RunList} rows=${rows} chosen=${ids} styles=${styles} choose=${setChosen} /></aside>
+    <aside><${RunList} rows=${rows} chosen=${ids} styles=${styles} leftOut=${leftOut} choose=${setChosen} /></aside>
     <div class="work">
       ${problem && html`<p class="problem" role="alert">${problem}</p>`}
       <${Controls} settings=${settings} set=${set} />
@@ -102,17 +103,3 @@ function useVersion(drawn) {
   return shown;
 }
 
-/** Which colours are shown: canvases have to be drawn anew when it changes. */
-function useTheme() {
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const now = () => document.documentElement.dataset.theme ?? (dark.matches ? "dark" : "light");
-  const [theme, setTheme] = useState(now());
-  useEffect(() => {
-    const changed = () => setTheme(now());
-    const observer = new MutationObserver(changed);
-    observer.observe(document.documentElement, { attributeFilter: ["data-theme"] });
-    dark.addEventListener("change", changed);
-    return () => (observer.disconnect(), dark.removeEventListener("change", changed));
-  }, []);
-  return theme;
-}

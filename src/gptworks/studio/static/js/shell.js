@@ -18,7 +18,6 @@ export function go(key, rest = "") {
 
 export function start(element) {
   takeToken();
-  showTheme(theme());
   render(html`<${Shell} />`, element);
 }
 
@@ -44,16 +43,11 @@ function theme() {
   return THEMES.includes(stored) ? stored : "system";
 }
 
-function showTheme(name) {
-  if (name === "system") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = name;
-}
-
 function Theme() {
   const [chosen, choose] = useState(theme());
   const change = (event) => {
     localStorage.setItem("gptworks-theme", event.target.value);
-    showTheme(event.target.value);
+    dispatchEvent(new Event("gptworks-theme")); // to theme.js
     choose(event.target.value);
   };
   return html`<label class="theme"><span class="hidden-text">Colours</span>

@@ -1,6 +1,6 @@
 // Preact with hooks and htm, and two small helpers.
 
-import { Component, h } from "../vendor/preact-htm.js";
+import { Component, h, useEffect, useState } from "../vendor/preact-htm.js";
 
 export {
   Component, h, html, render, useCallback, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState,
@@ -18,6 +18,18 @@ export function memo(Inner) {
       return h(Inner, props);
     }
   };
+}
+
+/** Which colours are shown, light or dark: what is drawn on a canvas has to be drawn anew when it changes. */
+export function useTheme() {
+  const now = () => document.documentElement.dataset.theme;
+  const [theme, set] = useState(now());
+  useEffect(() => {
+    const observer = new MutationObserver(() => set(now()));
+    observer.observe(document.documentElement, { attributeFilter: ["data-theme"] });
+    return () => observer.disconnect();
+  }, []);
+  return theme;
 }
 
 /** A class attribute of the names that are given. */

@@ -19,6 +19,7 @@ export class Session {
     this.prompt = kept?.prompt ?? "";
     this.plain = kept?.plain ?? false;
     this.shade = kept?.shade ?? "probability";
+    this.mono = kept?.mono ?? false;
     this.drawn = false;
   }
 
@@ -52,9 +53,9 @@ export class Session {
 
   save() {
     clearTimeout(this.saving);
-    const { settings, options, prompt, plain, shade } = this;
+    const { settings, options, prompt, plain, shade, mono } = this;
     const columns = this.columns.map(({ model, checkpoint, current }) => ({ model, checkpoint, current }));
-    this.tree.save({ columns, settings, options, prompt, plain, shade });
+    this.tree.save({ columns, settings, options, prompt, plain, shade, mono });
   }
 
   /** Choose a model where none is chosen, or where the chosen one is no longer there. */

@@ -1,7 +1,7 @@
 // Where each head looks when it predicts the chosen token: a heat map of heads by tokens.
 
 import { count, percent, visible } from "../format.js";
-import { html, useEffect, useMemo, useRef, useState } from "../ui.js";
+import { html, useEffect, useMemo, useRef, useState, useTheme } from "../ui.js";
 
 const ROW = 12;
 const LEGEND = [0.01, 0.1, 0.3, 1];
@@ -18,17 +18,9 @@ export function Attention({ numbers, first, tokens, setWeights }) {
   const { shape: [n_layers, n_heads, n_keys], values } = useMemo(() => decoded(numbers), [numbers]);
   const canvas = useRef(null);
   const [at, setAt] = useState({ row: n_layers * n_heads - 1, key: n_keys - 1 });
-  const [theme, setTheme] = useState(0);
+  const theme = useTheme();
   const n_rows = n_layers * n_heads;
   const weight = (row, key) => values[row * n_keys + key];
-  useEffect(() => {
-    const media = matchMedia("(prefers-color-scheme: dark)");
-    const changed = () => setTheme((n) => n + 1);
-    const observer = new MutationObserver(changed);
-    observer.observe(document.documentElement, { attributeFilter: ["data-theme"] });
-    media.addEventListener("change", changed);
-    return () => (observer.disconnect(), media.removeEventListener("change", changed));
-  }, []);
   useEffect(() => {
     const element = canvas.current;
     const sharp = devicePixelRatio || 1;

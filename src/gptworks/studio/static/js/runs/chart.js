@@ -15,7 +15,7 @@ export function styleOf(n) {
 }
 
 /**
- * curves: [{ id, name, style, x, y }], bands: [{ name, style, x, low, high }], view: { window, logX, logY, theme },
+ * curves: [{ id, name, style, x, y, raw: { x, y } | undefined }], bands: [{ name, style, x, low, high }], view: { window, logX, logY, theme },
  * zoom(from, to) or zoom(null), pick(id, x), xName, write(y): a value as text, tick(y): one at the axis.
  */
 export function Chart({ title, ...props }) {
@@ -105,7 +105,7 @@ function heightOf(props) {
       if (y[i] > high) high = y[i];
     }
   };
-  for (const { x, y } of curves) take(x, y);
+  for (const { x, y, raw } of curves) (take(x, y), raw && take(raw.x, raw.y));
   if (low > high) for (const band of bands) (take(band.x, band.low), take(band.x, band.high));
   if (low > high) return view.logY ? [0.1, 10] : [0, 1];
   if (view.logY) return [low / 1.1, high * 1.1];
@@ -133,15 +133,24 @@ function paint(plot, { curves, bands }, style) {
     ctx.fillStyle = colourOf(band.style);
     ctx.fill();
   }
-  ctx.globalAlpha = curves.length > 3 * FEW ? 0.6 : 1;
-  ctx.lineWidth = ratio * (curves.length > 3 * FEW ? 1 : 1.5);
   ctx.lineJoin = "round";
-  for (const { x, y, style: line } of curves) {
-    ctx.strokeStyle = ctx.fillStyle = colourOf(line);
-    ctx.setLineDash(DASHES[line.dash].map((length) => length * ratio));
+  const line = ({ x, y }) => {
     ctx.beginPath();
     for (let i = 0; i < x.length; i++) ctx.lineTo(across(x[i]), up(y[i]));
     ctx.stroke();
+  };
+  ctx.globalAlpha = 0.25;
+  ctx.lineWidth = ratio;
+  for (const { raw, style: { colour } } of curves) {
+    ctx.strokeStyle = colourOf({ colour });
+    if (raw) line(raw);
+  }
+  ctx.globalAlpha = curves.length > 3 * FEW ? 0.6 : 1;
+  ctx.lineWidth = ratio * (curves.length > 3 * FEW ? 1 : 1.5);
+  for (const { x, y, style: { colour, dash } } of curves) {
+    ctx.strokeStyle = ctx.fillStyle = colourOf({ colour });
+    ctx.setLineDash(DASHES[dash].map((length) => length * ratio));
+    line({ x, y });
     if (x.length > DOTS) continue;
     ctx.beginPath();
     for (let i = 0; i < x.length; i++) {

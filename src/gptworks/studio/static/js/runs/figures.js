@@ -8,6 +8,7 @@ import { Line } from "./list.js";
 
 const POINTS = 40_000;
 const MOST_PARTS = 8;
+const MOST_RAW = 16; // of more, the lines behind the smoothed ones would hide them
 const WAIT_MS = 60;
 const TITLES = {
   "validation.loss": "Validation loss", "train.loss": "Training loss", "validation.bits_per_byte": "Bits per byte",
@@ -93,7 +94,7 @@ function Figure({ title, of, wanted, styles, view, version, zoom, pick }) {
   }, [seen, question, version]);
   const drawn = useMemo(() => {
     const known = new Map(list.map((one) => [`${one.run}\n${one.key}`, one]));
-    return (answer.x === view.x ? answer.curves : []).map((curve) => ({ ...known.get(`${curve.run}\n${curve.key}`), id: curve.run, x: curve.x, y: curve.y }))
+    return (answer.x === view.x ? answer.curves : []).map((curve) => ({ ...known.get(`${curve.run}\n${curve.key}`), id: curve.run, x: curve.x, y: curve.y, raw: curve.raw }))
       .filter((curve) => curve.style && curve.x.length);
   }, [answer, list, view.x]);
   const bands = useMemo(() => answer.bands.map((band) => ({ ...band, style: bandStyle(band, list, styles) })), [answer, list]);
@@ -118,6 +119,7 @@ function bandStyle(band, list, styles) {
 
 function questionOf(list, view, smooth) {
   const asked = new URLSearchParams({ x: view.x, points: Math.max(60, Math.min(1200, Math.floor(POINTS / list.length))), smooth });
+  if (smooth && list.length <= MOST_RAW) asked.set("raw", "true");
   if (view.logX) asked.set("log", "true");
   const [from, to] = view.window ?? [];
   for (const [name, end] of Object.entries(view.window ? { from, to } : {})) asked.set(name, end);

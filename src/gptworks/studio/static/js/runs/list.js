@@ -20,7 +20,7 @@ export function loss(value) {
   return typeof value === "number" ? value.toFixed(4) : (value ?? "–");
 }
 
-export const RunList = memo(({ rows, chosen, styles, choose }) => {
+export const RunList = memo(({ rows, leftOut, chosen, styles, choose }) => {
   const [search, setSearch] = useState("");
   const [order, setOrder] = useState("name");
   const found = useMemo(() => {
@@ -40,12 +40,21 @@ export const RunList = memo(({ rows, chosen, styles, choose }) => {
       <button class="button small" onClick=${() => choose([])}>None</button>
     </div>
     <p class="quiet" role="status">${count(found.length)} of ${count(rows.length)} runs, ${count(chosen.length)} drawn</p>
+    <${LeftOut} reasons=${leftOut} />
     <div class="runs-rows" tabindex="0" role="group" aria-label="Runs to draw">
       ${found.slice(0, MOST_SHOWN).map((row) => html`<${Row} key=${row.id} row=${row} style=${styles.get(row.id)} toggle=${toggle} />`)}
       ${found.length > MOST_SHOWN && html`<p class="quiet">${count(found.length - MOST_SHOWN)} more: search for them.</p>`}
     </div>
   </section>`;
 });
+
+/** How many runs are not read, and why each is not. */
+export function LeftOut({ reasons }) {
+  const found = Object.entries(reasons);
+  if (!found.length) return null;
+  return html`<details class="left-out"><summary>${count(found.length)} ${found.length > 1 ? "runs are" : "run is"} left out</summary>
+    <ul>${found.slice(0, MOST_SHOWN).map(([id, reason]) => html`<li key=${id}><b>${id}</b> <span class="quiet">${reason}</span></li>`)}</ul></details>`;
+}
 
 function Row({ row, style, toggle }) {
   const state = row.problem ? "cannot be read" : !row.whole ? "reading…" : row.state;

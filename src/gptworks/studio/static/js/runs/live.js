@@ -4,10 +4,14 @@ import { stream } from "../api.js";
 
 const AGAIN_MS = 2000;
 
-/** Call `show` with the runs by id, whenever some have changed. Returns a function that ends it. */
+/**
+ * Call `show` with the runs by id, whenever some have changed, and with why others are left out. Returns a function that
+ * ends it.
+ */
 export function follow(show, report) {
   const stop = new AbortController();
   let runs = new Map();
+  let leftOut = {};
   (async () => {
     while (!stop.signal.aborted) {
       try {
@@ -16,7 +20,8 @@ export function follow(show, report) {
           runs = new Map(event.all ? [] : runs);
           for (const row of event.runs) runs.set(row.id, row);
           for (const id of event.gone) runs.delete(id);
-          show(runs);
+          leftOut = event.left_out ?? leftOut;
+          show(runs, leftOut);
           report(null);
         }
       } catch (error) {
