@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gptworks.choices import Weights
+from gptworks.choices import LoadedWeights, Weights
 from gptworks.config import LoRAConfig, ModelConfig, Recipe
 from gptworks.errors import RunError, UserError
 from gptworks.files import (
@@ -43,8 +43,9 @@ from gptworks.model import GPT
 from gptworks.model.lora import add_lora, has_adapter, merge_lora
 from gptworks.quantize.convert import packed_kinds, unpack_all
 from gptworks.quantize.linear import QuantizedGPT
+from gptworks.quantize.load import kinds_to_pack, read_packed
 from gptworks.recipe import load_recipe
-from gptworks.tensors import Expected, Stored, Wanted, read_tensors, stored_tensors
+from gptworks.tensors import Expected, Stored, TensorFile, Wanted, read_tensors, stored_tensors
 
 FORMAT = 2
 MAX_JSON_BYTES = 1 << 24
@@ -335,6 +336,7 @@ def load_run(
     device: torch.device | str = "cpu",
     full: bool = False,
     merge: bool = True,
+    weights: LoadedWeights = "auto",
     report: Report = lambda _: None,
 ) -> LoadedRun:
     """Load a run's model for use, in eval mode.
@@ -343,7 +345,7 @@ def load_run(
         overrides: settings that win over the recipe's and leave the weights as they are, such as
             `model.context_length=1024` and `model.rope_scaling.type=yarn`.
         full: refuse a quantized run, for what needs the weights as they were trained.
-        merge: add an adapter to the weights; False: leave it beside them.
+        merge, weights: see `load_model`.
 
     Raises:
         UserError: as `choose_checkpoint`; or the weights do not belong to the recipe's model, or are quantized.
@@ -358,7 +360,7 @@ def load_run(
     if full:
         require_full_weights(checkpoint)
     recipe = load_recipe(run_dir, overrides)
-    model = load_model(checkpoint, recipe.model, device, adapter=recipe.adapter, merge=merge)
+    model = load_model(checkpoint, recipe.model, device, adapter=recipe.adapter, merge=merge, weights=weights)
     return LoadedRun(model, recipe, run_dir / "tokenizer", checkpoint)
 
 
@@ -382,16 +384,20 @@ def load_model(
     *,
     adapter: LoRAConfig | None = None,
     merge: bool = True,
+    weights: LoadedWeights = "auto",
 ) -> GPT:
     """The model with a checkpoint's weights, in eval mode; a QuantizedGPT where matrices are packed. Those beneath an
     adapter are unpacked.
 
     Args:
         adapter: what the checkpoint's adapter is, where it holds one.
-        merge: add the adapter to the weights.
+        merge: add the adapter to the weights; False: leave it beside them.
+        weights: how the matrices are kept. auto: as in the checkpoint. Packed ones have an adapter merged, and each
+            weight rounded to the nearest value as it is read: the whole model is never in memory in fp32.
 
     Raises:
-        UserError: names, shapes or dtypes of the weights are not those of `config`, or one is not finite.
+        UserError: names, shapes or dtypes of the weights are not those of `config`, one is not finite, or they are
+            packed and cannot be had as `weights` says.
     """
     with torch.device("meta"):
         model, plain = GPT(config), GPT(config)
@@ -407,9 +413,17 @@ def load_model(
                 add_lora(plain, adapter)
         return {name: Expected.like(tensor) for name, tensor in model.state_dict().items()}
 
-    tensors = checkpoint.model_tensors(wanted)
-    if kinds and has_adapter(tensors):
-        model, tensors = plain, unpack_all(tensors, kinds)
+    file = TensorFile(checkpoint.folder / "model.safetensors", wanted)
+    adapted = has_adapter(file.stored)
+    if asked := kinds_to_pack(plain, weights, {} if adapted else kinds, str(checkpoint.folder.parents[1])):
+        assert merge, "an adapter beside packed weights is for training"
+        with torch.device("meta"):
+            model = QuantizedGPT(config, asked)
+        tensors = read_packed(file, asked, kinds if adapted else {}, adapter, device)
+    else:
+        tensors = file.read()
+        if kinds and adapted:
+            model, tensors = plain, unpack_all(tensors, kinds)
     model.load_state_dict(tensors, assign=True)
     model.reset_tables()
     if merge:

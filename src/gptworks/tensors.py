@@ -90,49 +90,65 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
         raise UserError(f"{path} is damaged or no safetensors file: {error}. Restore it from a copy.") from None
 
 
-def read_tensors(
-    path: Path,
-    wanted: Wanted | None,
-    *,
-    owner: str = "the recipe's model",
-    fix: str = "Restore the file from a copy, or use another checkpoint.",
-) -> dict[str, Tensor]:
-    """Read every tensor of a safetensors file, on the CPU.
+class TensorFile:
+    """A safetensors file that holds what its reader expects, by its header. Its tensors are read on the CPU."""
 
-    Names, shapes and dtypes are compared before any tensor is read; then each floating-point tensor must be finite
-    (125 ms a GB on one core of an EPYC, Zen 4; nothing is copied).
+    def __init__(
+        self,
+        path: Path,
+        wanted: Wanted | None,
+        *,
+        owner: str = "the recipe's model",
+        fix: str = "Restore the file from a copy, or use another checkpoint.",
+    ) -> None:
+        """
+        Args:
+            wanted: exactly these tensors; None: any that are finite and of a dtype that gptworks knows.
+            owner: what expects them, for the message. fix: what a user can do about a tensor that is not as expected.
 
-    Args:
-        wanted: exactly these tensors; None: any that are finite and of a dtype that gptworks knows.
-        owner: what expects them, for the message. fix: what a user can do about a tensor that is not as expected.
+        Raises:
+            UserError: the file is missing or damaged, or a tensor is missing, unexpected, or of another shape or dtype.
+                The tensor, what was found and what was expected are named.
+        """
+        self.path, self.stored, self._fix = path, stored_tensors(path), fix
+        self._expected = wanted(self.stored) if callable(wanted) else wanted
+        for name in sorted({*self.stored, *(self._expected or {})}):
+            found = self.stored.get(name)
+            due = None if self._expected is None else self._expected.get(name)
+            if self._expected is None and found is not None and isinstance(found.dtype, torch.dtype):
+                continue
+            if found is None or due is None or (found.shape, found.dtype) != (due.shape, due.dtype):
+                absent = "of a dtype that gptworks does not read" if self._expected is None else "absent"
+                raise UserError(
+                    f"{path} does not hold {owner}: `{name}` is {found or 'missing'} there and {due or absent} in "
+                    f"{owner}. {fix}"
+                )
 
-    Raises:
-        UserError: the file is missing or damaged, or a tensor is missing, unexpected, of another shape or dtype, not
-            finite, or smaller than it may be. The tensor, what was found and what was expected are named.
-    """
-    stored = stored_tensors(path)
-    expected = wanted(stored) if callable(wanted) else wanted
-    for name in sorted({*stored, *(expected or {})}):
-        found = stored.get(name)
-        due = None if expected is None else expected.get(name)
-        if expected is None and found is not None and isinstance(found.dtype, torch.dtype):
-            continue
-        if found is None or due is None or (found.shape, found.dtype) != (due.shape, due.dtype):
-            raise UserError(
-                f"{path} does not hold {owner}: `{name}` is {found or 'missing'} there and "
-                f"{due or ('absent' if expected is not None else 'of a dtype that gptworks does not read')} in "
-                f"{owner}. {fix}"
-            )
-    tensors = {}
-    try:
-        with safe_open(path, "pt") as file:
-            for name in stored:
-                tensors[name] = file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} is damaged: {error}. {fix}") from None
-    for name, tensor in tensors.items():
-        check_finite(name, tensor, path, least=expected[name].least if expected else -math.inf, fix=fix)
-    return tensors
+    def read(self, *names: str) -> dict[str, Tensor]:
+        """The tensors of these names, or all; each floating-point one must be finite (125 ms a GB on one core of an
+        EPYC, Zen 4).
+
+        Nothing is copied: they are the file's pages, which take no memory any more once all tensors of a call are gone.
+
+        Raises:
+            UserError: the file is damaged, or an element is not finite or smaller than it may be.
+        """
+        tensors = {}
+        try:
+            with safe_open(self.path, "pt") as file:
+                for name in names or self.stored:
+                    tensors[name] = file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{self.path} is damaged: {error}. {self._fix}") from None
+        for name, tensor in tensors.items():
+            least = self._expected[name].least if self._expected else -math.inf
+            check_finite(name, tensor, self.path, least=least, fix=self._fix)
+        return tensors
+
+
+def read_tensors(path: Path, wanted: Wanted | None, **messages: str) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file; arguments and errors: see `TensorFile`."""
+    return TensorFile(path, wanted, **messages).read()
 
 
 @contextmanager

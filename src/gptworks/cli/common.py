@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gptworks.choices import BackendName, CacheName, DeviceName
+from gptworks.choices import BackendName, CacheName, DeviceName, LoadedWeights
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,6 +65,14 @@ Speculative = Annotated[
     typer.Option("--speculative", min=0, help="Speculative decoding: tokens drafted at a time. The text is the same."),
 ]
 Backend = Annotated[BackendName, typer.Option(help="What computes: native is C++, on a CPU. auto: the faster.")]
+KeptWeights = Annotated[
+    LoadedWeights,
+    typer.Option(
+        "--weights",
+        help="bf16, int8, int4: round the weights as they are loaded, each to the nearest value; gptworks quantize has "
+        "GPTQ for int4. auto: as the run keeps them.",
+    ),
+]
 
 # Where a server listens, and for whom; shared by `serve` and `studio`.
 Host = Annotated[str, typer.Option(metavar="ADDRESS", help="The address to listen at; 0.0.0.0 is all of them.")]

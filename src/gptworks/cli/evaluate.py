@@ -9,6 +9,7 @@ from gptworks.choices import PrecisionName
 from gptworks.cli.common import (
     AsJSON,
     Device,
+    KeptWeights,
     Overrides,
     RunFolder,
     Texts,
@@ -62,6 +63,7 @@ def evaluate(
     precision: Annotated[
         PrecisionName | None, typer.Option(help="Precision of matrix products. Default: the run's own.")
     ] = None,
+    weights: KeptWeights = "auto",
     device: Device = "auto",
     no_save: Annotated[
         bool, typer.Option("--no-save", help="Leave the run folder as it is: no evaluations/, no lines in its card.")
@@ -73,7 +75,8 @@ def evaluate(
     By default on the whole validation split.
 
     What --text, --task, --harness, --calibration and --memorization find is kept in RUN/evaluations and in the
-    model card. KEY=VALUE settings win over the run's: model.context_length=1024 model.rope_scaling.type=yarn.
+    model card, with --weights int8 under a name of its own: text-book-int8. KEY=VALUE settings win over the
+    run's: model.context_length=1024 model.rope_scaling.type=yarn.
     """
     from gptworks.interface.measuring import evaluate as measure
 
@@ -82,8 +85,8 @@ def evaluate(
             run, *overrides or [], checkpoint=checkpoint, text=text or (), task=task or (), shots=shots or (),
             limit=limit, chat=chat, run_generated_code=run_generated_code, harness=harness or (),
             calibration=calibration, memorization=memorization, stride=stride, by_position=by_position,
-            compressors=compressors, precision=precision, device=device, save=not no_save, report=notice,
-            prepare=prepare_with_progress, progress=show,
+            compressors=compressors, precision=precision, weights=weights, device=device, save=not no_save,
+            report=notice, prepare=prepare_with_progress, progress=show,
         )  # fmt: skip
     if as_json:
         print_json(found.to_json())

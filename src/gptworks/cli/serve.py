@@ -5,7 +5,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptworks.cli.common import ApiKeys, Backend, Cache, Device, Host, Port, Speculative, WhichCheckpoint, notice
+from gptworks.cli.common import (
+    ApiKeys,
+    Backend,
+    Cache,
+    Device,
+    Host,
+    KeptWeights,
+    Port,
+    Speculative,
+    WhichCheckpoint,
+    notice,
+)  # fmt: skip
 from gptworks.cli.use import drafter_of, load_engine
 from gptworks.errors import UserError, not_installed
 
@@ -43,6 +54,7 @@ def serve(
     request_seconds: Annotated[float, typer.Option(help="Time in which a request must be answered whole.")] = 600,
     drain_seconds: Annotated[float, typer.Option(help="Time to finish what is begun, after SIGTERM.")] = 30,
     speculative: Speculative = 0,
+    weights: KeptWeights = "auto",
     backend: Backend = "auto",
     cache: Cache = "auto",
     checkpoint: WhichCheckpoint = "best",
@@ -77,11 +89,11 @@ def serve(
         notice(f"loading {name} from {folder}")
         engine = load_engine(
             folder, checkpoint, device, n_slots=slots, slot_tokens=context,
-            drafter=drafter_of(speculative, None, device, backend), backend=backend, cache=cache,
+            drafter=drafter_of(speculative, None, device, backend), backend=backend, cache=cache, weights=weights,
         )  # fmt: skip
         cache_bytes = engine.warm_up(promised_bytes=promised_bytes)
         notice(f"{slots} slots of {engine.context:,} tokens: {readable(cache_bytes, 'B')} of keys and values when full")
-        notice(f"computed by {engine.backend_description}")
+        notice(f"computed by {engine.backend_description}; weights in {engine.weights}")
         engines[name], promised_bytes = engine, promised_bytes + cache_bytes
     if not local and not keys:
         notice(f"warning: anyone who reaches {host} can use this server; --api-key asks for a key.")

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gptworks.choices import BackendName, CacheName, DeviceName
+from gptworks.choices import BackendName, CacheName, DeviceName, LoadedWeights
 from gptworks.cli.common import (
     AsJSON,
     Backend,
     Cache,
     Device,
     FrequencyPenalty,
+    KeptWeights,
     MaxTokens,
     MinP,
     Overrides,
@@ -90,6 +91,7 @@ def generate(
         Path | None,
         typer.Option(metavar="RUN", help="With --speculative: a smaller model that drafts. Default: prompt lookup."),
     ] = None,
+    weights: KeptWeights = "auto",
     backend: Backend = "auto",
     cache: Cache = "auto",
     checkpoint: WhichCheckpoint = "best",
@@ -123,10 +125,11 @@ def generate(
             refuse_unused("is for --json: add it, or", logprobs=logprobs)
         if samples == 1:
             refuse_unused("is for several texts: give --samples or --input, or", slots=slots)
-    drafter = drafter_of(speculative, draft_model, device, backend)
+    drafter = drafter_of(speculative, draft_model, device, backend, weights)
     engine = load_engine(
-        run, checkpoint, device, overrides, n_slots=slots, drafter=drafter, backend=backend, cache=cache
-    )
+        run, checkpoint, device, overrides, n_slots=slots, drafter=drafter, backend=backend, cache=cache,
+        weights=weights,
+    )  # fmt: skip
     encode: Callable[[str], Prompt] = str
     if chat:
         settings, encode = _asked(engine, settings)
@@ -180,8 +183,14 @@ def _completion_json(completion: "Completion") -> dict[str, Any]:
     return {key: value for key, value in tree.items() if value is not None}
 
 
-def drafter_of(n_tokens: int, model: Path | None, device: DeviceName, backend: BackendName) -> "Drafter | None":
-    """What drafts `n_tokens` tokens at a time: a smaller model, or prompt lookup. None for 0."""
+def drafter_of(
+    n_tokens: int, model: Path | None, device: DeviceName, backend: BackendName, weights: LoadedWeights = "auto"
+) -> "Drafter | None":
+    """What drafts `n_tokens` tokens at a time: a smaller model, or prompt lookup. None for 0.
+
+    A model that is quantized stays as it is, whatever `weights` says: drafts change no text.
+    """
+    from gptworks.checkpoint import choose_checkpoint
     from gptworks.infer.engine import load
     from gptworks.infer.speculate import DraftModel, PromptLookup
 
@@ -189,7 +198,10 @@ def drafter_of(n_tokens: int, model: Path | None, device: DeviceName, backend: B
         return None
     if model is None:
         return PromptLookup(n_tokens)
-    return DraftModel(load(model, device=device, report=notice).model, n_tokens, backend=backend)
+    if weights != "auto" and choose_checkpoint(model).is_quantized:
+        weights = "auto"
+    draft = load(model, device=device, weights=weights, report=notice).model
+    return DraftModel(draft, n_tokens, backend=backend)
 
 
 def _generate_file(engine: "Engine", source: Path, target: Path, settings: "SamplingSettings", **options: Any) -> None:
@@ -223,6 +235,7 @@ def chat(
     seed: Seed = None,
     stop: Stop = None,
     system: Annotated[str, typer.Option(help="System message; needs a chat template.")] = "",
+    weights: KeptWeights = "auto",
     backend: Backend = "auto",
     cache: Cache = "auto",
     checkpoint: WhichCheckpoint = "best",
@@ -232,7 +245,7 @@ def chat(
     from gptworks.cli.talk import Talk, Terminal
     from gptworks.infer.chat import chat_session
 
-    engine = load_engine(run, checkpoint, device, backend=backend, cache=cache, reuse="all")
+    engine = load_engine(run, checkpoint, device, backend=backend, cache=cache, weights=weights, reuse="all")
     session = chat_session(
         engine, system=system, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
@@ -248,7 +261,7 @@ def load_engine(
     run: Path, checkpoint: str, device: DeviceName, overrides: list[str] | None = None, *,
     backend: BackendName = "auto", cache: CacheName = "auto", **options: Any,
 ) -> "Engine":  # fmt: skip
-    """The engine of a run; options as for `Engine`."""
+    """The engine of a run; options as for `load`."""
     with working(f"loading {run}"):
         import torch
 

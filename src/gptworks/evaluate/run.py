@@ -1,6 +1,7 @@
 """A run that is being evaluated: loaded once, for one measurement or several."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from gptworks.checkpoint import Report, choose_checkpoint
+from gptworks.choices import LoadedWeights
 from gptworks.config import PythonStdlibSource, Recipe
 from gptworks.data.batches import evaluation_windows
 from gptworks.data.conversations.packing import held_out_rows
@@ -44,6 +46,7 @@ class EvaluatedRun:
         overrides: Sequence[str] = (),
         device: str = "auto",
         precision: str | None = None,
+        weights: LoadedWeights = "auto",
         report: Report = lambda _: None,
         prepare: Callable[[Recipe], Prepared] = prepare,
         progress: Progress = lambda done, total: None,
@@ -53,12 +56,13 @@ class EvaluatedRun:
             checkpoint: best, last, or a step.
             overrides: settings that win over the run's, such as `model.context_length=1024`.
             precision: of losses; None: the run's own. Tasks are computed as the engine computes.
+            weights: how the weights are kept that are measured; see `gptworks.load`.
             report: called with each fallback, as text.
             prepare: makes, or finds, the run's own text as shards.
             progress: called with the items or tokens done, and all.
 
         Raises:
-            UserError: no such run, checkpoint or device, or damaged files.
+            UserError: no such run, checkpoint or device, damaged files, or a run that is quantized to other weights.
         """
         self.folder = Path(run_dir)
         chosen = choose_checkpoint(self.folder, checkpoint, report)
@@ -66,7 +70,9 @@ class EvaluatedRun:
         self.recipe = load_recipe(self.folder, overrides)
         self.name = self.folder.resolve().name
         self.precision = choose_precision(precision or self.recipe.train.precision, choose_device(device))
-        self.engine = load(self.folder, self.step, overrides=overrides, device=device, n_slots=SLOTS)
+        self.engine = load(self.folder, self.step, overrides=overrides, device=device, weights=weights, n_slots=SLOTS)
+        self.rounded_to = None if weights in ("auto", "fp32") or chosen.is_quantized else weights
+        """How the weights were rounded as they were loaded; None: they are the run's own."""
         self.model, self.tokenizer = self.engine.model, self.engine.tokenizer
         self._prepare, self._progress = prepare, progress
         others = (key for key in overrides if not key.startswith("data.cache_dir="))
@@ -131,7 +137,8 @@ class EvaluatedRun:
         report = evaluate_loss(self.model, windows, text_bytes=text_bytes, autocast=self.precision.autocast)
         result: dict[str, Any] = {
             "loss": report.loss, "perplexity": report.perplexity, "bits_per_byte": report.bits_per_byte,
-            "tokens": report.n_tokens, "text_bytes": text_bytes, "precision": self.precision.name, "step": self.step,
+            "tokens": report.n_tokens, "text_bytes": text_bytes, "precision": self.precision.name,
+            "weights": self.engine.weights, "step": self.step,
         }  # fmt: skip
         if by_position:
             sizes = token_bytes(self.prepared.tokenizer) if round_trips else None
@@ -183,6 +190,14 @@ class EvaluatedRun:
             autocast=self.precision.autocast, progress=self._progress,
         )  # fmt: skip
         return self._evaluation("memorization", found.measured(), found.n_texts, self.prepared.manifest.fingerprint)
+
+    def of_these_weights(self, found: Evaluation) -> Evaluation:
+        """A result that says by its name, its settings and a note if the weights measured are not the run's own."""
+        if self.rounded_to is None:
+            return found
+        note = f"weights rounded to {self.rounded_to} as they were loaded; the run's own are in fp32"
+        settings = {**found.settings, "weights": self.rounded_to}
+        return replace(found, name=f"{found.name}-{self.rounded_to}", settings=settings, notes=(*found.notes, note))
 
     def _evaluation(
         self, kind: str, metrics: dict[str, Measured], n_items: int, questions: str, *, name: str | None = None,

@@ -33,7 +33,7 @@ from tokenizers import Tokenizer
 
 from gptworks.chat_template import ChatTemplate, load_chat_template
 from gptworks.checkpoint import Report, load_run
-from gptworks.choices import BackendName
+from gptworks.choices import BackendName, LoadedWeights
 from gptworks.device import choose_device
 from gptworks.infer.admission import Admission
 from gptworks.infer.client import Client
@@ -45,6 +45,7 @@ from gptworks.infer.scheduler import PREFILL_TOKENS, QueueFull, Reuse
 from gptworks.infer.speculate import Drafter
 from gptworks.model import GPT
 from gptworks.model.backend import Chunk
+from gptworks.quantize.linear import weights_of
 from gptworks.tokenizer import load_tokenizer
 
 
@@ -203,6 +204,11 @@ class Engine(Client):
         return weights + (0 if backend is None else backend.cache.bytes_of(backend.n_slots, backend.capacity))
 
     @property
+    def weights(self) -> str:
+        """How the matrices are kept: `fp32`, or as they are quantized, such as `int4, int8`."""
+        return weights_of(self.model)
+
+    @property
     def backend_description(self) -> str | None:
         """What computes, with what, and where it was chosen why; None before anything was computed."""
         return None if self._room.backend is None else self._room.backend.description
@@ -238,6 +244,7 @@ def load(
     *,
     overrides: Sequence[str] = (),
     device: str = "auto",
+    weights: LoadedWeights = "auto",
     report: Report = lambda _: None,
     **options: Any,
 ) -> Engine:
@@ -247,13 +254,17 @@ def load(
         checkpoint: best, last, or a step.
         overrides: settings that win over the run's, such as `model.context_length=1024` for a longer context.
         device: auto, cpu, cuda or mps.
+        weights: how the matrices are kept: auto (as the run keeps them), fp32, bf16, int8 or int4. Those of a run that
+            is not quantized are rounded as they are loaded, each to the nearest value; no file is written.
         report: called with a message for each fallback, such as from a damaged checkpoint.
         options: of `Engine`, such as n_slots=8.
 
     Raises:
-        UserError: no such run, checkpoint or device, or damaged files.
+        UserError: no such run, checkpoint or device, damaged files, or a run that is quantized to other weights.
     """
-    run = load_run(run_dir, str(checkpoint), overrides=overrides, device=choose_device(device), report=report)
+    run = load_run(
+        run_dir, str(checkpoint), overrides=overrides, device=choose_device(device), weights=weights, report=report
+    )
     tokenizer = load_tokenizer(run.tokenizer_folder)
     options.setdefault("chat_template", load_chat_template(run.tokenizer_folder, tokenizer))
     return Engine(run.model, tokenizer, **options)

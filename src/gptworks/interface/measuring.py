@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from gptworks.choices import PrecisionName
+from gptworks.choices import LoadedWeights, PrecisionName
 from gptworks.config import Recipe
 from gptworks.data.prepare import Prepared
 from gptworks.data.prepare import prepare as prepare_data
@@ -34,6 +34,8 @@ class Measurements:
     evaluations: tuple[Evaluation, ...] = ()
     without_bits: str = ""
     """Why the validation split has no bits per byte."""
+    rounded_to: str | None = None
+    """How the weights were rounded as they were loaded; None: those of the validation split are the run's own."""
 
     def to_json(self) -> Any:
         """Stable keys; of several evaluations a list."""
@@ -76,6 +78,8 @@ class Measurements:
                 "validation loss",
                 f"{found['loss']:.4f} nats per token, {found['tokens']:,} tokens, step {found['step']:,}",
             )
+            if self.rounded_to is not None:
+                yield "weights", f"rounded to {self.rounded_to} as they were loaded; the run's own are in fp32"
             yield "perplexity", significant(found["perplexity"])
             bits, n_bytes = found["bits_per_byte"], found["text_bytes"]
             undefined = f"undefined: {self.without_bits}"
@@ -120,6 +124,7 @@ def evaluate(
     by_position: bool = False,
     compressors: bool = False,
     precision: PrecisionName | None = None,
+    weights: LoadedWeights = "auto",
     device: str = "auto",
     save: bool = True,
     report: Callable[[str], None] = print,
@@ -145,6 +150,8 @@ def evaluate(
         by_position: also in each eighth of the context.
         compressors: also gzip and xz on the same text.
         precision: of matrix products; None: the run's own.
+        weights: how the weights are kept that are measured; see `gptworks.load`. Figures of weights that are rounded
+            as they are loaded are kept under a name of their own, such as text-book-int8.
         save: keep what texts, tasks and the like give, in the run folder and its card.
         report: called with each fallback, as text.
         prepare: makes, or finds, the run's own text as shards.
@@ -177,21 +184,22 @@ def evaluate(
     from gptworks.evaluate.run import EvaluatedRun  # with torch: what is refused is refused before
 
     one = EvaluatedRun(
-        run, checkpoint, overrides=overrides, device=device, precision=precision, report=report, prepare=prepare,
-        progress=progress,
+        run, checkpoint, overrides=overrides, device=device, precision=precision, weights=weights, report=report,
+        prepare=prepare, progress=progress,
     )  # fmt: skip
     if not others:
         validation = one.validation(stride, by_position, compressors)
         why = "this tokenizer does not keep the whole text"
         if one.prepared.manifest.holds_examples:
             why = "the text is conversations, of which not every byte is predicted"
-        return Measurements(validation, without_bits=why)
+        return Measurements(validation, without_bits=why, rounded_to=one.rounded_to)
     found = [one.text(path, contents, stride) for path, contents in texts.items()]
     found += [one.task(each, chat=chat, run_programs=run_generated_code) for each in tasks]
     if harness:
         found += run_harness(one.engine, harness, run=one.name, step=one.step, limit=limit, chat=chat)
     found += [one.calibration()] if calibration else []
     found += [one.memorization()] if memorization else []
+    found = [one.of_these_weights(each) for each in found]
     if save:
         save_evaluations(Path(run), found)
     return Measurements(None, tuple(found))

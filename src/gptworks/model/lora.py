@@ -54,9 +54,8 @@ class LoRALinear(LowRank, nn.Linear):
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """One layer that computes the same. The product is made in float64 and rounded once."""
-        product = self.lora_b.double() @ self.lora_a.double()
-        return self._plain((self.weight.double() + self.factor * product).to(self.weight.dtype))
+        """One layer that computes the same."""
+        return self._plain(merged_weight(self.weight, self.lora_a, self.lora_b, self.factor))
 
     def base(self) -> nn.Linear:
         """The layer without the adapter."""
@@ -88,6 +87,11 @@ def add_lora(model: GPT, config: LoRAConfig) -> GPT:
         if config.adapts(name):
             model.set_submodule(name, adapted(module, config))
     return model
+
+
+def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, factor: float) -> Tensor:
+    """A matrix [O, I] and what its adapter adds to it. The product is made in float64 and rounded once."""
+    return (weight.double() + factor * (lora_b.double() @ lora_a.double())).to(weight.dtype)
 
 
 def merge_lora(model: GPT) -> GPT:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gptworks.choices import Weights
 from gptworks.errors import UserError, nearest
 from gptworks.model import GPT
-from gptworks.quantize.formats import DTYPES, GROUP, KINDS, dequantize, pack_int4, unpacked
+from gptworks.quantize.formats import DTYPES, GROUP, KINDS, dequantize, empty, pack_int4, rows_at_once, unpacked
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices
 from gptworks.quantize.rounding import Rounded, gptq, round_int4, round_int8
 
@@ -60,11 +60,7 @@ def matrix_kinds(model: GPT, weights: Weights) -> dict[str, Weights]:
     Raises:
         UserError: an unknown kind, or the model is quantized already.
     """
-    if weights not in (known := get_args(Weights)):
-        near = nearest(weights, known)
-        raise UserError(
-            f"weights={weights}: " + (f"did you mean {near}?" if near else f"it must be one of {', '.join(known)}.")
-        )
+    check_known(weights, get_args(Weights))
     if isinstance(model, QuantizedGPT):
         raise UserError(f"the model is quantized to {model.weights} already: quantize the one that it was made from.")
 
@@ -73,6 +69,19 @@ def matrix_kinds(model: GPT, weights: Weights) -> dict[str, Weights]:
         return weights if weights != "int4" or whole_groups else "int8"
 
     return {name: kind(name, module.weight.size(1)) for name, module in _packable(model).items()}
+
+
+def check_known(weights: str, known: Sequence[str]) -> None:
+    """Refuse a kind of weights that is not among those known.
+
+    Raises:
+        UserError: it is not; the nearest one is named.
+    """
+    if weights not in known:
+        near = nearest(weights, known)
+        raise UserError(
+            f"weights={weights}: " + (f"did you mean {near}?" if near else f"it must be one of {', '.join(known)}.")
+        )
 
 
 def base_kinds(model: GPT, weights: Weights) -> dict[str, Weights]:
@@ -88,11 +97,19 @@ def pack_for(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     held = dict(tensors)
     for name, matrix in packed_matrices(model):
-        weight = held[f"{name}.weight"]
-        _check_holds(name, weight, matrix.kind)
-        held[f"{name}.weight"], scale = pack(weight.to(matrix.weight.device), matrix.kind)
-        held |= {} if scale is None else {f"{name}.scale": scale}
+        held |= packed_parts(name, held[f"{name}.weight"].to(matrix.weight.device), matrix.kind)
     return held
+
+
+def packed_parts(name: str, matrix: Tensor, kind: Weights) -> dict[str, Tensor]:
+    """A module's matrix packed, each weight to the nearest value: its weight and scale by their names in a checkpoint.
+
+    Raises:
+        UserError: a weight that the kind cannot hold.
+    """
+    _check_holds(name, matrix, kind)
+    weight, scale = pack(matrix, kind)
+    return {f"{name}.weight": weight} | ({} if scale is None else {f"{name}.scale": scale})
 
 
 def unpack_all(tensors: Mapping[str, Tensor], kinds: Mapping[str, Weights]) -> dict[str, Tensor]:
@@ -125,18 +142,26 @@ def _packable(model: GPT) -> dict[str, nn.Linear | nn.Embedding]:
 
 
 def pack(matrix: Tensor, kind: Weights) -> Packed:
-    """A matrix [N, K], each weight rounded to the nearest value."""
+    """A matrix [N, K], each weight rounded to the nearest value; some rows at a time, to take little memory."""
     if DTYPES[kind].is_floating_point:
         return matrix.to(DTYPES[kind]), None
-    return _pack_rounded(round_int4(matrix) if kind == "int4" else round_int8(matrix), kind)
+    with torch.device(matrix.device):
+        weight, scale = empty(kind, *matrix.shape)
+    assert scale is not None, f"{kind} has scales"
+    n_rows = rows_at_once(matrix, matrix.size(1))
+    for first in range(0, len(matrix), n_rows):
+        rows = slice(first, first + n_rows)
+        rounded = round_int4(matrix[rows]) if kind == "int4" else round_int8(matrix[rows])
+        weight[rows], scale[rows] = _pack_rounded(rounded, kind)
+    return weight, scale
 
 
-def _pack_rounded(rounded: Rounded, kind: Weights) -> Packed:
+def _pack_rounded(rounded: Rounded, kind: Weights) -> tuple[Tensor, Tensor]:
     return (pack_int4(rounded.levels) if kind == "int4" else rounded.levels), rounded.scale
 
 
 def _check_holds(name: str, matrix: Tensor, weights: Weights) -> None:
-    largest = float(matrix.abs().amax())
+    largest = max(abs(float(end)) for end in matrix.aminmax())  # both are NaN where an element is
     limit = torch.finfo(torch.float16).max if weights in ("fp16", "int4") else torch.finfo(torch.float32).max
     if not largest <= limit:  # also where it is not a number
         raise UserError(f"`{name}` holds a weight of magnitude {largest:g}, which {weights} cannot hold.")

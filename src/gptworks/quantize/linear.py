@@ -159,6 +159,11 @@ class QuantizedGPT(GPT):
         return ", ".join(sorted({module.kind for _, module in packed_matrices(self)}, key=order.index))
 
 
+def weights_of(model: GPT) -> str:
+    """How a model's matrices are kept, in words: `fp32`, or the kinds of packed ones, such as `int4, int8`."""
+    return model.weights if isinstance(model, QuantizedGPT) else KINDS.get(model.dtype, "fp32")
+
+
 def hold_packed(model: GPT, kinds: Mapping[str, Weights]) -> GPT:
     """Put packed matrices, not filled, in the place of those named. Changes the model and returns it."""
     for name, kind in kinds.items():
