@@ -319,8 +319,9 @@ def test_a_shell_completes_commands_recipes_and_devices(typed: str, offered: str
     assert offered in result.stdout.split(), result.output
 
 
-OF_THEIR_OWN = {"--base", "--chat", "--device", "--html", "--resume", "--slots", "--verify", "--help"}
-"""Options whose help says what they do for one command; plan's --device names a device to plan for."""
+OF_THEIR_OWN = {"--base", "--chat", "--device", "--html", "--resume", "--slots", "--verify", "--weights", "--help"}
+"""Options whose help says what they do for one command; plan's --device names a device to plan for, quantize's
+--weights what it writes."""
 
 
 def test_an_option_of_several_commands_is_the_same_in_all() -> None:
