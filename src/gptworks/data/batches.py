@@ -58,9 +58,13 @@ class Batches:
 
     def starts(self, samples: Int64s) -> Int64s:
         """Position [n] in the split of the first token of each sample [n]."""
-        epochs = samples // self.windows_per_epoch
-        phases = [int(_keys(self._seed, epoch)[_ROUNDS]) % self._phases for epoch in epochs.tolist()]
-        return phases + shuffled(samples, self.windows_per_epoch, self._seed) * self._context_length
+        windows = shuffled(samples, self.windows_per_epoch, self._seed)
+        places = zip((samples // self.windows_per_epoch).tolist(), windows.tolist(), strict=True)
+        return np.array([self.start(epoch, window) for epoch, window in places], dtype=np.int64)
+
+    def start(self, epoch: int, window: int) -> int:
+        """Position in the split of the first token of a window of an epoch, both counted from 0."""
+        return int(_keys(self._seed, epoch)[_ROUNDS]) % self._phases + window * self._context_length
 
 
 def shuffled(samples: Int64s, n: int, seed: int) -> Int64s:

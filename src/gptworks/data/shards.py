@@ -17,18 +17,19 @@ import json
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Any, BinaryIO, Literal, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from gptworks.config import Section
 from gptworks.errors import UserError
-from gptworks.files import sealed_json, sha256_file, sync, unsealed_json
+from gptworks.files import read_regular, sealed_json, sha256_file, sync, unsealed_json
 
 FORMAT_VERSION = 3
 MANIFEST_FILE = "manifest.json"
+MAX_MANIFEST_BYTES = 1 << 26
 TOKENIZER_FOLDER = "tokenizer"
 
 EXAMPLE = ("record", "text", "question", "answer", "flags")
@@ -57,6 +58,14 @@ class ShardFile(Section):
     more_sha256: dict[str, str] = Field(default_factory=dict)
     """sha256 of further files of the same name, by their ending."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if any(Path(name).name != name for name in (self.file, self.offsets_file)):
+            raise ValueError("a shard's files lie beside the manifest")
+        if self.tokens < 1 or self.documents < 0 or self.more_sha256.keys() not in (set(), {"learned", "examples"}):
+            raise ValueError("a shard has tokens, and of conversations what is learned of them")
+        return self
+
 
 class Origin(Section):
     """A file or dataset of conversations."""
@@ -74,6 +83,13 @@ class SplitFiles(Section):
     documents: int
     text_bytes: int
     unknown_tokens: int
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        of_shards = [(shard.tokens, shard.documents) for shard in self.shards]
+        if (self.tokens, self.documents) != (sum(n for n, _ in of_shards), sum(n for _, n in of_shards)):
+            raise ValueError("the totals are not those of the shards")
+        return self
 
 
 class Manifest(Section):
@@ -234,7 +250,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     file = folder / MANIFEST_FILE
     try:
-        data = file.read_bytes()
+        data = read_regular(file, MAX_MANIFEST_BYTES)
         version = json.loads(data)["format_version"]
         if version == FORMAT_VERSION:
             return Manifest.model_validate(unsealed_json(data))
@@ -328,12 +344,22 @@ class TokenShards:
         return np.concatenate([*parts, np.empty(0, dtype="<u8")]).reshape(-1, len(EXAMPLE)).astype(np.uint64)
 
     def document_starts(self) -> npt.NDArray[np.int64]:
-        """Positions [n_documents] of the first token of each document, ascending."""
-        starts = [
+        """Positions [n_documents] of the first token of each document, ascending.
+
+        Raises:
+            UserError: they are not.
+        """
+        parts = [
             np.fromfile(self.folder / shard.offsets_file, dtype="<u8").astype(np.int64) + int(self._bounds[index])
             for index, shard in enumerate(self._files.shards)
         ]
-        return np.concatenate(starts) if starts else np.empty(0, dtype=np.int64)
+        starts: npt.NDArray[np.int64] = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
+        if len(starts) and (starts[0] != 0 or starts[-1] > self.n_tokens or (np.diff(starts) < 0).any()):
+            raise UserError(
+                f"{self.folder} is not as it was written: the documents of its {self.split} split do not begin one "
+                f"after the other within {self.n_tokens} tokens. {redo(self.folder)}"
+            )
+        return starts
 
     def verify(self) -> None:
         """Compare every byte with the sha256 in the manifest.

@@ -10,12 +10,14 @@ from gptworks.errors import UserError
 from gptworks.infer.engine import Engine
 from gptworks.serve.app import create_app
 from gptworks.serve.settings import ServerSettings
-from gptworks.studio import model, page, play, read, runs
+from gptworks.studio import data, model, page, play, read, runs
 from gptworks.studio.library import Library
 from gptworks.studio.loaded import Engines
 from gptworks.studio.state import Studio
 
-ROUTERS = {"play": play.router, "runs": runs.router, "read": read.router, "model": model.router}
+ROUTERS = {
+    "play": play.router, "runs": runs.router, "read": read.router, "data": data.router, "model": model.router,
+}  # fmt: skip
 """The parts of the studio."""
 
 

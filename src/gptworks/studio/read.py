@@ -83,7 +83,7 @@ async def documents(request: Request) -> Response:
         shards = reading.shards("validation")
         return {"n_documents": shards.n_documents, "n_tokens": shards.n_tokens}
 
-    return _json(await studio.reader.compute(count))
+    return uncached(await studio.reader.compute(count))
 
 
 @router.post("/text")
@@ -104,14 +104,14 @@ async def read_text(request: Request) -> Response:
         parts = segments(text, nats, same, other_nats)
         return found | {"other": _of_text(other, same, other_nats), "segments": [vars(part) for part in parts]}
 
-    return _json(await studio.reader.compute(read))
+    return uncached(await studio.reader.compute(read))
 
 
 def _of_text(reading: Reading, text: TokenizedText, nats: Costs) -> Tree:
     report = LossReport(float(nats[1:].sum()), text.n_tokens - 1, text.predicted_bytes)
     spell = reading.model.tokens.spell
     tokens = [
-        {"id": token, "text": piece, "spelling": spell(token)[0], "nats": _number(cost)}
+        {"id": token, "text": piece, "spelling": spell(token)[0], "nats": finite(cost)}
         for token, piece, cost in zip(text.ids.tolist(), text.pieces, nats.tolist(), strict=True)
     ]
     parts = [
@@ -120,7 +120,7 @@ def _of_text(reading: Reading, text: TokenizedText, nats: Costs) -> Tree:
     ]
     return {
         "model": reading.wanted.run.id, "step": reading.wanted.checkpoint.step, "tokens": tokens, "along": parts,
-        "loss": _number(report.loss), "perplexity": _number(report.perplexity), "bits_per_byte": report.bits_per_byte,
+        "loss": finite(report.loss), "perplexity": finite(report.perplexity), "bits_per_byte": report.bits_per_byte,
         "text_bytes": report.text_bytes, "n_tokens": report.n_tokens,
     }  # fmt: skip
 
@@ -152,7 +152,7 @@ async def read_token(request: Request) -> Response:
             },
         }  # fmt: skip
 
-    return _json(await studio.reader.compute(read))
+    return uncached(await studio.reader.compute(read))
 
 
 def _guess(reading: Reading, guess: Guess) -> Tree:
@@ -174,7 +174,7 @@ async def read_ngrams(request: Request) -> Response:
         ids = text.ids[max(0, body.index + 1 - LONGEST) : body.index + 1].tolist()
         return _of_ngrams(reading, training, find_ngrams(training, ids, check=check))
 
-    return _json(await studio.reader.compute(read))
+    return uncached(await studio.reader.compute(read))
 
 
 def _of_ngrams(reading: Reading, training: TokenShards, found: NGrams) -> Tree:
@@ -226,7 +226,7 @@ async def read_checkpoints(request: Request) -> Response:
 
             found.append(await studio.reader.compute(one))
             loss = float(found[-1][1:].mean())
-            yield [{"type": "checkpoint", "step": step, "nats": list(map(_number, found[-1].tolist())), "loss": loss}]
+            yield [{"type": "checkpoint", "step": step, "nats": list(map(finite, found[-1].tolist())), "loss": loss}]
         probabilities = np.exp(-np.stack(found)).T
         learned = [learned_at(steps, of_token.tolist(), body.threshold) for of_token in probabilities]
         yield [{"type": "end", "threshold": body.threshold, "learned": learned}]
@@ -240,10 +240,10 @@ def _numbers(values: torch.Tensor) -> Tree:
     return {"shape": list(values.shape), "data": base64.b64encode(data).decode()}
 
 
-def _number(value: float) -> float | None:
+def finite(value: float) -> float | None:
     """JSON has no infinity."""
     return value if math.isfinite(value) else None
 
 
-def _json(tree: Tree) -> Response:
+def uncached(tree: Tree) -> Response:
     return JSONResponse(tree, headers={"cache-control": "no-store"})

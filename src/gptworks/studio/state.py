@@ -13,6 +13,7 @@ from gptworks.serve.service import Service
 from gptworks.studio.library import Library
 from gptworks.studio.loaded import Engines
 from gptworks.studio.reading import Reader
+from gptworks.studio.run_data import OpenData
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Studio:
     read_only: bool = True
     """Whether nothing may be started or written."""
     reader: Reader = field(default_factory=Reader)
+    data: OpenData = field(default_factory=OpenData)
 
     def describe(self) -> dict[str, Any]:
         """The answer of /studio/state. Takes long."""

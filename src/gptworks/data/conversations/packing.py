@@ -12,6 +12,7 @@ import torch
 
 from gptworks.config import IGNORED, Recipe
 from gptworks.data.batches import shuffled
+from gptworks.data.rows import Piece, Row
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 
@@ -56,6 +57,11 @@ class Examples:
             at += len(ids) - 1
         positions[at:] = np.arange(self._context_length - at)  # padding is a text of its own
         return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(positions)
+
+    def shown(self, row: int) -> Row:
+        """The same, as a person reads it."""
+        texts = [(min(int(self.n_tokens[i]) - 1, self._context_length), [Piece(i, 0, 0)]) for i in self.rows[row]]
+        return Row.of(*self.row(row), texts)
 
 
 class ExampleBatches:

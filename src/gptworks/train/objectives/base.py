@@ -6,13 +6,17 @@ To add one, write its settings in `gptworks.config.objective`, a subclass of `Ob
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+
+import numpy as np
+import torch
 
 from gptworks.config import Recipe, TrainConfig
 from gptworks.config.objective import ObjectiveSettings
-from gptworks.data.batches import Batches, evaluation_windows
+from gptworks.data.batches import Batches, Int64s, evaluation_windows, shuffled
 from gptworks.data.conversations.packing import ExampleBatches, Examples, evaluation_rows
+from gptworks.data.rows import Row, pieces_of
 from gptworks.data.shards import TokenShards
 from gptworks.device import Precision
 from gptworks.evaluate.loss import LossReport, Workers, evaluate_loss
@@ -142,6 +146,33 @@ class Objective:
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
         """Micro-batch number `micro_step`, of `size` samples, of the step that begins at a position, on the CPU."""
         return self._batches.batch(position + micro_step * size, size)
+
+    @property
+    def n_items(self) -> int:
+        """Windows, rows, pairs or prompts of the training split, as `rows` counts them."""
+        return self.samples_per_epoch
+
+    def item(self, position: int) -> tuple[int, int]:
+        """What the sample at a position is: its epoch, and its number among the items of that.
+
+        Raises:
+            UserError: the run folder does not keep it.
+        """
+        n = self.samples_per_epoch
+        return position // n, int(shuffled(np.array([position]), n, self.recipe.seed)[0])
+
+    def rows(self, number: int, epoch: int = 0) -> list[Row]:
+        """An item of the training split as it stands in a batch; windows begin elsewhere in each epoch."""
+        if isinstance(self._batches, ExampleBatches):
+            return [self._batches.examples.shown(number)]
+        start = self._batches.start(epoch, number)
+        window = torch.from_numpy(self.train_shards.read(start, self.context_length + 1))
+        pieces = pieces_of(self._document_starts, start, len(window))
+        return [Row.of(window[:-1], window[1:], None, [(self.context_length, pieces)])]
+
+    @cached_property
+    def _document_starts(self) -> Int64s:
+        return self.train_shards.document_starts()
 
     def count(self, batch: Batch) -> int:
         """The divisor of the sum of a batch's losses: its targets."""

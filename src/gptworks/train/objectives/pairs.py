@@ -12,6 +12,7 @@ from torch import Tensor
 from gptworks.config import IGNORED
 from gptworks.data.batches import shuffled
 from gptworks.data.conversations.preferences import Pairs
+from gptworks.data.rows import Piece, Row
 from gptworks.device import Precision
 from gptworks.evaluate.loss import LossReport, Workers
 from gptworks.model import GPT
@@ -54,6 +55,16 @@ class PairsObjective(Objective):
         first = position + micro_step * size
         samples = np.arange(first, first + size)
         return self._batch_of("train", shuffled(samples, len(self._pairs["train"]), self.recipe.seed).tolist())
+
+    def rows(self, number: int, epoch: int = 0) -> list[Row]:
+        """A pair: the chosen conversation, then the rejected."""
+        inputs, targets = self._rows("train", [number])
+        lengths = [len(self._pairs["train"].answer(number, side)[0]) - 1 for side in (0, 1)]
+        texts = [[(n, [Piece(2 * number + side, 0, 0)])] for side, n in enumerate(lengths)]
+        return [
+            Row.of(inputs[0], targets[0], None, texts[0], "chosen"),
+            Row.of(inputs[1], targets[1], None, texts[1], "rejected"),
+        ]
 
     def _batch_of(self, split: str, pairs: list[int]) -> Batch:
         """What the loss is computed from."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from gptworks.config import IGNORED, Recipe, RewardObjective
 from gptworks.data.batches import Int64s, shuffled
 from gptworks.data.conversations.packing import Examples
+from gptworks.data.rows import Row
 from gptworks.device import Precision
 from gptworks.errors import RunError, UserError
 from gptworks.evaluate.loss import LossReport, Workers
@@ -140,6 +141,20 @@ class Reward(Objective):
     @property
     def n_validation(self) -> int:
         return len(self._prompts["validation"])
+
+    @property
+    def n_items(self) -> int:
+        return len(self._examples["train"].rows)
+
+    def item(self, position: int) -> tuple[int, int]:
+        raise UserError(
+            "a step of objective.type=reward trains on answers that the model wrote in it, and they are not kept. "
+            "The windows show the conversations that its prompts are from."
+        )
+
+    def rows(self, number: int, epoch: int = 0) -> list[Row]:
+        """The conversation that a prompt is from, with its own answer."""
+        return [self._examples["train"].shown(number)]
 
     # --------------------------------------------------------------------------------------------------- begin
 

@@ -209,6 +209,18 @@ def read_record(path: Path, offset: int) -> Record | None:
     return None if isinstance(record, str) else record
 
 
+def read_kinds(path: Path, *kinds: str) -> Iterator[Record]:
+    """The records of rare kinds, in order: the other lines are not read as JSON. Memory: one line."""
+    if not path.is_file():
+        return
+    named = [f'"{kind}"'.encode() for kind in kinds]
+    with path.open("rb") as file:
+        while line := file.readline(_MOST_LINE_BYTES):
+            record = _parsed(line) if any(name in line for name in named) else ""
+            if not isinstance(record, str) and record["kind"] in kinds:
+                yield record
+
+
 _TAIL_BYTES = 1 << 16
 """Of a log, in which its last record mostly is."""
 

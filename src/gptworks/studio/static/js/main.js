@@ -6,5 +6,6 @@ part("play", "Play", () => import("./play.js"));
 part("runs", "Runs", () => import("./runs.js"));
 part("read", "Read", () => import("./read.js"));
 part("model", "Model", () => import("./model.js"));
+part("data", "Data", () => import("./data.js"));
 
 start(document.getElementById("app"));

@@ -1,0 +1,86 @@
+"""Rows of a batch as a person reads them: the tokens of each text, which of them are learned, and their documents."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gptworks.config import IGNORED
+from gptworks.data.batches import Int64s
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring tokens of one document."""
+
+    document: int
+    """Its number in the split, from 0."""
+    first: int
+    """The place in the document of the first of them."""
+    at: int
+    """The place among what is read of that token."""
+    begins_text: bool = True
+    """Whether the model sees nothing before it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a batch. What is read: the inputs of each text, and the last target where it is learned."""
+
+    inputs: Tensor
+    """int64 [T], like the targets and the positions."""
+    targets: Tensor
+    positions: Tensor | None
+    ids: Int64s
+    """What is read, [n]."""
+    target_of: Int64s
+    """The place among the targets of each of them, [n]; −1: nothing predicts it."""
+    pieces: tuple[Piece, ...]
+    padding: int
+    """Inputs that hold no text."""
+    answer: Literal["chosen", "rejected"] | None = None
+    """Of a pair, which answer it ends with."""
+
+    @property
+    def learned(self) -> npt.NDArray[np.bool_]:
+        """Whether each of the tokens that are read is a target that counts, [n]."""
+        counts: npt.NDArray[np.bool_] = self.targets.numpy()[self.target_of] != IGNORED
+        return counts & (self.target_of >= 0)
+
+    @classmethod
+    def of(
+        cls,
+        inputs: Tensor,
+        targets: Tensor,
+        positions: Tensor | None,
+        texts: Sequence[tuple[int, Sequence[Piece]]],
+        answer: Literal["chosen", "rejected"] | None = None,
+    ) -> Self:
+        """The row with these texts, one after the other: the inputs of each, and its pieces as if it stood alone."""
+        ids, places = [inputs[:0]], [np.empty(0, dtype=np.int64)]
+        pieces: list[Piece] = []
+        at = shown = 0
+        for n_inputs, of_text in (text for text in texts if text[0] > 0):
+            pieces += [Piece(one.document, one.first, shown + one.at, one.at == 0) for one in of_text]
+            end = at + n_inputs
+            ends_learned = bool(targets[end - 1] != IGNORED)
+            ids += [inputs[at:end], *([targets[end - 1 : end]] if ends_learned else [])]
+            places += [np.array([-1]), np.arange(at, end - 1 + ends_learned)]
+            at, shown = end, shown + n_inputs + ends_learned
+        return cls(
+            inputs, targets, positions, torch.cat(ids).numpy(), np.concatenate(places), tuple(pieces),
+            len(inputs) - at, answer,
+        )  # fmt: skip
+
+
+def pieces_of(starts: Int64s, first: int, n: int) -> list[Piece]:
+    """The pieces of documents that the n tokens of a split from `first` on are of, given where documents start."""
+    begin, end = np.searchsorted(starts, [first, first + n - 1], side="right").tolist()
+    return [
+        Piece(number, max(first - int(starts[number]), 0), max(int(starts[number]) - first, 0))
+        for number in range(begin - 1, end)
+    ]

@@ -1,0 +1,44 @@
+// The part Data: what a run was trained on, document by document, window by window, step by step.
+
+import { useAsked } from "./data/asked.js";
+import { Documents } from "./data/documents.js";
+import { Step, Windows } from "./data/rows.js";
+import { Tokenizers } from "./data/tokenizers.js";
+import { count } from "./format.js";
+import { ModelChoice } from "./read/choice.js";
+import { html, useState } from "./ui.js";
+
+const VIEWS = { documents: "Documents", windows: "Windows", step: "A step", tokenizers: "Two tokenizers" };
+const START = { split: "train", document: 0, first: 0, window: 0, epoch: 0, step: 1, sample: 0, loss: false };
+
+export function Part({ state }) {
+  const models = state.models;
+  const usable = models.filter((model) => !model.problem);
+  const [picked, pick] = useState({ model: null, checkpoint: null });
+  const [view, setView] = useState("documents");
+  const [at, set] = useState(START);
+  const chosen = picked.model ? picked : { ...picked, model: usable[0]?.id ?? null };
+  const { found: about, problem } = useAsked("about", view !== "tokenizers" && chosen.model ? chosen : null);
+  const choose = (next) => {
+    if (next.model !== chosen.model) set(START);
+    pick(next);
+  };
+  const move = (changes) => set((was) => ({ ...was, ...changes }));
+  if (!usable.length) return html`<p class="notice">There is no run here whose data can be shown yet.</p>`;
+  const View = { documents: Documents, windows: Windows, step: Step }[view];
+  return html`<div class="data">
+    <h1 class="hidden-text">Data</h1>
+    <section class="card" aria-label="What to show">
+      <div class="switch" role="group" aria-label="Show">
+        ${Object.entries(VIEWS).map(([key, name]) => html`<button key=${key} class="button small"
+          aria-pressed=${String(view === key)} onClick=${() => setView(key)}>${name}</button>`)}
+      </div>
+      ${View && html`<div class="toolbar"><${ModelChoice} models=${models} chosen=${chosen} choose=${choose} name="Run" /></div>
+        ${about && html`<p class="quiet facts number">${Object.entries(about.splits).map(([name, split]) =>
+          `${name}: ${count(split.n_documents)} documents, ${count(split.n_tokens)} tokens, ${count(split.text_bytes)} bytes`).join(" · ")}</p>`}
+        ${problem && html`<p class="problem" role="alert">${problem}</p>`}`}
+    </section>
+    ${View && about && html`<${View} key=${`${chosen.model}/${view}`} ...${{ chosen, about, at, move }} />`}
+    ${!View && html`<${Tokenizers} models=${usable} />`}
+  </div>`;
+}

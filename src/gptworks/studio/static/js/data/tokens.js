@@ -1,0 +1,57 @@
+// Rows of tokens with their borders. Pointing, or the arrow keys, show a token's id and what else is known of it.
+
+import { count, figure, percent, visible } from "../format.js";
+import { lossShade } from "../read/text.js";
+import { cx, html, memo, stepped, useEffect, useRef, useState } from "../ui.js";
+
+/** Tokens without a text of their own are shown by their spelling: special ones, and parts of a character. */
+function Token({ token, masks, row, i }) {
+  const shade = token.nats == null ? null : lossShade(token.nats);
+  const learned = masks && (token.learned ? !shade && "learned" : "masked");
+  return html`<span class=${cx("t", shade, learned, !token.text && "bare", token.text.startsWith("\n") && "break")}
+    data-row=${row} data-i=${i}>${token.text || visible(token.spelling)}</span>`;
+}
+
+function Border({ begins }) {
+  const where = `document ${count(begins.document)}${begins.first ? `, from its token ${count(begins.first)}` : ""}`;
+  return html`<span class=${cx("begins", begins.alone && "alone")}>${where}</span>`;
+}
+
+const Row = memo(function Row({ row, index, masks }) {
+  const made = row.tokens.map((token, i) => html`${token.begins && html`<${Border} begins=${token.begins} />`}
+    <${Token} key=${i} ...${{ token, masks, i }} row=${index} />`);
+  return html`<div class="line-of-tokens">${row.title && html`<h3 class="facts number">${row.title}</h3>`}
+    <div class="text tokens">${made}${row.tokens.length === 0 && html`<span class="quiet">It ends before these tokens.</span>`}</div></div>`;
+});
+
+export function Tokens({ rows, first }) {
+  const pane = useRef(null);
+  const cursor = useRef(null);
+  const [shown, show] = useState(null);
+  const masks = rows.some((row) => row.tokens.some((token) => token.learned === false && !token.begins?.alone))
+    && rows.some((row) => row.tokens.some((token) => token.learned));
+  const mark = (element) => {
+    cursor.current?.classList.remove("at");
+    cursor.current = element;
+    element?.classList.add("at");
+    if (element) show([Number(element.dataset.row), Number(element.dataset.i)]);
+  };
+  useEffect(() => (mark(null), show(null)), [rows.map((row) => row.tokens)[0]]);
+  const walk = (event) => {
+    const element = stepped(event, [...pane.current.querySelectorAll(".t")], cursor.current);
+    if (!element) return;
+    event.preventDefault();
+    mark(element);
+    element.scrollIntoView({ block: "nearest" });
+  };
+  const over = ({ target }) => target.closest(".t") && mark(target.closest(".t"));
+  const token = shown && rows[shown[0]]?.tokens[shown[1]];
+  return html`<div class="tokens-pane">
+    <p class="detail number" role="status">${token ? html`Token <b>${count(first + shown[1])}</b>: <bdi class="spelling">${visible(token.spelling)}</bdi>,
+      id <b>${token.id}</b>${masks && (token.learned ? ", learned" : ", only read")}${token.nats != null &&
+      `, ${figure(token.nats)} nats, ${percent(Math.exp(-token.nats))}`}`
+      : html`<span class="quiet">Point at a token, or walk with the arrow keys, to see its id.</span>`}</p>
+    ${masks && html`<p class="facts"><span class="t learned">learned</span> <span class="t masked">only read</span></p>`}
+    <div class="rows" ref=${pane} tabindex="0" role="group" aria-label="Tokens; the arrow keys walk through them" onKeyDown=${walk}
+      onPointerOver=${over} onClick=${over}>${rows.map((row, i) => html`<${Row} key=${i} row=${row} index=${i} masks=${masks} />`)}</div></div>`;
+}

@@ -1,0 +1,149 @@
+"""The part Data in a real browser: each feature clicked, each number the server's own."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from browser import HOSTILE, Studio, axe, screenshot
+
+pytestmark = pytest.mark.browser
+
+TUNED = "group/tuned"
+
+
+def asked(studio: Studio, what: str, **body: Any) -> Any:
+    """The server's own answer."""
+    with studio.http() as http:
+        response = http.post(f"/studio/data/{what}", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def opened(page: Any, view: str, run: str | None = "base") -> Any:
+    """Show a view of a run, and return its tokens."""
+    page.get_by_role("link", name="Data").click()
+    page.get_by_role("button", name=view, exact=True).click()
+    if run is not None:
+        page.get_by_label("Run", exact=True).select_option(run)
+    return settled(page)
+
+
+def settled(page: Any) -> Any:
+    """The tokens, once the server has answered."""
+    page.wait_for_timeout(200)  # longer than the page waits for a number to be typed whole
+    page.wait_for_function(
+        "() => document.querySelector('.data .tokens .t') && !document.querySelector('.data [aria-busy=true]')"
+    )
+    return page.locator(".data .tokens .t")
+
+
+def shown(page: Any) -> list[str]:
+    return list(page.locator(".data .tokens .t").all_text_contents())
+
+
+def written(token: dict[str, Any]) -> str:
+    return str(token["text"] or token["spelling"])
+
+
+def test_documents_are_paged_and_each_token_has_its_id(page: Any, studio: Studio) -> None:
+    tokens = opened(page, "Documents")
+    found = asked(studio, "document", model="base", document=0)
+    assert shown(page) == [written(token) for token in found["tokens"]]
+    facts = page.get_by_label("Documents", exact=True).locator(".facts").first.inner_text()
+    assert facts == f"{found['n_tokens']:,} tokens · {found['n_bytes']:,} bytes"
+    tokens.nth(3).hover()
+    assert f"id {found['tokens'][3]['id']}" in page.locator(".detail").inner_text()
+    page.locator(".data .rows").focus()
+    page.keyboard.press("ArrowRight")
+    assert f"Token 4: {found['tokens'][4]['spelling'].replace(' ', '␣')}" in page.locator(".detail").inner_text()
+    page.get_by_label("Split").select_option("validation")
+    settled(page)
+    held_out = asked(studio, "document", model="base", split="validation")
+    assert shown(page) == [written(token) for token in held_out["tokens"]]
+    page.get_by_label("First token", exact=True).fill("1030")
+    settled(page)
+    later = asked(studio, "document", model="base", split="validation", first=1030)
+    assert shown(page) == [written(token) for token in later["tokens"]]
+    page.get_by_role("button", name="Previous first token").click()
+    settled(page)
+    assert page.get_by_label("First token", exact=True).input_value() == "6"
+    page.get_by_label("Document", exact=True).fill("999")
+    page.get_by_text("document 999 is not in the validation split").wait_for()
+
+
+def test_windows_show_documents_and_losses(page: Any, studio: Studio) -> None:
+    opened(page, "Windows", TUNED)
+    page.get_by_role("button", name="Next window").click()
+    settled(page)
+    [row] = asked(studio, "window", model=TUNED, window=1)["rows"]
+    assert shown(page) == [written(token) for token in row["tokens"]]
+    begins = [token["begins"] for token in row["tokens"] if token["begins"]]
+    assert page.locator(".data .begins").all_text_contents() == [f"document {one['document']}" for one in begins]
+    classes = [str(one) for one in page.locator(".data .tokens .t").evaluate_all("all => all.map((t) => t.className)")]
+    assert ["learned" in one.split() for one in classes] == [token["learned"] for token in row["tokens"]]
+    page.get_by_role("button", name="Colour by loss").click()
+    page.get_by_text("nats for each learned token").wait_for()
+    settled(page)
+    found = asked(studio, "window", model=TUNED, window=1, loss=True)
+    assert f"{found['loss']:.4g} nats" in page.get_by_text("nats for each learned token").inner_text()
+    bounds = [0.7, 1.6, 3, 4.6, 6.9, math.inf]
+    for i, token in enumerate(found["rows"][0]["tokens"]):
+        if token["nats"] is not None:
+            shade = next(n for n, bound in enumerate(bounds) if token["nats"] <= bound)
+            assert f"s{shade}" in page.locator(".data .tokens .t").nth(i).get_attribute("class").split()
+
+
+def test_a_step_shows_its_batch(page: Any, studio: Studio) -> None:
+    opened(page, "A step")
+    page.get_by_label("Step", exact=True).fill("7")
+    settled(page)
+    found = asked(studio, "step", model="base", step=7)
+    assert shown(page) == [written(token) for row in found["rows"] for token in row["tokens"]]
+    titles = page.locator(".data h3").all_text_contents()
+    assert len(titles) == len(found["rows"]) and titles[1].startswith(
+        f"Sample 1 · window {found['rows'][1]['window']} of epoch {found['rows'][1]['epoch']} · "
+    )
+    page.get_by_role("button", name="Colour by loss").click()
+    page.get_by_text("nats for each learned token").wait_for()
+    screenshot(page, "data-step")
+
+
+def test_two_tokenizers_side_by_side(page: Any, studio: Studio) -> None:
+    opened(page, "Two tokenizers", None)
+    names = ["base", "long"]
+    for i, name in enumerate(names, 1):
+        page.get_by_label(f"Run of tokenizer {i}").select_option(name)
+    text = f"the lazy dog, é {HOSTILE}"
+    page.get_by_label("Text to cut").fill(text)
+    settled(page)
+    page.wait_for_function("() => document.querySelectorAll('.tokenizers .facts').length === 2")
+    for i, found in enumerate(asked(studio, "tokenize", models=names, text=text)["found"]):
+        pane = page.locator(".tokenizers section").nth(i)
+        assert pane.locator(".tokens .t").all_text_contents() == [written(token) for token in found["tokens"]]
+        assert f"{found['n_tokens']} tokens · {found['bytes_per_token']:.4g}" in pane.locator(".facts").inner_text()
+    assert page.locator("img, script:not([src])").count() == 0
+
+
+def test_a_hostile_document_is_text(page: Any) -> None:
+    opened(page, "A step", HOSTILE)
+    assert page.locator("img, script:not([src])").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_axe_finds_nothing(new_page: Callable[..., Any], studio: Studio, scheme: str, width: int) -> None:
+    page = new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
+    page.goto(studio.url)
+    page.get_by_label("Model of column 1").wait_for()
+    for view in ("Documents", "A step", "Two tokenizers", "Windows"):
+        opened(page, view, None if view == "Two tokenizers" else "base" if view == "Documents" else TUNED)
+        if view == "Windows":
+            page.get_by_role("button", name="Colour by loss").click()
+            page.get_by_text("nats for each learned token").wait_for()
+        page.locator(".data .rows").first.focus()
+        page.keyboard.press("ArrowRight")
+        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+        screenshot(page, f"data-{view.split()[-1].lower()}-{scheme}-{width}")
+        assert axe(page) == []
