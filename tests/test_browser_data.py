@@ -101,7 +101,7 @@ def test_a_step_shows_its_batch(page: Any, studio: Studio) -> None:
     settled(page)
     found = asked(studio, "step", model="base", step=7)
     assert shown(page) == [written(token) for row in found["rows"] for token in row["tokens"]]
-    titles = page.locator(".data h3").all_text_contents()
+    titles = page.locator(".data h2").all_text_contents()
     assert len(titles) == len(found["rows"]) and titles[1].startswith(
         f"Sample 1 · window {found['rows'][1]['window']} of epoch {found['rows'][1]['epoch']} · "
     )

@@ -27,6 +27,7 @@ from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.serve.settings import ServerSettings
 from gptworks.studio.app import create_studio
 from gptworks.tokenizer import encode_text, load_tokenizer
+from gptworks.train.fork import fork
 from gptworks.train.loop import train
 from gptworks.train.objectives.choose import choose_objective
 from gptworks.train.objectives.next_token import Batch, Losses, next_token
@@ -47,6 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Batches]:
     home, batches = tmp_path_factory.mktemp("data"), {}
     chats.write_jsonl(home / "text.jsonl", [{"text": text} for text in DOCUMENTS])
     steps = {"checkpoint_every": 2, "evaluate_every": 100, "keep_checkpoints": 9, "schedule": "constant"}
+    steps |= {"precision": "fp32", "optimizer": "adamw", "evaluate_sequences": 1}
     base = chats.base_tree(home, **steps, max_steps=4) | {"run_dir": str(home / "runs" / "base")}
     base["data"] |= {"sources": [{"type": "jsonl", "path": str(home / "text.jsonl")}], "validation": {"fraction": 0.1}}
     tuned = chats.tune_tree(home, **steps, max_steps=4) | {
@@ -167,8 +169,8 @@ def test_a_step_of_pairs_shows_both_answers(made: tuple[Path, Batches], http: ht
             counted = (targets[i] != IGNORED).nonzero().flatten().tolist()
             assert [place - 1 for place, counts in enumerate(learned) if counts] == counted
             assert [ids[place + 1] for place in counted] == targets[i, counted].tolist()
-            read = ids[: len(ids) - learned[-1]]
-            assert read == inputs[i, : len(read)].tolist() and not inputs[i, len(read) :].any()
+            n_read = int(inputs[i].nonzero().max()) + 1
+            assert ids[:n_read] == inputs[i, :n_read].tolist() and len(ids) == max(n_read, counted[-1] + 2)
         at += n
 
 
@@ -188,10 +190,12 @@ def test_the_losses_are_those_of_the_model(made: tuple[Path, Batches], http: htt
     assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     logged = [one for one in read_metrics(made[0] / model / "metrics.jsonl") if one["kind"] == "train"][step - 1]
     assert sum(ours) / len(ours) == pytest.approx(logged["loss"], rel=1e-4)
-    part = asked(http, "step", model=model, step=step, checkpoint=step - 1, loss=True, n_samples=2, first=20, n=7)
-    cut = [[token["nats"] for token in row["tokens"]] for row in part["rows"]]
-    assert cut == [pytest.approx([one["nats"] for one in row["tokens"][20:27]], rel=1e-4) for row in rows[:2]]
-    found = [nats for row in cut for nats in row if nats is not None]
+    part = asked(http, "step", model=model, step=step, checkpoint=step - 1, loss=True, n_samples=2, first=30, n=20)
+    cut = [token["nats"] for row in part["rows"] for token in row["tokens"]]
+    whole = [token["nats"] for row in rows[:2] for token in row["tokens"][30:50]]
+    assert [nats is None for nats in cut] == [nats is None for nats in whole]
+    found = [nats for nats in cut if nats is not None]
+    assert found == pytest.approx([nats for nats in whole if nats is not None], rel=1e-4)
     assert part["loss"] == (pytest.approx(sum(found) / len(found)) if found else None)
 
 
@@ -267,7 +271,7 @@ def test_what_cannot_be_shown_is_refused(http: httpx.Client) -> None:
     refused(http, 400, "there is no window 99999", "window", window=99_999)
     refused(http, 400, "document 99999 is not in the train split", "document", document=99_999)
     refused(http, 400, "token 4000 is not in document 0", "document", document=0, first=4000)
-    refused(http, 400, "at most 4096", "document", n=5000)
+    refused(http, 400, "less than or equal to 4096", "document", n=5000)
     response = http.post("/studio/data/tokenize", json={"models": ["bytes"], "text": "a" * 9001})
     assert "9002 tokens and at most 8192" in response.json()["error"]["message"] and response.status_code == 400
 
@@ -339,6 +343,14 @@ def test_documents_that_do_not_follow_one_another_are_refused(runs: Path, tmp_pa
 # --------------------------------------------------------------------------------------------- samples of a step
 
 
+def test_a_fork_knows_the_samples_of_the_steps_before_it(runs: Path, tmp_path: Path) -> None:
+    folder = fork(runs / "base", 6, tmp_path / "forked", ["train.batch_size=4"])
+    for step in range(1, 7):
+        mine, theirs = (samples_of_step(load_recipe(run), run, step) for run in (folder, runs / "base"))
+        assert mine == theirs
+    assert (mine.position, mine.n_samples) == (4 * 8 + 12, 12)
+
+
 def test_after_a_rollback_steps_are_known_to_have_taken_other_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,14 +372,15 @@ def test_after_a_rollback_steps_are_known_to_have_taken_other_samples(
     monkeypatch.setattr(TrainStep, "accumulate", recorded)
     tree = tiny.recipe_tree(
         tmp_path, max_steps=12, batch_size=2, micro_batch_size=2, max_skipped_steps=3, max_rollbacks=1,
-        checkpoint_every=4, evaluate_every=100,
+        checkpoint_every=4, evaluate_every=100, keep_checkpoints=9, precision="fp32", optimizer="adamw",
+        evaluate_sequences=1,
     )  # fmt: skip
     recipe = parse_recipe(tree)
     train(recipe, objective=exploding)
     recipe = load_recipe(recipe.run_dir)
     [cache] = [file.parent for file in recipe.data.cache_dir.glob("*/manifest.json")]
     objective = choose_objective(recipe, cache)
-    positions = []
+    positions: list[int] = []
     for step, batch in taken.items():
         samples = samples_of_step(recipe, recipe.run_dir, step)
         assert torch.equal(objective.batch(samples.position, 0, samples.n_samples)[0], batch[0]), step

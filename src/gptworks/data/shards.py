@@ -256,6 +256,8 @@ def read_manifest(folder: Path) -> Manifest:
             return Manifest.model_validate(unsealed_json(data))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} holds no prepared text: there is no {MANIFEST_FILE}. {redo(folder)}") from None
+    except UserError:
+        raise
     except (ValueError, KeyError, TypeError, ValidationError) as error:
         raise UserError(f"{file} is broken ({type(error).__name__}). {redo(folder)}") from None
     raise UserError(f"{file} has format {version} and this gptworks reads {FORMAT_VERSION}. {redo(folder)}")

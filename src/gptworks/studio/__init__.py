@@ -7,5 +7,6 @@ loaded      engines loaded on demand, bounded           page        the static f
 runs        the curves of many runs                     feed        one thread reads their logs for all clients
 app         the server's app with the studio's routes   state       what the routes share
 read        why, and since when, of each token          reading     a text under one checkpoint, off the event loop
+data        documents, windows, what a step took        run_data    a run's prepared data, opened and checked
 static/     the page itself: no build step
 """

@@ -22,7 +22,8 @@ from gptworks.model.backend import eval_mode
 from gptworks.model.loss import token_nats
 from gptworks.serve import openai
 from gptworks.serve.app import body_of, caller_of
-from gptworks.studio.read import MOST_CHARACTERS, Chosen, finite, uncached
+from gptworks.studio.play import Chosen
+from gptworks.studio.read import MOST_CHARACTERS, finite, uncached
 from gptworks.studio.run_data import BEFORE, RunData, speller
 from gptworks.studio.state import studio_of
 from gptworks.tokenizer import StreamDecoder, load_tokenizer

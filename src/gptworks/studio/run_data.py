@@ -134,6 +134,7 @@ class RunData:
             UserError: there is none of that number.
         """
         with self.checked():
+            self.objective.train_shards.verify()
             if number >= (n := self.objective.n_items):
                 raise UserError(f"there is no window {number}: an epoch has {n}, numbered from 0.")
             return self.objective.rows(number, epoch)

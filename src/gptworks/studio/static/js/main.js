@@ -5,7 +5,7 @@ import { part, start } from "./shell.js";
 part("play", "Play", () => import("./play.js"));
 part("runs", "Runs", () => import("./runs.js"));
 part("read", "Read", () => import("./read.js"));
-part("model", "Model", () => import("./model.js"));
 part("data", "Data", () => import("./data.js"));
+part("model", "Model", () => import("./model.js"));
 
 start(document.getElementById("app"));

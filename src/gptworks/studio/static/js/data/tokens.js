@@ -20,16 +20,16 @@ function Border({ begins }) {
 const Row = memo(function Row({ row, index, masks }) {
   const made = row.tokens.map((token, i) => html`${token.begins && html`<${Border} begins=${token.begins} />`}
     <${Token} key=${i} ...${{ token, masks, i }} row=${index} />`);
-  return html`<div class="line-of-tokens">${row.title && html`<h3 class="facts number">${row.title}</h3>`}
+  return html`<div class="line-of-tokens">${row.title && html`<h2 class="facts number">${row.title}</h2>`}
     <div class="text tokens">${made}${row.tokens.length === 0 && html`<span class="quiet">It ends before these tokens.</span>`}</div></div>`;
 });
 
 export function Tokens({ rows, first }) {
   const pane = useRef(null);
   const cursor = useRef(null);
+  const pointer = useRef(null);
   const [shown, show] = useState(null);
-  const masks = rows.some((row) => row.tokens.some((token) => token.learned === false && !token.begins?.alone))
-    && rows.some((row) => row.tokens.some((token) => token.learned));
+  const masks = rows.some((row) => row.tokens.some((token) => token.learned === false && !token.begins?.alone));
   const mark = (element) => {
     cursor.current?.classList.remove("at");
     cursor.current = element;
@@ -44,14 +44,18 @@ export function Tokens({ rows, first }) {
     mark(element);
     element.scrollIntoView({ block: "nearest" });
   };
-  const over = ({ target }) => target.closest(".t") && mark(target.closest(".t"));
+  const over = ({ type, target, clientX, clientY }) => {
+    const still = type !== "click" && pointer.current === `${clientX} ${clientY}`; // the page scrolled below it
+    pointer.current = `${clientX} ${clientY}`;
+    if (!still && target.closest(".t")) mark(target.closest(".t"));
+  };
   const token = shown && rows[shown[0]]?.tokens[shown[1]];
   return html`<div class="tokens-pane">
+    ${masks && html`<p class="facts"><span class="t learned">learned</span> <span class="t masked">only read</span></p>`}
+    <div class="rows" ref=${pane} tabindex="0" role="group" aria-label="Tokens; the arrow keys walk through them" onKeyDown=${walk}
+      onPointerOver=${over} onClick=${over}>${rows.map((row, i) => html`<${Row} key=${i} row=${row} index=${i} masks=${masks} />`)}</div>
     <p class="detail number" role="status">${token ? html`Token <b>${count(first + shown[1])}</b>: <bdi class="spelling">${visible(token.spelling)}</bdi>,
       id <b>${token.id}</b>${masks && (token.learned ? ", learned" : ", only read")}${token.nats != null &&
       `, ${figure(token.nats)} nats, ${percent(Math.exp(-token.nats))}`}`
-      : html`<span class="quiet">Point at a token, or walk with the arrow keys, to see its id.</span>`}</p>
-    ${masks && html`<p class="facts"><span class="t learned">learned</span> <span class="t masked">only read</span></p>`}
-    <div class="rows" ref=${pane} tabindex="0" role="group" aria-label="Tokens; the arrow keys walk through them" onKeyDown=${walk}
-      onPointerOver=${over} onClick=${over}>${rows.map((row, i) => html`<${Row} key=${i} row=${row} index=${i} masks=${masks} />`)}</div></div>`;
+      : html`<span class="quiet">Point at a token, or walk with the arrow keys, to see its id.</span>`}</p></div>`;
 }
