@@ -35,7 +35,7 @@ export function Part({ state }) {
       </div>
       ${View && html`<div class="toolbar"><${ModelChoice} models=${models} chosen=${chosen} choose=${choose} name="Run" /></div>
         ${about && html`<p class="quiet facts number">${Object.entries(about.splits).map(([name, split]) =>
-          `${name}: ${count(split.n_documents)} documents, ${count(split.n_tokens)} tokens, ${count(split.text_bytes)} bytes`).join(" · ")}</p>`}
+          `${name}: ${count(split.n_documents)} ${split.n_documents === 1 ? "document" : "documents"}, ${count(split.n_tokens)} tokens, ${count(split.text_bytes)} bytes`).join(" · ")}</p>`}
         ${problem && html`<p class="problem" role="alert">${problem}</p>`}`}
     </section>
     ${View && about && html`<${View} key=${`${chosen.model}/${view}`} ...${{ chosen, about, at, move }} />`}

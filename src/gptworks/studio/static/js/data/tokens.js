@@ -27,7 +27,6 @@ const Row = memo(function Row({ row, index, masks }) {
 export function Tokens({ rows, first }) {
   const pane = useRef(null);
   const cursor = useRef(null);
-  const pointer = useRef(null);
   const [shown, show] = useState(null);
   const masks = rows.some((row) => row.tokens.some((token) => token.learned === false && !token.begins?.alone));
   const mark = (element) => {
@@ -44,16 +43,12 @@ export function Tokens({ rows, first }) {
     mark(element);
     element.scrollIntoView({ block: "nearest" });
   };
-  const over = ({ type, target, clientX, clientY }) => {
-    const still = type !== "click" && pointer.current === `${clientX} ${clientY}`; // the page scrolled below it
-    pointer.current = `${clientX} ${clientY}`;
-    if (!still && target.closest(".t")) mark(target.closest(".t"));
-  };
+  const point = ({ target }) => target.closest(".t") && target.closest(".t") !== cursor.current && mark(target.closest(".t"));
   const token = shown && rows[shown[0]]?.tokens[shown[1]];
   return html`<div class="tokens-pane">
     ${masks && html`<p class="facts"><span class="t learned">learned</span> <span class="t masked">only read</span></p>`}
     <div class="rows" ref=${pane} tabindex="0" role="group" aria-label="Tokens; the arrow keys walk through them" onKeyDown=${walk}
-      onPointerOver=${over} onClick=${over}>${rows.map((row, i) => html`<${Row} key=${i} row=${row} index=${i} masks=${masks} />`)}</div>
+      onPointerMove=${point} onClick=${point}>${rows.map((row, i) => html`<${Row} key=${i} row=${row} index=${i} masks=${masks} />`)}</div>
     <p class="detail number" role="status">${token ? html`Token <b>${count(first + shown[1])}</b>: <bdi class="spelling">${visible(token.spelling)}</bdi>,
       id <b>${token.id}</b>${masks && (token.learned ? ", learned" : ", only read")}${token.nats != null &&
       `, ${figure(token.nats)} nats, ${percent(Math.exp(-token.nats))}`}`
