@@ -29,7 +29,7 @@ export function Part({ state }) {
   return html`<div class="data">
     <h1 class="hidden-text">Data</h1>
     <section class="card" aria-label="What to show">
-      <div class="switch" role="group" aria-label="Show">
+      <div class="switch data-views" role="group" aria-label="Show">
         ${Object.entries(VIEWS).map(([key, name]) => html`<button key=${key} class="button small"
           aria-pressed=${String(view === key)} onClick=${() => setView(key)}>${name}</button>`)}
       </div>

@@ -13,7 +13,7 @@ export function Windows({ chosen, about, at, move }) {
   const { window, epoch, first, loss } = at;
   const answer = useAsked("window", { ...chosen, window, epoch, first, loss, n: SHOWN });
   return html`<section class="card" aria-label="Windows" aria-busy=${String(answer.busy)}>
-    <p class="quiet">What the model sees at once, up to ${count(about.context)} tokens and the one that follows.</p>
+    <p class="quiet">What the model reads at once, up to ${count(about.context)} tokens, and the last token that it predicts.</p>
     <div class="toolbar">
       <${Place} name="Window" value=${window} set=${(to) => move({ window: to, first: 0 })} max=${about.n_windows - 1}
         of=${`of ${count(about.n_windows)}, numbered from 0`} />
