@@ -26,6 +26,7 @@ from gptworks.model import GPT
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.serve.settings import ServerSettings
 from gptworks.studio.app import create_studio
+from gptworks.studio.run_data import RunData
 from gptworks.tokenizer import encode_text, load_tokenizer
 from gptworks.train.fork import fork
 from gptworks.train.loop import train
@@ -276,6 +277,20 @@ def test_what_cannot_be_shown_is_refused(http: httpx.Client) -> None:
     assert "9002 tokens and at most 8192" in response.json()["error"]["message"] and response.status_code == 400
 
 
+def test_what_is_too_long_is_refused_before_it_is_read(
+    runs: Path, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gptworks.studio.data.MOST_READ", 50)
+    refused(http, 400, "a row can be coloured up to its token 50", "window", loss=True, n=100)
+    assert asked(http, "window", loss=True, n=40)["loss"] > 0
+    monkeypatch.setattr("gptworks.studio.run_data.MOST_CONTEXT", 100)
+    prepared = open_prepared(asked(http, "about")["folder"])
+    data = RunData("base", runs / "base", load_recipe(runs / "base"), prepared, None)
+    with pytest.raises(UserError, match=r"context_length=128: rows of up to 100 tokens are shown"):
+        data.rows(0, 0)
+    assert data.document("train", 0, 0, 5, lambda: None).ids.shape == (5,)
+
+
 def test_data_that_is_gone_or_no_longer_what_it_was_is_refused(runs: Path, tmp_path: Path, http: httpx.Client) -> None:
     folder = Path(asked(http, "about", model="tuned")["folder"])
     aside = folder.rename(tmp_path / "aside")
@@ -387,6 +402,9 @@ def test_after_a_rollback_steps_are_known_to_have_taken_other_samples(
         positions.append(samples.position)
     assert positions == [0, 2, 4, 6, 18, 20, 22, 24, 26, 28, 30, 32]
     log = recipe.run_dir / "metrics.jsonl"
+    with log.open("a") as file:
+        file.write('{"kind": "skipped", "step": 12, "loss": 1.0, "grad_norm": "inf"}\n')
+    assert [samples_of_step(recipe, recipe.run_dir, step).skipped for step in (11, 12)] == [False, True]
     log.write_text("".join(line for line in log.read_text().splitlines(True) if '"rollback"' not in line))
     assert samples_of_step(recipe, recipe.run_dir, 3).position == 4
     with pytest.raises(UserError, match="do not agree on the samples"):
