@@ -59,6 +59,7 @@ def test_a_part_is_clicked_and_shows_what_it_takes(page: Any, studio: Studio) ->
         assert found[row["name"]][:2] == [row["layer_text"], row["all_text"]]
     assert part["words"] in page.locator(".model-details").inner_text()
     assert page.locator(".model-tensors button").all_inner_texts() == [QUERY]
+    assert "32 × 32 · fp32, 4.096 kB · 1,024 parameters" in page.locator(".model-tensors").inner_text()
     facts = dict(zip(*(page.locator(f".model-facts {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))
     assert [facts[fact["name"]] for fact in sheet["facts"]] == [fact["text"] for fact in sheet["facts"]]
     assert facts["model.d_model"] == "32" and facts["model.mlp"] == "swiglu"

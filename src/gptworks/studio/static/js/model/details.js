@@ -26,7 +26,7 @@ export function PartDetails({ sheet, part, tensor, choose }) {
 const exact = (n) => n.toLocaleString("en-US", { maximumFractionDigits: 3 });
 
 function Tensors({ part, tensor, choose }) {
-  const about = (one) => `${dims(one.shape)} · ${one.stored}`;
+  const about = (one) => `${dims(one.shape)} · ${one.stored}, ${one.stored_text}`;
   if (part.tensors.length > MOST_BUTTONS) {
     return html`<label class="model-tensor">Tensor <select class="field" value=${tensor} onChange=${(event) => choose(event.target.value)}>
       ${part.tensors.map((one) => html`<option key=${one.name} value=${one.name}>${one.name}, ${about(one)}</option>`)}</select></label>`;
