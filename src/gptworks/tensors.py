@@ -160,7 +160,6 @@ def open_tensors(path: Path) -> Iterator[Callable[[str], Any]]:
     Raises:
         UserError: it cannot be read.
     """
-
     try:
         with safe_open(path, "pt") as file:
             yield file.get_slice
