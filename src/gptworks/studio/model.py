@@ -165,7 +165,8 @@ def _part(part: Part, layer: int, shown: Shown) -> Tree:
 def _of_tensor(one: StoredWeights) -> Tree:
     return {
         "name": one.name, "shape": list(one.shape), "parameters": one.size, "stored": one.kind,
-        "stored_bytes": one.stored_bytes, "stored_text": readable(one.stored_bytes, "B"), "adapted": one.adapter is not None,
+        "stored_bytes": one.stored_bytes, "stored_text": readable(one.stored_bytes, "B"),
+        "adapted": one.adapter is not None,
     }  # fmt: skip
 
 
