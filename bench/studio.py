@@ -142,12 +142,18 @@ def main() -> None:
         print(f"{device_name(torch.device('cpu'))}, {asked.runs} runs of {asked.records:,} records", flush=True)
         server, url = serve(folder)
         began = time.monotonic()
+        names = [row["id"] for row in get(f"{url}/studio/runs")["runs"]]
+        print(f"list: {1000 * (time.monotonic() - began):.0f} ms", flush=True)
+        query = {"run": names, "key": "train.loss", "points": 40_000 // asked.runs}
+        found = get(f"{url}/studio/runs/curves?{urllib.parse.urlencode(query, doseq=True)}")["curves"]
+        print(
+            f"first curves: {1000 * (time.monotonic() - began):.0f} ms, of {sum(bool(one['x']) for one in found)} runs"
+        )
         rows = get(f"{url}/studio/runs")["runs"]
         while not all(row["whole"] for row in rows):
             time.sleep(0.5)
             rows = get(f"{url}/studio/runs")["runs"]
         print(f"read in {time.monotonic() - began:.1f} s; {sum(row['thinned'] for row in rows)} runs thinned out")
-        query = {"run": [row["id"] for row in rows], "key": "train.loss", "points": 40_000 // asked.runs}
         for name, more in (("all", {}), ("a tenth", {"from": 0.4 * asked.records, "to": 0.5 * asked.records})):
             began = time.monotonic()
             get(f"{url}/studio/runs/curves?{urllib.parse.urlencode(query | more, doseq=True)}")

@@ -4,7 +4,9 @@ import errno
 import json
 import math
 import os
+import random
 import re
+import struct
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -137,6 +139,19 @@ def test_a_line_that_is_no_record_is_left_out_and_counted(tmp_path: Path, name: 
     draw_curves(path, tmp_path / "curves.svg", "</title><script>\x00")
     drawn = ElementTree.parse(tmp_path / "curves.svg").getroot()
     assert not [element for element in drawn.iter() if element.tag.endswith("script")]
+
+
+def test_figures_come_back_bit_for_bit_and_so_does_what_only_json_reads(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    bits = (struct.unpack("<d", draw.randbytes(8))[0] for _ in range(4000))
+    losses = [loss for loss in bits if math.isfinite(loss)]
+    lines = [json.dumps({"kind": "train", "step": i, "tokens": 2**62 + i, "loss": loss, "seconds": 0.1 * i})
+             for i, loss in enumerate(losses)]  # fmt: skip
+    lines.append('{"kind": "sample", "step": 1, "prompt": "\\ud83d", "text": "\\ud83d\\ude00"}')
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    *found, sample = read_metrics(tmp_path / "metrics.jsonl")
+    assert found == [json.loads(line) for line in lines[:-1]]
+    assert (sample["prompt"], sample["text"]) == ("?", "\N{GRINNING FACE}")
 
 
 def test_values_that_are_no_figures_are_left_out_of_a_record(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -335,6 +336,27 @@ def test_runs_nobody_asks_for_become_coarser_and_are_read_anew_when_one_does(
     assert watch.advance(1.0) == ({"c"}, False) and watch.runs["c"].row()["last"]["step"] == 9000
     watch.follow({"a": folders["a"]})
     assert list(watch.runs) == ["a"] and watch.runs["a"] is anew
+
+
+def test_an_answer_on_many_long_runs_waits_for_none_of_them(tmp_path: Path) -> None:
+    blocks = 3 * metrics._BLOCK_BYTES
+    lines = [json.dumps(training(step, 2.0)) + "\n" for step in range(1, 20_000)]
+    names = [f"run-{i}" for i in range(4)]
+    for name in names:
+        write_run(tmp_path / name, [])
+        (tmp_path / name / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+        assert (tmp_path / name / "metrics.jsonl").stat().st_size > blocks
+    watch = Watch()
+    watch.follow({name: tmp_path / name for name in names})
+    long_ago = time.monotonic() - 60
+    for _ in range(2):  # the time of the request is over: the first block of each is there, and no more
+        found = [watch.use([name], long_ago)[0].series for name in names]
+        assert [0 < one.n_records < 19_999 and not one.at_end for one in found] == [True] * 4
+    first = found[0].n_records
+    assert watch.use(names[:1])[0].series.n_records > first
+    while watch.advance(1.0)[1]:
+        pass
+    assert all(one.n_records == 19_999 and one.at_end for one in found)
 
 
 def test_a_run_that_cannot_be_read_says_why(tmp_path: Path) -> None:

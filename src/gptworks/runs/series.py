@@ -70,8 +70,12 @@ class Columns:
         """Append records, which mostly are in the order of steps already."""
         if not rows:
             return
-        keys = dict.fromkeys([*self._arrays, *(key for row in rows for key in row if len(key) <= _MOST_NAME)])
-        for key in list(keys)[:MOST_COLUMNS]:
+        found, last = dict.fromkeys(self._arrays), None
+        for row in rows:
+            if row.keys() != last:  # most have the same
+                last = row.keys()
+                found |= dict.fromkeys((*(key for key in _FIRST if key in row), *row))
+        for key in [key for key in found if len(key) <= _MOST_NAME][:MOST_COLUMNS]:
             values = np.array([row.get(key, math.nan) for row in rows], np.float64)
             array = self._arrays.get(key, np.empty(0, np.float32))
             with np.errstate(over="ignore"):
@@ -148,6 +152,11 @@ class Series:
         return self._reader.skipped
 
     @property
+    def is_begun(self) -> bool:
+        """Whether any of it has been read."""
+        return self._stat is not None
+
+    @property
     def at_end(self) -> bool:
         """Whether all that there was has been read."""
         return self._reader.at_end
@@ -174,7 +183,7 @@ class Series:
         records = self._reader.read()
         for offset, record in records:
             if record["kind"] in rows:
-                rows[record["kind"]].append(self._figures({**record, "offset": offset}))
+                rows[record["kind"]].append(self._figures(record, offset))
         for kind, found in rows.items():
             self.columns[kind].extend(found)
         self.n_records += len(records)
@@ -258,12 +267,11 @@ class Series:
         records.sort(key=lambda record: record["step"])
         return History(self.folder, self.recipe, tuple(records), self.skipped, self.n_records)
 
-    def _figures(self, record: Record) -> dict[str, float]:
-        """The numbers of a record; those of a layer or a part as `key.name`."""
+    def _figures(self, record: Record, offset: int) -> dict[str, float]:
+        """The numbers of a record, and where it begins; those of a layer or a part as `key.name`."""
         found: dict[str, float] = {}
-        for key in dict.fromkeys((*(key for key in _FIRST if key in record), *record)):
-            value = record[key]
-            if isinstance(value, int | float) and not isinstance(value, bool):
+        for key, value in record.items():
+            if type(value) is float or type(value) is int:
                 found[key] = value
             elif isinstance(value, dict | list) and 0 < len(value) <= MOST_PARTS:
                 parts = value if isinstance(value, dict) else dict(enumerate(value))
@@ -274,6 +282,7 @@ class Series:
                     found.update(
                         (f"{key}.{name}", float(part)) for name, part in zip(names, parts.values(), strict=True)
                     )
+        found["offset"] = offset
         return found
 
     def record(self, kind: str, place: int) -> Record | None:

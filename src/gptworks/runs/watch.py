@@ -88,22 +88,24 @@ class Watch:
         same = {name: one for name, one in self.runs.items() if folders.get(name) == one.series.folder}
         self.runs = {name: same.get(name) or Watched(folder) for name, folder in folders.items()}
 
-    def use(self, names: Sequence[str]) -> list[Watched]:
+    def use(self, names: Sequence[str], asked_at: float | None = None) -> list[Watched]:
         """The runs that are asked for, read on for a moment; anew where records were let go.
+
+        Args:
+            asked_at: when the moment began, on the monotonic clock; None: now. It is one for all runs of a request, so
+                that an answer on many long ones comes soon. Of a run that was not begun, the first records are read.
 
         Raises:
             KeyError: there is none of a name.
         """
-        now, found = time.monotonic(), [self.runs[name] for name in names]
+        now, found = time.monotonic() if asked_at is None else asked_at, [self.runs[name] for name in names]
         for name, one in zip(names, found, strict=True):
             if one.is_released and now - one.used_at > IN_USE_SECONDS:
                 one.series.begin()
                 one.is_released = False
             one.used_at = now
-            while one.read():
+            while (time.monotonic() < now + MOMENT_SECONDS or not one.series.is_begun) and one.read():
                 self._changed.add(name)
-                if time.monotonic() > now + MOMENT_SECONDS:
-                    break
         return found
 
     def advance(self, seconds: float) -> tuple[set[str], bool]:

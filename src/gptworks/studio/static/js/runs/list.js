@@ -28,6 +28,7 @@ export const RunList = memo(({ rows, leftOut, chosen, styles, choose }) => {
     const fits = (row) => words.every((word) => `${row.id} ${row.recipe ?? ""} ${row.state}`.toLowerCase().includes(word));
     return rows.filter(fits).sort(ORDERS[order][1]);
   }, [rows, search, order]);
+  const reading = rows.filter((row) => !row.whole).length;
   const toggle = (id) => choose(chosen.includes(id) ? chosen.filter((one) => one !== id) : [...chosen, id]);
   return html`<section class="card runs-list" aria-label="List of runs">
     <div class="runs-tools">
@@ -39,7 +40,8 @@ export const RunList = memo(({ rows, leftOut, chosen, styles, choose }) => {
       <button class="button small" onClick=${() => choose(found.slice(0, 256).map((row) => row.id))}>All shown</button>
       <button class="button small" onClick=${() => choose([])}>None</button>
     </div>
-    <p class="quiet" role="status">${count(found.length)} of ${count(rows.length)} runs, ${count(chosen.length)} drawn</p>
+    <p class="quiet" role="status">${count(found.length)} of ${count(rows.length)} runs, ${count(chosen.length)} drawn${
+      reading > 0 && `, ${count(reading)} still being read`}</p>
     <${LeftOut} reasons=${leftOut} />
     <div class="runs-rows" tabindex="0" role="group" aria-label="Runs to draw">
       ${found.slice(0, MOST_SHOWN).map((row) => html`<${Row} key=${row.id} row=${row} style=${styles.get(row.id)} toggle=${toggle} />`)}
