@@ -338,6 +338,25 @@ def test_runs_nobody_asks_for_become_coarser_and_are_read_anew_when_one_does(
     assert list(watch.runs) == ["a"] and watch.runs["a"] is anew
 
 
+def test_a_long_log_is_skimmed_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SKIMMED_BYTES", 1 << 20)
+    records = [training(step, 5 / step, grad_norm=0.5) for step in range(1, 20_000)]
+    records[::1000] = [validation(record["step"], 2.5) for record in records[::1000]]
+    one = Series(write_run(tmp_path / "run", records).folder)
+    one.read()
+    losses = {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+    x, y = one.curve("train.loss", "step")
+    assert not one.at_end and one.n_records < 5_000 and x[-1] > 19_000
+    assert np.all(np.diff(x) > 0) and [losses[int(step)] for step in x] == y.tolist()
+    assert one.n_records - 5 <= np.sum(x <= one.step) <= one.n_records
+    distances = np.diff(x[x > one.step])
+    assert len(distances) > 100 and max(distances) < 300
+    assert one.summary()["step"] == one.step < 5_000, "figures are of what was read"
+    read(one)
+    x, y = one.curve("train.loss", "step")
+    assert x.tolist() == list(losses) and y.tolist() == list(losses.values())
+
+
 def test_an_answer_on_many_long_runs_waits_for_none_of_them(tmp_path: Path) -> None:
     blocks = 3 * metrics._BLOCK_BYTES
     lines = [json.dumps(training(step, 2.0)) + "\n" for step in range(1, 20_000)]

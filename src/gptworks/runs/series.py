@@ -16,7 +16,7 @@ from gptworks.errors import UserError
 from gptworks.recipe import load_recipe
 from gptworks.runs.history import History
 from gptworks.train.record.curves import moving_average
-from gptworks.train.record.metrics import MetricsReader, Record, Skipped, read_record
+from gptworks.train.record.metrics import MetricsReader, Record, Skipped, read_record, skim_metrics
 
 Floats = NDArray[np.float64]
 Places = NDArray[np.intp]
@@ -37,6 +37,12 @@ _MOST_NAME = 64
 _FIRST = ("step", "offset", "tokens", "seconds", "loss")
 """Which are held, however many figures come before them in a record."""
 _NO_FIGURES = ("step", "offset", *AXES, "sequences", "sequences_held_out")
+
+SKIMMED_BYTES = 1 << 22
+"""A log with more is skimmed before it is read."""
+
+N_SKIMMED = 200
+"""Records that are taken from all over it."""
 
 FEWEST_POINTS, MOST_POINTS = 8, 10_000
 """Of a curve, when it is decimated."""
@@ -132,6 +138,8 @@ class Series:
         self.columns = {kind: Columns() for kind in KINDS}
         self.details: dict[str, list[str]] = {}
         """The names of layers or parts, by the figure that has them, such as `train.gradient_norm_by_layer`."""
+        self._ahead: dict[str, Columns] = {}
+        """Records from all over a long log, which stand for those that were not read yet."""
         self.n_records = 0
         self.is_thinned = False
         """Whether older records were let go, since there are so many."""
@@ -178,6 +186,8 @@ class Series:
         if restarted:  # resumed perhaps, with other settings
             self.begin()
             vars(self).pop("recipe", None)
+        if self._stat is None and stat is not None and stat[1] > SKIMMED_BYTES:
+            self._ahead = self._skim()
         self._stat = stat
         rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
         records = self._reader.read()
@@ -189,7 +199,20 @@ class Series:
         self.n_records += len(records)
         while self.n_bytes > MOST_BYTES:
             self.thin()
+        if self.at_end:
+            self._ahead = {}
         return restarted or bool(records)
+
+    def _skim(self) -> dict[str, Columns]:
+        """Some records from all over the log, by their kind."""
+        rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
+        for offset, record in skim_metrics(self._reader.path, N_SKIMMED):
+            if record["kind"] in rows:
+                rows[record["kind"]].append(self._figures(record, offset))
+        found = {kind: Columns() for kind in KINDS}
+        for kind, of_kind in rows.items():
+            found[kind].extend(of_kind)
+        return found
 
     @property
     def step(self) -> int:
@@ -226,15 +249,19 @@ class Series:
         }
 
     def curve(self, key: str, axis: str) -> tuple[Floats, Floats]:
-        """The places on an axis and the values of a figure, such as `validation.loss`, where it is finite."""
+        """The places on an axis and the values of a figure, such as `validation.loss`, where it is finite.
+
+        Of the part of a long log that was not read yet, some records are there.
+        """
         kind, _, name = key.partition(".")
         if "." in name and not self._is_detailed and f"{kind}.{name.partition('.')[0]}" in self.details:
             self._is_detailed = True
             self.begin()
-        columns = self.columns.get(kind, Columns())
-        if name not in columns:
-            return np.empty(0), np.empty(0)
-        x, y = self._along(columns, axis), columns[name]
+        columns, ahead = self.columns.get(kind, Columns()), self._ahead.get(kind, Columns())
+        x, y = (self._along(columns, axis), columns[name]) if name in columns else (np.empty(0), np.empty(0))
+        if name in ahead and axis in ahead:
+            later = ahead["offset"] >= self._reader.offset
+            x, y = np.concatenate([x, ahead[axis][later]]), np.concatenate([y, ahead[name][later]])
         stays = np.isfinite(x) & np.isfinite(y)
         x, y = x[stays], y[stays]
         if np.any(np.diff(x) < 0):
