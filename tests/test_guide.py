@@ -31,6 +31,7 @@ NAMED = re.compile(r"# (?P<name>[\w-]+\.(?:yaml|py))(?:: (?P<base>[\w-]+\.yaml) 
 SHORT = "train.max_steps=6 train.warmup_steps=1 train.batch_size=8 train.evaluate_sequences=8 train.sample_tokens=8"
 SUBSTITUTIONS = {
     r"(gptworks (?:train|launch) [^#\n]*?)(?= *(?:#|$))": rf"\1 {SHORT}",
+    r"(gptworks fork [^#\n]*?)(?= *(?:#|$))": r"\1 train.max_steps=6",
     r"(gptworks sweep [^#\n]*?)(?= *(?:#|$))": rf"\1 {SHORT} sweep.n_trials=2",
     r"(--weights int4)(?= *(?:#|$))": r"\1 --calibrate 2048",
     r"(gptworks plan gpt[^#\n]*?)(?= *(?:#|$))": r"\1 || test $? -eq 3",  # 3: it does not fit there

@@ -69,13 +69,15 @@ def fork(
     The new run begins where the other was at that step. What is changed is recorded.
     """
     with working("linking the checkpoint"):
+        from gptworks.recipe import load_recipe
         from gptworks.train.changes import read_history
         from gptworks.train.fork import fork as fork_run
         from gptworks.train.fork import origin_of
 
-        fork_run(*origin_of(run), folder, overrides or [])
-    typer.echo("\n".join([f"{folder}:", *(f"  {line}" for line in read_history(folder).lines())]))
-    notice(f"Next: gptworks train {shlex.quote(str(folder))} --resume")
+        history = read_history(fork_run(*origin_of(run), folder, overrides or []))
+    typer.echo("\n".join([f"{folder}:", *(f"  {line}" for line in history.lines())]))
+    more = " --change train.max_steps=MORE" * (load_recipe(folder).train.max_steps == history.origins[0].step)
+    notice(f"Next: gptworks train {shlex.quote(str(folder))} --resume{more}")
 
 
 def launch(
