@@ -56,8 +56,8 @@ def make_runs(folder: Path) -> Path:
 class Studio:
     """A studio that runs: its address, its folder of runs, and a client beside the browser."""
 
-    def __init__(self, url: str, runs: Path, key: str | None) -> None:
-        self.url, self.runs, self.key = url, runs, key
+    def __init__(self, url: str, runs: Path, key: str | None, app: Any) -> None:
+        self.url, self.runs, self.key, self.app = url, runs, key, app
 
     def http(self) -> Any:
         """An HTTP client."""
@@ -68,14 +68,15 @@ class Studio:
 
 
 @contextmanager
-def open_studio(runs: Path, key: str | None = None) -> Iterator[Studio]:
+def open_studio(runs: Path, key: str | None = None, read_only: bool = False) -> Iterator[Studio]:
     """A studio while the `with` lasts."""
     from gptworks.serve.settings import ServerSettings
     from gptworks.studio.app import create_studio
 
-    app = create_studio([runs], ServerSettings(api_keys=() if key is None else (key,)), device="cpu")
+    settings = ServerSettings(api_keys=() if key is None else (key,))
+    app = create_studio([runs], settings, device="cpu", read_only=read_only)
     with listening(app) as url:
-        yield Studio(url, runs, key)
+        yield Studio(url, runs, key, app)
 
 
 @contextmanager

@@ -224,7 +224,7 @@ def _in_process(source: str) -> _Render:
 
 def _confined(source: str) -> _Render:
     """Render an untrusted template in a child process with limits."""
-    children = Confined("template", source, LIMITS)
+    children = Confined("gptworks.confined.template", source, LIMITS)
     try:
         children.start()
     except Refused as error:

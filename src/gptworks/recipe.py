@@ -255,7 +255,7 @@ def parse_section(
     try:
         return section.model_validate(tree)
     except ValidationError as error:
-        raise UserError(explain(error, section, origin, overrides or {})) from None
+        raise UserError(explain(error, section, origin, overrides or {})) from error
 
 
 def save_recipe(recipe: Recipe, path: Path, history: Sequence[str] = ()) -> None:

@@ -201,8 +201,9 @@ def schema() -> None:
 
 def _architecture(target: str, overrides: list[str]) -> tuple["ModelConfig", str]:
     """The model that a preset's name, a recipe file or a run folder describes."""
-    from gptworks.interface.planning import is_preset, with_what_is_prepared
+    from gptworks.interface.planning import is_preset
     from gptworks.recipe import apply_overrides, load_recipe, parse_model
+    from gptworks.train.rehearsal.estimate import with_what_is_prepared
 
     if is_preset(target):
         tree = apply_overrides({"model": {"preset": target}}, overrides)

@@ -28,6 +28,7 @@ def studio(
     api_key: ApiKeys = None,
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
     read_only: Annotated[bool, typer.Option("--read-only", help="Start nothing and write nothing.")] = False,
+    at_once: Annotated[int, typer.Option("--at-once", min=1, help="Runs that the page may train at once.")] = 1,
     backend: Backend = "auto",
     device: Device = "auto",
 ) -> None:
@@ -48,7 +49,9 @@ def studio(
     local = is_loopback(host)
     keys = tuple(api_key or ([] if local else [secrets.token_urlsafe(18)]))
     settings = ServerSettings(api_keys=keys, local_names_only=local and not keys, client_share=1.0)
-    app = create_studio(runs or [DEFAULT_RUNS], settings, device=device, backend=backend, read_only=read_only)
+    app = create_studio(
+        runs or [DEFAULT_RUNS], settings, device=device, backend=backend, read_only=read_only, runs_at_once=at_once
+    )
 
     def started(actual_port: int) -> None:
         address = f"http://{shown_host(host)}:{actual_port}/" + (f"#token={quote(keys[0], safe='')}" if keys else "")

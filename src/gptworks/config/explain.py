@@ -20,18 +20,26 @@ def explain(error: ValidationError, root: type[Section], origin: str, overrides:
         origin: the file.
         overrides: those that were applied, by key; messages about these settings name the override instead.
     """
+    lines = []
+    for key, message in faults(error, root):
+        given = next((text for name, text in overrides.items() if name == key or key.startswith(f"{name}.")), None)
+        where = origin if given is None else f"override `{_shortened(given)}`"
+        lines.append(f"{where}: {message}")
+    return "\n".join(dict.fromkeys(lines))
+
+
+def faults(error: ValidationError, root: type[Section]) -> list[tuple[str, str]]:
+    """The key of each error, as the user wrote it (empty: of the whole), and what is wrong."""
     items: list[dict[str, Any]] = [
         dict(item) for item in error.errors() if item["type"] != "default_factory_not_called"
     ]
     inner = {item["loc"][:depth] for item in items for depth in range(len(item["loc"]))}
     items = [item for item in items if not (item["type"] == "too_short" and item["loc"] in inner)]  # a mere consequence
-    lines = []
-    for item in items:
-        key = ".".join(str(part) for part in _visible(item["loc"], root))
-        given = next((text for name, text in overrides.items() if name == key or key.startswith(f"{name}.")), None)
-        where = origin if given is None else f"override `{_shortened(given)}`"
-        lines.append(f"{where}: {_explain_one(item, root)}")
-    return "\n".join(dict.fromkeys(lines))
+    return [(_key(item, root), _explain_one(item, root)) for item in items]
+
+
+def _key(item: Mapping[str, Any], root: type[Section]) -> str:
+    return ".".join(str(part) for part in _visible(item["loc"], root))
 
 
 def _shortened(text: str) -> str:
@@ -40,7 +48,7 @@ def _shortened(text: str) -> str:
 
 def _explain_one(item: dict[str, Any], root: type[Section]) -> str:
     location: tuple[Any, ...] = item["loc"]
-    key = ".".join(str(part) for part in _visible(location, root))
+    key = _key(item, root)
     if item["type"] == "extra_forbidden":
         known = sorted({name for section in sections_at(location[:-1], root) for name in section.model_fields})
         near = _elsewhere(str(location[-1]), root) or nearest(str(location[-1]), known)

@@ -1,6 +1,6 @@
 """Work on untrusted input (schemas, templates) in processes with limits of time and memory.
 
-    parent                                     child (confined/child.py and one of its kinds)
+    parent                                     child (confined/child.py and a module that answers)
     Confined.ask(question) ──► a line of JSON ──► set the limits, answer, lift them
                            ◄── a line of JSON ◄──
 
@@ -29,7 +29,7 @@ _PROCESSES = 2
 """Questions at a time; others wait."""
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
 """Of the environment: children see no API keys."""
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from gptworks.confined.{} import main; main()"
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import main; main()"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Confined:
     ) -> None:
         """
         Args:
-            kind: the module of this package that answers.
+            kind: the module that answers, by its `main`.
             setup: what a child gets when it starts, as JSON.
             setup_limits: for that; None: the same.
             keep_bytes: a child whose memory has grown by more is not asked again.

@@ -108,7 +108,9 @@ class Constraints:
         self._n_tokens = vocabulary_size(tokenizer)
         setup = _setup(tokenizer, self._n_tokens)
         self._tokenizer = read_tokenizer(setup, lambda text: encode_text(tokenizer, text))
-        self._children = Confined("grammar", setup, COMPILE_LIMITS, setup_limits=_START_LIMITS, keep_bytes=1 << 22)
+        self._children = Confined(
+            "gptworks.confined.grammar", setup, COMPILE_LIMITS, setup_limits=_START_LIMITS, keep_bytes=1 << 22
+        )
         self._lock = threading.Lock()
         self._live: weakref.WeakValueDictionary[str, Grammar] = weakref.WeakValueDictionary()
         self._kept: OrderedDict[str, Grammar] = OrderedDict()

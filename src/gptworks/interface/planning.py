@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -18,13 +18,9 @@ from gptworks.plan.devices import UTILIZATION, Device, check_figures, custom_dev
 from gptworks.plan.layout import parallel_overrides
 from gptworks.plan.run import Plan
 from gptworks.plan.run import plan as plan_recipe
-from gptworks.plan.tokens import DataSize, data_size
 from gptworks.presets import PRESETS
-from gptworks.recipe import RecipeLike, load_recipe, with_vocab_size
+from gptworks.recipe import RecipeLike, load_recipe
 from gptworks.recipes import shipped_paths
-
-if TYPE_CHECKING:
-    from gptworks.data.prepare import Prepared
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,32 +92,29 @@ def plan(
     preset = recipe if is_preset(recipe) else None
     loaded = None if preset else load_recipe(recipe, given)
     place = _device(device, memory_gib, flops, bandwidth, loaded)
-    data, reason = DataSize(None, None, estimated=False), None
+    share, missing = utilization or UTILIZATION, None
     if loaded is None:
         planned, reason = preset_recipe(str(preset), given, place, world_size)
-    else:
-        planned, data = _with_data(loaded)
 
-    def apply(more: Sequence[str], n_ranks: int) -> Recipe:
-        if preset:
+        def apply(more: Sequence[str], n_ranks: int) -> Recipe:
             return preset_recipe(str(preset), [*given, *more], place, n_ranks)[0]
-        changed = load_recipe(recipe, [*given, *more])
-        model = changed.model.model_copy(update={"vocab_size": planned.model.vocab_size})
-        return changed.model_copy(update={"model": model})
 
-    found = plan_recipe(
-        planned, data.train_tokens, samples_per_epoch=data.samples_per_epoch, tokens_estimated=data.estimated,
-        steps_reason=reason, device=place, n_ranks=world_size, utilization=utilization or UTILIZATION, apply=apply,
-    )  # fmt: skip
-    sheet = PlanSheet(**vars(found), details=details, missing=data.missing)
+        found = plan_recipe(
+            planned, steps_reason=reason, device=place, n_ranks=world_size, utilization=share, apply=apply
+        )
+    else:
+        from gptworks.train.rehearsal.estimate import estimate
+
+        found, missing = estimate(loaded, lambda more: load_recipe(recipe, [*given, *more]), place, world_size, share)
+    sheet = PlanSheet(**vars(found), details=details, missing=missing)
     if trace or measure:
         from gptworks.device import choose_device
         from gptworks.train.rehearsal.measure import measure_step
         from gptworks.train.rehearsal.trace import Rehearsal, trace_step
 
         rehearsal = Rehearsal(
-            planned.model, sheet.one_step, place.kind, sheet.setting.precision, planned.adapter, planned.freeze,
-            planned.objective, sheet.setting.several_texts,
+            sheet.recipe.model, sheet.one_step, place.kind, sheet.setting.precision, sheet.recipe.adapter,
+            sheet.recipe.freeze, sheet.recipe.objective, sheet.setting.several_texts,
         )  # fmt: skip
         if trace:
             with working("tracing a step"):
@@ -140,32 +133,6 @@ def is_preset(target: RecipeLike) -> bool:
     if target in PRESETS or Path(target).exists() or target.endswith((".yaml", ".yml")):
         return target in PRESETS
     return nearest(target, [*PRESETS, *shipped_paths()]) not in shipped_paths()
-
-
-def with_what_is_prepared(recipe: Recipe) -> "tuple[Recipe, Prepared | None]":
-    """The recipe with the vocabulary of its prepared data, and that data; None if it is not prepared."""
-    from gptworks.data.prepare import find_prepared
-
-    prepared = find_prepared(recipe)
-    if prepared is None:
-        return recipe, None
-    return with_vocab_size(recipe, prepared.manifest.vocab_size), prepared
-
-
-def _with_data(recipe: Recipe) -> tuple[Recipe, DataSize]:
-    """The recipe with its vocabulary where that is known, and the size of its data: exact where it is prepared."""
-    recipe, prepared = with_what_is_prepared(recipe)
-    if prepared is None:
-        size = data_size(recipe)
-        if size.missing is not None and not recipe.model.vocab_size:
-            raise UserError(size.missing)
-        return recipe, size
-    samples = None
-    if recipe.data.records:
-        from gptworks.train.objectives.choose import choose_objective
-
-        samples = choose_objective(recipe, prepared.folder).samples_per_epoch
-    return recipe, DataSize(prepared.manifest.splits["train"].tokens, samples, estimated=False)
 
 
 def _device(

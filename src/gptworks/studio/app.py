@@ -10,13 +10,14 @@ from gptworks.errors import UserError
 from gptworks.infer.engine import Engine
 from gptworks.serve.app import create_app
 from gptworks.serve.settings import ServerSettings
-from gptworks.studio import data, model, page, play, read, runs
+from gptworks.studio import data, model, page, play, read, runs, start
 from gptworks.studio.library import Library
 from gptworks.studio.loaded import Engines
 from gptworks.studio.state import Studio
 
 ROUTERS = {
     "play": play.router, "runs": runs.router, "read": read.router, "data": data.router, "model": model.router,
+    "start": start.router,
 }  # fmt: skip
 """The parts of the studio."""
 
@@ -28,6 +29,7 @@ def create_studio(
     device: str = "auto",
     backend: BackendName = "auto",
     read_only: bool = False,
+    runs_at_once: int = 1,
     max_idle_bytes: int | None = None,
 ) -> FastAPI:
     """The ASGI app over run folders, and folders of them; `app.state.studio` is its state.
@@ -35,6 +37,7 @@ def create_studio(
     Args:
         device, backend: what computes.
         read_only: nothing can be started or written.
+        runs_at_once: runs that the page may train at once.
         max_idle_bytes: see `Engines`.
 
     Raises:
@@ -43,11 +46,13 @@ def create_studio(
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder. Give run folders, or a folder of them: gptworks studio runs.")
-    app = create_app({}, settings, routers=[page.router, *ROUTERS.values()], home=page.home)
+    app = create_app({}, settings, routers=[page.router, *ROUTERS.values(), start.actions], home=page.home)
     library = Library(folders)
     engines = Engines(app.state.service, library, device=device, backend=backend, max_idle_bytes=max_idle_bytes)
     app.state.service.load = engines.by_name
-    app.state.studio = Studio(app.state.service, library, engines, parts=tuple(ROUTERS), read_only=read_only)
+    app.state.studio = Studio(
+        app.state.service, library, engines, parts=tuple(ROUTERS), read_only=read_only, runs_at_once=runs_at_once
+    )
     return app
 
 

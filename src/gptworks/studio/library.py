@@ -19,13 +19,13 @@ from gptworks.recipe import load_recipe
 from gptworks.runs.report import has_ended
 from gptworks.serve.errors import APIError
 from gptworks.train.record.outcome import read_outcome
-from gptworks.train.run_folder import is_in_use
+from gptworks.train.run_folder import CONSOLE, is_in_use
 
 MOST_DEPTH = 6
 MOST_FOLDERS = 20_000
 """Folders that are looked into for runs."""
 MOST_RUNS = 2_000
-_READ = ("recipe.yaml", "changes.json", "metrics.jsonl", "outcome.json", "tokenizer", "checkpoints")
+_READ = ("recipe.yaml", "changes.json", "metrics.jsonl", "outcome.json", "tokenizer", "checkpoints", CONSOLE)
 """What is read of a run folder."""
 _FRESH_SECONDS = 2.0
 """For which a list of folders is used again."""

@@ -28,6 +28,8 @@ class Studio:
     parts: tuple[str, ...] = ("play",)
     read_only: bool = True
     """Whether nothing may be started or written."""
+    runs_at_once: int = 1
+    """Runs that the page may train at once."""
     reader: Reader = field(default_factory=Reader)
     data: OpenData = field(default_factory=OpenData)
 

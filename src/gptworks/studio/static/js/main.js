@@ -7,5 +7,6 @@ part("runs", "Runs", () => import("./runs.js"));
 part("read", "Read", () => import("./read.js"));
 part("data", "Data", () => import("./data.js"));
 part("model", "Model", () => import("./model.js"));
+part("start", "Start", () => import("./start.js"));
 
 start(document.getElementById("app"));

@@ -1,0 +1,291 @@
+"""What the page asks about a recipe's text, answered in a process with limits: the text, the recipe and what it names
+are hostile until checked. The recipe's own parser and `gptworks plan` say what is right.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import to_jsonable_python
+
+from gptworks.config import FileTokenizer, GPT2Tokenizer, Recipe, settings
+from gptworks.config.explain import faults, sections_at
+from gptworks.confined.child import Answer, serve
+from gptworks.describe.plan_tables import plan_json, tables
+from gptworks.errors import UserError
+from gptworks.plan.devices import find_device, this_cpu
+from gptworks.recipe import apply_overrides, load_recipe, parse_recipe
+from gptworks.studio.form import GIVEN_BY_THE_START, form, text_of
+from gptworks.train.rehearsal.estimate import estimate
+from gptworks.yaml_files import parse_yaml
+
+Tree = dict[str, Any]
+
+
+def main() -> None:
+    """Answer questions, each a mapping with `ask`; see `check` and `plan`."""
+    serve(lambda setup: _answer)
+
+
+def _answer(question: Tree) -> Any:
+    asked: Answer = {"check": check, "plan": plan}[question["ask"]]
+    return asked(question)
+
+
+def check(question: Tree) -> Tree:
+    """A recipe's text, with edits made, and what is said of it.
+
+    The question has `text` (None: that of its origin), `origin`, `allowed` and `edits`: pairs of a setting's path and
+    its value as typed, or None to leave it out.
+
+    Returns:
+        `text`; `given`, the settings that it gives, as typed; `defaults`, what the others are, if the recipe is right;
+        `problems`, each with a `path` (None: of the whole) and a `message`.
+    """
+    text = question["text"]
+    if text is None:
+        text = beginning(question["origin"])
+    made: Tree = {"text": text, "given": {}, "defaults": None, "problems": []}
+    try:
+        tree = read_text(text)
+        for path, value in question["edits"]:
+            text, tree = edited(text, tree, path, value)
+        made |= {"text": text, "given": _given(tree)}
+        recipe = read_within(tree, question)
+        made["defaults"] = {one.path: text_of(to_jsonable_python(one.value)) for one in settings(recipe)}
+    except UserError as error:
+        cause = error.__cause__
+        found = faults(cause, Recipe) if isinstance(cause, ValidationError) else [("", _plain(str(error)))]
+        made["problems"] = [{"path": path or None, "message": message} for path, message in dict.fromkeys(found)]
+    return made
+
+
+def plan(question: Tree) -> Tree:
+    """What `gptworks plan` says of a recipe's text on the device that the question names, or on this machine's CPU: as
+    JSON, and as its tables.
+
+    Raises:
+        UserError: as the command.
+    """
+    tree = read_text(question["text"]) | {"name": question["name"]}
+    recipe = read_within(tree, question)
+    device = this_cpu() if question["device"] is None else find_device(question["device"])
+    found, missing = estimate(recipe, lambda more: read(apply_overrides(tree, more)), device)
+    return {"plan": plan_json(found), "tables": [asdict(table) for table in tables(found)], "missing": missing}
+
+
+def read_text(text: str) -> Tree:
+    """A recipe's text as a tree.
+
+    Raises:
+        UserError: it is no YAML, or no mapping of names.
+    """
+    tree = parse_yaml(text, "recipe")
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise UserError("the recipe is not a mapping with the sections model, tokenizer, data, train.")
+    return tree
+
+
+def read(tree: Tree) -> Recipe:
+    """The recipe of a tree; see `parse_recipe`."""
+    return parse_recipe({"name": "run"} | tree)
+
+
+def _plain(message: str) -> str:
+    return message.removeprefix("recipe: ").removeprefix("recipe ")
+
+
+# --------------------------------------------------------------------------------------------- where a recipe begins
+
+
+def beginning(origin: str) -> str:
+    """The text of a recipe's file, as it stands; or that of a run's folder, without the settings that follow from the
+    others."""
+    if Path(origin).is_file():
+        return _without_given(Path(origin).read_text(encoding="utf-8"))
+    recipe = load_recipe(origin)
+    tree = recipe.model_dump(mode="json", exclude=set(GIVEN_BY_THE_START))
+    if not isinstance(recipe.tokenizer, FileTokenizer):
+        del tree["model"]["vocab_size"]
+    return _dumped(_shortest(tree, "", read(tree)))
+
+
+def _without_given(text: str) -> str:
+    tree = read_text(text)
+    for name in GIVEN_BY_THE_START:
+        if name in tree:
+            text, tree = edited(text, tree, name, None)
+    return text
+
+
+def _shortest(tree: Tree, section: str, whole: Recipe) -> Tree:
+    """The tree without the settings of a section that the recipe need not give."""
+    for name, value in (_at(tree, section) if section else tree).items():
+        path = f"{section}.{name}" if section else name
+        with contextlib.suppress(UserError):
+            shorter = _removed(tree, path)
+            if read(shorter) == whole:
+                tree = shorter
+                continue
+        if isinstance(value, dict):
+            tree = _shortest(tree, path, whole)
+    return tree
+
+
+def _paths(tree: Tree, path: str = "") -> Iterable[str]:
+    for name, value in tree.items():
+        where = f"{path}.{name}" if path else name
+        yield where
+        if isinstance(value, dict):
+            yield from _paths(value, where)
+
+
+# ------------------------------------------------------------------------------------------------------------- edits
+
+
+def edited(text: str, tree: Tree, path: str, value: str | None) -> tuple[str, Tree]:
+    """The text and the tree with a setting at a value, or without it. Comments stay where only a line changes.
+
+    Raises:
+        UserError: there can be no such setting.
+    """
+    after = _removed(tree, path) if value is None else apply_overrides(tree, [f"{path}={value}"])
+    after = _of_its_kind(after, path)
+    if after == tree:
+        return text, tree
+    for made in _changed_lines(text, path, _at(after, path) if value is not None else None):
+        with contextlib.suppress(UserError):
+            if read_text(made) == after:
+                return made, after
+    return _dumped(after), after
+
+
+def _removed(tree: Tree, path: str) -> Tree:
+    name, _, rest = path.partition(".")
+    if not rest:
+        return {key: value for key, value in tree.items() if key != name}
+    return tree | {name: _removed(tree[name], rest)} if isinstance(tree.get(name), dict) else tree
+
+
+def _of_its_kind(tree: Tree, path: str) -> Tree:
+    """After another `type`, the settings of its section that the new one has."""
+    section, _, name = path.rpartition(".")
+    kinds = next((group["kinds"] for group in form() if group["path"] == section), None)
+    if name != "type" or kinds is None or "type" not in tree.get(section, {}):
+        return tree
+    members = sections_at((section, str(tree[section]["type"])), Recipe)
+    known = {key for member in members for key in member.model_fields}
+    kept = {key: value for key, value in tree[section].items() if key in known}
+    return tree | {section: kept} if len(members) == 1 else tree
+
+
+def _at(tree: Any, path: str) -> Any:
+    for name in path.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+def _changed_lines(text: str, path: str, value: Any) -> Iterable[str]:
+    """Ways to write a changed setting into a text, of which one may be right: in its place, or after the last line of
+    its section; a value of None is taken out."""
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+    except yaml.YAMLError:
+        return
+    *sections, name = path.split(".")
+    for section in sections:
+        node = next((below for key, below in _items(node) if key.value == section), None)
+    flow = (
+        yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True).removesuffix("\n...\n").strip()
+    )
+    lines = text.splitlines(keepends=True)
+    for key, old in _items(node):
+        if key.value == name:
+            if value is None:
+                yield "".join(lines[: key.start_mark.line] + lines[max(old.end_mark.line, key.start_mark.line + 1) :])
+            else:
+                yield text[: old.start_mark.index] + flow + text[old.end_mark.index :]
+    if (items := _items(node)) and value is not None:
+        last, after = items[-1]
+        end = after.end_mark.line + (after.end_mark.column > 0)
+        yield "".join([*lines[:end], f"{' ' * last.start_mark.column}{name}: {flow}\n", *lines[end:]])
+
+
+def _items(node: Any) -> list[tuple[Any, Any]]:
+    return node.value if isinstance(node, yaml.MappingNode) else []
+
+
+def _dumped(tree: Tree) -> str:
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _given(tree: Tree) -> dict[str, str]:
+    """The settings that a tree gives, by their paths; a section that is no mapping is one setting."""
+    found = {}
+    groups = {group["path"] for group in form()}
+    for path in _paths(tree):
+        value = _at(tree, path)
+        found[path] = "" if path in groups and isinstance(value, dict) else text_of(value)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- reach
+
+
+def read_within(tree: Tree, question: Tree) -> Recipe:
+    """The recipe of a tree, which may not name files outside of the question's `allowed` folders, unless its `origin`
+    does, nor a file of Python: who has the page's address need not have the rights of who started it.
+
+    Raises:
+        UserError: it does, or is wrong.
+    """
+    origin = question["origin"]
+    known = set() if origin is None else {*_files(load_recipe(origin)).values()}
+
+    def check(files: Tree) -> None:
+        for path, file in files.items():
+            if path == "objective.reward":
+                raise UserError(f"{path}={file} runs a file of Python, which the page does not do: gptworks train can.")
+            if file not in known and not _is_below(file, question["allowed"]):
+                raise UserError(
+                    f"{path}={file} lies outside of {' and '.join(question['allowed'])}: start the studio in a folder "
+                    f"around it, or write the recipe to a file and use gptworks train."
+                )
+
+    if isinstance(source := tree.get("initialize_from"), str):  # it is read with the recipe
+        check({"initialize_from": source})
+    recipe = read(tree)
+    check(_files(recipe))
+    return recipe
+
+
+def _files(recipe: Recipe) -> dict[str, str]:
+    """The files and folders that a recipe names, by the setting."""
+    found: dict[str, Any] = {"initialize_from": recipe.initialize_from, "data.cache_dir": recipe.data.cache_dir}
+    for n, source in enumerate(recipe.data.sources):
+        found[f"data.sources.{n}.path"] = getattr(source, "path", None)
+        dataset = getattr(source, "dataset", None)
+        is_folder = dataset is not None and (dataset.startswith(("/", "~", ".")) or Path(dataset).exists())
+        found[f"data.sources.{n}.dataset"] = dataset if is_folder else None
+    tokenizer = recipe.tokenizer
+    found["tokenizer.path"] = tokenizer.path if isinstance(tokenizer, FileTokenizer | GPT2Tokenizer) else None
+    template = tokenizer.chat_template
+    found["tokenizer.chat_template"] = (
+        template if template is not None and ("." in template or "/" in template) else None
+    )
+    found["objective.teacher"] = recipe.objective.teacher_run
+    found["objective.reward"] = getattr(recipe.objective, "reward", None)
+    return {path: str(file) for path, file in found.items() if file is not None}
+
+
+def _is_below(file: str, folders: Sequence[str]) -> bool:
+    """Whether a path, which may be a pattern, lies below one of the folders. Links inside them are followed."""
+    path = Path(file).expanduser()
+    return ".." not in path.parts and any(Path(os.path.abspath(path)).is_relative_to(folder) for folder in folders)  # noqa: PTH100

@@ -1,0 +1,108 @@
+"""The form for a recipe, made from the schema that `gptworks schema` prints: every setting, by section."""
+
+import json
+from functools import cache
+from typing import Any
+
+import yaml
+
+from gptworks.presets import PRESETS
+from gptworks.recipe import recipe_schema
+
+Tree = dict[str, Any]
+
+_INPUTS = {"integer": "number", "number": "number", "boolean": "switch", "string": "text"}
+GIVEN_BY_THE_START = ("name", "run_dir")
+"""Settings that follow from the name under which a run is started."""
+
+
+@cache
+def form() -> list[Tree]:
+    """The sections in the schema's order. Of each: `path`, `title`, `help`, whether it is `optional`, the `kinds` that
+    its `type` chooses among, and `fields`.
+
+    A field has `path`, `name`, `help`, `input` (number, switch, choice, text or yaml), `choices`, and `kinds`: those of
+    its section that have it; None: all.
+    """
+    schema = recipe_schema()
+    return [group for group in _groups(schema, "", schema["$defs"]) if group["fields"] or group["optional"]]
+
+
+def _groups(section: Tree, path: str, definitions: Tree, help: str = "", optional: bool = False) -> list[Tree]:
+    """A section, and those inside it."""
+    fields: list[Tree] = []
+    below: list[Tree] = []
+    members = _members(section, definitions)
+    if len(members) > 1:
+        words = {"enum": list(members), "default": section.get("default", {}).get("type")}
+        fields.append(_field(f"{path}.type", "type", words) | {"kinds": list(members)})
+    for kind, member in members.items():
+        for name, one in member["properties"].items():
+            where = f"{path}.{name}" if path else name
+            if where in GIVEN_BY_THE_START or (len(members) > 1 and name == "type"):
+                continue
+            inner, nullable = _without_null(one)
+            found = _resolved(inner, definitions)
+            if "properties" in found or "oneOf" in found:
+                help_text = one.get("description") or found.get("description", "")
+                found = found | ({"default": one["default"]} if one.get("default") is not None else {})
+                below += _groups(found, where, definitions, help_text, nullable)
+                continue
+            field = _field(where, name, found | {k: v for k, v in one.items() if k in ("description", "default")})
+            field["nullable"] = nullable
+            same = next((other for other in fields if other | {"kinds": None} == field), None)
+            if same is not None:
+                same["kinds"].append(kind)
+            else:
+                fields.append(field | {"kinds": [kind]})
+    for field in fields:
+        field["kinds"] = None if len(field["kinds"]) == len(members) else field["kinds"]
+    helps = {kind: member.get("description", "") for kind, member in members.items() if kind}
+    group = {"path": path, "title": path or "run", "help": help or section.get("description", ""),
+             "optional": optional, "kinds": helps or None, "fields": fields}  # fmt: skip
+    return [group, *below]
+
+
+def _members(section: Tree, definitions: Tree) -> dict[str | None, Tree]:
+    """The kinds of a section by the `type` that chooses them; a section without kinds under None."""
+    if "oneOf" not in section:
+        return {None: section}
+    kinds = section["discriminator"]["mapping"]
+    return {kind: definitions[reference.rpartition("/")[2]] for kind, reference in kinds.items()}
+
+
+def _resolved(one: Tree, definitions: Tree) -> Tree:
+    return definitions[one["$ref"].rpartition("/")[2]] if "$ref" in one else one
+
+
+def _without_null(one: Tree) -> tuple[Tree, bool]:
+    """What a setting may be besides null, and whether it may be null."""
+    others = [other for other in one.get("anyOf", []) if other != {"type": "null"}]
+    nullable = len(others) < len(one.get("anyOf", []))
+    return (others[0] if len(others) == 1 else {"anyOf": others} if others else one), nullable
+
+
+def _field(path: str, name: str, one: Tree) -> Tree:
+    choices = one.get("enum") or ([one["const"]] if "const" in one else None)
+    if "anyOf" in one:  # such as a switch with further words
+        parts = [part.get("enum") or ([part["const"]] if "const" in part else None) for part in one["anyOf"]]
+        words = [word for part in parts if part for word in part]
+        switch = any(part.get("type") == "boolean" for part in one["anyOf"])
+        choices = [*(["true", "false"] if switch else []), *words] if words else None
+    if path == "model.preset":
+        choices = list(PRESETS)
+    kind = "choice" if choices else _INPUTS.get(one.get("type", ""), "yaml")
+    return {"path": path, "name": name, "help": one.get("description", ""), "input": kind, "choices": choices,
+            "kinds": None, "nullable": False,
+            "default": None if one.get("default") is None else text_of(one["default"])}  # fmt: skip
+
+
+def text_of(value: Any) -> str:
+    """A setting as a person types it, and as an override has it."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value)):
+        return yaml.safe_dump(value, sort_keys=False, allow_unicode=True).strip()
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,166 @@
+"""Training runs as processes of their own: started, watched and stopped. They go on when the studio ends."""
+
+import contextlib
+import os
+import signal
+import stat
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen
+
+from gptworks.errors import UserError
+from gptworks.train.run_folder import CONSOLE, is_in_use
+
+MOST_LINES = 12
+MOST_CHARACTERS = 400
+"""Of a line."""
+_TAIL_BYTES = 1 << 14
+_KEPT = 32
+"""Processes that have ended and are still shown."""
+COMMAND = ("-m", "gptworks")
+
+
+@dataclass
+class Training:
+    """A process that trains in a run folder."""
+
+    name: str
+    folder: Path
+    process: "Popen[bytes]"
+    asked: bool = False
+    """Whether it was asked to stop."""
+
+    @property
+    def goes_on(self) -> bool:
+        return self.process.poll() is None
+
+
+@dataclass
+class Processes:
+    """The runs that this studio has started. From any thread."""
+
+    most: int = 1
+    """That may train at once."""
+    started: dict[str, Training] = field(default_factory=dict)
+    """By name, the newest last."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def check_room(self) -> None:
+        """Raises a UserError if as many train as may."""
+        running = [one.name for one in self.started.values() if one.goes_on]
+        if len(running) >= self.most:
+            raise UserError(
+                f"{', '.join(running)} still trains, and the page trains {self.most} at once: stop it, wait for it, or "
+                f"start the studio with --at-once {self.most + 1}."
+            )
+
+    def start(self, name: str, folder: Path, arguments: Sequence[str]) -> Training:
+        """Run `gptworks train ARGUMENTS`, whose output goes to a file in the run folder.
+
+        Raises:
+            UserError: as many train as may.
+        """
+        with self._lock:
+            self.check_room()
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+            with os.fdopen(os.open(folder / CONSOLE, flags, 0o644), "ab") as console:
+                process = Popen(
+                    [sys.executable, *COMMAND, "train", *arguments], stdin=DEVNULL, stdout=console, stderr=STDOUT,
+                    start_new_session=True,
+                )  # fmt: skip
+            self.started.pop(name, None)
+            self.started[name] = Training(name, folder, process)
+            ended = [one for one, training in self.started.items() if not training.goes_on]
+            for one in ended[:-_KEPT]:
+                del self.started[one]
+            return self.started[name]
+
+    def stop(self, name: str, folder: Path | None) -> None:
+        """Ask the process that trains to stop after its step and save, as Ctrl-C does.
+
+        Args:
+            folder: the run's, where it may have been started elsewhere.
+
+        Raises:
+            UserError: none does, it was asked already, or it is not known to be gptworks.
+        """
+        with self._lock:
+            training = self.started.get(name)
+            if training is not None and training.goes_on:
+                if training.asked:
+                    raise UserError(f"{name} was asked to stop: it ends its step, saves a checkpoint and stops.")
+                training.asked = True
+                training.process.send_signal(signal.SIGINT)
+                return
+        if folder is None or not is_in_use(folder):
+            raise UserError(f"{name} does not train: there is nothing to stop.")
+        _interrupt_holder(name, folder)
+
+
+def console_lines(folder: Path) -> list[str]:
+    """The last lines that a run's process has printed."""
+    try:
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        descriptor = os.open(folder / CONSOLE, flags)
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                return []
+            file.seek(max(0, found.st_size - _TAIL_BYTES))
+            text = file.read(_TAIL_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return []
+    lines = [line.rpartition("\r")[2].rstrip() for line in text.split("\n")]
+    return [line[:MOST_CHARACTERS] for line in lines if line][-MOST_LINES:]
+
+
+# -------------------------------------------------------------------------------------- processes started elsewhere
+
+
+def _interrupt_holder(name: str, folder: Path) -> None:
+    """Interrupt the process that holds the run folder's lock, if it is `gptworks train`."""
+    found = _holder(folder)
+    if found is None or not hasattr(os, "pidfd_open"):
+        raise UserError(
+            f"{name} was not started here, and its process is not to be seen: stop it where it was started."
+        )
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(found)
+        try:
+            if _holder(folder) == found:  # the number is still that of the same process
+                signal.pidfd_send_signal(descriptor, signal.SIGINT)
+        finally:
+            os.close(descriptor)
+
+
+def _holder(folder: Path) -> int | None:
+    """The `gptworks train` of this user that holds a run folder's lock; None where there is none, or no /proc."""
+    try:
+        lock = (folder / ".lock").stat(follow_symlinks=False)
+        processes = [one for one in Path("/proc").iterdir() if one.name.isdigit()]
+    except OSError:
+        return None
+    for process in processes:
+        with contextlib.suppress(OSError):
+            if process.stat().st_uid == os.getuid() and _trains(process) and _holds(process, lock):
+                return int(process.name)
+    return None
+
+
+def _trains(process: Path) -> bool:
+    """Whether it is `python -m gptworks train` or the script `gptworks train`."""
+    words = (process / "cmdline").read_bytes().split(b"\0")
+    commands = [i for i, word in enumerate(words[:-1]) if Path(os.fsdecode(word)).name == "gptworks"]
+    return any(words[i + 1] == b"train" for i in commands)
+
+
+def _holds(process: Path, lock: os.stat_result) -> bool:
+    for descriptor in (process / "fd").iterdir():
+        with contextlib.suppress(OSError):
+            opened = descriptor.stat()
+            if (opened.st_dev, opened.st_ino) == (lock.st_dev, lock.st_ino):
+                return "FLOCK" in (process / "fdinfo" / descriptor.name).read_text()
+    return False

@@ -1,0 +1,187 @@
+// The part Start: a recipe as a form and as text, what `gptworks plan` says of it, and runs that are started with it.
+
+import { get, post } from "./api.js";
+import { html, useCallback, useEffect, useRef, useState } from "./ui.js";
+import { Form } from "./start/form.js";
+import { Plan } from "./start/plan.js";
+import { Training } from "./start/training.js";
+
+const TYPED_MS = 300;
+
+export function Part({ state, route, refresh, shown }) {
+  const [known, setKnown] = useState(null); // what one can begin from, and the form
+  const [origin, setOrigin] = useState(null);
+  const [name, setName] = useState("");
+  const [way, setWay] = useState("new"); // new, or resume
+  const [problem, setProblem] = useState(null);
+  const [busy, setBusy] = useState(false);
+  const [said, say] = useState("");
+  const recipe = useRecipe(origin);
+  const linked = route.join("/");
+  useEffect(() => {
+    get("studio/start").then(setKnown, (error) => setProblem(error.message));
+  }, []);
+  const begin = useCallback((chosen) => {
+    setOrigin(chosen);
+    setWay("new");
+    setProblem(null);
+    setName(free((chosen.recipe ?? chosen.run).split("/").at(-1), state.models));
+  }, [state.models]);
+  useEffect(() => {
+    if (!known || (origin && !linked)) return;
+    const run = state.models.find((model) => model.id === linked && model.run);
+    if (run || !origin) begin(run ? { run: run.id } : { recipe: "demo" });
+  }, [known, linked]);
+  const act = async (path, body, words) => {
+    setBusy(true);
+    setProblem(null);
+    try {
+      await post(`studio/start/${path}`, body);
+      say(words);
+      if (path === "new") setName(free(body.name, [...state.models, { id: body.name }]));
+    } catch (error) {
+      setProblem(error.message);
+    }
+    setBusy(false);
+    refresh();
+  };
+  if (!known) return html`<p class="notice" role="status">${problem ?? "Reading the schema…"}</p>`;
+  const start = () => way === "resume" ? act("resume", { run: origin.run, text: recipe.text }, `${origin.run} goes on.`)
+    : act("new", { name, text: recipe.text, origin }, `${name} is started.`);
+  return html`<div class="start">
+    <h1 class="hidden-text">Start</h1>
+    <${Training} ...${{ state, shown, act, readOnly: known.read_only }} />
+    <section class="card start-begin" aria-label="What to start">
+      <label>Begin from <select class="field" value=${key(origin)} onChange=${(event) => begin(parsed(event.target.value))}>
+        <optgroup label="Recipes of gptworks">${known.recipes.map((one) => html`
+          <option key=${one.name} value=${`recipe ${one.name}`}>${one.name}</option>`)}</optgroup>
+        ${state.models.length > 0 && html`<optgroup label="Runs">${state.models.map((one) => html`
+          <option key=${one.id} value=${`run ${one.id}`}>${one.id}</option>`)}</optgroup>`}
+      </select></label>
+      ${origin?.run && html`<div class="switch" role="group" aria-label="What to do with it">
+        <button class="button" aria-pressed=${String(way === "new")} onClick=${() => setWay("new")}>New run</button>
+        <button class="button" aria-pressed=${String(way === "resume")} onClick=${() => setWay("resume")}>Go on with it</button>
+      </div>`}
+      ${way === "new" && html`<label>Name <input class="field" value=${name} spellcheck="false" maxlength="100"
+        onInput=${(event) => setName(event.target.value.trim())} /></label>`}
+      ${known.read_only ? html`<p>This studio was started with <code>--read-only</code>: it starts and writes nothing.</p>`
+        : html`<button class="button primary" onClick=${start} disabled=${busy || !recipe.right || (way === "new" && !name)}>
+          ${way === "resume" ? "Go on" : "Start"}</button>`}
+      <p class="start-about quiet">${about(known, origin, way, name)}</p>
+      ${way === "resume" && html`<${Changes} run=${origin.run} recipe=${recipe} />`}
+      ${problem && html`<p class="problem" role="alert">${problem}</p>`}
+      <p class="hidden-text" role="status">${said}</p>
+    </section>
+    ${recipe.problem && html`<p class="problem start-wide" role="alert">${recipe.problem}</p>`}
+    ${recipe.checked && html`<${Form} groups=${known.form} recipe=${recipe} />
+    <div class="start-beside">
+      <${Plan} ...${{ recipe, origin, name, devices: known.devices }} />
+      <${RecipeText} recipe=${recipe} />
+    </div>`}
+  </div>`;
+}
+
+/** The recipe's text, which is what counts, and what the server says of it. */
+function useRecipe(origin) {
+  const [text, setText] = useState(null);
+  const [checked, setChecked] = useState(null); // given, defaults, problems
+  const [problem, setProblem] = useState(null);
+  const [waits, setWaits] = useState(false);
+  const held = useRef({ edits: [] });
+  const ask = useCallback((body) => {
+    const now = held.current;
+    clearTimeout(now.timer);
+    now.stop?.abort();
+    now.stop = new AbortController();
+    const { signal } = now.stop;
+    const edits = now.edits;
+    setWaits(true);
+    now.timer = setTimeout(async () => {
+      try {
+        const answer = await post("studio/start/check", { ...body, edits, origin }, { signal });
+        now.edits = now.edits.slice(edits.length);
+        if (edits.length || body.text == null) setText(answer.text);
+        setChecked((was) => ({ ...answer, defaults: answer.defaults ?? was?.defaults ?? {}, right: !answer.problems.length }));
+        setProblem(null);
+        setWaits(now.edits.length > 0);
+      } catch (error) {
+        if (error.name !== "AbortError") setProblem(error.message), setWaits(false);
+      }
+    }, body.text == null ? 0 : TYPED_MS);
+  }, [origin]);
+  useEffect(() => {
+    if (!origin) return;
+    held.current.edits = [];
+    ask({ text: null });
+  }, [origin]);
+  const edit = (...edits) => {
+    const later = new Set(edits.map(([path]) => path));
+    held.current.edits = [...held.current.edits.filter(([path]) => !later.has(path)), ...edits];
+    setChecked((was) => ({ ...was, given: changed(was.given, edits) })); // the server's answer replaces it
+    ask({ text });
+  };
+  const type = (typed) => {
+    held.current.edits = [];
+    setText(typed);
+    ask({ text: typed });
+  };
+  return { text, checked, problem, edit, type, right: Boolean(checked?.right) && !waits && !problem, waits };
+}
+
+function changed(given, edits) {
+  const made = { ...given };
+  for (const [path, value] of edits) {
+    if (value == null) delete made[path];
+    else made[path] = value;
+  }
+  return made;
+}
+
+function RecipeText({ recipe }) {
+  return html`<section class="card start-text" aria-label="The recipe as text">
+    <label for="recipe-text"><h2>Recipe</h2></label>
+    <textarea id="recipe-text" class="field mono" rows="24" spellcheck="false" value=${recipe.text}
+      onInput=${(event) => recipe.type(event.target.value)}></textarea>
+  </section>`;
+}
+
+/** What a run would change if it went on with the recipe. */
+function Changes({ run, recipe }) {
+  const [found, setFound] = useState(null);
+  useEffect(() => {
+    if (!recipe.right) return undefined;
+    const stop = new AbortController();
+    post("studio/start/changes", { run, text: recipe.text }, { signal: stop.signal }).then(
+      setFound, (error) => error.name !== "AbortError" && setFound({ problem: error.message }));
+    return () => stop.abort();
+  }, [run, recipe.text, recipe.right]);
+  if (found?.problem) return html`<p class="problem start-about" role="alert">${found.problem}</p>`;
+  if (!found?.changes.length) return html`<p class="quiet start-about">It goes on with its own settings. Change some below.</p>`;
+  return html`<ul class="start-changes">${found.changes.map((one) => html`<li key=${one.path}><code>${one.path}</code> ${one.old} → ${one.new}
+    ${one.recorded && html`<span class="quiet"> – the loss curve depends on it: the run folder records the change</span>`}</li>`)}</ul>`;
+}
+
+function about(known, origin, way, name) {
+  const shipped = known.recipes.find((one) => one.name === origin?.recipe);
+  const what = shipped ? `${shipped.summary} ${shipped.time ? `Training takes ${shipped.time}.` : ""} ` : "";
+  return way === "resume" ? "The run trains on from its newest checkpoint." : `${what}The recipe is written to ${known.folder}/${name || "NAME"}.yaml.`;
+}
+
+function free(name, models) {
+  const taken = new Set(models.map((model) => model.id));
+  const clean = name.replace(/[^A-Za-z0-9._-]/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 90) || "run";
+  const base = clean.replace(/-\d+$/, "");
+  let n = 2;
+  if (!taken.has(clean)) return clean;
+  while (taken.has(`${base}-${n}`)) n += 1;
+  return `${base}-${n}`;
+}
+
+function key(origin) {
+  return origin?.recipe ? `recipe ${origin.recipe}` : `run ${origin?.run}`;
+}
+
+function parsed(text) {
+  const [kind, ...rest] = text.split(" ");
+  return { [kind]: rest.join(" ") };
+}

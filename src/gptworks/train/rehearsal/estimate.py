@@ -1,0 +1,64 @@
+"""The plan of a recipe, with what is known of its data."""
+
+from collections.abc import Callable, Sequence
+
+from gptworks.config import Recipe
+from gptworks.data.prepare import Prepared, find_prepared
+from gptworks.errors import UserError
+from gptworks.plan.devices import UTILIZATION, Device
+from gptworks.plan.run import Plan, plan
+from gptworks.plan.tokens import DataSize, data_size
+from gptworks.recipe import with_vocab_size
+
+
+def estimate(
+    recipe: Recipe,
+    read: Callable[[Sequence[str]], Recipe],
+    device: Device,
+    n_ranks: int = 1,
+    utilization: float = UTILIZATION,
+) -> tuple[Plan, str | None]:
+    """The plan, and which source of the data is missing: what depends on its tokens is unknown then.
+
+    Args:
+        read: reads the recipe again, with overrides: advice is tried as a user would.
+
+    Raises:
+        UserError: as `gptworks.plan.run.plan`; or the vocabulary is not known yet and the data is missing.
+    """
+    planned, data = _with_data(recipe)
+
+    def apply(overrides: Sequence[str], n_ranks: int) -> Recipe:
+        changed = read(overrides)
+        model = changed.model.model_copy(update={"vocab_size": planned.model.vocab_size})
+        return changed.model_copy(update={"model": model})
+
+    found = plan(
+        planned, data.train_tokens, samples_per_epoch=data.samples_per_epoch, tokens_estimated=data.estimated,
+        device=device, n_ranks=n_ranks, utilization=utilization, apply=apply,
+    )  # fmt: skip
+    return found, data.missing
+
+
+def with_what_is_prepared(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
+    """The recipe with the vocabulary of its prepared data, and that data; None if it is not prepared."""
+    prepared = find_prepared(recipe)
+    if prepared is None:
+        return recipe, None
+    return with_vocab_size(recipe, prepared.manifest.vocab_size), prepared
+
+
+def _with_data(recipe: Recipe) -> tuple[Recipe, DataSize]:
+    """The recipe with its vocabulary where that is known, and the size of its data: exact where it is prepared."""
+    recipe, prepared = with_what_is_prepared(recipe)
+    if prepared is None:
+        size = data_size(recipe)
+        if size.missing is not None and not recipe.model.vocab_size:
+            raise UserError(size.missing)
+        return recipe, size
+    samples = None
+    if recipe.data.records:
+        from gptworks.train.objectives.choose import choose_objective
+
+        samples = choose_objective(recipe, prepared.folder).samples_per_epoch
+    return recipe, DataSize(prepared.manifest.splits["train"].tokens, samples, estimated=False)

@@ -1,0 +1,217 @@
+"""The studio's part Start in a browser: a recipe is changed, planned, started, stopped and resumed by clicks."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import commands
+import tiny
+from browser import Studio, axe, open_studio, screenshot
+from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.train.changes import read_history
+from gptworks.train.loop import train
+from gptworks.train.run_folder import is_in_use
+from serving import until
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Studio]:
+    """A studio over a run that could go on, started in the folder around it."""
+    monkeypatch.chdir(tmp_path)
+    tree = tiny.recipe_tree(tmp_path, schedule="constant", max_steps=8) | {"run_dir": "runs/old"}
+    train(parse_recipe(tree))
+    with open_studio(Path("runs")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(new_page: Callable[..., Any], runs: Studio) -> Any:
+    return opened(new_page(), runs)
+
+
+def opened(page: Any, studio: Studio, route: str = "start") -> Any:
+    page.goto(f"{studio.url}/#/{route}")
+    planned(page)
+    return page
+
+
+def planned(page: Any) -> None:
+    """Wait until the plan is that of what was typed."""
+    page.wait_for_function(
+        """() => document.querySelector(".start-plan[aria-busy=false] table")
+          && !document.querySelector(".start-found.old")"""
+    )
+
+
+def field(page: Any, path: str) -> Any:
+    return page.locator(f"[id='setting-of-{path}']")
+
+
+def text(page: Any) -> Any:
+    return page.get_by_label("Recipe", exact=True)
+
+
+def process(page: Any, name: str) -> Any:
+    return page.locator(".start-process", has=page.get_by_role("heading", name=name, exact=True))
+
+
+def test_a_run_is_changed_started_stopped_and_resumed(page: Any, runs: Studio) -> None:
+    page.get_by_label("Begin from").select_option(label="old")
+    page.wait_for_function("() => document.querySelector('#recipe-text').value.includes('schedule: constant')")
+    assert page.get_by_label("Name").input_value() == "old-2"
+    field(page, "train.max_steps").fill("100000")
+    page.wait_for_function("() => document.querySelector('#recipe-text').value.includes('max_steps: 100000')")
+    planned(page)
+    assert "100,000" in page.get_by_role("region", name="Plan").inner_text()
+    page.get_by_placeholder("Search all settings").fill("peak rate of adamw")
+    field(page, "train.learning_rate").fill("0.002")
+    page.wait_for_function("() => document.querySelector('#recipe-text').value.includes('learning_rate: 0.002')")
+    page.get_by_placeholder("Search all settings").fill("")
+    page.get_by_label("Name").fill("mine")
+    page.get_by_role("button", name="Start", exact=True).click()
+    process(page, "mine").get_by_text("training", exact=True).wait_for()
+    log = runs.runs / "mine" / "metrics.jsonl"
+    until(lambda: log.exists() and log.stat().st_size > 0, 240)
+    assert load_recipe(runs.runs / "mine.yaml").train.learning_rate == 0.002
+    page.get_by_role("button", name="Start", exact=True).click()
+    page.get_by_role("alert").get_by_text("--at-once 2").wait_for()
+    process(page, "mine").get_by_role("link", name="Curves").wait_for()
+    screenshot(page, "start-training")
+    process(page, "mine").get_by_role("button", name="Stop").click()
+    process(page, "mine").get_by_text("ended", exact=True).wait_for()
+    assert "stopped by SIGINT" in process(page, "mine").inner_text()
+
+    page.get_by_label("Begin from").select_option(label="old")
+    page.get_by_role("button", name="Go on with it").click()
+    page.get_by_text("It goes on with its own settings").wait_for()
+    field(page, "train.learning_rate").fill("0.004")
+    page.get_by_text("the run folder records the change").wait_for()
+    field(page, "model.d_model").fill("64")
+    page.get_by_role("alert").get_by_text("so a run cannot change it").wait_for()
+    field(page, "model.d_model").fill("32")
+    field(page, "train.max_steps").fill("12")
+    page.locator(".start-changes", has_text="8 → 12").wait_for()
+    page.get_by_role("button", name="Go on", exact=True).click()
+    process(page, "old").get_by_text("ended", exact=True).wait_for()
+    assert load_recipe(runs.runs / "old").train.max_steps == 12
+    assert read_history(runs.runs / "old").changes[0]["settings"]["train.learning_rate"] == [0.003, 0.004]
+    process(page, "old").get_by_role("button", name="Hide").click()
+    assert process(page, "old").count() == 0
+
+
+def test_form_and_text_stay_equal_and_errors_stand_at_their_fields(page: Any) -> None:
+    before = text(page).input_value()
+    text(page).fill(before.replace("max_steps: 400", "max_steps: 40"))
+    page.wait_for_function("() => document.getElementById('setting-of-train.max_steps').value === '40'")
+    planned(page)
+    field(page, "train.max_steps").fill("none")
+    page.locator(".start-field", has=field(page, "train.max_steps")).locator(".problem").wait_for()
+    assert field(page, "train.max_steps").get_attribute("aria-invalid") == "true"
+    assert page.get_by_role("button", name="Start", exact=True).is_disabled()
+    field(page, "train.max_steps").fill("30")
+    field(page, "tokenizer.type").select_option("char")
+    page.wait_for_function("() => !document.querySelector('#recipe-text').value.includes('vocab_size')")
+    assert yaml.safe_load(text(page).input_value())["tokenizer"] == {"type": "char"}
+    text(page).fill("model: [")
+    page.get_by_role("alert").get_by_text("not readable YAML").wait_for()
+    text(page).fill(before)
+    planned(page)
+    page.get_by_label("Show all").check()
+    assert page.locator(".start-field").count() > 90
+    page.get_by_label("Use adapter").check()
+    page.get_by_role("alert").get_by_text("train.optimizer=muon with an adapter").wait_for()
+    page.get_by_label("Use adapter").uncheck()
+    planned(page)
+
+
+def test_advice_is_applied_by_a_click(page: Any) -> None:
+    page.get_by_label("Device").select_option("a100-40gb")
+    field(page, "train.batch_size").fill("65536")
+    page.get_by_text("It does not fit in memory.").wait_for()
+    planned(page)
+    page.get_by_role("group", name="Changes with which it fits").get_by_role("button").first.click()
+    page.get_by_text("It fits in memory.").wait_for()
+
+
+def test_a_read_only_studio_says_so_instead_of_the_buttons(new_page: Callable[..., Any], runs: Studio) -> None:
+    with open_studio(runs.runs, read_only=True) as closed:
+        page = opened(new_page(), closed)
+        page.get_by_text("it starts and writes nothing").wait_for()
+        assert page.get_by_role("button", name="Start", exact=True).count() == 0
+
+
+def test_a_recipe_is_started_with_the_keys_alone(page: Any, runs: Studio) -> None:
+    page.get_by_label("Begin from").focus()
+    for key in ("Tab", "Tab"):
+        page.keyboard.press(key)
+    assert page.evaluate("() => document.activeElement.textContent.trim()") == "Start"
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("by-keys")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    process(page, "by-keys").get_by_role("button", name="Stop").focus()
+    page.keyboard.press("Enter")
+    process(page, "by-keys").get_by_text("ended").wait_for()
+    assert (runs.runs / "by-keys.yaml").is_file()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_and_every_width_fits(new_page: Callable[..., Any], runs: Studio, scheme: str) -> None:
+    for width in (360, 1280):
+        page = opened(new_page(color_scheme=scheme, viewport={"width": width, "height": 900}), runs, "start/old")
+        field(page, "train.max_steps").fill("-1")
+        page.locator(".start-field .problem").wait_for()
+        assert axe(page) == []
+        screenshot(page, f"start-wrong-{width}-{scheme}")
+        page.get_by_role("button", name="Go on with it").click()
+        field(page, "train.max_steps").fill("20")
+        page.locator(".start-changes").wait_for()
+        planned(page)
+        page.get_by_label("Show all").check()
+        assert axe(page) == []
+        screenshot(page, f"start-{width}-{scheme}")
+        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+        page.context.close()
+
+
+def test_a_run_goes_on_when_the_studio_is_killed_and_another_studio_stops_it(tmp_path: Path) -> None:
+    import httpx2 as httpx
+
+    (tmp_path / "runs").mkdir()
+    tree = tiny.recipe_tree(
+        tmp_path, max_steps=100_000, schedule="constant", checkpoint_every=1000, evaluate_every=1000
+    )
+    words = ("-m", "gptworks", "studio", "runs", "--port", "0", "--no-open")
+
+    def begun() -> tuple[Any, httpx.Client]:
+        process = commands.start(*words, new=True, cwd=tmp_path, stderr=subprocess.PIPE)
+        line = next(line for line in process.stderr if "the studio is at" in line)
+        return process, httpx.Client(base_url=line.partition(" at ")[2].split()[0], timeout=120)
+
+    run = tmp_path / "runs" / "alive"
+    first, http = begun()
+    answer = http.post("/studio/start/new", json={"name": "alive", "text": yaml.safe_dump(tree)})
+    assert answer.status_code == 200, answer.text
+    until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 0, 240)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    before = (run / "metrics.jsonl").stat().st_size
+    until(lambda: (run / "metrics.jsonl").stat().st_size > before)
+    second, http = begun()
+    try:
+        answer = http.post("/studio/start/stop", json={"run": "alive"})
+        assert answer.status_code == 200, answer.text
+        until(lambda: (run / "outcome.json").exists() and not is_in_use(run))
+        assert "stopped by SIGINT" in (run / "outcome.json").read_text()
+    finally:
+        second.kill()
+        second.wait()

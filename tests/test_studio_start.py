@@ -1,0 +1,302 @@
+"""The studio's routes to start runs: the form is the schema, the plan is the command's, and what runs is a process."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import filelock
+import httpx2 as httpx
+import pytest
+import yaml
+
+import commands
+import tiny
+from browser import Studio, open_studio
+from gptworks.confined import Limits
+from gptworks.describe.plan_tables import plan_json
+from gptworks.errors import UserError
+from gptworks.interface.planning import plan
+from gptworks.recipe import load_recipe, parse_recipe, recipe_schema
+from gptworks.recipes import shipped_paths
+from gptworks.studio import processes
+from gptworks.studio.checking import edited, read_text
+from gptworks.studio.form import GIVEN_BY_THE_START, form
+from gptworks.train.changes import read_history
+from histories import curve, write_run
+from serving import until
+
+
+def paths(schema: dict[str, Any], section: dict[str, Any], path: str = "") -> set[str]:
+    """Every setting that a JSON schema knows, with sections inside one another, whatever their `type`."""
+    found = set()
+    for name, one in section.get("properties", {}).items():
+        where = f"{path}.{name}" if path else name
+        options = [one, *one.get("anyOf", []), *one.get("oneOf", [])]
+        inner = [schema["$defs"][each["$ref"].rpartition("/")[2]] for each in options if "$ref" in each]
+        below = set().union(*(paths(schema, each, where) for each in inner)) if inner else set()
+        found |= below or {where}
+    return found
+
+
+def test_the_form_has_the_settings_of_the_schema() -> None:
+    schema = recipe_schema()
+    fields = [field for group in form() for field in group["fields"]]
+    assert {field["path"] for field in fields} == paths(schema, schema) - {*GIVEN_BY_THE_START}
+    inputs = {field["path"]: field["input"] for field in fields}
+    assert inputs["train.learning_rate"] == inputs["train.max_steps"] == "number"
+    assert inputs["model.norm"] == inputs["tokenizer.type"] == inputs["model.qk_norm"] == "choice"
+    assert inputs["model.tie_embeddings"] == "switch" and inputs["data.sources"] == "yaml"
+    (kinds,) = [group["kinds"] for group in form() if group["path"] == "tokenizer"]
+    assert {*kinds} == {"bpe", "char", "word", "gpt2", "file"}
+
+
+COMMENTED = """# About it.
+model: {preset: gpt2, n_layers: 2}  # small
+train:
+  # as long as this
+  max_steps: 10  # ten
+  betas: [0.9, 0.95]
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "line"),
+    [
+        ("train.max_steps", "20", "  max_steps: 20  # ten"),
+        ("model.n_layers", "3", "model: {preset: gpt2, n_layers: 3}  # small"),
+        ("train.batch_size", "4", "  batch_size: 4"),
+        ("train.betas", "[0.9, 0.99]", "  betas: [0.9, 0.99]"),
+        ("seed", "7", "seed: 7"),
+    ],
+)
+def test_an_edit_of_the_form_changes_one_line_of_the_text(path: str, value: str, line: str) -> None:
+    text, tree = edited(COMMENTED, read_text(COMMENTED), path, value)
+    assert read_text(text) == tree
+    assert line in text.splitlines() and "# as long as this" in text
+    without, tree = edited(text, tree, path, None)
+    assert read_text(without) == tree and ("# About it." in without or path == "model.n_layers")
+    assert value not in without.splitlines()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the runs `old` and `files`, the latter of a recipe that the studio has not written."""
+    root: Path = tmp_path_factory.mktemp("studio") / "runs"
+    write_run(root / "old", curve([3.0, 2.0]), train={"max_steps": 20})
+    return root
+
+
+@pytest.fixture(scope="module")
+def studio(folder: Path) -> Iterator[Studio]:
+    with open_studio(folder) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def http(studio: Studio) -> Iterator[httpx.Client]:
+    with studio.http() as client:
+        yield client
+
+
+def post(http: httpx.Client, path: str, status: int = 200, **body: Any) -> Any:
+    answer = http.post(f"/studio/start/{path}", json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def message(answer: Any) -> str:
+    return str(answer["error"]["message"])
+
+
+def checked(http: httpx.Client, text: str | None = None, *edits: tuple[str, str | None], **body: Any) -> Any:
+    return post(http, "check", text=text, edits=edits, **body)
+
+
+def test_the_plan_is_that_of_the_command(http: httpx.Client) -> None:
+    text = checked(http, origin={"recipe": "demo"})["text"]
+    assert text == shipped_paths()["demo"].read_text(encoding="utf-8")
+    text = checked(http, text, ("train.batch_size", "4096"), ("train.micro_batch_size", "4096"))["text"]
+    overrides = ["train.batch_size=4096", "train.micro_batch_size=4096", "name=big"]
+    found = post(http, "plan", text=text, name="big", device="a100-40gb")
+    expected = plan("demo", *overrides, device="a100-40gb")
+    assert found["plan"] == json.loads(json.dumps(plan_json(expected), default=str)) and found["missing"] is None
+    assert found["plan"]["fit"]["fits"] is False and found["plan"]["fit"]["changes"]
+    assert [table["header"] for table in found["tables"]]
+
+
+def test_a_runs_recipe_is_as_short_as_it_can_be_and_means_the_same(http: httpx.Client, folder: Path) -> None:
+    found = checked(http, origin={"run": "old"})
+    assert found["problems"] == [] and "rope_theta" not in found["text"] and "run_dir" not in found["text"]
+    assert found["given"]["train.max_steps"] == "20" and found["defaults"]["model.rope_theta"] == "10000.0"
+    run = load_recipe(folder / "old")
+    tree = yaml.safe_load(found["text"]) | {"name": run.name, "run_dir": str(run.run_dir)}
+    tree["model"]["vocab_size"] = run.model.vocab_size
+    assert parse_recipe(tree) == run
+
+
+def test_what_is_wrong_is_said_at_its_place_in_the_parsers_words(http: httpx.Client) -> None:
+    text = checked(http, origin={"recipe": "demo"})["text"]
+    found = checked(http, text, ("train.max_steps", "-1"), ("model.n_heads", "3"), ("train.lerning_rate", "1"))
+    with pytest.raises(UserError) as caught:
+        load_recipe("demo", ["train.max_steps=-1", "model.n_heads=3", "train.lerning_rate=1"])
+    lines = [line.partition(": ")[2] for line in str(caught.value).splitlines()]
+    assert sorted(one["message"] for one in found["problems"]) == sorted(lines)
+    assert {one["path"] for one in found["problems"]} == {"train.max_steps", "model", "train.lerning_rate"}
+    assert checked(http, "model: [")["problems"][0]["path"] is None
+    kind = checked(http, text, ("tokenizer.type", "char"))
+    assert kind["problems"] == [] and "tokenizer.vocab_size" not in kind["given"]
+
+
+HOSTILE_NAMES = ("../up", "a/b", ".hidden", "", "-x", "a\0b", "x" * 101, "recipe", "a b", "$(id)", "a\nb", "é", "a\\b")
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+def test_a_name_is_one_plain_name(http: httpx.Client, folder: Path, name: str) -> None:
+    before = sorted(folder.parent.rglob("*"))
+    assert "name" in message(post(http, "new", 400, name=name, text="model: {}", origin=None))
+    assert sorted(folder.parent.rglob("*")) == before
+
+
+def test_nothing_is_overwritten(http: httpx.Client, folder: Path) -> None:
+    text = checked(http, origin={"run": "old"})["text"]
+    assert "exists" in message(post(http, "new", 409, name="old", text=text, origin={"run": "old"}))
+    (folder / "kept.yaml").write_text("mine")
+    assert "exists" in message(post(http, "new", 409, name="kept", text=text, origin={"run": "old"}))
+    assert (folder / "kept.yaml").read_text() == "mine" and not (folder / "kept").exists()
+
+
+def test_a_recipe_reads_and_writes_nothing_outside_and_runs_no_code(http: httpx.Client, folder: Path) -> None:
+    text = checked(http, origin={"recipe": "demo"})["text"]
+    (folder.parent / "outside").mkdir()
+    outside = folder.parent / "outside" / "text.txt"
+    outside.write_text("secret " * 100)
+    edits = {
+        "data.sources": f"- {{type: text, path: {outside}}}",
+        "data.cache_dir": str(outside.parent),
+        "tokenizer.chat_template": str(outside),
+        "initialize_from": str(outside.parent),
+    }
+    for path, value in edits.items():
+        for hidden in (value, value.replace(str(folder.parent), f"{folder}/..")):
+            (problem,) = checked(http, text, (path, hidden))["problems"]
+            assert "lies outside of" in problem["message"], problem
+    changed = edited(text, read_text(text), "data.sources", edits["data.sources"])[0]
+    for route, more in (("plan", {"name": "x"}), ("new", {"name": "x"})):
+        assert "lies outside of" in message(post(http, route, 400, text=changed, **more))
+    assert not (folder / "x.yaml").exists() and not (folder / "x").exists()
+    reward = {"type": "reward", "reward": f"{folder}/reward.py:f"}
+    records = [{"type": "conversations", "path": str(folder / "c.jsonl")}]
+    tree = yaml.safe_load(text) | {"objective": reward}
+    tree["data"]["sources"] = records
+    (problem,) = checked(http, yaml.safe_dump(tree))["problems"]
+    assert "file of Python" in problem["message"]
+    assert checked(http, origin={"run": "old"})["problems"] == []  # whose text lies outside: it names it itself
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: {preset: gpt2, n_layers: 10000}\ntokenizer: {type: gpt2}\ndata: {sources: [{type: python-stdlib}]}\n"
+        "train: {max_steps: 10}",
+        "a: &a [x, x, x, x, x, x, x, x]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a]\nc: &c [*b, *b, *b, *b, *b, *b, *b]\n"
+        "d: &d [*c, *c, *c, *c, *c, *c, *c]\ne: &e [*d, *d, *d, *d, *d, *d, *d]\nf: [*e, *e, *e, *e, *e, *e, *e]",
+        "[" * 5000,
+        "model: !!python/object/apply:os.system ['id']",
+        "<script>alert(1)</script>",
+    ],
+)
+def test_a_hostile_recipe_is_answered_within_limits(
+    http: httpx.Client, studio: Studio, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked(http, "")
+    monkeypatch.setattr(studio.app.state.starting.children, "limits", Limits(seconds=0.5, n_bytes=1 << 30))
+    found = http.post("/studio/start/check", json={"text": text})
+    assert found.status_code == 400 or found.json()["problems"] or found.json()["defaults"]
+    assert http.post("/studio/start/plan", json={"text": text}).status_code == 400
+
+
+def test_only_json_of_this_page_is_taken(http: httpx.Client) -> None:
+    for path in ("check", "plan", "new", "stop", "resume", "changes"):
+        body = b'{"run": "old", "text": "", "name": "a"}'
+        assert http.post(f"/studio/start/{path}", content=body).status_code == 415
+        other = {"origin": "http://evil.example", "content-type": "application/json"}
+        assert http.post(f"/studio/start/{path}", content=body, headers=other).status_code == 403
+        cross = {"sec-fetch-site": "cross-site", "content-type": "application/json"}
+        assert http.post(f"/studio/start/{path}", content=body, headers=cross).status_code == 403
+        assert http.get(f"/studio/start/{path}").status_code == 405
+
+
+def test_a_studio_that_is_read_only_starts_and_writes_nothing(folder: Path) -> None:
+    with open_studio(folder, read_only=True) as studio, studio.http() as http:
+        assert http.get("/studio/start").json()["read_only"] is True
+        text = checked(http, origin={"recipe": "demo"})["text"]
+        for path, body in (("new", {"name": "a", "text": text}), ("stop", {"run": "old"}), ("resume", {"run": "old"})):
+            assert "--read-only" in message(post(http, path, 403, **body))
+    assert not (folder / "a").exists()
+
+
+# -------------------------------------------------------------------------------------------------------- what is run
+
+
+def lines(http: httpx.Client, name: str) -> Any:
+    found = http.get("/studio/start/processes").json()["processes"]
+    return next(one for one in found if one["run"] == name)
+
+
+def test_a_run_is_started_watched_stopped_and_resumed_with_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "Popen", lambda words, **options: commands.start(*words[1:], **options))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    settings = {"max_steps": 100_000, "schedule": "constant", "checkpoint_every": 1000, "evaluate_every": 1000}
+    tree = tiny.recipe_tree(tmp_path, **settings)
+    tree["data"]["cache_dir"] = "data"
+    text = "# mine\n" + yaml.safe_dump(tree)
+    with open_studio(Path("runs")) as studio, studio.http() as http:
+        assert post(http, "new", name="first", text=text) == {"run": "first"}
+        written = tmp_path / "runs" / "first.yaml"
+        assert written.read_text().startswith("# mine\n")
+        assert load_recipe(written).run_dir == Path("runs/first") and load_recipe(written).name == "first"
+        assert "--at-once 2" in message(post(http, "new", 400, name="second", text=text))
+        assert not (tmp_path / "runs" / "second.yaml").exists()
+        log = tmp_path / "runs" / "first" / "metrics.jsonl"
+        until(lambda: log.exists() and log.stat().st_size > 0)
+        assert lines(http, "first")["running"] is True
+        post(http, "stop", run="first")
+        until(lambda: lines(http, "first")["running"] is False)
+        ended = lines(http, "first")
+        assert ended["code"] == 0 and "stopped by SIGINT" in "\n".join(ended["lines"]), ended
+        assert "nothing to stop" in message(post(http, "stop", 400, run="first"))
+
+        run = tmp_path / "runs" / "first"
+        done = json.loads((run / "outcome.json").read_text())["step"]
+        text = checked(http, origin={"run": "first"})["text"]
+        refused, _ = edited(text, read_text(text), "model.n_layers", "3")
+        assert "so a run cannot change it" in message(post(http, "changes", 400, run="first", text=refused))
+        assert "so a run cannot change it" in message(post(http, "resume", 400, run="first", text=refused))
+        for path, value in (
+            ("train.learning_rate", "0.001"),
+            ("train.max_steps", str(done + 2)),
+            ("train.log_every", "2"),
+        ):
+            text, _ = edited(text, read_text(text), path, value)
+        found = post(http, "changes", run="first", text=text)["changes"]
+        assert {one["path"]: one["recorded"] for one in found} == {
+            "train.learning_rate": True, "train.max_steps": False, "train.log_every": False,
+        }  # fmt: skip
+        post(http, "resume", run="first", text=text)
+        until(lambda: lines(http, "first")["running"] is False)
+        assert lines(http, "first")["code"] == 0, lines(http, "first")
+        assert json.loads((run / "outcome.json").read_text())["step"] == done + 2
+        (change,) = read_history(run).changes
+        assert change["step"] == done and change["settings"]["train.learning_rate"] == [0.003, 0.001]
+        assert load_recipe(run).train.learning_rate == 0.001
+
+
+def test_only_training_of_the_folder_is_signalled(tmp_path: Path, http: httpx.Client, folder: Path) -> None:
+    assert "nothing to stop" in message(post(http, "stop", 400, run="old"))
+    with filelock.FileLock(folder / "old" / ".lock"):  # held by the tests, which are no gptworks train
+        assert "stop it where it was started" in message(post(http, "stop", 400, run="old"))
+    assert "nothing to stop" in message(post(http, "stop", 400, run="../../etc"))
