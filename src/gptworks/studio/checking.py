@@ -112,6 +112,7 @@ def beginning(origin: str) -> str:
         return _without_given(Path(origin).read_text(encoding="utf-8"))
     recipe = load_recipe(origin)
     tree = recipe.model_dump(mode="json", exclude=set(GIVEN_BY_THE_START))
+    tree["data"]["sources"] = [one.model_dump(mode="json", exclude_defaults=True) for one in recipe.data.sources]
     if not isinstance(recipe.tokenizer, FileTokenizer):
         del tree["model"]["vocab_size"]
     return _dumped(_shortest(tree, "", read(tree)))
