@@ -291,7 +291,7 @@ def test_a_run_is_started_watched_stopped_and_resumed_with_a_change(
         assert lines(http, "first")["code"] == 0, lines(http, "first")
         assert json.loads((run / "outcome.json").read_text())["step"] == done + 2
         (change,) = read_history(run).changes
-        assert change["step"] == done and change["settings"]["train.learning_rate"] == [0.003, 0.001]
+        assert change.step == done and change.settings["train.learning_rate"] == [0.003, 0.001]
         assert load_recipe(run).train.learning_rate == 0.001
 
 

@@ -58,7 +58,7 @@ export function Part({ state, route, refresh, shown }) {
         ${state.models.length > 0 && html`<optgroup label="Runs">${state.models.map((one) => html`
           <option key=${one.id} value=${`run ${one.id}`}>${one.id}</option>`)}</optgroup>`}
       </select></label>
-      ${origin?.run && html`<div class="switch" role="group" aria-label="What to do with it">
+      ${origin?.run && html`<div class="start-way" role="group" aria-label="What to do with it">
         <button class="button" aria-pressed=${String(way === "new")} onClick=${() => setWay("new")}>New run</button>
         <button class="button" aria-pressed=${String(way === "resume")} onClick=${() => setWay("resume")}>Go on with it</button>
       </div>`}
