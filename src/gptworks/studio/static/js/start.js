@@ -48,7 +48,7 @@ export function Part({ state, route, refresh, shown }) {
   if (!known) return html`<p class="notice" role="status">${problem ?? "Reading the schema…"}</p>`;
   const start = () => way === "resume" ? act("resume", { run: origin.run, text: recipe.text }, `${origin.run} goes on.`)
     : act("new", { name, text: recipe.text, origin }, `${name} is started.`);
-  return html`<div class="start">
+  return html`<div class="start-part">
     <h1 class="hidden-text">Start</h1>
     <${Training} ...${{ state, shown, act, readOnly: known.read_only }} />
     <section class="card start-begin" aria-label="What to start">
