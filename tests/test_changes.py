@@ -17,6 +17,7 @@ from gptworks.data.batches import Batches
 from gptworks.data.prepare import find_prepared
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
+from gptworks.files import sealed_json
 from gptworks.model import GPT
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.train.changes import (
@@ -263,3 +264,8 @@ def test_a_damaged_record_is_named(run: Path) -> None:
     (run / "changes.json").write_text("{}", encoding="utf-8")
     with pytest.raises(UserError, match=r"changes\.json is damaged"):
         read_history(run)
+    for wrong in ({"changes": [{"step": "x", "settings": {}}]}, {"changes": [{"step": 1, "settings": {"seed": [1]}}]},
+                  {"origins": [8]}, {"overrides": {}}, {"more": []}):  # fmt: skip
+        (run / "changes.json").write_text(sealed_json(wrong), encoding="utf-8")
+        with pytest.raises(UserError, match=rf"changes\.json is damaged \({next(iter(wrong))}"):
+            read_history(run)

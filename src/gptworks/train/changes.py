@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import yaml
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from gptworks.checkpoint import checkpoints
@@ -103,8 +103,10 @@ def read_history(run_dir: Path) -> History:
     except FileNotFoundError:
         return History()
     except (ValueError, RecursionError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        problem = error if first is None else f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise UserError(
-            f"{path} is damaged ({error}): restore it from a copy, or delete it and give again the settings that "
+            f"{path} is damaged ({problem}): restore it from a copy, or delete it and give again the settings that "
             f"{run_dir / 'recipe.yaml'} has and your recipe file has not."
         ) from None
 
