@@ -5,7 +5,7 @@ import { Documents } from "./data/documents.js";
 import { Step, Windows } from "./data/rows.js";
 import { Tokenizers } from "./data/tokenizers.js";
 import { count } from "./format.js";
-import { ModelChoice } from "./read/choice.js";
+import { ModelChoice } from "./choice.js";
 import { html, useState } from "./ui.js";
 
 const VIEWS = { documents: "Documents", windows: "Windows", step: "A step", tokenizers: "Two tokenizers" };

@@ -6,7 +6,7 @@ import { html, useEffect, useState } from "./ui.js";
 import { Architecture } from "./model/architecture.js";
 import { PartDetails } from "./model/details.js";
 import { Weights } from "./model/weights.js";
-import { ModelChoice } from "./read/choice.js";
+import { ModelChoice } from "./choice.js";
 
 const usable = (models) => models.filter((model) => !model.problem);
 

@@ -4,7 +4,7 @@ import { post } from "./api.js";
 import { count, figure } from "./format.js";
 import { html, useEffect, useMemo, useRef, useState } from "./ui.js";
 import { Along } from "./read/along.js";
-import { ModelChoice } from "./read/choice.js";
+import { ModelChoice } from "./choice.js";
 import { DifferenceLegend, LossLegend, ReadText } from "./read/text.js";
 import { Steps } from "./read/steps.js";
 import { Token } from "./read/token.js";

@@ -1,7 +1,7 @@
 // A run and one of its checkpoints.
 
-import { count, figure } from "../format.js";
-import { html } from "../ui.js";
+import { count, figure } from "./format.js";
+import { html } from "./ui.js";
 
 export function ModelChoice({ models, chosen, choose, name }) {
   const model = models.find((one) => one.id === chosen.model);
