@@ -16,7 +16,7 @@ import chats
 import hf
 import serving
 import tiny
-from gptworks.checkpoint import load_run
+from gptworks.checkpoint import all_checkpoints, load_run
 from gptworks.config import IGNORED
 from gptworks.data.prepare import open_prepared
 from gptworks.data.shards import TokenShards
@@ -364,6 +364,14 @@ def test_a_fork_knows_the_samples_of_the_steps_before_it(runs: Path, tmp_path: P
         mine, theirs = (samples_of_step(load_recipe(run), run, step) for run in (folder, runs / "base"))
         assert mine == theirs
     assert (mine.position, mine.n_samples) == (4 * 8 + 12, 12)
+
+
+def test_weights_between_two_checkpoints_know_the_samples_too(runs: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(runs / "base", copied)
+    for checkpoint in all_checkpoints(copied):
+        checkpoint.folder.rename(checkpoint.folder.with_name(f"weights-{checkpoint.step:06d}"))
+    assert samples_of_step(load_recipe(copied), copied, 6) == samples_of_step(load_recipe(runs / "base"), runs / "base", 6)
 
 
 def test_after_a_rollback_steps_are_known_to_have_taken_other_samples(

@@ -85,7 +85,7 @@ class Progress:
             state = {key: value for key, value in state.items() if key != "batches_passed"} | counted
         try:
             progress = TypeAdapter(cls).validate_json(json.dumps(state))
-            said = int(path.parent.name.removeprefix("step-")) if path else progress.step
+            said = int(path.parent.name.rpartition("-")[2]) if path else progress.step
             problem = "" if progress.step == said else f"`step`={progress.step} in the checkpoint of step {said}"
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
