@@ -8,8 +8,14 @@ import { cx, html, memo, stepped, useEffect, useRef, useState } from "../ui.js";
 function Token({ token, masks, row, i }) {
   const shade = token.nats == null ? null : lossShade(token.nats);
   const learned = masks && (token.learned ? !shade && "learned" : "masked");
-  return html`<span class=${cx("t", shade, learned, !token.text && "bare", token.text.startsWith("\n") && "break")}
-    data-row=${row} data-i=${i}>${token.text || visible(token.spelling)}</span>`;
+  return html`<span class=${cx("t", shade, learned, !token.text && "bare")}
+    data-row=${row} data-i=${i}>${token.text ? withEnds(token.text) : visible(token.spelling)}</span>`;
+}
+
+/** The text with a sign at the end of each line, which is not part of it. */
+function withEnds(text) {
+  const [first, ...rest] = text.split("\n");
+  return [first, ...rest.map((line) => html`<span class="line-end"></span>${`\n${line}`}`)];
 }
 
 function Border({ begins }) {
