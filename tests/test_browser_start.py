@@ -91,7 +91,7 @@ def test_a_run_is_changed_started_stopped_and_resumed(page: Any, runs: Studio) -
 
     page.get_by_label("Begin from").select_option(label="old")
     page.get_by_role("button", name="Go on with it").click()
-    page.get_by_text("It goes on with its own settings").wait_for()
+    page.get_by_text("It goes on with the settings that it has").wait_for()
     field(page, "train.learning_rate").fill("0.004")
     page.get_by_text("the run folder records the change").wait_for()
     field(page, "model.d_model").fill("64")
@@ -105,6 +105,20 @@ def test_a_run_is_changed_started_stopped_and_resumed(page: Any, runs: Studio) -
     assert read_history(runs.runs / "old").changes[0].settings["train.learning_rate"] == [0.003, 0.004]
     process(page, "old").get_by_role("button", name="Hide").click()
     assert process(page, "old").count() == 0
+
+
+def test_a_checkpoint_is_forked_with_a_change(page: Any, runs: Studio) -> None:
+    page.goto(f"{runs.url}/#/start/old")
+    page.get_by_role("button", name="Fork it").click()
+    page.get_by_label("At step").select_option("4")
+    page.get_by_label("Name").fill("branch")
+    field(page, "train.learning_rate").fill("0.006")
+    page.get_by_text("the run folder records the change").wait_for()
+    screenshot(page, "start-fork")
+    page.get_by_role("button", name="Fork", exact=True).click()
+    process(page, "branch").get_by_text("ended", exact=True).wait_for()
+    (origin,) = read_history(runs.runs / "branch").origins
+    assert (origin.run, origin.step) == ("old", 4) and load_recipe(runs.runs / "branch").train.learning_rate == 0.006
 
 
 def test_form_and_text_stay_equal_and_errors_stand_at_their_fields(page: Any) -> None:
@@ -133,7 +147,7 @@ def test_form_and_text_stay_equal_and_errors_stand_at_their_fields(page: Any) ->
 
 
 def test_advice_is_applied_by_a_click(page: Any) -> None:
-    page.get_by_label("Device").select_option("a100-40gb")
+    page.get_by_label("Device", exact=True).select_option("a100-40gb")
     field(page, "train.batch_size").fill("65536")
     page.get_by_text("It does not fit in memory.").wait_for()
     planned(page)

@@ -197,27 +197,27 @@ def test_a_recipe_reads_and_writes_nothing_outside_and_runs_no_code(http: httpx.
 @pytest.mark.parametrize(
     "text",
     [
-        "model: {preset: gpt2, n_layers: 10000}\ntokenizer: {type: gpt2}\ndata: {sources: [{type: python-stdlib}]}\n"
-        "train: {max_steps: 10}",
         "a: &a [x, x, x, x, x, x, x, x]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a]\nc: &c [*b, *b, *b, *b, *b, *b, *b]\n"
         "d: &d [*c, *c, *c, *c, *c, *c, *c]\ne: &e [*d, *d, *d, *d, *d, *d, *d]\nf: [*e, *e, *e, *e, *e, *e, *e]",
         "[" * 5000,
         "model: !!python/object/apply:os.system ['id']",
         "<script>alert(1)</script>",
+        "model: {preset: gpt2, n_layers: 10000}\ntokenizer: {type: gpt2}\ndata: {sources: [{type: python-stdlib}]}\n"
+        "train: {max_steps: 10}",
     ],
 )
 def test_a_hostile_recipe_is_answered_within_limits(
     http: httpx.Client, studio: Studio, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked(http, "")
-    monkeypatch.setattr(studio.app.state.starting.children, "limits", Limits(seconds=0.5, n_bytes=1 << 30))
+    monkeypatch.setattr(studio.app.state.starting.children, "limits", Limits(seconds=1.5, n_bytes=1 << 30))
     found = http.post("/studio/start/check", json={"text": text})
     assert found.status_code == 400 or found.json()["problems"] or found.json()["defaults"]
     assert http.post("/studio/start/plan", json={"text": text}).status_code == 400
 
 
 def test_only_json_of_this_page_is_taken(http: httpx.Client) -> None:
-    for path in ("check", "plan", "new", "stop", "resume", "changes"):
+    for path in ("check", "plan", "new", "stop", "resume", "changes", "fork"):
         body = b'{"run": "old", "text": "", "name": "a"}'
         assert http.post(f"/studio/start/{path}", content=body).status_code == 415
         other = {"origin": "http://evil.example", "content-type": "application/json"}
@@ -231,7 +231,12 @@ def test_a_studio_that_is_read_only_starts_and_writes_nothing(folder: Path) -> N
     with open_studio(folder, read_only=True) as studio, studio.http() as http:
         assert http.get("/studio/start").json()["read_only"] is True
         text = checked(http, origin={"recipe": "demo"})["text"]
-        for path, body in (("new", {"name": "a", "text": text}), ("stop", {"run": "old"}), ("resume", {"run": "old"})):
+        for path, body in (
+            ("new", {"name": "a", "text": text}),
+            ("stop", {"run": "old"}),
+            ("resume", {"run": "old"}),
+            ("fork", {"run": "old"}),
+        ):
             assert "--read-only" in message(post(http, path, 403, **body))
     assert not (folder / "a").exists()
 
@@ -244,7 +249,7 @@ def lines(http: httpx.Client, name: str) -> Any:
     return next(one for one in found if one["run"] == name)
 
 
-def test_a_run_is_started_watched_stopped_and_resumed_with_a_change(
+def test_a_run_is_started_watched_stopped_resumed_with_a_change_and_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "Popen", lambda words, **options: commands.start(*words[1:], **options))
@@ -293,6 +298,23 @@ def test_a_run_is_started_watched_stopped_and_resumed_with_a_change(
         (change,) = read_history(run).changes
         assert change.step == done and change.settings["train.learning_rate"] == [0.003, 0.001]
         assert load_recipe(run).train.learning_rate == 0.001
+
+        text = checked(http, origin={"run": "first"})["text"]
+        for path, value in (("train.weight_decay", "0.2"), ("train.max_steps", str(done + 4))):
+            text, _ = edited(text, read_text(text), path, value)
+        found = post(http, "changes", run="first", text=text, step=done)["changes"]
+        assert {one["path"] for one in found if one["recorded"]} == {"train.weight_decay"}
+        assert "there is no such checkpoint" in message(
+            post(http, "fork", 400, run="first", step=1, name="branch", text=text)
+        )
+        assert post(http, "fork", run="first", step=done, name="branch", text=text) == {"run": "branch"}
+        until(lambda: lines(http, "branch")["running"] is False)
+        assert lines(http, "branch")["code"] == 0, lines(http, "branch")
+        branch = tmp_path / "runs" / "branch"
+        assert json.loads((branch / "outcome.json").read_text())["step"] == done + 4
+        assert load_recipe(branch).train.weight_decay == 0.2 and load_recipe(run).train.weight_decay == 0.1
+        (origin,) = read_history(branch).origins
+        assert (origin.run, origin.step) == ("first", done)
 
 
 def test_only_training_of_the_folder_is_signalled(tmp_path: Path, http: httpx.Client, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Start: a form made from the recipe's schema with plan's answer beside it; runs that are started, stopped and resumed.
+"""Start: a form made from the recipe's schema with plan's answer beside it; runs started, stopped, resumed and forked.
 
 A recipe that the page sends is checked in a process with limits before anything else reads it.
 """
@@ -31,7 +31,8 @@ from gptworks.studio.form import form, text_of
 from gptworks.studio.library import Library, RunFolder
 from gptworks.studio.processes import Processes, console_lines
 from gptworks.studio.state import studio_of
-from gptworks.train.changes import changed, check_changes, inexact
+from gptworks.train.changes import changed, check_changes, inexact, settings_at
+from gptworks.train.fork import fork
 from gptworks.yaml_files import parse_yaml
 
 MOST_TEXT = 100_000
@@ -147,6 +148,16 @@ class NewRequest(_Recipe):
 class ResumeRequest(openai.Wire):
     run: Name
     text: Text
+
+
+class ChangesRequest(ResumeRequest):
+    step: Annotated[int, Field(ge=0)] | None = None
+    """Of the checkpoint that a fork goes on from; None: the run itself goes on."""
+
+
+class ForkRequest(ChangesRequest):
+    name: Name
+    step: Annotated[int, Field(ge=0)]
 
 
 class StopRequest(openai.Wire):
@@ -287,11 +298,29 @@ async def resume(request: Request) -> Response:
     return _json({"run": run.id})
 
 
+@actions.post("/studio/start/fork")
+async def fork_run(request: Request) -> Response:
+    """Go on from a checkpoint of a run in a new folder, with changed settings."""
+    body = await body_of(request, ForkRequest)
+    folder = _new_folder(_library(request).roots[0], body.name)
+    starting, run, text = await _changed_text(request, body)
+
+    def begin_fork() -> None:
+        starting.processes.check_room()
+        changes = changes_of(run, text, body.step)
+        fork(run.folder, body.step, folder, [f"{one['path']}={one['new']}" for one in changes])
+        starting.processes.start(body.name, folder, ["--resume", "--", str(folder)])
+
+    await starting.in_thread(begin_fork)
+    return _json({"run": body.name})
+
+
 @router.post("/studio/start/changes")
 async def changes(request: Request) -> Response:
-    """What a run would change if it went on with a recipe, and whether its folder would record it."""
-    starting, run, text = await _changed_text(request, await body_of(request, ResumeRequest))
-    return _json({"changes": await starting.in_thread(lambda: changes_of(run, text))})
+    """What a run would change if it, or a fork of it, went on with a recipe; and whether that would be recorded."""
+    body = await body_of(request, ChangesRequest)
+    starting, run, text = await _changed_text(request, body)
+    return _json({"changes": await starting.in_thread(lambda: changes_of(run, text, body.step))})
 
 
 @actions.post("/studio/start/stop")
@@ -345,20 +374,20 @@ def _start_new(processes: Processes, name: str, folder: Path, text: str) -> None
     processes.start(name, folder, ["--", str(file)])
 
 
-def changes_of(run: RunFolder, text: str) -> Changes:
-    """The settings that a run would change if it went on with a recipe: `path`, `old`, `new`, and whether its folder
-    would record it, because its loss curve depends on it.
+def changes_of(run: RunFolder, text: str, forked_at: int | None = None) -> Changes:
+    """The settings that a run would change if it went on with a recipe, or if a fork did from a step: `path`, `old`,
+    `new`, and whether that would be recorded, because the loss curve depends on it.
 
     Raises:
         UserError: it may not change one.
     """
-    before = load_recipe(run.folder)
+    before = load_recipe(run.folder, [] if forked_at is None else settings_at(run.folder, forked_at))
     tree = parse_yaml(text, "recipe") | {"name": before.name, "run_dir": str(run.folder)}
     now = parse_recipe(tree)
     found = changed(before, now)
-    check_changes(before, now, found)
-    done = next((checkpoint.step for checkpoint in checkpoints(run.folder)), 0)
-    recorded = inexact(before, now, found, done)
+    check_changes(before, now, found, forked_at)
+    newest = next((checkpoint.step for checkpoint in checkpoints(run.folder)), 0)
+    recorded = inexact(before, now, found, newest if forked_at is None else forked_at)
     made = [
         {"path": path, "old": _typed(old), "new": _typed(new), "recorded": path in recorded}
         for path, (old, new) in found.items()
@@ -368,9 +397,8 @@ def changes_of(run: RunFolder, text: str) -> Changes:
 
 
 def _typed(value: Any) -> str:
-    return (
-        json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else text_of(to_jsonable_python(value))
-    )
+    plain = to_jsonable_python(value)
+    return json.dumps(plain, ensure_ascii=False) if isinstance(plain, dict | list) else text_of(plain)
 
 
 def _check_said(before: Recipe, now: Recipe, made: Changes) -> None:

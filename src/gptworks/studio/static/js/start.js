@@ -12,7 +12,8 @@ export function Part({ state, route, refresh, shown }) {
   const [known, setKnown] = useState(null); // what one can begin from, and the form
   const [origin, setOrigin] = useState(null);
   const [name, setName] = useState("");
-  const [way, setWay] = useState("new"); // new, or resume
+  const [way, setWay] = useState("new"); // new, resume, or fork
+  const [step, setStep] = useState(null); // of the checkpoint that a fork begins at
   const [problem, setProblem] = useState(null);
   const [busy, setBusy] = useState(false);
   const [said, say] = useState("");
@@ -24,6 +25,7 @@ export function Part({ state, route, refresh, shown }) {
   const begin = useCallback((chosen) => {
     setOrigin(chosen);
     setWay("new");
+    setStep(null);
     setProblem(null);
     setName(free((chosen.recipe ?? chosen.run).split("/").at(-1), state.models));
   }, [state.models]);
@@ -38,7 +40,7 @@ export function Part({ state, route, refresh, shown }) {
     try {
       await post(`studio/start/${path}`, body);
       say(words);
-      if (path === "new") setName(free(body.name, [...state.models, { id: body.name }]));
+      if (path !== "resume" && body.name) setName(free(body.name, [...state.models, { id: body.name }]));
     } catch (error) {
       setProblem(error.message);
     }
@@ -46,7 +48,9 @@ export function Part({ state, route, refresh, shown }) {
     refresh();
   };
   if (!known) return html`<p class="notice" role="status">${problem ?? "Reading the schema…"}</p>`;
-  const start = () => way === "resume" ? act("resume", { run: origin.run, text: recipe.text }, `${origin.run} goes on.`)
+  const steps = state.models.find((model) => model.id === origin?.run)?.checkpoints.map((one) => one.step) ?? [];
+  const from = way === "fork" ? step ?? steps.at(-1) : null;
+  const start = () => way === "fork" ? act("fork", { run: origin.run, step: from, name, text: recipe.text }, `${name} is forked.`) : way === "resume" ? act("resume", { run: origin.run, text: recipe.text }, `${origin.run} goes on.`)
     : act("new", { name, text: recipe.text, origin }, `${name} is started.`);
   return html`<div class="start-part">
     <h1 class="hidden-text">Start</h1>
@@ -61,14 +65,17 @@ export function Part({ state, route, refresh, shown }) {
       ${origin?.run && html`<div class="start-way" role="group" aria-label="What to do with it">
         <button class="button" aria-pressed=${String(way === "new")} onClick=${() => setWay("new")}>New run</button>
         <button class="button" aria-pressed=${String(way === "resume")} onClick=${() => setWay("resume")}>Go on with it</button>
+        ${steps.length > 0 && html`<button class="button" aria-pressed=${String(way === "fork")} onClick=${() => setWay("fork")}>Fork it</button>`}
       </div>`}
-      ${way === "new" && html`<label>Name <input class="field" value=${name} spellcheck="false" maxlength="100"
+      ${way === "fork" && html`<label>At step <select class="field" value=${String(from)} onChange=${(event) => setStep(Number(event.target.value))}>
+        ${[...steps].reverse().map((one) => html`<option key=${one} value=${String(one)}>${one}</option>`)}</select></label>`}
+      ${way !== "resume" && html`<label>Name <input class="field" value=${name} spellcheck="false" maxlength="100"
         onInput=${(event) => setName(event.target.value.trim())} /></label>`}
       ${known.read_only ? html`<p>This studio was started with <code>--read-only</code>: it starts and writes nothing.</p>`
-        : html`<button class="button primary" onClick=${start} disabled=${busy || !recipe.right || (way === "new" && !name)}>
-          ${way === "resume" ? "Go on" : "Start"}</button>`}
-      <p class="start-about quiet">${about(known, origin, way, name)}</p>
-      ${way === "resume" && html`<${Changes} run=${origin.run} recipe=${recipe} />`}
+        : html`<button class="button primary" onClick=${start} disabled=${busy || !recipe.right || (way !== "resume" && !name)}>
+          ${{ new: "Start", resume: "Go on", fork: "Fork" }[way]}</button>`}
+      <p class="start-about quiet">${about(known, origin, way, name, from)}</p>
+      ${way !== "new" && html`<${Changes} run=${origin.run} step=${from} recipe=${recipe} />`}
       ${problem && html`<p class="problem" role="alert">${problem}</p>`}
       <p class="hidden-text" role="status">${said}</p>
     </section>
@@ -145,23 +152,24 @@ function RecipeText({ recipe }) {
   </section>`;
 }
 
-/** What a run would change if it went on with the recipe. */
-function Changes({ run, recipe }) {
+/** What a run, or a fork of it, would change if it went on with the recipe. */
+function Changes({ run, step, recipe }) {
   const [found, setFound] = useState(null);
   useEffect(() => {
     if (!recipe.right) return undefined;
     const stop = new AbortController();
-    post("studio/start/changes", { run, text: recipe.text }, { signal: stop.signal }).then(
+    post("studio/start/changes", { run, step, text: recipe.text }, { signal: stop.signal }).then(
       setFound, (error) => error.name !== "AbortError" && setFound({ problem: error.message }));
     return () => stop.abort();
-  }, [run, recipe.text, recipe.right]);
+  }, [run, step, recipe.text, recipe.right]);
   if (found?.problem) return html`<p class="problem start-about" role="alert">${found.problem}</p>`;
-  if (!found?.changes.length) return html`<p class="quiet start-about">It goes on with its own settings. Change some below.</p>`;
+  if (!found?.changes.length) return html`<p class="quiet start-about">It goes on with the settings that it has. Change some below.</p>`;
   return html`<ul class="start-changes">${found.changes.map((one) => html`<li key=${one.path}><code>${one.path}</code> ${one.old} → ${one.new}
     ${one.recorded && html`<span class="quiet"> – the loss curve depends on it: the run folder records the change</span>`}</li>`)}</ul>`;
 }
 
-function about(known, origin, way, name) {
+function about(known, origin, way, name, step) {
+  if (way === "fork") return `It goes on from step ${step} in ${known.folder}/${name || "NAME"}, and ${origin.run} stays as it is.`;
   const shipped = known.recipes.find((one) => one.name === origin?.recipe);
   const what = shipped ? `${shipped.summary} ${shipped.time ? `Training takes ${shipped.time}.` : ""} ` : "";
   return way === "resume" ? "The run trains on from its newest checkpoint." : `${what}The recipe is written to ${known.folder}/${name || "NAME"}.yaml.`;
