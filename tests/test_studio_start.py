@@ -1,6 +1,7 @@
 """The studio's routes to start runs: the form is the schema, the plan is the command's, and what runs is a process."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -210,7 +211,7 @@ def test_a_hostile_recipe_is_answered_within_limits(
     http: httpx.Client, studio: Studio, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked(http, "")
-    monkeypatch.setattr(studio.app.state.starting.children, "limits", Limits(seconds=1.5, n_bytes=1 << 30))
+    monkeypatch.setattr(studio.app.state.starting.children, "limits", Limits(seconds=0.8, n_bytes=1 << 30))
     found = http.post("/studio/start/check", json={"text": text})
     assert found.status_code == 400 or found.json()["problems"] or found.json()["defaults"]
     assert http.post("/studio/start/plan", json={"text": text}).status_code == 400
@@ -249,6 +250,14 @@ def lines(http: httpx.Client, name: str) -> Any:
     return next(one for one in found if one["run"] == name)
 
 
+def ended(http: httpx.Client, name: str) -> Any:
+    end = time.monotonic() + 240
+    while (found := lines(http, name))["running"]:
+        assert time.monotonic() < end, found
+        time.sleep(0.2)
+    return found
+
+
 def test_a_run_is_started_watched_stopped_resumed_with_a_change_and_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,9 +279,8 @@ def test_a_run_is_started_watched_stopped_resumed_with_a_change_and_forked(
         until(lambda: log.exists() and log.stat().st_size > 0)
         assert lines(http, "first")["running"] is True
         post(http, "stop", run="first")
-        until(lambda: lines(http, "first")["running"] is False)
-        ended = lines(http, "first")
-        assert ended["code"] == 0 and "stopped by SIGINT" in "\n".join(ended["lines"]), ended
+        found = ended(http, "first")
+        assert found["code"] == 0 and "stopped by SIGINT" in "\n".join(found["lines"]), found
         assert "nothing to stop" in message(post(http, "stop", 400, run="first"))
 
         run = tmp_path / "runs" / "first"
@@ -292,8 +300,7 @@ def test_a_run_is_started_watched_stopped_resumed_with_a_change_and_forked(
             "train.learning_rate": True, "train.max_steps": False, "train.log_every": False,
         }  # fmt: skip
         post(http, "resume", run="first", text=text)
-        until(lambda: lines(http, "first")["running"] is False)
-        assert lines(http, "first")["code"] == 0, lines(http, "first")
+        assert ended(http, "first")["code"] == 0, lines(http, "first")
         assert json.loads((run / "outcome.json").read_text())["step"] == done + 2
         (change,) = read_history(run).changes
         assert change.step == done and change.settings["train.learning_rate"] == [0.003, 0.001]
@@ -308,8 +315,7 @@ def test_a_run_is_started_watched_stopped_resumed_with_a_change_and_forked(
             post(http, "fork", 400, run="first", step=1, name="branch", text=text)
         )
         assert post(http, "fork", run="first", step=done, name="branch", text=text) == {"run": "branch"}
-        until(lambda: lines(http, "branch")["running"] is False)
-        assert lines(http, "branch")["code"] == 0, lines(http, "branch")
+        assert ended(http, "branch")["code"] == 0, lines(http, "branch")
         branch = tmp_path / "runs" / "branch"
         assert json.loads((branch / "outcome.json").read_text())["step"] == done + 4
         assert load_recipe(branch).train.weight_decay == 0.2 and load_recipe(run).train.weight_decay == 0.1
