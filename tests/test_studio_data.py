@@ -371,7 +371,8 @@ def test_weights_between_two_checkpoints_know_the_samples_too(runs: Path, tmp_pa
     shutil.copytree(runs / "base", copied)
     for checkpoint in all_checkpoints(copied):
         checkpoint.folder.rename(checkpoint.folder.with_name(f"weights-{checkpoint.step:06d}"))
-    assert samples_of_step(load_recipe(copied), copied, 6) == samples_of_step(load_recipe(runs / "base"), runs / "base", 6)
+    expected = samples_of_step(load_recipe(runs / "base"), runs / "base", 6)
+    assert samples_of_step(load_recipe(copied), copied, 6) == expected
 
 
 def test_after_a_rollback_steps_are_known_to_have_taken_other_samples(
