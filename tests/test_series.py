@@ -368,10 +368,15 @@ def test_an_answer_on_many_long_runs_waits_for_none_of_them(tmp_path: Path) -> N
     watch = Watch()
     watch.follow({name: tmp_path / name for name in names})
     long_ago = time.monotonic() - 60
+    assert all(watch.use([name], long_ago, begins=False)[0].series.n_records == 0 for name in names)
     for _ in range(2):  # the time of the request is over: the first block of each is there, and no more
         found = [watch.use([name], long_ago)[0].series for name in names]
         assert [0 < one.n_records < 19_999 and not one.at_end for one in found] == [True] * 4
     first = found[0].n_records
+    others = Watch()
+    others.follow({name: tmp_path / name for name in names})
+    assert others.advance(1e-9)[1] and others.advance(1e-9)[1], "each run is begun before any is read on"
+    assert [one.series.n_records > 0 for one in others.runs.values()] == [True, True, False, False]
     assert watch.use(names[:1])[0].series.n_records > first
     while watch.advance(1.0)[1]:
         pass

@@ -88,12 +88,13 @@ class Watch:
         same = {name: one for name, one in self.runs.items() if folders.get(name) == one.series.folder}
         self.runs = {name: same.get(name) or Watched(folder) for name, folder in folders.items()}
 
-    def use(self, names: Sequence[str], asked_at: float | None = None) -> list[Watched]:
+    def use(self, names: Sequence[str], asked_at: float | None = None, *, begins: bool = True) -> list[Watched]:
         """The runs that are asked for, read on for a moment; anew where records were let go.
 
         Args:
             asked_at: when the moment began, on the monotonic clock; None: now. It is one for all runs of a request, so
-                that an answer on many long ones comes soon. Of a run that was not begun, the first records are read.
+                that an answer on many long ones comes soon.
+            begins: whether the first records are read of a run that was not begun, even when the moment is over.
 
         Raises:
             KeyError: there is none of a name.
@@ -104,22 +105,25 @@ class Watch:
                 one.series.begin()
                 one.is_released = False
             one.used_at = now
-            while (time.monotonic() < now + MOMENT_SECONDS or not one.series.is_begun) and one.read():
+            while (time.monotonic() < now + MOMENT_SECONDS or (begins and not one.series.is_begun)) and one.read():
                 self._changed.add(name)
         return found
 
     def advance(self, seconds: float) -> tuple[set[str], bool]:
-        """Read on for at most some seconds; the runs that changed since the last call, and whether there is more."""
+        """Read on for at most some seconds, the beginning of each run first; the runs that changed since the last call,
+        and whether there is more."""
         deadline, changed = time.monotonic() + seconds, self._changed
         self._changed = set()
-        for name, one in sorted(self.runs.items(), key=lambda item: -item[1].used_at):
+        runs = sorted(self.runs.items(), key=lambda item: -item[1].used_at)
+        first = [(name, one, True) for name, one in runs if not one.series.is_begun]
+        for name, one, only_begins in (*first, *((name, one, False) for name, one in runs)):
             while True:
                 if one.read():
                     changed.add(name)
                 if time.monotonic() > deadline:
                     self._release()
                     return changed, True
-                if one.series.at_end or one.problem is not None:
+                if only_begins or one.series.at_end or one.problem is not None:
                     break
         self._release()
         return changed, False

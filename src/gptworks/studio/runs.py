@@ -32,6 +32,8 @@ MOST_DRAWN = 600_000
 MOST_SAMPLES = 100
 MOST_CHARACTERS = 20_000
 """Of a sample."""
+MOST_BEGUN = 32
+"""Curves of an answer that wait for the first records of a log; others of unread logs come with a later answer."""
 _AT_ONCE = 8
 """Curves that are made before others may have the thread."""
 _LIVE_SECONDS = 0.5
@@ -53,10 +55,10 @@ def _feed(request: Request) -> Feed:
     return feed
 
 
-def _used(watch: Watch, names: list[str], asked_at: float | None = None) -> list[Watched]:
+def _used(watch: Watch, names: list[str], asked_at: float | None = None, *, begins: bool = True) -> list[Watched]:
     if (missing := next((name for name in names if name not in watch.runs), None)) is not None:
         raise APIError(404, f"there is no run {missing[:128]!r} here.", param="run", code="run_not_found")
-    return watch.use(list(dict.fromkeys(names)), asked_at)
+    return watch.use(list(dict.fromkeys(names)), asked_at, begins=begins)
 
 
 def _json(tree: Any) -> Response:
@@ -106,7 +108,10 @@ async def curves(
     feed, asked_at = _feed(request), time.monotonic()
     wanted = [(name, one) for name in names for one in keys]
     views = {"raw": replace(view, smoothing=0.0), "smooth": view} if has_raw else {"smooth": view}
-    parts_of = (_curves_of(wanted[i : i + _AT_ONCE], views, asked_at) for i in range(0, len(wanted), _AT_ONCE))
+    parts_of = (
+        _curves_of(wanted[i : i + _AT_ONCE], views, asked_at, begins=i < MOST_BEGUN)
+        for i in range(0, len(wanted), _AT_ONCE)
+    )
     answers = [await feed.ask(part) for part in parts_of]
     bands = await feed.ask(lambda watch: _bands(watch, names, view, asked_at)) if "validation.loss" in keys else []
     parts = ", ".join(part for answer in answers for part in answer)
@@ -114,13 +119,15 @@ async def curves(
     return Response(f'{head[:-1]}, "curves": [{parts}]}}', media_type="application/json")
 
 
-def _curves_of(wanted: list[tuple[str, str]], views: dict[str, View], asked_at: float) -> Callable[[Watch], list[str]]:
+def _curves_of(
+    wanted: list[tuple[str, str]], views: dict[str, View], asked_at: float, *, begins: bool
+) -> Callable[[Watch], list[str]]:
     """Curves, as JSON already: to write many numbers takes long."""
 
     def made(watch: Watch) -> list[str]:
         found = []
         for name, key in wanted:
-            (one,) = _used(watch, [name], asked_at)
+            (one,) = _used(watch, [name], asked_at, begins=begins)
             lines = {kind: drawn(one.series, key, view) for kind, view in views.items()}
             curve = {"run": name, "key": key, "whole": one.series.at_end or one.problem is not None}
             for kind, (along, values) in lines.items():
@@ -135,7 +142,7 @@ def _curves_of(wanted: list[tuple[str, str]], views: dict[str, View], asked_at: 
 def _bands(watch: Watch, names: list[str], view: View, asked_at: float) -> list[dict[str, Any]]:
     """The band of each recipe among the runs: where one more run's validation loss lies with 95% probability."""
     found: dict[str, tuple[Band, list[str]]] = {}
-    for name, one in zip(names, _used(watch, names, asked_at), strict=True):
+    for name, one in zip(names, _used(watch, names, asked_at, begins=False), strict=True):
         if one.band is not None and view.axis != "seconds":
             found.setdefault(one.band.fingerprint, (one.band, []))[1].append(name)
     return [_drawn_band(band, runs, view.axis) for band, runs in found.values()]
