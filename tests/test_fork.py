@@ -133,6 +133,7 @@ def test_what_a_run_cannot_change_is_refused_as_resume_refuses_it(run: Path, tmp
         ("{run}@5", [], r"no such checkpoint\. Training can go on from 2, 4, 6, 7; initialize_from="),
         ("{run}@{weights}", [], r"at step \d: there are weights only\. Training can go on from 2, 4, 6, 7"),
         ("{run}@x", [], "what follows @ is a step, best or last"),
+        (f"{{run}}@{'9' * 30}", [], "what follows @ is a step, best or last"),
         ("{run}/nothing", [], "not a run folder"),
         ("{run}@4", ["train.max_steps=3"], r"train\.max_steps=3 and the fork begins at step 4"),
         ("{run}@4", ["train.max_minutes=0.00001"], r"train\.max_minutes=1e-05 and the fork begins after"),
@@ -154,6 +155,8 @@ def test_nothing_is_overwritten_and_nothing_half_made_is_left(
     (tmp_path / "there" / "mine").write_text("kept")
     with pytest.raises(UserError, match="there exists and is not an empty folder"):
         fork(run, 4, tmp_path / "there")
+    with pytest.raises(UserError, match="is no name of a new folder"):
+        fork(run, 4, Path())
     with pytest.raises(UserError, match="would be deleted with it"):
         fork(run, 4, run / "inside")
 

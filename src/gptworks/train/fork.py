@@ -55,6 +55,8 @@ def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = 
         RunError: the disk is full, fails or refuses.
     """
     checkpoint = _checkpoint_of(source, step)
+    if into.name in ("", ".."):
+        raise UserError(f"{into} is no name of a new folder: give one, such as {source}-forked.")
     if into.absolute().resolve().is_relative_to(source.resolve()):
         raise UserError(f"{into} lies in {source}, and would be deleted with it: give another folder.")
     keys = [override.partition("=")[0].strip() for override in overrides]
@@ -101,7 +103,7 @@ def origin_of(text: str) -> tuple[Path, int | None]:
         if best is None:
             raise UserError(f"{run} has no checkpoint that names the best: give RUN@STEP.")
         return run, best
-    if not (which.isascii() and which.isdigit()):
+    if not (which.isascii() and which.isdigit() and len(which) < 19):
         raise UserError(f"{text}: what follows @ is a step, best or last, such as {folder}@500.")
     return run, int(which)
 
