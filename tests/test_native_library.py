@@ -5,12 +5,16 @@ Without a C++ compiler these tests are skipped; what is said then, is tested non
 
 import ctypes
 import errno
+import grp
 import json
 import os
+import pwd
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,12 +233,66 @@ def test_a_folder_of_another_user_is_not_used(builds: list[str], fresh: Path, mo
     assert theirs.exists()
 
 
-def test_a_folder_below_one_that_all_may_write_is_not_used(
+@pytest.mark.parametrize("mode", [0o777, 0o707, 0o770])
+def test_a_folder_below_one_that_others_may_write_is_not_used(
+    builds: list[str], fresh: Path, mode: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    planted(fresh, builds)
+    monkeypatch.setattr(native_library, "_is_own_group", lambda _: False)
+    fresh.parent.chmod(mode)
+    assert works() and len(builds) == 1
+    said = f"the compiled kernels are kept for this process alone: {fresh}: other users may write to {fresh.parent}"
+    assert said in caplog.messages
+
+
+def test_a_folder_below_one_that_the_users_own_group_may_write_is_used(builds: list[str], fresh: Path) -> None:
+    """Many systems give each user a group of the same name, and the umask 002."""
+    assert works()
+    fresh.parent.chmod(0o770)
+    native_library.forget()
+    for members, n_builds in (([], 1), (["anna"], 1), (["anna", "mallory"], 2)):
+        group = SimpleNamespace(gr_name="anna", gr_mem=members)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grp, "getgrgid", lambda _, group=group: group)
+            patch.setattr(pwd, "getpwuid", lambda _: SimpleNamespace(pw_name="anna"))
+            assert works() and len(builds) == n_builds
+        native_library.forget()
+
+
+def test_a_folder_below_one_of_another_user_is_not_used(
     builds: list[str], fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted(fresh, builds)
-    fresh.parent.chmod(0o777)
+    stat, user = Path.stat, max(1, os.geteuid() + 1)
+
+    def of_another(self: Path, **options: Any) -> os.stat_result:
+        found = stat(self, **options)
+        return os.stat_result([*found[:4], user, *found[5:]]) if self == fresh.parent else found
+
+    monkeypatch.setattr(Path, "stat", of_another)
     assert works() and len(builds) == 1
+
+
+def test_the_library_is_loaded_by_a_path_without_links(
+    builds: list[str], fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may change a link could make it lead elsewhere between the check and the loading."""
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
+    load, loaded = ctypes.CDLL, []
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: (loaded.append(Path(name)), load(name))[1])
+    assert works()
+    assert loaded[-1].parent == (tmp_path / "elsewhere" / "gptworks").resolve()
+
+
+def test_a_library_is_not_compiled_where_others_may_replace_it(
+    built: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(OSError, match=f"other users may write to {tmp_path}"):
+        native_library.build("c++")
 
 
 def test_a_link_to_a_folder_is_not_used(builds: list[str], fresh: Path, tmp_path: Path) -> None:

@@ -127,10 +127,10 @@ def attempts() -> tuple[tuple[str, ...], ...]:
 def _load(compiler: str) -> Library:
     key = _key(compiler)
     content: bytes | None = None
-    reasons = []
-    for folder in _folders():
+    reasons: list[str] = []
+    for there in _folders():
         try:
-            _make_private(folder)
+            folder = _make_private(there)
             kept = content or _kept(folder, key)
             if kept is None:
                 _LOG.info("compiling the kernels for this processor, which is done once and takes some seconds")
@@ -141,9 +141,11 @@ def _load(compiler: str) -> Library:
                 _write(file, content)
             functions = ctypes.CDLL(str(file))
             _declare(functions)
+            for reason in reasons:
+                _LOG.warning("the compiled kernels are kept for this process alone: %s", reason)
             return Library(functions, digest)
         except OSError as error:  # no room, no permission, or a file system from which no code is run
-            reasons.append(f"{folder}: {error.strerror or error}")
+            reasons.append(f"{there}: {error.strerror or error}")
     raise Unavailable(f"no folder can keep the compiled kernels ({'; '.join(reasons)}).")
 
 
@@ -159,11 +161,12 @@ def build(compiler: str) -> bytes:
     """Compile kernels.cpp; the library's bytes.
 
     Raises:
-        Unavailable: no attempt succeeds. OSError: there is no temporary folder, or the compiler cannot be run.
+        Unavailable: no attempt succeeds. OSError: there is no temporary folder that no other user may write, or the
+            compiler cannot be run.
     """
     said = ""
     with tempfile.TemporaryDirectory(prefix="gptworks-building-") as folder:
-        made = Path(folder) / "kernels.so"
+        made = _make_private(Path(folder)) / "kernels.so"
         for attempt in attempts():
             command = [compiler, *FLAGS, *attempt, str(SOURCE), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -202,24 +205,42 @@ def _folders() -> Iterator[Path]:
     yield temporary
 
 
-def _make_private(folder: Path) -> None:
-    """Have a folder of this user's, in which nobody else may write.
+def _make_private(folder: Path) -> Path:
+    """Have a folder of this user's, in which nobody else may write; its path, in which nobody else may put another.
 
     Raises:
         OSError: it cannot be made, belongs to another user, or lies where others may replace it.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not hasattr(os, "geteuid"):
-        return
+        return folder
+    is_link, folder = folder.is_symlink(), folder.resolve()
     status = folder.stat(follow_symlinks=False)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+    if is_link or not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise OSError(None, "it is no folder of this user's")
     if status.st_mode & 0o022:
         folder.chmod(0o700)
-    for parent in folder.resolve().parents:
-        mode = parent.stat().st_mode
-        if mode & 0o002 and not mode & stat.S_ISVTX:
+    trusted = {os.geteuid(), 0, Path("/").stat().st_uid}  # in a container, root may have another number
+    for parent in folder.parents:
+        status = parent.stat()
+        if status.st_uid not in trusted:
+            raise OSError(None, f"another user owns {parent}")
+        by_group = status.st_mode & 0o020 and not _is_own_group(status.st_gid)
+        if (by_group or status.st_mode & 0o002) and not status.st_mode & stat.S_ISVTX:
             raise OSError(None, f"other users may write to {parent}")
+    return folder
+
+
+def _is_own_group(number: int) -> bool:
+    """Whether a group is this user's alone: many systems give each user one of the same name."""
+    import grp
+    import pwd
+
+    try:
+        group, user = grp.getgrgid(number), pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return False
+    return group.gr_name == user and set(group.gr_mem) <= {user}
 
 
 def _kept(folder: Path, key: str) -> bytes | None:
