@@ -12,9 +12,12 @@ import pytest
 import torch
 from rich.console import Console
 
+import commands
 import tiny
 from gptworks.config import Recipe
 from gptworks.device import BusyCores, advice_on_threads, cpu_threads, free_threads
+from gptworks.model.backend import Unavailable
+from gptworks.native.library import library
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.train.changes import load_to_resume
 from gptworks.train.loop import Run, train
@@ -41,6 +44,37 @@ def test_waiting_threads_give_up_their_core_unless_the_user_says_otherwise(
     code = f"import gptworks.cli, os, sys; print('torch' in sys.modules, {found})"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"False {expected}"
+
+
+IDLE = """
+import asyncio, sys, time, torch
+from gptworks.infer.engine import load
+from gptworks.infer.loop import EngineLoop
+
+async def ask(loop):
+    stream = loop.open()
+    stream.submit("line", max_tokens=20)
+    async for _ in stream.batches():
+        pass
+
+torch.set_num_threads(2)
+with EngineLoop(load(sys.argv[1], backend=sys.argv[2])) as loop:
+    asyncio.run(ask(loop))
+    before = time.process_time()
+    time.sleep(0.5)
+    print(time.process_time() - before)
+"""
+
+
+def test_an_idle_engine_uses_no_core(trained_run: Path) -> None:
+    """Its own thread waits for requests, and those that computed the last one sleep soon."""
+    try:
+        backend = library() and "native"
+    except Unavailable:
+        backend = "torch"
+    done = commands.run("-c", IDLE, trained_run, backend)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 0.02, "seconds of processors, of half a second"
 
 
 @pytest.fixture
