@@ -226,6 +226,7 @@ def test_a_run_goes_on_when_the_studio_is_killed_and_another_studio_stops_it(tmp
         assert answer.status_code == 200, answer.text
         until(lambda: (run / "outcome.json").exists() and not is_in_use(run))
         assert "stopped by SIGINT" in (run / "outcome.json").read_text()
+        assert http.post("/studio/start/stop", json={"run": "alive"}).status_code == 400
     finally:
         second.kill()
         second.wait()

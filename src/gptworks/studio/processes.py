@@ -20,6 +20,7 @@ MOST_CHARACTERS = 400
 _TAIL_BYTES = 1 << 14
 _KEPT = 32
 """Processes that have ended and are still shown."""
+_ASKED = "was asked to stop: it ends its step, saves a checkpoint and stops."
 COMMAND = ("-m", "gptworks")
 
 
@@ -46,6 +47,8 @@ class Processes:
     """That may train at once."""
     started: dict[str, Training] = field(default_factory=dict)
     """By name, the newest last."""
+    asked: dict[str, int] = field(default_factory=dict)
+    """The processes started elsewhere that were asked to stop, by the run's name."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def check_room(self) -> None:
@@ -91,13 +94,25 @@ class Processes:
             training = self.started.get(name)
             if training is not None and training.goes_on:
                 if training.asked:
-                    raise UserError(f"{name} was asked to stop: it ends its step, saves a checkpoint and stops.")
+                    raise UserError(f"{name} {_ASKED}")
                 training.asked = True
                 training.process.send_signal(signal.SIGINT)
                 return
-        if folder is None or not is_in_use(folder):
-            raise UserError(f"{name} does not train: there is nothing to stop.")
-        _interrupt_holder(name, folder)
+            if folder is None or not is_in_use(folder):
+                raise UserError(f"{name} does not train: there is nothing to stop.")
+            found = _holder(folder)
+            if found is None or not hasattr(os, "pidfd_open"):
+                raise UserError(
+                    f"{name} was not started here, and its process is not to be seen: stop it where it was started."
+                )
+            if self.asked.get(name) == found:  # a second interrupt would end it at once, and nothing would be saved
+                raise UserError(f"{name} {_ASKED}")
+            self.asked[name] = found
+            _interrupt_holder(found, folder)
+
+    def is_stopping(self, name: str, folder: Path) -> bool:
+        """Whether the process that trains there, which was started elsewhere, was asked to stop."""
+        return name in self.asked and _holder(folder) == self.asked[name]
 
 
 def console_lines(folder: Path) -> list[str]:
@@ -120,17 +135,12 @@ def console_lines(folder: Path) -> list[str]:
 # -------------------------------------------------------------------------------------- processes started elsewhere
 
 
-def _interrupt_holder(name: str, folder: Path) -> None:
-    """Interrupt the process that holds the run folder's lock, if it is `gptworks train`."""
-    found = _holder(folder)
-    if found is None or not hasattr(os, "pidfd_open"):
-        raise UserError(
-            f"{name} was not started here, and its process is not to be seen: stop it where it was started."
-        )
+def _interrupt_holder(found: int, folder: Path) -> None:
+    """Interrupt a process, if it still holds the run folder's lock: its number may be another's by now."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(found)
         try:
-            if _holder(folder) == found:  # the number is still that of the same process
+            if _holder(folder) == found:
                 signal.pidfd_send_signal(descriptor, signal.SIGINT)
         finally:
             os.close(descriptor)

@@ -262,8 +262,10 @@ async def processes(
         ]  # fmt: skip
         for name in dict.fromkeys(run):
             if name not in known:
-                lines = console_lines(library.get(name).folder)
-                found.append({"run": name, "running": None, "stopping": False, "code": None, "lines": lines})
+                folder = library.get(name).folder
+                lines = console_lines(folder)
+                stopping = starting.processes.is_stopping(name, folder)
+                found.append({"run": name, "running": None, "stopping": stopping, "code": None, "lines": lines})
         return found
 
     return _json({"processes": await starting.in_thread(look)})
