@@ -147,7 +147,7 @@ def test_form_and_text_stay_equal_and_errors_stand_at_their_fields(page: Any) ->
 
 
 def test_advice_is_applied_by_a_click(page: Any) -> None:
-    page.get_by_label("Device", exact=True).select_option("a100-40gb")
+    page.locator(".start-plan select").select_option("a100-40gb")
     field(page, "train.batch_size").fill("65536")
     page.get_by_text("It does not fit in memory.").wait_for()
     planned(page)
