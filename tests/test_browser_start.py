@@ -130,6 +130,8 @@ def test_form_and_text_stay_equal_and_errors_stand_at_their_fields(page: Any) ->
     page.locator(".start-field", has=field(page, "train.max_steps")).locator(".problem").wait_for()
     assert field(page, "train.max_steps").get_attribute("aria-invalid") == "true"
     assert page.get_by_role("button", name="Start", exact=True).is_disabled()
+    page.get_by_text("This was the plan before the last change.").wait_for()
+    assert page.get_by_text("It fits in memory.").count() == 0
     field(page, "train.max_steps").fill("30")
     field(page, "tokenizer.type").select_option("char")
     page.wait_for_function("() => !document.querySelector('#recipe-text').value.includes('vocab_size')")

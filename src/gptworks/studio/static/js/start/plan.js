@@ -18,18 +18,19 @@ export function Plan({ recipe, origin, name, devices }) {
     return () => stop.abort();
   }, [recipe.text, recipe.right, device]);
   const fit = found?.plan.fit;
+  const wrong = problem || (!recipe.right && !recipe.waits);
   const old = asked || !recipe.right || problem;
   return html`<section class="card start-plan" aria-label="Plan" aria-busy=${String(asked)}>
     <div class="toolbar"><h2>Plan</h2><span class="fill"></span>
       <label><span class="hidden-text">Device</span><select class="field" value=${device} onChange=${(event) => setDevice(event.target.value)}>
         <option value="">this machine's CPU</option>
         ${Object.entries(devices).map(([key, title]) => html`<option key=${key} value=${key}>${title}</option>`)}</select></label></div>
-    ${!recipe.right && !recipe.waits && html`<p class="quiet">The plan follows when the recipe is right.</p>`}
+    ${wrong && html`<p class="quiet">${found ? "This was the plan before the last change." : "The plan follows when the recipe is right."}</p>`}
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     ${found && html`<div class=${cx("start-found", old && "old")}>
-      <p role="status" class=${fit.fits ? "start-fits" : "problem"}>${fit.fits ? "It fits in memory." : "It does not fit in memory."}</p>
+      ${!wrong && html`<p role="status" class=${fit.fits ? "start-fits" : "problem"}>${fit.fits ? "It fits in memory." : "It does not fit in memory."}</p>`}
       ${found.missing && html`<p class="problem">${found.missing} What depends on its tokens is unknown in this plan.</p>`}
-      ${fit.changes.some((one) => one.fits) && html`<div class="actions" role="group" aria-label="Changes with which it fits">
+      ${!wrong && fit.changes.some((one) => one.fits) && html`<div class="actions" role="group" aria-label="Changes with which it fits">
         ${fit.changes.filter((one) => one.fits && one.world_size === 1).map((one) => html`<button key=${one.words} class="button small"
           title=${one.costs} onClick=${() => recipe.edit(...one.overrides.map(split))}>${one.words}</button>`)}</div>`}
       ${found.tables.map((table, i) => html`<div class="start-scroll" key=${i} tabindex="0" role="group" aria-label=${table.header.join(" ").trim()}><${Table} ...${table} /></div>`)}
