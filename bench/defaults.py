@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.config import EARLIER_DEFAULTS
+from gptworks.config.defaults import EPOCHS
 
 EARLIER: dict[str, dict[str, Any]] = {
     "model": EARLIER_DEFAULTS,
@@ -130,6 +131,8 @@ def jobs(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
                 steps = round(60 * arguments.minutes / arguments.step_seconds[defaults])
                 model = shape(arguments.width) | given["model"]
                 train = {"max_steps": steps, **given["train"]}
+                if defaults == "new":
+                    train["epochs"] = EPOCHS  # where a recipe that names no end ends
                 train["evaluate_every"] = max(1, steps // 5)
                 yield name, recipe(corpus, folder / name.replace(" ", "-"), paths, seed=seed, model=model, train=train)
 

@@ -71,6 +71,7 @@ def test_a_draft_is_an_ordinary_recipe_that_fits_and_takes_the_time_that_its_mea
     assert seconds == pytest.approx(120 * TRAINING_SHARE, rel=0.05)
     assert draft.minutes == pytest.approx(2, rel=0.05)
     assert recipe.train.warmup_steps and recipe.train.evaluate_every < recipe.train.max_steps
+    assert recipe.train.keep_every == recipe.train.checkpoint_every, "what was learned when can be seen later"
     for line in draft.lines():
         assert f"# {line}" in draft.text()
     comments = [line for line in draft.text().splitlines() if " # " in line]

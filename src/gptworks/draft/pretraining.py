@@ -321,6 +321,7 @@ class Search:
             ("evaluate_every", max(1, steps // N_EVALUATIONS), ""),
             ("evaluate_sequences", n_evaluated, "all evaluations together take some 3% of the time"),
             ("checkpoint_every", max(1, steps // N_SAMPLES), "what Ctrl-C or a crash can lose"),
+            ("keep_every", max(1, steps // N_SAMPLES), "all of them stay, to see later what was learned when"),
             ("sample_every", max(1, steps // N_SAMPLES), ""),
             ("sample_prompts", self._prompts(), "the beginnings of lines of the text"),
         ]
