@@ -161,11 +161,24 @@ def test_a_text_through_the_checkpoints(http: httpx.Client, runs: Path, monkeypa
         assert learned == (None if not likely[1] else 4 if likely[0] else 8)
 
 
+def test_tokens_are_read_as_they_are(http: httpx.Client) -> None:
+    found = read(http, "text", text=TEXT)
+    ids = [token["id"] for token in found["tokens"]]
+    assert read(http, "text", tokens=ids) == found
+    assert read(http, "token", tokens=ids, index=9) == read(http, "token", text=TEXT, index=9)
+    joined = read(http, "text", tokens=[*ids, *ids])
+    assert [token["id"] for token in joined["tokens"]] == [*ids, *ids]
+    assert [token["nats"] for token in joined["tokens"]][1:9] == pytest.approx(
+        [one["nats"] for one in found["tokens"]][1:9], rel=1e-4
+    )
+    refused(http, 400, "is not among the model's", "text", tokens=[*ids, 99_999])
+
+
 def test_what_cannot_be_read_is_refused(http: httpx.Client) -> None:
     refused(http, 404, "no run", "text", model="nothing", text="a")
     refused(http, 404, "no checkpoint of step 5", "text", checkpoint=5, text="a")
-    refused(http, 400, "give one of text and document", "text")
-    refused(http, 400, "give one of text and document", "text", text="a", document=0)
+    refused(http, 400, "give one of text, document and tokens", "text")
+    refused(http, 400, "give one of text, document and tokens", "text", text="a", document=0)
     refused(http, 400, "`textt` is not supported; did you mean `text`?", "text", textt="a")
     refused(http, 400, "at most 100000 characters", "text", text="a" * 100_001)
     refused(http, 400, "9002 tokens and at most 8192", "text", text="a" * 9001)

@@ -79,6 +79,25 @@ class TokenizedText:
         framed = ids[:1].tolist() == document_frame(tokenizer)[0]
         return cls(ids, tuple(pieces), framed, n_bytes if shards.manifest.round_trips else None)
 
+    @classmethod
+    def of_tokens(cls, tokenizer: Tokenizer, ids: list[int]) -> Self:
+        """A text as the tokens that a model wrote or read; how many bytes they stand for is known where the tokenizer
+        cuts the text into just these.
+
+        Raises:
+            UserError: there are too many tokens.
+        """
+        _check_length(len(ids))
+        given = np.array(ids, dtype=np.int64)
+        stream = StreamDecoder(tokenizer)
+        pieces = [stream.push(token) for token in ids]
+        pieces[-1] += stream.flush()
+        if text := "".join(pieces):
+            cut = cls.of_text(tokenizer, text)
+            if np.array_equal(cut.ids, given):
+                return cut
+        return cls(given, tuple(pieces), ids[:1] == document_frame(tokenizer)[0], None)
+
     def token_nats(self, model: GPT, check: Check = never) -> Costs:
         """The loss of each token [T], in nats, as `evaluate --text` counts it. The first is not predicted: NaN.
 

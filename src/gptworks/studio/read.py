@@ -19,7 +19,7 @@ from gptworks.interpret.hooks import Check
 from gptworks.interpret.lens import Guess, logit_lens
 from gptworks.interpret.ngrams import LONGEST, NGrams, find_ngrams
 from gptworks.interpret.record import record
-from gptworks.interpret.text import Costs, TokenizedText, along, segments
+from gptworks.interpret.text import MOST_TOKENS, Costs, TokenizedText, along, segments
 from gptworks.serve.app import body_of, caller_of
 from gptworks.studio.play import Chosen, PlayStream
 from gptworks.studio.reading import Reading
@@ -40,11 +40,15 @@ class ReadRequest(Chosen):
     text: Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)] | None = None
     document: Annotated[int, Field(ge=0, lt=2**53)] | None = None
     """Its number in the validation split."""
+    tokens: (
+        Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=2, max_length=MOST_TOKENS)] | None
+    ) = None
+    """A text as the tokens that a model wrote: another cut would have other probabilities."""
 
     @model_validator(mode="after")
     def _one_text(self) -> Self:
-        if (self.text is None) == (self.document is None):
-            raise ValueError("give one of text and document")
+        if sum(given is not None for given in (self.text, self.document, self.tokens)) != 1:
+            raise ValueError("give one of text, document and tokens")
         return self
 
 
@@ -94,7 +98,7 @@ async def read_text(request: Request) -> Response:
     other = None if body.against is None else await reading_of(studio, request, body.against)
 
     def read(check: Check) -> Tree:
-        text = reading.text(body.text, body.document)
+        text = reading.text(body.text, body.document, body.tokens)
         nats = studio.reader.nats(reading, text, check)
         found = _of_text(reading, text, nats)
         if other is None:
@@ -132,7 +136,7 @@ async def read_token(request: Request) -> Response:
     reading = await reading_of(studio, request, body)
 
     def read(check: Check) -> Tree:
-        text, model = reading.text(body.text, body.document), reading.model.engine.model
+        text, model = reading.text(body.text, body.document, body.tokens), reading.model.engine.model
         start, end = text.window(model.config.context_length, body.index)
         around = range(max(start + 1, body.index - NEIGHBOURS), min(end, body.index + NEIGHBOURS) + 1)
         found = record(model, text.ids[start:end], [i - 1 - start for i in around], check)
@@ -168,7 +172,7 @@ async def read_ngrams(request: Request) -> Response:
     reading = await reading_of(studio, request, body)
 
     def read(check: Check) -> Tree:
-        text = reading.text(body.text, body.document)
+        text = reading.text(body.text, body.document, body.tokens)
         text.window(reading.model.engine.model.config.context_length, body.index)  # refuses an index out of the text
         training = reading.shards("train")
         ids = text.ids[max(0, body.index + 1 - LONGEST) : body.index + 1].tolist()
@@ -212,7 +216,7 @@ async def read_checkpoints(request: Request) -> Response:
 
     async def events() -> AsyncGenerator[Sequence[Tree]]:
         def choose(_: Check) -> tuple[TokenizedText, list[int]]:
-            return reading.text(body.text, body.document), chosen_steps(run.folder)
+            return reading.text(body.text, body.document, body.tokens), chosen_steps(run.folder)
 
         text, steps = await studio.reader.compute(choose)
         yield [{"type": "start", "steps": steps}]

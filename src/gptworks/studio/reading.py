@@ -9,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
+
 from gptworks.data.prepare import Prepared, find_of_run
 from gptworks.data.shards import Split, TokenShards
 from gptworks.errors import UserError
 from gptworks.interpret.hooks import Check
-from gptworks.interpret.text import Costs, TokenizedText
+from gptworks.interpret.text import Costs, TokenizedText, check_ids
 from gptworks.recipe import load_recipe
 from gptworks.serve.models import ServedModel
 from gptworks.studio.loaded import Wanted
@@ -71,12 +73,15 @@ class Reading:
     wanted: Wanted
     model: ServedModel
 
-    def text(self, text: str | None, document: int | None) -> TokenizedText:
-        """A text, or a document of the run's validation split.
+    def text(self, text: str | None, document: int | None, tokens: list[int] | None) -> TokenizedText:
+        """A text, a document of the run's validation split, or a text as its tokens.
 
         Raises:
-            UserError: it has too many tokens, or there is no such document.
+            UserError: it has too many tokens or one that the model lacks, or there is no such document.
         """
+        if tokens is not None:
+            check_ids(self.model.engine.model, np.array(tokens))
+            return TokenizedText.of_tokens(self.model.engine.tokenizer, tokens)
         if text is not None:
             return TokenizedText.of_text(self.model.engine.tokenizer, text)
         assert document is not None
