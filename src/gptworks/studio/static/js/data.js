@@ -6,12 +6,12 @@ import { Step, Windows } from "./data/rows.js";
 import { Tokenizers } from "./data/tokenizers.js";
 import { count } from "./format.js";
 import { ModelChoice } from "./choice.js";
-import { html, useState } from "./ui.js";
+import { html, useEffect, useState } from "./ui.js";
 
 const VIEWS = { documents: "Documents", windows: "Windows", step: "A step", tokenizers: "Two tokenizers" };
 const START = { split: "train", document: 0, first: 0, window: 0, epoch: 0, step: 1, sample: 0, loss: false };
 
-export function Part({ state }) {
+export function Part({ state, route }) {
   const models = state.models;
   const usable = models.filter((model) => !model.problem);
   const [picked, pick] = useState({ model: null, checkpoint: null });
@@ -23,6 +23,10 @@ export function Part({ state }) {
     if (next.model !== chosen.model) set(START);
     pick(next);
   };
+  const linked = route.join("/");
+  useEffect(() => {
+    if (models.some((model) => model.id === linked)) choose({ model: linked, checkpoint: null });
+  }, [linked]);
   const move = (changes) => set((was) => ({ ...was, ...changes }));
   if (!usable.length) return html`<p class="notice">There is no run here whose data can be shown yet.</p>`;
   const View = { documents: Documents, windows: Windows, step: Step }[view];

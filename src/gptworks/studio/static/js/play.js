@@ -10,7 +10,7 @@ import { Legend } from "./play/text.js";
 const MAC = /Mac|iPhone|iPad/.test(navigator.platform);
 const WIDE = "(min-width: 60rem)";
 
-export function Part({ state, shown }) {
+export function Part({ state, shown, route }) {
   const session = useMemo(() => new Session(), []);
   const [, setVersion] = useState(0);
   const [said, say] = useState("");
@@ -22,6 +22,10 @@ export function Part({ state, shown }) {
   }, []);
   const models = state.models;
   session.settle(models);
+  const linked = route.join("/");
+  useEffect(() => {
+    if (models.some((model) => model.id === linked)) session.setColumn(0, { model: linked, checkpoint: null });
+  }, [linked]);
   const choice = session.columns.map(({ model, checkpoint }) => `${model}@${checkpoint}`).join("\n");
   const prepare = () => session.prepare(models);
   useEffect(() => void (shown && prepare()), [shown, choice]);
@@ -62,7 +66,8 @@ export function Part({ state, shown }) {
         ${session.columns.length < 2 && html`<button class="button small" onClick=${() => session.addColumn()}>Side by side</button>`}
       </div>
       <div class=${cx("columns", session.columns.length > 1 && "two")}>
-        ${session.columns.map((_, index) => html`<${Column} key=${index} ...${{ session, index, models, chat, say, editPrompt }} />`)}
+        ${session.columns.map((_, index) => html`<${Column} key=${index} ...${{ session, index, models, chat, say, editPrompt }}
+          canRead=${state.parts.includes("read")} />`)}
       </div>
       ${chat && html`<${Message} ...${{ session, busy, prepare }} />`}
     </div>

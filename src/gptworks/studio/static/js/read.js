@@ -2,6 +2,7 @@
 
 import { post } from "./api.js";
 import { count, figure } from "./format.js";
+import { taken } from "./shell.js";
 import { html, useEffect, useMemo, useRef, useState } from "./ui.js";
 import { Along } from "./read/along.js";
 import { ModelChoice } from "./choice.js";
@@ -11,7 +12,7 @@ import { Token } from "./read/token.js";
 
 const usable = (models) => models.filter((model) => !model.problem);
 
-export function Part({ state }) {
+export function Part({ state, route, shown }) {
   const models = state.models;
   const [chosen, choose] = useState({ model: null, checkpoint: null });
   const [against, setAgainst] = useState(null);
@@ -24,23 +25,25 @@ export function Part({ state }) {
   const [index, setIndex] = useState(null);
   const [steps, setSteps] = useState(null); // what each token costs at the checkpoint of the slider
   const [weights, setWeights] = useState(null); // of one head, over the tokens before the chosen one
+  const [handed, hand] = useState(null); // a text that Play wrote, as its tokens
   const [said, say] = useState("");
   const abort = useRef(null);
   const current = chosen.model ? chosen : { ...chosen, model: usable(models)[0]?.id ?? null };
   useEffect(() => () => abort.current?.abort(), []);
 
-  const read = async (event) => {
+  const read = async (event, given = null, at = null) => {
     event?.preventDefault();
     abort.current?.abort();
     const asked = (abort.current = new AbortController());
-    const body = { ...current, ...(source === "text" ? { text } : { document: number }) };
+    const written = handed?.text === text ? { tokens: handed.tokens } : { text };
+    const body = given ?? { ...current, ...(source === "text" ? written : { document: number }) };
     setWork(asked);
     setProblem(null);
     say("Reading.");
     try {
-      const answer = await post("studio/read/text", { ...body, against }, { signal: asked.signal });
+      const answer = await post("studio/read/text", { ...body, against: given ? null : against }, { signal: asked.signal });
       setFound({ body: { ...body, checkpoint: answer.step }, answer });
-      setIndex(null);
+      setIndex(at);
       setSteps(null);
       setWeights(null);
       say(`${count(answer.n_tokens)} tokens, ${figure(answer.loss)} nats per token.`);
@@ -49,10 +52,24 @@ export function Part({ state }) {
     }
     if (abort.current === asked) setWork(null);
   };
+  const linked = route.join("/");
+  useEffect(() => { // another part leads to a run, or to one token of a text
+    const brought = shown ? taken() : null;
+    if (brought) {
+      const { model, checkpoint, text: wrote, tokens, index: at } = brought;
+      choose({ model, checkpoint });
+      setAgainst(null);
+      setSource("text");
+      setText(wrote);
+      hand({ text: wrote, tokens });
+      read(null, { model, checkpoint, tokens }, at);
+    } else if (models.some((model) => model.id === linked)) choose({ model: linked, checkpoint: null });
+  }, [shown, linked]);
   const keys = (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) read(event);
   };
   if (!usable(models).length) return html`<p class="notice">There is no run here that can be read with yet.</p>`;
+  const earlier = models.find((model) => model.id === current.model)?.checkpoints[0]?.step ?? "last"; // what it knew at first
   const ready = current.model && (source === "document" || text);
   return html`<div class="read">
     <h1 class="hidden-text">Read</h1>
@@ -60,7 +77,7 @@ export function Part({ state }) {
       <div class="toolbar">
         <${ModelChoice} models=${models} chosen=${current} choose=${choose} name="Model" />
         <label class="check"><input type="checkbox" checked=${Boolean(against)} onChange=${(event) =>
-          setAgainst(event.target.checked ? { model: current.model, checkpoint: "last" } : null)} /> Compare with</label>
+          setAgainst(event.target.checked ? { model: current.model, checkpoint: earlier } : null)} /> Compare with</label>
         ${against && html`<${ModelChoice} models=${models} chosen=${against} choose=${setAgainst} name="Compared model" />`}
       </div>
       <div class="switch" role="group" aria-label="What to read">
@@ -76,6 +93,8 @@ export function Part({ state }) {
       </div>
       ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     </form>
+    ${!found && html`<p class="quiet">Each token is coloured by what it costs the model. Choose one to see which parts of the model voted
+      for it, what other tokens could have stood there, and at which checkpoint the run learned it.</p>`}
     ${found && html`<${Found} key=${found.answer} ...${{ found, index, setIndex, steps, setSteps, weights, setWeights, say }}
       context=${models.find((model) => model.id === found.body.model)?.context} />`}
     <p class="hidden-text" role="status">${said}</p>
@@ -117,6 +136,7 @@ function Found({ found, index, setIndex, steps, setSteps, weights, setWeights, s
         ${difference ? html`<${DifferenceLegend} />` : html`<${LossLegend} />`}
         ${weights && html`<span class="quiet">Underlined: what ${weights.name} looks at</span>`}
       </div>
+      <p class="quiet">Click a token to see why the model expects it or not.</p>
       <${Figures} answer=${answer} name=${answer.other ? answer.model : null} />
       ${answer.other && html`<${Figures} answer=${answer.other} name=${answer.other.model} />`}
       <${ReadText} tokens=${shown} segments=${difference ? answer.segments : null} index=${index} pick=${pick} say=${say}

@@ -11,7 +11,7 @@ const FIRST = 8;
 const REFRESH_MS = 2000;
 const AXES = { step: "Steps", tokens: "Tokens", seconds: "Seconds" };
 
-export function Part({ shown, route }) {
+export function Part({ shown, route, state }) {
   const [{ runs, leftOut }, setRuns] = useState({ runs: null, leftOut: {} });
   const [problem, setProblem] = useState(null);
   const [chosen, setChosen] = useState(null);
@@ -21,11 +21,11 @@ export function Part({ shown, route }) {
   useEffect(() => (shown ? follow((found, out) => setRuns({ runs: found, leftOut: out }), setProblem) : undefined), [shown]);
   const rows = useMemo(() => (runs ? [...runs.values()] : []), [runs]);
   const linked = route.join("/");
-  useEffect(() => {
+  useEffect(() => { // a linked run may come into the list later
     if (!rows.length || (chosen && !linked)) return;
     const first = rows.find((row) => row.id === linked);
     setChosen(first ? [first.id] : (was) => was ?? [...rows].sort((a, b) => (b.state === "running") - (a.state === "running")).slice(0, FIRST).map((row) => row.id));
-  }, [rows.length > 0, linked]);
+  }, [rows.length > 0, linked, Boolean(runs?.has(linked))]);
   const ids = useMemo(() => (chosen ?? []).filter((id) => runs?.has(id)), [chosen, runs?.size]);
   const styles = useStyles(ids);
   const drawn = useMemo(() => ids.map((id) => runs.get(id)).filter(Boolean), [ids, runs]);
@@ -39,7 +39,7 @@ export function Part({ shown, route }) {
     <${LeftOut} reasons=${leftOut} /></div>`;
   return html`<div class="runs">
     <h1 class="hidden-text">Runs</h1>
-    <aside><${RunList} rows=${rows} chosen=${ids} styles=${styles} leftOut=${leftOut} choose=${setChosen} /></aside>
+    <aside><${RunList} rows=${rows} chosen=${ids} styles=${styles} leftOut=${leftOut} choose=${setChosen} parts=${state.parts} /></aside>
     <div class="work">
       ${problem && html`<p class="problem" role="alert">${problem}</p>`}
       <${Controls} settings=${settings} set=${set} />

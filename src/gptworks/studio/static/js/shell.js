@@ -6,14 +6,30 @@ import { cx, html, render, useCallback, useEffect, useRef, useState } from "./ui
 const parts = new Map();
 const RUNNING_SECONDS = 4;
 const QUIET_SECONDS = 20;
+let brought = null;
+const NOWHERE = []; // the rest of an address is the shown part's alone
 
 /** Add a part: its key in the server's state and in the address, its tab's name, and its module with `Part`. */
 export function part(key, name, load) {
   parts.set(key, { name, load });
 }
 
-export function go(key, rest = "") {
-  location.hash = `#/${key}${rest ? `/${rest}` : ""}`;
+/** Open a part. `what` waits there to be taken. */
+export function go(key, rest = "", what = null) {
+  brought = what;
+  location.hash = addressOf(key, rest);
+}
+
+/** What the shown part was opened with, once. */
+export function taken() {
+  const what = brought;
+  brought = null;
+  return what;
+}
+
+/** The address of a part that shows a run. */
+export function addressOf(key, run = "") {
+  return ["#", key, ...run.split("/").filter(Boolean).map(encodeURIComponent)].join("/");
 }
 
 export function start(element) {
@@ -116,7 +132,7 @@ function Shell() {
       ${problem && status !== 401 && html`<p class="problem notice" role="alert">${problem}
         <button class="button" onClick=${refresh}>Try again</button></p>`}
       ${known.map((name) => html`<${Loaded} key=${name} name=${name} shown=${name === key}
-        state=${state} route=${at.rest} refresh=${refresh} />`)}
+        state=${state} route=${name === at.key ? at.rest : NOWHERE} refresh=${refresh} />`)}
       ${state && !known.length && html`<p class="notice">This server has no part that the page can show.</p>`}
     </main>`;
 }

@@ -23,7 +23,7 @@ function Bar({ logprob, of }) {
 }
 
 /** `anchor`: the token's element. `pinned`: it stays, and takes the focus. */
-export function TokenCard({ token, place, anchor, pinned, take, edit, close, hold, release }) {
+export function TokenCard({ token, place, anchor, pinned, take, edit, why, close, hold, release }) {
   const card = useRef(null);
   useLayoutEffect(() => {
     const { style } = card.current;
@@ -66,6 +66,7 @@ export function TokenCard({ token, place, anchor, pinned, take, edit, close, hol
         one.id === token.id && html`<span class="hidden-text">the token here</span>`}</button>`)}
     </div>
     <p class="quiet hint">Choose one and the text goes on from there.</p>`}
-    ${edit && html`<button class="button small" onClick=${() => edit(place)}>Edit from here</button>`}
+    <div class="actions">${edit && html`<button class="button small" onClick=${() => edit(place)}>Edit from here</button>`}
+      ${why && html`<button class="button small" onClick=${() => why(place)}>Why this token?</button>`}</div>
   </div>`;
 }

@@ -2,6 +2,7 @@
 
 import { token as apiKey } from "../api.js";
 import { count, figure, short } from "../format.js";
+import { go } from "../shell.js";
 import { html, useEffect, useRef, useState } from "../ui.js";
 import { TokenCard } from "./card.js";
 import { Conversation } from "./chat.js";
@@ -43,7 +44,7 @@ function useCard(branch) {
   };
 }
 
-export function Column({ session, index, models, chat, say, editPrompt }) {
+export function Column({ session, index, models, chat, say, editPrompt, canRead }) {
   const column = session.columns[index];
   const { tree } = session;
   const branch = tree.get(column.current);
@@ -56,6 +57,12 @@ export function Column({ session, index, models, chat, say, editPrompt }) {
     const before = part === "prompt" ? prompt.slice(0, i) : [...prompt, ...tree.answer(branch).slice(0, i)];
     close(false);
     editPrompt(before.map((one) => one.text).join(""), whole());
+  };
+  const why = ({ part, i }) => { // in the part Read, at the checkpoint that wrote it
+    const prompt = tree.root(branch).prompt_tokens;
+    const tokens = [...prompt, ...tree.answer(branch)];
+    go("read", branch.model, { model: branch.model, checkpoint: branch.step, text: tokens.map((one) => one.text).join(""),
+      tokens: tokens.map((one) => one.id), index: part === "prompt" ? i : prompt.length + i });
   };
   const whole = () => tree.root(branch).prompt_tokens.map((one) => one.text).join("") + tree.answerText(branch);
   const shownToken = card && branch && (card.part === "prompt" ? tree.root(branch).prompt_tokens : tree.answer(branch))[card.i];
@@ -73,10 +80,12 @@ export function Column({ session, index, models, chat, say, editPrompt }) {
       : html`<${TokenText} ...${text} withPrompt=${true} label="Text, token by token" />`)}
     ${work?.loading && html`<p class="quiet" role="status">Loading ${column.model} …</p>`}
     ${branch?.problem && html`<p class="problem" role="alert">${branch.problem}</p>`}
+    ${branch && !work && html`<p class="quiet hint">Point at a token to see what else could have stood there; click to keep it open.</p>`}
     ${branch && html`<${Facts} branch=${branch} session=${session} work=${work} />
       <${Actions} ...${{ session, index, branch, work, say, edit: isChat ? null : () => editPrompt(whole(), whole()) }} />`}
     ${shownToken && html`<${TokenCard} token=${shownToken} place=${card} anchor=${card.anchor} pinned=${card.pinned}
       close=${close} hold=${hold} release=${release} edit=${isChat ? null : ({ part, i }) => edit(part, i)}
+      why=${canRead && (card.part === "answer" || card.i > 0) ? why : null}
       take=${(one, at) => {
         const { part, i } = card;
         close(true);

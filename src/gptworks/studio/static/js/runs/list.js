@@ -1,6 +1,7 @@
 // The runs: search, order, and which of them are drawn.
 
 import { count } from "../format.js";
+import { addressOf } from "../shell.js";
 import { cx, html, memo, useMemo, useState } from "../ui.js";
 
 const MOST_SHOWN = 400;
@@ -20,7 +21,7 @@ export function loss(value) {
   return typeof value === "number" ? value.toFixed(4) : (value ?? "–");
 }
 
-export const RunList = memo(({ rows, leftOut, chosen, styles, choose }) => {
+export const RunList = memo(({ rows, leftOut, chosen, styles, choose, parts }) => {
   const [search, setSearch] = useState("");
   const [order, setOrder] = useState("name");
   const found = useMemo(() => {
@@ -44,7 +45,8 @@ export const RunList = memo(({ rows, leftOut, chosen, styles, choose }) => {
       reading > 0 && `, ${count(reading)} still being read`}</p>
     <${LeftOut} reasons=${leftOut} />
     <div class="runs-rows" tabindex="0" role="group" aria-label="Runs to draw">
-      ${found.slice(0, MOST_SHOWN).map((row) => html`<${Row} key=${row.id} row=${row} style=${styles.get(row.id)} toggle=${toggle} />`)}
+      ${found.slice(0, MOST_SHOWN).map((row) => html`<${Row} key=${row.id} row=${row} style=${styles.get(row.id)}
+        ...${{ toggle, parts }} />`)}
       ${found.length > MOST_SHOWN && html`<p class="quiet">${count(found.length - MOST_SHOWN)} more: search for them.</p>`}
     </div>
   </section>`;
@@ -58,7 +60,10 @@ export function LeftOut({ reasons }) {
     <ul>${found.slice(0, MOST_SHOWN).map(([id, reason]) => html`<li key=${id}><b>${id}</b> <span class="quiet">${reason}</span></li>`)}</ul></details>`;
 }
 
-function Row({ row, style, toggle }) {
+/** Where else a run can be looked at. */
+const LEADS = { play: "Play", read: "Read", data: "Data", model: "Model", start: "Start from it" };
+
+function Row({ row, style, toggle, parts }) {
   const state = row.problem ? "cannot be read" : !row.whole ? "reading…" : row.state;
   return html`<label class=${cx("run", style && "chosen")} title=${row.id}>
     <input type="checkbox" checked=${Boolean(style)} onChange=${() => toggle(row.id)} />
@@ -71,7 +76,9 @@ function Row({ row, style, toggle }) {
     ${row.problem && html`<span class="facts problem">${row.problem}</span>`}
     ${row.skipped && html`<span class="facts quiet">${row.skipped}</span>`}
     ${row.thinned && html`<span class="facts quiet">older records are shown thinned out</span>`}
-  </label>`;
+  </label>
+  ${style && html`<nav class="run-links" aria-label=${`Other parts with ${row.id}`}>${parts.filter((key) => LEADS[key]).map((key) => html`
+    <a key=${key} href=${addressOf(key, row.id)}>${LEADS[key]}</a>`)}</nav>`}`;
 }
 
 /** A run's colour and line. */

@@ -1,0 +1,81 @@
+"""The parts of the page in a real browser: an address names what is shown, and one part leads to another."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser import Studio, choose, generate, open_studio, tokens
+from histories import training, write_run
+
+pytestmark = pytest.mark.browser
+
+
+def first_step(studio: Studio) -> int:
+    """Of the run `base`'s checkpoints."""
+    with studio.http() as http:
+        models = http.get("/studio/state").json()["models"]
+    return int(next(model for model in models if model["id"] == "base")["checkpoints"][0]["step"])
+
+
+def visit(page: Any, address: str) -> None:
+    page.evaluate("(address) => (location.hash = address)", address)
+
+
+def test_an_address_is_the_shown_parts_alone(page: Any, studio: Studio) -> None:
+    visit(page, "#/start/base")
+    page.get_by_label("Name", exact=True).fill("mine")
+    visit(page, "#/runs/group/tuned")
+    page.locator(".run.chosen").filter(has_text="group/tuned").wait_for()
+    page.get_by_role("link", name="Start", exact=True).click()
+    assert page.get_by_label("Name", exact=True).input_value() == "mine"
+    assert page.get_by_label("Begin from").input_value() == "run base"
+
+
+def test_a_run_that_is_not_there_yet_is_drawn_once_it_is(new_page: Callable[..., Any], tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "early", [training(10, 2.5)])
+    with open_studio(tmp_path / "runs") as studio:
+        page = new_page()
+        page.goto(f"{studio.url}/#/runs")
+        page.locator(".run.chosen").filter(has_text="early").wait_for()
+        visit(page, "#/runs/late")
+        write_run(tmp_path / "runs" / "late", [training(10, 2.25)])
+        page.locator(".run.chosen").filter(has_text="late").wait_for()
+        assert page.locator(".run.chosen").count() == 1
+
+
+def test_a_written_token_is_explained_by_the_checkpoint_that_wrote_it(page: Any, studio: Studio) -> None:
+    choose(page, "base")
+    generate(page, "line 7:", max_tokens=12, seed=3)
+    written, index = tokens(page), 5
+    word, n_prompt = written.nth(index).text_content(), page.locator(".column .t[data-part=prompt]").count()
+    written.nth(index).click()
+    card = page.locator(".token-card")
+    share = card.locator(".figures b").first.inner_text()
+    with page.expect_request("**/studio/read/token") as asked:
+        card.get_by_role("button", name="Why this token?").click()
+    assert asked.value.post_data_json["index"] == n_prompt + index
+    assert page.url.endswith("#/read/base")
+    page.locator(".panels").wait_for()
+    picked = page.locator(".read .t.picked")
+    assert picked.text_content() == word
+    title = page.get_by_role("heading", name=share)
+    assert title.count() == 1, "the probability is the one that Play showed"
+    page.get_by_label("Compare with").check()
+    assert int(page.get_by_label("Checkpoint of compared model").input_value()) == first_step(studio)
+
+
+def test_a_run_leads_to_the_other_parts(page: Any, studio: Studio) -> None:
+    for name, label in {"Play": "Model of column 1", "Read": "Model", "Data": "Run", "Model": "Model"}.items():
+        visit(page, "#/runs/group/tuned")
+        page.locator(".run.chosen").filter(has_text="group/tuned").wait_for()
+        page.get_by_label("Other parts with group/tuned").get_by_role("link", name=name, exact=True).click()
+        part = page.locator(".part:not([hidden])")
+        box = part.get_by_label(label).first
+        box.wait_for()
+        assert box.input_value() == "group/tuned"
+    visit(page, "#/runs/group/tuned")
+    page.get_by_role("link", name="Start from it").click()
+    page.get_by_role("button", name="Fork it").wait_for()
+    assert page.get_by_label("Begin from").input_value() == "run group/tuned"
