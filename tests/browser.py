@@ -18,6 +18,12 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 LONG = "long"
 """A run whose texts do not end soon: a random model with a context of 3,000 tokens and a chat template."""
 
+AXE, SCREENSHOTS = (
+    Path(given).absolute() if (given := os.environ.get(name)) else None
+    for name in ("GPTWORKS_AXE", "GPTWORKS_SCREENSHOTS")
+)
+"""As given where the tests begin: some change the folder."""
+
 WATCH = """
 window.violations = [];
 document.addEventListener("securitypolicyviolation", ({ violatedDirective, blockedURI }) =>
@@ -140,19 +146,17 @@ def page(new_page: Callable[..., Any], studio: Studio) -> Any:
 
 def axe(page: Any) -> list[str]:
     """What axe-core finds wrong with the page, as it is now."""
-    script = os.environ.get("GPTWORKS_AXE")
-    if not script:
+    if AXE is None:
         pytest.skip("needs axe-core: make test-browser fetches it and names it with GPTWORKS_AXE")
-    page.evaluate(Path(script).read_text(encoding="utf-8"))
+    page.evaluate(AXE.read_text(encoding="utf-8"))
     found = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")["violations"]
     return [f"{one['id']}: {node['html'][:200]} {node['failureSummary']}" for one in found for node in one["nodes"]]
 
 
 def screenshot(page: Any, name: str) -> None:
     """Keep a picture of the page, where a folder for them is named."""
-    folder = os.environ.get("GPTWORKS_SCREENSHOTS")
-    if folder:
-        page.screenshot(path=str(Path(folder) / f"{name}.png"))
+    if SCREENSHOTS is not None:
+        page.screenshot(path=str(SCREENSHOTS / f"{name}.png"))
 
 
 # --------------------------------------------------------------------------------------------- what a person does

@@ -7,6 +7,7 @@ import { Plan } from "./start/plan.js";
 import { Training } from "./start/training.js";
 
 const TYPED_MS = 300;
+const LISTED_MS = 3000; // after which the server's list of runs has a new one
 
 export function Part({ state, route, refresh, shown }) {
   const [known, setKnown] = useState(null); // what one can begin from, and the form
@@ -46,6 +47,7 @@ export function Part({ state, route, refresh, shown }) {
     }
     setBusy(false);
     refresh();
+    setTimeout(refresh, LISTED_MS);
   };
   if (!known) return html`<p class="notice" role="status">${problem ?? "Reading the schema…"}</p>`;
   const steps = state.models.find((model) => model.id === origin?.run)?.checkpoints.map((one) => one.step) ?? [];
