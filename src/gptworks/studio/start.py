@@ -381,7 +381,7 @@ def changes_of(run: RunFolder, text: str, forked_at: int | None = None) -> Chang
     `new`, and whether that would be recorded, because the loss curve depends on it.
 
     Raises:
-        UserError: it may not change one, or no step is left.
+        UserError: it may not change one.
     """
     before = load_recipe(run.folder, [] if forked_at is None else settings_at(run.folder, forked_at))
     tree = parse_yaml(text, "recipe") | {"name": before.name, "run_dir": str(run.folder)}
@@ -389,10 +389,7 @@ def changes_of(run: RunFolder, text: str, forked_at: int | None = None) -> Chang
     found = changed(before, now)
     check_changes(before, now, found, forked_at)
     newest = next((checkpoint.step for checkpoint in checkpoints(run.folder)), 0)
-    step, most = newest if forked_at is None else forked_at, now.train.max_steps
-    if most is not None and step >= most:
-        raise UserError(f"train.max_steps={most} is reached at step {step}, and nothing is left to train: give more.")
-    recorded = inexact(before, now, found, step)
+    recorded = inexact(before, now, found, newest if forked_at is None else forked_at)
     made = [
         {"path": path, "old": _typed(old), "new": _typed(new), "recorded": path in recorded}
         for path, (old, new) in found.items()
