@@ -72,6 +72,13 @@ class Studio:
         headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
         return httpx.Client(base_url=self.url, headers=headers, timeout=120)
 
+    def asked(self, path: str, /, **body: Any) -> Any:
+        """The server's own answer."""
+        import serving
+
+        with self.http() as http:
+            return serving.posted(http, path, **body)
+
 
 @contextmanager
 def open_studio(runs: Path, key: str | None = None, read_only: bool = False) -> Iterator[Studio]:

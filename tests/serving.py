@@ -25,6 +25,7 @@ from gptworks.serve.app import create_app
 from gptworks.serve.server import Server, make_server
 from gptworks.serve.service import Service
 from gptworks.serve.settings import ServerSettings
+from gptworks.studio.app import create_studio
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
 from tiny import plain_model
 
@@ -92,6 +93,21 @@ def running_app(app: FastAPI) -> Iterator[Running]:
             server.should_exit = True
             thread.join(20)
             assert not thread.is_alive()
+
+
+@contextmanager
+def running_studio(runs: Path) -> Iterator[Running]:
+    """The same of a studio over a folder of runs, whose models torch computes."""
+    settings = ServerSettings(api_keys=(KEY,), client_share=1.0)
+    with running_app(create_studio([runs], settings, device="cpu", backend="torch")) as server:
+        yield server
+
+
+def posted(http: httpx.Client, path: str, status: int = 200, /, **body: Any) -> Any:
+    """The answer to a request, which has this status."""
+    response = http.post(path, json=body)
+    assert response.status_code == status, response.text
+    return response.json()
 
 
 @contextmanager

@@ -15,10 +15,7 @@ TUNED = "group/tuned"
 
 def asked(studio: Studio, what: str, **body: Any) -> Any:
     """The server's own answer."""
-    with studio.http() as http:
-        response = http.post(f"/studio/data/{what}", json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return studio.asked(f"/studio/data/{what}", **body)
 
 
 def opened(page: Any, view: str, run: str | None = "base") -> Any:

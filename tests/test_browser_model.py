@@ -14,10 +14,7 @@ QUERY = "blocks.0.attention.query.weight"
 
 def asked(studio: Studio, what: str, **body: Any) -> Any:
     """The server's own answer."""
-    with studio.http() as http:
-        response = http.post(f"/studio/model/{what}", json={"model": "base"} | body)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return studio.asked(f"/studio/model/{what}", **({"model": "base"} | body))
 
 
 def opened(page: Any, model: str = "base") -> Any:

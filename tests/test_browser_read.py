@@ -16,10 +16,7 @@ TEXT = "line 7: the quick brown fox jumps over the lazy dog, 49 times.\n"
 
 def asked(studio: Studio, what: str, **body: Any) -> Any:
     """The server's own answer."""
-    with studio.http() as http:
-        response = http.post(f"/studio/read/{what}", json={"model": "base"} | body)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return studio.asked(f"/studio/read/{what}", **({"model": "base"} | body))
 
 
 def first_step(studio: Studio) -> int:

@@ -24,8 +24,6 @@ from gptworks.errors import UserError
 from gptworks.files import sealed_json
 from gptworks.model import GPT
 from gptworks.recipe import load_recipe, parse_recipe
-from gptworks.serve.settings import ServerSettings
-from gptworks.studio.app import create_studio
 from gptworks.studio.run_data import RunData
 from gptworks.tokenizer import encode_text, load_tokenizer
 from gptworks.train.fork import fork
@@ -35,7 +33,7 @@ from gptworks.train.objectives.next_token import Batch, Losses, next_token
 from gptworks.train.record.metrics import read_metrics
 from gptworks.train.samples import samples_of_step
 from gptworks.train.step import TrainStep
-from serving import KEY, running_app
+from serving import posted, running_studio
 
 Batches = dict[str, dict[int, list[Batch]]]
 """By run and step, the micro-batches that the loop trained on."""
@@ -85,21 +83,16 @@ def runs(made: tuple[Path, Batches]) -> Path:
 
 @pytest.fixture(scope="module")
 def http(runs: Path) -> Iterator[httpx.Client]:
-    app = create_studio([runs], ServerSettings(api_keys=(KEY,), client_share=1.0), device="cpu", backend="torch")
-    with running_app(app) as server, server.http() as one:
+    with running_studio(runs) as server, server.http() as one:
         yield one
 
 
 def asked(http: httpx.Client, what: str, **body: Any) -> Any:
-    response = http.post(f"/studio/data/{what}", json={"model": "base"} | body)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return posted(http, f"/studio/data/{what}", **({"model": "base"} | body))
 
 
 def refused(http: httpx.Client, status: int, part: str, what: str, **body: Any) -> None:
-    response = http.post(f"/studio/data/{what}", json={"model": "base"} | body)
-    assert response.status_code == status, response.text
-    assert part in response.json()["error"]["message"]
+    assert part in posted(http, f"/studio/data/{what}", status, **({"model": "base"} | body))["error"]["message"]
 
 
 def texts_of_loop(batch: Batch) -> list[list[tuple[list[int], list[bool]]]]:

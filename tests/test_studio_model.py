@@ -23,7 +23,7 @@ from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.serve.settings import ServerSettings
 from gptworks.studio.app import create_studio
 from gptworks.train.loop import train
-from serving import KEY, Running, running_app
+from serving import KEY, Running, posted, running_app, running_studio
 from tiny import plain_model
 
 QUERY = "blocks.1.attention.query.weight"
@@ -43,8 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(runs: Path) -> Iterator[Running]:
-    settings = ServerSettings(api_keys=(KEY,), client_share=1.0)
-    with running_app(create_studio([runs], settings, device="cpu", backend="torch")) as one:
+    with running_studio(runs) as one:
         yield one
 
 
@@ -55,15 +54,11 @@ def http(server: Running) -> Iterator[httpx.Client]:
 
 
 def asked(http: httpx.Client, what: str, **body: Any) -> Any:
-    response = http.post(f"/studio/model/{what}", json={"model": "demo"} | body)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return posted(http, f"/studio/model/{what}", **({"model": "demo"} | body))
 
 
 def refused(http: httpx.Client, status: int, part: str, what: str, **body: Any) -> None:
-    response = http.post(f"/studio/model/{what}", json={"model": "demo"} | body)
-    assert response.status_code == status, response.text
-    assert part in response.json()["error"]["message"]
+    assert part in posted(http, f"/studio/model/{what}", status, **({"model": "demo"} | body))["error"]["message"]
 
 
 @pytest.mark.parametrize("run", ["demo", "moe"])

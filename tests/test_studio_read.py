@@ -26,10 +26,8 @@ from gptworks.interpret.attribution import attribute
 from gptworks.interpret.record import record
 from gptworks.interpret.text import TokenizedText
 from gptworks.recipe import parse_recipe
-from gptworks.serve.settings import ServerSettings
-from gptworks.studio.app import create_studio
 from gptworks.train.loop import train
-from serving import KEY, Running, running_app, until
+from serving import Running, posted, running_studio, until
 
 TEXT = tiny.TEXT[:150]
 
@@ -47,8 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(runs: Path) -> Iterator[Running]:
-    settings = ServerSettings(api_keys=(KEY,), client_share=1.0)
-    with running_app(create_studio([runs], settings, device="cpu", backend="torch")) as one:
+    with running_studio(runs) as one:
         yield one
 
 
@@ -64,15 +61,11 @@ def demo(runs: Path) -> Engine:
 
 
 def read(http: httpx.Client, what: str, **body: Any) -> Any:
-    response = http.post(f"/studio/read/{what}", json={"model": "demo", "checkpoint": 8} | body)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return posted(http, f"/studio/read/{what}", **({"model": "demo", "checkpoint": 8} | body))
 
 
 def refused(http: httpx.Client, status: int, part: str, what: str, **body: Any) -> None:
-    response = http.post(f"/studio/read/{what}", json={"model": "demo"} | body)
-    assert response.status_code == status, response.text
-    assert part in response.json()["error"]["message"]
+    assert part in posted(http, f"/studio/read/{what}", status, **({"model": "demo"} | body))["error"]["message"]
 
 
 def test_a_text_costs_what_evaluate_says(http: httpx.Client, demo: Engine) -> None:

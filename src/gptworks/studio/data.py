@@ -23,9 +23,9 @@ from gptworks.model.loss import token_nats
 from gptworks.serve import openai
 from gptworks.serve.app import body_of, caller_of
 from gptworks.studio.play import Chosen
-from gptworks.studio.read import MOST_CHARACTERS, finite, uncached
+from gptworks.studio.read import MOST_CHARACTERS, finite
 from gptworks.studio.run_data import BEFORE, RunData, speller
-from gptworks.studio.state import studio_of
+from gptworks.studio.state import studio_of, uncached
 from gptworks.tokenizer import StreamDecoder, load_tokenizer
 
 router = APIRouter(prefix="/studio/data", include_in_schema=False)

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field
 
 from gptworks.config import Recipe
@@ -31,7 +31,7 @@ from gptworks.recipe import load_recipe
 from gptworks.serve import openai
 from gptworks.serve.app import body_of
 from gptworks.studio.loaded import Wanted
-from gptworks.studio.state import Studio, studio_of
+from gptworks.studio.state import Studio, studio_of, uncached
 from gptworks.units import readable
 
 router = APIRouter(prefix="/studio/model", include_in_schema=False)
@@ -108,7 +108,7 @@ async def model_sheet(request: Request) -> Response:
     """A model's parts, those of one block among them, with what each takes; and the totals."""
     studio, body = studio_of(request), await body_of(request, SheetRequest)
     shown = await _shown(studio, body.model, body.checkpoint)
-    return _json(await studio.reader.compute(lambda _: _sheet(shown, body.layer)))
+    return uncached(await studio.reader.compute(lambda _: _sheet(shown, body.layer)))
 
 
 def _sheet(shown: Shown, layer: int) -> Tree:
@@ -217,7 +217,7 @@ async def _of_checkpoints(request: Request, look: Callable[[list[tuple[int, Stor
         of = [(shown.wanted.checkpoint.step, shown.stored([body.tensor])[0]) for shown in both]
         return {"model": body.model, "tensor": body.tensor, "shape": list(of[0][1].shape), **look(of, check)}
 
-    return _json(await studio.reader.compute(work))
+    return uncached(await studio.reader.compute(work))
 
 
 def _weights(of: list[tuple[int, StoredWeights]], check: Check) -> Tree:
@@ -253,7 +253,3 @@ def _spectra(of: list[tuple[int, StoredWeights]], check: Check) -> Tree:
             "stable_rank": found.stable_rank, "effective_rank": found.effective_rank,
         })  # fmt: skip
     return {"checkpoints": made}
-
-
-def _json(tree: Tree) -> Response:
-    return JSONResponse(tree, headers={"cache-control": "no-store"})

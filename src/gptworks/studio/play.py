@@ -22,7 +22,7 @@ from gptworks.serve.events import EventStream
 from gptworks.serve.generate import LEAST_LOGPROB, Generation, Order, Prompt, begin
 from gptworks.serve.models import ServedModel
 from gptworks.serve.service import Service
-from gptworks.studio.state import studio_of
+from gptworks.studio.state import studio_of, uncached
 from gptworks.tokenizer import StreamDecoder
 
 router = APIRouter(include_in_schema=False)
@@ -97,7 +97,7 @@ class PlayStream(EventStream):
 @router.get("/studio/state")
 async def state(request: Request) -> Response:
     """The parts of the studio, and the models."""
-    return JSONResponse(await in_thread(request, studio_of(request).describe), headers={"cache-control": "no-store"})
+    return uncached(await in_thread(request, studio_of(request).describe))
 
 
 @router.post("/studio/load")

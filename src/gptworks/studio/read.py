@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 import numpy as np
 import torch
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field, model_validator
 
 from gptworks.data.shards import TokenShards
@@ -23,7 +23,7 @@ from gptworks.interpret.text import MOST_TOKENS, Costs, TokenizedText, along, se
 from gptworks.serve.app import body_of, caller_of
 from gptworks.studio.play import Chosen, PlayStream
 from gptworks.studio.reading import Reading
-from gptworks.studio.state import Studio, studio_of
+from gptworks.studio.state import Studio, studio_of, uncached
 from gptworks.tokenizer import StreamDecoder
 
 router = APIRouter(prefix="/studio/read", include_in_schema=False)
@@ -247,7 +247,3 @@ def _numbers(values: torch.Tensor) -> Tree:
 def finite(value: float) -> float | None:
     """JSON has no infinity."""
     return value if math.isfinite(value) else None
-
-
-def uncached(tree: Tree) -> Response:
-    return JSONResponse(tree, headers={"cache-control": "no-store"})

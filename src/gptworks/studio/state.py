@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import Request
+from fastapi.responses import JSONResponse, Response
 
 from gptworks import __version__
 from gptworks.plan.params import count_parameters
@@ -55,3 +56,8 @@ def studio_of(request: Request) -> Studio:
     """The studio that a request came to."""
     studio: Studio = request.app.state.studio
     return studio
+
+
+def uncached(tree: dict[str, Any]) -> Response:
+    """An answer that holds for this moment."""
+    return JSONResponse(tree, headers={"cache-control": "no-store"})
