@@ -1,8 +1,8 @@
-// Runs kernels.cpp on cases from a file and compares the logits with what Python expected; see test_native_processors.py.
+// Runs step.cpp on cases from a file and compares the logits with what Python expected; see test_native_processors.py.
 //
 //     native_cases FILE     prints a line for each case that differs, and exits with 1 if one did
 
-#include "kernels.cpp"
+#include "step.cpp"
 
 #include <cstdio>
 #include <cstdlib>

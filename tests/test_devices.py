@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from gptworks import machine
 from gptworks.device import measured_device, memory_bytes
 from gptworks.errors import UserError
-from gptworks.plan import devices
-from gptworks.plan.devices import ALIASES, DEVICES, available_memory_bytes, custom_device, find_device, this_cpu
+from gptworks.machine import available_memory_bytes
+from gptworks.plan.devices import ALIASES, DEVICES, custom_device, find_device, this_cpu
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_a_control_groups_limit_counts(
     free = available_memory_bytes()
     (tmp_path / "max").write_text(limit + "\n", encoding="ascii")
     (tmp_path / "current").write_text("1000000\n", encoding="ascii")
-    monkeypatch.setattr(devices, "_CONTROL_GROUP_FILES", ((str(tmp_path / "max"), str(tmp_path / "current")),))
+    monkeypatch.setattr(machine, "CONTROL_GROUP_FILES", ((str(tmp_path / "max"), str(tmp_path / "current")),))
     assert available_memory_bytes() == (pytest.approx(free, rel=0.2) if left is None else left)
 
 

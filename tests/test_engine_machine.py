@@ -39,9 +39,10 @@ from gptworks.infer.sampling import Sampler, adjust, sample
 from gptworks.infer.scheduler import QueueFull
 from gptworks.infer.speculate import DraftModel, PromptLookup
 from gptworks.model import GPT
-from gptworks.model.backend import Chunk, Unavailable
+from gptworks.model.backend import Chunk
 from gptworks.native import backend as native
 from gptworks.native.choice import choose_backend
+from gptworks.native.library import Unavailable
 from gptworks.tokenizer import special_tokens
 from test_engine import char_tokenizer, random_model
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from gptworks.model import GPT
-from gptworks.model.backend import Chunk, TorchBackend, Unavailable
+from gptworks.model.backend import Chunk, TorchBackend
 from gptworks.native import backend as native
-from gptworks.native.library import library
+from gptworks.native.library import Unavailable, library
 from gptworks.quantize.convert import quantize_model
 from hf import random_model
 from tiny import plain_model

@@ -23,12 +23,12 @@ import torch
 from gptworks.errors import UserError
 from gptworks.infer.engine import load
 from gptworks.model import GPT
-from gptworks.model.backend import Chunk, TorchBackend, Unavailable
+from gptworks.model.backend import Chunk, TorchBackend
 from gptworks.native import backend as native
 from gptworks.native import choice
 from gptworks.native import library as native_library
 from gptworks.native.choice import choose_backend
-from gptworks.native.library import library
+from gptworks.native.library import Unavailable, library
 from test_native import CONTEXT, VARIANTS, check, pack, text, variant
 from tiny import plain_model
 
@@ -95,7 +95,7 @@ def test_a_compiler_that_fails_leaves_nothing_and_is_not_asked_again(
 ) -> None:
     wrong = tmp_path / "wrong.cpp"
     wrong.write_text("this is no C++", encoding="utf-8")
-    monkeypatch.setattr(native_library, "SOURCE", wrong)
+    monkeypatch.setattr(native_library, "SOURCES", (wrong,))
     with pytest.raises(Unavailable, match=r"could not compile it .*error"):
         library()
     assert list(fresh.iterdir()) == []

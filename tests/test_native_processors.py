@@ -1,7 +1,7 @@
 """The native kernels as other processors run them: each built for one of them, AArch64 under an emulator.
 
 Python writes models, tokens and the logits of the model's own forward pass in float64; native_cases.cpp computes them
-with kernels.cpp and compares. Debian's packages for AArch64: g++-aarch64-linux-gnu, qemu-user.
+with step.cpp and compares. Debian's packages for AArch64: g++-aarch64-linux-gnu, qemu-user.
 """
 
 import ctypes
@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from gptworks.machine import cpu_flags
 from gptworks.model import GPT
-from gptworks.model.backend import Chunk, TorchBackend, Unavailable
+from gptworks.model.backend import Chunk, TorchBackend
 from gptworks.native import backend as native
-from gptworks.native.library import FLAGS, SOURCE, library
-from gptworks.plan.devices import cpu_flags
+from gptworks.native.library import FLAGS, SOURCES, Unavailable, library
 from test_native import KINDS, VARIANTS, copy_of, expected, pack, text, variant
 
 pytestmark = pytest.mark.processors
@@ -159,7 +159,7 @@ def compiled(compiler: str, options: list[str], folder: Path) -> Path:
     program = folder / "native_cases"
     flags = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC")]
     source = Path(__file__).with_name("native_cases.cpp")
-    command = [compiler, *flags, "-fopenmp", *options, f"-I{SOURCE.parent}", str(source), "-o", str(program)]
+    command = [compiler, *flags, "-fopenmp", *options, f"-I{SOURCES[0].parent}", str(source), "-o", str(program)]
     subprocess.run(command, check=True)
     return program
 

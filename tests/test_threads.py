@@ -16,8 +16,7 @@ import commands
 import tiny
 from gptworks.config import Recipe
 from gptworks.device import BusyCores, advice_on_threads, cpu_threads, free_threads
-from gptworks.model.backend import Unavailable
-from gptworks.native.library import library
+from gptworks.native.library import Unavailable, library
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.train.changes import load_to_resume
 from gptworks.train.loop import Run, train

@@ -25,10 +25,9 @@ from gptworks.infer.engine import load
 from gptworks.infer.speculate import DraftModel
 from gptworks.interface.measuring import evaluate
 from gptworks.model import GPT
-from gptworks.model.backend import Unavailable
 from gptworks.model.lora import add_lora, is_adapter
 from gptworks.native.backend import refusal
-from gptworks.native.library import library
+from gptworks.native.library import Unavailable, library
 from gptworks.plan.inference import PRECISIONS, inference_memory
 from gptworks.quantize import run as quantize_module
 from gptworks.quantize.convert import pack_for

@@ -14,13 +14,8 @@ from pathlib import Path
 import torch
 
 from gptworks.errors import UserError
-from gptworks.plan.devices import (
-    NATIVE_BF16,
-    Device,
-    available_memory_bytes,
-    cpu_flags,
-    cpu_name,
-)
+from gptworks.machine import NATIVE_BF16, available_memory_bytes, cpu_flags, cpu_name
+from gptworks.plan.devices import Device
 from gptworks.units import counted
 
 

@@ -76,10 +76,6 @@ class Backend(ABC):
             self.cache.grow(n_slots, capacity, held)
 
 
-class Unavailable(Exception):
-    """Why a backend cannot serve here. A user sees it where another is taken instead."""
-
-
 class TorchBackend(Backend):
     """The model's own forward pass, on its device and in its dtype. Reads the weights as they are at each call."""
 

@@ -1,4 +1,4 @@
-"""The native backend: a GPT's step in C++ (kernels.cpp; library.py builds and loads it).
+"""The native backend: a GPT's step in C++ (step.cpp; library.py builds and loads it).
 
 Decoding, checking drafts and prefill are the same call, over all rows of all texts; a long chunk takes several. What a
 row gets depends neither on the rows beside it nor on how its text was cut into chunks, bit for bit.
@@ -18,15 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptworks.model import GPT, SlotCache
-from gptworks.model.backend import Backend, Chunk, Unavailable
+from gptworks.model.backend import Backend, Chunk
 from gptworks.model.lora import has_adapter
-from gptworks.native.library import library
+from gptworks.native.library import Unavailable, library
 from gptworks.units import counted
 
 STEP_TOKENS = 128
 """Tokens of one chunk in a step: enough that reading the weights again for the next ones costs little."""
 
-# ------------------------------------------------------------------------- the structures of kernels.cpp, in its order
+# ------------------------------------------------------------------------- the structures of step.cpp, in its order
 
 _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -178,7 +178,7 @@ class NativeBackend(Backend):
         self._step(ctypes.byref(self._model), ctypes.byref(batch), torch.get_num_threads())
         return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))
 
-    # -------------------------------------------------------------------------------- the model as kernels.cpp sees it
+    # -------------------------------------------------------------------------------- the model as step.cpp sees it
 
     def _structure(self, model: GPT) -> _Model:
         config = model.config

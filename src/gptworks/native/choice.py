@@ -19,10 +19,10 @@ from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError
 from gptworks.files import write_whole
 from gptworks.model import GPT
-from gptworks.model.backend import Backend, Chunk, TorchBackend, Unavailable
+from gptworks.model.backend import Backend, Chunk, TorchBackend
 from gptworks.native import backend as native
 from gptworks.native.backend import NativeBackend
-from gptworks.native.library import cache_folder, library
+from gptworks.native.library import Unavailable, cache_folder, library
 from gptworks.quantize.formats import KINDS
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices
 

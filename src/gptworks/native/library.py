@@ -1,4 +1,4 @@
-"""kernels.cpp as a library: compiled for this processor by the machine's own compiler, kept, verified and loaded.
+"""The C++ of this folder as one library: compiled for this processor by the machine's compiler, kept, verified, loaded.
 
 What is kept is code that this process will run. So it is read only from a folder that belongs to this user and that
 nobody else may write, and only if its bytes are those that were built. Where the user's cache cannot be used, the
@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gptworks.model.backend import Unavailable
-from gptworks.plan.devices import cpu_flags
+from gptworks.machine import cpu_flags
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("step.cpp",))
+"""What is compiled; the headers beside them are part of it."""
 
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-w")
 
@@ -38,6 +38,11 @@ MARCH = "GPTWORKS_NATIVE_MARCH"
 
 _OLDER_NAMES = {"znver4": ("cooperlake",), "sapphirerapids": ("cooperlake",)}
 """For compilers that do not know a processor yet: one with the instructions that the kernels use."""
+
+
+class Unavailable(Exception):
+    """Why a backend cannot serve here. A user sees it where another is taken instead."""
+
 
 _lock = threading.Lock()
 _LOG = logging.getLogger(__name__)
@@ -153,12 +158,13 @@ def _key(compiler: str) -> str:
     """What a build depends on: source, options, compiler and processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     machine = " ".join([platform.platform(), platform.processor(), *sorted(cpu_flags())])
-    parts = (SOURCE.read_bytes(), version, machine.encode(), repr((FLAGS, attempts())).encode())
+    texts = (file.read_bytes() for source in SOURCES for file in (source, *sorted(source.parent.glob("*.h"))))
+    parts = (*texts, version, machine.encode(), repr((FLAGS, attempts())).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def build(compiler: str) -> bytes:
-    """Compile kernels.cpp; the library's bytes.
+    """Compile the sources; the library's bytes.
 
     Raises:
         Unavailable: no attempt succeeds. OSError: there is no temporary folder that no other user may write, or the
@@ -168,7 +174,7 @@ def build(compiler: str) -> bytes:
     with tempfile.TemporaryDirectory(prefix="gptworks-building-") as folder:
         made = _make_private(Path(folder)) / "kernels.so"
         for attempt in attempts():
-            command = [compiler, *FLAGS, *attempt, str(SOURCE), "-o", str(made)]
+            command = [compiler, *FLAGS, *attempt, *map(str, SOURCES), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode == 0:
                 return made.read_bytes()

@@ -4,12 +4,11 @@ Rates are dense: without the structured sparsity that doubles printed ones, and 
 printed number of gigabytes, 10⁹ bytes each; a GPU has up to 7% more, which its driver's context takes.
 """
 
-import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from gptworks.errors import UserError, nearest
+from gptworks.machine import NATIVE_BF16, available_memory_bytes, cpu_flags, cpu_name
 
 UTILIZATION = 0.4
 """Share of a device's rate that training is assumed to reach by default. PaLM's 46% was among the highest
@@ -129,48 +128,3 @@ def this_cpu() -> Device:
         cpu_name() or "this machine", "cpu", available_memory_bytes(), None, None, None,
         "this machine", has_bf16=bool(cpu_flags() & NATIVE_BF16),
     )  # fmt: skip
-
-
-NATIVE_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
-"""Processor features with which bf16 products are faster than float32 ones."""
-
-
-def cpu_flags() -> set[str]:
-    """The processor's feature names as Linux gives them; empty elsewhere."""
-    for line in _lines("/proc/cpuinfo"):
-        if line.lower().startswith(("flags", "features")):
-            return set(line.partition(":")[2].split())
-    return set()
-
-
-def cpu_name() -> str:
-    """The processor's model as Linux gives it; empty elsewhere."""
-    names = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
-    return next(names, "")
-
-
-def available_memory_bytes() -> int:
-    """Memory that a new run may take: what Linux calls available, or less where a control group allows less.
-
-    Where neither is known (not Linux), all memory.
-    """
-    free = (line for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:"))
-    bounds = [int(line.split()[1]) * 1024 for line in free]
-    for limit, used in _CONTROL_GROUP_FILES:
-        figures = [next(iter(_lines(path)), "").strip() for path in (limit, used)]
-        if all(figure.isdigit() for figure in figures):  # "max" is no limit
-            bounds.append(int(figures[0]) - int(figures[1]))
-    return max(0, min(bounds)) if bounds else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-_CONTROL_GROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []

@@ -1,0 +1,297 @@
+// Vectors of 16 float32 lanes, the same on every processor, and the functions of them that a GPT needs.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+#ifdef __ARM_NEON
+#include <arm_neon.h>
+#endif
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define INTEGER_PRODUCTS
+#endif
+#ifdef __AVX512BF16__
+#define BF16_PRODUCTS
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+#define EACH __attribute__((always_inline))
+
+namespace {
+
+constexpr int64_t LANES = 16;
+
+// Calls f(0) … f(N − 1), written out: accumulators whose index the compiler knows stay in registers.
+template <int... I, class F> INLINE void each(std::integer_sequence<int, I...>, const F &f) {
+    (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F> INLINE void repeat(const F &f) { each(std::make_integer_sequence<int, N>{}, f); }
+
+typedef float Quad __attribute__((vector_size(16)));
+typedef int8_t Bytes __attribute__((vector_size(16)));
+
+// The bytes of a vector register, and how many there are: what decides how much a product keeps in them.
+#if defined(__AVX512F__)
+constexpr int64_t REGISTER = 64, REGISTERS = 32;
+#elif defined(__AVX2__)
+constexpr int64_t REGISTER = 32, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int64_t REGISTER = 16, REGISTERS = 32;
+#else
+constexpr int64_t REGISTER = 16, REGISTERS = 16;
+#endif
+constexpr bool MANY_REGISTERS = REGISTER * REGISTERS >= 2048;
+
+#ifdef __AVX512F__
+typedef float Lanes __attribute__((vector_size(64)));
+typedef int32_t IntLanes __attribute__((vector_size(64)));
+
+inline Lanes all(float x) { return Lanes{} + x; }
+inline Lanes choose(IntLanes where, Lanes a, Lanes b) { return where ? a : b; }
+inline IntLanes bits_of(Lanes x) { return (IntLanes)x; }
+inline Lanes lanes_of(IntLanes bits) { return (Lanes)bits; }
+inline Lanes load(const float *p) {
+    Lanes x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+inline void store(float *p, Lanes x) { std::memcpy(p, &x, sizeof x); }
+#else
+// Where a register is shorter, 16 lanes are several registers. A vector type of 64 bytes would do, but the compiler keeps
+// one that no register holds in memory: products ran at an eighth of their speed.
+constexpr int PARTS = 64 / REGISTER;
+
+template <class T> struct Vector {
+    typedef T Part __attribute__((vector_size(REGISTER)));
+    Part part[PARTS];
+
+    T operator[](int i) const {
+        T values[LANES];
+        std::memcpy(values, part, sizeof values);
+        return values[i];
+    }
+};
+typedef Vector<float> Lanes;
+typedef Vector<int32_t> IntLanes;
+
+template <class To, class F> INLINE To by_part(const F &f) {
+    To out;
+    repeat<PARTS>([&](auto i) EACH { out.part[i] = f(i); });
+    return out;
+}
+#define OPERATOR(op)                                                                                                   \
+    template <class T> INLINE Vector<T> operator op(Vector<T> a, Vector<T> b) {                                        \
+        return by_part<Vector<T>>([&](auto i) EACH { return a.part[i] op b.part[i]; });                                \
+    }                                                                                                                  \
+    template <class T> INLINE Vector<T> operator op(Vector<T> a, T b) {                                                \
+        return by_part<Vector<T>>([&](auto i) EACH { return a.part[i] op b; });                                        \
+    }                                                                                                                  \
+    template <class T> INLINE Vector<T> operator op(T a, Vector<T> b) {                                                \
+        return by_part<Vector<T>>([&](auto i) EACH { return a op b.part[i]; });                                        \
+    }
+OPERATOR(+) OPERATOR(-) OPERATOR(*) OPERATOR(/) OPERATOR(<<) OPERATOR(>>) OPERATOR(&)
+#undef OPERATOR
+template <class T> INLINE Vector<T> &operator+=(Vector<T> &a, Vector<T> b) { return a = a + b; }
+INLINE Lanes operator-(Lanes a) {
+    return by_part<Lanes>([&](auto i) EACH { return -a.part[i]; });
+}
+#define COMPARISON(op)                                                                                                 \
+    INLINE IntLanes operator op(Lanes a, Lanes b) {                                                                    \
+        return by_part<IntLanes>([&](auto i) EACH { return a.part[i] op b.part[i]; });                                 \
+    }                                                                                                                  \
+    INLINE IntLanes operator op(Lanes a, float b) {                                                                    \
+        return by_part<IntLanes>([&](auto i) EACH { return a.part[i] op b; });                                         \
+    }
+COMPARISON(<) COMPARISON(>) COMPARISON(==) COMPARISON(!=)
+#undef COMPARISON
+
+INLINE Lanes all(float x) {
+    return by_part<Lanes>([&](auto) EACH { return Lanes::Part{} + x; });
+}
+INLINE Lanes choose(IntLanes where, Lanes a, Lanes b) {
+    return by_part<Lanes>([&](auto i) EACH { return where.part[i] ? a.part[i] : b.part[i]; });
+}
+INLINE IntLanes bits_of(Lanes x) {
+    return by_part<IntLanes>([&](auto i) EACH { return (IntLanes::Part)x.part[i]; });
+}
+INLINE Lanes lanes_of(IntLanes bits) {
+    return by_part<Lanes>([&](auto i) EACH { return (Lanes::Part)bits.part[i]; });
+}
+INLINE Lanes load(const float *p) {
+    return by_part<Lanes>([&](auto i) EACH {
+        Lanes::Part part;
+        std::memcpy(&part, p + i * (REGISTER / 4), sizeof part);
+        return part;
+    });
+}
+INLINE void store(float *p, Lanes x) {
+    repeat<PARTS>([&](auto i) EACH { std::memcpy(p + i * (REGISTER / 4), &x.part[i], sizeof x.part[i]); });
+}
+#endif
+
+typedef std::vector<Lanes> Buffer;     // aligned, zeroed
+
+// A first argument that is no number stays none: what is computed from it has to show it.
+INLINE Lanes larger(Lanes a, Lanes b) { return choose(b > a, b, a); }
+INLINE Lanes smaller(Lanes a, Lanes b) { return choose(b < a, b, a); }
+INLINE Lanes magnitude(Lanes x) { return lanes_of(bits_of(x) & 0x7fffffff); }
+
+struct BFloat {
+    uint16_t bits;
+
+    operator float() const {
+        const uint32_t wide = (uint32_t)bits << 16;
+        float x;
+        std::memcpy(&x, &wide, sizeof x);
+        return x;
+    }
+};
+inline Lanes load(const BFloat *p) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif defined(__AVX2__)
+    return by_part<Lanes>([&](auto i) EACH {
+        const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p + 8 * i)));
+        return (Lanes::Part)_mm256_slli_epi32(wide, 16);
+    });
+#elif defined(__ARM_NEON)
+    return by_part<Lanes>([&](auto i) EACH {
+        return (Lanes::Part)vshll_n_u16(vld1_u16((const uint16_t *)(p + 4 * i)), 16);
+    });
+#else
+    float wide[LANES];
+    for (int i = 0; i < LANES; i++) wide[i] = p[i];
+    return load(wide);
+#endif
+}
+inline void store(BFloat *p, Lanes x) {  // rounded to the nearest bf16, to even; what is no number stays none
+    const IntLanes bits = bits_of(x), odd = (bits >> 16) & 1;
+    const IntLanes rounded = bits_of(choose(x == x, lanes_of(bits + 0x7fff + odd), all(NAN))) >> 16;
+    for (int i = 0; i < LANES; i++) p[i].bits = (uint16_t)rounded[i];
+}
+
+INLINE Lanes widen(Bytes x) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x));
+#elif defined(__AVX2__)
+    const __m128i both[2] = {(__m128i)x, _mm_srli_si128((__m128i)x, 8)};
+    return by_part<Lanes>([&](auto i) EACH { return (Lanes::Part)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(both[i])); });
+#elif defined(__ARM_NEON)
+    const int16x8_t low = vmovl_s8(vget_low_s8((int8x16_t)x)), high = vmovl_s8(vget_high_s8((int8x16_t)x));
+    const int32x4_t four[4] = {vmovl_s16(vget_low_s16(low)), vmovl_s16(vget_high_s16(low)),
+                               vmovl_s16(vget_low_s16(high)), vmovl_s16(vget_high_s16(high))};
+    return by_part<Lanes>([&](auto i) EACH { return (Lanes::Part)vcvtq_f32_s32(four[i]); });
+#else
+    float wide[LANES];
+    for (int i = 0; i < LANES; i++) wide[i] = x[i];
+    return load(wide);
+#endif
+}
+inline Lanes load(const int8_t *p) {
+    Bytes x;
+    std::memcpy(&x, p, sizeof x);
+    return widen(x);
+}
+
+struct Half {
+    uint16_t bits;
+
+    operator float() const {
+        const bool finite = (bits & 0x7c00) != 0x7c00;
+        const uint32_t wide = (uint32_t)(bits & 0x7fff) << 13 | (finite ? 0 : 0x7f800000);
+        float x;
+        std::memcpy(&x, &wide, sizeof x);
+        if (finite) x *= 0x1p112f;  // moves the exponent's bias from 15 to 127, subnormal numbers included
+        return bits & 0x8000 ? -x : x;
+    }
+};
+inline Lanes load(const Half *p) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return by_part<Lanes>([&](auto i) EACH {
+        return (Lanes::Part)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8 * i)));
+    });
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    return by_part<Lanes>([&](auto i) EACH {
+        return (Lanes::Part)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)(p + 4 * i))));
+    });
+#else
+    float wide[LANES];
+    for (int i = 0; i < LANES; i++) wide[i] = p[i];
+    return load(wide);
+#endif
+}
+
+// The sums of four vectors' lanes.
+INLINE Quad sums(const Lanes (&v)[4]) {
+    const Lanes a = v[0], b = v[1], c = v[2], d = v[3];
+#ifdef __AVX512F__
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)c, (__m512)d), _mm512_unpackhi_ps((__m512)c, (__m512)d));
+    const __m512 abcd = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    const __m256 two = _mm256_add_ps(_mm512_castps512_ps256(abcd),
+                                     _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(abcd), 1)));
+    return (Quad)_mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1));
+#else
+    const auto one = [](Lanes v) EACH {
+        float x[LANES];
+        store(x, v);
+        for (int gap = LANES / 2; gap; gap /= 2)
+            for (int i = 0; i < gap; i++) x[i] += x[i + gap];
+        return x[0];
+    };
+    return Quad{one(a), one(b), one(c), one(d)};
+#endif
+}
+
+inline float sum(Lanes v) { return sums({v, Lanes{}, Lanes{}, Lanes{}})[0]; }
+
+// e^x by x = n·ln 2 + r and the first terms of the series in r, |r| ≤ 0.35; within 2 units in the last place.
+INLINE Lanes exponential(Lanes x) {
+    x = smaller(larger(x, all(-87.0f)), all(88.0f));
+    const float magic = 0x1.8p23f;  // adding it rounds to a whole number, in the low bits
+    const Lanes shifted = x * 1.44269504f + magic, n = shifted - magic;
+    const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
+    Lanes y = r * (1 / 5040.0f) + 1 / 720.0f;
+    y = y * r + 1 / 120.0f;
+    y = y * r + 1 / 24.0f;
+    y = y * r + 1 / 6.0f;
+    y = y * r + 0.5f;
+    y = y * r + 1.0f;
+    y = y * r + 1.0f;
+    const IntLanes power = (bits_of(shifted) - 0x4b400000 + 127) << 23;
+    return y * lanes_of(power);
+}
+
+INLINE Lanes sigmoid(Lanes x) { return 1.0f / (1.0f + exponential(-x)); }
+
+INLINE Lanes gelu(Lanes x) {  // erf by Abramowitz & Stegun 7.1.26, within 1.5e-7
+    const Lanes z = magnitude(x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
+    Lanes y = 1.061405429f * t - 1.453152027f;
+    y = y * t + 1.421413741f;
+    y = y * t - 0.284496736f;
+    y = y * t + 0.254829592f;
+    const Lanes tail = 0.5f * y * t * exponential(-z * z);  // of the normal distribution, beyond |x|
+    return x * choose(x < 0.0f, tail, 1.0f - tail);
+}
+
+enum Activation : int64_t { GELU, GELU_TANH, RELU2, SWIGLU, GEGLU };
+
+INLINE Lanes activate(Lanes x, int64_t activation) {
+    switch (activation) {
+    case GELU_TANH: return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));  // (1 + tanh u) / 2 = σ(2u)
+    case RELU2: x = larger(x, Lanes{}); return x * x;
+    case SWIGLU: return x * sigmoid(x);
+    default: return gelu(x);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,371 @@
+// One decode step of a GPT on a CPU, for a few tokens of one or several texts. Built by library.py, called by backend.py.
+//
+//     tokens ─► embed ─► layers × ( norm ─► q k v │ attend │ out ─► + │ norm ─► MLP │ down ─► + │ ) norm ─► head ─► logits
+//
+// All threads walk the whole step together; a bar is a point where they wait for one another. At batch 1 a step is bound
+// by reading every weight once, so a matrix is divided by rows: each thread streams its own and multiplies them with all
+// activations, while the little work between (norms, rounding) is done by every thread for itself rather than waited for.
+//
+// What a token gets never depends on its neighbours in the batch: each (weight row, activation row) has accumulators of
+// its own, filled in one order by one expression, whatever the number of rows. Nothing here may be built with -ffast-math.
+
+#include "lanes.h"
+#include "products.h"
+#include "threads.h"
+
+namespace {
+
+// ------------------------------------------------------------------------------ what backend.py hands over (ctypes)
+
+struct Norm {
+    const float *weight, *bias;  // weight null: no norm here; bias may be null
+};
+
+struct Layer {
+    Norm norm1, norm2, query_norm, key_norm;
+    Matrix query, key, value, out, gate, up, down;  // gate.weight null: the MLP has none
+    void *keys;                                     // [slots, groups, capacity, d_head]
+    float *key_scales;                              // int8: [slots, groups, capacity rounded up to 16]
+    void *values;
+    float *value_scales;
+    int64_t window;                                 // keys a query sees, its own included
+    int64_t rotates;                                // whether positions turn queries and keys
+};
+
+struct Model {
+    int64_t d_model, n_heads, n_groups, d_head, d_ff, d_rotary, capacity, n_layers;
+    int64_t activation, layer_norm, parallel, cache_kind;
+    float eps, scale, embedding_scale, residual_scale, logit_scale;
+    Matrix embedding, head;
+    const float *position;    // [capacity, d_model], or null
+    const float *cos, *sin;   // [capacity, d_rotary / 2], or null
+    Norm norm;
+    const Layer *layers;
+};
+
+struct Batch {
+    int64_t n_rows, n_texts, n_wanted;
+    const int64_t *tokens, *slots, *positions;  // of each row
+    const int64_t *wanted;                      // rows that want logits
+    float *logits;                              // [n_wanted, vocabulary]
+};
+
+// ------------------------------------------------------------------------------------------- between the products
+
+void normalize(const Norm &norm, bool layer_norm, float eps, int64_t width, const float *x, float *out) {
+    Lanes total = {}, square = {};
+    float mean = 0;
+    if (layer_norm) {
+        for (int64_t i = 0; i < width; i += LANES) total += load(x + i);
+        mean = sum(total) / width;
+    }
+    for (int64_t i = 0; i < width; i += LANES) {
+        const Lanes centred = load(x + i) - mean;
+        square += centred * centred;
+    }
+    const float factor = 1 / std::sqrt(sum(square) / width + eps);
+    for (int64_t i = 0; i < width; i += LANES) {
+        Lanes y = (load(x + i) - mean) * factor * load(norm.weight + i);
+        if (norm.bias) y += load(norm.bias + i);
+        store(out + i, y);
+    }
+}
+
+void embed(const Model &m, int64_t token, int64_t position, float *out) {
+    const Matrix &e = m.embedding;
+    for (int64_t i = 0; i < m.d_model; i++) {
+        const int64_t at = token * e.k + i;
+        float x = 0;
+        switch (e.kind) {
+        case FP32: x = ((const float *)e.weight)[at]; break;
+        case BF16: x = ((const BFloat *)e.weight)[at]; break;
+        case FP16: x = ((const Half *)e.weight)[at]; break;
+        case INT8: x = ((const int8_t *)e.weight)[at] * ((const float *)e.scale)[token]; break;
+        case INT4: {
+            const uint8_t byte = ((const uint8_t *)e.weight)[at / 32 * 16 + i % 16];
+            x = ((i % 32 < 16 ? byte & 15 : byte >> 4) - 8) * ((const Half *)e.scale)[at / 32];
+        }
+        }
+        x *= m.embedding_scale;
+        out[i] = m.position ? x + m.position[position * m.d_model + i] : x;
+    }
+}
+
+// Turns each pair (i, i + R/2) of the first R elements of a head.
+void rotate(const Model &m, int64_t position, float *x) {
+    const int64_t half = m.d_rotary / 2;
+    const float *cos = m.cos + position * half, *sin = m.sin + position * half;
+    for (int64_t i = 0; i < half; i++) {
+        const float a = x[i], b = x[i + half];
+        x[i] = a * cos[i] - b * sin[i];
+        x[i + half] = b * cos[i] + a * sin[i];
+    }
+}
+
+void prepare_head(const Model &m, const Layer &layer, const Norm &norm, int64_t position, float *x) {
+    if (norm.weight) normalize(norm, false, m.eps, m.d_head, x, x);
+    if (layer.rotates) rotate(m, position, x);
+}
+
+constexpr int64_t QUERIES = MANY_REGISTERS ? 4 : 1;  // that read keys and values together
+
+// A query of one head, the first and the last + 1 key that it sees, and where its output goes.
+struct Query {
+    float *q, *out;
+    int64_t from, to;
+};
+
+// Σ weight[s] · values[s] for the keys from … to of N queries, WIDE vectors from element i on.
+template <int N, int WIDE, class Cache>
+void weigh(const Query *queries, const Lanes *factor, const float *scores, int64_t room, const Cache *values,
+           int64_t from, int64_t to, int64_t width, int64_t i) {
+    Lanes total[N][WIDE] = {};
+    for (int64_t s = from; s < to; s++)
+        repeat<WIDE>([&](auto v) EACH {
+            const Lanes value = load(values + s * width + i + v * LANES);
+            repeat<N>([&](auto r) EACH { total[r][v] += scores[r * room + s - from] * value; });
+        });
+    repeat<N>([&](auto r) EACH {
+        repeat<WIDE>([&](auto v) EACH { store(queries[r].out + i + v * LANES, total[r][v] * factor[r]); });
+    });
+}
+
+template <class Cache> struct HeadCache {
+    static constexpr bool SCALED = std::is_same_v<Cache, int8_t>;  // a value is = integer · scale of its vector
+    int64_t width;
+    Cache *keys, *values;                                  // [capacity, d_head]
+    float *key_scales = nullptr, *value_scales = nullptr;  // [capacity]
+
+    HeadCache(const Model &m, const Layer &layer, int64_t slot, int64_t group) : width(m.d_head) {
+        const int64_t head = slot * m.n_groups + group, at = head * m.capacity * width;
+        keys = (Cache *)layer.keys + at, values = (Cache *)layer.values + at;
+        const int64_t scales_at = head * ((m.capacity + LANES - 1) / LANES * LANES);
+        if constexpr (SCALED) key_scales = layer.key_scales + scales_at, value_scales = layer.value_scales + scales_at;
+    }
+
+    void keep(int64_t position, const float *key, const float *value) const {
+        keep(key, keys + position * width, key_scales + (SCALED ? position : 0));
+        keep(value, values + position * width, value_scales + (SCALED ? position : 0));
+    }
+
+    void keep(const float *from, Cache *to, float *scale) const {
+        if constexpr (SCALED) {
+            float largest = 0;
+            bool finite = true;
+            for (int64_t i = 0; i < width; i++) {
+                largest = std::max(largest, std::abs(from[i]));
+                finite &= std::isfinite(from[i]);
+            }
+            *scale = finite ? largest / 127 : NAN;  // so that all values of the vector are none
+            for (int64_t i = 0; i < width; i++)
+                to[i] = finite && largest ? (Cache)std::lrint(from[i] / *scale) : (Cache)!finite;
+        } else {
+            for (int64_t i = 0; i < width; i += LANES) store(to + i, load(from + i));
+        }
+    }
+};
+
+// N queries of one text, in the order of their positions, over its keys and values [capacity, d_head]. They read the
+// keys together, those that one of them does not see with weight 0. scores: [N, room], room for `to` and 32 more.
+template <int N, class Cache>
+void attend(const Model &m, const Query *queries, const HeadCache<Cache> &cache, float *scores, int64_t room) {
+    const int64_t width = m.d_head, to = queries[N - 1].to;
+    const int64_t from = queries[0].from / LANES * LANES;  // so that a key's lane follows from its position alone
+    const int64_t end = from + (to - from + LANES - 1) / LANES * LANES;
+    for (int64_t s = from; s < end; s += TILE) {
+        Lanes total[N][TILE] = {};
+        const Cache *key[TILE];
+        repeat<TILE>([&](auto j) EACH { key[j] = cache.keys + std::min(s + j, to - 1) * width; });
+        for (int64_t i = 0; i < width; i += LANES) {
+            Lanes q[N];
+            repeat<N>([&](auto r) EACH { q[r] = load(queries[r].q + i); });
+            repeat<TILE>([&](auto j) EACH {
+                const Lanes elements = load(key[j] + i);
+                repeat<N>([&](auto r) EACH { total[r][j] += q[r] * elements; });
+            });
+        }
+        repeat<N>([&](auto r) EACH {
+            Quad four = sums(total[r]) * m.scale, scale;
+            if constexpr (HeadCache<Cache>::SCALED) {
+                std::memcpy(&scale, cache.key_scales + s, sizeof scale);
+                four *= scale;
+            }
+            std::memcpy(scores + r * room + s - from, &four, sizeof four);
+        });
+    }
+    Lanes factor[N];
+    for (int r = 0; r < N; r++) {
+        float *own = scores + r * room;
+        std::fill(own, own + queries[r].from - from, -INFINITY);
+        std::fill(own + queries[r].to - from, own + end - from, -INFINITY);
+        Lanes top = load(own), total = {};
+        for (int64_t s = LANES; s < end - from; s += LANES) top = larger(top, load(own + s));
+        float largest = -INFINITY;
+        for (int i = 0; i < LANES; i++) largest = std::max(largest, top[i]);
+        for (int64_t s = 0; s < end - from; s += LANES) {
+            const Lanes score = load(own + s), e = choose(score == -INFINITY, Lanes{}, exponential(score - largest));
+            total += e;
+            if constexpr (HeadCache<Cache>::SCALED)
+                store(own + s, e * load(cache.value_scales + from + s));
+            else
+                store(own + s, e);
+        }
+        factor[r] = all(1 / sum(total));
+    }
+    int64_t i = 0;
+    for (; i + 4 * LANES <= width; i += 4 * LANES) weigh<N, 4>(queries, factor, scores, room, cache.values, from, to, width, i);
+    for (; i < width; i += LANES) weigh<N, 1>(queries, factor, scores, room, cache.values, from, to, width, i);
+}
+
+
+// A row's new key and value of one head, into the cache. qkv: queries, keys, values of all heads.
+template <class Cache>
+void remember(const Model &m, const Layer &layer, const Batch &b, int64_t row, int64_t group, float *qkv) {
+    const int64_t width = m.d_head, position = b.positions[row];
+    float *k = qkv + (m.n_heads + group) * width, *v = k + m.n_groups * width;
+    prepare_head(m, layer, layer.key_norm, position, k);
+    HeadCache<Cache>(m, layer, b.slots[row], group).keep(position, k, v);
+}
+
+// A thread takes whole (rows of a text, key/value head) pairs: their queries, some at a time, over the keys they see.
+// Later rows see more keys, so threads take turns.
+template <class Cache>
+void attend(const Model &m, const Layer &layer, const Batch &b, float *qkv, int64_t stride, float *out,
+            int64_t out_stride, Buffer &scores, const Team &team) {
+    const int64_t width = m.d_head, heads = m.n_heads / m.n_groups, room = scores.size() / QUERIES * LANES;
+    const bool alone = b.n_rows == b.n_texts;  // no row's keys are another one's to see
+    for (int64_t task = team.thread; task < b.n_rows * m.n_groups && !alone; task += team.n_threads) {
+        const int64_t row = task / m.n_groups;
+        remember<Cache>(m, layer, b, row, task % m.n_groups, qkv + row * stride);
+    }
+    if (!alone) team.wait();
+    int64_t task = 0;
+    for (int64_t row = 0, end; row < b.n_rows; row = end) {
+        for (end = row + 1; end < std::min(row + QUERIES, b.n_rows) && b.slots[end] == b.slots[row];) end++;
+        for (int64_t group = 0; group < m.n_groups; group++, task++) {
+            if (task % team.n_threads != team.thread) continue;
+            const HeadCache<Cache> cache(m, layer, b.slots[row], group);
+            Query queries[QUERIES];
+            int64_t n = 0;
+            for (int64_t r = row; r < end; r++) {
+                if (alone) remember<Cache>(m, layer, b, r, group, qkv + r * stride);
+                for (int64_t head = group * heads; head < (group + 1) * heads; head++) {
+                    const int64_t position = b.positions[r];
+                    float *q = qkv + r * stride + head * width;
+                    prepare_head(m, layer, layer.query_norm, position, q);
+                    queries[n++] = {q, out + r * out_stride + head * width,
+                                    std::max<int64_t>(0, position + 1 - layer.window), position + 1};
+                    if (n < QUERIES && !(r + 1 == end && head + 1 == (group + 1) * heads)) continue;
+                    float *own = (float *)scores.data();
+                    switch (std::exchange(n, 0)) {
+                    case 1: attend<1>(m, queries, cache, own, room); break;
+                    case 2: attend<2>(m, queries, cache, own, room); break;
+                    case 3: attend<3>(m, queries, cache, own, room); break;
+                    default: attend<4>(m, queries, cache, own, room);
+                    }
+                }
+            }
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------------- the step
+
+struct Shared {  // what all threads write to, each its part
+    int64_t n, d_model, d_qkv, d_heads, d_ff;  // strides
+    Buffer x, qkv, attended, inner, gate;
+
+    Shared(const Model &m, int64_t n)
+        : n(n), d_model(padded(m.d_model)), d_qkv(padded((m.n_heads + 2 * m.n_groups) * m.d_head)),
+          d_heads(padded(m.n_heads * m.d_head)), d_ff(padded(m.d_ff)), x(n * d_model / LANES), qkv(n * d_qkv / LANES),
+          attended(n * d_heads / LANES), inner(n * d_ff / LANES), gate(m.layers->gate.weight ? n * d_ff / LANES : 0) {}
+};
+
+float *data(Buffer &buffer) { return (float *)buffer.data(); }
+
+// The norm of some rows of the residual stream, in memory of this thread's own.
+struct Normalized {
+    Buffer buffer;
+    Rows rows;
+
+    Normalized(int64_t n, int64_t stride) : buffer(n * stride / LANES), rows(n, stride, data(buffer)) {}
+    Rows &of(const Model &m, const Norm &norm, float *x, const int64_t *wanted = nullptr) {
+        for (int64_t r = 0; r < rows.n; r++)
+            normalize(norm, m.layer_norm, m.eps, m.d_model, x + (wanted ? wanted[r] : r) * rows.stride,
+                      rows.x + r * rows.stride);
+        rows.prepared = FP32;
+        return rows;
+    }
+};
+
+void mlp(const Model &m, const Layer &layer, Rows &in, Shared &s, const Team &team) {
+    float *inner = data(s.inner), *gate = data(s.gate);
+    const bool gated = layer.gate.weight;
+    if (gated) product(layer.gate, in, gate, s.d_ff, 1, false, team);
+    const auto [from, to] = product(layer.up, in, inner, s.d_ff, 1, false, team);
+    for (int64_t row = 0; row < s.n; row++)
+        for (int64_t i = row * s.d_ff + from; i < row * s.d_ff + to; i += LANES) {
+            const Lanes up = load(inner + i);
+            store(inner + i, gated ? activate(load(gate + i), m.activation) * up : activate(up, m.activation));
+        }
+}
+
+void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
+    float *x = data(s.x), *qkv = data(s.qkv);
+    const int64_t d_query = m.n_heads * m.d_head, d_key = m.n_groups * m.d_head;
+    Normalized norm1(s.n, s.d_model), norm2(s.n, s.d_model);
+    Buffer scores(QUERIES * (m.capacity / LANES + 2));
+    Rows attended(s.n, s.d_heads, data(s.attended)), inner(s.n, s.d_ff, data(s.inner));
+
+    for (int64_t row = team.thread; row < s.n; row += team.n_threads)
+        embed(m, b.tokens[row], b.positions[row], x + row * s.d_model);
+    team.wait();
+    for (const Layer *layer = m.layers; layer < m.layers + m.n_layers; layer++) {
+        Rows &in = norm1.of(m, layer->norm1, x);
+        if (m.parallel) norm2.of(m, layer->norm2, x);  // before `out` adds to x
+        product(layer->query, in, qkv, s.d_qkv, 1, false, team);
+        product(layer->key, in, qkv + d_query, s.d_qkv, 1, false, team);
+        product(layer->value, in, qkv + d_query + d_key, s.d_qkv, 1, false, team);
+        team.wait();
+        const auto attend_in = m.cache_kind == INT8 ? attend<int8_t> : m.cache_kind == BF16 ? attend<BFloat> : attend<float>;
+        attend_in(m, *layer, b, qkv, s.d_qkv, data(s.attended), s.d_heads, scores, team);
+        team.wait();
+        attended.prepared = inner.prepared = FP32;
+        product(layer->out, attended, x, s.d_model, m.residual_scale, true, team);
+        if (!m.parallel) {
+            team.wait();
+            norm2.of(m, layer->norm2, x);
+        }
+        mlp(m, *layer, norm2.rows, s, team);
+        team.wait();
+        product(layer->down, inner, x, s.d_model, m.residual_scale, true, team);
+        team.wait();
+    }
+    if (!b.n_wanted) return;
+    Normalized last(b.n_wanted, s.d_model);
+    product(m.head, last.of(m, m.norm, x, b.wanted), b.logits, m.head.n, m.logit_scale, false, team);
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------- what is called
+
+// What this library was built with: bit 0 threads; 1 vectors of 64 bytes, 2 of 32; 3 products of integers, 4 of bf16.
+extern "C" int gptworks_built_with() {
+    int bits = REGISTER == 64 ? 2 : REGISTER == 32 ? 4 : 0;
+#ifdef _OPENMP
+    bits |= 1;
+#endif
+#ifdef INTEGER_PRODUCTS
+    bits |= 8;
+#endif
+#ifdef BF16_PRODUCTS
+    bits |= 16;
+#endif
+    return bits;
+}
+
+extern "C" void gptworks_step(const Model *model, const Batch *batch, int n_threads) {
+    Shared shared(*model, batch->n_rows);
+    parallel(n_threads, [&](const Team &team) { step(*model, *batch, shared, team); });
+}
