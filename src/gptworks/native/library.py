@@ -62,6 +62,11 @@ class Library:
         return bool(self._built_with & 1)
 
     @property
+    def has_wide_vectors(self) -> bool:
+        """Whether it computes with vectors of 32 bytes or more."""
+        return bool(self._built_with & 6)
+
+    @property
     def has_integer_products(self) -> bool:
         """Whether weights of 8 and 4 bits are multiplied as integers, with activations of 16 bits; else in float32."""
         return bool(self._built_with & 8)
@@ -75,7 +80,7 @@ class Library:
     def instructions(self) -> str:
         """The widest instructions that it uses, as a person would name them."""
         built = self._built_with
-        if not built & 6:
+        if not self.has_wide_vectors:
             return "NEON" if platform.machine() in ("aarch64", "arm64") else "16-byte vectors"
         more = ["VNNI"] * self.has_integer_products + ["BF16"] * self.has_bf16_products
         return ("AVX-512" if built & 2 else "AVX2") + (f" with {' and '.join(more)}" if more else "")
@@ -115,9 +120,24 @@ def _library() -> Library | str:
         return f"{error.filename or 'the library'}: {error.strerror or error}."
 
 
+@functools.cache
+def training_library() -> Library | None:
+    """The library for what training computes between its products; None: torch computes it, and one line says why.
+
+    torch is taken where there is no library, and where the processor's vectors have 16 bytes.
+    """
+    try:
+        found = library()
+    except Unavailable as error:
+        _LOG.warning("training's C++ is not used: %s torch computes instead, slower.", error)
+        return None
+    return found if found.has_wide_vectors else None
+
+
 def forget() -> None:
     """Look for the library anew at the next call: for tests."""
     _library.cache_clear()
+    training_library.cache_clear()
 
 
 def attempts() -> tuple[tuple[str, ...], ...]:
