@@ -53,7 +53,7 @@ def test_a_text_is_written_and_its_tokens_are_shaded(page: Any, studio: Studio) 
     assert "12 tokens" in page.locator(".facts").first.inner_text()
     assert re.search(r"[\d,]+ tokens/s", page.locator("p.facts").first.inner_text())
     mean = sum(token["logprob"] for token in written) / len(written)
-    assert f"12 tokens · mean {mean:.4g}" in page.locator(".branch .facts").inner_text()
+    assert f"12 tokens · {-mean:.4g} nats per token" in page.locator(".branch .facts").inner_text()
     bounds = [0.5, 0.2, 0.05, 0.01, 0.001, 0]
     for i, token in enumerate(written):
         step = next(n for n, bound in enumerate(bounds) if percent(token["logprob"]) / 100 >= bound)
@@ -191,6 +191,19 @@ def test_any_place_can_be_edited_and_continued(page: Any) -> None:
     assert page.locator(".branches ul ul ul .branch").count() == 1, "it stands below the text that it was made from"
     page.get_by_role("button", name="Edit text").click()
     assert box.input_value() == shown_prompt(page) + answer(page)
+
+
+def test_a_text_that_fills_the_context_cannot_be_continued(page: Any) -> None:
+    choose(page, "base")
+    page.get_by_label("ignore_eos").check()
+    generate(page, "line 7:", max_tokens=500)
+    assert "the context is full" in page.locator("p.facts").inner_text()
+    button = page.get_by_role("button", name="Continue")
+    assert button.is_disabled()
+    why = page.locator(f"#{button.get_attribute('aria-describedby')}").inner_text()
+    assert "fills the model's context of 128 tokens" in why
+    generate(page, "line 7:", max_tokens=5)
+    assert button.is_enabled() and button.get_attribute("aria-describedby") is None
 
 
 def test_regenerate_draws_another_seed_and_a_kept_seed_repeats_the_text(page: Any) -> None:

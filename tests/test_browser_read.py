@@ -1,7 +1,9 @@
 """The part Read in a real browser: each feature clicked, each number the server's own."""
 
+import base64
 import json
 import math
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +85,8 @@ def test_one_token_is_explained(page: Any, studio: Studio) -> None:
     tokens = read(page)
     index = tokens.count() - 4
     panels, found = token_panels(page, tokens, index), asked(studio, "token", text=TEXT, index=index)
+    titles = ["What each part adds", "Logit lens", "Where each head looks", "In the training data"]
+    assert panels.locator("h3").all_inner_texts() == titles, "the answer to why comes first"
     last = found["lens"]["layers"][-1][found["lens"]["tokens"].index(index)]
     best = panels.locator(".lens tbody tr").first.locator("td").nth(found["lens"]["tokens"].index(index))
     assert best.locator(".spelling").inner_text() == last["top"][0]["spelling"].replace(" ", "␣").replace("\n", "⏎")
@@ -91,18 +95,38 @@ def test_one_token_is_explained(page: Any, studio: Studio) -> None:
     largest = max(found["attribution"]["parts"], key=lambda part: abs(part["value"]))
     shown = panels.locator(".bars li").first.locator(".value").inner_text()
     assert float(shown.replace("−", "-")) == pytest.approx(largest["value"], rel=1e-3)
+    words = page.get_by_label("The chosen token").locator("p.number").first.inner_text()
+    raises = max(found["attribution"]["parts"], key=lambda part: part["value"])
+    assert ("no token is likelier" if last["rank"] == 1 else f"rank {last['rank']}.") in words
+    assert f"(+{raises['value']:.4g})" in words.split(" lowers ")[0]
+    check_head(page, panels, found)
     other = panels.get_by_label("To the logit of")
     other.select_option(index=1)
     page.wait_for_function("(was) => document.querySelector('.bars .value').innerText !== was", arg=shown)
+    panels.locator("canvas").scroll_into_view_if_needed()
     box = panels.locator("canvas").bounding_box()
+    attention = panels.get_by_role("region", name="Where each head looks").get_by_role("status")
     page.mouse.move(box["x"] + 5, box["y"] + 5)
-    assert "block 0 head 0" in panels.get_by_role("status").inner_text()
+    assert "block 0 head 0" in attention.inner_text()
     page.mouse.click(box["x"] + 5, box["y"] + 5)
     page.locator(".t.weighed").first.wait_for()
     panels.locator(".map").focus()
     page.keyboard.press("ArrowDown")
-    assert "block 0 head 1" in panels.get_by_role("status").inner_text()
+    assert "block 0 head 1" in attention.inner_text()
     screenshot(page, "read-token")
+
+
+def check_head(page: Any, panels: Any, found: Any) -> None:
+    """A head's name among the parts shows where it looks, in words and in the text."""
+    _, n_heads, n_keys = found["attention"]["shape"]
+    data = base64.b64decode(found["attention"]["data"])
+    values = struct.unpack_from(f"<{n_heads * n_keys}f", data)
+    weights = values[n_keys : 2 * n_keys]
+    panels.get_by_role("button", name="block 0 head 1", exact=True).click()
+    said = panels.locator("section").first.get_by_role("status").inner_text()
+    place = found["first_read"] + weights.index(max(weights))
+    assert said.startswith("block 0 head 1 looks at ") and f"(token {place:,})" in said.split(", ")[0]
+    assert page.locator(".t.weighed").count() > 0
 
 
 def test_the_training_data_and_the_checkpoints(page: Any, studio: Studio) -> None:
@@ -127,6 +151,11 @@ def test_the_training_data_and_the_checkpoints(page: Any, studio: Studio) -> Non
     screenshot(page, "read-steps")
     page.get_by_role("button", name="again").click()
     assert f"{loss:.4g} nats per token" not in status.inner_text()
+    read(page)  # the same text once more: what was computed stays
+    slider.press("Home")
+    assert f"{loss:.4g} nats per token" in status.inner_text()
+    read(page, TEXT[:30])
+    page.get_by_role("button", name="Read the text at each checkpoint").wait_for()
 
 
 def check_writing(page: Any, studio: Studio, index: int, step: int) -> None:

@@ -7,9 +7,10 @@ import { html, useEffect, useMemo, useRef, useState } from "./ui.js";
 import { Along } from "./read/along.js";
 import { ModelChoice } from "./choice.js";
 import { DifferenceLegend, LossLegend, ReadText } from "./read/text.js";
-import { Steps } from "./read/steps.js";
+import { Steps, useSteps } from "./read/steps.js";
 import { Token } from "./read/token.js";
 
+const newestOf = (model) => Math.max(...(model?.checkpoints ?? []).map(({ step }) => step));
 const usable = (models) => models.filter((model) => !model.problem);
 
 export function Part({ state, route, shown }) {
@@ -23,6 +24,7 @@ export function Part({ state, route, shown }) {
   const [work, setWork] = useState(null);
   const [problem, setProblem] = useState(null);
   const [index, setIndex] = useState(null);
+  const [sought, seek] = useState(false); // the chosen token is what another part led to
   const [steps, setSteps] = useState(null); // what each token costs at the checkpoint of the slider
   const [weights, setWeights] = useState(null); // of one head, over the tokens before the chosen one
   const [handed, hand] = useState(null); // a text that Play wrote, as its tokens
@@ -44,6 +46,7 @@ export function Part({ state, route, shown }) {
       const answer = await post("studio/read/text", { ...body, against: given ? null : against }, { signal: asked.signal });
       setFound({ body: { ...body, checkpoint: answer.step }, answer });
       setIndex(at);
+      seek(at != null);
       setSteps(null);
       setWeights(null);
       say(`${count(answer.n_tokens)} tokens, ${figure(answer.loss)} nats per token.`);
@@ -95,8 +98,8 @@ export function Part({ state, route, shown }) {
     </form>
     ${!found && html`<p class="quiet">Each token is coloured by what it costs the model. Choose one to see which parts of the model voted
       for it, what other tokens could have stood there, and at which checkpoint the run learned it.</p>`}
-    ${found && html`<${Found} key=${found.answer} ...${{ found, index, setIndex, steps, setSteps, weights, setWeights, say }}
-      context=${models.find((model) => model.id === found.body.model)?.context} />`}
+    ${found && html`<${Found} key=${found.answer} ...${{ found, index, setIndex, sought, steps, setSteps, weights, setWeights, say }}
+      model=${models.find((model) => model.id === found.body.model)} />`}
     <p class="hidden-text" role="status">${said}</p>
   </div>`;
 }
@@ -118,8 +121,9 @@ function Document({ chosen, number, setNumber }) {
     <span class="quiet">${about ? `of ${count(about.n_documents)}, numbered from 0` : "Loading …"}</span></label>`;
 }
 
-function Found({ found, index, setIndex, steps, setSteps, weights, setWeights, say, context }) {
+function Found({ found, index, setIndex, sought, steps, setSteps, weights, setWeights, say, model }) {
   const { answer, body } = found;
+  const through = useSteps(body, answer);
   const shown = useMemo(() => (steps ? answer.tokens.map((token, i) => ({ ...token, nats: steps.nats[i] })) : answer.tokens),
     [answer, steps]);
   const [differs, setDiffers] = useState(Boolean(answer.segments));
@@ -143,8 +147,8 @@ function Found({ found, index, setIndex, steps, setSteps, weights, setWeights, s
         weights=${weights} />
       <${Along} parts=${answer.along} other=${answer.other?.along} />
     </section>
-    ${index != null && html`<${Token} key=${index} ...${{ body, answer, index, setWeights }} />`}
-    <${Steps} ...${{ body, answer, index, steps, setSteps, context }} />`;
+    ${index != null && html`<${Token} key=${index} ...${{ body, answer, index, weights, setWeights, sought }} />`}
+    <${Steps} ...${{ through, body, answer, index, steps, setSteps }} context=${model?.context} newest=${newestOf(model)} />`;
 }
 
 function Figures({ answer, name }) {

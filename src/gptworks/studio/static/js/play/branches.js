@@ -52,7 +52,8 @@ function Item({ session, branch, several, renaming, rename, current }) {
     <button class="open" aria-current=${current ? "true" : null} onClick=${() => session.show(branch.id)}>
       <bdi class="words">${words}</bdi>
       <span class="quiet number facts">${several && html`<bdi>${branch.model} · </bdi>`}${
-        branch.problem ? "failed" : `${count(n)} tokens`}${mean != null && html` · <span title="Mean log-probability of its new tokens">mean ${figure(mean)}</span>`}</span>
+        branch.problem ? "failed" : `${count(n)} tokens`}${mean != null && html` · <span title="The mean of −ln of the probabilities that the model alone gave its new tokens; 0 is certain">${
+        figure(-mean)} nats per token</span>`}</span>
     </button>
     ${current && html`<span class="tools">
       <button class="button plain small" aria-label=${`Rename ${words}`} onClick=${() => rename(branch.id)}>Rename</button>

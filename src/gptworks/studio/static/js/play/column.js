@@ -61,6 +61,7 @@ export function Column({ session, index, models, chat, say, editPrompt, canRead 
   const why = ({ part, i }) => { // in the part Read, at the checkpoint that wrote it
     const prompt = tree.root(branch).prompt_tokens;
     const tokens = [...prompt, ...tree.answer(branch)];
+    close(false);
     go("read", branch.model, { model: branch.model, checkpoint: branch.step, text: tokens.map((one) => one.text).join(""),
       tokens: tokens.map((one) => one.id), index: part === "prompt" ? i : prompt.length + i });
   };
@@ -80,9 +81,9 @@ export function Column({ session, index, models, chat, say, editPrompt, canRead 
       : html`<${TokenText} ...${text} withPrompt=${true} label="Text, token by token" />`)}
     ${work?.loading && html`<p class="quiet" role="status">Loading ${column.model} …</p>`}
     ${branch?.problem && html`<p class="problem" role="alert">${branch.problem}</p>`}
-    ${branch && !work && html`<p class="quiet hint">Point at a token to see what else could have stood there; click to keep it open.</p>`}
+    ${branch && !work && html`<p class="quiet hint">Point at a token, or tap it, to see what else could have stood there; a click keeps it open.</p>`}
     ${branch && html`<${Facts} branch=${branch} session=${session} work=${work} />
-      <${Actions} ...${{ session, index, branch, work, say, edit: isChat ? null : () => editPrompt(whole(), whole()) }} />`}
+      <${Actions} ...${{ session, index, branch, work, say, context: models.find((one) => one.id === branch.model)?.context, edit: isChat ? null : () => editPrompt(whole(), whole()) }} />`}
     ${shownToken && html`<${TokenCard} token=${shownToken} place=${card} anchor=${card.anchor} pinned=${card.pinned}
       close=${close} hold=${hold} release=${release} edit=${isChat ? null : ({ part, i }) => edit(part, i)}
       why=${canRead && (card.part === "answer" || card.i > 0) ? why : null}
@@ -139,11 +140,12 @@ function Facts({ branch, session, work }) {
       settings: { ...session.settings, seed } })}>Keep this seed</button>`}`}</p>`;
 }
 
-function Actions({ session, index, branch, work, say, edit }) {
+function Actions({ session, index, branch, work, say, context, edit }) {
   const [shown, show] = useState(null);
   useEffect(() => show(null), [branch.id]);
   if (work) return html`<div class="actions"><button class="button small" onClick=${() => session.stop(index)}>Stop</button></div>`;
   const made = branch.edited == null;
+  const full = context != null && session.tree.ids(branch).length >= context;
   const whole = branch.at == null || session.tree.root(branch).prompt.text != null; // chat has no half answers
   const named = branch.step == null ? branch.model : `${branch.model}@${branch.step}`;
   const copy = (how, name) => async () => {
@@ -157,12 +159,15 @@ function Actions({ session, index, branch, work, say, edit }) {
     }
   };
   return html`<div class="actions">
-      ${made && html`<button class="button small" disabled=${!branch.tokens.length} onClick=${() => session.proceed(index)}>Continue</button>
+      ${made && html`<button class="button small" disabled=${full || !branch.tokens.length}
+        aria-describedby=${full ? `full-${index}` : null} onClick=${() => session.proceed(index)}>Continue</button>
       <button class="button small" onClick=${() => session.regenerate(index)}>Regenerate</button>`}
       ${edit && html`<button class="button small" onClick=${edit}>Edit text</button>`}
       ${made && whole && html`<span class="copies"><button class="button plain small" onClick=${copy(curl, "curl")}>Copy as curl</button>
       <button class="button plain small" onClick=${copy(python, "Python")}>Copy as Python</button></span>`}
     </div>
+    ${full && html`<p class="quiet hint" id=${`full-${index}`}>It cannot be continued: the text fills the model's context of ${
+      count(context)} tokens.${edit && " “Edit text” takes it up again, shorter."}</p>`}
     ${shown && html`<div class="copied"><div class="head"><span class="quiet">${shown.name}</span><span class="fill"></span>
       <button class="button plain small" aria-label="Close the copied text" onClick=${() => show(null)}>✕</button></div>
       <pre class="mono" tabindex="0" aria-label=${`As ${shown.name}`}>${shown.text}</pre></div>`}`;

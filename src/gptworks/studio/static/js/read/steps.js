@@ -7,34 +7,46 @@ import { Writes } from "./writes.js";
 
 const WIDE = 600;
 const HIGH = 140;
+const MOST_KEPT = 8;
+const kept = new Map(); // what was found, as long as the page is open
 
-export function Steps({ body, answer, index, steps, setSteps, context }) {
-  const [found, setFound] = useState(null); // { steps, points: [{ step, nats, loss }], learned, threshold }
+/** A text's cost at each checkpoint: what was found before, and `look` to ask for it anew. */
+export function useSteps(body, answer) {
+  const key = [body.model, ...answer.tokens.map(({ id }) => id)].join();
+  const [found, setFound] = useState(kept.get(key) ?? null); // { steps, points: [{ step, nats, loss }], learned, threshold }
   const [problem, setProblem] = useState(null);
   const [work, setWork] = useState(null);
   const asked = useRef(null);
   useEffect(() => () => asked.current?.abort(), []);
   const look = async () => {
-    asked.current = new AbortController();
+    const { signal } = (asked.current = new AbortController());
     setWork(asked.current);
     setProblem(null);
     let made = { steps: [], points: [], learned: null };
     try {
-      for await (const event of stream("studio/read/checkpoints", body, { signal: asked.current.signal })) {
+      for await (const event of stream("studio/read/checkpoints", body, { signal })) {
         if (event.type === "error") throw new Error(event.message);
         if (event.type === "start") made = { ...made, steps: event.steps };
         if (event.type === "checkpoint") made = { ...made, points: [...made.points, event] };
         if (event.type === "end") made = { ...made, learned: event.learned, threshold: event.threshold };
         setFound(made);
+        kept.delete(key);
+        kept.set(key, made);
+        if (kept.size > MOST_KEPT) kept.delete(kept.keys().next().value);
       }
     } catch (error) {
       if (error.name !== "AbortError") setProblem(error.message);
     }
     setWork(null);
   };
+  return { found, problem, work, look };
+}
+
+/** `newest`: the run's last step, which may be beyond those that were read. */
+export function Steps({ through: { found, problem, work, look }, body, answer, index, steps, setSteps, context, newest }) {
   const points = found?.points ?? [];
   const at = steps ? points.findIndex((point) => point.step === steps.step) : points.length - 1;
-  const done = found && points.length === found.steps.length;
+  const whole = found && points.length === found.steps.length && found.steps.at(-1) === newest;
   return html`<section class="card steps" aria-labelledby="steps-title">
     <h2 id="steps-title">Through the checkpoints</h2>
     ${!points.length && html`<p><button class="button" disabled=${Boolean(work)} onClick=${look}>${
@@ -42,6 +54,8 @@ export function Steps({ body, answer, index, steps, setSteps, context }) {
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     ${work && found && html`<p class="quiet" role="status">${count(points.length)} of ${count(found.steps.length)} checkpoints
       <button class="button small" onClick=${() => work.abort()}>Stop</button></p>`}
+    ${!work && points.length > 0 && !whole && html`<p class="quiet">Not all checkpoints were read. <button class="button small"
+      onClick=${look}>Read them all</button></p>`}
     ${points.length > 0 && html`<label class="slide">Checkpoint
         <input type="range" min="0" max=${points.length - 1} step="1" value=${at} aria-valuetext=${`step ${points[at].step}`}
           onInput=${(event) => setSteps(points[Number(event.target.value)])} /></label>
@@ -53,7 +67,7 @@ export function Steps({ body, answer, index, steps, setSteps, context }) {
           text=${figure} />
         ${index != null && html`<${Curve} points=${points.map(({ step, nats }) => [step, Math.exp(-nats[index])])} at=${at} most=${1}
           name=${`Probability of ${visible(answer.tokens[index].spelling)}`} text=${percent} />`}</div>
-      ${done && found.learned && index != null && html`<p>${found.learned[index] == null
+      ${!work && found.learned && index != null && html`<p>${found.learned[index] == null
         ? `At the last checkpoint its probability is below ${percent(found.threshold)}: it is not learned.`
         : `Learned at step ${count(found.learned[index])}: from there on its probability stays at ${percent(found.threshold)} or more.`}</p>`}
       ${index != null && html`<${Writes} ...${{ body, answer, index, context }} step=${points[at].step} />`}`}

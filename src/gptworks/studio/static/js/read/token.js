@@ -1,15 +1,19 @@
-// One token: attention, logit lens, what the parts of the model add, and the training data.
+// One token: why the model gave it its probability, in words and by the parts of the model, and where it was seen.
 
 import { post } from "../api.js";
 import { count, figure, percent, visible } from "../format.js";
-import { cx, html, useEffect, useState } from "../ui.js";
-import { Attention } from "./attention.js";
+import { cx, html, useEffect, useMemo, useRef, useState } from "../ui.js";
+import { Attention, headsOf } from "./attention.js";
 import { lossShade } from "./text.js";
 
-export function Token({ body, answer, index, setWeights }) {
+/** `sought`: it is what the reader came for, and is brought into sight. */
+export function Token({ body, answer, index, sought, weights, setWeights }) {
   const [found, setFound] = useState(null);
   const [against, setAgainst] = useState(null);
   const [problem, setProblem] = useState(null);
+  const section = useRef(null);
+  const heads = useMemo(() => found && headsOf(found.attention, found.first_read), [found?.attention]);
+  useEffect(() => void (sought && section.current.scrollIntoView()), [Boolean(found)]);
   useEffect(() => {
     const asked = new AbortController();
     setProblem(null);
@@ -18,17 +22,34 @@ export function Token({ body, answer, index, setWeights }) {
     return () => asked.abort();
   }, [index, against]);
   const token = answer.tokens[index];
-  return html`<section class="token" aria-label="The chosen token">
-    <h2><bdi class="spelling">${visible(token.spelling)}</bdi> <span class="quiet number">token ${count(index)} · ${
+  const look = (row) => setWeights(heads.of(row));
+  return html`<section class="token" aria-label="The chosen token" ref=${section}>
+    <h2>Why <bdi class="spelling">${visible(token.spelling)}</bdi>? <span class="quiet number">token ${count(index)} · ${
       figure(token.nats)} nats · ${percent(Math.exp(-token.nats))}</span></h2>
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     ${!found && !problem && html`<p class="quiet" role="status">Looking into the model …</p>`}
-    ${found && html`<div class="panels">
-      <${Attention} numbers=${found.attention} first=${found.first_read} tokens=${answer.tokens} setWeights=${setWeights} />
+    ${found && html`<${InWords} lens=${found.lens} parts=${sorted(found.attribution)} index=${index} against=${found.attribution.against} />
+    <div class="panels">
+      <${Attribution} made=${found.attribution} lens=${found.lens} tokens=${answer.tokens}
+        ...${{ index, against, setAgainst, weights, look, heads }} />
       <${Lens} lens=${found.lens} tokens=${answer.tokens} index=${index} />
-      <${Attribution} made=${found.attribution} lens=${found.lens} index=${index} against=${against} setAgainst=${setAgainst} />
+      <${Attention} heads=${heads} tokens=${answer.tokens} look=${look} />
       <${NGrams} body=${body} index=${index} />
     </div>`}</section>`;
+}
+
+/** The model's own prediction, and the parts that made it, largest first. */
+function InWords({ lens, parts, index, against }) {
+  const { top, rank, probability } = lens.layers.at(-1)[lens.tokens.indexOf(index)];
+  const others = rank === 1 ? top.slice(1, 4) : top.slice(0, 3);
+  const named = (one) => html`<bdi class="spelling">${visible(one.spelling)}</bdi> ${percent(one.probability)}`;
+  const [most] = parts.filter(({ value }) => value > 0);
+  const [least] = parts.filter(({ value }) => value < 0);
+  return html`<p class="number">By itself the model gives it <b>${percent(probability)}</b>: ${rank === 1
+    ? "no token is likelier. Next come " : `rank ${count(rank)}. It expects rather `}${
+    others.map((one, i) => html`${i > 0 && ", "}${named(one)}`)}. ${most && html`What raises its logit most${against && html` over that of ${""}
+      <bdi class="spelling">${visible(against.spelling)}</bdi>`} is ${nameOf(most)} (${signed(most.value)})${
+      least && `; what lowers it most is ${nameOf(least)} (${signed(least.value)})`}.`}</p>`;
 }
 
 function Lens({ lens, tokens, index }) {
@@ -60,12 +81,19 @@ function nameOf({ kind, layer, head }) {
   return layer == null ? NAMES[kind] : `block ${layer} ${NAMES[kind]}`;
 }
 
-function Attribution({ made, lens, index, against, setAgainst }) {
+const sorted = ({ parts }) => [...parts].sort((a, b) => Math.abs(b.value) - Math.abs(a.value));
+
+function Attribution({ made, lens, tokens, index, against, setAgainst, weights, look, heads }) {
   const [all, setAll] = useState(false);
-  const parts = [...made.parts].sort((a, b) => Math.abs(b.value) - Math.abs(a.value));
+  const parts = sorted(made);
   const most = Math.abs(parts[0].value) || 1;
   const others = lens.layers.at(-1)[lens.tokens.indexOf(index)].top.filter((one) => one.id !== made.token.id);
   const what = html`<bdi class="spelling">${visible(made.token.spelling)}</bdi>`;
+  const name = (part) => {
+    if (part.kind !== "head") return nameOf(part);
+    const row = part.layer * heads.n_heads + part.head;
+    return html`<button class="button plain small" aria-pressed=${String(weights?.row === row)} onClick=${() => look(row)}>${nameOf(part)}</button>`;
+  };
   return html`<section class="card" aria-labelledby="adds-title">
     <h3 id="adds-title">What each part adds</h3>
     <label class="quiet">To the logit of ${what}, less that of <select class="field" value=${against ?? ""}
@@ -73,14 +101,23 @@ function Attribution({ made, lens, index, against, setAgainst }) {
       <option value="">no other token</option>${others.map((one) => html`<option key=${one.id} value=${one.id}>${
         visible(one.spelling)}, ${percent(one.probability)}</option>`)}</select></label>
     <ul class="bars">${parts.slice(0, all ? undefined : SHOWN).map((part) => html`<li key=${nameOf(part)}>
-      <span class="name">${nameOf(part)}</span>
+      <span class="name">${name(part)}</span>
       <span class="diverging" aria-hidden="true"><span class=${part.value < 0 ? "less" : "more"}
         style=${{ width: `${50 * Math.abs(part.value) / most}%` }}></span></span>
       <span class="number value">${signed(part.value)}</span></li>`)}</ul>
     ${parts.length > SHOWN && html`<button class="button small" onClick=${() => setAll(!all)}>${
       all ? "Show the largest" : `Show all ${count(parts.length)}`}</button>`}
+    <p class="number" role="status">${weights ? html`${weights.name} looks at ${lookedAt(weights, tokens)}` : html`<span
+      class="quiet">Choose a head to see which tokens it looks at.</span>`}</p>
     <p class="quiet number">Together ${figure(made.logit)}${made.logit.toPrecision(4) !== made.capped_logit.toPrecision(4) &&
       `, which the model caps to ${figure(made.capped_logit)}`}. The last norm's divisor is taken as it is here.</p></section>`;
+}
+
+/** The tokens to which a head gives most. */
+function lookedAt({ values, first }, tokens) {
+  const most = Array.from(values, (weight, i) => ({ weight, i })).sort((a, b) => b.weight - a.weight).slice(0, 3);
+  return most.map(({ weight, i }, k) => html`${k > 0 && ", "}<bdi class="spelling">${visible(tokens[first + i].spelling)}</bdi> ${
+    percent(weight)} <span class="quiet">(token ${count(first + i)})</span>`);
 }
 
 function signed(x) {
