@@ -175,7 +175,29 @@ def test_a_library_is_built_once_for_all_processes(builds: list[str], caplog: py
         assert works()
         native_library.forget()
     assert len(builds) == 1
-    assert [line.partition(",")[0] for line in caplog.messages] == ["compiling the kernels for this processor"]
+    [line] = caplog.messages
+    assert line.startswith("compiling step.cpp") and "for this processor" in line
+
+
+def test_sources_are_compiled_alone_and_linked_to_one_library(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = {
+        "a.cpp": 'namespace { int n() { return 40; } } int two(); extern "C" int answer() { return n() + two(); }',
+        "b.cpp": "namespace { int n() { return 2; } } int two() { return n(); }",
+    }
+    for name, content in sources.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no compiler here")
+    monkeypatch.setattr(native_library, "SOURCES", tuple(tmp_path / name for name in sources))
+    linked = tmp_path / "linked.so"
+    linked.write_bytes(native_library.build(compiler))
+    assert ctypes.CDLL(str(linked)).answer() == 42
+    (tmp_path / "b.cpp").write_text("int two() { return nothing; }", encoding="utf-8")
+    with pytest.raises(Unavailable, match=r"could not compile it .*b\.cpp.*error"):
+        native_library.build(compiler)
 
 
 # ------------------------------------------------------------------------------------------------------ other users

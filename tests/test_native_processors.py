@@ -157,9 +157,8 @@ def _pointers(kind: Any, start: int) -> Iterator[int]:
 
 def compiled(compiler: str, options: list[str], folder: Path) -> Path:
     program = folder / "native_cases"
-    flags = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC")]
     source = Path(__file__).with_name("native_cases.cpp")
-    command = [compiler, *flags, "-fopenmp", *options, f"-I{SOURCES[0].parent}", str(source), "-o", str(program)]
+    command = [compiler, *FLAGS, "-fopenmp", *options, f"-I{SOURCES[0].parent}", str(source), "-o", str(program)]
     subprocess.run(command, check=True)
     return program
 

@@ -17,7 +17,8 @@ import stat
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from gptworks.machine import cpu_flags
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("step.cpp",))
 """What is compiled; the headers beside them are part of it."""
 
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-w")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-w")
 
 ATTEMPTS: tuple[tuple[str, ...], ...] = (
     ("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), (),
@@ -158,7 +159,8 @@ def _load(compiler: str) -> Library:
             folder = _make_private(there)
             kept = content or _kept(folder, key)
             if kept is None:
-                _LOG.info("compiling the kernels for this processor, which is done once and takes some seconds")
+                names = ", ".join(source.name for source in SOURCES)
+                _LOG.info("compiling %s for this processor, which is done once and takes some seconds", names)
             content = kept or build(compiler)
             digest = hashlib.sha256(content).hexdigest()
             file = folder / f"kernels-{key}-{digest}.so"
@@ -184,22 +186,39 @@ def _key(compiler: str) -> str:
 
 
 def build(compiler: str) -> bytes:
-    """Compile the sources; the library's bytes.
+    """Compile the sources, all at once as far as there are cores, and link them; the library's bytes.
 
     Raises:
         Unavailable: no attempt succeeds. OSError: there is no temporary folder that no other user may write, or the
             compiler cannot be run.
     """
-    said = ""
-    with tempfile.TemporaryDirectory(prefix="gptworks-building-") as folder:
-        made = _make_private(Path(folder)) / "kernels.so"
+    failed = ""
+    with (
+        tempfile.TemporaryDirectory(prefix="gptworks-building-") as temporary,
+        ThreadPoolExecutor(os.cpu_count()) as at_once,
+    ):
+        folder = _make_private(Path(temporary))
+        made = folder / "kernels.so"
+        objects = [folder / f"{source.name}.o" for source in SOURCES]
         for attempt in attempts():
-            command = [compiler, *FLAGS, *attempt, *map(str, SOURCES), "-o", str(made)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode == 0:
+
+            def run(*arguments: str | Path, options: tuple[str, ...] = attempt) -> str | None:
+                return _error_of([compiler, *FLAGS, *options, *arguments])
+
+            errors = at_once.map(lambda source, to: run("-c", source, "-o", to), SOURCES, objects)
+            error = next(filter(None, list(errors)), None) or run("-shared", *objects, "-o", made)
+            if error is None:
                 return made.read_bytes()
-            said = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
-    raise Unavailable(f"{Path(compiler).name} could not compile it ({said}).")
+            failed = error
+    raise Unavailable(f"{Path(compiler).name} could not compile it ({failed}).")
+
+
+def _error_of(command: Sequence[str | Path]) -> str | None:
+    """Run a compiler; the first error that it prints, or None where it succeeds."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return None
+    return next((line for line in done.stderr.splitlines() if "error" in line), "no message")
 
 
 def _declare(functions: ctypes.CDLL) -> None:
