@@ -162,7 +162,8 @@ class Engine(Client):
         requests.statistics.steps += 1
         draws = []
         for work, logits in zip(plan, computed, strict=True):
-            known = logits[:, : self.admission.n_ids]  # a padded vocabulary's last rows stand for no token
+            is_padded = logits.size(-1) > self.admission.n_ids  # a padded vocabulary's last rows stand for no token
+            known = logits[:, : self.admission.n_ids] if is_padded else logits
             draws += requests.of(work.job).on_logits(work, known, requests)
         draw_tokens(draws + ready, requests)
 

@@ -162,6 +162,11 @@ class Draw:
     work: Work | None = None
     n_drawn: int = 0
 
+    @property
+    def row(self) -> Tensor:
+        """The logits [1, V] of the next token."""
+        return self.logits[self.n_drawn : self.n_drawn + 1] if self.draft else self.logits
+
 
 class OpenRequests:
     """The requests that have not ended, and their jobs. Not thread-safe."""
@@ -170,6 +175,7 @@ class OpenRequests:
         self.room, self.statistics = room, Statistics()
         self._open: dict[int, Request] = {}
         self._request_of: dict[Job, Request] = {}
+        self._has_new_jobs = False
 
     def __len__(self) -> int:
         return len(self._open)
@@ -183,10 +189,13 @@ class OpenRequests:
         return min(self.room.context, self.of(job).most_tokens(job))
 
     def make_room(self) -> None:
-        """Have slots for all that is to be computed."""
+        """Have slots for all that is to be computed; what a job needs does not grow while it runs."""
+        if not self._has_new_jobs:
+            return
         jobs = [*self.room.scheduler.running, *self.room.scheduler.waiting]
         n_to_come = sum(request.n_to_come for request in self._open.values())
         self.room.fit(len(jobs) + n_to_come, max(map(self.most_tokens, jobs)))
+        self._has_new_jobs = False
 
     def admit(self) -> list[Draw]:
         """Assign free slots to the jobs that wait; return the draws of those that have nothing to compute."""
@@ -215,6 +224,7 @@ class OpenRequests:
         """Queue jobs of an open request, each with the index of its sample; `first`: before all others."""
         request.jobs |= jobs
         self._request_of |= dict.fromkeys(jobs, request)
+        self._has_new_jobs = True
         self.room.scheduler.add(*jobs, first=first)
 
     def drop(self, job: Job) -> None:

@@ -187,7 +187,7 @@ class Sampler:
 
 
 def sample(
-    logits: Tensor,
+    logits: Tensor | Sequence[Tensor],
     samplers: Sequence[Sampler],
     allowed: Sequence[Tensor | None] | None = None,
     processed: dict[int, TokenLogprob] | None = None,
@@ -197,24 +197,22 @@ def sample(
     One random number decides each text's draw, on the CPU, so that a seed means the same on every device.
 
     Args:
-        logits: [B, V], any float dtype; computed with in float32.
+        logits: [B, V] or its rows, each [1, V]; any float dtype; computed with in float32.
         allowed: for each text, which tokens may come next, bool [V]; None: all.
         processed: filled, by row, for the texts whose settings ask for `processed_logprobs`.
 
     Raises:
         RunError: a logit is NaN.
     """
-    logits = logits.float()
-    best = logits.max(-1)
-    if best.values.isnan().any():
-        raise RunError("the model's scores are not numbers (NaN): its training diverged, or its checkpoint is damaged.")
-    if any(sampler.adjusts for sampler in samplers) or allowed is not None:
+    adjusts = allowed is not None or any(sampler.adjusts for sampler in samplers)
+    if not adjusts and processed is None and all(sampler.settings.greedy for sampler in samplers):
+        found = [_likeliest(row[0]) for row in (torch.split(logits, 1) if isinstance(logits, Tensor) else logits)]
+        _refuse_nan(any(math.isnan(score) for _, score in found))
+        return [token for token, _ in found]
+    logits = (logits if isinstance(logits, Tensor) else torch.cat([*logits])).float()
+    _refuse_nan(bool(logits.amax(-1).isnan().any()))
+    if adjusts:
         logits = adjust(logits, samplers, allowed)
-        best = logits.max(-1)
-    if all(sampler.settings.greedy for sampler in samplers):
-        tokens: list[int] = best.indices.tolist()
-        _report(processed, range(len(tokens)), [s.settings for s in samplers], tokens, _pools_of_one(best.indices))
-        return tokens
     shares = [1.0 if sampler.settings.greedy else sampler.next_share() for sampler in samplers]
     return pick(logits, [sampler.settings for sampler in samplers], shares, processed)
 
@@ -239,7 +237,8 @@ def pick(
         n_at_once = max(1, _LOGITS_AT_ONCE // logits.size(-1)) if logits.device.type == "cpu" else len(settings)
         for first in range(0, len(rows), n_at_once):
             some = rows[first : first + n_at_once]
-            part = logits if len(some) == len(settings) else logits[some]
+            beside = some[-1] - some[0] + 1 == len(some)
+            part = logits[some[0] : some[-1] + 1] if beside else logits[some]
             drawn, pools = choose(part, [settings[i] for i in some], share[some])
             tokens[some] = drawn.cpu()
             _report(processed, some, settings, tokens, pools)
@@ -252,12 +251,23 @@ Pools = Callable[[int], tuple[Tensor, Tensor]]
 
 
 def _pick_likeliest(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> tuple[Tensor, Pools]:
-    tokens = logits.argmax(-1)
-    return tokens, _pools_of_one(tokens)
+    tokens = torch.tensor([_likeliest(row)[0] for row in logits])
+    return tokens, lambda row: (tokens[row : row + 1], torch.ones(1))
 
 
-def _pools_of_one(tokens: Tensor) -> Pools:
-    return lambda row: (tokens[row : row + 1].cpu(), torch.ones(1))
+def _likeliest(logits: Tensor) -> tuple[int, float]:
+    """The likeliest token of logits [V], the first of those that tie, and its logit: NaN where any is.
+
+    Numpy finds it in a tenth of the time that torch takes.
+    """
+    scores = logits.float().cpu().numpy()
+    token = int(scores.argmax())
+    return token, float(scores[token])
+
+
+def _refuse_nan(found: bool) -> None:
+    if found:
+        raise RunError("the model's scores are not numbers (NaN): its training diverged, or its checkpoint is damaged.")
 
 
 def _pick_of_all(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> tuple[Tensor, Pools]:

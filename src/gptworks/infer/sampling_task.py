@@ -7,7 +7,6 @@ the model draws the same token itself, so that the draws of a step go on as long
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from gptworks.errors import RunError, UserError
@@ -55,7 +54,8 @@ class SamplingTask(Request):
         if not work.is_last:
             return []
         draft = work.tokens[len(work.tokens) - work.n_draft :]
-        draws = [Draw(self, self.samples[self.jobs[job]], job, logits[-1 - work.n_draft :], draft, work)]
+        last = logits if work.n_logits == 1 else logits[-1 - work.n_draft :]
+        draws = [Draw(self, self.samples[self.jobs[job]], job, last, draft, work)]
         if self._first_logits is None and len(self.samples) > 1:
             self._first_logits = logits[-1:].clone()
             twins = {Job(list(job.tokens), knows_logits=True): i for i in range(1, len(self.samples))}
@@ -142,17 +142,16 @@ def _sample(draws: list[Draw], requests: OpenRequests) -> list[tuple[int, TokenL
     live = [(draw, mask) for draw, mask in zip(draws, masks, strict=True) if not draw.request.done]
     if not live:
         return []
-    rows = [draw.logits[draw.n_drawn : draw.n_drawn + 1] for draw, _ in live]
-    logits = rows[0] if len(rows) == 1 else torch.cat(rows)
+    rows = [draw.row for draw, _ in live]
     allowed = [mask for _, mask in live] if any(mask is not None for mask in masks) else None
     wanted = any(draw.sample.settings.processed_logprobs is not None for draw, _ in live)
     processed: dict[int, TokenLogprob] | None = {} if wanted else None
     try:
-        tokens = sample(logits, [draw.sample.sampler for draw, _ in live], allowed, processed)
+        tokens = sample(rows, [draw.sample.sampler for draw, _ in live], allowed, processed)
         return [(token, processed.get(row) if processed else None) for row, token in enumerate(tokens)]
     except RunError as error:
-        for (draw, _), bad in zip(live, logits.isnan().any(-1).tolist(), strict=True):
-            if bad and not draw.request.done:
+        for (draw, _), row in zip(live, rows, strict=True):
+            if row.isnan().any() and not draw.request.done:
                 requests.fail(draw.request, error)
         return _sample([draw for draw, _ in live], requests)
 
@@ -170,9 +169,9 @@ def _allowed(draw: Draw, requests: OpenRequests) -> Tensor | None:
 
 def _push(draw: Draw, token: int, processed: TokenLogprob | None, requests: OpenRequests) -> None:
     """Append a token to its text, and deliver the piece that comes of it."""
-    one, row = draw.sample, draw.logits[draw.n_drawn : draw.n_drawn + 1]
     if draw.request.done:  # another of its samples has failed
         return
+    one, row = draw.sample, draw.row
     draw.n_drawn += 1
     try:
         piece = one.push(token)

@@ -99,6 +99,8 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """The text that is now certain."""
+        if not self.strings:
+            return text
         text, self.held = self.held + text, ""
         matches = [(start + len(stop), start) for stop in self.strings if (start := text.find(stop)) >= 0]
         if matches:

@@ -143,8 +143,11 @@ class NativeBackend(Backend):
         self._model = self._structure(model)
 
     def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
+        longest = max(len(chunk.tokens) for chunk in chunks)
+        if longest <= STEP_TOKENS:
+            return self._compute(chunks)
         logits: list[list[Tensor]] = [[] for _ in chunks]
-        for first in range(0, max(len(chunk.tokens) for chunk in chunks), STEP_TOKENS):
+        for first in range(0, longest, STEP_TOKENS):
             here = [(i, chunk) for i, chunk in enumerate(chunks) if len(chunk.tokens) > first]
             parts = [_part(chunk, first) for _, chunk in here]
             for (i, _), part in zip(here, self._compute(parts), strict=True):
