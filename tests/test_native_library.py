@@ -3,6 +3,7 @@
 Without a C++ compiler these tests are skipped; what is said then, is tested nonetheless.
 """
 
+import concurrent.futures
 import ctypes
 import errno
 import grp
@@ -29,6 +30,7 @@ from gptworks.native import choice
 from gptworks.native import library as native_library
 from gptworks.native.choice import choose_backend
 from gptworks.native.library import Unavailable, library
+from serving import until
 from test_native import CONTEXT, VARIANTS, check, pack, text, variant
 from tiny import plain_model
 
@@ -377,21 +379,13 @@ def test_a_measurement_is_made_once_and_kept_for_later_processes(
     assert choice.seconds_of_both(kind) == (1.0, 2.0), "what cannot be kept is measured again next time"
 
 
-def test_a_build_with_one_thread_says_so(built: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_library.Library, "has_threads", False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(choice, "_said", set())
-    with pytest.warns(UserWarning, match=r"one thread, built without OpenMP\): the C\+\+ compiler has no OpenMP"):
-        choose_backend(small(), 1, 16)
-
-
 # --------------------------------------------------------------------------------------------------- plain processors
 
 
 def test_a_processor_without_vector_instructions_computes_the_same(
     fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plain C++ under the intrinsics, without threads: what another processor or compiler gets."""
+    """The plain C++ under the intrinsics, without OpenMP: what another processor or compiler gets."""
     monkeypatch.delenv("GPTWORKS_NATIVE_MARCH", raising=False)
     monkeypatch.setattr(native_library, "ATTEMPTS", ((),))
     for kind in ("bf16", "fp16", "int8", "int4"):
@@ -401,8 +395,30 @@ def test_a_processor_without_vector_instructions_computes_the_same(
         twin.blocks[0].norm1.weight.data[3] = float("nan")  # type: ignore[union-attr]
         logits = native.NativeBackend(twin, 1, CONTEXT).compute([Chunk(0, 0, text(5), 5)])[0]
         assert logits.isnan().all()
-    assert not library().has_threads
     assert len(list(fresh.glob("kernels-*.so"))) == 1
+    check_threads(monkeypatch)
+
+
+def check_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's own threads: as many as are asked for, the same numbers with each, and none left behind."""
+    backend, tasks = native.NativeBackend(variant("qwen3"), 1, CONTEXT), Path("/proc/self/task")
+    found: list[tuple[torch.Tensor, int]] = []
+
+    def n_more() -> int:
+        return len(list(tasks.iterdir())) - before
+
+    def compute() -> None:
+        for n in (1, 4, 2):
+            monkeypatch.setattr(torch, "get_num_threads", lambda n=n: n)
+            found.append((backend.compute([Chunk(0, 0, text(9), 9)])[0], n_more()))
+
+    before = 0
+    before = n_more()
+    with concurrent.futures.ThreadPoolExecutor(1) as caller:
+        caller.submit(compute).result()
+    assert [n for _, n in found] == [1, 4, 4]
+    assert all(torch.equal(logits, found[0][0]) for logits, _ in found)
+    until(lambda: n_more() == 0)  # a thread ends a little later than Python says
 
 
 def test_an_engine_says_what_computes(built: bytes, trained_run: Path) -> None:

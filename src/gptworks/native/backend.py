@@ -127,10 +127,7 @@ class NativeBackend(Backend):
             raise Unavailable(reason)
         kernels = library()
         self._step = kernels.functions.gptworks_step
-        n_threads = (
-            counted(torch.get_num_threads(), "thread") if kernels.has_threads else "one thread, built without OpenMP"
-        )
-        self.description = f"native ({kernels.instructions}, {n_threads})"
+        self.description = f"native ({kernels.instructions}, {counted(torch.get_num_threads(), 'thread')})"
         kind = model.token_embedding.weight.dtype
         dtype = dtype or (torch.float32 if kind == torch.float32 else torch.bfloat16)
         self.cache = SlotCache(model.config, n_slots, capacity, dtype=dtype)

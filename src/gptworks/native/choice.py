@@ -41,8 +41,8 @@ def choose_backend(
 ) -> Backend:
     """The fastest backend for a model where it is: on a CPU the native one, unless torch is measured to be faster.
 
-    A model that is being trained is computed by torch. Warns (UserWarning), once, where the native one cannot be had,
-    is slower, or has one thread of several. `description` of what is returned says what computes and why.
+    A model that is being trained is computed by torch. Warns (UserWarning), once, where the native one cannot be had
+    or is slower. `description` of what is returned says what computes and why.
 
     Args:
         n_slots, capacity: texts at once, and the tokens of each.
@@ -64,8 +64,6 @@ def choose_backend(
     if isinstance(backend, TorchBackend):
         _say_once(f"the native engine is not used: it is slower here ({slower}). --backend native takes it.")
         backend.description += f", because it is faster here ({slower})"
-    elif "one thread" in backend.description and torch.get_num_threads() > 1:
-        _say_once(f"{backend.description}: the C++ compiler has no OpenMP, so one core computes. Install g++ for all.")
     return backend
 
 

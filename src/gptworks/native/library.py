@@ -32,7 +32,9 @@ FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-w")
 ATTEMPTS: tuple[tuple[str, ...], ...] = (
     ("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), (),
 )  # fmt: skip
-"""Tried in this order: older compilers for ARM have another name for this processor, and Apple's has no OpenMP."""
+"""Tried in this order: older compilers for ARM have another name for this processor, and Apple's has no OpenMP.
+
+With OpenMP the kernels share torch's threads; without it they have threads of their own (threads.h)."""
 
 MARCH = "GPTWORKS_NATIVE_MARCH"
 """Environment variable: build for this processor, such as haswell, instead of for the one that is here."""
@@ -56,11 +58,6 @@ class Library:
     functions: ctypes.CDLL
     sha256: str
     """Of the file."""
-
-    @property
-    def has_threads(self) -> bool:
-        """Whether it was built with OpenMP; else it computes on one thread."""
-        return bool(self._built_with & 1)
 
     @property
     def has_wide_vectors(self) -> bool:

@@ -350,12 +350,9 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
 
 // ---------------------------------------------------------------------------------------------------- what is called
 
-// What this library was built with: bit 0 threads; 1 vectors of 64 bytes, 2 of 32; 3 products of integers, 4 of bf16.
+// What this library was built with: bit 1 vectors of 64 bytes, 2 of 32; 3 products of integers, 4 of bf16.
 extern "C" int gptworks_built_with() {
     int bits = REGISTER == 64 ? 2 : REGISTER == 32 ? 4 : 0;
-#ifdef _OPENMP
-    bits |= 1;
-#endif
 #ifdef INTEGER_PRODUCTS
     bits |= 8;
 #endif

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <thread>
@@ -9,12 +10,39 @@
 
 #ifdef _OPENMP
 #include <omp.h>
+#else
+#include <condition_variable>
+#include <cstdio>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <system_error>
+#include <unistd.h>
+#include <vector>
 #endif
 
 namespace {
 
-// Where all threads wait for the last. OpenMP's own barrier spins for milliseconds, which on a busy machine keeps the very
-// thread that is waited for from running; this one yields after some 30 µs.
+// Tries for some 30 µs; whether it came true.
+template <class F> bool soon(const F &came_true) {
+    for (int tries = 0; tries < 2000; tries++) {
+        if (came_true()) return true;
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        asm volatile("isb");
+#endif
+    }
+    return came_true();
+}
+
+// Waits for what comes soon: on a busy machine, after those 30 µs, it lets the very thread run that it waits for.
+template <class F> void await(const F &came_true) {
+    if (soon(came_true)) return;
+    while (!came_true()) std::this_thread::yield();
+}
+
+// Where all threads wait for the last. OpenMP's own barrier spins for milliseconds.
 struct Barrier {
     alignas(64) std::atomic<int64_t> arrived{0};
     alignas(64) std::atomic<int64_t> turn{0};
@@ -26,12 +54,7 @@ struct Barrier {
             turn.store(mine + 1, std::memory_order_release);
             return;
         }
-        for (int tries = 0; turn.load(std::memory_order_acquire) == mine; tries++) {
-            if (tries > 2000) std::this_thread::yield();
-#if defined(__x86_64__)
-            else __builtin_ia32_pause();
-#endif
-        }
+        await([&] { return turn.load(std::memory_order_acquire) != mine; });
     }
 };
 
@@ -47,6 +70,101 @@ struct Team {
     }
 };
 
+}  // namespace
+
+#ifndef _OPENMP
+// Threads of our own, for compilers without OpenMP. All sources share them; other libraries in the process do not.
+namespace __attribute__((visibility("hidden"))) workers {
+
+typedef std::function<void(int64_t)> Work;  // with the number of the thread
+
+// A thread that waits for work: first awake, because the next piece often comes soon, then asleep.
+class Worker {
+  public:
+    explicit Worker(int64_t number) : thread([this, number] { run(number); }) {}
+    ~Worker() {
+        const Work end;
+        give(end);
+        thread.join();
+    }
+    void give(const Work &piece) {
+        {
+            const std::lock_guard<std::mutex> lock(mutex);
+            work.store(&piece, std::memory_order_release);
+        }
+        wakes.notify_one();
+    }
+    bool done() const { return !work.load(std::memory_order_acquire); }
+
+  private:
+    void run(int64_t number) {
+        const auto given = [&] { return !done(); };
+        while (true) {
+            if (!soon(given)) {
+                std::unique_lock<std::mutex> lock(mutex);
+                wakes.wait(lock, given);
+            }
+            const Work &piece = *work.load(std::memory_order_acquire);
+            if (!piece) return;  // the end
+            piece(number);
+            work.store(nullptr, std::memory_order_release);
+        }
+    }
+
+    std::atomic<const Work *> work{nullptr};
+    std::mutex mutex;
+    std::condition_variable wakes;
+    std::thread thread;  // the last, because it uses the others
+};
+
+// The workers of one calling thread, which end with it.
+class Pool {
+  public:
+    ~Pool() { forget_those_before_fork(); }
+
+    // Has n workers, or as many as the system grants; how many.
+    int64_t have(int64_t n) {
+        forget_those_before_fork();
+        try {
+            while ((int64_t)workers.size() < n) workers.push_back(std::make_unique<Worker>(workers.size() + 1));
+        } catch (const std::system_error &) {
+            static std::atomic<bool> said{false};
+            if (!said.exchange(true))
+                std::fprintf(stderr, "gptworks: the system grants %zu of %lld threads\n", workers.size() + 1, (long long)n + 1);
+        }
+        return std::min<int64_t>(workers.size(), n);
+    }
+
+    // Does a piece of work on the calling thread and on n workers.
+    void run(int64_t n, const Work &piece) {
+        for (int64_t i = 0; i < n; i++) workers[i]->give(piece);
+        piece(0);
+        for (int64_t i = 0; i < n; i++) await([&] { return workers[i]->done(); });
+    }
+
+  private:
+    // A forked process has a copy of the workers and none of their threads.
+    void forget_those_before_fork() {
+        if (process == getpid()) return;
+        for (auto &worker : workers) (void)worker.release();
+        workers.clear();
+        process = getpid();
+    }
+
+    std::vector<std::unique_ptr<Worker>> workers;
+    pid_t process = getpid();
+};
+
+inline Pool &pool() {
+    thread_local Pool mine;
+    return mine;
+}
+
+}  // namespace workers
+#endif
+
+namespace {
+
 // Runs work(team) on some threads at once.
 template <class F> void parallel(int n_threads, const F &work) {
     Barrier barrier;
@@ -54,8 +172,9 @@ template <class F> void parallel(int n_threads, const F &work) {
 #pragma omp parallel num_threads(n_threads)
     work(Team{omp_get_thread_num(), omp_get_num_threads(), &barrier});
 #else
-    (void)n_threads;
-    work(Team{0, 1, &barrier});
+    workers::Pool &pool = workers::pool();
+    const int64_t n_workers = pool.have(n_threads - 1);
+    pool.run(n_workers, [&](int64_t thread) { work(Team{thread, n_workers + 1, &barrier}); });
 #endif
 }
 
