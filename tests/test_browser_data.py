@@ -107,6 +107,20 @@ def test_a_step_shows_its_batch(page: Any, studio: Studio) -> None:
     screenshot(page, "data-step")
 
 
+def test_a_step_shows_masks_and_packing_borders(page: Any, studio: Studio) -> None:
+    opened(page, "A step", TUNED)
+    page.get_by_label("Step", exact=True).fill("3")
+    settled(page)
+    found = [token for row in asked(studio, "step", model=TUNED, step=3)["rows"] for token in row["tokens"]]
+    assert {token["learned"] for token in found} == {True, False}
+    classes = page.locator(".data .tokens .t").evaluate_all("all => all.map((t) => [...t.classList])")
+    assert ["learned" in one for one in classes] == [token["learned"] for token in found]
+    assert ["masked" in one for one in classes] == [not token["learned"] for token in found]
+    borders = [token["begins"]["document"] for token in found if token["begins"]]
+    shown = page.locator(".data .begins").all_text_contents()
+    assert [one.split(",")[0] for one in shown] == [f"document {document:,}" for document in borders] and len(shown) > 1
+
+
 def test_two_tokenizers_side_by_side(page: Any, studio: Studio) -> None:
     opened(page, "Two tokenizers", None)
     names = ["base", "long"]

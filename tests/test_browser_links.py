@@ -67,7 +67,13 @@ def test_a_written_token_is_explained_by_the_checkpoint_that_wrote_it(page: Any,
 
 
 def test_a_run_leads_to_the_other_parts(page: Any, studio: Studio) -> None:
-    for name, label in {"Play": "Model of column 1", "Read": "Model", "Data": "Run", "Model": "Model"}.items():
+    for name, label in {
+        "Play": "Model of column 1",
+        "Read": "Model",
+        "Through time": "Run",
+        "Data": "Run",
+        "Model": "Model",
+    }.items():
         visit(page, "#/runs/group/tuned")
         page.locator(".run.chosen").filter(has_text="group/tuned").wait_for()
         page.get_by_label("Other parts with group/tuned").get_by_role("link", name=name, exact=True).click()

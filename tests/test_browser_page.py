@@ -1,15 +1,20 @@
 """The studio's page as a whole, in a real browser: what is hostile, who may call, axe, widths, and the clock."""
 
+import json
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import filelock
 import pytest
 
+import chats
 import serving
 from browser import (
     HOSTILE,
@@ -63,6 +68,29 @@ def test_checkpoints_appear_while_a_run_trains(new_page: Callable[..., Any], stu
             assert tokens(page).count() == 4
     finally:
         shutil.rmtree(folder)
+
+
+def test_a_text_is_written_while_a_run_trains(new_page: Callable[..., Any], studio: Studio, tmp_path: Path) -> None:
+    folder, texts = studio.runs / "live", tmp_path / "texts"
+    texts.mkdir()
+    many = {"max_steps": 100_000, "checkpoint_every": 50, "evaluate_every": 50, "keep_checkpoints": 40}
+    recipe = tmp_path / "live.yaml"
+    recipe.write_text(json.dumps(chats.base_tree(texts, **many) | {"run_dir": str(folder)}), encoding="utf-8")
+    log = (tmp_path / "log").open("w", encoding="utf-8")
+    trains = subprocess.Popen([sys.executable, "-m", "gptworks", "train", str(recipe)], stdout=log, stderr=log)
+    try:
+        serving.until(lambda: any(folder.glob("checkpoints/*/manifest.json")) or trains.poll() is not None, 120)
+        page = new_page()
+        page.goto(studio.url)
+        choose(page, "live")
+        assert "live (training)" in page.get_by_label("Model of column 1").inner_text()
+        generate(page, "line 7:", max_tokens=8)
+        assert tokens(page).count() == 8 and trains.poll() is None, (tmp_path / "log").read_text(encoding="utf-8")
+    finally:
+        trains.kill()
+        trains.wait()
+        log.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_a_served_model_answers_on_the_same_page(new_page: Callable[..., Any]) -> None:
@@ -201,6 +229,31 @@ def test_axe_finds_nothing_and_every_width_fits(new_page: Callable[..., Any], st
         light = page.evaluate("() => getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
         assert light == (scheme == "dark")
         page.context.close()
+
+
+def test_a_thumb_steps_from_token_to_token(new_page: Callable[..., Any], studio: Studio) -> None:
+    page = new_page(viewport={"width": 360, "height": 780}, has_touch=True)
+    page.goto(studio.url)
+    choose(page, "base")
+    generate(page, "line 7:", max_tokens=12, seed=3)
+    tokens(page).nth(3).tap()
+    card = page.get_by_role("dialog", name="Token")
+    for name, at in (("Token after", 4), ("Token after", 5), ("Token before", 4)):
+        card.get_by_role("button", name=name).tap()
+        page.wait_for_function(f"() => document.querySelector('.text .t.at')?.dataset.i === '{at}'")
+        word = visible(tokens(page).nth(at).text_content())
+        page.wait_for_function(
+            "(word) => document.querySelector('.token-card .spelling').textContent === word", arg=word
+        )
+    box = tokens(page).nth(4).bounding_box()
+    assert box["y"] + box["height"] <= card.bounding_box()["y"], "the card covers its token"
+    for link in page.get_by_role("navigation", name="Parts").get_by_role("link").all():
+        place = link.bounding_box()
+        assert place["x"] >= 0 and place["x"] + place["width"] <= 360, "a tab is out of sight"
+
+
+def visible(text: str) -> str:
+    return text.replace(" ", "␣").replace("\n", "⏎")
 
 
 def test_the_colours_hold_before_anything_is_painted(new_page: Callable[..., Any], studio: Studio) -> None:

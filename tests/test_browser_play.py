@@ -364,7 +364,7 @@ def test_copied_commands_give_the_same_text(kind: str, studio: Studio, page: Any
     assert made.stdout.removesuffix("\n") == text, made.stderr
 
 
-def test_two_checkpoints_side_by_side_from_one_seed(page: Any, studio: Studio) -> None:
+def test_two_checkpoints_and_two_models_side_by_side_from_one_seed(page: Any, studio: Studio) -> None:
     choose(page, "base")
     page.get_by_role("button", name="Side by side").click()
     page.get_by_label("Checkpoint of column 1").select_option("20")
@@ -381,6 +381,10 @@ def test_two_checkpoints_side_by_side_from_one_seed(page: Any, studio: Studio) -
     choose(page, HOSTILE, column=2)
     generate(page, "line 8:", max_tokens=10)
     assert page.locator(".branch").count() == 4
+    (seed,) = {re.search(r"seed (\d+)", text)[1] for text in page.locator("p.facts").all_inner_texts()}
+    for column, model in enumerate(({"model": "base", "checkpoint": 20}, {"model": HOSTILE})):
+        body = model | {"prompt": "line 8:", "settings": {"seed": int(seed), "max_tokens": 10}}
+        assert answer(page, column) == "".join(e["text"] for e in events_of(studio, body) if e["type"] == "token")
     page.get_by_role("button", name="Close column 2").click()
     assert page.locator(".column").count() == 1
 

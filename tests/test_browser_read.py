@@ -81,6 +81,25 @@ def test_two_checkpoints_are_compared(page: Any, studio: Studio) -> None:
     screenshot(page, "read-difference")
 
 
+def test_two_runs_are_compared_between_shared_borders(page: Any, studio: Studio) -> None:
+    page.get_by_role("link", name="Read").click()
+    page.get_by_label("Compare with").check()
+    page.get_by_label("Compared model", exact=True).select_option(HOSTILE)
+    parts = read(page)
+    found = asked(studio, "text", text=TEXT, against={"model": HOSTILE})
+    assert parts.all_text_contents() == [part["text"] for part in found["segments"]]
+    assert parts.count() < len(found["tokens"]) or parts.count() < len(found["other"]["tokens"])
+    facts = page.locator(".read .facts").all_inner_texts()
+    assert [f"{one['bits_per_byte']:.4g} bits per byte" in said for one, said in
+            zip((found, found["other"]), facts, strict=True)] == [True, True]  # fmt: skip
+    page.get_by_text("Bits per byte along the text").click()
+    bars = page.locator(".along")
+    for one, along in zip(bars.all(), (found["along"], found["other"]["along"]), strict=True):
+        assert one.locator("span").count() == len(along)
+        values = ", ".join(f"{part['bits_per_byte']:.4g}" for part in along)
+        assert one.get_attribute("aria-label") == f"Bits per byte along the text: {values}"
+
+
 def test_one_token_is_explained(page: Any, studio: Studio) -> None:
     tokens = read(page)
     index = tokens.count() - 4
@@ -147,6 +166,7 @@ def test_the_training_data_and_the_checkpoints(page: Any, studio: Studio) -> Non
     slider.press("Home")
     status = page.locator(".steps p[role=status]")
     assert f"{loss:.4g} nats per token" in status.inner_text()
+    check_learned(page, studio, index)
     check_writing(page, studio, index, first_step(studio))
     screenshot(page, "read-steps")
     page.get_by_role("button", name="again").click()
@@ -156,6 +176,18 @@ def test_the_training_data_and_the_checkpoints(page: Any, studio: Studio) -> Non
     assert f"{loss:.4g} nats per token" in status.inner_text()
     read(page, TEXT[:30])
     page.get_by_role("button", name="Read the text at each checkpoint").wait_for()
+
+
+def check_learned(page: Any, studio: Studio, index: int) -> None:
+    """The checkpoint that is named is the first from which on the token's probability stays at a half or more."""
+    with studio.http() as http:
+        answer = http.post("/studio/read/checkpoints", json={"model": "base", "text": TEXT}).text
+    learned = json.loads(answer.strip().split("\n\n")[-1][6:])["learned"]
+    for i in (index, next(n for n, step in enumerate(learned) if step is not None)):
+        page.locator(".read .text .t").nth(i).click()
+        said = f"Learned at step {learned[i]}:" if learned[i] is not None else "it is not learned."
+        page.locator(".steps").get_by_text(said).wait_for()
+    page.locator(".read .text .t").nth(index).click()
 
 
 def check_writing(page: Any, studio: Studio, index: int, step: int) -> None:

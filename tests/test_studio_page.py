@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import re
+import tomllib
 from pathlib import Path
 
 import gptworks
@@ -25,6 +26,12 @@ def test_vendored_files_have_the_sums_and_licences_that_the_list_names() -> None
 def test_the_static_files_are_small() -> None:
     sizes = {path: len(gzip.compress(path.read_bytes(), 9)) for path in STATIC.rglob("*") if path.is_file()}
     assert sum(sizes.values()) <= 400 * 1024
+
+
+def test_the_extra_is_the_servers() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    assert extras["studio"] == extras["serve"] and not set(extras["studio"]) & set(project["dependencies"])
 
 
 def test_own_files_are_short_and_make_no_markup_from_texts() -> None:

@@ -19,7 +19,8 @@ ROUTERS = {
     "play": play.router, "runs": runs.router, "read": read.router, "data": data.router, "model": model.router,
     "start": start.router,
 }  # fmt: skip
-"""The parts of the studio."""
+PARTS = ("play", "runs", "read", "time", "data", "model", "start")
+"""The parts of the studio, in the order of the tabs; `time` asks Play and Read."""
 
 
 def create_studio(
@@ -51,7 +52,7 @@ def create_studio(
     engines = Engines(app.state.service, library, device=device, backend=backend, max_idle_bytes=max_idle_bytes)
     app.state.service.load = engines.by_name
     app.state.studio = Studio(
-        app.state.service, library, engines, parts=tuple(ROUTERS), read_only=read_only, runs_at_once=runs_at_once
+        app.state.service, library, engines, parts=PARTS, read_only=read_only, runs_at_once=runs_at_once
     )
     return app
 

@@ -5,6 +5,7 @@ import { part, start } from "./shell.js";
 part("play", "Play", () => import("./play.js"));
 part("runs", "Runs", () => import("./runs.js"));
 part("read", "Read", () => import("./read.js"));
+part("time", "Through time", () => import("./time.js"));
 part("data", "Data", () => import("./data.js"));
 part("model", "Model", () => import("./model.js"));
 part("start", "Start", () => import("./start.js"));

@@ -1,12 +1,12 @@
 // The part Model: the architecture of a run, what each part of it takes and does, and its weights at a checkpoint.
 
 import { post } from "./api.js";
-import { count, figure } from "./format.js";
+import { count } from "./format.js";
 import { html, useEffect, useState } from "./ui.js";
 import { Architecture } from "./model/architecture.js";
 import { PartDetails } from "./model/details.js";
 import { Weights } from "./model/weights.js";
-import { ModelChoice } from "./choice.js";
+import { ModelChoice, stepOptions } from "./choice.js";
 
 const usable = (models) => models.filter((model) => !model.problem);
 
@@ -41,8 +41,7 @@ export function Part({ state, route }) {
       <label class="check"><input type="checkbox" checked=${against != null} disabled=${!steps.length}
         onChange=${(event) => setAgainst(event.target.checked ? steps[0].step : null)} /> Compare with</label>
       ${against != null && html`<select class="field" aria-label="Compared checkpoint" value=${against}
-        onChange=${(event) => setAgainst(Number(event.target.value))}>${[...steps].reverse().map((one) => html`<option
-          key=${one.step} value=${one.step}>step ${count(one.step)}${one.loss != null ? `, loss ${figure(one.loss)}` : ""}</option>`)}</select>`}
+        onChange=${(event) => setAgainst(Number(event.target.value))}>${stepOptions(steps)}</select>`}
     </div>
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     ${!sheet && !problem && html`<p class="quiet" role="status">Reading the architecture …</p>`}

@@ -72,7 +72,7 @@ export function Part({ state, shown, route }) {
       ${chat && html`<${Message} ...${{ session, busy, prepare }} />`}
     </div>
     <aside aria-label="Branches and settings">
-      <${Folding} name="Branches">${html`<${Branches} session=${session} />`}</${Folding}>
+      <${Folding} name="Branches" n=${session.tree.branches.size}>${html`<${Branches} session=${session} />`}</${Folding}>
       <${Folding} name="Settings"><${SettingsPanel} settings=${session.settings} options=${session.options}
         change=${session.changeSettings ??= (settings) => session.set({ settings })}
         changeOptions=${session.changeOptions ??= (options) => session.set({ options })} /></${Folding}>
@@ -116,10 +116,10 @@ function useFollowing(follows) {
 }
 
 /** A folding section, open where there is room. */
-function Folding({ name, children }) {
+function Folding({ name, n, children }) {
   const [open, setOpen] = useState(matchMedia(WIDE).matches);
   return html`<details class="folding card" open=${open} onToggle=${(event) => setOpen(event.target.open)}>
-    <summary><h2>${name}</h2></summary>${children}</details>`;
+    <summary><h2>${name}</h2>${n > 0 && html` <span class="quiet number">${n}</span>`}</summary>${children}</details>`;
 }
 
 function sends(event) {

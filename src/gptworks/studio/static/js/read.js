@@ -4,22 +4,20 @@ import { post } from "./api.js";
 import { count, figure } from "./format.js";
 import { taken } from "./shell.js";
 import { html, useEffect, useMemo, useRef, useState } from "./ui.js";
-import { Along } from "./read/along.js";
 import { ModelChoice } from "./choice.js";
+import { Along } from "./read/along.js";
+import { asked as wanted, Source } from "./read/source.js";
 import { DifferenceLegend, LossLegend, ReadText } from "./read/text.js";
-import { Steps, useSteps } from "./read/steps.js";
+import { newestOf, Steps, useSteps } from "./read/steps.js";
 import { Token } from "./read/token.js";
 
-const newestOf = (model) => Math.max(...(model?.checkpoints ?? []).map(({ step }) => step));
 const usable = (models) => models.filter((model) => !model.problem);
 
 export function Part({ state, route, shown }) {
   const models = state.models;
   const [chosen, choose] = useState({ model: null, checkpoint: null });
   const [against, setAgainst] = useState(null);
-  const [source, setSource] = useState("text");
-  const [text, setText] = useState("");
-  const [number, setNumber] = useState(0);
+  const [source, change] = useState({ kind: "text", text: "", number: 0 });
   const [found, setFound] = useState(null); // { body, answer }
   const [work, setWork] = useState(null);
   const [problem, setProblem] = useState(null);
@@ -37,8 +35,8 @@ export function Part({ state, route, shown }) {
     event?.preventDefault();
     abort.current?.abort();
     const asked = (abort.current = new AbortController());
-    const written = handed?.text === text ? { tokens: handed.tokens } : { text };
-    const body = given ?? { ...current, ...(source === "text" ? written : { document: number }) };
+    const written = source.kind === "text" && handed?.text === source.text ? { tokens: handed.tokens } : wanted(source);
+    const body = given ?? { ...current, ...written };
     setWork(asked);
     setProblem(null);
     say("Reading.");
@@ -62,8 +60,7 @@ export function Part({ state, route, shown }) {
       const { model, checkpoint, text: wrote, tokens, index: at } = brought;
       choose({ model, checkpoint });
       setAgainst(null);
-      setSource("text");
-      setText(wrote);
+      change({ kind: "text", text: wrote, number: 0 });
       hand({ text: wrote, tokens });
       read(null, { model, checkpoint, tokens }, at);
     } else if (models.some((model) => model.id === linked)) choose({ model: linked, checkpoint: null });
@@ -73,7 +70,6 @@ export function Part({ state, route, shown }) {
   };
   if (!usable(models).length) return html`<p class="notice">There is no run here that can be read with yet.</p>`;
   const earlier = models.find((model) => model.id === current.model)?.checkpoints[0]?.step ?? "last"; // what it knew at first
-  const ready = current.model && (source === "document" || text);
   return html`<div class="read">
     <h1 class="hidden-text">Read</h1>
     <form class="card composer" onSubmit=${read} onKeyDown=${keys}>
@@ -83,15 +79,9 @@ export function Part({ state, route, shown }) {
           setAgainst(event.target.checked ? { model: current.model, checkpoint: earlier } : null)} /> Compare with</label>
         ${against && html`<${ModelChoice} models=${models} chosen=${against} choose=${setAgainst} name="Compared model" />`}
       </div>
-      <div class="switch" role="group" aria-label="What to read">
-        ${[["text", "A text"], ["document", "A validation document"]].map(([kind, name]) => html`<button type="button"
-          key=${kind} class="button small" aria-pressed=${String(source === kind)} onClick=${() => setSource(kind)}>${name}</button>`)}
-      </div>
-      ${source === "text" ? html`<textarea class="field" rows="4" maxlength="100000" aria-label="Text" placeholder="Paste a text"
-          value=${text} onInput=${(event) => setText(event.target.value)}></textarea>`
-        : html`<${Document} chosen=${current} number=${number} setNumber=${setNumber} />`}
+      <${Source} chosen=${current} source=${source} change=${change} />
       <div class="actions">
-        <button class="button primary" disabled=${!ready || Boolean(work)}>Read <kbd>Ctrl Enter</kbd></button>
+        <button class="button primary" disabled=${!current.model || !wanted(source) || Boolean(work)}>Read <kbd>Ctrl Enter</kbd></button>
         ${work && html`<button type="button" class="button" onClick=${() => abort.current.abort()}>Stop</button>`}
       </div>
       ${problem && html`<p class="problem" role="alert">${problem}</p>`}
@@ -102,23 +92,6 @@ export function Part({ state, route, shown }) {
       model=${models.find((model) => model.id === found.body.model)} />`}
     <p class="hidden-text" role="status">${said}</p>
   </div>`;
-}
-
-/** Which document: those of a run's validation split have numbers. */
-function Document({ chosen, number, setNumber }) {
-  const [about, setAbout] = useState(null);
-  const [problem, setProblem] = useState(null);
-  useEffect(() => {
-    const asked = new AbortController();
-    setProblem(null);
-    post("studio/read/documents", chosen, { signal: asked.signal }).then(setAbout, (error) =>
-      error.name === "AbortError" || setProblem(error.message));
-    return () => asked.abort();
-  }, [chosen.model, chosen.checkpoint]);
-  if (problem) return html`<p class="problem" role="alert">${problem}</p>`;
-  return html`<label class="document">Document <input class="field" type="number" min="0" max=${about ? about.n_documents - 1 : null}
-      step="1" required value=${number} onInput=${(event) => setNumber(Math.max(0, Math.floor(Number(event.target.value))))} />
-    <span class="quiet">${about ? `of ${count(about.n_documents)}, numbered from 0` : "Loading …"}</span></label>`;
 }
 
 function Found({ found, index, setIndex, sought, steps, setSteps, weights, setWeights, say, model }) {

@@ -24,6 +24,12 @@ function Bar({ logprob, of }) {
 
 /** `anchor`: the token's element. `pinned`: it stays, and takes the focus. */
 export function TokenCard({ token, place, anchor, pinned, take, edit, why, close, hold, release }) {
+  const beside = (by) => { // a token is small for a finger
+    const all = [...anchor.closest(".text").querySelectorAll(".t")];
+    const next = all[all.indexOf(anchor) + by];
+    next?.click();
+    next?.scrollIntoView({ block: "nearest" });
+  };
   const card = useRef(null);
   useLayoutEffect(() => {
     const { style } = card.current;
@@ -53,6 +59,8 @@ export function TokenCard({ token, place, anchor, pinned, take, edit, why, close
       onPointerEnter=${hold} onPointerLeave=${release}>
     <div class="head"><bdi class="spelling">${visible(token.spelling)}</bdi>
       <span class="quiet number">id ${token.id}</span><span class="fill"></span>
+      <button class="button small beside" aria-label="Token before" onClick=${() => beside(-1)}>‹</button>
+      <button class="button small beside" aria-label="Token after" onClick=${() => beside(1)}>›</button>
       <button class="button plain small" aria-label="Close" onClick=${() => close(true)}>✕</button></div>
     <p class="figures number">${token.logprob == null ? html`<span class="quiet">Not scored.</span>` : html`
       <b>${percent(Math.exp(token.logprob))}</b> by the model, rank ${token.rank}${sampled && html`,

@@ -1,7 +1,8 @@
 // One column: which model, its text or conversation, what can be done with it.
 
 import { token as apiKey } from "../api.js";
-import { count, figure, short } from "../format.js";
+import { stepOptions } from "../choice.js";
+import { count, short } from "../format.js";
 import { go } from "../shell.js";
 import { html, useEffect, useRef, useState } from "../ui.js";
 import { TokenCard } from "./card.js";
@@ -115,8 +116,7 @@ function ModelChoice({ session, index, column, models, model }) {
         <option value="best">best${stepOf(checkpoints, "best")}</option>
         <option value="last">last${stepOf(checkpoints, "last")}</option>
         ${gone && html`<option value=${column.checkpoint}>step ${count(column.checkpoint)} (gone)</option>`}
-        ${[...checkpoints].reverse().map(({ step, loss }) => html`<option key=${step} value=${step}>step ${count(step)}${
-          loss != null ? `, loss ${figure(loss)}` : ""}</option>`)}
+        ${stepOptions(checkpoints)}
       </select></label>`}
     ${model?.parameters != null && html`<span class="quiet number about-model">${short(model.parameters)} parameters${
       model.context != null && html` · context ${count(model.context)}`}</span>`}`;

@@ -42,8 +42,12 @@ export function useSteps(body, answer) {
   return { found, problem, work, look };
 }
 
-/** `newest`: the run's last step, which may be beyond those that were read. */
-export function Steps({ through: { found, problem, work, look }, body, answer, index, steps, setSteps, context, newest }) {
+/** The step of a run's last checkpoint. */
+export const newestOf = (model) => Math.max(...(model?.checkpoints ?? []).map(({ step }) => step));
+
+/** `newest`: the run's last step, which may be beyond those that were read; `writing`: what a checkpoint writes is
+    shown without a click. */
+export function Steps({ through: { found, problem, work, look }, body, answer, index, steps, setSteps, context, newest, writing = false }) {
   const points = found?.points ?? [];
   const at = steps ? points.findIndex((point) => point.step === steps.step) : points.length - 1;
   const whole = found && points.length === found.steps.length && found.steps.at(-1) === newest;
@@ -65,12 +69,12 @@ export function Steps({ through: { found, problem, work, look }, body, answer, i
         ${steps && html` <button class="button small" onClick=${() => setSteps(null)}>Show step ${count(answer.step)} again</button>`}</p>
       <div class="curves"><${Curve} points=${points.map(({ step, loss }) => [step, loss])} at=${at} name="Loss of the text, nats per token"
           text=${figure} />
-        ${index != null && html`<${Curve} points=${points.map(({ step, nats }) => [step, Math.exp(-nats[index])])} at=${at} most=${1}
+        ${index != null && html`<${Curve} points=${points.map(({ step, nats }) => [step, Math.exp(-(nats[index] ?? Infinity))])} at=${at} most=${1}
           name=${`Probability of ${visible(answer.tokens[index].spelling)}`} text=${percent} />`}</div>
       ${!work && found.learned && index != null && html`<p>${found.learned[index] == null
         ? `At the last checkpoint its probability is below ${percent(found.threshold)}: it is not learned.`
         : `Learned at step ${count(found.learned[index])}: from there on its probability stays at ${percent(found.threshold)} or more.`}</p>`}
-      ${index != null && html`<${Writes} ...${{ body, answer, index, context }} step=${points[at].step} />`}`}
+      <${Writes} ...${{ body, answer, index, context, writing }} step=${points[at].step} />`}
   </section>`;
 }
 

@@ -23,16 +23,16 @@ export function differenceShade({ nats, other_nats: other }) {
 }
 
 export const LossLegend = () => html`<${Legend} about="Loss of each token" names=${LOSS_NAMES} letter="s" />`;
-export const DifferenceLegend = () => html`<${Legend} about="The second model needs" names=${DIFFERENCE_NAMES} letter="d" />`;
+export const DifferenceLegend = ({ about = "The second model needs" }) => html`<${Legend} about=${about} names=${DIFFERENCE_NAMES} letter="d" />`;
 
 function Legend({ about, names, letter }) {
   return html`<span class="quiet">${about}</span> <span class="legend" role="img" aria-label=${`${about}: ${names.join(", ")}`}>
     ${names.map((name, i) => html`<span key=${i} class=${`t ${letter}${i}`}>${name}</span>`)}</span>`;
 }
 
-function said(item) {
+function said(item, second) {
   if (item.nats == null) return "not predicted";
-  if ("other_nats" in item) return `${figure(item.nats)} nats, the second model ${figure(item.other_nats)}`;
+  if ("other_nats" in item) return `${figure(item.nats)} nats, ${second} ${figure(item.other_nats)}`;
   return `${figure(item.nats)} nats, ${percent(Math.exp(-item.nats))}`;
 }
 
@@ -52,7 +52,7 @@ const Chunk = memo(function Chunk({ items, from, to, index, first, weights }) {
 const place = (item, i) => (item.tokens ? item.tokens[1] - 1 : i);
 
 /** `pick(i)` is called with the chosen token's place. */
-export function ReadText({ tokens, segments, index, pick, say, weights }) {
+export function ReadText({ tokens, segments, index, pick, say, weights, second = "the second model" }) {
   const pane = useRef(null);
   const cursor = useRef(null);
   const items = segments ?? tokens;
@@ -75,7 +75,7 @@ export function ReadText({ tokens, segments, index, pick, say, weights }) {
       mark(element);
       element.scrollIntoView({ block: "nearest" });
       const item = items[Number(element.dataset.i)];
-      say(`${visible(item.spelling ?? item.text)}, ${said(item)}`);
+      say(`${visible(item.spelling ?? item.text)}, ${said(item, second)}`);
     } else if (event.key === "Enter" && cursor.current) {
       event.preventDefault();
       take(cursor.current);
@@ -84,7 +84,7 @@ export function ReadText({ tokens, segments, index, pick, say, weights }) {
   const over = (event) => {
     const element = event.target.closest(".t");
     const item = element && items[Number(element.dataset.i)];
-    if (item) element.title = `${visible(item.spelling ?? item.text)}: ${said(item)}`;
+    if (item) element.title = `${visible(item.spelling ?? item.text)}: ${said(item, second)}`;
   };
   const click = (event) => {
     const element = event.target.closest(".t");

@@ -24,11 +24,11 @@ export function Token({ body, answer, index, sought, weights, setWeights }) {
   const token = answer.tokens[index];
   const look = (row) => setWeights(heads.of(row));
   return html`<section class="token" aria-label="The chosen token" ref=${section}>
-    <h2>Why <bdi class="spelling">${visible(token.spelling)}</bdi>? <span class="quiet number">token ${count(index)} · ${
-      figure(token.nats)} nats · ${percent(Math.exp(-token.nats))}</span></h2>
+    <h2>Why <bdi class="spelling">${visible(token.spelling)}</bdi>? <span class="quiet number">token ${count(index)} · probability ${
+      percent(Math.exp(-token.nats))} · ${figure(token.nats)} nats</span></h2>
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     ${!found && !problem && html`<p class="quiet" role="status">Looking into the model …</p>`}
-    ${found && html`<${InWords} lens=${found.lens} parts=${sorted(found.attribution)} index=${index} against=${found.attribution.against} />
+    ${found && html`<${InWords} token=${token} lens=${found.lens} parts=${sorted(found.attribution)} index=${index} against=${found.attribution.against} />
     <div class="panels">
       <${Attribution} made=${found.attribution} lens=${found.lens} tokens=${answer.tokens}
         ...${{ index, against, setAgainst, weights, look, heads }} />
@@ -39,9 +39,9 @@ export function Token({ body, answer, index, sought, weights, setWeights }) {
 }
 
 /** The model's own prediction, and the parts that made it, largest first. */
-function InWords({ lens, parts, index, against }) {
+function InWords({ token, lens, parts, index, against }) {
   const { top, rank, probability } = lens.layers.at(-1)[lens.tokens.indexOf(index)];
-  const others = rank === 1 ? top.slice(1, 4) : top.slice(0, 3);
+  const others = top.filter(({ id }) => id !== token.id).slice(0, 3);
   const named = (one) => html`<bdi class="spelling">${visible(one.spelling)}</bdi> ${percent(one.probability)}`;
   const [most] = parts.filter(({ value }) => value > 0);
   const [least] = parts.filter(({ value }) => value < 0);
@@ -109,8 +109,8 @@ function Attribution({ made, lens, tokens, index, against, setAgainst, weights, 
       all ? "Show the largest" : `Show all ${count(parts.length)}`}</button>`}
     <p class="number" role="status">${weights ? html`${weights.name} looks at ${lookedAt(weights, tokens)}` : html`<span
       class="quiet">Choose a head to see which tokens it looks at.</span>`}</p>
-    <p class="quiet number">Together ${figure(made.logit)}${made.logit.toPrecision(4) !== made.capped_logit.toPrecision(4) &&
-      `, which the model caps to ${figure(made.capped_logit)}`}. The last norm's divisor is taken as it is here.</p></section>`;
+    <p class="quiet number">All parts together make ${made.against ? "this difference of the logits" : "the logit"}: ${figure(made.logit)}${made.logit.toPrecision(4) !== made.capped_logit.toPrecision(4) &&
+      `, which the model caps to ${figure(made.capped_logit)}`}. They add up because the last norm's factor is held as it is at this token.</p></section>`;
 }
 
 /** The tokens to which a head gives most. */

@@ -61,7 +61,7 @@ export function LeftOut({ reasons }) {
 }
 
 /** Where else a run can be looked at. */
-const LEADS = { play: "Play", read: "Read", data: "Data", model: "Model", start: "Start from it" };
+const LEADS = { play: "Play", read: "Read", time: "Through time", data: "Data", model: "Model", start: "Start from it" };
 
 function Row({ row, style, toggle, parts }) {
   const state = row.problem ? "cannot be read" : !row.whole ? "reading…" : row.state;

@@ -1,0 +1,39 @@
+// What is read: a text, or a document of a run's validation split.
+
+import { post } from "../api.js";
+import { count } from "../format.js";
+import { html, useEffect, useState } from "../ui.js";
+
+/** `source`: { kind: "text" | "document", text, number }. */
+export function Source({ chosen, source, change }) {
+  return html`<div class="switch" role="group" aria-label="What to read">
+      ${[["text", "A text"], ["document", "A validation document"]].map(([kind, name]) => html`<button type="button" key=${kind}
+        class="button small" aria-pressed=${String(source.kind === kind)} onClick=${() => change({ ...source, kind })}>${name}</button>`)}
+    </div>
+    ${source.kind === "text" ? html`<textarea class="field" rows="4" maxlength="100000" aria-label="Text" placeholder="Paste a text"
+        value=${source.text} onInput=${(event) => change({ ...source, text: event.target.value })}></textarea>`
+      : html`<${Document} chosen=${chosen} number=${source.number} setNumber=${(number) => change({ ...source, number })} />`}`;
+}
+
+/** The source as the server takes it; null: there is no text yet. */
+export function asked({ kind, text, number }) {
+  if (kind === "document") return { document: number };
+  return text ? { text } : null;
+}
+
+/** Which document: those of a run's validation split have numbers. */
+function Document({ chosen, number, setNumber }) {
+  const [about, setAbout] = useState(null);
+  const [problem, setProblem] = useState(null);
+  useEffect(() => {
+    const asking = new AbortController();
+    setProblem(null);
+    post("studio/read/documents", chosen, { signal: asking.signal }).then(setAbout, (error) =>
+      error.name === "AbortError" || setProblem(error.message));
+    return () => asking.abort();
+  }, [chosen.model, chosen.checkpoint]);
+  if (problem) return html`<p class="problem" role="alert">${problem}</p>`;
+  return html`<label class="document">Document <input class="field" type="number" min="0" max=${about ? about.n_documents - 1 : null}
+      step="1" required value=${number} onInput=${(event) => setNumber(Math.max(0, Math.floor(Number(event.target.value))))} />
+    <span class="quiet">${about ? `of ${count(about.n_documents)}, numbered from 0` : "Loading …"}</span></label>`;
+}
