@@ -100,6 +100,7 @@ function Found({ found, index, setIndex, sought, steps, setSteps, weights, setWe
   const shown = useMemo(() => (steps ? answer.tokens.map((token, i) => ({ ...token, nats: steps.nats[i] })) : answer.tokens),
     [answer, steps]);
   const [differs, setDiffers] = useState(Boolean(answer.segments));
+  const second = answer.other && (answer.other.model === answer.model ? `step ${count(answer.other.step)}` : answer.other.model);
   const difference = differs && !steps; // the slider's checkpoint is shown by its loss
   const pick = (i) => {
     setIndex(i);
@@ -110,14 +111,14 @@ function Found({ found, index, setIndex, sought, steps, setSteps, weights, setWe
         ${answer.segments && html`<div class="switch" role="group" aria-label="Colour by">
           <button class="button small" aria-pressed=${String(!difference)} onClick=${() => setDiffers(false)}>Loss</button>
           <button class="button small" aria-pressed=${String(difference)} onClick=${() => setDiffers(true)}>Difference</button></div>`}
-        ${difference ? html`<${DifferenceLegend} />` : html`<${LossLegend} />`}
+        ${difference ? html`<${DifferenceLegend} about=${`${second} needs`} />` : html`<${LossLegend} />`}
         ${weights && html`<span class="quiet">Underlined: what ${weights.name} looks at</span>`}
       </div>
       <p class="quiet">Click a token to see why the model expects it or not.</p>
       <${Figures} answer=${answer} name=${answer.other ? answer.model : null} />
       ${answer.other && html`<${Figures} answer=${answer.other} name=${answer.other.model} />`}
       <${ReadText} tokens=${shown} segments=${difference ? answer.segments : null} index=${index} pick=${pick} say=${say}
-        weights=${weights} />
+        weights=${weights} second=${second} />
       <${Along} parts=${answer.along} other=${answer.other?.along} />
     </section>
     ${index != null && html`<${Token} key=${index} ...${{ body, answer, index, weights, setWeights, sought }} />`}

@@ -167,7 +167,7 @@ function Actions({ session, index, branch, work, say, context, edit }) {
       <button class="button plain small" onClick=${copy(python, "Python")}>Copy as Python</button></span>`}
     </div>
     ${full && html`<p class="quiet hint" id=${`full-${index}`}>It cannot be continued: the text fills the model's context of ${
-      count(context)} tokens.${edit && " “Edit text” takes it up again, shorter."}</p>`}
+      count(context)} tokens.${edit && " Shorten it with “Edit text” to go on."}</p>`}
     ${shown && html`<div class="copied"><div class="head"><span class="quiet">${shown.name}</span><span class="fill"></span>
       <button class="button plain small" aria-label="Close the copied text" onClick=${() => show(null)}>✕</button></div>
       <pre class="mono" tabindex="0" aria-label=${`As ${shown.name}`}>${shown.text}</pre></div>`}`;

@@ -23,7 +23,7 @@ export function differenceShade({ nats, other_nats: other }) {
 }
 
 export const LossLegend = () => html`<${Legend} about="Loss of each token" names=${LOSS_NAMES} letter="s" />`;
-export const DifferenceLegend = ({ about = "The second model needs" }) => html`<${Legend} about=${about} names=${DIFFERENCE_NAMES} letter="d" />`;
+export const DifferenceLegend = ({ about }) => html`<${Legend} about=${about} names=${DIFFERENCE_NAMES} letter="d" />`;
 
 function Legend({ about, names, letter }) {
   return html`<span class="quiet">${about}</span> <span class="legend" role="img" aria-label=${`${about}: ${names.join(", ")}`}>
@@ -52,7 +52,7 @@ const Chunk = memo(function Chunk({ items, from, to, index, first, weights }) {
 const place = (item, i) => (item.tokens ? item.tokens[1] - 1 : i);
 
 /** `pick(i)` is called with the chosen token's place. */
-export function ReadText({ tokens, segments, index, pick, say, weights, second = "the second model" }) {
+export function ReadText({ tokens, segments, index, pick, say, weights, second }) {
   const pane = useRef(null);
   const cursor = useRef(null);
   const items = segments ?? tokens;
