@@ -22,7 +22,7 @@ export function Part({ state, route, shown }) {
   const [work, setWork] = useState(null);
   const [problem, setProblem] = useState(null);
   const [index, setIndex] = useState(null);
-  const [sought, seek] = useState(false); // the chosen token is what another part led to
+  const [sought, seek] = useState(null); // the token to which another part led
   const [steps, setSteps] = useState(null); // what each token costs at the checkpoint of the slider
   const [weights, setWeights] = useState(null); // of one head, over the tokens before the chosen one
   const [handed, hand] = useState(null); // a text that Play wrote, as its tokens
@@ -44,7 +44,7 @@ export function Part({ state, route, shown }) {
       const answer = await post("studio/read/text", { ...body, against: given ? null : against }, { signal: asked.signal });
       setFound({ body: { ...body, checkpoint: answer.step }, answer });
       setIndex(at);
-      seek(at != null);
+      seek(at);
       setSteps(null);
       setWeights(null);
       say(`${count(answer.n_tokens)} tokens, ${figure(answer.loss)} nats per token.`);
@@ -121,7 +121,7 @@ function Found({ found, index, setIndex, sought, steps, setSteps, weights, setWe
         weights=${weights} second=${second} />
       <${Along} parts=${answer.along} other=${answer.other?.along} />
     </section>
-    ${index != null && html`<${Token} key=${index} ...${{ body, answer, index, weights, setWeights, sought }} />`}
+    ${index != null && html`<${Token} key=${index} ...${{ body, answer, index, weights, setWeights }} sought=${sought === index} />`}
     <${Steps} ...${{ through, body, answer, index, steps, setSteps }} context=${model?.context} newest=${newestOf(model)} />`;
 }
 
