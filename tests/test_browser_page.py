@@ -235,7 +235,7 @@ def test_a_thumb_steps_from_token_to_token(new_page: Callable[..., Any], studio:
     page = new_page(viewport={"width": 360, "height": 780}, has_touch=True)
     page.goto(studio.url)
     choose(page, "base")
-    generate(page, "line 7:", max_tokens=12, seed=3)
+    generate(page, "line 7:")
     tokens(page).nth(3).tap()
     card = page.get_by_role("dialog", name="Token")
     for name, at in (("Token after", 4), ("Token after", 5), ("Token before", 4)):
