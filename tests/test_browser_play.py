@@ -294,12 +294,16 @@ def test_settings_have_the_engines_defaults_and_are_sent(page: Any) -> None:
 
 def test_a_prompt_that_was_scored_can_be_changed_at_a_token(page: Any) -> None:
     choose(page, "base")
+    generate(page, "line 7: the quick", seed=1, max_tokens=5)
+    page.locator(".text .t[data-part=prompt]").nth(3).click()
+    assert "“score the prompt” in the settings" in page.locator(".token-card .figures").inner_text()
+    page.keyboard.press("Escape")
     page.get_by_label("score the prompt").check()
     generate(page, "line 7: the quick", seed=1, max_tokens=5)
     page.locator(".text .t[data-part=prompt]").nth(3).click()
     row = page.locator(".token-card .row:not(:disabled)").first
     row.click()
-    page.wait_for_function("() => document.querySelectorAll('.branch').length === 2")
+    page.wait_for_function("() => document.querySelectorAll('.branch').length === 3")
     finish(page)
     assert page.locator(".text .t[data-part=prompt]").count() == 4
 

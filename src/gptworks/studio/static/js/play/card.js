@@ -22,6 +22,12 @@ function Bar({ logprob, of }) {
     percent(Math.exp(logprob))}</span>${said}</span>`;
 }
 
+function unscored({ part, i }) {
+  if (part !== "prompt") return "Not scored.";
+  return i === 0 ? "No token stands before it: the model does not predict it."
+    : "Not scored: “score the prompt” in the settings gives the prompt's tokens their probabilities.";
+}
+
 /** `anchor`: the token's element. `pinned`: it stays, and takes the focus. */
 export function TokenCard({ token, place, anchor, pinned, take, edit, why, close, hold, release }) {
   const beside = (by) => { // a token is small for a finger
@@ -62,7 +68,7 @@ export function TokenCard({ token, place, anchor, pinned, take, edit, why, close
       <button class="button small beside" aria-label="Token before" onClick=${() => beside(-1)}>‹</button>
       <button class="button small beside" aria-label="Token after" onClick=${() => beside(1)}>›</button>
       <button class="button plain small" aria-label="Close" onClick=${() => close(true)}>✕</button></div>
-    <p class="figures number">${token.logprob == null ? html`<span class="quiet">Not scored.</span>` : html`
+    <p class="figures number">${token.logprob == null ? html`<span class="quiet">${unscored(place)}</span>` : html`
       <b>${percent(Math.exp(token.logprob))}</b> by the model, rank ${token.rank}${sampled && html`,
       <b> ${percent(Math.exp(token.after.logprob))}</b> after sampling`}${token.chosen && ", chosen by you"}`}</p>
     ${token.top?.length > 0 && html`<div class="rows">
