@@ -161,7 +161,11 @@ def test_the_keyboard_suffices(page: Any) -> None:
     assert page.evaluate("() => document.activeElement.classList.contains('text')")
     page.keyboard.press("Enter")
     page.locator(".token-card .row:focus").wait_for()
-    page.keyboard.press("ArrowDown")
+    for _ in range(2):  # past the first button, to the last
+        page.keyboard.press("ArrowUp")
+    assert page.evaluate("() => document.activeElement.textContent") == "Why this token?"
+    for _ in range(3):
+        page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     finish(page)
     page.wait_for_function("() => document.querySelectorAll('.branch').length === 2")

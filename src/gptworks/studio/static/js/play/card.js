@@ -51,7 +51,7 @@ export function TokenCard({ token, place, anchor, pinned, take, edit, why, close
     if (pinned) (card.current.querySelector(".row:not(:disabled)") ?? card.current).focus({ preventScroll: true });
   }, [pinned, anchor]);
   const keys = (event) => {
-    const all = [...card.current.querySelectorAll("button:not(:disabled)")];
+    const all = [...card.current.querySelectorAll("button:not(:disabled)")].filter((one) => one.checkVisibility());
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (event.key === "Escape") close(true);
     else if (step) {
