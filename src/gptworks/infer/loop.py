@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -139,7 +139,8 @@ def _log_failure(error: Exception) -> None:
 def _wake_all(streams: list["Stream"]) -> None:
     for stream in streams:
         stream._woken = False
-        stream._event.set()
+        if stream._waiter is not None and not stream._waiter.done():
+            stream._waiter.set_result(None)
 
 
 class Stream:
@@ -148,7 +149,8 @@ class Stream:
     def __init__(self, loop: EngineLoop, max_unread: int | None = None, patience: int = 1) -> None:
         self._loop, self._max_unread, self._patience = loop, max_unread, patience
         self._asyncio = asyncio.get_running_loop()
-        self._event, self._woken = asyncio.Event(), False
+        self._waiter: asyncio.Future[None] | None = None  # the reader, while there is nothing to read
+        self._woken = False
         self._unread: deque[tuple[int, Piece | Exception, float]] = deque()
         self._n_unfinished = 0
         self.cancelled = False
@@ -210,9 +212,9 @@ class Stream:
     async def _batches(self) -> AsyncGenerator[Batch]:
         try:
             while self._n_unfinished:
-                self._event.clear()
                 if not self._unread:
-                    await self._event.wait()
+                    self._waiter = self._asyncio.create_future()
+                    await self._waiter
                 batch: Batch = []
                 while self._unread:
                     number, piece, came_at = self._unread.popleft()
@@ -237,8 +239,8 @@ class _Reading(AsyncIterator[Batch]):
     def __init__(self, stream: Stream, generator: AsyncGenerator[Batch]) -> None:
         self._stream, self._generator = stream, generator
 
-    async def __anext__(self) -> Batch:
-        return await anext(self._generator)
+    def __anext__(self) -> Awaitable[Batch]:
+        return anext(self._generator)
 
     async def aclose(self) -> None:
         """Leave now."""

@@ -1,5 +1,6 @@
 """What the two endpoints that generate text do alike: settings from a request, and an answer, whole or in chunks."""
 
+import json
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -33,6 +34,9 @@ def sampling_settings(body: openai.SamplingFields, **more: Any) -> SamplingSetti
 
 Body = TypeVar("Body", bound=openai.SamplingFields)
 
+_TEXT = "@text@"
+_quoted = json.JSONEncoder(ensure_ascii=False).encode
+
 
 class Answer(ABC, Generic[Body]):
     """The texts of a request in the JSON of its endpoint."""
@@ -48,6 +52,9 @@ class Answer(ABC, Generic[Body]):
         self._frame = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": generation.model.name
         }  # fmt: skip
+        options = body.stream_options
+        self._with_usage = options is not None and options.include_usage
+        self._around_text: dict[int, tuple[str, str]] = {}
 
     @abstractmethod
     def choices(self, entries: list[list[Entry]]) -> list[Any]:
@@ -67,16 +74,23 @@ class Answer(ABC, Generic[Body]):
             **self._frame, object=self.whole_object, choices=self.choices(entries), usage=self.generation.usage()
         )
 
-    async def chunks(self) -> AsyncGenerator[list[BaseModel]]:
-        """The texts as they come. If the last chunk gives the usage, the others have a null."""
-        frame, options = {**self._frame, "object": self.chunk_object}, self.body.stream_options
-        with_usage = options is not None and options.include_usage
-        no_usage = {"usage": None} if with_usage else {}
+    async def chunks(self) -> AsyncGenerator[list[str]]:
+        """The texts as they come, in JSON. If the last chunk gives the usage, the others have a null."""
         async for deltas in self.generation.deltas():
-            yield [
-                self.chunk_type(**frame, choices=[choice], **no_usage)
-                for delta in deltas
-                for choice in self.chunk_choices(delta)
-            ]
-        if with_usage:
-            yield [self.chunk_type(**frame, choices=[], usage=self.generation.usage())]
+            yield [chunk for delta in deltas for chunk in self._chunks(delta)]
+        if self._with_usage:
+            yield [self._chunk([], self.generation.usage())]
+
+    def _chunks(self, delta: Delta) -> list[str]:
+        """A delta's chunks. Most bring text alone, and differ in nothing else: what stands around it is made once."""
+        if not delta.text or delta.entries or delta.first or delta.finish_reason is not None:
+            return [self._chunk([choice]) for choice in self.chunk_choices(delta)]
+        around = self._around_text.get(delta.choice)
+        if around is None:
+            before, _, after = self._chunk(self.chunk_choices(delta._replace(text=_TEXT))).rpartition(_quoted(_TEXT))
+            around = self._around_text[delta.choice] = before, after
+        return [around[0] + _quoted(delta.text) + around[1]]
+
+    def _chunk(self, choices: list[Any], usage: openai.Usage | None = None) -> str:
+        frame = self._frame | ({"usage": usage} if self._with_usage else {})
+        return self.chunk_type(**frame, object=self.chunk_object, choices=choices).model_dump_json(exclude_unset=True)

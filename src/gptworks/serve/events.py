@@ -32,8 +32,8 @@ class EventStream(StreamingResponse):
 
     @staticmethod
     def json_of(chunk: Any) -> str:
-        """A chunk as it is sent."""
-        text: str = chunk.model_dump_json(exclude_unset=True)
+        """A chunk as it is sent: JSON in one line."""
+        text: str = chunk
         return text
 
     @staticmethod

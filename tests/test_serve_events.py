@@ -1,0 +1,76 @@
+"""Events of a stream equal, byte for byte, what the interface's types make of each chunk."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gptworks.infer.text import Piece
+from gptworks.serve import openai
+from gptworks.serve.answer import Answer
+from gptworks.serve.chat import ChatAnswer
+from gptworks.serve.completions import CompletionAnswer
+from gptworks.serve.generate import Delta, Entry
+
+TEXTS = [
+    "a",
+    " naïve 🙂",
+    '"quoted" \\ and\n\t\r\b\f',
+    "\x00\x01\x1f\x7f",
+    "\u2028\ufffd",
+    "@text@",
+    '","text":"@text@"',
+]
+PIECE = Piece(0, "", 1)
+ENTRY = Entry("a", [97], -0.5, [("a", [97], -0.5), ("\n", [10], -1.0)], 0)
+DELTAS = [
+    *(Delta(i, text, [], None, text == TEXTS[0], PIECE) for text in TEXTS for i in range(2)),
+    Delta(0, "", [], None, False, PIECE),
+    Delta(0, "a", [ENTRY], None, False, PIECE),
+    Delta(1, "end", [], "length", False, PIECE),
+    Delta(0, "", [], "stop", False, PIECE),
+]
+COMPLETION = {"model": "m", "prompt": "a", "logprobs": 2}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2}
+
+
+class Texts:
+    """Stands for a generation: gives the deltas, several at a time."""
+
+    model = SimpleNamespace(name="@text@")
+
+    async def deltas(self) -> Any:
+        for i in range(0, len(DELTAS), 3):
+            yield DELTAS[i : i + 3]
+
+    def usage(self) -> openai.Usage:
+        details = openai.PromptTokensDetails(cached_tokens=0)
+        return openai.Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3, prompt_tokens_details=details)
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}], ids=["plain", "usage"])
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_an_event_is_what_the_types_make_of_it(kind: str, options: dict[str, Any]) -> None:
+    generation: Any = Texts()
+    answer: Answer[Any]
+    if kind == "chat":
+        answer = ChatAnswer(generation, openai.ChatRequest.model_validate(CHAT | {"stream": True} | options))
+    else:
+        request = openai.CompletionRequest.model_validate(COMPLETION | {"stream": True} | options)
+        answer = CompletionAnswer(generation, request)
+
+    async def chunks() -> list[str]:
+        return [chunk async for several in answer.chunks() for chunk in several]
+
+    sent = asyncio.run(chunks())
+    type_of: Any = answer.chunk_type
+    first = type_of.model_validate_json(sent[0])
+    frame = {"id": first.id, "object": answer.chunk_object, "created": first.created, "model": "@text@"}
+    no_usage: dict[str, Any] = {"usage": None} if options else {}
+    made = [
+        type_of(**frame, choices=[choice], **no_usage) for delta in DELTAS for choice in answer.chunk_choices(delta)
+    ]
+    if options:
+        made.append(type_of(**frame, choices=[], usage=generation.usage()))
+    assert sent == [chunk.model_dump_json(exclude_unset=True) for chunk in made]
