@@ -1,15 +1,23 @@
-"""The server beside transformers' and llama.cpp's: tokens per second at 1, 8 and 32 requests at once, from one run.
+"""The server beside transformers' and llama.cpp's, and beside our engine alone: tokens per second, from one run.
 
     python bench/serve.py --llama-server /path/to/llama-server
 
-The model is GPT-2 124M with random weights and a tokenizer made of the standard library's sources. Each client sends
-one prompt after another to /v1/completions (some 64 tokens of the standard library each, no two alike, greedy) and
-waits for 64 tokens more. Servers run one at a time, take turns, and have all threads; figures are medians over rounds.
-Without --llama-server it is looked for on PATH; a peer that is not there is left out, and said.
+The model is GPT-2 124M with random weights and a tokenizer made of the standard library's sources. 1, 8, 32 and 128
+clients send one prompt after another to /v1/completions (some 64 tokens of the standard library each, no two alike,
+greedy) and wait for 64 tokens more. `engine` is gptworks without a server: the same requests, as many at once, in one
+process. All run one at a time, take turns, and have all threads; figures are medians over rounds. `--stream`: the
+clients read a stream of events, so that each token is sent by itself.
+
+Without --llama-server it is looked for on PATH; a peer that is not there is left out, and said. The clients are one
+process, whose share of a core is printed, and so is what a server takes of a core when nobody asks.
 """
 
 import argparse
 import asyncio
+import itertools
+import json
+import os
+import re
 import shutil
 import signal
 import socket
@@ -18,19 +26,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 
 from gptworks.checkpoint import save_checkpoint
 from gptworks.data.sources.choose import iter_documents
 from gptworks.device import device_name
+from gptworks.infer.client import run_many
+from gptworks.infer.engine import load
+from gptworks.infer.request import Request
+from gptworks.infer.sampling import SamplingSettings
 from gptworks.interop.gguf import export_gguf
 from gptworks.interop.huggingface import export_huggingface
 from gptworks.model import GPT
@@ -41,10 +56,14 @@ from gptworks.tokenizer import save_tokenizer, train_tokenizer
 from gptworks.train.progress import Progress
 
 PRESET, PROMPT_CHARACTERS, NEW_TOKENS = "gpt2", 220, 64
-CONCURRENCY = (1, 8, 32)
-REQUESTS_A_CLIENT = 2
+CONCURRENCY = (1, 8, 32, 128)
+REQUESTS_A_CLIENT = {1: 2, 8: 2, 32: 2, 128: 1}
 KINDS: tuple[Weights, ...] = ("bf16", "int8")
 PATIENCE_SECONDS = 600
+IDLE_SECONDS = 4
+
+Measure = Callable[[list[str], int], float]
+"""Tokens per second for some prompts, so many of them at once."""
 
 
 @dataclass(frozen=True)
@@ -79,25 +98,28 @@ def make_model(folder: Path) -> list[str]:
     for kind in ("bf16", "q8_0"):
         export_gguf(folder / "run", folder / f"{kind}.gguf", quantization=kind)  # type: ignore[arg-type]
     long = [text for text in texts if len(text) > 4 * PROMPT_CHARACTERS]
-    return [text[PROMPT_CHARACTERS : 2 * PROMPT_CHARACTERS] for text in long]
+    return list(dict.fromkeys(text[PROMPT_CHARACTERS : 2 * PROMPT_CHARACTERS] for text in long))
 
 
 def servers(folder: Path, port: int, llama_server: str | None) -> dict[str, Server]:
     """Those that can run here."""
-    python = [sys.executable, "-m", "gptworks", "serve"]
-    slots, context = max(CONCURRENCY), max(CONCURRENCY) * 256
+    python = [sys.executable, "-m", "gptworks", "serve", "--port", str(port)]
+    slots, context = str(max(CONCURRENCY)), str(max(CONCURRENCY) * 256)
     found = {
-        f"gptworks {kind}": Server([*python, f"--model=bench={folder / kind}", "--port", str(port)], "bench")
+        f"gptworks {kind}": Server(
+            [*python, f"--model=bench={folder / kind}", "--slots", slots, "--client-share", "1"], "bench"
+        )
         for kind in KINDS
     }
-    if find_spec("transformers") and shutil.which("transformers"):
-        serve = ["transformers", "serve", str(folder / "hf"), "--dtype", "bfloat16", "--device", "cpu"]
+    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    if transformers := shutil.which("transformers", path=beside):
+        serve = [transformers, "serve", str(folder / "hf"), "--dtype", "bfloat16", "--device", "cpu"]
         found["transformers bf16"] = Server([*serve, "--port", str(port)], str(folder / "hf"))
     else:
         print("without transformers: pip install 'transformers[serving]'")
     if llama_server:
         for kind in ("bf16", "q8_0"):
-            own = [llama_server, "-m", str(folder / f"{kind}.gguf"), "--parallel", str(slots), "-c", str(context)]
+            own = [llama_server, "-m", str(folder / f"{kind}.gguf"), "--parallel", slots, "-c", context]
             own += ["-t", str(torch.get_num_threads()), "--port", str(port), "--no-webui"]
             found[f"llama.cpp {kind}"] = Server(own, "bench")
     else:
@@ -106,9 +128,8 @@ def servers(folder: Path, port: int, llama_server: str | None) -> dict[str, Serv
 
 
 @contextmanager
-def running(server: Server, port: int, log: Path) -> Iterator[str]:
-    """Its address, once it is up."""
-    address = f"http://127.0.0.1:{port}"
+def running(server: Server, port: int, log: Path) -> Iterator[int]:
+    """Its process, once it is up."""
     with log.open("w") as out:
         process = subprocess.Popen(server.command, stdout=out, stderr=out)
         try:
@@ -116,12 +137,11 @@ def running(server: Server, port: int, log: Path) -> Iterator[str]:
                 if process.poll() is not None:
                     raise SystemExit(f"{' '.join(server.command)} ended at once:\n{log.read_text()[-2000:]}")
                 try:
-                    if httpx.get(f"{address}/health", timeout=5).status_code == 200:
+                    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
                         break
-                except httpx.HTTPError:
-                    pass
-                time.sleep(1)
-            yield address
+                except (urllib.error.URLError, OSError):
+                    time.sleep(1)
+            yield process.pid
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -130,23 +150,106 @@ def running(server: Server, port: int, log: Path) -> Iterator[str]:
                 process.kill()
 
 
-async def throughput(address: str, model: str, prompts: list[str], n_clients: int) -> float:
-    """Generated tokens per second over all clients, as the server's `usage` counts them."""
+class Exchange(asyncio.Protocol):
+    """One request on a connection of its own, and all that comes back."""
+
+    def __init__(self, path: str, body: dict[str, Any]) -> None:
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        self.request = head.encode() + b"content-length: %d\r\n\r\n" % len(content) + content
+        self.received = bytearray()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended.set_result(None)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that were generated, by the answer's `usage`."""
+        counts = re.findall(rb'"completion_tokens": ?(\d+)', self.received)
+        if not self.received.startswith(b"HTTP/1.1 200") or not counts:
+            raise SystemExit(f"not an answer: {bytes(self.received[:1000])!r}")
+        return int(counts[-1])
+
+
+def served(port: int, body: dict[str, Any], shares: list[float], prompts: list[str], n_clients: int) -> float:
+    """The rate of a server; the clients' share of a core is added to `shares`."""
 
     async def client(own: list[str]) -> int:
-        tokens = 0
+        n_tokens = 0
         for prompt in own:
-            body = {"model": model, "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0}
-            response = await session.post(f"{address}/v1/completions", json=body)
-            if response.status_code != 200:
-                raise SystemExit(f"{address}: {response.status_code} {response.text[:500]}")
-            tokens += response.json()["usage"]["completion_tokens"]
-        return tokens
+            exchange = Exchange("/v1/completions", {**body, "prompt": prompt})
+            await asyncio.get_running_loop().create_connection(lambda made=exchange: made, "127.0.0.1", port)  # type: ignore[misc]
+            await asyncio.wait_for(exchange.ended, PATIENCE_SECONDS)
+            n_tokens += exchange.n_tokens
+        return n_tokens
 
-    async with httpx.AsyncClient(timeout=PATIENCE_SECONDS) as session:
-        started = time.perf_counter()
-        counts = await asyncio.gather(*(client(prompts[i::n_clients]) for i in range(n_clients)))
-        return sum(counts) / (time.perf_counter() - started)
+    async def clients() -> int:
+        return sum(await asyncio.gather(*(client(prompts[i::n_clients]) for i in range(n_clients))))
+
+    began, busy = time.perf_counter(), time.process_time()
+    n_tokens = asyncio.run(clients())
+    seconds = time.perf_counter() - began
+    shares.append((time.process_time() - busy) / seconds)
+    return n_tokens / seconds
+
+
+def work_alone(run: Path, orders: Connection) -> None:
+    """Answer each order, prompts and how many of them at once, with the engine's own rate; None ends."""
+    engine = load(run, n_slots=max(CONCURRENCY))
+    engine.warm_up()
+    settings = SamplingSettings(temperature=0, max_tokens=NEW_TOKENS)
+
+    def submit(prompt: str) -> Request:
+        return engine.submit(prompt, settings)
+
+    orders.send(None)
+    while order := orders.recv():
+        prompts, n_at_once = order
+        left, n_before, began = iter(prompts), engine.statistics().generated_tokens, time.perf_counter()
+        for _, ended in run_many(engine, lambda n, left=left: itertools.islice(left, n), submit, n_at_once):  # type: ignore[misc]
+            assert isinstance(ended, Request), ended
+        orders.send((engine.statistics().generated_tokens - n_before) / (time.perf_counter() - began))
+
+
+@contextmanager
+def alone(run: Path) -> Iterator[Measure]:
+    """The engine in a process of its own."""
+    orders, theirs = get_context("spawn").Pipe()
+    process = get_context("spawn").Process(target=work_alone, args=(run, theirs), daemon=True)
+    process.start()
+    orders.recv()
+
+    def measure(prompts: list[str], n_at_once: int) -> float:
+        orders.send((prompts, n_at_once))
+        rate: float = orders.recv()
+        return rate
+
+    yield measure
+    orders.send(None)
+    process.join()
+
+
+def idle_share(process: int) -> float:
+    """What a process takes of a core when nobody asks; NaN where the system does not say."""
+
+    def seconds() -> float:
+        try:
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return float("nan")
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    time.sleep(1)
+    before = seconds()
+    time.sleep(IDLE_SECONDS)
+    return (seconds() - before) / IDLE_SECONDS
 
 
 def free_port() -> int:
@@ -159,22 +262,40 @@ def free_port() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stream", action="store_true", help="clients read a stream of events")
     parser.add_argument("--llama-server", default=shutil.which("llama-server"), help="the program of llama.cpp")
+    parser.add_argument("--only", default="", help="run those whose name begins so, and the engine")
     arguments = parser.parse_args()
     rates: dict[tuple[str, int], list[float]] = {}
+    shares: list[float] = []
+    idle: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder, port = Path(temporary), free_port()
-        prompts = iter(make_model(folder))
+        prompts = itertools.cycle(make_model(folder))
         found = servers(folder, port, arguments.llama_server)
-        for name in list(found) * arguments.rounds:
-            server = found[name]
-            with running(server, port, folder / "log") as address:
-                asyncio.run(throughput(address, server.model, [next(prompts)], 1))  # warms up
-                for n_clients in CONCURRENCY:
-                    own = [next(prompts) for _ in range(n_clients * REQUESTS_A_CLIENT)]
-                    rate = asyncio.run(throughput(address, server.model, own, n_clients))
-                    rates.setdefault((name, n_clients), []).append(rate)
-    report({key: statistics.median(values) for key, values in rates.items()}, list(found))
+        found = {name: server for name, server in found.items() if name.startswith(arguments.only)}
+
+        def take(name: str, measure: Measure) -> None:
+            measure([next(prompts)], 1)  # warms up
+            for n in CONCURRENCY:
+                own = [next(prompts) for _ in range(n * REQUESTS_A_CLIENT[n])]
+                rates.setdefault((name, n), []).append(measure(own, n))
+
+        for _ in range(arguments.rounds):
+            for kind in KINDS:
+                with alone(folder / kind) as measure:
+                    take(f"engine {kind}", measure)
+            for name, server in found.items():
+                body: dict[str, Any] = {"model": server.model, "max_tokens": NEW_TOKENS, "temperature": 0}
+                if arguments.stream:
+                    body |= {"stream": True, "stream_options": {"include_usage": True}}
+                with running(server, port, folder / "log") as process:
+                    take(name, partial(served, port, body, shares))
+                    idle.setdefault(name, []).append(idle_share(process))
+    names = [*(f"engine {kind}" for kind in KINDS), *found]
+    report({key: statistics.median(values) for key, values in rates.items()}, names)
+    print("of a core when nobody asks: " + ", ".join(f"{name} {max(each):.1%}" for name, each in idle.items()))
+    print(f"the clients took at most {max(shares):.0%} of a core")
 
 
 def report(rate: dict[tuple[str, int], float], names: list[str]) -> None:
@@ -183,10 +304,12 @@ def report(rate: dict[tuple[str, int], float], names: list[str]) -> None:
     print(f"{'tokens/s':<20}" + "".join(f"{n:>8}" for n in CONCURRENCY) + "   requests at once")
     for name in names:
         print(f"{name:<20}" + "".join(f"{rate[name, n]:>8,.0f}" for n in CONCURRENCY))
+    peers = [name for name in names if not name.startswith(("gptworks", "engine"))]
+    best = {n: max((rate[name, n] for name in peers), default=float("nan")) for n in CONCURRENCY}
     for ours in (name for name in names if name.startswith("gptworks")):
-        peers = [name for name in names if not name.startswith("gptworks")]
-        best = {n: max((rate[name, n] for name in peers), default=float("nan")) for n in CONCURRENCY}
+        engine = ours.replace("gptworks", "engine")
         print(f"{ours} / the best peer: " + ", ".join(f"{rate[ours, n] / best[n]:.2f}" for n in CONCURRENCY))
+        print(f"{ours} / the engine alone: " + ", ".join(f"{rate[ours, n] / rate[engine, n]:.0%}" for n in CONCURRENCY))
 
 
 if __name__ == "__main__":
