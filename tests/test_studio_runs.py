@@ -63,9 +63,16 @@ def test_the_list_and_the_curves_have_the_figures_of_the_logs(http: httpx.Client
     assert set(rows) == {*NAMES, "nan"}  # what lies behind a link that leads out is not read
     assert listed["left_out"].keys() == {"linked"} and "is a link that leads out" in listed["left_out"]["linked"]
     assert rows["other"]["best"] == {"step": 15, "loss": 2.2, "bits_per_byte": None}
-    assert rows["other"]["origin"] == {"run": "a", "step": 10} and rows["nan"]["origin"] is None
+    assert rows["other"]["origin"] == {"run": "a", "step": 10, "id": "sweep/a"} and rows["nan"]["origin"] is None
     assert rows["other"]["recipe"] == "tiny" and rows["nan"]["train_loss"] == "nan"
     assert get(http, "/step", run="other", at=12)["records"]["train"]["step"] == 10
+
+
+def test_a_forks_curve_says_where_on_the_axis_it_begins(http: httpx.Client, folder: Path) -> None:
+    (at,) = [record for record in read_history(folder / "other").train if record["step"] == 10]
+    for axis in ("step", "tokens", "seconds"):
+        fork, plain = get(http, "/curves", run=["other", "sweep/a"], key="train.loss", x=axis)["curves"]
+        assert fork["forked_at"] == at[axis] and "forked_at" not in plain
 
 
 def test_the_comparison_is_that_of_the_command(http: httpx.Client, folder: Path) -> None:

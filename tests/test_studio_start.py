@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ import commands
 import tiny
 from browser import Studio, open_studio
 from gptworks.confined import Limits
-from gptworks.describe.plan_tables import plan_json
+from gptworks.describe.plan_tables import plan_json, tables
 from gptworks.errors import UserError
 from gptworks.interface.planning import plan
 from gptworks.recipe import load_recipe, parse_recipe, recipe_schema
 from gptworks.recipes import shipped_paths
 from gptworks.studio import processes
 from gptworks.studio.checking import edited, read_text
-from gptworks.studio.form import GIVEN_BY_THE_START, form
+from gptworks.studio.form import COMMON, GIVEN_BY_THE_START, form
+from gptworks.studio.going_on import GoingOn, going_on
+from gptworks.studio.library import RunFolder
 from gptworks.train.changes import read_history
+from gptworks.train.record.outcome import RunOutcome
 from histories import curve, write_run
 from serving import until
 
@@ -48,6 +52,7 @@ def test_the_form_has_the_settings_of_the_schema() -> None:
     assert inputs["train.learning_rate"] == inputs["train.max_steps"] == "number"
     assert inputs["model.norm"] == inputs["tokenizer.type"] == inputs["model.qk_norm"] == "choice"
     assert inputs["model.tie_embeddings"] == "switch" and inputs["data.sources"] == "yaml"
+    assert {field["path"] for field in fields if field["common"]} == COMMON
     (kinds,) = [group["kinds"] for group in form() if group["path"] == "tokenizer"]
     assert {*kinds} == {"bpe", "char", "word", "gpt2", "file"}
 
@@ -123,7 +128,11 @@ def test_the_plan_is_that_of_the_command(http: httpx.Client) -> None:
     expected = plan("demo", *overrides, device="a100-40gb")
     assert found["plan"] == json.loads(json.dumps(plan_json(expected), default=str)) and found["missing"] is None
     assert found["plan"]["fit"]["fits"] is False and found["plan"]["fit"]["changes"]
-    assert [table["header"] for table in found["tables"]]
+    shown, printed = ([(list(one["header"]), [[*row] for row in one["rows"]]) for one in all_tables]
+                      for all_tables in (found["tables"], map(asdict, tables(expected))))  # fmt: skip
+    assert shown == printed
+    (table, *_) = post(http, "plan", text=text)["tables"]
+    assert dict(table["rows"])["time"] == "unknown (the run shows this machine's speed once it trains)"
 
 
 def test_a_runs_recipe_is_as_short_as_it_can_be_and_means_the_same(http: httpx.Client, folder: Path) -> None:
@@ -287,7 +296,8 @@ def test_a_run_is_started_watched_stopped_resumed_with_a_change_and_forked(
         done = json.loads((run / "outcome.json").read_text())["step"]
         text = checked(http, origin={"run": "first"})["text"]
         refused, _ = edited(text, read_text(text), "model.n_layers", "3")
-        assert "so a run cannot change it" in message(post(http, "changes", 400, run="first", text=refused))
+        found = post(http, "changes", run="first", text=refused)
+        assert "so a run cannot change it" in found["problem"] and found["changes"][0]["path"] == "model.n_layers"
         assert "so a run cannot change it" in message(post(http, "resume", 400, run="first", text=refused))
         for path, value in (
             ("train.learning_rate", "0.001"),
@@ -295,10 +305,11 @@ def test_a_run_is_started_watched_stopped_resumed_with_a_change_and_forked(
             ("train.log_every", "2"),
         ):
             text, _ = edited(text, read_text(text), path, value)
-        found = post(http, "changes", run="first", text=text)["changes"]
-        assert {one["path"]: one["recorded"] for one in found} == {
+        found = post(http, "changes", run="first", text=text)
+        assert {one["path"]: one["recorded"] for one in found["changes"]} == {
             "train.learning_rate": True, "train.max_steps": False, "train.log_every": False,
         }  # fmt: skip
+        assert found["problem"] is None and found["steps_left"] == 2
         post(http, "resume", run="first", text=text)
         assert ended(http, "first")["code"] == 0, lines(http, "first")
         assert json.loads((run / "outcome.json").read_text())["step"] == done + 2
@@ -307,10 +318,18 @@ def test_a_run_is_started_watched_stopped_resumed_with_a_change_and_forked(
         assert load_recipe(run).train.learning_rate == 0.001
 
         text = checked(http, origin={"run": "first"})["text"]
-        for path, value in (("train.weight_decay", "0.2"), ("train.max_steps", str(done + 4))):
-            text, _ = edited(text, read_text(text), path, value)
-        found = post(http, "changes", run="first", text=text, step=done)["changes"]
-        assert {one["path"] for one in found if one["recorded"]} == {"train.weight_decay"}
+        text, _ = edited(text, read_text(text), "train.weight_decay", "0.2")
+        last = done + 2
+        for step, more in ((None, "."), (last, " or choose an earlier checkpoint.")):
+            found = post(http, "changes", run="first", text=text, step=step)
+            assert found["problem"] == f"Checkpoint {last} is the last of max_steps={last}: raise train.max_steps{more}"
+            assert [one["path"] for one in found["changes"]] == ["train.weight_decay"] and found["steps_left"] == 0
+        ended_at = message(post(http, "fork", 400, run="first", step=last, name="branch", text=text))
+        assert ended_at == found["problem"] and not (run.parent / "branch").exists()
+        text, _ = edited(text, read_text(text), "train.max_steps", str(done + 4))
+        found = post(http, "changes", run="first", text=text, step=done)
+        assert {one["path"] for one in found["changes"] if one["recorded"]} == {"train.weight_decay"}
+        assert found["problem"] is None and found["steps_left"] == 4
         assert "there is no such checkpoint" in message(
             post(http, "fork", 400, run="first", step=1, name="branch", text=text)
         )
@@ -321,6 +340,19 @@ def test_a_run_is_started_watched_stopped_resumed_with_a_change_and_forked(
         assert load_recipe(branch).train.weight_decay == 0.2 and load_recipe(run).train.weight_decay == 0.1
         (origin,) = read_history(branch).origins
         assert (origin.run, origin.step) == ("first", done)
+
+
+def test_a_run_that_ended_by_its_epochs_has_nothing_left_to_train(tmp_path: Path) -> None:
+    ends = {"max_steps": None, "epochs": 2}
+    folder = write_run(tmp_path / "done", [], train=ends).folder
+    outcome = dict.fromkeys(RunOutcome.model_fields, 0) | {"reason": "finished", "step": 9, "training": {}}
+    (folder / "outcome.json").write_text(json.dumps(outcome))
+    text = (folder / "recipe.yaml").read_text()
+    run = RunFolder("done", folder, tmp_path)
+    assert going_on(run, text, 8) == GoingOn([], None, None)
+    problem = "Checkpoint 9 is the last of epochs=2: raise train.epochs or choose an earlier checkpoint."
+    assert going_on(run, text, 9) == GoingOn([], problem, None)
+    assert going_on(run, text.replace("epochs: 2", "epochs: 3"), 9).problem is None
 
 
 def test_only_training_of_the_folder_is_signalled(tmp_path: Path, http: httpx.Client, folder: Path) -> None:

@@ -28,6 +28,7 @@ WORDS = {
     "reference": "forward pass of the start",
 }
 """Of parts of memory and work, whose keys are identifiers, where they are more than the key."""
+_UNMEASURED = "--device this measures this machine's speed"
 
 
 def words(part: str) -> str:
@@ -40,9 +41,13 @@ def printed(plan: Plan, details: bool = False) -> Group:
     return Group(*(table.rich() for table in tables(plan, details)))
 
 
-def tables(plan: Plan, details: bool = False) -> Iterator[Table]:
-    """Whether the run fits and what to change, what it takes; with details, every figure there is."""
-    yield Table((plan.recipe.name, "plan"), "ll", _facts(plan, details))
+def tables(plan: Plan, details: bool = False, unmeasured: str = _UNMEASURED) -> Iterator[Table]:
+    """Whether the run fits and what to change, what it takes; with details, every figure there is.
+
+    Args:
+        unmeasured: what a reader can do where the machine's speed is not known.
+    """
+    yield Table((plan.recipe.name, "plan"), "ll", _facts(plan, details, unmeasured))
     yield _memory(plan)
     if plan.changes:
         rows = [(readable(change.peak_bytes, "B"), change.words, change.costs) for change in plan.changes]
@@ -67,7 +72,7 @@ def flop(flops: float | None) -> str:
     return "unknown" if flops is None else readable(flops, "FLOP")
 
 
-def _facts(plan: Plan, details: bool) -> list[tuple[str, str]]:
+def _facts(plan: Plan, details: bool, unmeasured: str) -> list[tuple[str, str]]:
     optimal = f"about {COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER} are compute-optimal (Hoffmann et al., 2022)"
     shards = f"{plan.shard_bytes_per_token} B a token"
     if plan.shards_bytes is not None:
@@ -98,7 +103,7 @@ def _facts(plan: Plan, details: bool) -> list[tuple[str, str]]:
         ("step", ", ".join(_step(plan))),
         ("memory of a device", _fit(plan)),
         ("largest micro-batch that fits", f"{plan.largest_micro_batch_size:,} {samples}"),
-        ("time", _time(plan)),
+        ("time", _time(plan, unmeasured)),
     ]
     if details:
         facts += [
@@ -166,10 +171,10 @@ def _fit(plan: Plan) -> str:
     return f"{readable(plan.peak.total_bytes, 'B')} at the peak, {verdict}"
 
 
-def _time(plan: Plan) -> str:
+def _time(plan: Plan, unmeasured: str) -> str:
     speed = plan.tokens_per_second
     if speed is None:
-        return "unknown (--device this measures this machine's speed)"
+        return f"unknown ({unmeasured})"
     how = "as measured" if plan.measured else f"at {plan.utilization:.0%} of the device's rate"
     duration = "unknown" if plan.seconds is None else readable_seconds(plan.seconds)
     return f"{duration}, {speed:,.0f} tokens/s {how}"

@@ -269,14 +269,21 @@ class Series:
             x, y = x[order], y[order]
         return x, y
 
+    def place_of(self, step: int, axis: str) -> float | None:
+        """Where a step lies on an axis; None while no record says it."""
+        place = float(step) if axis == "step" else float(self._places(np.array([float(step)]), axis)[0])
+        return place if math.isfinite(place) else None
+
     def _along(self, columns: Columns, axis: str) -> Floats:
-        if axis in columns:
-            return columns[axis]
+        return columns[axis] if axis in columns else self._places(columns["step"], axis)
+
+    def _places(self, of_steps: Floats, axis: str) -> Floats:
+        """Where steps lie on an axis that training records have: at their own, or between two in proportion."""
         train = self.columns["train"]
         if axis not in train or not train.n:
-            return np.full(columns.n, np.nan)
+            return np.full(len(of_steps), np.nan)
         steps, places = (np.concatenate([[0.0], train[key]]) for key in ("step", axis))
-        found: Floats = np.interp(columns["step"], steps, places)
+        found: Floats = np.interp(of_steps, steps, places)
         return found
 
     def history(self) -> History:

@@ -33,7 +33,8 @@ class Watched:
         self.problem: str | None = None
         """Why its log cannot be read, or its recipe."""
         self._recipe: Recipe | None = None
-        self._origins: tuple[Origin, ...] = ()
+        self.origin: Origin | None = None
+        """Where it was forked from another run."""
         self._summary: dict[str, Any] | None = None
         self._is_whole = False
 
@@ -46,7 +47,7 @@ class Watched:
                 changed, self.problem = changed or self._recipe is not recipe, None
                 if recipe is not self._recipe:
                     self._recipe, self.band = recipe, find_band(recipe)
-                    self._origins = origins_of(self.series.folder)
+                    self.origin = next(iter(origins_of(self.series.folder)), None)
         except Exception as error:  # whatever its files may hold
             before, self.problem = self.problem, str(error)[:600] or type(error).__name__
             changed = self.problem != before
@@ -61,7 +62,6 @@ class Watched:
                 **series.summary(),
                 "recipe": recipe and recipe.name,
                 "seed": recipe and recipe.seed,
-                "origin": {"run": self._origins[0].run, "step": self._origins[0].step} if self._origins else None,
                 "loss_unit": recipe and recipe.objective.loss_unit,
                 "keys": series.keys,
                 "details": dict(series.details),

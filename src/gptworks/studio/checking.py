@@ -25,6 +25,7 @@ from gptworks.train.rehearsal.estimate import estimate
 from gptworks.yaml_files import parse_yaml
 
 Tree = dict[str, Any]
+_UNMEASURED = "the run shows this machine's speed once it trains"
 
 
 def main() -> None:
@@ -76,7 +77,11 @@ def plan(question: Tree) -> Tree:
     recipe = read_within(tree, question)
     device = this_cpu() if question["device"] is None else find_device(question["device"])
     found, missing = estimate(recipe, lambda more: read(apply_overrides(tree, more)), device)
-    return {"plan": plan_json(found), "tables": [asdict(table) for table in tables(found)], "missing": missing}
+    return {
+        "plan": plan_json(found),
+        "tables": [asdict(table) for table in tables(found, unmeasured=_UNMEASURED)],
+        "missing": missing,
+    }
 
 
 def read_text(text: str) -> Tree:

@@ -14,6 +14,13 @@ Tree = dict[str, Any]
 _INPUTS = {"integer": "number", "number": "number", "boolean": "switch", "string": "text"}
 GIVEN_BY_THE_START = ("name", "run_dir")
 """Settings that follow from the name under which a run is started."""
+COMMON = {
+    "seed",
+    *(f"model.{name}" for name in ("context_length", "n_layers", "d_model", "n_heads", "dropout_residual")),
+    *(f"train.{name}" for name in ("max_steps", "batch_size", "learning_rate", "muon_learning_rate", "weight_decay")),
+    *(f"train.{name}" for name in ("evaluate_every", "checkpoint_every")),
+}
+"""Settings that people change most."""
 
 
 @cache
@@ -21,8 +28,8 @@ def form() -> list[Tree]:
     """The sections in the schema's order. Of each: `path`, `title`, `help`, whether it is `optional`, the `kinds` that
     its `type` chooses among, and `fields`.
 
-    A field has `path`, `name`, `help`, `input` (number, switch, choice, text or yaml), `choices`, and `kinds`: those of
-    its section that have it; None: all.
+    A field has `path`, `name`, `help`, `input` (number, switch, choice, text or yaml), `choices`, whether it is
+    `common` to change it, and `kinds`: those of its section that have it; None: all.
     """
     schema = recipe_schema()
     return [group for group in _groups(schema, "", schema["$defs"]) if group["fields"] or group["optional"]]
@@ -93,7 +100,7 @@ def _field(path: str, name: str, one: Tree) -> Tree:
         choices = list(PRESETS)
     kind = "choice" if choices else _INPUTS.get(one.get("type", ""), "yaml")
     return {"path": path, "name": name, "help": one.get("description", ""), "input": kind, "choices": choices,
-            "kinds": None, "nullable": False,
+            "kinds": None, "nullable": False, "common": path in COMMON,
             "default": None if one.get("default") is None else text_of(one["default"])}  # fmt: skip
 
 

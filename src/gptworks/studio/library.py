@@ -25,6 +25,7 @@ MOST_DEPTH = 6
 MOST_FOLDERS = 20_000
 """Folders that are looked into for runs."""
 MOST_RUNS = 2_000
+_FEWER = "are listed: give the studio a folder with fewer of them, such as gptworks studio runs/sweep."
 _READ = ("recipe.yaml", "changes.json", "metrics.jsonl", "outcome.json", "tokenizer", "checkpoints", CONSOLE)
 """What is read of a run folder."""
 _FRESH_SECONDS = 2.0
@@ -91,6 +92,8 @@ class Library:
         self._lock = threading.Lock()
         self._found: dict[str, RunFolder] = {}
         self._looked_at = -math.inf
+        self.notice: str | None = None
+        """What the list of runs leaves out, since there are too many."""
         self._known: dict[tuple[str, int], dict[str, Any]] = {}
 
     def runs(self) -> dict[str, RunFolder]:
@@ -144,8 +147,12 @@ class Library:
     def _look(self) -> dict[str, RunFolder]:
         found: dict[str, RunFolder] = {}
         left = [MOST_FOLDERS]
+        self.notice = None
         for root in self.roots:
             for folder in _run_folders(root, MOST_DEPTH, left):
+                if len(found) == MOST_RUNS:
+                    self.notice = f"There are more than {MOST_RUNS:,} runs, of which the first {_FEWER}"
+                    return found
                 below = folder.relative_to(root).as_posix()
                 name = printable(root.resolve().name if below == "." else below)
                 name = f"{printable(root.resolve().name)}/{name}" if name in found else name
@@ -153,8 +160,8 @@ class Library:
                 while name in found:
                     name, n = f"{name.rpartition(' ~')[0] or name} ~{n}", n + 1
                 found[name] = RunFolder(name, folder, root)
-                if len(found) >= MOST_RUNS:
-                    return found
+        if left[0] < 0:
+            self.notice = f"There are more than {MOST_FOLDERS:,} folders, and runs in the first {_FEWER}"
         return found
 
 
@@ -180,7 +187,8 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _checkpoints(run: RunFolder) -> list[dict[str, Any]]:
-    """Oldest first. A checkpoint's loss is known where it was the best so far."""
+    """Oldest first. A checkpoint's loss is known where it was the best so far; from one with the optimizer's state,
+    training can go on: it is `resumable`."""
     found = run.checkpoints()
     made = []
     for checkpoint in reversed(found):
@@ -190,7 +198,8 @@ def _checkpoints(run: RunFolder) -> list[dict[str, Any]]:
             state = {}
         loss = state.get("best_loss") if state.get("best_step") == checkpoint.step else None
         known = isinstance(loss, float) and math.isfinite(loss)
-        made.append({"step": checkpoint.step, "best": False, "last": False, "loss": loss if known else None})
+        made.append({"step": checkpoint.step, "best": False, "last": False, "loss": loss if known else None,
+                     "resumable": not checkpoint.weights_only})  # fmt: skip
     if made:
         best = best_step(found)
         made[-1]["last"] = True

@@ -3,10 +3,11 @@ commands `report` and `compare`.
 """
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -20,7 +21,7 @@ from gptworks.runs.watch import Watch, Watched
 from gptworks.serve.errors import APIError, invalid
 from gptworks.serve.events import EventStream
 from gptworks.studio.feed import Changes, Feed, plain
-from gptworks.studio.state import Studio, studio_of
+from gptworks.studio.state import Studio, json_text, studio_of, uncached
 
 router = APIRouter(include_in_schema=False)
 
@@ -61,17 +62,35 @@ def _used(watch: Watch, names: list[str], asked_at: float | None = None, *, begi
     return watch.use(list(dict.fromkeys(names)), asked_at, begins=begins)
 
 
-def _json(tree: Any) -> Response:
-    return Response(json.dumps(tree, allow_nan=False), media_type="application/json")
-
-
 def _rows_of(feed: Feed, names: set[str] | None = None) -> Callable[[Watch], list[dict[str, Any]]]:
     """What the list shows of these runs, or of all."""
-    return lambda watch: [
-        {"id": name, "state": feed.states.get(name, "stopped"), **plain(one.row())}
-        for name, one in watch.runs.items()
-        if names is None or name in names
-    ]
+
+    def made(watch: Watch) -> list[dict[str, Any]]:
+        named = defaultdict[str, dict[Path, str]](dict)
+        for name, one in watch.runs.items():
+            named[one.series.folder.name][one.series.folder] = name
+        return [
+            {"id": name, "state": feed.states.get(name, "stopped"), **plain(one.row()), "origin": _origin(one, named)}
+            for name, one in watch.runs.items()
+            if names is None or name in names
+        ]
+
+    return made
+
+
+def _origin(one: Watched, named: Mapping[str, Mapping[Path, str]]) -> dict[str, Any] | None:
+    """Where a run was forked: the `run`, the `step`, and the run's `id` in the list. Of several with its name, that is
+    the one beside the fork; None: there is none.
+
+    Args:
+        named: ids by the folder's name, then by the folder.
+    """
+    if one.origin is None:
+        return None
+    found = {folder: name for folder, name in named.get(one.origin.run, {}).items() if folder != one.series.folder}
+    only = next(iter(found.values())) if len(found) == 1 else None
+    parent = found.get(one.series.folder.parent / one.origin.run, only)
+    return {"run": one.origin.run, "step": one.origin.step, "id": parent}
 
 
 @router.get("/studio/runs")
@@ -79,7 +98,7 @@ async def list_runs(request: Request) -> Response:
     """The runs: state, step, last and best figures."""
     feed = _feed(request)
     rows = await feed.ask(_rows_of(feed))
-    return _json({"runs": rows, "left_out": feed.left_out})
+    return uncached({"runs": rows, "left_out": feed.left_out})
 
 
 @router.get("/studio/runs/curves")
@@ -115,7 +134,7 @@ async def curves(
     answers = [await feed.ask(part) for part in parts_of]
     bands = await feed.ask(lambda watch: _bands(watch, names, view, asked_at)) if "validation.loss" in keys else []
     parts = ", ".join(part for answer in answers for part in answer)
-    head = json.dumps({"x": x, "bands": bands})
+    head = json_text({"x": x, "bands": bands})
     return Response(f'{head[:-1]}, "curves": [{parts}]}}', media_type="application/json")
 
 
@@ -130,10 +149,12 @@ def _curves_of(
             (one,) = _used(watch, [name], asked_at, begins=begins)
             lines = {kind: drawn(one.series, key, view) for kind, view in views.items()}
             curve = {"run": name, "key": key, "whole": one.series.at_end or one.problem is not None}
+            if one.origin is not None:
+                curve["forked_at"] = one.series.place_of(one.origin.step, views["smooth"].axis)
             for kind, (along, values) in lines.items():
                 line = {"x": along.tolist(), "y": values.tolist()}
                 curve |= {"raw": line} if kind == "raw" else line
-            found.append(json.dumps(curve, allow_nan=False))
+            found.append(json_text(curve))
         return found
 
     return made
@@ -167,7 +188,7 @@ async def step_of(request: Request, run: str, at: Annotated[float, Query(ge=0)],
         (one,) = _used(watch, [run])
         return {"run": run, "records": plain(one.series.at(x, at))}
 
-    return _json(await _feed(request).ask(look))
+    return uncached(await _feed(request).ask(look))
 
 
 @router.get("/studio/runs/compare")
@@ -188,7 +209,7 @@ async def comparison(
         whole = all(one.series.at_end for one in runs)
         return {**plain(found.to_json()), "ids": list(dict.fromkeys(run)), "whole": whole}
 
-    return _json(await feed.ask(conclude))
+    return uncached(await feed.ask(conclude))
 
 
 @router.get("/studio/runs/samples")
@@ -204,7 +225,7 @@ async def samples(request: Request, run: Names, most: Annotated[int, Query(ge=1,
             for name, text in found[:most]
         ]
 
-    return _json({"samples": await _feed(request).ask(look)})
+    return uncached({"samples": await _feed(request).ask(look)})
 
 
 def _cut(text: str) -> str:
@@ -218,7 +239,7 @@ class LiveStream(EventStream):
 
     @staticmethod
     def json_of(chunk: Any) -> str:
-        return json.dumps(chunk, allow_nan=False)
+        return json_text(chunk)
 
 
 @router.get("/studio/runs/live")

@@ -4,36 +4,30 @@ A recipe that the page sends is checked in a process with limits before anything
 """
 
 import asyncio
-import json
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 from pydantic import Field, model_validator
-from pydantic_core import to_jsonable_python
 
-from gptworks.checkpoint import checkpoints
-from gptworks.config import Recipe
 from gptworks.confined import Abandoned, Confined, Exceeded, Limits, Refused, Task
 from gptworks.errors import RunError, UserError
 from gptworks.plan.devices import DEVICES
-from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.recipes import shipped_paths, shipped_recipes
 from gptworks.serve import openai
 from gptworks.serve.app import body_of
 from gptworks.serve.errors import APIError
-from gptworks.studio.form import form, text_of
+from gptworks.studio.form import form
+from gptworks.studio.going_on import allowed_changes, going_on
 from gptworks.studio.library import Library, RunFolder
 from gptworks.studio.processes import Processes, console_lines
-from gptworks.studio.state import studio_of
-from gptworks.train.changes import changed, check_changes, inexact, settings_at
+from gptworks.studio.state import studio_of, uncached
 from gptworks.train.fork import fork
-from gptworks.yaml_files import parse_yaml
 
 MOST_TEXT = 100_000
 """Characters of a recipe."""
@@ -46,7 +40,6 @@ _GRACE_SECONDS = 1.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 _Result = TypeVar("_Result")
-Changes = list[dict[str, Any]]
 
 
 @dataclass
@@ -187,10 +180,6 @@ actions = APIRouter(include_in_schema=False, dependencies=[Depends(_writable)])
 """What writes, starts and stops."""
 
 
-def _json(tree: Any) -> Response:
-    return Response(json.dumps(tree), media_type="application/json")
-
-
 def _library(request: Request) -> Library:
     library = studio_of(request).library
     assert library is not None  # these routes are a studio's
@@ -228,7 +217,7 @@ async def begin(request: Request) -> Response:
     """What one can begin from, and the form."""
     studio = studio_of(request)
     recipes = [{"name": one.name, "summary": one.summary, "time": one.time} for one in shipped_recipes()]
-    return _json({"read_only": studio.read_only, "folder": str(_library(request).roots[0]), "recipes": recipes,
+    return uncached({"read_only": studio.read_only, "folder": str(_library(request).roots[0]), "recipes": recipes,
                   "devices": {name: one.name for name, one in DEVICES.items()}, "form": form()})  # fmt: skip
 
 
@@ -236,14 +225,16 @@ async def begin(request: Request) -> Response:
 async def check(request: Request) -> Response:
     """A recipe's text with edits made, the settings that it gives, and what is wrong with it."""
     body = await body_of(request, CheckRequest)
-    return _json(await starting_of(request).ask(_question(request, body, "check", edits=body.edits)))
+    return uncached(await starting_of(request).ask(_question(request, body, "check", edits=body.edits)))
 
 
 @router.post("/studio/start/plan")
 async def plan(request: Request) -> Response:
     """What `gptworks plan` says."""
     body = await body_of(request, PlanRequest)
-    return _json(await starting_of(request).ask(_question(request, body, "plan", name=body.name, device=body.device)))
+    return uncached(
+        await starting_of(request).ask(_question(request, body, "plan", name=body.name, device=body.device))
+    )
 
 
 @router.get("/studio/start/processes")
@@ -268,7 +259,7 @@ async def processes(
                 found.append({"run": name, "running": None, "stopping": stopping, "code": None, "lines": lines})
         return found
 
-    return _json({"processes": await starting.in_thread(look)})
+    return uncached({"processes": await starting.in_thread(look)})
 
 
 @actions.post("/studio/start/new")
@@ -280,7 +271,7 @@ async def start_new(request: Request) -> Response:
     starting = starting_of(request)
     text = await _checked(request, body, ("name", body.name), ("run_dir", str(folder)))
     await starting.in_thread(lambda: _start_new(starting.processes, body.name, folder, text))
-    return _json({"run": body.name})
+    return uncached({"run": body.name})
 
 
 @actions.post("/studio/start/resume")
@@ -290,14 +281,14 @@ async def resume(request: Request) -> Response:
     starting, run, text = await _changed_text(request, body)
 
     def go_on() -> None:
-        changes = changes_of(run, text)
+        changes = allowed_changes(run, text)
         arguments = [f"--change={one['path']}={one['new']}" for one in changes if one["recorded"]]
         settings = [f"{one['path']}={one['new']}" for one in changes if not one["recorded"]]
         arguments = ["--resume", *arguments, "--", str(run.folder), *settings]
         starting.processes.start(run.id, run.folder, arguments)
 
     await starting.in_thread(go_on)
-    return _json({"run": run.id})
+    return uncached({"run": run.id})
 
 
 @actions.post("/studio/start/fork")
@@ -309,20 +300,20 @@ async def fork_run(request: Request) -> Response:
 
     def begin_fork() -> None:
         starting.processes.check_room()
-        changes = changes_of(run, text, body.step)
+        changes = allowed_changes(run, text, body.step)
         fork(run.folder, body.step, folder, [f"{one['path']}={one['new']}" for one in changes])
         starting.processes.start(body.name, folder, ["--resume", "--", str(folder)])
 
     await starting.in_thread(begin_fork)
-    return _json({"run": body.name})
+    return uncached({"run": body.name})
 
 
 @router.post("/studio/start/changes")
 async def changes(request: Request) -> Response:
-    """What a run would change if it, or a fork of it, went on with a recipe; and whether that would be recorded."""
+    """What a run would change if it, or a fork of it, went on with a recipe, and why it cannot; see `GoingOn`."""
     body = await body_of(request, ChangesRequest)
     starting, run, text = await _changed_text(request, body)
-    return _json({"changes": await starting.in_thread(lambda: changes_of(run, text, body.step))})
+    return uncached(asdict(await starting.in_thread(lambda: going_on(run, text, body.step))))
 
 
 @actions.post("/studio/start/stop")
@@ -332,7 +323,7 @@ async def stop(request: Request) -> Response:
     starting, found = starting_of(request), _library(request).runs().get(body.run)
     folder = None if found is None else found.folder
     await starting.in_thread(lambda: starting.processes.stop(body.run, folder))
-    return _json({"run": body.run})
+    return uncached({"run": body.run})
 
 
 async def _changed_text(request: Request, body: ResumeRequest) -> tuple[Starting, RunFolder, str]:
@@ -374,36 +365,3 @@ def _start_new(processes: Processes, name: str, folder: Path, text: str) -> None
     except OSError as error:
         raise RunError(f"{error.filename or file} could not be written: {error.strerror}.") from None
     processes.start(name, folder, ["--", str(file)])
-
-
-def changes_of(run: RunFolder, text: str, forked_at: int | None = None) -> Changes:
-    """The settings that a run would change if it went on with a recipe, or if a fork did from a step: `path`, `old`,
-    `new`, and whether that would be recorded, because the loss curve depends on it.
-
-    Raises:
-        UserError: it may not change one.
-    """
-    before = load_recipe(run.folder, [] if forked_at is None else settings_at(run.folder, forked_at))
-    tree = parse_yaml(text, "recipe") | {"name": before.name, "run_dir": str(run.folder)}
-    now = parse_recipe(tree)
-    found = changed(before, now)
-    check_changes(before, now, found, forked_at)
-    newest = next((checkpoint.step for checkpoint in checkpoints(run.folder)), 0)
-    recorded = inexact(before, now, found, newest if forked_at is None else forked_at)
-    made = [
-        {"path": path, "old": _typed(old), "new": _typed(new), "recorded": path in recorded}
-        for path, (old, new) in found.items()
-    ]
-    _check_said(before, now, made)
-    return made
-
-
-def _typed(value: Any) -> str:
-    plain = to_jsonable_python(value)
-    return json.dumps(plain, ensure_ascii=False) if isinstance(plain, dict | list) else text_of(plain)
-
-
-def _check_said(before: Recipe, now: Recipe, made: Changes) -> None:
-    """Raises a UserError if the changes, as `gptworks train` gets them, do not lead from one recipe to the other."""
-    if rest := changed(load_recipe(before, [f"{one['path']}={one['new']}" for one in made]), now):
-        raise UserError(f"{', '.join(rest)} cannot be changed from here: use gptworks train --resume.")

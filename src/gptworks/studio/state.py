@@ -1,12 +1,14 @@
 """What the studio's routes share."""
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from gptworks import __version__
 from gptworks.plan.params import count_parameters
@@ -40,7 +42,8 @@ class Studio:
             models = [self.library.describe(run) for run in self.library.runs().values()]
         else:
             models = [self._served(model.name) for model in self.service.models]
-        return {"version": __version__, "parts": self.parts, "read_only": self.read_only, "models": models}
+        return {"version": __version__, "parts": self.parts, "read_only": self.read_only, "models": models,
+                "notice": None if self.library is None else self.library.notice}  # fmt: skip
 
     def _served(self, name: str) -> dict[str, Any]:
         engine, folder = self.service.models.get(name).engine, (self.served_runs or {}).get(name)
@@ -58,6 +61,22 @@ def studio_of(request: Request) -> Studio:
     return studio
 
 
-def uncached(tree: dict[str, Any]) -> Response:
+def uncached(tree: Any) -> Response:
     """An answer that holds for this moment."""
-    return JSONResponse(tree, headers={"cache-control": "no-store"})
+    return Response(json_text(tree), media_type="application/json", headers={"cache-control": "no-store"})
+
+
+def json_text(tree: Any) -> str:
+    """A tree as JSON, which has no word for a number that is not finite: it is null."""
+    try:
+        return json.dumps(tree, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(tree), allow_nan=False)
+
+
+def _finite(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree

@@ -1,0 +1,93 @@
+"""What a run would change if it went on with a recipe, or a fork of it did, and whether anything is left to train."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import to_jsonable_python
+
+from gptworks.checkpoint import checkpoints
+from gptworks.config import ENDS, Recipe
+from gptworks.errors import UserError
+from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.studio.form import text_of
+from gptworks.studio.library import RunFolder
+from gptworks.train.changes import changed, check_changes, inexact, settings_at
+from gptworks.train.record.outcome import read_outcome
+from gptworks.yaml_files import parse_yaml
+
+Changes = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class GoingOn:
+    """A run that goes on with a recipe."""
+
+    changes: Changes
+    """The settings that it changes: `path`, `old`, `new`, and whether the run folder records it (`recorded`), because
+    the loss curve depends on it."""
+    problem: str | None
+    """Why it cannot go on so."""
+    steps_left: int | None
+    """Of train.max_steps, where that is set."""
+
+
+def allowed_changes(run: RunFolder, text: str, forked_at: int | None = None) -> Changes:
+    """The changes of a run, or of a fork from a step, that can go on with a recipe.
+
+    Raises:
+        UserError: it cannot.
+    """
+    found = going_on(run, text, forked_at)
+    if found.problem is not None:
+        raise UserError(found.problem)
+    return found.changes
+
+
+def going_on(run: RunFolder, text: str, forked_at: int | None = None) -> GoingOn:
+    """What a recipe changes in a run, or in a fork from a step, and why it cannot go on so."""
+    before = load_recipe(run.folder, [] if forked_at is None else settings_at(run.folder, forked_at))
+    tree = parse_yaml(text, "recipe") | {"name": before.name, "run_dir": str(run.folder)}
+    now = parse_recipe(tree)
+    found = changed(before, now)
+    newest = next((checkpoint.step for checkpoint in checkpoints(run.folder)), 0)
+    done = newest if forked_at is None else forked_at
+    recorded = inexact(before, now, found, done)
+    made = [
+        {"path": path, "old": _typed(old), "new": _typed(new), "recorded": path in recorded}
+        for path, (old, new) in found.items()
+    ]
+    problem, most = None, now.train.max_steps
+    try:
+        check_changes(before, now, found, forked_at)
+        _check_said(before, now, made)
+        _check_left(run, now, done, is_fork=forked_at is not None)
+    except UserError as error:
+        problem = str(error)
+    return GoingOn(made, problem, None if most is None else max(0, most - done))
+
+
+def _typed(value: Any) -> str:
+    plain = to_jsonable_python(value)
+    return json.dumps(plain, ensure_ascii=False) if isinstance(plain, dict | list) else text_of(plain)
+
+
+def _check_said(before: Recipe, now: Recipe, made: Changes) -> None:
+    """Raises a UserError if the changes, as `gptworks train` gets them, do not lead from one recipe to the other."""
+    if rest := changed(load_recipe(before, [f"{one['path']}={one['new']}" for one in made]), now):
+        raise UserError(f"{', '.join(rest)} cannot be changed from here: use gptworks train --resume.")
+
+
+def _check_left(run: RunFolder, now: Recipe, done: int, *, is_fork: bool) -> None:
+    """Raises a UserError if nothing is left to train after the steps that are done."""
+    ends = {name: value for name in sorted(ENDS) if (value := getattr(now.train, name)) is not None}
+    if done == now.train.max_steps:
+        ends = {"max_steps": done}
+    else:
+        outcome, run_ends = read_outcome(run.folder), {f"train.{name}" for name in ENDS}
+        is_end = not isinstance(outcome, str) and (outcome.reason, outcome.step) == ("finished", done)
+        if not is_end or changed(load_recipe(run.folder), now).keys() & run_ends:
+            return
+    words = " and ".join(f"{name}={value if isinstance(value, int) else f'{value:g}'}" for name, value in ends.items())
+    more = f"raise {' or '.join(f'train.{name}' for name in ends)}{' or choose an earlier checkpoint' * is_fork}"
+    raise UserError(f"Checkpoint {done} is the last of {words}: {more}.")
