@@ -82,6 +82,7 @@ def test_a_run_leads_to_the_other_parts(page: Any, studio: Studio) -> None:
         box.wait_for()
         assert box.input_value() == "group/tuned"
     visit(page, "#/runs/group/tuned")
-    page.get_by_role("link", name="Start from it").click()
+    page.get_by_role("link", name="Fork or go on").click()
     page.get_by_role("button", name="Fork it").wait_for()
+    assert page.get_by_role("button", name="Fork it").get_attribute("aria-pressed") == "true"
     assert page.get_by_label("Begin from").input_value() == "run group/tuned"

@@ -13,6 +13,8 @@ from gptworks.runs import watch
 from gptworks.runs.bands import make_band
 from gptworks.runs.compare import compare
 from gptworks.runs.history import read_history
+from gptworks.studio import library
+from gptworks.train.changes import History, Origin, write_history
 from gptworks.train.record.metrics import Record
 from histories import training, validation, write_run
 
@@ -222,6 +224,12 @@ def test_bands_verdict_differences_samples_and_a_step(page: Any, runs: Studio) -
     assert "difference" in section.inner_text() and "the band of tiny" in section.inner_text()
     table = section.locator("table").last.inner_text()
     assert "train.learning_rate" in table and "0.002" in table
+    rows = [row.locator("th, td").all_inner_texts() for row in section.locator("table").first.locator("tbody tr").all()]
+    keys = ("parameters", "tokens", "tokens_per_second", "best_validation_loss", "last_validation_loss",
+            "best_bits_per_byte")  # fmt: skip
+    for (name, *cells), run in zip(rows, found.to_json()["runs"], strict=True):
+        assert name.strip() == run["run"]
+        assert cells == [f"{run[key]:,.0f}" if i < 3 else f"{run[key]:.4f}" for i, key in enumerate(keys)]
     samples = page.get_by_role("region", name="Samples")
     assert f"upon {HOSTILE} step 3000" in samples.inner_text()
     plot(page, "Training loss").click()
@@ -254,6 +262,42 @@ def test_a_run_that_goes_on_is_drawn_on(new_page: Callable[..., Any], tmp_path: 
                 return
             page.wait_for_timeout(200)
     pytest.fail("the curve was not drawn on")
+
+
+def test_a_fork_is_drawn_with_the_run_that_it_comes_from(new_page: Callable[..., Any], tmp_path: Path) -> None:
+    shared, folder = [training(i, 5.0 - i / 10) for i in range(1, 11)], tmp_path / "runs"
+    write_run(folder / "base", [*shared, *(training(i, 4.0) for i in range(11, 21))])
+    write_run(folder / "fork", [*shared, *(training(i, 3.0) for i in range(11, 16))])
+    write_history(folder / "fork", History(origins=[Origin("base", 10, "0" * 64)]))
+    with open_studio(folder) as studio:
+        page = new_page()
+        _, found = curves(
+            page, "train.loss", lambda: page.goto(f"{studio.url}/#/runs/fork"), lambda q: len(q["run"]) == 2
+        )
+        drawn = {one["run"]: one for one in found}
+        assert drawn["fork"]["forked_at"] == 10 and "forked_at" not in drawn["base"]
+        for name in ("base", "fork"):
+            assert drawn[name]["y"] == [record["loss"] for record in read_history(folder / name).train]
+        page.locator(".run", has_text="base").locator(".series-parent").wait_for()
+        assert page.locator(".run.chosen").all_inner_texts()[0].startswith("fork")
+        faint = page.get_by_label("Show parents of forks")
+        page.wait_for_timeout(500)
+        screenshot(page, "runs-fork")
+        asked_for, _ = curves(page, "train.loss", faint.uncheck)
+        assert asked_for["run"] == ["fork"] and page.locator(".series-parent").count() == 0
+        faint.check()
+        page.locator(".run", has_text="base").first.click()
+        page.wait_for_function("() => !document.querySelector('.series-parent')")  # it is drawn for itself
+        assert faint.count() == 0
+
+
+def test_the_page_says_what_its_list_leaves_out(
+    new_page: Callable[..., Any], runs: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "MOST_RUNS", 2)
+    with open_studio(runs.runs) as studio:
+        page = opened(new_page(), studio)
+        page.get_by_role("status").get_by_text("There are more than 2 runs").wait_for()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

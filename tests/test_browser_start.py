@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 import yaml
 
 import commands
 import tiny
 from browser import Studio, axe, open_studio, screenshot
+from gptworks.describe.plan_tables import tables
+from gptworks.interface.planning import plan
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.train.changes import read_history
 from gptworks.train.loop import train
@@ -71,10 +74,8 @@ def test_a_run_is_changed_started_stopped_and_resumed(page: Any, runs: Studio) -
     page.wait_for_function("() => document.querySelector('#recipe-text').value.includes('max_steps: 100000')")
     planned(page)
     assert "100,000" in page.get_by_role("region", name="Plan").inner_text()
-    page.get_by_placeholder("Search all settings").fill("peak rate of adamw")
     field(page, "train.learning_rate").fill("0.002")
     page.wait_for_function("() => document.querySelector('#recipe-text').value.includes('learning_rate: 0.002')")
-    page.get_by_placeholder("Search all settings").fill("")
     page.get_by_label("Name").fill("mine")
     page.get_by_role("button", name="Start", exact=True).click()
     process(page, "mine").get_by_text("training", exact=True).wait_for()
@@ -94,9 +95,12 @@ def test_a_run_is_changed_started_stopped_and_resumed(page: Any, runs: Studio) -
     page.get_by_text("It goes on with the settings that it has").wait_for()
     field(page, "train.learning_rate").fill("0.004")
     page.get_by_text("the run folder records the change").wait_for()
+    assert field(page, "model.d_model").count() == 0, "what a run cannot change is shown on request"
+    page.get_by_label("Show all").check()
     field(page, "model.d_model").fill("64")
     page.get_by_role("alert").get_by_text("so a run cannot change it").wait_for()
     field(page, "model.d_model").fill("32")
+    page.get_by_label("Show all").uncheck()
     field(page, "train.max_steps").fill("12")
     page.locator(".start-changes", has_text="8 → 12").wait_for()
     page.get_by_role("button", name="Go on", exact=True).click()
@@ -109,16 +113,91 @@ def test_a_run_is_changed_started_stopped_and_resumed(page: Any, runs: Studio) -
 
 def test_a_checkpoint_is_forked_with_a_change(page: Any, runs: Studio) -> None:
     page.goto(f"{runs.url}/#/start/old")
-    page.get_by_role("button", name="Fork it").click()
-    page.get_by_label("At step").select_option("4")
+    assert page.get_by_role("button", name="Fork it").get_attribute("aria-pressed") == "true"
+    assert page.get_by_label("At step").input_value() == "4", "nothing is left to train after the last"
+    page.get_by_text("4 steps are left to train").wait_for()
     page.get_by_label("Name").fill("branch")
     field(page, "train.learning_rate").fill("0.006")
-    page.get_by_text("the run folder records the change").wait_for()
+    changes, button = page.locator(".start-changes"), page.get_by_role("button", name="Fork", exact=True)
+    changes.get_by_text("the run folder records the change").wait_for()
+    page.get_by_label("At step").select_option("8")
+    last = "Checkpoint 8 is the last of max_steps=8: raise train.max_steps or choose an earlier checkpoint."
+    page.get_by_role("alert").get_by_text(last, exact=True).wait_for()
+    assert "train.learning_rate 0.003 → 0.006" in changes.inner_text() and button.is_disabled()
+    field(page, "train.max_steps").fill("10")
+    page.get_by_text("2 steps are left to train").wait_for()
+    field(page, "train.max_steps").fill("8")
+    page.get_by_role("alert").get_by_text(last, exact=True).wait_for()
+    page.get_by_label("At step").select_option("4")
+    page.get_by_text("4 steps are left to train").wait_for()
     screenshot(page, "start-fork")
-    page.get_by_role("button", name="Fork", exact=True).click()
+    button.click()
     process(page, "branch").get_by_text("ended", exact=True).wait_for()
     (origin,) = read_history(runs.runs / "branch").origins
     assert (origin.run, origin.step) == ("old", 4) and load_recipe(runs.runs / "branch").train.learning_rate == 0.006
+
+
+def test_settings_are_found_in_the_form_and_by_search(page: Any) -> None:
+    given = yaml.safe_load(text(page).input_value())
+    defaults = {"train": load_recipe("demo").train, "model": load_recipe("demo").model}
+    for path in ("train.learning_rate", "train.weight_decay", "model.dropout_residual"):
+        section, name = path.split(".")
+        assert name not in given[section]
+        placeholder = field(page, path).get_attribute("placeholder")
+        assert placeholder == f"default: {getattr(defaults[section], name)}"
+    search, legends = page.get_by_label("Search settings"), page.locator(".start-group legend")
+    search.fill("learning_rate")
+    page.wait_for_function("() => document.querySelectorAll('.start-group').length === 1")
+    assert legends.all_inner_texts() == ["train"]
+    search.fill("adapter rank")
+    page.get_by_text("It has rank").wait_for()
+    assert "adapter" in legends.all_inner_texts()
+    search.fill("no such thing")
+    page.get_by_text("No setting has no such thing").wait_for()
+    assert legends.count() == 0
+
+
+def test_the_plans_tables_are_those_of_the_command(page: Any) -> None:
+    page.locator(".start-plan select").select_option("a100-40gb")
+    page.get_by_text("A100").first.wait_for()
+    planned(page)
+    shown = [[row.locator("th, td").all_inner_texts() for row in one.locator("tr").all()]
+             for one in page.locator(".start-plan table").all()]  # fmt: skip
+    expected = [[[*one.header], *map(list, one.rows)] for one in tables(plan("demo", device="a100-40gb"))]
+    assert shown == expected
+
+
+def test_a_run_is_stopped_where_its_curves_are(page: Any, runs: Studio) -> None:
+    page.get_by_label("Begin from").select_option(label="old")
+    page.wait_for_function("() => document.querySelector('#recipe-text').value.includes('schedule: constant')")
+    field(page, "train.max_steps").fill("100000")
+    page.wait_for_function("() => document.querySelector('#recipe-text').value.includes('max_steps: 100000')")
+    page.get_by_role("button", name="Start", exact=True).click()
+    process(page, "old-2").get_by_role("link", name="Curves").click()
+    log = runs.runs / "old-2" / "metrics.jsonl"
+    until(lambda: log.exists() and log.stat().st_size > 0, 240)
+    page.get_by_role("button", name="Stop old-2").click()
+    page.get_by_text("stopping: it saves a checkpoint").wait_for()
+    screenshot(page, "runs-stopping")
+    page.locator(".run", has_text="old-2").get_by_text("stopped", exact=True).wait_for()
+    assert "stopped by SIGINT" in (runs.runs / "old-2" / "outcome.json").read_text()
+    assert page.get_by_role("button", name="Stop old-2").count() == 0
+
+
+def test_what_cannot_be_stopped_says_so_and_a_read_only_studio_stops_nothing(
+    new_page: Callable[..., Any], runs: Studio
+) -> None:
+    with filelock.FileLock(runs.runs / "old" / ".lock"):  # held by the tests, which are no gptworks train
+        (runs.runs / "old" / "outcome.json").unlink()
+        with open_studio(runs.runs, read_only=True) as closed:
+            page = new_page()
+            page.goto(f"{closed.url}/#/runs/old")
+            page.locator(".run").get_by_text("running").wait_for()
+            assert page.get_by_role("button", name="Stop").count() == 0
+        page = new_page()
+        page.goto(f"{runs.url}/#/runs/old")
+        page.get_by_role("button", name="Stop old").click()
+        page.get_by_role("alert").get_by_text("stop it where it was started").wait_for()
 
 
 def test_form_and_text_stay_equal_and_errors_stand_at_their_fields(page: Any) -> None:
@@ -188,6 +267,12 @@ def test_axe_finds_nothing_and_every_width_fits(new_page: Callable[..., Any], ru
         page.locator(".start-field .problem").wait_for()
         assert axe(page) == []
         screenshot(page, f"start-wrong-{width}-{scheme}")
+        tabs = page.locator(".shell nav")
+        assert tabs.evaluate("(one) => one.scrollWidth <= one.clientWidth"), "every part has its tab in sight"
+        if width == 1280:
+            places = [page.get_by_label("Name"), page.get_by_role("button", name="Fork", exact=True)]
+            middles = [box["y"] + box["height"] / 2 for box in (one.bounding_box() for one in places)]
+            assert abs(middles[0] - middles[1]) < 2, "the button is in the row of its name"
         page.get_by_role("button", name="Go on with it").click()
         field(page, "train.max_steps").fill("20")
         page.locator(".start-changes").wait_for()

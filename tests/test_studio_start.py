@@ -139,6 +139,7 @@ def test_a_runs_recipe_is_as_short_as_it_can_be_and_means_the_same(http: httpx.C
     found = checked(http, origin={"run": "old"})
     assert found["problems"] == [] and "rope_theta" not in found["text"] and "run_dir" not in found["text"]
     assert found["given"]["train.max_steps"] == "20" and found["defaults"]["model.rope_theta"] == "10000.0"
+    assert {"model.d_model", "tokenizer.type"} < {*found["fixed"]} and "train.learning_rate" not in found["fixed"]
     run = load_recipe(folder / "old")
     tree = yaml.safe_load(found["text"]) | {"name": run.name, "run_dir": str(run.run_dir)}
     tree["model"]["vocab_size"] = run.model.vocab_size

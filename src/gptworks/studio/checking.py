@@ -45,13 +45,14 @@ def check(question: Tree) -> Tree:
     its value as typed, or None to leave it out.
 
     Returns:
-        `text`; `given`, the settings that it gives, as typed; `defaults`, what the others are, if the recipe is right;
-        `problems`, each with a `path` (None: of the whole) and a `message`.
+        `text`; `given`, the settings that it gives, as typed; if the recipe is right, `defaults`, what the others are,
+        and `fixed`, those that a run that goes on cannot change; `problems`, each with a `path` (None: of the whole)
+        and a `message`.
     """
     text = question["text"]
     if text is None:
         text = beginning(question["origin"])
-    made: Tree = {"text": text, "given": {}, "defaults": None, "problems": []}
+    made: Tree = {"text": text, "given": {}, "defaults": None, "fixed": None, "problems": []}
     try:
         tree = read_text(text)
         for path, value in question["edits"]:
@@ -59,6 +60,8 @@ def check(question: Tree) -> Tree:
         made |= {"text": text, "given": _given(tree)}
         recipe = read_within(tree, question)
         made["defaults"] = {one.path: text_of(to_jsonable_python(one.value)) for one in settings(recipe)}
+        kept = recipe.objective.fixed_settings
+        made["fixed"] = [one.path for one in settings(recipe) if one.role.on_resume == "refused" or one.path in kept]
     except UserError as error:
         cause = error.__cause__
         found = faults(cause, Recipe) if isinstance(cause, ValidationError) else [("", _plain(str(error)))]

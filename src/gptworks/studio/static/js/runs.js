@@ -1,5 +1,6 @@
 // The part Runs: the curves of many runs as they train, and what can be concluded from them.
 
+import { post } from "./api.js";
 import { follow } from "./runs/live.js";
 import { styleOf } from "./runs/chart.js";
 import { Figures } from "./runs/figures.js";
@@ -8,15 +9,16 @@ import { LeftOut, RunList } from "./runs/list.js";
 import { html, useCallback, useEffect, useMemo, useRef, useState, useTheme } from "./ui.js";
 
 const FIRST = 8;
+const NONE = [];
 const REFRESH_MS = 2000;
 const AXES = { step: "Steps", tokens: "Tokens", seconds: "Seconds" };
 
-export function Part({ shown, route, state }) {
+export function Part({ shown, route, state, refresh }) {
   const [{ runs, leftOut }, setRuns] = useState({ runs: null, leftOut: {} });
   const [problem, setProblem] = useState(null);
   const [chosen, setChosen] = useState(null);
   const [picked, setPicked] = useState(null);
-  const [settings, set] = useState({ x: "step", window: null, smooth: 0, logX: false, logY: false });
+  const [settings, set] = useState({ x: "step", window: null, smooth: 0, logX: false, logY: false, parents: true });
   const theme = useTheme();
   useEffect(() => (shown ? follow((found, out) => setRuns({ runs: found, leftOut: out }), setProblem) : undefined), [shown]);
   const rows = useMemo(() => (runs ? [...runs.values()] : []), [runs]);
@@ -29,22 +31,27 @@ export function Part({ shown, route, state }) {
   const ids = useMemo(() => (chosen ?? []).filter((id) => runs?.has(id)), [chosen, runs?.size]);
   const styles = useStyles(ids);
   const drawn = useMemo(() => ids.map((id) => runs.get(id)).filter(Boolean), [ids, runs]);
-  const version = useVersion(drawn);
+  const parents = useMemo(() => drawn.map((row) => row.origin?.id).filter((id, i, all) => runs.has(id) && !ids.includes(id) && all.indexOf(id) === i)
+    .map((id) => runs.get(id)), [drawn]);
+  const faint = settings.parents ? parents : NONE;
+  const version = useVersion([...drawn, ...faint]);
   const view = useMemo(() => ({ ...settings, theme }), [settings, theme]);
   const zoom = useCallback((from, to) => set((was) => ({ ...was, window: from == null ? null : [from, to] })), []);
   const pick = useCallback((run, at) => setPicked({ run, at, x: view.x }), [view.x]);
   const forget = useCallback(() => setPicked(null), []);
+  const stop = useCallback((run) => post("studio/start/stop", { run }).then(refresh), [refresh]);
   if (!runs) return html`<p class="notice" role="status">${problem ?? "Looking for runs…"}</p>`;
   if (!rows.length) return html`<div class="notice"><p>There is no run here yet. Train one with <code>gptworks train</code>; it appears by itself.</p>
     <${LeftOut} reasons=${leftOut} /></div>`;
   return html`<div class="runs">
     <h1 class="hidden-text">Runs</h1>
-    <aside><${RunList} rows=${rows} chosen=${ids} styles=${styles} leftOut=${leftOut} choose=${setChosen} parts=${state.parts} /></aside>
+    <aside><${RunList} rows=${rows} chosen=${ids} styles=${styles} faint=${faint} leftOut=${leftOut} choose=${setChosen}
+      parts=${state.parts} stop=${state.read_only ? null : stop} /></aside>
     <div class="work">
       ${problem && html`<p class="problem" role="alert">${problem}</p>`}
-      <${Controls} settings=${settings} set=${set} />
+      <${Controls} settings=${settings} set=${set} parents=${parents} />
       ${!drawn.length && html`<p class="card quiet">No run is chosen: tick some in the list.</p>`}
-      <${Figures} rows=${drawn} ...${{ styles, view, version, zoom, pick }} />
+      <${Figures} rows=${drawn} parents=${faint} ...${{ styles, view, version, zoom, pick }} />
     </div>
     <div class="findings">
       <${StepDetails} ...${{ picked, styles, forget }} />
@@ -54,7 +61,7 @@ export function Part({ shown, route, state }) {
   </div>`;
 }
 
-function Controls({ settings, set }) {
+function Controls({ settings, set, parents }) {
   const change = (more) => set((was) => ({ ...was, ...more }));
   const { x, window: zoomed, smooth, logX, logY } = settings;
   const check = (name, text) => html`<label class="check"><input type="checkbox" checked=${settings[name]}
@@ -65,6 +72,7 @@ function Controls({ settings, set }) {
     <label>Smoothing of training figures <input type="range" min="0" max="0.99" step="0.01" value=${smooth}
       onInput=${(event) => change({ smooth: Number(event.target.value) })} /> <output class="number">${smooth.toFixed(2)}</output></label>
     ${check("logX", "Log x")} ${check("logY", "Log y")}
+    ${parents.length > 0 && check("parents", "Show parents of forks, faintly")}
     <span class="fill"></span>
     <span class="quiet hint">Drag to zoom, double-click to show all.</span>
     <button class="button small" disabled=${!zoomed} onClick=${() => change({ window: null })}>Show all</button>

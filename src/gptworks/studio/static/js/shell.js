@@ -131,6 +131,7 @@ function Shell() {
       ${status === 401 && html`<${AskForKey} refresh=${refresh} />`}
       ${problem && status !== 401 && html`<p class="problem notice" role="alert">${problem}
         <button class="button" onClick=${refresh}>Try again</button></p>`}
+      ${state?.notice && html`<p class="notice" role="status">${state.notice}</p>`}
       ${known.map((name) => html`<${Loaded} key=${name} name=${name} shown=${name === key}
         state=${state} route=${name === at.key ? at.rest : NOWHERE} refresh=${refresh} />`)}
       ${state && !known.length && html`<p class="notice">This server has no part that the page can show.</p>`}

@@ -1,12 +1,15 @@
 // The part Start: a recipe as a form and as text, what `gptworks plan` says of it, and runs that are started with it.
 
 import { get, post } from "./api.js";
+import { count } from "./format.js";
 import { html, useCallback, useEffect, useRef, useState } from "./ui.js";
+import { Changes, useChanges } from "./start/changes.js";
 import { Form } from "./start/form.js";
 import { Plan } from "./start/plan.js";
 import { Training } from "./start/training.js";
 
 const TYPED_MS = 300;
+const WAYS = { new: "New run", resume: "Go on with it", fork: "Fork it" };
 const LISTED_MS = 3000; // after which the server's list of runs has a new one
 
 export function Part({ state, route, refresh, shown }) {
@@ -23,9 +26,9 @@ export function Part({ state, route, refresh, shown }) {
   useEffect(() => {
     get("studio/start").then(setKnown, (error) => setProblem(error.message));
   }, []);
-  const begin = useCallback((chosen) => {
+  const begin = useCallback((chosen, way = "new") => {
     setOrigin(chosen);
-    setWay("new");
+    setWay(way);
     setStep(null);
     setProblem(null);
     setName(free((chosen.recipe ?? chosen.run).split("/").at(-1), state.models));
@@ -33,7 +36,8 @@ export function Part({ state, route, refresh, shown }) {
   useEffect(() => {
     if (!known || (origin && !linked)) return;
     const run = state.models.find((model) => model.id === linked && model.run);
-    if (run || !origin) begin(run ? { run: run.id } : { recipe: "demo" });
+    if (run) begin({ run: run.id }, run.checkpoints.some((one) => one.resumable) ? "fork" : "new");
+    else if (!origin) begin({ recipe: "demo" });
   }, [known, linked]);
   const act = async (path, body, words) => {
     setBusy(true);
@@ -49,40 +53,42 @@ export function Part({ state, route, refresh, shown }) {
     refresh();
     setTimeout(refresh, LISTED_MS);
   };
+  const run = state.models.find((model) => model.id === origin?.run);
+  const steps = (run?.checkpoints ?? []).filter((one) => one.resumable).map((one) => one.step);
+  const last = (run?.state === "finished" ? steps.at(-2) : null) ?? steps.at(-1); // after the last of a finished run, nothing is left to train
+  const from = way === "fork" ? step ?? last ?? null : null;
+  const goesOn = useChanges(way === "new" ? null : origin.run, from, recipe);
   if (!known) return html`<p class="notice" role="status">${problem ?? "Reading the schema…"}</p>`;
-  const steps = state.models.find((model) => model.id === origin?.run)?.checkpoints.map((one) => one.step) ?? [];
-  const from = way === "fork" ? step ?? steps.at(-1) : null;
   const start = () => way === "fork" ? act("fork", { run: origin.run, step: from, name, text: recipe.text }, `${name} is forked.`) : way === "resume" ? act("resume", { run: origin.run, text: recipe.text }, `${origin.run} goes on.`)
     : act("new", { name, text: recipe.text, origin }, `${name} is started.`);
   return html`<div class="start-part">
     <h1 class="hidden-text">Start</h1>
     <${Training} ...${{ state, shown, act, readOnly: known.read_only }} />
     <section class="card start-begin" aria-label="What to start">
-      <label>Begin from <select class="field" value=${key(origin)} onChange=${(event) => begin(parsed(event.target.value))}>
+      <div class="start-row"><label>Begin from <select class="field" value=${key(origin)} onChange=${(event) => begin(parsed(event.target.value))}>
         <optgroup label="Recipes of gptworks">${known.recipes.map((one) => html`
           <option key=${one.name} value=${`recipe ${one.name}`}>${one.name}</option>`)}</optgroup>
         ${state.models.length > 0 && html`<optgroup label="Runs">${state.models.map((one) => html`
           <option key=${one.id} value=${`run ${one.id}`}>${one.id}</option>`)}</optgroup>`}
       </select></label>
-      ${origin?.run && html`<div class="start-way" role="group" aria-label="What to do with it">
-        <button class="button" aria-pressed=${String(way === "new")} onClick=${() => setWay("new")}>New run</button>
-        <button class="button" aria-pressed=${String(way === "resume")} onClick=${() => setWay("resume")}>Go on with it</button>
-        ${steps.length > 0 && html`<button class="button" aria-pressed=${String(way === "fork")} onClick=${() => setWay("fork")}>Fork it</button>`}
-      </div>`}
+      ${origin?.run && html`<div class="start-way" role="group" aria-label="What to do with it">${Object.entries(WAYS).map(([key, words]) =>
+        (key !== "fork" || steps.length > 0) && html`<button key=${key} class="button" aria-pressed=${String(way === key)} onClick=${() => setWay(key)}>${words}</button>`)}
+      </div>`}</div>
+      <div class="start-row">
       ${way === "fork" && html`<label>At step <select class="field" value=${String(from)} onChange=${(event) => setStep(Number(event.target.value))}>
         ${[...steps].reverse().map((one) => html`<option key=${one} value=${String(one)}>${one}</option>`)}</select></label>`}
       ${way !== "resume" && html`<label>Name <input class="field" value=${name} spellcheck="false" maxlength="100"
         onInput=${(event) => setName(event.target.value.trim())} /></label>`}
       ${known.read_only ? html`<p>This studio was started with <code>--read-only</code>: it starts and writes nothing.</p>`
-        : html`<button class="button primary" onClick=${start} disabled=${busy || !recipe.right || (way !== "resume" && !name)}>
-          ${{ new: "Start", resume: "Go on", fork: "Fork" }[way]}</button>`}
-      <p class="start-about quiet">${about(known, origin, way, name, from)}</p>
-      ${way !== "new" && html`<${Changes} run=${origin.run} step=${from} recipe=${recipe} />`}
+        : html`<button class="button primary" onClick=${start} disabled=${busy || !recipe.right || Boolean(goesOn?.problem) || (way !== "resume" && !name)}>
+          ${{ new: "Start", resume: "Go on", fork: "Fork" }[way]}</button>`}</div>
+      <p class="start-about quiet">${about(known, origin, way, name, from)} ${left(goesOn)}</p>
+      <${Changes} found=${goesOn} />
       ${problem && html`<p class="problem" role="alert">${problem}</p>`}
       <p class="hidden-text" role="status">${said}</p>
     </section>
     ${recipe.problem && html`<p class="problem start-wide" role="alert">${recipe.problem}</p>`}
-    ${recipe.checked && html`<${Form} groups=${known.form} recipe=${recipe} />
+    ${recipe.checked && html`<${Form} groups=${known.form} recipe=${recipe} goesOn=${way !== "new"} />
     <div class="start-beside">
       <${Plan} ...${{ recipe, origin, name, devices: known.devices }} />
       <${RecipeText} recipe=${recipe} />
@@ -93,7 +99,7 @@ export function Part({ state, route, refresh, shown }) {
 /** The recipe's text, which is what counts, and what the server says of it. */
 function useRecipe(origin) {
   const [text, setText] = useState(null);
-  const [checked, setChecked] = useState(null); // given, defaults, problems
+  const [checked, setChecked] = useState(null); // given, defaults, fixed, problems
   const [problem, setProblem] = useState(null);
   const [waits, setWaits] = useState(false);
   const held = useRef({ edits: [] });
@@ -110,7 +116,7 @@ function useRecipe(origin) {
         const answer = await post("studio/start/check", { ...body, edits, origin }, { signal });
         now.edits = now.edits.slice(edits.length);
         if (edits.length || body.text == null) setText(answer.text);
-        setChecked((was) => ({ ...answer, defaults: answer.defaults ?? was?.defaults ?? {}, right: !answer.problems.length }));
+        setChecked((was) => ({ ...answer, defaults: answer.defaults ?? was?.defaults ?? {}, fixed: answer.fixed ?? was?.fixed ?? [], right: !answer.problems.length }));
         setProblem(null);
         setWaits(now.edits.length > 0);
       } catch (error) {
@@ -154,20 +160,9 @@ function RecipeText({ recipe }) {
   </section>`;
 }
 
-/** What a run, or a fork of it, would change if it went on with the recipe. */
-function Changes({ run, step, recipe }) {
-  const [found, setFound] = useState(null);
-  useEffect(() => {
-    if (!recipe.right) return undefined;
-    const stop = new AbortController();
-    post("studio/start/changes", { run, step, text: recipe.text }, { signal: stop.signal }).then(
-      setFound, (error) => error.name !== "AbortError" && setFound({ problem: error.message }));
-    return () => stop.abort();
-  }, [run, step, recipe.text, recipe.right]);
-  if (found?.problem) return html`<p class="problem start-about" role="alert">${found.problem}</p>`;
-  if (!found?.changes.length) return html`<p class="quiet start-about">It goes on with the settings that it has. Change some below.</p>`;
-  return html`<ul class="start-changes">${found.changes.map((one) => html`<li key=${one.path}><code>${one.path}</code> ${one.old} → ${one.new}
-    ${one.recorded && html`<span class="quiet"> – the loss curve depends on it: the run folder records the change</span>`}</li>`)}</ul>`;
+function left(goesOn) {
+  if (goesOn?.steps_left == null || goesOn.problem) return "";
+  return `${count(goesOn.steps_left)} ${goesOn.steps_left === 1 ? "step is" : "steps are"} left to train.`;
 }
 
 function about(known, origin, way, name, step) {

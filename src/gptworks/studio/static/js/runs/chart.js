@@ -8,6 +8,10 @@ const HEIGHT = 240;
 const DASHES = [[], [6, 3], [2, 3], [9, 3, 2, 3]];
 const DOTS = 60;
 const FEW = 8;
+const FAINT = 0.45;
+
+/** The style of a run that a fork comes from. */
+export const PARENT = { colour: "parent", dash: 0, faint: true };
 
 /** The colour and the line of the nth run: eight colours, then the same ones dashed. */
 export function styleOf(n) {
@@ -15,7 +19,7 @@ export function styleOf(n) {
 }
 
 /**
- * curves: [{ id, name, style, x, y, raw: { x, y } | undefined }], bands: [{ name, style, x, low, high }], view: { window, logX, logY, theme },
+ * curves: [{ id, name, style, x, y, raw: { x, y } | undefined, forkedAt: where a fork begins | undefined }], bands: [{ name, style, x, low, high }], view: { window, logX, logY, theme },
  * zoom(from, to) or zoom(null), pick(id, x), xName, write(y): a value as text, tick(y): one at the axis.
  */
 export function Chart({ title, ...props }) {
@@ -134,10 +138,18 @@ function paint(plot, { curves, bands }, style) {
     ctx.fill();
   }
   ctx.lineJoin = "round";
-  const line = ({ x, y }) => {
+  const line = ({ x, y }, from = 0, to = x.length) => {
     ctx.beginPath();
-    for (let i = 0; i < x.length; i++) ctx.lineTo(across(x[i]), up(y[i]));
+    for (let i = from; i < to; i++) ctx.lineTo(across(x[i]), up(y[i]));
     ctx.stroke();
+  };
+  const dots = ({ x, y }, from, to = x.length) => {
+    ctx.beginPath();
+    for (let i = from; i < to; i++) {
+      ctx.moveTo(across(x[i]), up(y[i]));
+      ctx.arc(across(x[i]), up(y[i]), 2.2 * ratio, 0, 7);
+    }
+    ctx.fill();
   };
   ctx.globalAlpha = 0.25;
   ctx.lineWidth = ratio;
@@ -145,19 +157,20 @@ function paint(plot, { curves, bands }, style) {
     ctx.strokeStyle = colourOf({ colour });
     if (raw) line(raw);
   }
-  ctx.globalAlpha = curves.length > 3 * FEW ? 0.6 : 1;
+  const full = curves.length > 3 * FEW ? 0.6 : 1;
   ctx.lineWidth = ratio * (curves.length > 3 * FEW ? 1 : 1.5);
-  for (const { x, y, style: { colour, dash } } of curves) {
+  for (const { x, y, style: { colour, dash, faint }, forkedAt } of curves) {
     ctx.strokeStyle = ctx.fillStyle = colourOf({ colour });
     ctx.setLineDash(DASHES[dash].map((length) => length * ratio));
-    line({ x, y });
+    const before = faint ? x.length : forkedAt == null ? 0 : x.filter((one) => one <= forkedAt).length; // points that a fork has from another run
+    ctx.globalAlpha = FAINT * full;
+    line({ x, y }, 0, before);
+    ctx.globalAlpha = full;
+    line({ x, y }, Math.max(0, before - 1));
     if (x.length > DOTS) continue;
-    ctx.beginPath();
-    for (let i = 0; i < x.length; i++) {
-      ctx.moveTo(across(x[i]), up(y[i]));
-      ctx.arc(across(x[i]), up(y[i]), 2.2 * ratio, 0, 7);
-    }
-    ctx.fill();
+    dots({ x, y }, before);
+    ctx.globalAlpha = FAINT * full;
+    dots({ x, y }, 0, before);
   }
   ctx.restore();
 }

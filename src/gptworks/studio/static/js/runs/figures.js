@@ -3,7 +3,7 @@
 import { get } from "../api.js";
 import { bytes, count, figure } from "../format.js";
 import { html, useEffect, useMemo, useRef, useState } from "../ui.js";
-import { Chart, styleOf } from "./chart.js";
+import { Chart, PARENT, styleOf } from "./chart.js";
 import { Line } from "./list.js";
 
 const POINTS = 40_000;
@@ -33,13 +33,14 @@ function ordered(keys) {
   return [...new Set(keys)].sort((a, b) => place(a) - place(b) || (a < b ? -1 : 1));
 }
 
-export function Figures({ rows, styles, view, version, zoom, pick }) {
+/** `rows`: the runs that are drawn; `parents`: those that forks among them come from. */
+export function Figures({ rows, parents, styles, view, version, zoom, pick }) {
   const keys = useMemo(() => ordered(rows.flatMap((row) => row.keys)), [rows]);
   const [focus, setFocus] = useState(null);
   const run = rows.find((row) => row.id === focus) ?? rows[0];
-  const known = rows.map((row) => `${row.id} ${row.keys.length}`).join("\n");
-  const wanted = useMemo(() => (key) => rows.filter((row) => row.keys.includes(key)).map((row) => ({
-    run: row.id, key, name: row.id, style: styles.get(row.id) })), [known, keys.join(), styles]);
+  const known = [...parents, ...rows].map((row) => `${row.id} ${row.keys.length}`).join("\n");
+  const wanted = useMemo(() => (key) => [...parents, ...rows].filter((row) => row.keys.includes(key)).map((row) => ({
+    run: row.id, key, name: row.id, style: styles.get(row.id) ?? PARENT })), [known, keys.join(), styles]);
   return html`
     <div class="charts">${keys.map((key) => html`<${Figure} key=${key} title=${titleWithUnit(key, rows)} wanted=${wanted} of=${key}
       styles=${styles} ...${{ view, version, zoom, pick }} />`)}</div>
@@ -94,7 +95,7 @@ function Figure({ title, of, wanted, styles, view, version, zoom, pick }) {
   }, [seen, question, version]);
   const drawn = useMemo(() => {
     const known = new Map(list.map((one) => [`${one.run}\n${one.key}`, one]));
-    return (answer.x === view.x ? answer.curves : []).map((curve) => ({ ...known.get(`${curve.run}\n${curve.key}`), id: curve.run, x: curve.x, y: curve.y, raw: curve.raw }))
+    return (answer.x === view.x ? answer.curves : []).map((curve) => ({ ...known.get(`${curve.run}\n${curve.key}`), id: curve.run, x: curve.x, y: curve.y, raw: curve.raw, forkedAt: curve.forked_at }))
       .filter((curve) => curve.style && curve.x.length);
   }, [answer, list, view.x]);
   const bands = useMemo(() => answer.bands.map((band) => ({ ...band, style: bandStyle(band, list, styles) })), [answer, list]);

@@ -3,6 +3,7 @@
 import { count } from "../format.js";
 import { addressOf } from "../shell.js";
 import { cx, html, memo, useMemo, useState } from "../ui.js";
+import { PARENT } from "./chart.js";
 
 const MOST_SHOWN = 400;
 const ORDERS = {
@@ -21,7 +22,7 @@ export function loss(value) {
   return typeof value === "number" ? value.toFixed(4) : (value ?? "–");
 }
 
-export const RunList = memo(({ rows, leftOut, chosen, styles, choose, parts }) => {
+export const RunList = memo(({ rows, leftOut, chosen, styles, faint, choose, parts, stop }) => {
   const [search, setSearch] = useState("");
   const [order, setOrder] = useState("name");
   const found = useMemo(() => {
@@ -45,8 +46,8 @@ export const RunList = memo(({ rows, leftOut, chosen, styles, choose, parts }) =
       reading > 0 && `, ${count(reading)} still being read`}</p>
     <${LeftOut} reasons=${leftOut} />
     <div class="runs-rows" tabindex="0" role="group" aria-label="Runs to draw">
-      ${found.slice(0, MOST_SHOWN).map((row) => html`<${Row} key=${row.id} row=${row} style=${styles.get(row.id)}
-        ...${{ toggle, parts }} />`)}
+      ${found.slice(0, MOST_SHOWN).map((row) => html`<${Row} key=${row.id} row=${row} style=${styles.get(row.id)} isFaint=${faint.some((one) => one.id === row.id)}
+        ...${{ toggle, parts, stop }} />`)}
       ${found.length > MOST_SHOWN && html`<p class="quiet">${count(found.length - MOST_SHOWN)} more: search for them.</p>`}
     </div>
   </section>`;
@@ -61,13 +62,13 @@ export function LeftOut({ reasons }) {
 }
 
 /** Where else a run can be looked at. */
-const LEADS = { play: "Play", read: "Read", time: "Through time", data: "Data", model: "Model", start: "Start from it" };
+const LEADS = { play: "Play", read: "Read", time: "Through time", data: "Data", model: "Model", start: "Fork or go on" };
 
-function Row({ row, style, toggle, parts }) {
+function Row({ row, style, isFaint, toggle, parts, stop }) {
   const state = row.problem ? "cannot be read" : !row.whole ? "reading…" : row.state;
   return html`<label class=${cx("run", style && "chosen")} title=${row.id}>
     <input type="checkbox" checked=${Boolean(style)} onChange=${() => toggle(row.id)} />
-    <${Line} style=${style} />
+    <${Line} style=${style ?? (isFaint && PARENT)} />
     <span class="name">${row.id}</span>
     <span class=${cx("state", row.state === "running" && "good", row.problem && "problem")}>${state}</span>
     <span class="facts quiet number">step ${count(row.step)}${row.best && html` · best ${loss(row.best.loss)} · last ${loss(row.last.loss)}`}${
@@ -78,7 +79,22 @@ function Row({ row, style, toggle, parts }) {
     ${row.thinned && html`<span class="facts quiet">older records are shown thinned out</span>`}
   </label>
   ${style && html`<nav class="run-links" aria-label=${`Other parts with ${row.id}`}>${parts.filter((key) => LEADS[key]).map((key) => html`
-    <a key=${key} href=${addressOf(key, row.id)}>${LEADS[key]}</a>`)}</nav>`}`;
+    <a key=${key} href=${addressOf(key, row.id)}>${LEADS[key]}</a>`)}</nav>`}
+  ${stop && row.state === "running" && html`<${Stop} run=${row.id} stop=${stop} />`}`;
+}
+
+/** Asks a run to stop, once. */
+function Stop({ run, stop }) {
+  const [asked, ask] = useState(false);
+  const [problem, setProblem] = useState(null);
+  const click = () => {
+    ask(true);
+    setProblem(null);
+    stop(run).catch((error) => (setProblem(error.message), ask(false)));
+  };
+  return html`<div class="run-stop"><button class="button small" disabled=${asked} onClick=${click}>Stop <span class="hidden-text">${run}</span></button>
+    <span class="quiet" role="status">${asked && "stopping: it saves a checkpoint"}</span>
+    ${problem && html`<span class="problem" role="alert">${problem}</span>`}</div>`;
 }
 
 /** A run's colour and line. */

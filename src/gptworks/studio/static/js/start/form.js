@@ -1,17 +1,19 @@
-// The recipe as a form: the settings that it gives, and all others behind a search box.
+// The recipe as a form: the settings that it gives and those that people change most; all others behind a search box.
 
 import { cx, html, useState } from "../ui.js";
 
-export function Form({ groups, recipe }) {
+/** `goesOn`: whether a run goes on with the recipe, so that some settings stay. */
+export function Form({ groups, recipe, goesOn }) {
   const [search, setSearch] = useState("");
   const [all, setAll] = useState(false);
-  const { given, problems } = recipe.checked;
+  const { given, problems, fixed } = recipe.checked;
   const words = search.toLowerCase().split(/\s+/).filter(Boolean);
+  const stays = ({ path }) => fixed.some((one) => one === path || one.startsWith(`${path}.`));
   const shows = (field, group) => words.length
     ? words.every((word) => `${field.path} ${field.help} ${group.title}`.toLowerCase().includes(word))
-    : all || field.path in given || problems.some((one) => one.path === field.path);
+    : all || ((field.common || field.path in given) && !(goesOn && stays(field))) || problems.some((one) => one.path === field.path);
   const shown = groups.map((group) => ({ group, fields: group.fields.filter((field) => belongs(field, group, recipe) && shows(field, group)) }))
-    .filter(({ group, fields }) => fields.length || (group.optional && (all || group.path in given)) || group.path in given);
+    .filter(({ group, fields }) => fields.length || (!words.length && group.optional && (all || (!goesOn && group.path in given))));
   const known = new Set(groups.flatMap((group) => group.fields.map((field) => field.path)));
   const elsewhere = problems.filter((one) => !known.has(one.path));
   return html`<form class="start-form" aria-label="Settings" onSubmit=${(event) => event.preventDefault()}>
@@ -22,6 +24,7 @@ export function Form({ groups, recipe }) {
     </div>
     ${elsewhere.length > 0 && html`<div class="card problem" role="alert">${elsewhere.map((one) => html`<p key=${one.message}>${one.message}</p>`)}</div>`}
     ${shown.map(({ group, fields }) => html`<${Group} key=${group.path} ...${{ group, fields, recipe }} />`)}
+    ${goesOn && !all && !words.length && html`<p class="quiet">Settings that a run cannot change are left out here: Show all has them.</p>`}
     ${!shown.length && html`<p class="quiet">No setting has ${search} in its name or its text.</p>`}
   </form>`;
 }
@@ -41,7 +44,8 @@ function Group({ group, fields, recipe }) {
     <p class="quiet start-help">${group.kinds?.[type] ?? group.help}</p>
     ${group.optional && html`<label class="start-all"><input type="checkbox" checked=${there}
       onChange=${(event) => recipe.edit([group.path, event.target.checked ? "{}" : null])} /> Use ${group.title}</label>`}
-    ${(there || !group.optional) && fields.map((field) => html`<${Field} key=${field.path} ...${{ field, recipe }} />`)}
+    ${there || !group.optional ? fields.map((field) => html`<${Field} key=${field.path} ...${{ field, recipe }} />`)
+      : fields.length > 0 && html`<p class="quiet start-help">It has ${fields.map((field) => field.name).join(", ")}.</p>`}
   </fieldset>`;
 }
 
@@ -68,7 +72,7 @@ function Input({ id, field, value, normal, wrong, edit }) {
   const choices = field.input === "switch" ? ["true", "false"] : field.choices;
   if (choices) {
     return html`<select ...${shared} value=${value ?? ""} onChange=${(event) => edit(event.target.value || null)}>
-      <option value="">${normal == null ? "not set" : `default: ${normal}`}</option>
+      <option value="">${normal == null || normal === "null" ? "not set" : `default: ${normal}`}</option>
       ${choices.map((one) => html`<option key=${one} value=${one}>${one}</option>`)}
       ${value && !choices.includes(value) && html`<option value=${value}>${value}</option>`}</select>`;
   }
@@ -76,7 +80,7 @@ function Input({ id, field, value, normal, wrong, edit }) {
     setTyped(event.target.value);
     edit(event.target.value.trim() === "" && field.input !== "text" ? null : event.target.value || null);
   };
-  const text = { ...shared, value: typed ?? value ?? "", placeholder: normal == null || normal === "null" ? "not set" : normal, onInput: change,
+  const text = { ...shared, value: typed ?? value ?? "", placeholder: normal == null || normal === "null" ? "not set" : `default: ${normal}`, onInput: change,
     onBlur: () => setTyped(null), spellcheck: false };
   if (field.input === "yaml" && (value ?? normal ?? "").length + (value ?? "").split("\n").length > 30) {
     return html`<textarea ...${text} class=${cx(shared.class, "mono")} rows=${Math.min(8, (value ?? "").split("\n").length + 1)}></textarea>`;
