@@ -39,7 +39,9 @@ class Recipe(Section):
     )
     freeze: Fixed[FreezeConfig | None] = Field(None, description="Train the rest alone.")
     train: TrainConfig = Field(
-        default_factory=dict, validate_default=True, description="Default: what suits the model (config/defaults.py)."
+        default_factory=dict,
+        validate_default=True,
+        description="How it is trained. Settings that are left out suit the model.",
     )
     sweep: Free[SweepConfig | None] = Field(None, description="What gptworks sweep tries; training ignores it.")
 

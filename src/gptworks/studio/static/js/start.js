@@ -31,6 +31,7 @@ export function Part({ state, route, refresh, shown }) {
     setWay(way);
     setStep(null);
     setProblem(null);
+    say("");
     setName(free((chosen.recipe ?? chosen.run).split("/").at(-1), state.models));
   }, [state.models]);
   useEffect(() => {
@@ -59,8 +60,8 @@ export function Part({ state, route, refresh, shown }) {
   const from = way === "fork" ? step ?? last ?? null : null;
   const goesOn = useChanges(way === "new" ? null : origin.run, from, recipe);
   if (!known) return html`<p class="notice" role="status">${problem ?? "Reading the schema…"}</p>`;
-  const start = () => way === "fork" ? act("fork", { run: origin.run, step: from, name, text: recipe.text }, `${name} is forked.`) : way === "resume" ? act("resume", { run: origin.run, text: recipe.text }, `${origin.run} goes on.`)
-    : act("new", { name, text: recipe.text, origin }, `${name} is started.`);
+  const start = () => way === "fork" ? act("fork", { run: origin.run, step: from, name, text: recipe.text }, `${name} is forked, and trains: see above.`) : way === "resume" ? act("resume", { run: origin.run, text: recipe.text }, `${origin.run} goes on: see above.`)
+    : act("new", { name, text: recipe.text, origin }, `${name} is started: see above.`);
   return html`<div class="start-part">
     <h1 class="hidden-text">Start</h1>
     <${Training} ...${{ state, shown, act, readOnly: known.read_only }} />
@@ -85,7 +86,7 @@ export function Part({ state, route, refresh, shown }) {
       <p class="start-about quiet">${about(known, origin, way, name, from)} ${left(goesOn)}</p>
       <${Changes} found=${goesOn} />
       ${problem && html`<p class="problem" role="alert">${problem}</p>`}
-      <p class="hidden-text" role="status">${said}</p>
+      <p class=${said ? "start-about start-said" : "hidden-text"} role="status">${said}</p>
     </section>
     ${recipe.problem && html`<p class="problem start-wide" role="alert">${recipe.problem}</p>`}
     ${recipe.checked && html`<${Form} groups=${known.form} recipe=${recipe} goesOn=${way !== "new"} />

@@ -4,6 +4,7 @@ import { get } from "../api.js";
 import { html, useEffect, useState } from "../ui.js";
 
 const EVERY_MS = 1500;
+const ENDED_LINES = 4; // of a run that ended well: how it did, and what can be done with it
 
 export function Training({ state, shown, act, readOnly }) {
   const [found, setFound] = useState([]);
@@ -31,6 +32,7 @@ export function Training({ state, shown, act, readOnly }) {
 
 function Process({ one, act, readOnly, known, hide }) {
   const ended = one.running === false;
+  const lines = one.code === 0 ? one.lines.slice(-ENDED_LINES) : one.lines;
   const words = ended ? (one.code === 0 ? "ended" : `ended with exit code ${one.code}`) : one.stopping ? "stopping: it saves a checkpoint" : "training";
   return html`<section class="card start-process" aria-label=${`${one.run}, ${words}`}>
     <div class="toolbar"><h2>${one.run}</h2>
@@ -39,6 +41,7 @@ function Process({ one, act, readOnly, known, hide }) {
       ${ended ? html`<button class="button small" onClick=${hide}>Hide</button>`
         : !readOnly && html`<button class="button small" disabled=${one.stopping}
           onClick=${() => act("stop", { run: one.run }, `${one.run} is asked to stop.`)}>Stop</button>`}</div>
-    ${one.lines.length > 0 && html`<pre class="start-console" tabindex="0" aria-label="Last lines">${one.lines.join("\n")}</pre>`}
+    ${lines.length > 0 ? html`<pre class="start-console" tabindex="0" aria-label="Last lines">${lines.join("\n")}</pre>`
+      : one.running && html`<p class="quiet start-about">It begins; its first lines follow.</p>`}
   </section>`;
 }
