@@ -43,6 +43,7 @@ export function Part({ state, route, refresh, shown }) {
   const act = async (path, body, words) => {
     setBusy(true);
     setProblem(null);
+    say("");
     try {
       await post(`studio/start/${path}`, body);
       say(words);
