@@ -92,7 +92,7 @@ def test_a_run_is_changed_started_stopped_and_resumed(page: Any, runs: Studio) -
 
     page.get_by_label("Begin from").select_option(label="old")
     page.get_by_role("button", name="Go on with it").click()
-    page.get_by_text("It goes on with the settings that it has").wait_for()
+    page.get_by_role("alert").get_by_text("Checkpoint 8 is the last of max_steps=8: raise train.max_steps.").wait_for()
     field(page, "train.learning_rate").fill("0.004")
     page.get_by_text("the run folder records the change").wait_for()
     assert field(page, "model.d_model").count() == 0, "what a run cannot change is shown on request"

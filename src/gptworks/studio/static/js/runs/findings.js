@@ -86,6 +86,6 @@ export function Samples({ ids, styles, version }) {
     ${answer && !answer.samples.length && html`<p class="quiet">The chosen runs have written none yet.</p>`}
     ${answer && answer.samples.map((sample, i) => html`<article class="sample" key=${`${sample.run} ${sample.step} ${i}`}>
       <h3><${Line} style=${styles.get(sample.run)} /> ${sample.run}, step ${count(sample.step)}</h3>
-      <p class="mono text"><b>${sample.prompt}</b>${sample.text}</p></article>`)}
+      <p class="mono text" tabindex="0" role="group" aria-label=${`Sample of ${sample.run} at step ${sample.step}`}><b>${sample.prompt}</b>${sample.text}</p></article>`)}
   </section>`;
 }

@@ -21,7 +21,7 @@ export function Changes({ found }) {
   if (!found) return null;
   const { changes, problem } = found;
   return html`${problem && html`<p class="problem" role="alert">${problem}</p>`}
-    ${!changes.length && html`<p class="quiet start-about">It goes on with the settings that it has. Change some below.</p>`}
+    ${!changes.length && !problem && html`<p class="quiet start-about">It goes on with the settings that it has. Change some below.</p>`}
     ${changes.length > 0 && html`<ul class="start-changes" aria-label="Changes">${changes.map((one) => html`<li key=${one.path}>
       <code>${one.path}</code> ${one.old} → ${one.new}
       ${one.recorded && html`<span class="quiet"> – the loss curve depends on it: the run folder records the change</span>`}</li>`)}</ul>`}`;
