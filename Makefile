@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-browser test-notebooks notebooks test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-crashes test-schema test-overload test-engine test-guide test-processors test-margins lint bench first-hour clean
+.PHONY: help demo pipeline bands test test-browser test-notebooks notebooks test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-crashes test-schema test-overload test-engine test-guide test-processors test-margins wheel lint bench first-hour clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-guide  the commands of the README and the guide, in order, in an empty folder (about 10 minutes on 2 cores)"
 	@echo "make test-notebooks  the notebooks of docs/, by a kernel, in an empty folder (about 2 minutes on 2 cores); make notebooks keeps the outputs"
 	@echo "make test-browser  the studio's page in a browser (needs chromium and npm; about 5 minutes on 2 cores)"
+	@echo "make wheel   a wheel in dist/ with the C++ built for this kind of processor, tried without a compiler (about 2 minutes on 2 cores)"
 	@echo "make lint    ruff, mypy and the import contract"
 	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about an hour on 2 cores)"
 	@echo "make first-hour  init, train and tune on four folders of texts, beside the old defaults, nanoGPT's recipe and xz (over two hours)"
@@ -110,6 +111,12 @@ $(AXE)/axe.min.js: | .venv/bin/python
 
 notebooks: .venv/.installed-dev
 	GPTWORKS_KEEP_NOTEBOOKS=1 $(BIN)/python -m pytest -m notebooks tests/test_notebooks.py
+
+# cibuildwheel builds those for release; see pyproject.toml.
+wheel: .venv/.installed-dev
+	rm -rf dist
+	GPTWORKS_BUILD_NATIVE=1 $(BIN)/python -m build --wheel
+	$(BIN)/python -m pytest -m wheel -rs tests/test_wheel.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

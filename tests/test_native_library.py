@@ -7,8 +7,10 @@ import concurrent.futures
 import ctypes
 import errno
 import grp
+import hashlib
 import json
 import os
+import platform
 import pwd
 import shutil
 import subprocess
@@ -29,6 +31,7 @@ from gptworks.native import backend as native
 from gptworks.native import choice
 from gptworks.native import library as native_library
 from gptworks.native.choice import choose_backend
+from gptworks.native.levels import LEVELS, Level
 from gptworks.native.library import Unavailable, library
 from serving import until
 from test_native import CONTEXT, VARIANTS, check, pack, text, variant
@@ -54,6 +57,7 @@ def built() -> bytes:
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache that holds no kernels yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native_library, "BUILT", tmp_path / "nothing built")
     native_library.forget()
     yield tmp_path / "gptworks"
     native_library.forget()
@@ -116,6 +120,53 @@ def test_a_processor_of_another_name_is_built_for(fresh: Path, monkeypatch: pyte
         library()
 
 
+# -------------------------------------------------------------------------------------------------- built already
+
+
+@pytest.fixture
+def carried(builds: list[str], built: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """What the package brings for each level; bytes behind a library's end change nothing but its checksum."""
+    monkeypatch.delenv("GPTWORKS_NATIVE_MARCH", raising=False)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(native_library, "BUILT", tmp_path / "built")
+    (tmp_path / "built").mkdir()
+    contents = {level.name: built + level.name.encode() for level in LEVELS["x86_64"]}
+    for name, content in contents.items():
+        file = f"kernels-{name}-{hashlib.sha256(content).hexdigest()}.so"
+        (tmp_path / "built" / file).write_bytes(content)
+    return contents
+
+
+@pytest.mark.parametrize("level", LEVELS["x86_64"], ids=lambda level: level.name)
+def test_the_packages_library_for_this_processor_is_taken_without_a_compiler(
+    carried: dict[str, bytes], builds: list[str], fresh: Path, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_library, "cpu_flags", lambda: {*level.flags, "sse2", "vaes"})
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert library().sha256 == hashlib.sha256(carried[level.name]).hexdigest() and builds == []
+    assert works() and library().origin == "from the package"
+    [copy] = fresh.glob("kernels-*.so")
+    assert copy.stat().st_mode & 0o777 == 0o700, "loaded from this user's own folder, wherever the package lies"
+
+
+@pytest.mark.parametrize("why", ["an older processor", "damaged", "another processor is asked for", "another machine"])
+def test_where_the_packages_library_does_not_fit_the_compiler_is_used(
+    carried: dict[str, bytes], builds: list[str], tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    flags = LEVELS["x86_64"][-1].flags
+    monkeypatch.setattr(native_library, "cpu_flags", lambda: flags - {"fma"} if why == "an older processor" else flags)
+    if why == "damaged":
+        [file] = (tmp_path / "built").glob("kernels-avx2-*.so")
+        file.write_bytes(file.read_bytes()[:-1])
+    elif why == "another processor is asked for":
+        monkeypatch.setenv("GPTWORKS_NATIVE_MARCH", "haswell")
+    elif why == "another machine":
+        monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert works() and len(builds) == 1 and library().origin == "compiled here"
+    assert (why == "damaged") == any("is damaged: its checksum differs" in line for line in caplog.messages)
+
+
 # -------------------------------------------------------------------------------------------------- broken machines
 
 
@@ -154,7 +205,7 @@ def test_where_no_folder_serves_the_reason_is_said_once(
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError("no code here")))
     for _ in range(3):
-        with pytest.raises(Unavailable, match=r"no folder can keep the compiled kernels \(.*no code here"):
+        with pytest.raises(Unavailable, match=r"no folder can keep the kernels \(.*no code here"):
             library()
     assert len(builds) == 1
 
@@ -223,8 +274,6 @@ def planted(fresh: Path, builds: list[str], mode: int = 0o700) -> Path:
     file.unlink()
     native_library.forget()
     builds.clear()
-    import hashlib
-
     theirs = fresh / f"kernels-{key}-{hashlib.sha256(content).hexdigest()}.so"
     theirs.write_bytes(content)
     theirs.chmod(mode)
@@ -265,7 +314,7 @@ def test_a_folder_below_one_that_others_may_write_is_not_used(
     monkeypatch.setattr(native_library, "_is_own_group", lambda _: False)
     fresh.parent.chmod(mode)
     assert works() and len(builds) == 1
-    said = f"the compiled kernels are kept for this process alone: {fresh}: other users may write to {fresh.parent}"
+    said = f"the kernels are kept for this process alone: {fresh}: other users may write to {fresh.parent}"
     assert said in caplog.messages
 
 

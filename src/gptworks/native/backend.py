@@ -127,7 +127,8 @@ class NativeBackend(Backend):
             raise Unavailable(reason)
         kernels = library()
         self._step = kernels.functions.gptworks_step
-        self.description = f"native ({kernels.instructions}, {counted(torch.get_num_threads(), 'thread')})"
+        n_threads = counted(torch.get_num_threads(), "thread")
+        self.description = f"native ({kernels.instructions}, {kernels.origin}, {n_threads})"
         kind = model.token_embedding.weight.dtype
         dtype = dtype or (torch.float32 if kind == torch.float32 else torch.bfloat16)
         self.cache = SlotCache(model.config, n_slots, capacity, dtype=dtype)

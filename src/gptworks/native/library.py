@@ -1,4 +1,7 @@
-"""The C++ of this folder as one library: compiled for this processor by the machine's compiler, kept, verified, loaded.
+"""The C++ of this folder as one library: from the wheel or compiled by the machine's compiler, kept, verified, loaded.
+
+A wheel carries a library for each instruction level that the C++ distinguishes; the best for this processor is taken
+without a compiler. Elsewhere, and where GPTWORKS_NATIVE_MARCH names a processor, the compiler builds one.
 
 What is kept is code that this process will run. So it is read only from a folder that belongs to this user and that
 nobody else may write, and only if its bytes are those that were built. Where the user's cache cannot be used, the
@@ -17,15 +20,19 @@ import stat
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from gptworks.machine import cpu_flags
+from gptworks.native.levels import LEVELS
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("step.cpp",))
 """What is compiled; the headers beside them are part of it."""
+
+BUILT = Path(__file__).with_name("built")
+"""What a wheel carries: kernels-LEVEL-CHECKSUM.so."""
 
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-w")
 
@@ -58,6 +65,8 @@ class Library:
     functions: ctypes.CDLL
     sha256: str
     """Of the file."""
+    origin: str
+    """`compiled here` or `from the package`."""
 
     @property
     def has_wide_vectors(self) -> bool:
@@ -90,10 +99,12 @@ class Library:
 
 
 def library() -> Library:
-    """The kernels for this processor, from the user's cache or compiled now. A failure is remembered by this process.
+    """The kernels for this processor: from the package, the user's cache, or compiled now. A failure is remembered by
+    this process.
 
     Raises:
-        Unavailable: GPTWORKS_NATIVE=0, no compiler or one that fails, or no folder from which code can be loaded.
+        Unavailable: GPTWORKS_NATIVE=0; nothing built, and no compiler or one that fails; or no folder from which code
+            can be loaded.
     """
     with _lock:
         found = _library()
@@ -107,11 +118,13 @@ def _library() -> Library | str:
     """The library, or why there is none."""
     if os.environ.get("GPTWORKS_NATIVE") == "0":
         return "GPTWORKS_NATIVE=0 is set."
-    compiler = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
-    if compiler is None:
-        return "there is no C++ compiler (g++ or clang++)."
     try:
-        return _load(compiler)
+        if (content := _from_package()) is not None:
+            return _load(hashlib.sha256(content).hexdigest()[:16], lambda: content, "from the package")
+        compiler = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+        if compiler is None:
+            return "there is no C++ compiler (g++ or clang++), and the package brings no library for this processor."
+        return _load(_key(compiler), lambda: _compiled(compiler), "compiled here")
     except Unavailable as error:
         return str(error)
     except OSError as error:
@@ -147,18 +160,27 @@ def attempts() -> tuple[tuple[str, ...], ...]:
     return tuple((f"-march={name}", *threads) for threads in (("-fopenmp",), ()) for name in names)
 
 
-def _load(compiler: str) -> Library:
-    key = _key(compiler)
+def _from_package() -> bytes | None:
+    """The library that the package brings for this processor; None: it brings none, or another is asked for."""
+    if os.environ.get(MARCH):
+        return None
+    known, flags = LEVELS.get(platform.machine(), ()), cpu_flags()
+    level = next((level for level in known if level.flags <= flags), None)
+    for file in BUILT.glob(f"kernels-{level.name}-*.so") if level else ():
+        content = file.read_bytes()
+        if hashlib.sha256(content).hexdigest() == _digest_in(file):
+            return content
+        _LOG.warning("%s is damaged: its checksum differs. Install gptworks again.", file)
+    return None
+
+
+def _load(key: str, make: Callable[[], bytes], origin: str) -> Library:
     content: bytes | None = None
     reasons: list[str] = []
     for there in _folders():
         try:
             folder = _make_private(there)
-            kept = content or _kept(folder, key)
-            if kept is None:
-                names = ", ".join(source.name for source in SOURCES)
-                _LOG.info("compiling %s for this processor, which is done once and takes some seconds", names)
-            content = kept or build(compiler)
+            content = content or _kept(folder, key) or make()
             digest = hashlib.sha256(content).hexdigest()
             file = folder / f"kernels-{key}-{digest}.so"
             if _trusted_bytes(file, digest) is None:
@@ -166,11 +188,11 @@ def _load(compiler: str) -> Library:
             functions = ctypes.CDLL(str(file))
             _declare(functions)
             for reason in reasons:
-                _LOG.warning("the compiled kernels are kept for this process alone: %s", reason)
-            return Library(functions, digest)
+                _LOG.warning("the kernels are kept for this process alone: %s", reason)
+            return Library(functions, digest, origin)
         except OSError as error:  # no room, no permission, or a file system from which no code is run
             reasons.append(f"{there}: {error.strerror or error}")
-    raise Unavailable(f"no folder can keep the compiled kernels ({'; '.join(reasons)}).")
+    raise Unavailable(f"no folder can keep the kernels ({'; '.join(reasons)}).")
 
 
 def _key(compiler: str) -> str:
@@ -182,8 +204,17 @@ def _key(compiler: str) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def build(compiler: str) -> bytes:
+def _compiled(compiler: str) -> bytes:
+    names = ", ".join(source.name for source in SOURCES)
+    _LOG.info("compiling %s for this processor, which is done once and takes some seconds", names)
+    return build(compiler)
+
+
+def build(compiler: str, options: tuple[tuple[str, ...], ...] | None = None) -> bytes:
     """Compile the sources, all at once as far as there are cores, and link them; the library's bytes.
+
+    Args:
+        options: the compiler's options to try, in this order; None: `attempts`.
 
     Raises:
         Unavailable: no attempt succeeds. OSError: there is no temporary folder that no other user may write, or the
@@ -197,7 +228,7 @@ def build(compiler: str) -> bytes:
         folder = _make_private(Path(temporary))
         made = folder / "kernels.so"
         objects = [folder / f"{source.name}.o" for source in SOURCES]
-        for attempt in attempts():
+        for attempt in attempts() if options is None else options:
 
             def run(*arguments: str | Path, options: tuple[str, ...] = attempt) -> str | None:
                 return _error_of([compiler, *FLAGS, *options, *arguments])
@@ -288,9 +319,14 @@ def _is_own_group(number: int) -> bool:
 def _kept(folder: Path, key: str) -> bytes | None:
     """A library that was built for this key before and is as it was."""
     for file in folder.glob(f"kernels-{key}-*.so"):
-        if (content := _trusted_bytes(file, file.stem.rpartition("-")[2])) is not None:
+        if (content := _trusted_bytes(file, _digest_in(file))) is not None:
             return content
     return None
+
+
+def _digest_in(file: Path) -> str:
+    """The checksum that a library's name ends with."""
+    return file.stem.rpartition("-")[2]
 
 
 def _trusted_bytes(file: Path, digest: str) -> bytes | None:

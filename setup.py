@@ -1,0 +1,56 @@
+"""With GPTWORKS_BUILD_NATIVE=1, a wheel carries the C++ built for a kind of processor; without, Python alone."""
+
+import hashlib
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+sys.path.insert(0, str(Path(__file__).parent / "src"))
+
+from gptworks.native import levels, library
+
+BUILDS = os.environ.get("GPTWORKS_BUILD_NATIVE") == "1"
+
+
+class BuildPy(build_py):
+    """Puts a library for each instruction level beside the C++."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        folder = Path(self.build_lib, "gptworks", "native", library.BUILT.name)
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier build
+        if BUILDS:
+            folder.mkdir()
+            build(folder, os.environ.get("CXX", "g++"), os.uname().machine)
+
+
+class Content(Distribution):
+    """What the wheel holds."""
+
+    def has_ext_modules(self) -> bool:
+        return BUILDS
+
+
+class Wheel(bdist_wheel):
+    """For one kind of processor and every Python, because ctypes calls the library."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+def build(folder: Path, compiler: str, machine: str) -> None:
+    """Write the library for each level of a kind of processor."""
+    for level in levels.LEVELS[machine]:
+        content = library.build(compiler, ((*level.options, "-fopenmp"),))
+        (folder / f"kernels-{level.name}-{hashlib.sha256(content).hexdigest()}.so").write_bytes(content)
+
+
+if __name__ == "__main__":
+    setup(distclass=Content, cmdclass={"build_py": BuildPy, "bdist_wheel": Wheel})

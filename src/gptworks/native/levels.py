@@ -1,0 +1,30 @@
+"""The instruction levels that the C++ distinguishes: a wheel carries a library for each of its kind of processor."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a library is built for, and where it runs."""
+
+    name: str
+    options: tuple[str, ...]
+    """Of the compiler."""
+    flags: frozenset[str]
+    """The features that a processor must have, as Linux names them."""
+
+
+_V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_VNNI = ("-march=x86-64-v4", "-mavx512vnni")
+
+LEVELS = {
+    "x86_64": (
+        Level("avx512bf16", (*_VNNI, "-mavx512bf16"), _V4 | {"avx512_vnni", "avx512_bf16"}),
+        Level("avx512vnni", _VNNI, _V4 | {"avx512_vnni"}),
+        Level("avx512", ("-march=x86-64-v4",), _V4),
+        Level("avx2", ("-march=x86-64-v3",), _V3),
+    ),
+    "aarch64": (Level("neon", ("-march=armv8-a",), frozenset({"asimd"})),),
+}
+"""By `platform.machine()`, the best first. Below AVX2 torch is faster."""

@@ -1,0 +1,104 @@
+"""The wheel in dist/ with the C++ built (make wheel): installed alone, on a machine without a compiler."""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+import setup
+
+from gptworks.machine import cpu_flags
+from gptworks.native.levels import LEVELS
+
+pytestmark = pytest.mark.wheel
+
+ROOT = Path(__file__).parents[1]
+
+PROBE = """
+import json, platform
+from gptworks import GPT, ModelConfig
+from gptworks.model.backend import Chunk, TorchBackend
+from gptworks.native import backend, levels, library
+
+model = GPT(ModelConfig(vocab_size=64, context_length=32, n_layers=1, d_model=64, n_heads=4)).eval()
+chunk = Chunk(0, 0, list(range(9)), 9)
+expected = TorchBackend(model, 1, 32).compute([chunk])[0]
+found = {"file": library.__file__}
+for level in levels.LEVELS[platform.machine()]:
+    if level.flags <= (flags := library.cpu_flags()):
+        library.forget()
+        library.cpu_flags = lambda: level.flags
+        native = backend.NativeBackend(model, 1, 32)
+        difference = (native.compute([chunk])[0] - expected).abs().max()
+        found[level.name] = [native.description, float(difference)]
+        library.cpu_flags = lambda: flags
+found["libgomp"] = sorted({line.split()[-1] for line in open("/proc/self/maps") if "gomp" in line})
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel() -> Path:
+    wheels = list(ROOT.glob("dist/*.whl"))
+    assert len(wheels) == 1, "make wheel leaves one in dist/"
+    return wheels[0]
+
+
+def test_it_carries_a_library_for_each_level_and_is_named_by_its_platform(wheel: Path) -> None:
+    assert wheel.name.split("-")[2:4] == ["py3", "none"] and wheel.stem.endswith(platform.machine())
+    libraries = {}
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if name.endswith(".so"):
+                folder, _, file = name.rpartition("/")
+                _, level, digest = Path(file).stem.split("-")
+                assert folder == "gptworks/native/built" and hashlib.sha256(archive.read(name)).hexdigest() == digest
+                libraries[level] = digest
+    assert list(libraries) and set(libraries) == {level.name for level in LEVELS[platform.machine()]}
+
+
+def test_it_computes_without_a_compiler_and_shares_the_threads_of_torch(wheel: Path, tmp_path: Path) -> None:
+    python = tmp_path / "fresh" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "fresh"], check=True)
+    packages = next((tmp_path / "fresh").glob("lib/python*/site-packages"))
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")  # behind what it holds
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(packages)
+    (tmp_path / "empty").mkdir()
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("GPTWORKS_", "PYTHON"))}
+    environment = {**clean, "PATH": str(tmp_path / "empty"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [python, "-c", PROBE], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert Path(found.pop("file")).is_relative_to(packages)
+    assert len(found.pop("libgomp")) == 1, "torch's own"
+    assert set(found) == {level.name for level in LEVELS[platform.machine()] if level.flags <= cpu_flags()}
+    for description, difference in found.values():
+        assert ", from the package, " in description and difference < 1e-5
+
+
+def test_the_library_for_aarch64_loads(tmp_path: Path) -> None:
+    """As a wheel for AArch64 has it, cross-compiled, under an emulator."""
+    compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+    if compiler is None or emulator is None:
+        pytest.skip("no cross compiler or no emulator here: apt-get install g++-aarch64-linux-gnu qemu-user")
+    setup.build(tmp_path, compiler, "aarch64")
+    [file] = tmp_path.glob("kernels-neon-*.so")
+    (tmp_path / "main.cpp").write_text(
+        "#include <dlfcn.h>\n#include <cstdio>\nint main(int, char **a) { void *l = dlopen(a[1], RTLD_NOW);\n"
+        'if (!l) return puts(dlerror()); printf("%d", ((int (*)())dlsym(l, "gptworks_built_with"))()); }',
+        encoding="utf-8",
+    )
+    subprocess.run([compiler, tmp_path / "main.cpp", "-o", tmp_path / "main", "-ldl"], check=True)
+    command = [emulator, "-L", "/usr/aarch64-linux-gnu", tmp_path / "main", file]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "0"), "NEON's vectors have 16 bytes"
