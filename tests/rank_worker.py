@@ -193,7 +193,7 @@ def muon_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
     """Two steps of Muon by ranks that divide the matrices and then, resumed, two by one that has them all; the same the
     other way round; and four by one that has them all. Whether the weights and states of the first two are the bits of
     the third on this rank, and the share of its work that each rank has done in four steps of dividing."""
-    results, orthogonalized = [], muon.orthogonalized
+    results, updates = [], muon.Muon._updates
     for case in cases:
         recipe, layout = parse_recipe(case["recipe"]), Layout(**case["layout"])
         parallel = choose_parallel(recipe, ranks, CPU, layout)
@@ -209,13 +209,15 @@ def muon_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
                     optimizer = Optimizer(model, recipe.train, parallel.replicas if divides else None)
                     optimizer.load_state_tensors(kept)
 
-                def counted(x: Tensor, *settings: Any, i: int = i, divides: bool = divides, work=work) -> Tensor:
-                    short, long = sorted(x.shape[1:])
+                def counted(
+                    self, matrices: list, group: dict, i: int = i, divides: bool = divides, work=work
+                ) -> Tensor:
+                    short, long = sorted(matrices[0].shape)
                     if divides or i == 2:
-                        work[divides] += len(x) * (4 * short**2 * long + 2 * short**3)
-                    return orthogonalized(x, *settings)
+                        work[divides] += len(matrices) * (4 * short**2 * long + 2 * short**3)
+                    return updates(self, matrices, group)
 
-                muon.orthogonalized = counted
+                muon.Muon._updates = counted
                 generator = torch.Generator().manual_seed(step)
                 for name, parameter in model.named_parameters():
                     if name != "blocks.1.attention.key.weight":  # has no gradient
@@ -223,7 +225,7 @@ def muon_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
                 optimizer.step(torch.amp.GradScaler("cpu", enabled=False))
                 kept = {key: tensor.clone() for key, tensor in optimizer.state_tensors().items()}
             ends.append(dict(model.named_parameters()) | kept)
-        muon.orthogonalized = orthogonalized
+        muon.Muon._updates = updates
         assert ends[0].keys() == ends[1].keys() == ends[2].keys() and any("momentum" in key for key in ends[0])
         differing = sum(not torch.equal(one[key], tensor) for one in ends[:2] for key, tensor in ends[2].items())
         (differing_anywhere,) = ranks.all_reduce([differing])

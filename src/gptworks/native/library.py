@@ -28,7 +28,7 @@ from pathlib import Path
 from gptworks.machine import cpu_flags
 from gptworks.native.levels import LEVELS
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("step.cpp",))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("step.cpp", "optimizer.cpp"))
 """What is compiled; the headers beside them are part of it."""
 
 BUILT = Path(__file__).with_name("built")
@@ -252,6 +252,8 @@ def _error_of(command: Sequence[str | Path]) -> str | None:
 def _declare(functions: ctypes.CDLL) -> None:
     functions.gptworks_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
     functions.gptworks_step.restype = None
+    functions.gptworks_muon_updates.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int]
+    functions.gptworks_muon_updates.restype = None
     functions.gptworks_built_with.argtypes = []
     functions.gptworks_built_with.restype = ctypes.c_int
 

@@ -1,7 +1,8 @@
 """Muon (Jordan et al., 2024) with the matrices of one shape orthogonalized together.
 
 torch's own goes matrix by matrix, which takes up to twice as long where they are small and many, as in a small model or
-in experts (bench/passes.py). The arithmetic is the same (tests/test_optim.py).
+in experts (bench/passes.py). The arithmetic is the same (tests/test_optim.py); on most CPUs C++ does it
+(`gptworks.native.optimizer`).
 
 Ranks that hold the same model divide the matrices: each orthogonalizes its part, and all receive every update.
 """
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+
+from gptworks.native.optimizer import muon_library, muon_updates
 
 TOGETHER = 2**22
 """Elements orthogonalized at once, at most: larger matrices gain nothing from company, and need scratch memory each."""
@@ -64,8 +67,12 @@ class Muon(torch.optim.Muon):
 
     def _updates(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> Tensor:
         """Nesterov's direction of each, orthogonalized, [N, rows, columns] in bfloat16."""
+        gradients = [parameter.grad for parameter in matrices if parameter.grad is not None]
+        momenta = [self._momentum(parameter, group["momentum"]) for parameter in matrices]
+        if (library := muon_library([*gradients, *momenta])) is not None:
+            return muon_updates(library, gradients, momenta, group)
         updates = orthogonalized(
-            self._directions(matrices, group["momentum"]), group["ns_coefficients"], group["ns_steps"], group["eps"]
+            directions(gradients, momenta, group["momentum"]), group["ns_coefficients"], group["ns_steps"], group["eps"]
         )
         return updates if self._replicas is None else updates.contiguous()  # as they are sent
 
@@ -76,14 +83,6 @@ class Muon(torch.optim.Muon):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.add_(update, alpha=-rate)
 
-    def _directions(self, matrices: list[nn.Parameter], momentum: float) -> Tensor:
-        """Where Nesterov's momentum points, [N, rows, columns] in bfloat16."""
-        directions = torch.empty(len(matrices), *matrices[0].shape, dtype=torch.bfloat16, device=matrices[0].device)
-        for parameter, direction in zip(matrices, directions, strict=True):
-            assert parameter.grad is not None
-            direction.copy_(parameter.grad.lerp(self._momentum(parameter, momentum), momentum))
-        return directions
-
     def _momentum(self, parameter: nn.Parameter, momentum: float) -> Tensor:
         """The parameter's momentum with this step's gradient in it. Every rank keeps it for every matrix, so that any
         rank can save it and any number of ranks go on with it."""
@@ -93,6 +92,14 @@ class Muon(torch.optim.Muon):
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer: Tensor = state["momentum_buffer"]
         return buffer.lerp_(parameter.grad, 1 - momentum)
+
+
+def directions(gradients: list[Tensor], momenta: list[Tensor], momentum: float) -> Tensor:
+    """Where Nesterov's momentum points, [N, rows, columns] in bfloat16."""
+    made = torch.empty(len(gradients), *gradients[0].shape, dtype=torch.bfloat16, device=gradients[0].device)
+    for gradient, average, direction in zip(gradients, momenta, made, strict=True):
+        direction.copy_(gradient.lerp(average, momentum))
+    return made
 
 
 def orthogonalized(x: Tensor, coefficients: tuple[float, float, float], n_steps: int, eps: float) -> Tensor:

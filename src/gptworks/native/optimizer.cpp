@@ -1,0 +1,335 @@
+// Muon's updates for matrices of one shape: Nesterov's direction, orthogonalized by Newton–Schulz iterations.
+//
+// Of the three products of an iteration two are symmetric, of which half is computed. A matrix stays in one core's second
+// cache throughout: each thread has its own, unless there are fewer matrices than threads. An element is summed in one
+// order, so its bits do not depend on the number of threads.
+
+#include <algorithm>
+
+#include "lanes.h"
+#include "threads.h"
+
+namespace {
+
+#ifdef BF16_PRODUCTS
+typedef BFloat Element;
+constexpr int64_t DEPTH = 2;  // elements of a row that one instruction multiplies
+#else
+typedef float Element;        // rounded to bf16 all the same
+constexpr int64_t DEPTH = 1;
+#endif
+constexpr int64_t BLOCK = 32;                      // rows and columns are padded with zeros to a multiple of this,
+constexpr int64_t WIDTH = MANY_REGISTERS ? 2 : 1;  // and computed by so many vectors of columns
+constexpr int64_t PANEL = WIDTH * LANES;
+constexpr int TALLEST = MANY_REGISTERS ? 12 : 4;   // and at most so many rows, whose sums stay in registers
+
+int64_t in_blocks(int64_t n) { return (n + BLOCK - 1) / BLOCK * BLOCK; }
+
+inline BFloat narrowed(float x) {  // to the nearest bf16, to even; what is no number stays none
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return {(uint16_t)(x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0)};
+}
+inline BFloat narrowed(BFloat x) { return x; }
+
+#ifdef BF16_PRODUCTS
+typedef __m512i Packed;  // 16 columns, two elements of each
+INLINE Packed packed(const Element *p) { return _mm512_loadu_si512(p); }
+INLINE Packed same(const Element *p) {
+    int32_t pair;
+    std::memcpy(&pair, p, sizeof pair);
+    return _mm512_set1_epi32(pair);
+}
+INLINE void multiply(Lanes &sum, Packed a, Packed b) {
+    sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+INLINE void keep(Element *p, Lanes x) {
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+}
+#else
+typedef Lanes Packed;
+INLINE Packed packed(const Element *p) { return load(p); }
+INLINE Packed same(const Element *p) { return all(*p); }
+INLINE void multiply(Lanes &sum, Packed a, Packed b) { sum += a * b; }
+INLINE void keep(Element *p, Lanes x) {
+    const IntLanes bits = bits_of(x), odd = (bits >> 16) & 1;
+    store(p, choose(x == x, lanes_of(((bits + 0x7fff + odd) >> 16) << 16), all(NAN)));
+}
+#endif
+
+// A block of BLOCK rows and columns, its rows in the other's columns.
+#ifdef BF16_PRODUCTS
+INLINE __m512i pairs(const Element *above, const Element *below) {  // of 16 columns
+    const auto wide = [](const Element *p) EACH { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); };
+    return _mm512_or_si512(wide(above), _mm512_slli_epi32(wide(below), 16));
+}
+INLINE void transpose(__m512i (&x)[16]) {
+    __m512i y[16];
+    repeat<8>([&](auto i) EACH {
+        y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+        y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+    });
+    repeat<4>([&](auto i) EACH {  // then x[4 i + c] holds columns c, 4 + c, 8 + c and 12 + c of rows 4 i to 4 i + 3
+        repeat<2>([&](auto half) EACH {
+            x[4 * i + 2 * half] = _mm512_unpacklo_epi64(y[4 * i + half], y[4 * i + 2 + half]);
+            x[4 * i + 2 * half + 1] = _mm512_unpackhi_epi64(y[4 * i + half], y[4 * i + 2 + half]);
+        });
+    });
+    repeat<4>([&](auto c) EACH {
+        const __m512i even[2] = {_mm512_shuffle_i32x4(x[c], x[4 + c], 0x88), _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0x88)};
+        const __m512i odd[2] = {_mm512_shuffle_i32x4(x[c], x[4 + c], 0xdd), _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0xdd)};
+        y[c] = _mm512_shuffle_i32x4(even[0], even[1], 0x88);
+        y[4 + c] = _mm512_shuffle_i32x4(odd[0], odd[1], 0x88);
+        y[8 + c] = _mm512_shuffle_i32x4(even[0], even[1], 0xdd);
+        y[12 + c] = _mm512_shuffle_i32x4(odd[0], odd[1], 0xdd);
+    });
+    repeat<16>([&](auto i) EACH { x[i] = y[i]; });
+}
+void transpose(const Element *from, int64_t from_stride, Element *to, int64_t to_stride) {
+    for (int64_t j = 0; j < BLOCK; j += LANES) {
+        __m512i x[16];
+        repeat<16>([&](auto i) EACH {
+            x[i] = pairs(from + 2 * i * from_stride + j, from + (2 * i + 1) * from_stride + j);
+        });
+        transpose(x);
+        repeat<16>([&](auto i) EACH { _mm512_storeu_si512(to + (j + i) * to_stride, x[i]); });
+    }
+}
+#else
+void transpose(const Element *from, int64_t from_stride, Element *to, int64_t to_stride) {
+    for (int64_t j = 0; j < BLOCK; j++)
+        for (int64_t i = 0; i < BLOCK; i++) to[j * to_stride + i] = from[i * from_stride + j];
+}
+#endif
+
+// A matrix, row by row. Rows begin an odd number of cache lines apart: were it a power of two, the elements of a column
+// would share few places of the cache.
+struct Table {
+    Element *at;
+    int64_t stride;
+
+    static int64_t stride_of(int64_t columns) { return in_blocks(columns) | BLOCK; }
+    Element *row(int64_t i) const { return at + i * stride; }
+};
+
+// The right factor of a product, [depth, columns], laid out as it is read: [columns / PANEL, depth / DEPTH, PANEL, DEPTH].
+struct Right {
+    Element *at;
+    int64_t depth;
+
+    Element *panel(int64_t column) const { return at + column * depth; }
+
+    void take(const Table &x, int64_t column) const {
+        Element *to = panel(column);
+        for (int64_t k = 0; k < depth; k += DEPTH)
+            for (int64_t j = column; j < column + PANEL; j += LANES, to += LANES * DEPTH)
+#ifdef BF16_PRODUCTS
+                _mm512_storeu_si512(to, pairs(x.row(k) + j, x.row(k + 1) + j));
+#else
+                store(to, load(x.row(k) + j));
+#endif
+    }
+    void take_transposed(const Table &x, int64_t column) const {
+        for (int64_t k = 0; k < depth; k += BLOCK)
+#ifdef BF16_PRODUCTS
+            for (int64_t j = 0; j < PANEL; j += LANES) {
+                __m512i pairs[16];
+                repeat<16>([&](auto i) EACH { pairs[i] = _mm512_loadu_si512(x.row(column + j + i) + k); });
+                transpose(pairs);
+                Element *const to = panel(column) + k * PANEL + j * DEPTH;
+                repeat<16>([&](auto i) EACH { _mm512_storeu_si512(to + i * PANEL * DEPTH, pairs[i]); });
+            }
+#else
+            for (int64_t d = k; d < k + BLOCK; d++)
+                for (int64_t j = 0; j < PANEL; j++) panel(column)[d * PANEL + j] = x.row(column + j)[d];
+#endif
+    }
+};
+
+// Rows [row, row + N) of left · right in a panel's columns: out(i, j, sums) takes 16 of row i from column j on.
+template <int N, class F>
+INLINE void tile(const Table &left, int64_t row, const Right &right, int64_t column, const F &out) {
+    Lanes sums[N][WIDTH] = {};
+    const Element *a = left.row(row), *b = right.panel(column);
+    for (int64_t k = 0; k < right.depth; k += DEPTH, b += PANEL * DEPTH) {
+        Packed columns[WIDTH];
+        repeat<WIDTH>([&](auto j) EACH { columns[j] = packed(b + j * LANES * DEPTH); });
+        repeat<N>([&](auto i) EACH {
+            const Packed one = same(a + i * left.stride + k);
+            repeat<WIDTH>([&](auto j) EACH { multiply(sums[i][j], one, columns[j]); });
+        });
+    }
+    repeat<N>([&](auto i) EACH {
+        repeat<WIDTH>([&](auto j) EACH { out(row + i, column + j * LANES, sums[i][j]); });
+    });
+}
+
+template <class F> void block(const Table &left, int64_t row, const Right &right, int64_t column, const F &out) {
+    for (int64_t panel = column; panel < column + BLOCK; panel += PANEL) {
+        int64_t i = row;
+        for (; row + BLOCK - i >= TALLEST; i += TALLEST) tile<TALLEST>(left, i, right, panel, out);
+        if (i < row + BLOCK) tile<BLOCK % TALLEST + TALLEST * !(BLOCK % TALLEST)>(left, i, right, panel, out);
+    }
+}
+
+struct Matrix {  // [rows, columns]
+    const float *gradient, *momentum;
+    BFloat *update;
+};
+
+struct Settings {
+    int64_t rows, columns, n_iterations;
+    float momentum, a, b, c, eps;
+};
+
+INLINE Lanes between(Lanes from, Lanes to, float where) {  // as torch.lerp
+    return where < 0.5f ? from + where * (to - from) : to - (to - from) * (1 - where);
+}
+
+// Up to 16 elements; zeros beyond.
+INLINE Lanes load(const float *p, int64_t n) {
+    if (n >= LANES) return load(p);
+    float out[LANES] = {};
+    std::copy(p, p + n, out);
+    return load(out);
+}
+
+// One matrix at a time, by a team.
+struct Orthogonalizer {
+    const Settings &s;
+    bool tall;
+    int64_t rows, columns;  // of x, which is wide, padded
+    Buffer memory;
+    std::vector<float> squares;
+    Table x, gram, polynomial;
+    Element *packed;
+
+    explicit Orthogonalizer(const Settings &s)
+        : s(s), tall(s.rows > s.columns), rows(in_blocks(std::min(s.rows, s.columns))),
+          columns(in_blocks(std::max(s.rows, s.columns))),
+          memory(rows * (Table::stride_of(columns) + 2 * Table::stride_of(rows) + columns) * sizeof(Element) / 64),
+          squares(rows) {
+        x = {(Element *)memory.data(), Table::stride_of(columns)};
+        gram = {x.row(rows), Table::stride_of(rows)};
+        polynomial = {gram.row(rows), gram.stride};
+        packed = polynomial.row(rows);
+    }
+
+    // f(i, j, height, width) for the blocks of the matrix as it is stored, which the team shares.
+    template <class F> void each_block(const Team &team, const F &f) const {
+        const auto [first, end] = team.share(in_blocks(s.rows) / BLOCK);
+        for (int64_t i = first * BLOCK; i < std::min(s.rows, end * BLOCK); i += BLOCK)
+            for (int64_t j = 0; j < s.columns; j += BLOCK)
+                f(i, j, std::min(BLOCK, s.rows - i), std::min(BLOCK, s.columns - j));
+    }
+
+    void begin(const Matrix &m, const Team &team) {
+        each_block(team, [&](int64_t row, int64_t column, int64_t height, int64_t width) {
+            Element turned[BLOCK * BLOCK] = {};
+            Element *const to = tall ? turned : x.row(row) + column;
+            for (int64_t i = 0; i < height; i++)
+                for (int64_t j = 0; j < width; j += LANES) {
+                    const int64_t at = (row + i) * s.columns + column + j, n = width - j;
+                    const Lanes gradient = load(m.gradient + at, n);
+                    const Lanes direction = between(gradient, load(m.momentum + at, n), s.momentum);
+                    keep(to + i * (tall ? BLOCK : x.stride) + j, direction);
+                }
+            if (tall) transpose(turned, BLOCK, x.row(column) + row, x.stride);
+        });
+        team.wait();
+        const auto [first, end] = team.share(rows);
+        for (int64_t i = first; i < end; i++) {
+            Lanes squared = {};
+            for (int64_t j = 0; j < columns; j += LANES) {
+                const Lanes v = load(x.row(i) + j);
+                squared += v * v;
+            }
+            squares[i] = sum(squared);
+        }
+        team.wait();
+        float total = 0;
+        for (float square : squares) total += square;
+        const float norm = narrowed(std::sqrt(total)), divisor = norm < s.eps ? s.eps : norm;
+        for (int64_t i = first; i < end; i++)
+            for (int64_t j = 0; j < columns; j += LANES) keep(x.row(i) + j, load(x.row(i) + j) / all(divisor));
+        team.wait();
+    }
+
+    template <class F> static void pack(int64_t width, const Team &team, const F &take) {
+        for (int64_t panel = team.thread; panel < width / PANEL; panel += team.n_threads) take(panel * PANEL);
+        team.wait();
+    }
+
+    // to = f(left · right), which is symmetric.
+    template <class F>
+    void symmetric(const Table &left, const Right &right, const Table &to, const Team &team, const F &f) const {
+        int64_t turn = 0;
+        for (int64_t j = 0; j < rows; j += BLOCK)
+            for (int64_t i = 0; i <= j; i += BLOCK) {
+                if (turn++ % team.n_threads != team.thread) continue;
+                block(left, i, right, j, [&](int64_t row, int64_t column, Lanes sums) EACH {
+                    keep(to.row(row) + column, f(row, column, sums));
+                });
+                if (i < j) transpose(to.row(i) + j, to.stride, to.row(j) + i, to.stride);
+            }
+        team.wait();
+    }
+
+    // x becomes a x + (b x xᵀ + c (x xᵀ)²) x.
+    void iterate(const Team &team) const {
+        const Right wide{packed, columns}, square{packed, rows};
+        pack(rows, team, [&](int64_t j) { wide.take_transposed(x, j); });
+        symmetric(x, wide, gram, team, [](int64_t, int64_t, Lanes sums) EACH { return sums; });
+        pack(rows, team, [&](int64_t j) { square.take(gram, j); });
+        symmetric(gram, square, polynomial, team, [&](int64_t row, int64_t column, Lanes sums) EACH {
+            return all(s.b) * load(gram.row(row) + column) + all(s.c) * sums;
+        });
+        pack(columns, team, [&](int64_t j) { square.take(x, j); });
+        int64_t turn = 0;
+        for (int64_t j = 0; j < columns; j += BLOCK)
+            for (int64_t i = 0; i < rows; i += BLOCK)
+                if (turn++ % team.n_threads == team.thread)
+                    block(polynomial, i, square, j, [&](int64_t row, int64_t column, Lanes sums) EACH {
+                        Element *const here = x.row(row) + column;
+                        keep(here, all(s.a) * load(here) + sums);
+                    });
+        team.wait();
+    }
+
+    void finish(const Matrix &m, const Team &team) const {
+        each_block(team, [&](int64_t row, int64_t column, int64_t height, int64_t width) {
+            Element turned[BLOCK * BLOCK];
+            if (tall) transpose(x.row(column) + row, x.stride, turned, BLOCK);
+            const Element *const from = tall ? turned : x.row(row) + column;
+            for (int64_t i = 0; i < height; i++) {
+                const Element *const made = from + i * (tall ? BLOCK : x.stride);
+                BFloat *const update = m.update + (row + i) * s.columns + column;
+                for (int64_t j = 0; j < width; j++) update[j] = narrowed(made[j]);
+            }
+        });
+        team.wait();
+    }
+};
+
+}  // namespace
+
+extern "C" void gptworks_muon_updates(const Matrix *matrices, int64_t n, const Settings *settings, int n_threads) {
+    // Teams of several threads where there are few matrices for each, so that none waits long for the last.
+    const auto n_teams = [&](int64_t threads) { return std::clamp<int64_t>(n / 2, 1, threads); };
+    std::vector<Orthogonalizer> workers;
+    workers.reserve(n_teams(n_threads));
+    for (int64_t i = 0; i < n_teams(n_threads); i++) workers.emplace_back(*settings);
+    std::vector<Barrier> barriers(n_threads);
+    parallel(n_threads, [&](const Team &everyone) {
+        const int64_t teams = n_teams(everyone.n_threads);
+        int64_t mine = 0;
+        const auto first = [&](int64_t team) { return everyone.n_threads * team / teams; };
+        while (first(mine + 1) <= everyone.thread) mine++;
+        const Team team{everyone.thread - first(mine), first(mine + 1) - first(mine), &barriers[mine]};
+        for (int64_t i = mine; i < n; i += teams) {
+            workers[mine].begin(matrices[i], team);
+            for (int64_t k = 0; k < settings->n_iterations; k++) workers[mine].iterate(team);
+            workers[mine].finish(matrices[i], team);
+        }
+    });
+}

@@ -1,0 +1,62 @@
+"""Muon's updates in C++ (optimizer.cpp), for matrices in float32 on a CPU.
+
+Its torch twin is `gptworks.train.optim.muon.Muon`; both round to bfloat16 at the same places and add up in float32.
+"""
+
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptworks.machine import cpu_flags
+from gptworks.native.library import Library, training_library
+
+_POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class _Matrix(ctypes.Structure):  # as in optimizer.cpp, and so below
+    _fields_ = tuple((name, _POINTER) for name in ("gradient", "momentum", "update"))
+
+
+class _Settings(ctypes.Structure):
+    _fields_ = (
+        *((name, _INTEGER) for name in ("rows", "columns", "n_iterations")),
+        *((name, _FLOAT) for name in ("momentum", "a", "b", "c", "eps")),
+    )
+
+
+def muon_library(tensors: Iterable[Tensor]) -> Library | None:
+    """The library, where it makes updates from these gradients and momenta; else None.
+
+    A processor with AMX has torch's products, which are several times as fast as those of the library there.
+    """
+    if "amx_bf16" in cpu_flags() or not all(
+        # no subclass: neither a DTensor nor one that stands for a tensor that is not there
+        type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous()
+        for x in tensors
+    ):
+        return None
+    return training_library()
+
+
+def muon_updates(
+    library: Library, gradients: Sequence[Tensor], momenta: Sequence[Tensor], group: Mapping[str, Any]
+) -> Tensor:
+    """Nesterov's direction of each of some matrices of one shape, orthogonalized, [N, rows, columns] in bfloat16.
+
+    The bits do not depend on the number of threads.
+
+    Args:
+        momenta: with the gradients in them.
+        group: the settings, named as in `torch.optim.Muon`.
+    """
+    updates = torch.empty(len(gradients), *gradients[0].shape, dtype=torch.bfloat16)
+    settings = _Settings(
+        *gradients[0].shape, group["ns_steps"], group["momentum"], *group["ns_coefficients"], group["eps"]
+    )
+    each = zip(gradients, momenta, updates, strict=True)
+    matrices = (_Matrix * len(updates))(*(_Matrix(*(x.data_ptr() for x in tensors)) for tensors in each))
+    library.functions.gptworks_muon_updates(matrices, len(matrices), ctypes.byref(settings), torch.get_num_threads())
+    return updates
