@@ -2,8 +2,8 @@
 
     python bench/infer.py
 
-The model is GPT-2 124M with random weights: a prompt of 64 tokens and 128 more, for one text, for eight and for 32 at once; and
-a prompt of 512 tokens. Each engine has a process of its own, greedy decoding on its lowest public interface, and all
+The model is GPT-2 124M with random weights: a prompt of 64 tokens and 128 more, for 1, 8 and 32 texts at once; and a
+prompt of 512 tokens. Each engine has a process of its own, greedy decoding on its lowest public interface, and all
 threads; they take turns, and figures are of medians. Beside them stand the limits, measured in the same turns: decoding
 has to read every weight once a step, prefill to multiply by each.
 
@@ -300,7 +300,8 @@ def report(time_of: dict[tuple[str, int], float], names: list[str], limits: Limi
         f"{rate / 1e9:,.0f} GFLOP/s in bf16 (median {statistics.median(limits.rates) / 1e9:,.0f})"
     )
     print(
-        f"{'tokens/s':<18}{'batch 1':>9}{'of limit':>10}{'batch 8':>10}{'batch 32':>10}{f'prefill {LONG_PROMPT}':>13}{'of limit':>10}"
+        f"{'tokens/s':<18}{'batch 1':>9}{'of limit':>10}{'batch 8':>10}{'batch 32':>10}"
+        f"{f'prefill {LONG_PROMPT}':>13}{'of limit':>10}"
     )
     for name in names:
         one, eight, most, prefill = (time_of[name, order] for order in (*BATCHES, LONG_PROMPT))
