@@ -17,7 +17,7 @@ TESTS = Path(__file__).parent
 # fmt: off
 NUMERIC = [
     "attention", "backend", "batch_generate", "concurrency", "cpu", "distillation", "engine", "engine_machine",
-    "equivalence", "instruction", "lora", "loss", "model", "moe", "native", "native_optimizer",
+    "equivalence", "instruction", "lora", "loss", "model", "moe", "native", "native_attention", "native_optimizer",
     "optim", "packing", "preference",
     "quantize", "resume", "reuse", "reward", "rope", "sampling", "speculate", "train", "training_evaluation",
 ]

@@ -19,6 +19,7 @@ from gptworks.interop.huggingface import import_huggingface
 from gptworks.model import GPT, SlotCache, attention, cpu, lora
 from gptworks.model import loss as model_loss
 from gptworks.model.lora import remove_lora
+from gptworks.native import attention as native_attention
 from gptworks.plan import memory, stages, state
 from gptworks.plan import trained as planned_part
 from gptworks.plan.arrange import rank_setting
@@ -140,6 +141,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_variants(variant: str, precision: str, checkpointing: str, device: str) -> None:
     model = plain_model(**SMALL | VARIANTS[variant])
     assert abs(error(model, device, precision, 2, activation_checkpointing=checkpointing)) < 0.05
+
+
+@pytest.mark.parametrize(("precision", "checkpointing"), [("bf16", "none"), ("fp32", "block")])
+@pytest.mark.parametrize("variant", ["dropout", "grouped queries, QK-norm", "beyond it, windowed"])
+def test_variants_without_the_native_library(
+    monkeypatch: pytest.MonkeyPatch, variant: str, precision: str, checkpointing: str
+) -> None:
+    for module in (stages, native_attention):
+        monkeypatch.setattr(module, "training_library", lambda: None)
+    model = plain_model(**SMALL | VARIANTS[variant])
+    assert abs(error(model, "cpu", precision, 2, activation_checkpointing=checkpointing)) < 0.05
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

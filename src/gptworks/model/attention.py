@@ -13,6 +13,7 @@ from gptworks.config import ModelConfig
 from gptworks.model import cpu
 from gptworks.model.cache import SlotLayer
 from gptworks.model.layers import Tables, build_head_norm, cap
+from gptworks.native import attention as native
 
 
 def attend(
@@ -41,6 +42,8 @@ def attend(
         [B, H, T, D], in q's dtype.
     """
     n_queries, n_keys = q.size(2), k.size(2)
+    if cpu.trains(q) and native.takes(q, k, v):
+        return native.attention(q, k, v, bias, window, dropout, q.size(-1) ** -0.5 if scale is None else scale, softcap)
     if cpu.trains(q) and n_keys <= cpu.LONGEST:
         if bias is None:
             bias = as_bias(causal_mask(n_queries, n_keys, window, q.device), q.dtype)

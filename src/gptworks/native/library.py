@@ -28,7 +28,7 @@ from pathlib import Path
 from gptworks.machine import cpu_flags
 from gptworks.native.levels import LEVELS
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("step.cpp", "optimizer.cpp"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("step.cpp", "optimizer.cpp", "attention.cpp"))
 """What is compiled; the headers beside them are part of it."""
 
 BUILT = Path(__file__).with_name("built")
@@ -254,6 +254,8 @@ def _declare(functions: ctypes.CDLL) -> None:
     functions.gptworks_step.restype = None
     functions.gptworks_muon_updates.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int]
     functions.gptworks_muon_updates.restype = None
+    for attention in (functions.gptworks_attention, functions.gptworks_attention_backward):
+        attention.argtypes, attention.restype = [ctypes.c_void_p, ctypes.c_int], None
     functions.gptworks_built_with.argtypes = []
     functions.gptworks_built_with.restype = ctypes.c_int
 

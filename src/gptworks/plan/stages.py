@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from gptworks.config import ModelConfig
+from gptworks.native.library import training_library
 
 RESIDUAL, ATTENTION, WEIGHTS_KEPT = "residual_stream_and_norms", "attention", "attention_weights"
 MLP, COPIES, DROPOUT = "mlp", "weight_copies", "dropout_masks"
@@ -219,9 +220,14 @@ def bias_bytes(s: Shapes) -> int:
     return len(set(s.config.layer_windows)) * s.products(s.length) if s.several_texts else 0
 
 
+def is_native(s: Shapes) -> bool:
+    """Whether a layer trains on `gptworks.native.attention`, which keeps no weights."""
+    return s.on_cpu and training_library() is not None
+
+
 def is_blocked(s: Shapes) -> bool:
     """Whether a layer trains on `gptworks.model.cpu.attention`, which keeps the weights of blocks of queries."""
-    return s.on_cpu and s.length <= LONGEST_BLOCKED
+    return s.on_cpu and not is_native(s) and s.length <= LONGEST_BLOCKED
 
 
 def is_masked(s: Shapes, window: int | None) -> bool:
@@ -248,9 +254,11 @@ def is_plain(s: Shapes, window: int | None) -> bool:
 def output_is_shared(s: Shapes, window: int | None) -> bool:
     """Whether attention's result, which it saves, has the layout that the output projection needs.
 
-    A fused kernel lays it out as the queries are; rotation, and on an accelerator QK-norm, changes that. torch's
-    float32 kernel for GPUs lays it out right in any case.
+    The native kernel lays it out so; a fused one as the queries are, which rotation changes, and on an accelerator
+    QK-norm. torch's float32 kernel for GPUs lays it out right in any case.
     """
+    if is_native(s):
+        return True
     if is_blocked(s) or is_plain(s, window):
         return False
     as_projected = s.config.position != "rope" and (s.on_cpu or not s.config.qk_norm)
@@ -264,6 +272,8 @@ def attention_core(s: Shapes, window: int | None) -> Stage:
     leaves = q + 2 * k
     repeated = not s.on_cpu and is_grouped(s) and is_masked(s, window)  # `gptworks.model.attention.takes_groups`
     heads = s.batch_size * c.n_heads
+    if is_native(s):
+        return Stage("attention", {ATTENTION: 2 * q + 2 * k + 4 * heads * s.length}, arrives=q, leaves=leaves)
     if is_blocked(s):  # keys and values are repeated for each query head
         blocks = [heads * rows * keys for rows, keys in score_blocks(s.length, window)]
         kept = sum(blocks) if c.dropout_attention else 0

@@ -1,0 +1,129 @@
+"""Attention in C++ for training on a CPU (attention.cpp), as an operation that autograd knows."""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from gptworks.native.library import training_library
+
+
+class _View(ctypes.Structure):
+    """A tensor [B, H, T, D] whose rows are contiguous; strides in bytes."""
+
+    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "row"))]
+
+    @classmethod
+    def of(cls, x: Tensor) -> "_View":
+        return cls(x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:3]))
+
+
+class _Work(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "groups", "n_queries", "n_keys", "width", "window",
+                                              "is_bf16")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap", "dropout")),
+        ("seed", ctypes.c_void_p),
+        *((name, _View) for name in ("q", "k", "v", "out", "bias")),
+        ("sums", ctypes.c_void_p),
+        *((name, _View) for name in ("d_out", "d_q", "d_k", "d_v")),
+    ]  # fmt: skip
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether there are kernels for these tensors on this machine."""
+    known = q.dtype in (torch.bfloat16, torch.float32) and q.dtype == k.dtype == v.dtype
+    return known and q.device.type == "cpu" and training_library() is not None
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    window: int | None,
+    dropout: float,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """`gptworks.model.attention.attend`, with nothing of T × S elements kept for the backward pass.
+
+    The same inputs give the same bits on any number of threads. A query that sees no key gets zeros.
+
+    Args:
+        bias: [T, S], or [B, T, S], in q's dtype, added to the scores of the keys that a query may see by its position;
+            None: it sees all of them, in its window.
+
+    Returns:
+        [B, H, T, D], stored as [B, T, H, D].
+    """
+    out: Tensor = _Attention.apply(q, k, v, bias, window, dropout, scale, softcap)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        window: int | None,
+        dropout: float,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        (batch, heads, length, width), n_keys = q.shape, k.size(2)
+        q, k, v = map(_in_rows, (q, k, v))
+        out = q.new_empty(batch, length, heads, width).transpose(1, 2)
+        sums = q.new_empty(batch, heads, length, dtype=torch.float32)
+        seed = q.new_empty(1, dtype=torch.int64)
+        if dropout:
+            seed.random_()
+        if bias is not None:
+            bias = _in_rows(bias).expand(batch, length, n_keys)[:, None]
+        ctx.save_for_backward(q, k, v, out, sums, bias, seed)
+        ctx.settings = (n_keys if window is None else window, scale, softcap or 0.0, dropout)
+        _call("gptworks_attention", ctx.settings, q, k, v, out, sums, bias, seed)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, sums, bias, seed = ctx.saved_tensors
+        d_q, d_k, d_v = map(torch.empty_like, (q, k, v))
+        d_out = _in_rows(gradients[0])
+        _call("gptworks_attention_backward", ctx.settings, q, k, v, out, sums, bias, seed, d_out, d_q, d_k, d_v)
+        return d_q, d_k, d_v, None, None, None, None, None
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _call(
+    name: str,
+    settings: tuple[int, float, float, float],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    bias: Tensor | None,
+    seed: Tensor,
+    *gradients: Tensor,
+) -> None:
+    if isinstance(q, FakeTensor):  # a trace wants the shapes alone
+        return
+    library = training_library()
+    assert library is not None
+    window, scale, softcap, dropout = settings
+    batch, heads, length, width = q.shape
+    work = _Work(
+        batch, heads, k.size(1), length, k.size(2), width, window, q.dtype == torch.bfloat16, scale, softcap, dropout,
+        seed.data_ptr(), _View.of(q), _View.of(k), _View.of(v), _View.of(out),
+        _View() if bias is None else _View.of(bias), sums.data_ptr(), *map(_View.of, gradients),
+    )  # fmt: skip
+    getattr(library.functions, name)(ctypes.byref(work), torch.get_num_threads())
