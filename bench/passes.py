@@ -16,7 +16,7 @@ from gptworks.model import cpu
 from gptworks.model.attention import attend, causal_mask
 from gptworks.train.optim.muon import Muon
 
-SHAPES = ((16, 6, 256, 64), (4, 12, 512, 64), (4, 12, 1024, 64))
+SHAPES = ((16, 6, 256, 64), (4, 12, 512, 64), (4, 12, 1024, 64), (8, 8, 1024, 64), (1, 16, 4096, 128))
 """Attention: batch × heads × length × head width."""
 
 
