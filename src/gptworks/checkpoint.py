@@ -5,7 +5,8 @@
         optimizer.safetensors   `parameter/key` → tensor
         state.json              counters of the run
         manifest.json           bytes and sha256 of the three and of itself, written last
-    checkpoints/weights-000450/ weights only: the best of the run so far, at a step between two of those above
+    checkpoints/weights-000450/ weights only: the best of the run so far, at a step between two of those above; or those
+                                of step 0, before any training
         model.safetensors, state.json, manifest.json
 
 A folder with the final name is complete: a crash at any moment leaves either it or nothing. The manifest reveals later
@@ -68,6 +69,11 @@ class Checkpoint:
     def weights_only(self) -> bool:
         """Whether it lacks the optimizer's state, so that it can be used and not trained on."""
         return self.folder.name.startswith("weights-")
+
+    @property
+    def is_start(self) -> bool:
+        """Whether it has the weights that a run began with: used where step 0 is asked for, neither best nor last."""
+        return self.weights_only and self.step == 0
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -288,7 +294,8 @@ def _first_whole(found: Iterable[Checkpoint], report: Report) -> Checkpoint | No
 
 
 def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambda _: None) -> Checkpoint:
-    """The run's `best` or `last` weights, or those of a step, verified. `last` are the newest of either kind.
+    """The run's `best` or `last` weights, or those of a step, verified. `last` are the newest of either kind; neither
+    are those that the run began with.
 
     A damaged best falls back to the best before it that is whole, or to the newest, and says so.
 
@@ -297,11 +304,12 @@ def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambd
     """
     if not (run_dir / "recipe.yaml").exists():
         raise UserError(f"{run_dir} is not a run folder: it has no recipe.yaml. `gptworks train RECIPE` makes one.")
-    available = all_checkpoints(run_dir)
-    if not available:
+    found = all_checkpoints(run_dir)
+    available = [checkpoint for checkpoint in found if not checkpoint.is_start]
+    if not available and which != "0":
         raise UserError(f"run {run_dir} has no checkpoint yet: let it train to its first one (train.checkpoint_every).")
     if which not in ("best", "last"):
-        steps = sorted({checkpoint.step for checkpoint in available})
+        steps = sorted({checkpoint.step for checkpoint in found})
         if not which.isdigit() or int(which) not in steps:
             raise UserError(f"checkpoint `{which}` is not in {run_dir}: use best, last or one of {steps}.")
         asked = checkpoint_of_step(run_dir, int(which))
@@ -312,10 +320,10 @@ def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambd
         best_steps = dict.fromkeys(checkpoint.best_step for checkpoint in available)
         best = [checkpoint for step in best_steps for checkpoint in available if checkpoint.step == step]
         order = list(dict.fromkeys([*best, *available]))
-    found = _first_whole(order, report)
-    if found is None:
+    chosen = _first_whole(order, report)
+    if chosen is None:
         raise UserError(f"every checkpoint of {run_dir} is damaged: train again, or restore them from a copy.")
-    return found
+    return chosen
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,8 @@ class TrainConfig(Section):
         0,
         ge=0,
         le=1_000_000_000,
-        description="Checkpoints with optimizer state at multiples of this are kept too. 0: none.",
+        description="Checkpoints with optimizer state at multiples of this are kept too, and the weights of step 0. "
+        "0: none.",
     )
     sample_every: Free[int] = Field(0, ge=0, le=1_000_000_000, description="Steps between samples. 0: none.")
     sample_prompts: Free[tuple[str, ...]] = ("",)

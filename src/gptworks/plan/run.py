@@ -241,8 +241,10 @@ class Plan:
     @property
     def most_weights_only(self) -> int:
         """Checkpoints with weights only that are on disk beside those: where evaluations fall between saves, the best
-        so far and one that each of the newest knows of; the oldest of these knows the best that is counted there."""
-        return self.train.keep_checkpoints if self.train.evaluate_every % self.train.checkpoint_every else 0
+        so far and one that each of the newest knows of; the oldest of these knows the best that is counted there. With
+        `keep_every`, those of step 0."""
+        train = self.train
+        return bool(train.keep_every) + (train.keep_checkpoints if train.evaluate_every % train.checkpoint_every else 0)
 
     @property
     def checkpoints_bytes(self) -> int | None:

@@ -56,10 +56,11 @@ class RunFolder:
             APIError: there is none.
         """
         found = self.checkpoints()
-        if not found:
+        trained = _trained(found)
+        if not (found if isinstance(which, int) else trained):
             raise APIError(404, f"{self.id} has no checkpoint yet: let it train to its first one.", param="checkpoint",
                            code="no_checkpoint")  # fmt: skip
-        step = which if isinstance(which, int) else found[0].step if which == "last" else best_step(found)
+        step = which if isinstance(which, int) else trained[0].step if which == "last" else best_step(trained)
         for checkpoint in found:
             if checkpoint.step == step:
                 return checkpoint
@@ -76,6 +77,11 @@ class RunFolder:
             if entry.is_symlink() and not Path(os.path.realpath(entry.path)).is_relative_to(root):
                 name, there = printable(entry.name), printable(str(self.root))
                 raise UserError(f"{name} of {self.id} is a link that leads out of {there}: put the files there.")
+
+
+def _trained(found: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Without what the run began with, which is neither the best nor the last."""
+    return [checkpoint for checkpoint in found if not checkpoint.is_start]
 
 
 def best_step(found: Sequence[Checkpoint]) -> int:
@@ -123,7 +129,7 @@ class Library:
         except (UserError, OSError) as error:  # OSError: it goes away
             made = {"problem": printable(str(error)), "checkpoints": [], "state": "stopped"}
         empty = {"chat": False, "context": None, "parameters": None, "vocab_size": None, "problem": None}
-        if not made["checkpoints"] and made.get("problem") is None:
+        if not any(one["last"] for one in made["checkpoints"]) and made.get("problem") is None:
             made["problem"] = "it has no checkpoint yet: let it train to its first one (train.checkpoint_every)."
         return {"id": run.id, "run": printable(str(run.folder)), **empty, **made}
 
@@ -200,8 +206,8 @@ def _checkpoints(run: RunFolder) -> list[dict[str, Any]]:
         known = isinstance(loss, float) and math.isfinite(loss)
         made.append({"step": checkpoint.step, "best": False, "last": False, "loss": loss if known else None,
                      "resumable": not checkpoint.weights_only})  # fmt: skip
-    if made:
-        best = best_step(found)
+    if trained := _trained(found):
+        best = best_step(trained)
         made[-1]["last"] = True
         for one in made:
             one["best"] = one["step"] == best

@@ -117,7 +117,7 @@ def _checkpoint_of(source: Path, step: int | None) -> Checkpoint:
         if step in (None, checkpoint.step):
             return checkpoint
     weights = {one.step for one in all_checkpoints(source)}
-    if not weights:
+    if not (found or weights - {0}):
         raise UserError(f"{source} has no checkpoint yet: let it train to its first one (train.checkpoint_every).")
     at = "" if step is None else f" at step {step}"
     why = "there are weights only" if step is None or step in weights else "there is no such checkpoint"
@@ -149,7 +149,8 @@ def _progress_of(checkpoint: Checkpoint, before: Recipe, now: Recipe, changes: C
 def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe: Recipe, aside: Path) -> None:
     """Put there what the source has of the run up to the checkpoint."""
     best = checkpoint_of_step(source, progress.best_step)
-    for taken in [checkpoint, best] if best != checkpoint and best.is_whole else [checkpoint]:
+    start = Checkpoint(source / "checkpoints" / "weights-000000")
+    for taken in [checkpoint, *(one for one in dict.fromkeys([best, start]) if one != checkpoint and one.is_whole)]:
         to = aside / "checkpoints" / taken.folder.name
         to.mkdir(parents=True)
         for name in (*taken.files, "manifest.json"):

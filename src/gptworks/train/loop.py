@@ -199,7 +199,10 @@ class Run:
     # -------------------------------------------------------------------------------------------- begin
 
     def begin(self, resume: bool, overrides: Sequence[str] = ()) -> None:
-        """Start a new run folder, or restore the newest whole checkpoint of the one that is there."""
+        """Start a new run folder, or restore the newest whole checkpoint of the one that is there.
+
+        With `keep_every`, a new run saves the weights that it begins with: 0 is a multiple too.
+        """
         folder, report = self.recipe.run_dir, self.display.message
         before = load_recipe(folder) if self.ranks.is_rank_zero and (folder / "recipe.yaml").exists() else None
         self._batch_size_before = self.ranks.from_rank_zero(lambda: (before or self.recipe).train.batch_size)
@@ -224,6 +227,8 @@ class Run:
         if self.ranks.is_rank_zero:
             self._write_settings(None if is_new else before, before, resume, overrides)
         self.reporter.begin(self.progress)
+        if is_new and self.settings.keep_every:
+            self.state.save(weights_only=True)
 
     def _write_settings(
         self, resumed: Recipe | None, before: Recipe | None, resume: bool, overrides: Sequence[str]

@@ -19,9 +19,9 @@ def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: dict[str, S
     """Delete checkpoints, and what an interrupted write or deletion left.
 
     Kept are the newest `keep` that training can go on from and that match their manifests, the best that each of them
-    knows of, and multiples of `keep_every` steps. Damaged ones, and one saved while steps were being skipped, are kept
-    besides: a run never goes back to those, so they do not count. Of those with weights only, which do not count
-    either, kept are such bests, and the newest while nothing newer is there to go on from.
+    knows of, and multiples of `keep_every` steps, with the weights of step 0. Damaged ones, and one saved while steps
+    were being skipped, are kept besides: a run never goes back to those, so they do not count. Of those with weights
+    only, which do not count either, kept are such bests, and the newest while nothing newer is there to go on from.
 
     Args:
         known: folders that have matched their manifests, with what they looked like then. They are not read again while
@@ -33,7 +33,7 @@ def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: dict[str, S
     known = {} if known is None else known
     found = all_checkpoints(run_dir)
     available, weights = ([each for each in found if each.weights_only == kind] for kind in (False, True))
-    kept, whole, n_counted = set[int](), set[int](), 0
+    kept, whole, n_counted = {0} if keep_every else set[int](), set[int](), 0
     for checkpoint in available:
         if keep_every and checkpoint.step % keep_every == 0:
             kept.add(checkpoint.step)
@@ -45,7 +45,7 @@ def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: dict[str, S
         whole.add(checkpoint.step)
         state = checkpoint.state()
         if not state.get("skipped_in_a_row") or checkpoint is available[0]:
-            kept |= {checkpoint.step, checkpoint.best_step or 0}
+            kept |= {checkpoint.step, checkpoint.best_step or checkpoint.step}
         n_counted += not state.get("skipped_in_a_row")
     kept |= {each.step for each in weights[:1] if each.step > max(whole, default=0)}
     try:
