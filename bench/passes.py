@@ -80,7 +80,7 @@ def main() -> None:
     for n, rows, columns in ((16, 256, 256), (8, 1024, 256), (96, 256, 192)):
         compare_muon(n, rows, columns)
     h = torch.randn(8192, 1024).bfloat16().requires_grad_()
-    compare("ReLU², bf16, 8192 × 1024", cpu.relu2, lambda x: F.relu(x).square(), h)
+    compare("ReLU², bf16, 8192 × 1024", lambda x: cpu.activate(x, "relu2"), lambda x: F.relu(x).square(), h)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,20 @@
 
 There, a model of a few million parameters spends more time on the operations between its matrix products than on the
 products. Each function here computes what its plain twin does, which tests hold it to: `attention` for `attend`,
-`rms_norm` for `F.rms_norm`, `relu2` for `F.relu(x).square()`, `dropout` for `F.dropout`.
+`layer_norm` and `rms_norm` for torch's, `activate` for an activation, `gated` for one times a tensor, `dropout` for
+`F.dropout`. C++ (gptworks.native.passes) computes where it is built and the dtypes are its own; torch elsewhere.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gptworks.native import passes
 
 
 def trains(x: Tensor) -> bool:
@@ -128,10 +134,50 @@ def _drop(weights: Tensor, kept: Tensor | None, dropout: float) -> Tensor:
 # -------------------------------------------------------------------------------------------- normalization
 
 
+def norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    layer: bool,
+    branch: Tensor | None = None,
+    alpha: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """x + alpha · branch, or x where there is no branch; and its LayerNorm, or RMSNorm, over the last dimension.
+
+    The norm is computed in float32 and given in `dtype`.
+    """
+    if _takes(x, weight, dtype) and (branch is None or passes.serve(branch)):
+        return passes.norm(x, weight, bias, eps, dtype, layer=layer, branch=branch, alpha=alpha)
+    stream = x if branch is None else torch.add(x, branch, alpha=alpha)
+    return stream, (layer_norm(stream, weight, bias, eps, dtype) if layer else rms_norm(stream, weight, eps, dtype))
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+    """LayerNorm over the last dimension, computed in float32, given in `dtype`."""
+    if _takes(x, weight, dtype):
+        return passes.norm(x, weight, bias, eps, dtype, layer=True)[1]
+    return F.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in float32, given in `dtype`."""
+    if _takes(x, weight, dtype):
+        return passes.norm(x, weight, None, eps, dtype, layer=False)[1]
     out: Tensor = _RMSNorm.apply(x, weight, eps, dtype)  # type: ignore[no-untyped-call]
     return out
+
+
+def add(x: Tensor, branch: Tensor, alpha: float) -> Tensor:
+    """x + alpha · branch, in x's dtype."""
+    return passes.add(x, branch, alpha) if passes.serve(x, branch) else torch.add(x, branch, alpha=alpha)
+
+
+def _takes(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the C++ normalizes x."""
+    return weight.dtype == torch.float32 and dtype in (torch.float32, torch.bfloat16) and passes.serve(x, weight)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -147,6 +193,7 @@ class _RMSNorm(torch.autograd.Function):
         return normalized.to(dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         gradient, width = gradients[0].to(scale.dtype), x.size(-1)
@@ -160,9 +207,16 @@ class _RMSNorm(torch.autograd.Function):
 # ----------------------------------------------------------------------------------------------- activation
 
 
-def relu2(x: Tensor) -> Tensor:
-    """ReLU squared."""
-    out: Tensor = _ReLU2.apply(x)  # type: ignore[no-untyped-call]
+def activate(x: Tensor, kind: str) -> Tensor:
+    """What an activation, by its name in `model.mlp`, makes of x."""
+    return passes.activate(x, kind) if passes.serve(x) else ACTIVATIONS[kind](x)
+
+
+def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """activation(gate) · up, for which gate and up alone are kept."""
+    if gate.dtype == up.dtype and passes.serve(gate, up) and gate.stride() == up.stride():
+        return passes.gated(gate, up, kind)
+    out: Tensor = _Gated.apply(gate, up, ACTIVATIONS[kind])  # type: ignore[no-untyped-call]
     return out
 
 
@@ -174,10 +228,42 @@ class _ReLU2(torch.autograd.Function):
         return positive * positive
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (positive,) = ctx.saved_tensors
         d_x: Tensor = (gradients[0] * positive).mul_(2)
         return d_x
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return activation(gate) * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows = [x.detach().reshape(-1, x.size(-1)) for x in (gradients[0], *ctx.saved_tensors)]
+        d_gate, d_up = torch.empty_like(rows[1]), torch.empty_like(rows[2])
+        for d_out, gate, up, to_gate, to_up in zip(*(x.chunk(8) for x in (*rows, d_gate, d_up)), strict=True):
+            with torch.enable_grad():
+                value = ctx.activation(gate.requires_grad_())
+            to_gate.copy_(torch.autograd.grad(value, gate, d_out * up)[0])
+            torch.mul(value.detach(), d_out, out=to_up)
+        return d_gate.view(gradients[0].shape), d_up.view(gradients[0].shape), None
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": _ReLU2.apply,
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""By their names in `model.mlp`."""
 
 
 # -------------------------------------------------------------------------------------------------- dropout

@@ -23,7 +23,17 @@ from torch.utils.checkpoint import checkpoint
 from gptworks.config import ModelConfig, computes_again
 from gptworks.model.attention import Attention, Rotary, texts_bias
 from gptworks.model.cache import SlotLayer, SlotRows
-from gptworks.model.layers import MLP, Dropout, Tables, build_norm, build_positions, build_scale, cap, product_dtype
+from gptworks.model.layers import (
+    MLP,
+    Dropout,
+    Tables,
+    add,
+    build_norm,
+    build_positions,
+    build_scale,
+    cap,
+    product_dtype,
+)
 from gptworks.model.moe import MoE
 
 
@@ -47,10 +57,15 @@ class Block(nn.Module):
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, C] → [B, T, C], and the router's logits [B, T, E] where there are experts."""
-        attended = torch.add(x, self.dropout(self.attention(self.norm1(x), rotary, cache, bias)), alpha=self.scale)
-        inner = self.norm2(x if self.parallel else attended)
+        x, inner = self.norm1.after(x)
+        branch = self.dropout(self.attention(inner, rotary, cache, bias))
+        if self.parallel:
+            x, inner = self.norm2.after(x)
+            attended = add(x, branch, self.scale)
+        else:
+            attended, inner = self.norm2.after(x, branch, self.scale)
         y, router_logits = self.feed_forward(inner)
-        return torch.add(attended, self.dropout(y), alpha=self.scale), router_logits
+        return add(attended, self.dropout(y), self.scale), router_logits
 
     def feed_forward(self, inner: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the MLP, or the experts, make of [B, T, C]; and the router's logits where there are experts."""
@@ -69,10 +84,10 @@ class PostNormBlock(Block):
     ) -> tuple[Tensor, Tensor | None]:
         """As `Block.forward`."""
         given = self.norm1(self.attention(x.to(product_dtype(x)), rotary, cache, bias))
-        attended = torch.add(x, self.dropout(given), alpha=self.scale)
+        attended = add(x, self.dropout(given), self.scale)
         inner = attended.to(product_dtype(x))
         y, router_logits = self.feed_forward(inner)
-        return torch.add(attended, self.dropout(self.norm2(y)), alpha=self.scale), router_logits
+        return add(attended, self.dropout(self.norm2(y)), self.scale), router_logits
 
 
 class SandwichBlock(Block):
@@ -91,7 +106,7 @@ class SandwichBlock(Block):
     ) -> tuple[Tensor, Tensor | None]:
         """As `Block.forward`."""
         given = self.norm1_after(self.attention(self.norm1(x), rotary, cache, bias))
-        attended = torch.add(x, self.dropout(given), alpha=self.scale)
+        attended = add(x, self.dropout(given), self.scale)
         y, router_logits = self.feed_forward(self.norm2(attended))
         return torch.add(attended, self.dropout(self.norm2_after(y)), alpha=self.scale), router_logits
 

@@ -5,9 +5,7 @@ matrix products that follow are done, so that its result is cast once and not on
 """
 
 import contextlib
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +31,26 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False)
 
 
-class LayerNorm(nn.Module):
+class Norm(nn.Module):
+    """A normalization over the last dimension."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    eps: float
+
+    def after(self, x: Tensor, branch: Tensor | None = None, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
+        """x + alpha · branch, or x where there is no branch; and its norm.
+
+        A block that reads on from the first has its gradients added in the norm's own backward pass.
+        """
+        if cpu.trains(x) or (branch is not None and cpu.trains(branch)):
+            layer, dtype = isinstance(self, LayerNorm), product_dtype(x)
+            return cpu.norm(x, self.weight, self.bias, self.eps, dtype, layer=layer, branch=branch, alpha=alpha)
+        stream = x if branch is None else torch.add(x, branch, alpha=alpha)
+        return stream, self(stream)
+
+
+class LayerNorm(Norm):
     """LayerNorm (Ba et al., 2016) with an optional shift."""
 
     def __init__(self, width: int, eps: float, bias: bool) -> None:
@@ -43,16 +60,18 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if cpu.trains(x):
+            return cpu.layer_norm(x, self.weight, self.bias, self.eps, product_dtype(x))
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps).to(product_dtype(x))
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Norm):
     """RMSNorm (Zhang & Sennrich, 2019)."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), None
 
     def forward(self, x: Tensor) -> Tensor:
         if cpu.trains(x):
@@ -90,16 +109,16 @@ class Tables(nn.Module):
         raise NotImplementedError
 
 
-def build_norm(config: ModelConfig) -> nn.Module:
+def build_norm(config: ModelConfig) -> Norm:
     """The normalization of the residual stream."""
     if config.norm == "rmsnorm":
         return RMSNorm(config.d_model, config.norm_eps)
     return LayerNorm(config.d_model, config.norm_eps, config.norm_bias)
 
 
-def relu2(x: Tensor) -> Tensor:
-    """ReLU squared (So et al., 2021)."""
-    return cpu.relu2(x) if cpu.trains(x) else F.relu(x).square()
+def add(x: Tensor, branch: Tensor, alpha: float) -> Tensor:
+    """x + alpha · branch."""
+    return cpu.add(x, branch, alpha) if cpu.trains(branch) else torch.add(x, branch, alpha=alpha)
 
 
 class Dropout(nn.Module):
@@ -136,14 +155,12 @@ def cap(x: Tensor, softcap: float | None) -> Tensor:
     return x if softcap is None else softcap * torch.tanh(x / softcap)
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu2": relu2,
-    "swiglu": F.silu,
-    "geglu": F.gelu,
-    "geglu_tanh": partial(F.gelu, approximate="tanh"),
-}
+def relu2(x: Tensor) -> Tensor:
+    """ReLU squared (So et al., 2021)."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS = cpu.ACTIVATIONS | {"relu2": relu2}
 
 
 class MLP(nn.Module):
@@ -151,13 +168,19 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, d_ff: int) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[config.mlp]
+        self.kind = config.mlp
         self.gate = nn.Linear(config.d_model, d_ff, bias=config.mlp_bias) if config.gated else None
         self.up = nn.Linear(config.d_model, d_ff, bias=config.mlp_bias)
         self.down = nn.Linear(d_ff, config.d_model, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] → [..., C]."""
-        inner = self.activation(self.up(x)) if self.gate is None else self.activation(self.gate(x)) * self.up(x)
+        inner = self.up(x)
+        if self.gate is None:
+            inner = cpu.activate(inner, self.kind) if cpu.trains(inner) else ACTIVATIONS[self.kind](inner)
+        else:
+            gate = self.gate(x)
+            trains = cpu.trains(gate) or cpu.trains(inner)
+            inner = cpu.gated(gate, inner, self.kind) if trains else ACTIVATIONS[self.kind](gate) * inner
         out: Tensor = self.down(inner)
         return out

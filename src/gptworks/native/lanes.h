@@ -139,8 +139,13 @@ INLINE void store(float *p, Lanes x) {
 typedef std::vector<Lanes> Buffer;     // aligned, zeroed
 
 // A first argument that is no number stays none: what is computed from it has to show it.
+#ifdef __AVX512F__
+INLINE Lanes larger(Lanes a, Lanes b) { return (Lanes)_mm512_max_ps((__m512)b, (__m512)a); }
+INLINE Lanes smaller(Lanes a, Lanes b) { return (Lanes)_mm512_min_ps((__m512)b, (__m512)a); }
+#else
 INLINE Lanes larger(Lanes a, Lanes b) { return choose(b > a, b, a); }
 INLINE Lanes smaller(Lanes a, Lanes b) { return choose(b < a, b, a); }
+#endif
 INLINE Lanes magnitude(Lanes x) { return lanes_of(bits_of(x) & 0x7fffffff); }
 
 struct BFloat {
@@ -172,9 +177,13 @@ inline Lanes load(const BFloat *p) {
 #endif
 }
 inline void store(BFloat *p, Lanes x) {  // rounded to the nearest bf16, to even; what is no number stays none
+#ifdef BF16_PRODUCTS
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
     const IntLanes bits = bits_of(x), odd = (bits >> 16) & 1;
     const IntLanes rounded = bits_of(choose(x == x, lanes_of(bits + 0x7fff + odd), all(NAN))) >> 16;
     for (int i = 0; i < LANES; i++) p[i].bits = (uint16_t)rounded[i];
+#endif
 }
 
 INLINE Lanes widen(Bytes x) {

@@ -28,7 +28,7 @@ from pathlib import Path
 from gptworks.machine import cpu_flags
 from gptworks.native.levels import LEVELS
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("step.cpp", "optimizer.cpp", "attention.cpp"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("step.cpp", "optimizer.cpp", "attention.cpp", "passes.cpp"))
 """What is compiled; the headers beside them are part of it."""
 
 BUILT = Path(__file__).with_name("built")
@@ -140,7 +140,7 @@ def training_library() -> Library | None:
     try:
         found = library()
     except Unavailable as error:
-        _LOG.warning("training's C++ is not used: %s torch computes instead, slower.", error)
+        _LOG.warning("training's C++ is not used: %s torch computes instead, slower.", str(error))
         return None
     return found if found.has_wide_vectors else None
 
@@ -256,6 +256,16 @@ def _declare(functions: ctypes.CDLL) -> None:
     functions.gptworks_muon_updates.restype = None
     for attention in (functions.gptworks_attention, functions.gptworks_attention_backward):
         attention.argtypes, attention.restype = [ctypes.c_void_p, ctypes.c_int], None
+    number, pointer, real = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+    for name, arguments in (
+        ("activate", [number] * 4 + [pointer] * 3),
+        ("activate_backward", [number] * 4 + [pointer] * 5),
+        ("norm", [number] * 7 + [real] * 2 + [pointer] * 8),
+        ("norm_backward", [number] * 7 + [real] + [pointer] * 10),
+        ("add", [number] * 4 + [real] + [pointer] * 3),
+    ):
+        function = getattr(functions, f"gptworks_{name}")
+        function.argtypes, function.restype = arguments, None
     functions.gptworks_built_with.argtypes = []
     functions.gptworks_built_with.restype = ctypes.c_int
 

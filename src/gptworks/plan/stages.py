@@ -350,7 +350,8 @@ def mlp_stages(s: Shapes, d_ff: int, n_tokens: float, expert: bool = False) -> I
     arrives = 0 if expert else _result_gradient(s)
     if c.gated:
         yield Stage("gate", source | copy, inner, outer, merges=True, matrices=matrix, vectors=biases * d_ff)
-        yield Stage("activation", {MLP: inner}, inner, inner)
+        if not s.on_cpu:
+            yield Stage("activation", {MLP: inner}, inner, inner)
         yield Stage("up", copy, inner, outer, matrices=matrix, vectors=biases * d_ff)
         yield Stage("gate × up", {MLP: 2 * inner}, inner, 2 * inner)
     else:

@@ -1,0 +1,286 @@
+// What training computes between its matrix products, forward and backward. Built by library.py, called by passes.py.
+//
+// Values come and go in float32 or bf16 and are computed in float32. Each element, or each row, is computed by one thread
+// in one order; a sum over rows is made of BLOCKS sums over the same rows whatever the number of threads, added in one
+// order. So nothing depends on the number of threads. What is no number stays none.
+
+#include <algorithm>
+
+#include "lanes.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int64_t BLOCKS = 64;      // of rows, that are summed apart
+constexpr int64_t GRAIN = 1 << 14;  // elements for which a thread is worth waking
+
+// The first n lanes, n ≤ 16, from memory or to it; the others are zero.
+template <class T> INLINE Lanes read(const T *p, int64_t n) {
+    if (n >= LANES) return load(p);
+    T some[LANES] = {};
+    for (int64_t i = 0; i < n; i++) some[i] = p[i];
+    return load(some);
+}
+template <class T> INLINE void write(T *p, Lanes x, int64_t n) {
+    if (n >= LANES) return store(p, x);
+    T some[LANES];
+    store(some, x);
+    for (int64_t i = 0; i < n; i++) p[i] = some[i];
+}
+INLINE Lanes first(Lanes x, int64_t n) {
+    if (n >= LANES) return x;
+    float some[LANES];
+    store(some, x);
+    return read(some, n);
+}
+
+// Calls f with a value of the type that a number from Python stands for: 0 float32, 1 bf16.
+template <class F> void typed(int64_t dtype, const F &f) {
+    if (dtype) f(BFloat{});
+    else f(float{});
+}
+
+int threads_for(int64_t n_elements, int64_t n_threads) {
+    return (int)std::max<int64_t>(1, std::min(n_threads, n_elements / GRAIN));
+}
+
+// Calls f(i, n) for n elements from i on, up to 16 at a time.
+template <class F> void over(int64_t n_elements, int64_t n_threads, const F &f) {
+    parallel(threads_for(n_elements, n_threads), [&](const Team &team) {
+        const auto [from, to] = team.share((n_elements + LANES - 1) / LANES);
+        const int64_t whole = std::min(to, n_elements / LANES);
+        for (int64_t i = from; i < whole; i++) f(i * LANES, LANES);
+        if (whole < to) f(whole * LANES, n_elements - whole * LANES);
+    });
+}
+
+// ----------------------------------------------------------------------------------------------------- activations
+
+enum Function : int64_t { F_GELU, F_GELU_TANH, F_RELU2, F_SILU };
+
+struct Point {
+    Lanes value, slope;
+};
+
+template <int64_t FUNCTION> INLINE Point point(Lanes x) {
+    if constexpr (FUNCTION == F_RELU2) {
+        const Lanes positive = larger(x, Lanes{});
+        return {positive * positive, positive + positive};
+    }
+    if constexpr (FUNCTION == F_GELU) {  // see lanes.h
+        const Lanes z = magnitude(x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z), e = exponential(-z * z);
+        Lanes y = 1.061405429f * t - 1.453152027f;
+        y = y * t + 1.421413741f;
+        y = y * t - 0.284496736f;
+        y = y * t + 0.254829592f;
+        const Lanes tail = 0.5f * y * t * e, share = choose(x < 0.0f, tail, 1.0f - tail);
+        return {x * share, share + smaller(larger(x, all(-20.0f)), all(20.0f)) * 0.39894228f * e};
+    }
+    // Beyond these bounds a slope is 0 or 1 in float32, and its terms would grow without end.
+    const float bound = FUNCTION == F_SILU ? 80.0f : 10.0f;
+    const Lanes near = smaller(larger(x, all(-bound)), all(bound));
+    if constexpr (FUNCTION == F_GELU_TANH) {
+        const Lanes square = near * near, share = sigmoid(near * (1.59576912f + 0.07135481f * square));
+        return {x * share, share + near * share * (1.0f - share) * (1.59576912f + 0.21406444f * square)};
+    }
+    const Lanes share = sigmoid(near);
+    return {x * share, share + near * share * (1.0f - share)};
+}
+
+template <class F> void with_function(int64_t function, const F &f) {
+    switch (function) {
+    case F_GELU: return f(std::integral_constant<int64_t, F_GELU>{});
+    case F_GELU_TANH: return f(std::integral_constant<int64_t, F_GELU_TANH>{});
+    case F_RELU2: return f(std::integral_constant<int64_t, F_RELU2>{});
+    default: return f(std::integral_constant<int64_t, F_SILU>{});
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------------- norms
+
+// Of rows [n_rows, width]: LayerNorm, or RMSNorm where `layer` is 0. What is normalized is x, or x + alpha · branch.
+struct Norm {
+    int64_t layer, n_rows, width, n_threads;
+    float eps, alpha;
+    const float *weight, *bias;  // bias may be null
+    float *mean, *scale;         // [n_rows]; mean is null where layer is 0
+};
+
+template <class X, class Y, class Out>
+void normalize(const Norm &m, const X *x, const Y *branch, X *stream, Out *out) {
+    const int64_t width = m.width;
+    parallel(threads_for(m.n_rows * width, m.n_threads), [&](const Team &team) {
+        Buffer row((width + LANES - 1) / LANES);
+        const auto [from, to] = team.share(m.n_rows);
+        for (int64_t r = from; r < to; r++) {
+            Lanes total = {}, square = {};
+            for (int64_t i = 0; i < width; i += LANES) {
+                const int64_t n = width - i;
+                Lanes v = read(x + r * width + i, n);
+                if (branch) {
+                    v = v + m.alpha * read(branch + r * width + i, n);
+                    write(stream + r * width + i, v, n);
+                }
+                row[i / LANES] = v;
+                total += v;
+            }
+            const float mean = m.layer ? sum(total) / width : 0;
+            for (int64_t i = 0; i < width; i += LANES) {
+                const Lanes centred = first(row[i / LANES] - mean, width - i);
+                square += centred * centred;
+            }
+            const float scale = 1 / std::sqrt(sum(square) / width + m.eps);
+            if (m.layer) m.mean[r] = mean;
+            m.scale[r] = scale;
+            for (int64_t i = 0; i < width; i += LANES) {
+                const int64_t n = width - i;
+                Lanes y = (row[i / LANES] - mean) * scale * read(m.weight + i, n);
+                if (m.bias) y += read(m.bias + i, n);
+                write(out + r * width + i, y, n);
+            }
+        }
+    });
+}
+
+// d_stream, the gradient of x + alpha · branch from elsewhere, may be null; d_branch null where there is no branch.
+template <class X, class Y, class Out>
+void normalize_backward(
+    const Norm &m, const Out *d_out, const X *d_stream, const X *x, X *d_x, Y *d_branch, float *d_weight, float *d_bias
+) {
+    const int64_t width = m.width, n_lanes = (width + LANES - 1) / LANES;
+    const int64_t n_blocks = std::min(BLOCKS, m.n_rows);
+    Buffer weight_sums(n_blocks * n_lanes), bias_sums(d_bias ? n_blocks * n_lanes : 0);
+    parallel(threads_for(m.n_rows * width, m.n_threads), [&](const Team &team) {
+        Buffer normalized(n_lanes), weighted(n_lanes);
+        const auto [from, to] = team.share(n_blocks);
+        for (int64_t block = from; block < to; block++)
+            for (int64_t r = m.n_rows * block / n_blocks; r < m.n_rows * (block + 1) / n_blocks; r++) {
+                const float mean = m.layer ? m.mean[r] : 0, scale = m.scale[r];
+                Lanes total = {}, along = {};
+                for (int64_t i = 0, at = 0; i < width; i += LANES, at++) {
+                    const int64_t n = width - i;
+                    const Lanes g = read(d_out + r * width + i, n);
+                    const Lanes v = first((read(x + r * width + i, n) - mean) * scale, n);
+                    const Lanes w = g * read(m.weight + i, n);
+                    weight_sums[block * n_lanes + at] += g * v;
+                    if (d_bias) bias_sums[block * n_lanes + at] += g;
+                    total += w;
+                    along += w * v;
+                    normalized[at] = v;
+                    weighted[at] = w;
+                }
+                const float shift = m.layer ? sum(total) / width : 0, share = sum(along) / width;
+                for (int64_t i = 0, at = 0; i < width; i += LANES, at++) {
+                    const int64_t n = width - i;
+                    Lanes d = (weighted[at] - shift - normalized[at] * share) * scale;
+                    if (d_stream) d += read(d_stream + r * width + i, n);
+                    write(d_x + r * width + i, d, n);
+                    if (d_branch) write(d_branch + r * width + i, m.alpha * d, n);
+                }
+            }
+    });
+    for (int64_t i = 0, at = 0; i < width; i += LANES, at++) {
+        Lanes weight = {}, bias = {};
+        for (int64_t block = 0; block < n_blocks; block++) {
+            weight += weight_sums[block * n_lanes + at];
+            if (d_bias) bias += bias_sums[block * n_lanes + at];
+        }
+        write(d_weight + i, weight, width - i);
+        if (d_bias) write(d_bias + i, bias, width - i);
+    }
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------- what is called
+
+// out = function(x), or function(x) · up where `up` is not null.
+extern "C" void gptworks_activate(
+    int64_t function, int64_t dtype, int64_t n, int64_t n_threads, const void *x, const void *up, void *out
+) {
+    with_function(function, [&](auto f) {
+        typed(dtype, [&](auto type) {
+            typedef decltype(type) T;
+            over(n, n_threads, [=](int64_t i, int64_t n) EACH {
+                Lanes y = point<f()>(read((const T *)x + i, n)).value;
+                if (up) y = y * read((const T *)up + i, n);
+                write((T *)out + i, y, n);
+            });
+        });
+    });
+}
+
+extern "C" void gptworks_activate_backward(
+    int64_t function, int64_t dtype, int64_t n, int64_t n_threads, const void *d_out, const void *x, const void *up,
+    void *d_x, void *d_up
+) {
+    with_function(function, [&](auto f) {
+        typed(dtype, [&](auto type) {
+            typedef decltype(type) T;
+            over(n, n_threads, [=](int64_t i, int64_t n) EACH {
+                const Point p = point<f()>(read((const T *)x + i, n));
+                Lanes g = read((const T *)d_out + i, n);
+                if (up) {
+                    write((T *)d_up + i, g * p.value, n);
+                    g = g * read((const T *)up + i, n);
+                }
+                write((T *)d_x + i, g * p.slope, n);
+            });
+        });
+    });
+}
+
+// With a branch: stream = x + alpha · branch, and out is its norm. Without: out is that of x. Codes and shapes: see above.
+extern "C" void gptworks_norm(
+    int64_t layer, int64_t n_rows, int64_t width, int64_t n_threads, int64_t dtype, int64_t branch_dtype,
+    int64_t out_dtype, float eps, float alpha, const void *x, const void *branch, const float *weight,
+    const float *bias, void *stream, void *out, float *mean, float *scale
+) {
+    const Norm m = {layer, n_rows, width, n_threads, eps, alpha, weight, bias, mean, scale};
+    typed(dtype, [&](auto x_type) {
+        typed(branch_dtype, [&](auto branch_type) {
+            typed(out_dtype, [&](auto out_type) {
+                typedef decltype(x_type) X;
+                typedef decltype(branch_type) Y;
+                typedef decltype(out_type) Out;
+                normalize(m, (const X *)x, (const Y *)branch, (X *)stream, (Out *)out);
+            });
+        });
+    });
+}
+
+// x: what was normalized. d_stream, d_branch and d_bias may be null.
+extern "C" void gptworks_norm_backward(
+    int64_t layer, int64_t n_rows, int64_t width, int64_t n_threads, int64_t dtype, int64_t branch_dtype,
+    int64_t out_dtype, float alpha, const void *d_out, const void *d_stream, const void *x, const float *weight,
+    float *mean, float *scale, void *d_x, void *d_branch, float *d_weight, float *d_bias
+) {
+    const Norm m = {layer, n_rows, width, n_threads, 0, alpha, weight, nullptr, mean, scale};
+    typed(dtype, [&](auto x_type) {
+        typed(branch_dtype, [&](auto branch_type) {
+            typed(out_dtype, [&](auto out_type) {
+                typedef decltype(x_type) X;
+                typedef decltype(branch_type) Y;
+                typedef decltype(out_type) Out;
+                normalize_backward(m, (const Out *)d_out, (const X *)d_stream, (const X *)x, (X *)d_x, (Y *)d_branch,
+                                   d_weight, d_bias);
+            });
+        });
+    });
+}
+
+// out = x + alpha · branch.
+extern "C" void gptworks_add(
+    int64_t n, int64_t n_threads, int64_t dtype, int64_t branch_dtype, float alpha, const void *x, const void *branch,
+    void *out
+) {
+    typed(dtype, [&](auto x_type) {
+        typed(branch_dtype, [&](auto branch_type) {
+            typedef decltype(x_type) X;
+            typedef decltype(branch_type) Y;
+            over(n, n_threads, [=](int64_t i, int64_t n) EACH {
+                write((X *)out + i, read((const X *)x + i, n) + alpha * read((const Y *)branch + i, n), n);
+            });
+        });
+    });
+}

@@ -1,0 +1,174 @@
+"""What training computes between its matrix products, in C++ (passes.cpp), as autograd functions.
+
+`gptworks.model.cpu` chooses between these and torch's own. Values are float32 or bf16, sums are float32, and results
+are the same on any number of threads. Fake tensors get outputs of the right shape, which nothing is written to.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.autograd.function import once_differentiable
+
+from gptworks.native.library import training_library
+
+_CODES = {torch.float32: 0, torch.bfloat16: 1}
+_FUNCTIONS = {"gelu": 0, "gelu_tanh": 1, "relu2": 2, "swiglu": 3, "geglu": 0, "geglu_tanh": 1}
+_KINDS = (Tensor, torch.nn.Parameter, FakeTensor)
+
+
+def serve(*tensors: Tensor | None) -> bool:
+    """Whether the C++ is there and computes on these tensors: their type, dtype and layout."""
+    return (
+        training_library() is not None
+        and not torch.compiler.is_compiling()
+        and all(x is None or (type(x) in _KINDS and x.dtype in _CODES and _is_dense(x)) for x in tensors)
+    )
+
+
+def activate(x: Tensor, kind: str) -> Tensor:
+    """A value of `model.mlp`'s activation of x; its gates' where it has gates."""
+    out: Tensor = _Activation.apply(x, None, _FUNCTIONS[kind])  # type: ignore[no-untyped-call]
+    return out
+
+
+def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """activation(gate) · up, of one dtype and layout."""
+    out: Tensor = _Activation.apply(gate, up, _FUNCTIONS[kind])  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, up: Tensor | None, function: int) -> Tensor:
+        ctx.save_for_backward(x, up)
+        ctx.function = function
+        out = torch.empty_like(x)
+        _call("activate", function, _CODES[x.dtype], x.numel(), torch.get_num_threads(), x, up, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, up = ctx.saved_tensors
+        d_out, d_x = _laid_out_as(gradients[0], x), torch.empty_like(x)
+        d_up = None if up is None else torch.empty_like(x)
+        n_threads = torch.get_num_threads()
+        _call("activate_backward", ctx.function, _CODES[x.dtype], x.numel(), n_threads, d_out, x, up, d_x, d_up)
+        return d_x, d_up, None
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    layer: bool,
+    branch: Tensor | None = None,
+    alpha: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """x + alpha · branch, or x where there is no branch; and its LayerNorm, or RMSNorm, over the last dimension.
+
+    Who reads both has the gradients of the two added in one pass.
+
+    Args:
+        weight, bias: in float32.
+        dtype: of the norm; the sum has x's.
+        layer: whether it is LayerNorm.
+    """
+    stream, out = _Norm.apply(x, branch, weight, bias, eps, alpha, layer, dtype)  # type: ignore[no-untyped-call]
+    return stream, out
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        branch: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        alpha: float,
+        layer: bool,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        width = x.size(-1)
+        n_rows = x.numel() // width
+        stream = x if branch is None else torch.empty_like(x)
+        out, scale = torch.empty_like(x, dtype=dtype), x.new_empty(n_rows, dtype=torch.float32)
+        mean = torch.empty_like(scale) if layer else None
+        branch_dtype = x.dtype if branch is None else branch.dtype
+        ctx.codes = (int(layer), n_rows, width), (_CODES[x.dtype], _CODES[branch_dtype], _CODES[dtype]), alpha
+        ctx.branch_dtype, ctx.has_bias = None if branch is None else branch_dtype, bias is not None
+        ctx.save_for_backward(stream, weight, mean, scale)
+        ctx.set_materialize_grads(False)
+        shape, codes, _ = ctx.codes
+        n_threads = torch.get_num_threads()
+        _call("norm", *shape, n_threads, *codes, eps, alpha, x, branch, weight, bias, stream, out, mean, scale)
+        return stream, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        shape, codes, alpha = ctx.codes
+        d_stream, d_out = gradients
+        if d_out is None:
+            d_out = torch.zeros_like(x)
+            codes = (*codes[:2], _CODES[x.dtype])
+        d_out = _laid_out_as(d_out, x)
+        d_stream = None if d_stream is None else _laid_out_as(d_stream, x)
+        d_x, d_weight = torch.empty_like(x), torch.empty_like(weight)
+        d_bias = torch.empty_like(weight) if ctx.has_bias else None
+        same = ctx.branch_dtype == x.dtype and alpha == 1
+        d_branch = None if ctx.branch_dtype is None or same else torch.empty_like(x, dtype=ctx.branch_dtype)
+        _call(
+            "norm_backward", *shape, torch.get_num_threads(), *codes, alpha,
+            d_out, d_stream, x, weight, mean, scale, d_x, d_branch, d_weight, d_bias,
+        )  # fmt: skip
+        return d_x, d_x if same else d_branch, d_weight, d_bias, None, None, None, None
+
+
+def add(x: Tensor, branch: Tensor, alpha: float) -> Tensor:
+    """x + alpha · branch, in x's dtype."""
+    out: Tensor = _Add.apply(x, branch, alpha)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, branch: Tensor, alpha: float) -> Tensor:
+        ctx.dtype, ctx.alpha = branch.dtype, alpha
+        out = torch.empty_like(x)
+        codes = _CODES[x.dtype], _CODES[branch.dtype]
+        _call("add", x.numel(), torch.get_num_threads(), *codes, alpha, x, branch, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        d_out = gradients[0]
+        return d_out, (d_out if ctx.alpha == 1 else d_out * ctx.alpha).to(ctx.dtype), None
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether x fills its memory, its last dimension in order: as it is, or with its middle dimensions exchanged."""
+    return x.is_contiguous() or (x.dim() == 4 and x.transpose(1, 2).is_contiguous())
+
+
+def _laid_out_as(x: Tensor, other: Tensor) -> Tensor:
+    """x with the strides of a dense tensor of its shape."""
+    return x if x.stride() == other.stride() else torch.empty_like(other, dtype=x.dtype).copy_(x)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Call a function of the library with tensors' addresses."""
+    library = training_library()
+    assert library is not None
+    given = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments if type(x) is not FakeTensor]
+    if len(given) == len(arguments):
+        getattr(library.functions, f"gptworks_{name}")(*given)

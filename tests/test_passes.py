@@ -1,0 +1,164 @@
+"""The passes of training in C++ against the same in torch in float64: values and gradients."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptworks.model import cpu
+from gptworks.native import passes
+from gptworks.native.library import training_library
+
+DTYPES = (torch.float32, torch.bfloat16)
+NEAR = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
+"""Of the largest value: sums in float32, and a rounding or two to bf16."""
+
+
+@pytest.fixture(autouse=True)
+def there() -> None:
+    if training_library() is None:
+        pytest.skip("no native kernels here")
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def gradients(outputs: Tensor | tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]:
+    """Of outputs, weighed by numbers that are the same in each dtype."""
+    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+    weights = [torch.linspace(-1, 1, y.numel()).bfloat16().to(y.dtype).view(y.shape) for y in outputs]
+    return list(torch.autograd.grad(outputs, inputs, weights))
+
+
+def with_gradients(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+    outputs = function(*inputs)
+    outputs = [outputs] if isinstance(outputs, Tensor) else [*outputs]
+    return [y.detach() for y in outputs] + gradients(tuple(outputs), list(inputs))
+
+
+def check(ours: Callable[..., Any], exact: Callable[..., Any], *inputs: Tensor) -> None:
+    """Values and gradients of C++ are those of torch in float64, as near as their dtypes allow; the same twice over."""
+    assert passes.serve(*inputs)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    first, again, wanted = (with_gradients(*call) for call in ((ours, inputs), (ours, inputs), (exact, wide)))
+    coarse = max((x.dtype for x in (*inputs, *first)), key=lambda dtype: NEAR[dtype])
+    for a, b, exactly in zip(first, again, wanted, strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a.double(), exactly, rtol=0, atol=NEAR[coarse] * max(1, exactly.abs().max().item()))
+    for x, gradient in zip(inputs, first[-len(inputs) :], strict=True):
+        assert gradient.dtype == x.dtype
+
+
+def exact_activation(kind: str) -> Callable[[Tensor], Tensor]:
+    return (lambda x: F.relu(x).square()) if kind == "relu2" else cpu.ACTIVATIONS[kind]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu2", "swiglu"])
+def test_activations_equal_float64(kind: str, dtype: torch.dtype) -> None:
+    x = torch.cat([torch.randn(700), torch.linspace(-30, 30, 307), torch.tensor([-1e18, 1e4, 0.0])])
+    x = x.to(dtype).requires_grad_()
+    check(lambda x: cpu.activate(x, kind), exact_activation(kind), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu_tanh"])
+def test_gates_equal_float64(kind: str, dtype: torch.dtype, threads: int) -> None:
+    gate, up = (torch.randn(33, 1031).to(dtype).requires_grad_() for _ in range(2))
+    check(lambda g, u: cpu.gated(g, u, kind), lambda g, u: exact_activation(kind)(g) * u, gate, up)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_gates_of_other_layouts_equal_float64(dtype: torch.dtype) -> None:
+    gate, up = (torch.randn(9, 7).to(dtype).T.requires_grad_() for _ in range(2))
+    assert not passes.serve(gate)
+    ours, exact = cpu.gated(gate, up, "swiglu"), F.silu(gate.double()) * up.double()
+    torch.testing.assert_close(ours.double(), exact, rtol=2**-7, atol=1e-3 if dtype != torch.float64 else 1e-12)
+    for a, b in zip(gradients(ours, [gate, up]), gradients(exact, [gate, up]), strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-6, atol=2e-2 if dtype != torch.float64 else 1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16, 33, 384])
+def test_norms_equal_float64(width: int, dtype: torch.dtype, threads: int) -> None:
+    x = (torch.randn(3, 67, width) + 0.5).to(dtype).requires_grad_()
+    weight, bias = torch.randn(width).requires_grad_(), torch.randn(width).requires_grad_()
+    for out in DTYPES:
+        check(
+            lambda x, w, b, out=out: cpu.layer_norm(x, w, b, 1e-5, out),
+            lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5),
+            x, weight, bias,
+        )  # fmt: skip
+        check(
+            lambda x, w, out=out: cpu.rms_norm(x, w, 1e-5, out), lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), x, weight
+        )
+
+
+def test_norms_of_transposed_heads_equal_float64() -> None:
+    x = torch.randn(2, 17, 3, 16).bfloat16().requires_grad_()
+    weight = torch.randn(16).requires_grad_()
+    check(
+        lambda x, w: cpu.rms_norm(x.transpose(1, 2), w, 1e-5, torch.bfloat16),
+        lambda x, w: F.rms_norm(x.transpose(1, 2), w.shape, w, 1e-5),
+        x, weight,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("branch_dtype", DTYPES)
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+def test_a_sum_and_its_norm_equal_float64(alpha: float, branch_dtype: torch.dtype, threads: int) -> None:
+    x, branch = torch.randn(5, 41, 40).requires_grad_(), torch.randn(5, 41, 40).to(branch_dtype).requires_grad_()
+    weight, bias = torch.randn(40).requires_grad_(), torch.randn(40).requires_grad_()
+
+    def exact(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        stream = x + alpha * branch
+        return stream, F.layer_norm(stream, weight.shape, weight, bias, 1e-5)
+
+    check(
+        lambda x, y, w, b: cpu.norm(x, w, b, 1e-5, torch.bfloat16, layer=True, branch=y, alpha=alpha),
+        exact, x, branch, weight, bias,
+    )  # fmt: skip
+    check(lambda x, y: cpu.add(x, y, alpha), lambda x, y: x + alpha * y, x, branch)
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    x, branch = torch.randn(300, 257).requires_grad_(), torch.randn(300, 257).bfloat16().requires_grad_()
+    weight, bias = torch.randn(257).requires_grad_(), torch.randn(257).requires_grad_()
+    results, before = [], torch.get_num_threads()
+    for n in (1, 2, 5):
+        torch.set_num_threads(n)
+        both = cpu.norm(x, weight, bias, 1e-5, torch.bfloat16, layer=True, branch=branch)
+        results.append([*both, *gradients(both, [x, branch, weight, bias])])
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for others in results[1:] for a, b in zip(results[0], others, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 33).to(dtype)
+    x[1, 5] = x[2, 32] = float("nan")
+    x.requires_grad_()
+    weight = torch.ones(33, requires_grad=True)
+    for kind in ("gelu", "gelu_tanh", "relu2", "swiglu"):
+        y = cpu.activate(x, kind)
+        assert torch.equal(y.isnan(), x.isnan())
+        assert torch.equal(gradients(y, [x])[0].isnan(), x.isnan())
+    for y in (cpu.rms_norm(x, weight, 1e-5, dtype), cpu.layer_norm(x, weight, None, 1e-5, dtype)):
+        assert torch.equal(y.isnan().all(1), x.isnan().any(1)) and not y[0].isnan().any()
+        assert gradients(y, [weight])[0].isnan().all()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x = torch.randn(8, requires_grad=True)
+    (d_x,) = torch.autograd.grad(cpu.activate(x, "gelu").square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        d_x.sum().backward()
