@@ -315,3 +315,4 @@ def test_a_token_is_learned_when_its_probability_stays() -> None:
     assert learned_at(steps, [0.9, 0.1, 0.6, 0.5, 0.9]) == 20
     assert learned_at(steps, [0.9, 0.9, 0.9, 0.9, 0.4]) is None
     assert learned_at(steps, [0.2, 0.3, 0.3, 0.3, 0.3], threshold=0.3) == 10
+    assert learned_at(steps, [math.nan] * 5) is None, "a token that is not predicted, as the first of a text"

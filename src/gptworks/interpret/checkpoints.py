@@ -50,10 +50,10 @@ def through_checkpoints(
 
 
 def learned_at(steps: Sequence[int], probabilities: Sequence[float], threshold: float = 0.5) -> int | None:
-    """The first step from which on a probability is never below the threshold; None: it is below at the last step."""
+    """The first step from which on a probability is never below the threshold; None: at the last it is, or is NaN."""
     learned = None
     for step, probability in sorted(zip(steps, probabilities, strict=True), reverse=True):
-        if probability < threshold:
+        if not probability >= threshold:  # also NaN, of a token that is not predicted
             break
         learned = step
     return learned
