@@ -1,5 +1,6 @@
 """What this machine is, as Linux tells it: processor, its instructions, free memory. Without torch."""
 
+import functools
 import os
 from pathlib import Path
 
@@ -7,12 +8,13 @@ NATIVE_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 """Processor features with which bf16 products are faster than float32 ones."""
 
 
-def cpu_flags() -> set[str]:
-    """The processor's feature names as Linux gives them; empty elsewhere."""
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """The processor's feature names as Linux gives them; empty elsewhere. Read once: Linux repeats them for each core."""
     for line in _lines("/proc/cpuinfo"):
         if line.lower().startswith(("flags", "features")):
-            return set(line.partition(":")[2].split())
-    return set()
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
 
 
 def cpu_name() -> str:

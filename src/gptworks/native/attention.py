@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.autograd.function import once_differentiable
 
 from gptworks.native.library import training_library
 
@@ -91,6 +92,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums, bias, seed = ctx.saved_tensors
         d_q, d_k, d_v = map(torch.empty_like, (q, k, v))

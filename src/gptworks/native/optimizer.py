@@ -30,7 +30,7 @@ class _Settings(ctypes.Structure):
 def muon_library(tensors: Iterable[Tensor]) -> Library | None:
     """The library, where it makes updates from these gradients and momenta; else None.
 
-    A processor with AMX has torch's products, which are several times as fast as those of the library there.
+    A processor with AMX has torch's products, which use it; those of the library do not.
     """
     if "amx_bf16" in cpu_flags() or not all(
         # no subclass: neither a DTensor nor one that stands for a tensor that is not there
