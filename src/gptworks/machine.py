@@ -10,7 +10,7 @@ NATIVE_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """The processor's feature names as Linux gives them; empty elsewhere. Read once: Linux repeats them for each core."""
+    """The processor's feature names as Linux gives them; empty elsewhere. Read once, since they stay."""
     for line in _lines("/proc/cpuinfo"):
         if line.lower().startswith(("flags", "features")):
             return frozenset(line.partition(":")[2].split())
