@@ -160,6 +160,19 @@ def make_folder(path: Path) -> None:
         sync(folder.parent)
 
 
+def link_or_copy(file: Path, to: Path) -> None:
+    """Give a file a second name, or copy it to where the file system takes none."""
+    try:
+        to.hardlink_to(file)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in _DISK_FAILS:
+            raise
+        shutil.copyfile(file, to)
+        sync(to)
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path to write to. At the end it replaces `path`: a reader sees the old file or the new, never a part.

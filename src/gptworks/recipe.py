@@ -16,7 +16,17 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from gptworks.config import ENDS, FileTokenizer, ModelConfig, Recipe, Section, known_vocab_size
+from gptworks.config import (
+    ENDS,
+    AnyRecipe,
+    DatasetRecipe,
+    DatasetTokenizer,
+    FileTokenizer,
+    ModelConfig,
+    Recipe,
+    Section,
+    known_vocab_size,
+)
 from gptworks.config.base import MOST_NAME_CHARACTERS
 from gptworks.config.explain import explain, leaves, sections_at
 from gptworks.errors import UserError, nearest
@@ -44,7 +54,7 @@ def with_vocab_size(recipe: Recipe, vocab_size: int) -> Recipe:
         UserError: the recipe states another vocabulary.
     """
     stated = recipe.model.vocab_size
-    if isinstance(recipe.tokenizer, FileTokenizer) and stated > vocab_size:
+    if isinstance(recipe.tokenizer, FileTokenizer | DatasetTokenizer) and stated > vocab_size:
         return recipe
     if stated not in (0, vocab_size):
         raise UserError(
@@ -76,6 +86,20 @@ def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = (), unsaid: Unsai
     if run_dir is None:
         return parse_recipe(tree, str(path), given)
     return _with_tokenizer_at_hand(_parse_whole(tree, str(path), given), run_dir)
+
+
+def load_dataset_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> AnyRecipe:
+    """Read what describes a dataset: a recipe, or a file that has `tokenizer` and `data` alone.
+
+    Raises:
+        UserError: as `load_recipe`.
+    """
+    if isinstance(recipe, Recipe):
+        return load_recipe(recipe, overrides)
+    path, tree = (Path("recipe"), dict(recipe)) if isinstance(recipe, Mapping) else read_recipe(recipe)
+    if not tree.keys() <= DatasetRecipe.model_fields.keys():
+        return load_recipe(recipe, overrides)
+    return parse_section(apply_overrides(tree, overrides), DatasetRecipe, str(path), _by_key(overrides))
 
 
 def _from_tree(recipe: Recipe | Mapping[str, Any], overrides: Sequence[str], unsaid: Unsaid) -> Recipe:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Encoding, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from gptworks.config import BPETokenizer, CharTokenizer, FileTokenizer, TokenizerConfig, WordTokenizer
+from gptworks.config import BPETokenizer, CharTokenizer, DatasetTokenizer, FileTokenizer, TokenizerConfig, WordTokenizer
 from gptworks.errors import UserError
 from gptworks.files import SUMS_FILE, check_sums, read_regular, read_text, write_whole
 
@@ -28,7 +28,7 @@ MAX_TOKENIZER_BYTES = 1 << 28
 # What one BPE token may span. `code`: a word with the sign or space before it; up to three digits; a run of signs; a
 # line break with the blank lines before it and the indentation after it; other white space. With 4,096 tokens on the
 # Python standard library it gives 3.64 bytes per token of held-out text, llama3 3.57 and gpt2 3.55.
-_BPE_PATTERNS = {
+BPE_PATTERNS = {
     "code": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*\n[ \t]*|\s+(?!\S)|\s+",
     "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -65,6 +65,7 @@ def _make(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
         return _train_char(texts)
     if isinstance(config, WordTokenizer):
         return _train_word(config, texts)
+    assert not isinstance(config, DatasetTokenizer)  # it is read with the dataset
     return load_tokenizer(config.path) if isinstance(config, FileTokenizer) else _load_gpt2(config.path)
 
 
@@ -76,7 +77,7 @@ def add_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer:
 
 def _train_bpe(config: BPETokenizer, texts: Iterable[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(_BPE_PATTERNS[config.pattern]), "isolated")
+    split = pre_tokenizers.Split(Regex(BPE_PATTERNS[config.pattern]), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()

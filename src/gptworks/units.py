@@ -1,6 +1,7 @@
 """Numbers as people read them."""
 
 import math
+from collections.abc import Mapping
 
 PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 
@@ -26,3 +27,8 @@ def significant(value: float, digits: int = 4) -> str:
 def counted(n: int, noun: str) -> str:
     """1 thread, 2 threads."""
     return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
+def epochs_words(epochs: Mapping[str, float]) -> str:
+    """`web 0.72, code 3.1`: how often each dataset is read."""
+    return ", ".join(f"{name} {significant(n, 3)}" for name, n in epochs.items())

@@ -11,20 +11,9 @@ from gptworks.config.base import (
     role_of,
     settings,
 )
-from gptworks.config.data import (
-    ConversationsSource,
-    CSVSource,
-    DataConfig,
-    HuggingFaceSource,
-    JSONLSource,
-    ParquetSource,
-    PreferencesSource,
-    PythonStdlibSource,
-    SourceConfig,
-    TextSource,
-    ValidationSplit,
-)
+from gptworks.config.data import DataConfig, ValidationSplit
 from gptworks.config.defaults import ENDS, train_defaults
+from gptworks.config.mixture import Anneal, MixtureMember
 from gptworks.config.model import EARLIER_DEFAULTS, ModelConfig, RopeScaling
 from gptworks.config.objective import (
     DataFault,
@@ -36,11 +25,30 @@ from gptworks.config.objective import (
     PreferenceObjective,
     RewardObjective,
 )
-from gptworks.config.recipe import Recipe, known_vocab_size
+from gptworks.config.recipe import AnyRecipe, DatasetRecipe, Recipe, known_vocab_size
+from gptworks.config.sources import (
+    LANGUAGES,
+    ArchiveSource,
+    CodeSource,
+    ConversationsSource,
+    CSVSource,
+    HTMLSource,
+    HuggingFaceSource,
+    JSONLSource,
+    JSONSource,
+    ParquetSource,
+    PDFSource,
+    PreferencesSource,
+    PythonStdlibSource,
+    SourceConfig,
+    TextSource,
+    WARCSource,
+)
 from gptworks.config.sweep import SweepConfig, SweepRange
 from gptworks.config.tokenizer import (
     BPETokenizer,
     CharTokenizer,
+    DatasetTokenizer,
     FileTokenizer,
     GPT2Tokenizer,
     TokenizerConfig,

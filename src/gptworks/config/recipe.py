@@ -11,9 +11,29 @@ from gptworks.config.defaults import train_defaults
 from gptworks.config.model import ModelConfig
 from gptworks.config.objective import NextTokenObjective, ObjectiveConfig
 from gptworks.config.sweep import SweepConfig
-from gptworks.config.tokenizer import BPETokenizer, GPT2Tokenizer, TokenizerConfig
+from gptworks.config.tokenizer import (
+    BPETokenizer,
+    CharTokenizer,
+    DatasetTokenizer,
+    GPT2Tokenizer,
+    TokenizerConfig,
+    WordTokenizer,
+)
 from gptworks.config.train import TrainConfig
 from gptworks.config.trained import FreezeConfig, LoRAConfig
+
+
+class DatasetRecipe(Section):
+    """Text and its tokenizer: what `gptworks data build` needs to know."""
+
+    name: Free[str] = Field("dataset", max_length=MOST_NAME_CHARACTERS)
+    tokenizer: TokenizerConfig
+    data: DataConfig
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_tokenizer(self.tokenizer, self.data)
+        return self
 
 
 class Recipe(Section):
@@ -68,6 +88,8 @@ class Recipe(Section):
                 f"model.vocab_size={self.model.vocab_size} and the tokenizer has {known} tokens: "
                 f"they must be equal; set tokenizer.vocab_size or leave model.vocab_size out"
             )
+        check_tokenizer(self.tokenizer, self.data)
+        assert self.anneal_from is None or self.anneal_from > 0  # it checks
         self._check_groups(self.objective.micro_batch_multiple)
         self._check_adapter()
         self._check_packing()
@@ -77,6 +99,25 @@ class Recipe(Section):
                 f"there are not so many blocks"
             )
         return self
+
+    @property
+    def anneal_from(self) -> int | None:
+        """From which sample on the weights of `data.anneal` hold; None: there are none."""
+        anneal, train = self.data.anneal, self.train
+        if anneal is None or anneal.share is None:
+            return None if anneal is None else anneal.from_sample
+        if train.max_steps is None or train.epochs is not None or train.max_minutes is not None:
+            raise ValueError(
+                f"data.anneal.share={anneal.share:g} is a share of train.max_steps, which must then be the run's only "
+                f"length: set max_steps and neither epochs nor max_minutes, or give data.anneal.from_sample"
+            )
+        steps_before = train.max_steps - max(1, round(anneal.share * train.max_steps))
+        if not steps_before:
+            raise ValueError(
+                f"data.anneal.share={anneal.share:g} of train.max_steps={train.max_steps} is the whole run: set the "
+                f"weights of data.mixture instead"
+            )
+        return steps_before * train.batch_size
 
     def _check_groups(self, group_size: int) -> None:
         for name in ("batch_size", "micro_batch_size"):
@@ -116,6 +157,25 @@ class Recipe(Section):
             )
         if set(self.adapter.targets) == {"gate"} and not self.model.gated:
             raise ValueError(f"adapter.targets=gate and model.mlp={self.model.mlp} has no gate: name other targets")
+
+
+def check_tokenizer(tokenizer: TokenizerConfig, data: DataConfig) -> None:
+    """Refuse a tokenizer that cannot be that of the data.
+
+    Raises:
+        ValueError: there is no dataset to take it from, or datasets that have one and a tokenizer that is trained.
+    """
+    built = [member.name for member in data.mixture if member.dataset is not None]
+    if isinstance(tokenizer, DatasetTokenizer) and not built:
+        raise ValueError("tokenizer.type=dataset and no dataset of data.mixture is built: name the folder of one")
+    if built and isinstance(tokenizer, BPETokenizer | CharTokenizer | WordTokenizer):
+        raise ValueError(
+            f"tokenizer.type={tokenizer.type} is trained on text, and the dataset {built[0]} has its tokens: set "
+            f"tokenizer.type=dataset"
+        )
+
+
+AnyRecipe = Recipe | DatasetRecipe
 
 
 def known_vocab_size(tokenizer: TokenizerConfig) -> int | None:

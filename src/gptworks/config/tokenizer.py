@@ -71,6 +71,22 @@ class FileTokenizer(_Tokenizer):
     path: Measured[ShortPath]
 
 
+class DatasetTokenizer(_Tokenizer):
+    """That of the datasets in data.mixture that were built before, which must all have the same."""
+
+    type: Measured[Literal["dataset"]]
+
+    @model_validator(mode="after")
+    def _check_nothing_more(self) -> Self:
+        if self.added_tokens or self.chat_template is not None:
+            raise ValueError(
+                "type=dataset with added_tokens or chat_template: the tokens are made already; set these in the recipe "
+                "that builds the datasets"
+            )
+        return self
+
+
 TokenizerConfig = Annotated[
-    BPETokenizer | CharTokenizer | WordTokenizer | GPT2Tokenizer | FileTokenizer, Field(discriminator="type")
+    BPETokenizer | CharTokenizer | WordTokenizer | GPT2Tokenizer | FileTokenizer | DatasetTokenizer,
+    Field(discriminator="type"),
 ]

@@ -1,22 +1,19 @@
 """Batches as a pure function of (shards, seed, position): nothing to restore but integers, the same on any machine."""
 
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from gptworks.config import IGNORED
-from gptworks.data.shards import TokenShards
+from gptworks.data.permutation import ROUNDS, Int64s, random_keys, shuffled
+from gptworks.data.shards import Stretch
+from gptworks.data.shares import Shares, Weights, windows_per_epoch
 from gptworks.errors import UserError
 
-Int64s = npt.NDArray[np.int64]
-Uint64s = npt.NDArray[np.uint64]
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-_ROUNDS = 8
 
 
 class Tokens(Protocol):
@@ -31,24 +28,80 @@ class Tokens(Protocol):
     def read(self, start: int, length: int) -> Int64s: ...
 
 
-class Batches:
-    """Windows of context_length + 1 tokens, in an order that is shuffled anew each epoch.
+@dataclass(frozen=True)
+class OneDataset:
+    """The tokens of one dataset of a split."""
 
-    An epoch lays windows side by side over the split from a random first position, so that from one epoch to the next
-    the cuts fall elsewhere, and visits each window once. A sample is a function of the seed and of its position alone,
-    which counts samples from the start of the run: batch and micro-batch size decide only how many are taken at once.
+    tokens: Tokens
+    part: Stretch
 
-    Raises:
-        UserError: the split is shorter than one window.
+    @property
+    def split(self) -> str:
+        return self.tokens.split
+
+    @property
+    def n_tokens(self) -> int:
+        return self.part.n_tokens
+
+    def read(self, start: int, length: int) -> Int64s:
+        assert 0 <= start <= start + length <= self.part.n_tokens
+        return self.tokens.read(self.part.first + start, length)
+
+
+class _Windows:
+    """The windows of one dataset, in an order that is shuffled anew each epoch.
+
+    An epoch lays windows side by side over the tokens from a random first position, so that from one epoch to the next
+    the cuts fall elsewhere, and visits each window once.
     """
 
-    def __init__(self, shards: TokenShards, context_length: int, seed: int) -> None:
-        _check_length(shards, context_length)
+    def __init__(self, stretch: Stretch, context_length: int, seed: int) -> None:
+        self.first, self._context_length, self._seed = stretch.first, context_length, seed
+        self.n = windows_per_epoch(stretch.n_tokens, context_length)
+        self._phases = min(context_length, stretch.n_tokens - self.n * context_length)
+
+    def start(self, epoch: int, window: int) -> int:
+        """Position in the split of the first token of a window of an epoch, both counted from 0."""
+        phase = int(random_keys(self._seed, epoch)[ROUNDS]) % self._phases
+        return self.first + phase + window * self._context_length
+
+
+class Batches:
+    """Windows of context_length + 1 tokens, of one dataset or of several in the shares that their weights give.
+
+    A sample is a function of the seed and of its position alone, which counts samples from the start of the run: batch
+    and micro-batch size decide only how many are taken at once.
+
+    Args:
+        stretches: the tokens of each dataset; None: the split is one.
+        phases: the datasets' weights over the run.
+
+    Raises:
+        UserError: a dataset is shorter than one window, or there are others than weights.
+    """
+
+    def __init__(
+        self,
+        shards: Tokens,
+        context_length: int,
+        seed: int,
+        stretches: Sequence[Stretch] | None = None,
+        phases: Sequence[Weights] = (Weights(0, (1.0,)),),
+    ) -> None:
+        stretches = stretches or [Stretch("", 0, shards.n_tokens)]
+        if len(stretches) != (n := len(phases[0].weights)):
+            raise UserError(
+                f"the data holds {len(stretches)} dataset{'s' * (len(stretches) > 1)} and the recipe has {n}: it is "
+                f"not this recipe's. Give the recipe with which it was made."
+            )
+        for stretch in stretches:
+            _check_length(shards.split, stretch.n_tokens, context_length, stretch.name)
         self._shards, self._context_length, self._seed = shards, context_length, seed
-        targets = shards.n_tokens - 1
-        # As many windows as fit behind the last of T first positions, so that every epoch has the same number.
-        self.windows_per_epoch = max(1, (targets - (context_length - 1)) // context_length)
-        self._phases = min(context_length, targets - self.windows_per_epoch * context_length + 1)
+        self._windows = [_Windows(stretch, context_length, seed) for stretch in stretches]
+        self._shares = Shares(phases, seed)
+        self._bounds = np.cumsum([0, *(windows.n for windows in self._windows)])
+        self.windows_per_epoch = int(self._bounds[-1])
+        """Windows of all datasets: the samples of an epoch, as `train.epochs` counts."""
 
     def batch(self, first: int, size: int) -> Pair:
         """Inputs and targets, each int64 [B, T], of the `size` samples from position `first` on."""
@@ -58,55 +111,30 @@ class Batches:
 
     def starts(self, samples: Int64s) -> Int64s:
         """Position [n] in the split of the first token of each sample [n]."""
-        windows = shuffled(samples, self.windows_per_epoch, self._seed)
-        places = zip((samples // self.windows_per_epoch).tolist(), windows.tolist(), strict=True)
+        epochs, windows = self.items(samples)
+        places = zip(epochs.tolist(), windows.tolist(), strict=True)
         return np.array([self.start(epoch, window) for epoch, window in places], dtype=np.int64)
 
+    def items(self, samples: Int64s) -> tuple[Int64s, Int64s]:
+        """The epoch of its dataset [n] that each sample [n] is in, and the window's number [n] among those of all
+        datasets."""
+        datasets, numbers = self._shares.draw(samples)
+        epochs, found = np.empty_like(samples), np.empty_like(samples)
+        for dataset in np.unique(datasets).tolist():
+            here, n = datasets == dataset, self._windows[dataset].n
+            epochs[here] = numbers[here] // n
+            found[here] = self._bounds[dataset] + shuffled(numbers[here], n, self._seed)
+        return epochs, found
+
     def start(self, epoch: int, window: int) -> int:
-        """Position in the split of the first token of a window of an epoch, both counted from 0."""
-        return int(_keys(self._seed, epoch)[_ROUNDS]) % self._phases + window * self._context_length
+        """Position in the split of the first token of a window of an epoch of its dataset, both counted from 0."""
+        dataset = int(np.searchsorted(self._bounds, window, side="right")) - 1
+        return self._windows[dataset].start(epoch, window - int(self._bounds[dataset]))
 
-
-def shuffled(samples: Int64s, n: int, seed: int) -> Int64s:
-    """The item [k], of 0 … n-1, of each sample [k]: every epoch visits each item once, in an order of its own."""
-    epochs, places = np.divmod(samples, n)
-    items = np.empty_like(samples)
-    for epoch in np.unique(epochs).tolist():
-        here = epochs == epoch
-        items[here] = permute(places[here], n, _keys(seed, epoch)[:_ROUNDS])
-    return items
-
-
-@lru_cache(maxsize=64)
-def _keys(seed: int, epoch: int) -> Uint64s:
-    """Random numbers [_ROUNDS + 1] of an epoch: the keys of its permutation, and one more."""
-    return np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS + 1, np.uint64).astype(np.uint64)
-
-
-def permute(places: Int64s, n: int, keys: Uint64s) -> Int64s:
-    """The image [k] of each place [k] under a pseudo-random permutation of 0 … n-1, held in no memory.
-
-    A Feistel network permutes the numbers below a power of four, at most 4n; a number that falls outside n goes through
-    again until it is inside (cycle walking: Black & Rogaway, 2002).
-    """
-    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
-    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    values = places.astype(np.uint64)
-    outside = np.ones(len(values), dtype=bool)
-    while outside.any():
-        left, right = values[outside] >> shift, values[outside] & mask
-        for key in keys:
-            left, right = right, left ^ (_mix(right ^ key) & mask)
-        values[outside] = left << shift | right
-        outside = values >= n
-    return values.astype(np.int64)
-
-
-def _mix(values: Uint64s) -> Uint64s:
-    """SplitMix64's finalizer (Steele, Lea & Flood, 2014): every input bit changes about half of the output bits."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    def epochs(self, position: int) -> list[float]:
+        """How often the samples before a position read each dataset."""
+        read = self._shares.before(position).tolist()
+        return [n / windows.n for n, windows in zip(read, self._windows, strict=True)]
 
 
 def evaluation_windows(
@@ -128,7 +156,7 @@ def evaluation_windows(
     stride = context_length if stride is None else stride
     if not 1 <= stride <= context_length:
         raise UserError(f"stride={stride} is not within 1 and context_length={context_length}: choose one that is.")
-    _check_length(shards, 1)
+    _check_length(shards.split, shards.n_tokens, 1)
     n_targets = shards.n_tokens - 1
     n_windows = 1 + -(-max(0, n_targets - context_length) // stride)
     chosen = min(n_sequences or n_windows, n_windows)
@@ -141,10 +169,11 @@ def evaluation_windows(
         yield inputs, targets
 
 
-def _check_length(shards: Tokens, context_length: int) -> None:
-    if shards.n_tokens < context_length + 1:
+def _check_length(split: str, n_tokens: int, context_length: int, dataset: str = "") -> None:
+    if n_tokens < context_length + 1:
+        of, change = (f" of {dataset}", f", leave {dataset} out of data.mixture") if dataset else ("", "")
         raise UserError(
-            f"the {shards.split} split has {shards.n_tokens} tokens and a window needs {context_length + 1} "
+            f"the {split} split{of} has {n_tokens} tokens and a window needs {context_length + 1} "
             f"(context_length={context_length} and one more): too small a corpus for the context. "
-            f"Give more text, or set model.context_length={max(1, shards.n_tokens - 1)} or less."
+            f"Give more text{change}, or set model.context_length={max(1, n_tokens - 1)} or less."
         )

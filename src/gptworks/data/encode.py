@@ -6,22 +6,25 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import wait as wait_for
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from itertools import chain, islice
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
+from gptworks.data.encoders import Encoder
 from gptworks.data.shards import Ids, Split
 from gptworks.data.sources.base import Piece
 from gptworks.errors import RunError
-from gptworks.tokenizer import encode_text, encodings, special_tokens, tokenizer_from_json
+from gptworks.tokenizer import encode_text, special_tokens, token_spellings
 
 _BATCH_BYTES = 1 << 20
+_MOST_THREADS = 8
+_TICK_SECONDS = 0.5
 _BATCHES_WORTH_A_POOL = 16  # below this the tokenizer's own threads are done before processes have started
 
 
@@ -35,72 +38,99 @@ class Encoded(NamedTuple):
 
 
 Part = tuple[Split, Piece]
+Advance = Callable[[int], None]
+"""Called with the number of bytes of text that are done since it was called last."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def _text_encoder(tokenizer_json: str) -> Callable[[list[Part]], list[Encoded]]:
-    return partial(_encode, tokenizer_from_json(tokenizer_json))
+class PartEncoder:
+    """Encodes parts, counting what they have."""
 
+    def __init__(self, tokenizer: Tokenizer, encoder: Encoder) -> None:
+        self._tokenizer, self._encode = tokenizer, encoder.encode
+        self._unknown = special_tokens(tokenizer).unk
+        # The bytes of each token, where decoding is no more than joining them.
+        self._spellings: list[bytes] | None = None
+        if isinstance(tokenizer.decoder, decoders.ByteLevel) and (spellings := token_spellings(tokenizer)) is not None:
+            added = tokenizer.get_added_tokens_decoder()
+            self._spellings = [b"" if i in added and added[i].special else one for i, one in enumerate(spellings)]
 
-def _encode(tokenizer: Tokenizer, batch: list[Part]) -> list[Encoded]:
-    unknown = special_tokens(tokenizer).unk
-    encoded = []
-    for (split, piece), encoding in zip(batch, encodings(tokenizer, [p.text for _, p in batch]), strict=True):
-        ids = encoding.ids
-        unknown_tokens = 0 if unknown is None else ids.count(unknown)
-        round_trips = split == "train" or _round_trips(tokenizer, piece, ids)
-        text_bytes = len(piece.text.encode("utf-8"))
-        encoded.append(Encoded(np.array(ids, dtype=np.uint32), text_bytes, unknown_tokens, round_trips))
-    return encoded
+    def __call__(self, batch: list[Part]) -> list[Encoded]:
+        encoded = []
+        for (split, piece), ids in zip(batch, self._encode([piece.text for _, piece in batch]), strict=True):
+            unknown_tokens = 0 if self._unknown is None else int(np.count_nonzero(ids == self._unknown))
+            text = piece.text.encode("utf-8")
+            round_trips = split == "train" or self._round_trips(piece, text, ids.tolist())
+            encoded.append(Encoded(ids, len(text), unknown_tokens, round_trips))
+        return encoded
 
-
-def _round_trips(tokenizer: Tokenizer, piece: Piece, ids: list[int]) -> bool:
-    """Whether the tokens give the text back, also where they go on after others."""
-    if piece.starts_document:
-        return bool(tokenizer.decode(ids) == piece.text)
-    before = piece.text[:1]
-    return bool(tokenizer.decode(encode_text(tokenizer, before) + ids) == before + piece.text)
-
-
-def encode_all(tokenizer: Tokenizer, parts: Iterator[Part], processes: int) -> Iterator[tuple[Part, Encoded]]:
-    """Each part with its tokens, in order."""
-    batches = batches_of(parts, lambda part: len(part[1].text), _BATCH_BYTES)
-    return encode_in_order(batches, _text_encoder, (tokenizer.to_str(),), processes)
+    def _round_trips(self, piece: Piece, text: bytes, ids: list[int]) -> bool:
+        """Whether the tokens give the text back, also where they go on after others."""
+        if self._spellings is not None:
+            return b"".join(map(self._spellings.__getitem__, ids)) == text
+        if piece.starts_document:
+            return bool(self._tokenizer.decode(ids) == piece.text)
+        before = piece.text[:1]
+        return bool(self._tokenizer.decode(encode_text(self._tokenizer, before) + ids) == before + piece.text)
 
 
 def encode_in_order(
     batches: Iterator[list[Item]],
     make: Callable[..., Callable[[list[Item]], list[Result]]],
-    arguments: tuple[str, ...],
+    arguments: tuple[Any, ...],
     processes: int,
+    least: int = _BATCHES_WORTH_A_POOL,
+    report: Advance = lambda n_bytes: None,
 ) -> Iterator[tuple[Item, Result]]:
-    """Each item with its encoding, in order. A small text is encoded in this process.
+    """Each item with its encoding, in order. Few batches are encoded in this process.
 
     Args:
-        make: a module-level function, called once in each process; returns the function that encodes a batch.
+        make: a module-level function, called once in each process with the arguments and an `Advance`; returns the
+            function that encodes a batch.
         processes: how many; 0: one for each core.
+        least: from how many batches on there are processes.
 
     Raises:
         RunError: a process died.
     """
-    first = list(islice(batches, _BATCHES_WORTH_A_POOL))
-    processes = processes or _cores()
-    if processes == 1 or len(first) < _BATCHES_WORTH_A_POOL:
-        encode = make(*arguments)
+    first = list(islice(batches, least))
+    processes = processes or cores()
+    if processes == 1 or len(first) < least:
+        encode = make(*arguments, report)
         for batch in chain(first, batches):
             yield from zip(batch, encode(batch), strict=True)
         return
+    context = multiprocessing.get_context("spawn")
+    done, stop = context.Value("q", 0), context.Event()
     pool = ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(make, arguments)
+        processes,
+        context,
+        initializer=_start_worker,
+        initargs=(make, arguments, max(1, cores() // processes), done, stop),
     )
+    reported = 0
+
+    def tell() -> None:
+        nonlocal reported
+        now = done.value
+        report(now - reported)
+        reported = now
+
+    waiting: deque[tuple[list[Item], Future[list[Result]]]] = deque()
+    batches = chain(first, batches)
     try:
-        waiting = deque((batch, pool.submit(_encode_in_worker, batch)) for batch in first)
-        while waiting:
+        while True:
+            for batch in islice(batches, max(0, 3 * processes - len(waiting))):
+                waiting.append((batch, pool.submit(_encode_in_worker, batch)))
+            if not waiting:
+                return
             batch, future = waiting.popleft()
+            while not future.done():
+                wait_for([future], timeout=_TICK_SECONDS)
+                tell()
             encoded = future.result()
-            for following in islice(batches, max(0, 3 * processes - len(waiting))):
-                waiting.append((following, pool.submit(_encode_in_worker, following)))
+            tell()
             yield from zip(batch, encoded, strict=True)
     except BrokenProcessPool as error:
         raise RunError(
@@ -108,6 +138,7 @@ def encode_in_order(
             "your own, call `prepare` below `if __name__ == '__main__':`."
         ) from error
     finally:
+        stop.set()
         pool.shutdown(cancel_futures=True)
 
 
@@ -125,7 +156,13 @@ def batches_of(items: Iterator[Item], size: Callable[[Item], int], least: int) -
         yield batch
 
 
-def _cores() -> int:
+def batch_bytes() -> int:
+    """How much text is encoded at once: enough for the threads that this process may use."""
+    threads = int(os.environ.get("RAYON_NUM_THREADS") or cores())
+    return _BATCH_BYTES * min(threads, _MOST_THREADS)
+
+
+def cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -133,12 +170,26 @@ def _cores() -> int:
 _worker_encode: Callable[[list[Any]], list[Any]]
 
 
-def _start_worker(make: Callable[..., Callable[[list[Any]], list[Any]]], arguments: tuple[str, ...]) -> None:
+def _start_worker(
+    make: Callable[..., Callable[[list[Any]], list[Any]]],
+    arguments: tuple[Any, ...],
+    threads: int,
+    done: Any,
+    stop: Any,
+) -> None:
     global _worker_encode  # noqa: PLW0603 (a process of its own, started for this)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
+    os.environ["RAYON_NUM_THREADS"] = str(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the pool
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker_encode = make(*arguments)
+
+    def advance(n_bytes: int) -> None:
+        if stop.is_set():
+            raise RunError("stopped with the process that started this one")
+        with done.get_lock():
+            done.value += n_bytes
+
+    _worker_encode = make(*arguments, advance)
 
 
 def _encode_in_worker(batch: list[Any]) -> list[Any]:

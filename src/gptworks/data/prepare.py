@@ -1,212 +1,228 @@
 """From documents to token shards: split, train or load the tokenizer, encode, write. Done once for the same inputs.
 
 The folder's name carries a fingerprint of everything that decides its contents. Work happens in a hidden folder beside
-it, which takes its name when it is complete: what has the name can be trusted, and is never written again.
+it. A dataset takes its name when it is complete: what has the name can be trusted, and is never written again. Where
+the work is killed, finished jobs stay in the hidden folder, and the next call goes on from them.
 """
 
 import contextlib
 import hashlib
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
-from tokenizers import Tokenizer
 
-from gptworks.chat_template import ChatTemplate, find_chat_template, load_chat_template
-from gptworks.config import FileTokenizer, GPT2Tokenizer, Recipe, TokenizerConfig
-from gptworks.data.shards import (
-    FORMAT_VERSION,
-    MANIFEST_FILE,
-    TOKENIZER_FOLDER,
-    Manifest,
-    TokenShards,
-    read_manifest,
-    redo,
-)
-from gptworks.data.sources.choose import check_sources, source_signature
-from gptworks.data.write import Report, write_dataset
+from gptworks.chat_template import find_chat_template
+from gptworks.config import AnyRecipe
+from gptworks.data.cleaned import CLEANED, cleaned_texts, read_texts
+from gptworks.data.cleaning.choose import choose_filters
+from gptworks.data.cleaning.duplicates import Duplicates
+from gptworks.data.identity import folder_for, folder_of_settings, made_from
+from gptworks.data.jobs import finished
+from gptworks.data.learn import keep_tokenizer
+from gptworks.data.mixture import find_mixed, members_of, mixed
+from gptworks.data.opened import Prepared, open_prepared
+from gptworks.data.report import Report
+from gptworks.data.shards import TOKENIZER_FOLDER
+from gptworks.data.sources.choose import check_sources
+from gptworks.data.write import missing_jobs, work_on, write_dataset
 from gptworks.errors import UserError
-from gptworks.files import make_folder, naming_disk_errors, sha256_file, sync
-from gptworks.tokenizer import StreamDecoder, fingerprint, load_tokenizer
-
-_PREFIX = "shards"
-_DECODED_TOKENS = 1 << 16
+from gptworks.files import make_folder, naming_disk_errors
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A folder of shards, complete and checked."""
-
-    folder: Path
-    manifest: Manifest
-    tokenizer: Tokenizer
-    reused: bool
-    chat_template: ChatTemplate | None = None
-
-
-def prepare(recipe: Recipe, *, report: Report = lambda stage, done_bytes, total_bytes: None) -> Prepared:
+def prepare(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, total_bytes: None) -> Prepared:
     """The recipe's text as token shards: those of an earlier call, or new ones.
 
-    The number of worker processes does not change the shards. Of two simultaneous calls, one works and one waits.
+    The number of worker processes does not change the shards. Of two simultaneous calls, one works and one waits. Where
+    the sources are gone, the dataset that the same settings have made of them is used, with a warning.
 
     Raises:
         UserError: something wrong with the sources or the tokenizer, or a split without text.
-        RunError: the disk is full or fails, or a worker process died. Nothing half-written is left behind.
+        RunError: the disk is full or fails, or a worker process died. The next call goes on from what is finished.
     """
-    data, made_from = recipe.data, _made_from(recipe)
-    folder = _folder(recipe, made_from)
+    data = recipe.data
+    if data.mixture:
+        members = members_of(recipe, lambda one: prepare(one, report=report), lambda one: _trained(one, report))
+        assert members is not None
+        return mixed(members, data.cache_dir)
+    try:
+        made = made_from(recipe)
+    except UserError as missing:
+        if (folder_of_gone := folder_of_settings(recipe)) is None:
+            raise
+        warnings.warn(f"{missing} {folder_of_gone}, which these settings have made, is used.", stacklevel=2)
+        return open_prepared(folder_of_gone)
+    folder = folder_for(recipe, made)
     if folder.exists():
         return open_prepared(folder)
-    check_sources(data.texts)
-    if data.records and find_chat_template(recipe.tokenizer) is None:
+    _check(recipe)
+    with _naming_disk_errors(folder), _alone(folder, report):
+        if folder.exists():  # made by another process while this one waited
+            return open_prepared(folder)
+        _remove_stale(folder.parent)
+        with _working(folder) as work:
+            work_on(work, recipe, report)
+            _check_unchanged(folder, recipe)
+            write_dataset(folder, work, recipe, made, report)
+    return replace(open_prepared(folder), reused=False)
+
+
+def build_part(
+    recipe: AnyRecipe, k: int, n: int, *, report: Report = lambda stage, done_bytes, total_bytes: None
+) -> Path:
+    """Do the Kth of N parts of the work on a dataset of text, each of which may be done on another machine.
+
+    Returns the folder that holds what is done. `merge_parts` makes the dataset of it, where all machines have that
+    folder, or what the others have in its folder `jobs` was copied there.
+
+    Raises:
+        UserError, RunError: as `prepare`; there is no such part.
+    """
+    if not 1 <= k <= n:
+        raise UserError(f"part {k}/{n}: K goes from 1 to N, such as 1/{max(n, 1)}.")
+    if recipe.data.mixture:
+        raise UserError("data.mixture: build each of its datasets by itself, with a recipe that has its `sources`.")
+    if recipe.data.records:
+        raise UserError("data.sources are conversations or preferences, which are made in one part: leave --part out.")
+    folder = folder_for(recipe, made_from(recipe))
+    _check(recipe)
+    with _naming_disk_errors(folder), _alone(folder.with_name(f"{folder.name}.part-{k}-of-{n}"), report):
+        make_folder(_work(folder) / _SHARED)
+        with _alone(folder, report):
+            texts = cleaned_texts(_work(folder), recipe.data, report)
+            keep_tokenizer(_work(folder) / TOKENIZER_FOLDER, recipe, [(recipe.data, 1.0, texts)], report)
+        work_on(_work(folder), recipe, report, (k, n))
+    return _work(folder)
+
+
+def merge_parts(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, total_bytes: None) -> Prepared:
+    """The dataset of which all parts are done.
+
+    Raises:
+        UserError: some are not.
+        RunError: the disk is full or fails.
+    """
+    made = made_from(recipe)
+    folder = folder_for(recipe, made)
+    if folder.exists():
+        return open_prepared(folder)
+    with _naming_disk_errors(folder), _alone(folder, report):
+        work = _work(folder)
+        if missing := missing_jobs(work, recipe):
+            raise UserError(
+                f"{work / 'jobs'} lacks {len(missing):,} jobs, the first of them {missing[0]:05d}. Do each part with "
+                f"--part K/N, and copy what other machines have there. On one machine, leave --merge out."
+            )
+        _check_unchanged(folder, recipe)
+        write_dataset(folder, work, recipe, made, report)
+        shutil.rmtree(work)
+    return replace(open_prepared(folder), reused=False)
+
+
+def find_prepared(recipe: AnyRecipe) -> Prepared | None:
+    """What an earlier `prepare` of this recipe made, also where its sources are gone; None if there is none.
+
+    Raises:
+        UserError: a file of that folder is missing or was changed.
+    """
+    if recipe.data.mixture:
+        members = members_of(recipe, find_prepared, _find_trained)
+        return None if members is None else find_mixed(members, recipe.data.cache_dir)
+    try:
+        folder = folder_for(recipe, made_from(recipe)) if recipe.data.cache_dir.exists() else None
+    except UserError:  # the sources are gone
+        folder = folder_of_settings(recipe)
+    return open_prepared(folder) if folder is not None and folder.exists() else None
+
+
+# ------------------------------------------------------------------------------------------------- mixtures
+
+
+def _trained(recipe: AnyRecipe, report: Report) -> Path:
+    """The folder of the tokenizer that is trained on the text of all datasets of a mixture."""
+    folder = _tokenizer_folder(recipe)
+    if folder.exists():
+        return folder
+    sources = [source for member in recipe.data.mixture for source in member.sources]
+    check_sources(sources)
+    make_folder(folder.parent)
+    with _alone(folder, report):
+        datasets = [(recipe.data.of_member(member), member.weight) for member in recipe.data.mixture]
+        keep_tokenizer(folder, recipe, [(data, weight, read_texts(data)) for data, weight in datasets], report)
+    return folder
+
+
+def _find_trained(recipe: AnyRecipe) -> Path | None:
+    try:
+        folder = _tokenizer_folder(recipe)
+    except UserError:  # the sources are gone
+        return None
+    return folder if folder.exists() else None
+
+
+def _tokenizer_folder(recipe: AnyRecipe) -> Path:
+    """Where the tokenizer of a mixture's text is or will be."""
+    data = recipe.data
+    parts = (recipe.model_copy(update={"data": data.of_member(member)}) for member in data.mixture)
+    names = [folder_for(part, made_from(part)).name for part in parts]
+    digest = hashlib.sha256(json.dumps([names, [member.weight for member in data.mixture]]).encode()).hexdigest()[:8]
+    return data.cache_dir / f"tokenizer-{digest}"
+
+
+# ------------------------------------------------------------------------------------------------- work
+
+
+_SHARED = "parts"
+"""In a folder that several machines may work in: it stays until the parts are merged."""
+
+
+def _check(recipe: AnyRecipe) -> None:
+    check_sources(recipe.data.texts)
+    choose_filters(recipe.data.clean)
+    Duplicates(recipe.data.clean)
+    if recipe.data.records and find_chat_template(recipe.tokenizer) is None:
         raise UserError(
             "data.sources are conversations or preferences and no chat template says how they become text: set "
             "tokenizer.chat_template to chatml, alpaca, plain, or a Jinja file."
         )
-    advice = "What was written in part is removed. Free space, or set data.cache_dir to another disk, and run it again."
-    with naming_disk_errors(f"{data.cache_dir}: the data could not be prepared", _partial(folder), advice):
-        make_folder(data.cache_dir)
-        with _alone(folder, report):
-            if folder.exists():  # made by another process while this one waited
-                return open_prepared(folder)
-            _remove_stale(data.cache_dir)
-            partial = _partial(folder)
-            shutil.rmtree(partial, ignore_errors=True)
-            try:
-                partial.mkdir()
-                write_dataset(partial, recipe, made_from, report)
-                partial.rename(folder)
-                sync(folder.parent)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-    return replace(open_prepared(folder), reused=False)
 
 
-def find_prepared(recipe: Recipe) -> Prepared | None:
-    """What an earlier `prepare` of this recipe made; None if there is none, or if the sources are missing.
-
-    Raises:
-        UserError: a file of that folder is missing or was changed.
-    """
-    try:
-        folder = _folder(recipe, _made_from(recipe))
-    except UserError:  # the fingerprint needs the sources
-        return None
-    return open_prepared(folder) if folder.exists() else None
+def _check_unchanged(folder: Path, recipe: AnyRecipe) -> None:
+    """Refuse text that is not the text after which the folder is named."""
+    if folder_for(recipe, made_from(recipe)) != folder:
+        raise UserError("the sources or the tokenizer's files changed while they were read. Run it again.")
 
 
-def find_of_run(recipe: Recipe, run_dir: Path, fingerprint: str) -> Prepared | None:
-    """The shards that a run was trained on, by their fingerprint. Their sources may be gone.
-
-    A relative `data.cache_dir` is looked for here and in the folders around the run, in one of which it was made; a
-    trial of a sweep lies four below.
-
-    Raises:
-        UserError: a file of that folder is missing or was changed.
-    """
-    caches = [folder / recipe.data.cache_dir for folder in (Path(), *run_dir.resolve().parents[:4])]
-    for file in chain.from_iterable(sorted(cache.glob(f"[!.]*/{MANIFEST_FILE}")) for cache in caches):
-        with contextlib.suppress(UserError):  # of another version, or broken: `prepare` says so where it is needed
-            if read_manifest(file.parent).fingerprint == fingerprint:
-                break
-    else:
-        return None
-    return open_prepared(file.parent)
-
-
-def open_prepared(folder: str | Path) -> Prepared:
-    """Open a folder that `prepare` made.
-
-    Raises:
-        UserError: it is not one, or something in it is missing or was changed.
-    """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
-    for split in manifest.splits:
-        TokenShards(folder, split, verify=False)
-    for name, expected in manifest.tokenizer_files.items():
-        file = folder / TOKENIZER_FOLDER / name
-        if not file.is_file() or sha256_file(file) != expected:
-            raise UserError(
-                f"{file} is missing or not what was written: its sha256 is not the manifest's. {redo(folder)}"
-            )
-    tokenizer = load_tokenizer(folder / TOKENIZER_FOLDER)
-    if fingerprint(tokenizer) != manifest.tokenizer_sha256:
-        raise UserError(f"{folder / TOKENIZER_FOLDER} is not the tokenizer that made these tokens. {redo(folder)}")
-    template = load_chat_template(folder / TOKENIZER_FOLDER, tokenizer)
-    if manifest.made_from.get("chat_template") != _sha256(None if template is None else template.source):
-        raise UserError(
-            f"{folder / TOKENIZER_FOLDER} does not hold the chat template that made these tokens. {redo(folder)}"
-        )
-    return Prepared(folder, manifest, tokenizer, reused=True, chat_template=template)
-
-
-def held_out_text(prepared: Prepared) -> Iterator[bytes]:
-    """The validation text itself, in parts, decoded from the shards.
-
-    Raises:
-        UserError: the tokenizer loses something, so that its tokens do not give the text back.
-    """
-    if not prepared.manifest.round_trips:
-        raise UserError(
-            f"{prepared.folder}: this tokenizer does not give back the text it encoded, so the held-out text cannot be "
-            f"read from the tokens. Use tokenizer.type=bpe, which loses nothing."
-        )
-    shards = TokenShards(prepared.folder, "validation")
-    bounds = [*shards.document_starts().tolist(), shards.n_tokens]
-    for start, end in pairwise(bounds):
-        stream = StreamDecoder(prepared.tokenizer)
-        for at in range(start, end, _DECODED_TOKENS):
-            yield stream.push(*shards.read(at, min(_DECODED_TOKENS, end - at)).tolist()).encode("utf-8")
-        yield stream.flush().encode("utf-8")
-
-
-# ------------------------------------------------------------------------------------------------- identity
-
-
-def _made_from(recipe: Recipe) -> dict[str, Any]:
-    """Everything that decides what the shards hold, as JSON."""
-    data = recipe.data
-    signature = json.dumps(source_signature([*data.texts, *data.records]))
-    return {
-        "format_version": FORMAT_VERSION,
-        "sources": [source.model_dump(mode="json") for source in data.sources],
-        "sources_signature": _sha256(signature),
-        "tokenizer": recipe.tokenizer.model_dump(mode="json"),
-        "tokenizer_files": _tokenizer_files(recipe.tokenizer),
-        "chat_template": _sha256(find_chat_template(recipe.tokenizer)),
-        "validation": data.validation.model_dump(mode="json"),
-        "shard_tokens": data.shard_tokens,
-    }
-
-
-def _sha256(text: str | None) -> str | None:
-    return None if text is None else hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
-def _folder(recipe: Recipe, made_from: dict[str, Any]) -> Path:
-    """Where the shards are or will be. Recipes of any name share them; folders of old versions begin with a name."""
-    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode("utf-8")).hexdigest()[:8]
-    others = sorted(folder for folder in recipe.data.cache_dir.glob(f"[!.]*-{digest}") if folder.is_dir())
-    return next(iter(others), recipe.data.cache_dir / f"{_PREFIX}-{digest}")
-
-
-def _tokenizer_files(config: TokenizerConfig) -> list[str]:
-    """sha256 of each file a tokenizer is loaded from."""
-    if not isinstance(config, FileTokenizer | GPT2Tokenizer) or config.path is None:
-        return []
-    path = config.path.expanduser()
-    candidates = [path, *(path / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))]
-    return [sha256_file(file) for file in candidates if file.is_file()]
-
-
-def _partial(folder: Path) -> Path:
+def _work(folder: Path) -> Path:
     return folder.with_name(f".partial-{folder.name}")
+
+
+@contextlib.contextmanager
+def _naming_disk_errors(folder: Path) -> Iterator[None]:
+    advice = (
+        "Free space, or set data.cache_dir to another disk, and run it again: it goes on from the parts that are "
+        "finished, if any."
+    )
+    with naming_disk_errors(f"{folder.parent}: the data could not be prepared", _work(folder), advice):
+        make_folder(folder.parent)
+        yield
+
+
+@contextlib.contextmanager
+def _working(folder: Path) -> Iterator[Path]:
+    """The folder for the work on a dataset. It stays where something in it is of use to the next call."""
+    try:
+        _work(folder).mkdir(exist_ok=True)
+        yield _work(folder)
+    except UserError:  # of this text or tokenizer: no later call can go on
+        shutil.rmtree(_work(folder), ignore_errors=True)
+        raise
+    finally:
+        _remove_unless_useful(folder)
 
 
 def _lock(folder_name: str, cache_dir: Path) -> FileLock:
@@ -229,7 +245,16 @@ def _alone(folder: Path, report: Report) -> Iterator[None]:
 
 
 def _remove_stale(cache_dir: Path) -> None:
-    """Remove the hidden folders of killed processes: those whose lock is free."""
+    """Remove what killed processes have left from which nothing goes on: where no process holds the lock."""
     for partial in cache_dir.glob(".partial-*-????????"):
-        with contextlib.suppress(Timeout), _lock(partial.name.removeprefix(".partial-"), cache_dir).acquire(timeout=0):
-            shutil.rmtree(partial, ignore_errors=True)
+        folder = cache_dir / partial.name.removeprefix(".partial-")
+        with contextlib.suppress(Timeout), _lock(folder.name, cache_dir).acquire(timeout=0):
+            _remove_unless_useful(folder)
+
+
+def _remove_unless_useful(folder: Path) -> None:
+    """Remove the work on a dataset where the dataset is made, or where no part of the work is finished."""
+    shutil.rmtree(folder.with_name(f".{folder.name}.writing"), ignore_errors=True)
+    useful = finished(_work(folder)) or [*_work(folder).glob(f"{CLEANED}/[!.]*")] or (_work(folder) / _SHARED).exists()
+    if folder.exists() or not useful:
+        shutil.rmtree(_work(folder), ignore_errors=True)

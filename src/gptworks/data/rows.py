@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gptworks.config import IGNORED
-from gptworks.data.batches import Int64s
+from gptworks.data.permutation import Int64s
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,12 @@
 A shard is closed when it holds enough tokens; documents may go on in the next one.
 """
 
-import contextlib
 import hashlib
 import json
-from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +24,10 @@ from pydantic import Field, ValidationError, model_validator
 
 from gptworks.config import Section
 from gptworks.errors import UserError
-from gptworks.files import read_regular, sealed_json, sha256_file, sync, unsealed_json
+from gptworks.files import read_regular, sha256_file, unsealed_json
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+_READ_FORMATS = (3, FORMAT_VERSION)
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 26
 TOKENIZER_FOLDER = "tokenizer"
@@ -92,6 +92,29 @@ class SplitFiles(Section):
         return self
 
 
+class Part(Section):
+    """A dataset that is one of several in a folder: the next shards of each split are its own."""
+
+    name: str
+    fingerprint: str
+    shards: dict[Split, Annotated[int, Field(ge=0)]]
+    unknown_tokens: dict[Split, Annotated[int, Field(ge=0)]]
+    made_from: dict[str, Any]
+    round_trips: bool
+    validation_text_sha256: str | None
+    cleaning: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """One dataset's tokens in a split."""
+
+    name: str
+    first: int
+    n_tokens: int
+    text_bytes: int = 0
+
+
 class Manifest(Section):
     """What a folder of shards holds and what it was made from."""
 
@@ -110,6 +133,17 @@ class Manifest(Section):
     origins: tuple[Origin, ...] = ()
     validation_text_sha256: str | None = None
     """Of the held-out text before it is encoded: equal for equal text, whatever the tokenizer. null: not text."""
+    parts: tuple[Part, ...] = ()
+    """The datasets that a mixture holds, in order; empty: it is one."""
+    cleaning: dict[str, Any] | None = None
+    """What the recipe's filters dropped and changed; null: it has none."""
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> Self:
+        for split, files in self.splits.items():
+            if self.parts and sum(part.shards.get(split, 0) for part in self.parts) != len(files.shards):
+                raise ValueError(f"the parts of its {split} split do not have as many shards as there are")
+        return self
 
     @property
     def holds_examples(self) -> bool:
@@ -137,105 +171,8 @@ def dtype_for(vocab_size: int) -> Dtype:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-# ---------------------------------------------------------------------------------------------------- write
-
-
-class ShardWriter:
-    """Writes the shards of one split as tokens come. Memory holds no more than one shard's document starts."""
-
-    def __init__(self, folder: Path, split: Split, dtype: Dtype, shard_tokens: int) -> None:
-        self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
-        self._dtype = _little_endian(dtype)
-        self._shards: list[ShardFile] = []
-        self._unknown_tokens = 0
-        self._open: BinaryIO | None = None
-
-    def add(
-        self,
-        ids: Ids,
-        text_bytes: int,
-        starts_document: bool,
-        unknown_tokens: int = 0,
-        learned: npt.NDArray[np.bool_] | None = None,
-        example: tuple[int, ...] = (),
-    ) -> None:
-        """Append tokens [n] that stand for `text_bytes` bytes of text.
-
-        A conversation comes whole: with the mask of its learned tokens [n], and the columns of `EXAMPLE`.
-        """
-        if self._open is None:
-            self._name = f"{self._split}-{len(self._shards):05d}"
-            self._open = (self._folder / f"{self._name}.tokens").open("wb")
-            self._digest, self._starts, self._tokens, self._text_bytes = hashlib.sha256(), array("Q"), 0, 0
-            self._learned: list[bytes] = []
-            self._examples = array("Q")
-        if starts_document:
-            self._starts.append(self._tokens)
-        data = ids.astype(self._dtype).tobytes()
-        self._open.write(data)
-        self._digest.update(data)
-        if learned is not None:
-            self._learned.append(learned.astype(np.uint8).tobytes())
-            self._examples.extend(example)
-        self._tokens += len(ids)
-        self._text_bytes += text_bytes
-        self._unknown_tokens += unknown_tokens
-        if self._tokens >= self._shard_tokens:
-            self._close_shard()
-
-    def finish(self) -> SplitFiles:
-        """Close the last shard. Every file is on the disk when this returns."""
-        self._close_shard()
-        return SplitFiles(
-            shards=tuple(self._shards),
-            tokens=sum(shard.tokens for shard in self._shards),
-            documents=sum(shard.documents for shard in self._shards),
-            text_bytes=sum(shard.text_bytes for shard in self._shards),
-            unknown_tokens=self._unknown_tokens,
-        )
-
-    def abandon(self) -> None:
-        """Close the open file and leave the rest as it is."""
-        if self._open is not None:
-            with contextlib.suppress(OSError):  # it may fail for the reason that ended the work: a full disk
-                self._open.close()
-
-    def _close_shard(self) -> None:
-        if self._open is None:
-            return
-        self._open.close()
-        self._open = None
-        sync(self._folder / f"{self._name}.tokens")
-        files = {"offsets": np.asarray(self._starts, dtype="<u8").tobytes()}
-        if self._learned:
-            examples = np.asarray(self._examples, dtype="<u8").tobytes()
-            files |= {"learned": b"".join(self._learned), "examples": examples}
-        for ending, content in files.items():
-            file = self._folder / f"{self._name}.{ending}"
-            file.write_bytes(content)
-            sync(file)
-        sums = {ending: hashlib.sha256(content).hexdigest() for ending, content in files.items()}
-        self._shards.append(
-            ShardFile(
-                file=f"{self._name}.tokens",
-                offsets_file=f"{self._name}.offsets",
-                tokens=self._tokens,
-                documents=len(self._starts),
-                text_bytes=self._text_bytes,
-                sha256=self._digest.hexdigest(),
-                offsets_sha256=sums.pop("offsets"),
-                more_sha256=sums,
-            )
-        )
-
-
-def write_manifest(manifest: Manifest, folder: Path) -> None:
-    """Write manifest.json, durably. It is the last file of a folder."""
-    (folder / MANIFEST_FILE).write_text(sealed_json(manifest.model_dump(mode="json")), encoding="utf-8", newline="")
-    sync(folder / MANIFEST_FILE)
-
-
-def _little_endian(dtype: Dtype) -> np.dtype[Any]:
+def little_endian(dtype: Dtype) -> np.dtype[Any]:
+    """The type of the numbers in a token file."""
     return np.dtype({"uint16": "<u2", "uint32": "<u4"}[dtype])
 
 
@@ -252,7 +189,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         data = read_regular(file, MAX_MANIFEST_BYTES)
         version = json.loads(data)["format_version"]
-        if version == FORMAT_VERSION:
+        if version in _READ_FORMATS:
             return Manifest.model_validate(unsealed_json(data))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} holds no prepared text: there is no {MANIFEST_FILE}. {redo(folder)}") from None
@@ -281,7 +218,7 @@ class TokenShards:
         if split not in self.manifest.splits:
             raise UserError(f"{self.folder} has no {split} split. {redo(self.folder)}")
         self._files = self.manifest.splits[split]
-        dtype = _little_endian(self.manifest.dtype)
+        dtype = little_endian(self.manifest.dtype)
         for shard in self._files.shards:
             self._check_size(shard.file, shard.tokens * dtype.itemsize)
             self._check_size(shard.offsets_file, shard.documents * 8)
@@ -301,6 +238,19 @@ class TokenShards:
     @property
     def n_tokens(self) -> int:
         return self._files.tokens
+
+    @property
+    def stretches(self) -> list[Stretch]:
+        """The tokens of each dataset; one of no name where the folder is one dataset."""
+        parts = self.manifest.parts
+        names = [(part.name, part.shards.get(self.split, 0)) for part in parts] or [("", len(self._files.shards))]
+        found, done = [], 0
+        for name, n in names:
+            first, end = int(self._bounds[done]), int(self._bounds[done + n])
+            text_bytes = sum(shard.text_bytes for shard in self._files.shards[done : done + n])
+            found.append(Stretch(name, first, end - first, text_bytes))
+            done += n
+        return found
 
     @property
     def n_documents(self) -> int:
@@ -388,7 +338,7 @@ class TokenShards:
         """Refuse ids outside the vocabulary: the sums prove only that the file is as its author wrote it."""
         if not shard.tokens:
             return
-        ids = np.memmap(self.folder / shard.file, _little_endian(self.manifest.dtype), mode="r")
+        ids = np.memmap(self.folder / shard.file, little_endian(self.manifest.dtype), mode="r")
         highest = max(int(ids[at : at + _CHECKED_IDS].max()) for at in range(0, len(ids), _CHECKED_IDS))
         if highest >= self.manifest.vocab_size:
             raise UserError(
@@ -418,6 +368,11 @@ def _beside(shard: ShardFile, ending: str) -> str:
     return Path(shard.file).with_suffix(f".{ending}").name
 
 
+def shard_files(shard: ShardFile) -> list[str]:
+    """The names of a shard's files."""
+    return [shard.file, shard.offsets_file, *(_beside(shard, ending) for ending in sorted(shard.more_sha256))]
+
+
 def redo(folder: Path) -> str:
     """What to do about a folder that is not as it was written."""
-    return f"Delete {folder} and run `gptworks prepare` again."
+    return f"Delete {folder} and run `gptworks data build` again."

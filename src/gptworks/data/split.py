@@ -9,29 +9,39 @@ from gptworks.data.shards import Split
 from gptworks.data.sources.base import Piece
 
 
-def split_documents(pieces: Iterable[Piece], validation: ValidationSplit) -> Iterator[tuple[Split, Piece]]:
+def split_documents(
+    pieces: Iterable[Piece], validation: ValidationSplit, opening: Piece | None = None
+) -> Iterator[tuple[Split, Piece]]:
     """Assign text to training or validation. It depends on the text alone, not on its order or its neighbours.
 
     `validation.by` is "document" or "tail". A document's tail is given as a document of its own, which the training
     part then does not end.
+
+    Args:
+        opening: the first piece of the document that the first of these pieces continues.
     """
     if validation.by == "tail":
         yield from _split_tails(pieces, validation.fraction)
         return
-    split: Split = "train"
+    split: Split = "train" if opening is None else _split_of(opening, validation.fraction)
     for piece in pieces:
         if piece.starts_document:
-            hashed = hashlib.blake2b(piece.text.encode("utf-8"), digest_size=8).digest()
-            split = "validation" if int.from_bytes(hashed, "big") < validation.fraction * 2**64 else "train"
+            split = _split_of(piece, validation.fraction)
         yield split, piece
 
 
+def _split_of(opening: Piece, fraction: float) -> Split:
+    hashed = hashlib.blake2b(opening.text.encode("utf-8"), digest_size=8).digest()
+    return "validation" if int.from_bytes(hashed, "big") < fraction * 2**64 else "train"
+
+
 def _split_tails(pieces: Iterable[Piece], fraction: float) -> Iterator[tuple[Split, Piece]]:
-    start_bytes = cut_bytes = 0
+    start_bytes, cut_bytes = 0, -1
     in_tail = False
     for piece in pieces:
-        if piece.starts_document:
-            start_bytes, cut_bytes, in_tail = 0, int(piece.document_bytes * (1 - fraction)), False
+        if piece.starts_document or cut_bytes < 0:
+            start_bytes, cut_bytes = piece.before_bytes, int(piece.document_bytes * (1 - fraction))
+            in_tail = start_bytes > cut_bytes
         text = piece.text.encode("utf-8")
         cut = max(cut_bytes - start_bytes, 0)
         while cut < len(text) and text[cut] & 0xC0 == 0x80:  # inside a character: forward to the next one

@@ -1,183 +1,94 @@
 """The files of a dataset: its tokenizer, the shards of both splits, the manifest."""
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from tokenizers import Tokenizer
-
-from gptworks.chat_template import ChatTemplate, find_chat_template, save_chat_template
-from gptworks.config import BPETokenizer, DataConfig, Recipe, ValidationSplit
+from gptworks.chat_template import ChatTemplate, load_chat_template
+from gptworks.config import AnyRecipe, DataConfig, ValidationSplit
+from gptworks.data.cleaned import cleaned_texts
 from gptworks.data.conversations.examples import write_examples
-from gptworks.data.conversations.preferences import Pair, iter_pairs
-from gptworks.data.conversations.reading import Conversation, is_held_out, iter_conversations
-from gptworks.data.conversations.reading import origins as origins_of
-from gptworks.data.encode import encode_all
-from gptworks.data.shards import (
-    FORMAT_VERSION,
-    TOKENIZER_FOLDER,
-    Manifest,
-    Origin,
-    ShardWriter,
-    Split,
-    dtype_for,
-    write_manifest,
-)
-from gptworks.data.sources.choose import count_documents, iter_documents, total_bytes
-from gptworks.data.split import split_documents
+from gptworks.data.jobs import SPLITS, JobSettings, finished, join_jobs, plan_jobs, run_jobs
+from gptworks.data.learn import empty, iter_records, keep_tokenizer, split_by
+from gptworks.data.report import Report, adding_up
+from gptworks.data.shard_writer import ShardWriter, write_manifest
+from gptworks.data.shards import FORMAT_VERSION, TOKENIZER_FOLDER, Dtype, Manifest, Origin, Split, SplitFiles, dtype_for
 from gptworks.errors import UserError
-from gptworks.files import sha256_file, sync
-from gptworks.recipe import with_vocab_size
-from gptworks.tokenizer import document_frame, fingerprint, save_tokenizer, train_tokenizer, vocabulary_size
-
-_BPE_TRAINING_BYTES = 200_000_000
-_DOCUMENTS_WORTH_A_SPLIT = 20
-
-Report = Callable[[str, int, int | None], None]
-"""Called with the stage ("waiting", "tokenizer", "merging", "shards"), the bytes of text done, and all of them where
-known."""
+from gptworks.files import link_or_copy, new_folder, sha256_file
+from gptworks.tokenizer import fingerprint, load_tokenizer, vocabulary_size
 
 
-def write_dataset(folder: Path, recipe: Recipe, made_from: dict[str, Any], report: Report) -> None:
-    """Write the tokenizer, the shards of both splits, and the manifest."""
-    data, validation = recipe.data, _split_by(recipe.data)
-    total = total_bytes(data.texts) if data.texts else None
-    tokenizer = _tokenizer(recipe, _training_texts(data, validation), total, report)
-    save_tokenizer(tokenizer, folder / TOKENIZER_FOLDER)
-    source = find_chat_template(recipe.tokenizer)
-    template = None if source is None else ChatTemplate(source, tokenizer)
-    if template is not None:
-        save_chat_template(template, folder / TOKENIZER_FOLDER)
-    tokenizer_files = sorted((folder / TOKENIZER_FOLDER).iterdir())
-    for path in (*tokenizer_files, folder / TOKENIZER_FOLDER):
-        sync(path)
+def work_on(work: Path, recipe: AnyRecipe, report: Report, part: tuple[int, int] = (1, 1)) -> None:
+    """Do what is not done of the work on a dataset, in a folder for it: the tokenizer, and of text the shards.
 
+    Args:
+        part: of the jobs, the Kth of N and each Nth from there on; the others are for other machines.
+    """
+    data, (k, n) = recipe.data, part
+    texts = cleaned_texts(work, data, report)
+    validation = split_by(data, texts.sources)
+    tokenizer = keep_tokenizer(work / TOKENIZER_FOLDER, recipe, [(data, 1.0, texts)], report)
     dtype = dtype_for(vocabulary_size(tokenizer))
-    splits: tuple[Split, ...] = ("train", "validation")
-    writers = {split: ShardWriter(folder, split, dtype, data.shard_tokens) for split in splits}
-    origins: tuple[Origin, ...] = ()
-    round_trips, text_sha256 = False, None
-    try:
+    settings = JobSettings(tokenizer.to_str(), validation, data.shard_tokens, dtype)
+    advance = adding_up(report, "shards", texts.total_bytes if part == (1, 1) else None)
+    run_jobs(work, texts.jobs[k - 1 :: n], settings, data.processes, advance, lambda line: report(line, 0, None))
+
+
+def missing_jobs(work: Path, recipe: AnyRecipe) -> list[int]:
+    """The numbers of the jobs that are not done."""
+    return sorted({job.number for job in plan_jobs(recipe.data.texts)} - finished(work).keys())
+
+
+def write_dataset(folder: Path, work: Path, recipe: AnyRecipe, made_from: dict[str, Any], report: Report) -> None:
+    """Write the dataset on which the work is done, whole or not at all. Conversations are encoded here."""
+    data = recipe.data
+    texts = cleaned_texts(work, data, report)
+    validation = split_by(data, texts.sources)
+    tokenizer = load_tokenizer(work / TOKENIZER_FOLDER)
+    template = load_chat_template(work / TOKENIZER_FOLDER, tokenizer)
+    dtype = dtype_for(vocabulary_size(tokenizer))
+    with new_folder(folder) as whole:
+        origins: tuple[Origin, ...] = ()
+        round_trips, text_sha256 = False, None
         if template is not None and data.records:
-            records = _records(data)
-            origins = write_examples(writers, template, records, validation.fraction, data.processes, report)
+            written, origins = _write_records(whole, dtype, template, data, validation, report)
         else:
-            round_trips, text_sha256 = _write_documents(writers, tokenizer, data, validation, total, report)
-        written = {split: writer.finish() for split, writer in writers.items()}
+            written, round_trips, text_sha256 = join_jobs(work, whole)
+        for split, files in written.items():
+            if not files.tokens:
+                raise UserError(empty(split, validation, bool(data.conversations)))
+        (whole / TOKENIZER_FOLDER).mkdir()
+        for file in (work / TOKENIZER_FOLDER).iterdir():
+            link_or_copy(file, whole / TOKENIZER_FOLDER / file.name)
+        manifest = Manifest(
+            format_version=FORMAT_VERSION,
+            created_by=f"gptworks {_version()}",
+            dtype=dtype,
+            vocab_size=vocabulary_size(tokenizer),
+            tokenizer_sha256=fingerprint(tokenizer),
+            tokenizer_files={file.name: sha256_file(file) for file in sorted((whole / TOKENIZER_FOLDER).iterdir())},
+            made_from=made_from,
+            round_trips=round_trips,
+            splits=written,
+            origins=origins,
+            validation_text_sha256=text_sha256,
+            cleaning={"filters": [one.model_dump(mode="json") for one in texts.counts]} if data.clean else None,
+        )
+        write_manifest(manifest, whole)
+
+
+def _write_records(
+    whole: Path, dtype: Dtype, template: ChatTemplate, data: DataConfig, validation: ValidationSplit, report: Report
+) -> tuple[dict[Split, SplitFiles], tuple[Origin, ...]]:
+    """Write the shards of conversations or pairs of answers; returns them, and the files they came from."""
+    writers = {split: ShardWriter(whole, split, dtype, data.shard_tokens) for split in SPLITS}
+    try:
+        origins = write_examples(writers, template, iter_records(data), validation.fraction, data.processes, report)
+        return {split: writer.finish() for split, writer in writers.items()}, origins
     except BaseException:
         for writer in writers.values():
             writer.abandon()
         raise
-    for split, files in written.items():
-        if not files.tokens:
-            raise UserError(_empty(split, validation, bool(data.conversations)))
-    manifest = Manifest(
-        format_version=FORMAT_VERSION,
-        created_by=f"gptworks {_version()}",
-        dtype=dtype,
-        vocab_size=vocabulary_size(tokenizer),
-        tokenizer_sha256=fingerprint(tokenizer),
-        tokenizer_files={path.name: sha256_file(path) for path in tokenizer_files},
-        made_from=made_from,
-        round_trips=round_trips,
-        splits=written,
-        origins=origins,
-        validation_text_sha256=text_sha256,
-    )
-    write_manifest(manifest, folder)
-    sync(folder)
-
-
-def _split_by(data: DataConfig) -> ValidationSplit:
-    """How the text is split, decided where that is left to us."""
-    if data.validation.by != "auto":
-        return data.validation
-    by_document, by_tail = (data.validation.model_copy(update={"by": by}) for by in ("document", "tail"))
-    if data.records:
-        return by_document
-    enough = count_documents(data.texts, _DOCUMENTS_WORTH_A_SPLIT) == _DOCUMENTS_WORTH_A_SPLIT
-    splits = (split for split, _ in split_documents(iter_documents(data.texts), by_document))
-    return by_document if enough and "validation" in splits else by_tail
-
-
-def _records(data: DataConfig) -> Iterator[Conversation | Pair]:
-    return chain(iter_conversations(data.conversations), iter_pairs(data.preferences))
-
-
-def _training_texts(data: DataConfig, validation: ValidationSplit) -> Iterator[str]:
-    """What a tokenizer may learn from."""
-    for record in _records(data):
-        if not is_held_out(record.prompt, validation.fraction):
-            yield from (message["content"] for message in record.messages)
-    for split, piece in split_documents(iter_documents(data.texts), validation):
-        if split == "train":
-            yield piece.text
-
-
-def _tokenizer(recipe: Recipe, texts: Iterator[str], total: int | None, report: Report) -> Tokenizer:
-    first_text = next(texts, None)
-    if first_text is None:
-        data = recipe.data
-        if next(chain(iter_documents(data.texts), *map(origins_of, data.records)), None) is not None:
-            raise UserError(_empty("train", _split_by(data), bool(data.records)))
-        raise UserError("data.sources hold no text: every document is empty. Give sources with text.")
-    limit = _BPE_TRAINING_BYTES if isinstance(recipe.tokenizer, BPETokenizer) else None
-    tokenizer = train_tokenizer(recipe.tokenizer, _counted(chain([first_text], texts), limit, total, report))
-    with_vocab_size(recipe, vocabulary_size(tokenizer))  # another vocabulary is refused before the long work
-    return tokenizer
-
-
-def _write_documents(
-    writers: dict[Split, ShardWriter],
-    tokenizer: Tokenizer,
-    data: DataConfig,
-    validation: ValidationSplit,
-    total: int | None,
-    report: Report,
-) -> tuple[bool, str]:
-    """Encode and write the text of both splits; returns whether decoding restores it, and the sha256 of the validation
-    text with its documents separated."""
-    prefix, suffix = (np.array(ids, dtype=np.uint32) for ids in document_frame(tokenizer))
-    round_trips, done_bytes, at_first_tail = True, 0, validation.by == "tail"
-    held_out = hashlib.sha256()
-    parts = split_documents(iter_documents(data.texts), validation)
-    for (split, piece), encoded in encode_all(tokenizer, parts, data.processes):
-        opens = piece.starts_document
-        if split == "validation" and at_first_tail:
-            opens = at_first_tail = False  # it continues a training text: nothing separates them
-        ids = [prefix[: len(prefix) * opens], encoded.ids, suffix[: len(suffix) * piece.ends_document]]
-        writers[split].add(np.concatenate(ids), encoded.text_bytes, piece.starts_document, encoded.unknown_tokens)
-        if split == "validation":
-            held_out.update(piece.text.encode("utf-8") + b"\0" * piece.ends_document)
-        round_trips &= encoded.round_trips
-        done_bytes += encoded.text_bytes
-        report("shards", done_bytes, total)
-    return round_trips, held_out.hexdigest()
-
-
-def _counted(texts: Iterable[str], limit_bytes: int | None, total: int | None, report: Report) -> Iterator[str]:
-    """The texts up to the limit, reported as they are read; then that the tokenizer is made, which takes long too."""
-    done_bytes = 0
-    for text in texts:
-        yield text
-        done_bytes += len(text.encode("utf-8"))
-        report("tokenizer", done_bytes, total if limit_bytes is None or total is None else min(total, limit_bytes))
-        if limit_bytes is not None and done_bytes >= limit_bytes:
-            break
-    report("merging", 0, None)
-
-
-def _empty(split: Split, validation: ValidationSplit, conversations: bool = False) -> str:
-    name, change = ("training", "Lower") if split == "train" else ("validation", "Raise")
-    other = "" if validation.by == "tail" or conversations else ", set data.validation.by=tail"
-    return (
-        f"data.validation.fraction={validation.fraction} by {validation.by} leaves the {name} split without text. "
-        f"{change} the fraction{other}, or give more text."
-    )
 
 
 def _version() -> str:

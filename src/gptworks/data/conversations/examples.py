@@ -10,7 +10,8 @@ from gptworks.chat_template import ChatTemplate, Message
 from gptworks.data.conversations.masking import Example, encode_records
 from gptworks.data.conversations.preferences import Pair
 from gptworks.data.conversations.reading import Conversation, is_held_out
-from gptworks.data.shards import ALTERED, EMPTY, NO_END, SWAPPED, UNANSWERED, Origin, ShardWriter, Split
+from gptworks.data.shard_writer import ShardWriter
+from gptworks.data.shards import ALTERED, EMPTY, NO_END, SWAPPED, UNANSWERED, Origin, Split
 from gptworks.tokenizer import special_tokens
 
 

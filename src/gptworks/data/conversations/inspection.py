@@ -20,7 +20,7 @@ from gptworks.data.conversations.findings import (
 )
 from gptworks.data.conversations.packing import Examples
 from gptworks.data.conversations.pair_inspection import PairInspection, inspect_pairs
-from gptworks.data.prepare import Prepared
+from gptworks.data.opened import Prepared
 from gptworks.data.shards import ALTERED, EMPTY, NO_END, SWAPPED, UNANSWERED, TokenShards
 
 Int64s = npt.NDArray[np.int64]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gptworks.chat_template import ChatTemplate, Message
-from gptworks.data.encode import batches_of, encode_in_order
+from gptworks.data.encode import Advance, batches_of, encode_in_order
 from gptworks.errors import UserError
 from gptworks.tokenizer import tokenizer_from_json
 
@@ -69,7 +69,7 @@ def _characters(record: Record) -> int:
     return sum(len(message["content"]) for conversation in record.conversations for message in conversation)
 
 
-def _examples_encoder(tokenizer_json: str, source: str) -> Callable[[list[AnyRecord]], list[list[Example]]]:
+def _examples_encoder(tokenizer_json: str, source: str, _: Advance) -> Callable[[list[AnyRecord]], list[list[Example]]]:
     template = ChatTemplate(source, tokenizer_from_json(tokenizer_json))
 
     def encode(records: list[AnyRecord]) -> list[list[Example]]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from gptworks.config import IGNORED, Recipe
-from gptworks.data.batches import shuffled
+from gptworks.data.permutation import shuffled
 from gptworks.data.rows import Piece, Row
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError

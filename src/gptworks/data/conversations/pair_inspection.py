@@ -7,7 +7,7 @@ import numpy as np
 from gptworks.config import Recipe
 from gptworks.data.conversations.findings import Finding, Int64s, Look, about_tokens, example_columns, learned_counts
 from gptworks.data.conversations.preferences import Pairs
-from gptworks.data.prepare import Prepared
+from gptworks.data.opened import Prepared
 from gptworks.data.shards import NO_END, TokenShards
 
 _MOST_ALIKE = 0.5

@@ -9,6 +9,7 @@ from typing import Any
 
 from gptworks.chat_template import Message
 from gptworks.config import ConversationsSource
+from gptworks.data.sources.opening import open_file, plain_name
 from gptworks.data.sources.records import Records, RecordsSource, open_dataset, read_jsonl, read_parquet, whole_text
 from gptworks.errors import UserError
 
@@ -191,7 +192,7 @@ def origins(source: RecordsSource) -> Iterator[tuple[str, Iterable[Any]]]:
         yield open_dataset(source)
         return
     for file in Records(source).files():
-        if file.name.endswith((".jsonl", ".jsonl.gz")):
+        if plain_name(file.name).endswith(".jsonl"):
             yield str(file), (record for _, record in read_jsonl(file))
         elif file.suffix == ".parquet":
             yield str(file), (record for _, record in read_parquet(file))
@@ -201,7 +202,8 @@ def origins(source: RecordsSource) -> Iterator[tuple[str, Iterable[Any]]]:
 
 def _json_list(file: Path) -> list[Any]:
     try:
-        records = json.loads(file.read_bytes())
+        with open_file(file) as stream:
+            records = json.loads(stream.read())
     except (ValueError, RecursionError) as error:
         hint = " If each line is a record of its own, name the file .jsonl." if "Extra data" in str(error) else ""
         raise UserError(f"{file}: not JSON ({error}).{hint}") from None

@@ -1,21 +1,26 @@
 """What a kind of source is, and the documents that it gives: a stream of pieces of bounded size.
 
-To add one, write its settings in `gptworks.config.data`, a subclass of `Source` in a file here, and an entry in
+To add one, write its settings in `gptworks.config.sources`, a subclass of `Source` in a file here, and an entry in
 `choose.SOURCES`.
 """
 
+import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 from gptworks.data.sources.files import local_files
+from gptworks.data.sources.opening import about_unpacked_size
+from gptworks.data.sources.sums import contents
 from gptworks.errors import UserError
 from gptworks.files import sha256_file
 
 PIECE_BYTES = 1 << 20
+UNIT_BYTES = 1 << 26
+"""Of a large file that is read in parts, about this much at a time; a multiple of PIECE_BYTES."""
 PIECES_CHECKED = 20
 """Of each file, before long work."""
 _BOM = b"\xef\xbb\xbf"
@@ -30,6 +35,21 @@ class Piece:
     ends_document: bool
     document_bytes: int
     """UTF-8 size of the whole document."""
+    before_bytes: int = 0
+    """UTF-8 size of the document's pieces before this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A part of a source that is read by itself: whole documents of a file, or neighbouring pieces of one."""
+
+    file: Path
+    size_bytes: int
+    """About how much text it holds."""
+    start: int = 0
+    """Where it begins in the file, in what the source counts: bytes, or row groups."""
+    end: int | None = None
+    """Where it ends; None: with the file."""
 
 
 class Source:
@@ -61,10 +81,22 @@ class Source:
         """
         raise NotImplementedError
 
+    def units(self) -> list[Unit]:
+        """The parts that several processes may read at once, in order. The same files give the same ones."""
+        return [Unit(file, about_unpacked_size(file)) for file in self.files()]
+
+    def read_unit(self, unit: Unit) -> Iterator[Piece]:
+        """The documents of one of the units.
+
+        Raises:
+            UserError: as `read`.
+        """
+        yield from self.read(unit.file)
+
     def documents(self) -> Iterator[Piece]:
-        """The documents of all files."""
-        for file in self.files():
-            yield from self.read(file)
+        """The documents of all units."""
+        for unit in self.units():
+            yield from self.read_unit(unit)
 
     def check(self) -> None:
         """Find mistakes before long work: what is missing, and what is wrong near the beginning of each file.
@@ -72,7 +104,7 @@ class Source:
         Raises:
             UserError: there is one, such as a local file whose sha256 is not the one stated.
         """
-        for file in self.files():
+        for file in self.files_checked():
             stated = self.settings.sha256
             if self.settings.path and stated and (actual := sha256_file(file)) != stated:
                 raise UserError(
@@ -82,13 +114,17 @@ class Source:
             for _ in islice(self.read(file), PIECES_CHECKED):
                 pass
 
+    def files_checked(self) -> list[Path]:
+        """Those whose beginning `check` reads."""
+        return self.files()
+
     def signature(self) -> list[list[Any]]:
-        """What shows, without reading the text, whether it has changed, as JSON."""
-        return [["sha256", self.settings.sha256]] if self.settings.sha256 else stamps(self.files())
+        """What decides the text, wherever its files lie, as JSON: their contents."""
+        return [["sha256", one] for one in self.settings.sums] or contents(self.files())
 
     def size_bytes(self) -> int | None:
-        """Of the files; None where it is unknown before they are fetched."""
-        return total_size(self.files()) if getattr(self.settings, "path", None) else None
+        """Of the text, about; None where it is unknown before files are fetched or read."""
+        return sum(map(about_unpacked_size, self.files())) if getattr(self.settings, "path", None) else None
 
 
 def stamps(files: list[Path]) -> list[list[Any]]:
@@ -101,21 +137,71 @@ def total_size(files: list[Path]) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def document(stream: BinaryIO, file: Path | None = None) -> Iterator[Piece]:
-    """The UTF-8 bytes of a seekable stream as the pieces of one document, without a byte order mark.
+def document(
+    stream: BinaryIO, file: Path | None = None, start: int = 0, end: int | None = None, n_bytes: int | None = None
+) -> Iterator[Piece]:
+    """The UTF-8 bytes of a stream as the pieces of one document, without a byte order mark.
 
-    `file` names the bytes of a file, which may turn out not to be text.
+    Args:
+        file: names the bytes of a file, which may turn out not to be text.
+        start, end: of the pieces, those between these two of `borders`.
+        n_bytes: how many there are, of a stream that cannot seek.
+
+    Raises:
+        UserError: they are not text, or not so many.
     """
-    offset_bytes = 0 if stream.read(len(_BOM)) != _BOM else len(_BOM)
-    document_bytes = stream.seek(0, os.SEEK_END) - offset_bytes
-    stream.seek(offset_bytes)
-    data, starts = stream.read(PIECE_BYTES), True
-    while data:
+    head = stream.read(len(_BOM))
+    first = len(_BOM) if head == _BOM else 0
+    if n_bytes is None:
+        n_bytes = stream.seek(0, os.SEEK_END)
+        offset_bytes = stream.seek(max(start, first))
+        data = stream.read((first - offset_bytes) % PIECE_BYTES + PIECE_BYTES)
+    else:
+        offset_bytes, head = first, head[first:]
+        data = head + stream.read(PIECE_BYTES - len(head))
+        _check_size(file, n_bytes, first + len(data), not data)
+    document_bytes = n_bytes - first
+    while data and (end is None or offset_bytes < end):
         following = stream.read(PIECE_BYTES)
+        _check_size(file, n_bytes, offset_bytes + len(data) + len(following), not following)
         cut = _cut(data) if following else len(data)
         text = data[:cut].decode("utf-8") if file is None else _decode(data[:cut], offset_bytes, file)
-        yield Piece(text, starts, not following, document_bytes)
-        data, offset_bytes, starts = data[cut:] + following, offset_bytes + cut, False
+        yield Piece(text, offset_bytes == first, not following, document_bytes, offset_bytes - first)
+        data, offset_bytes = data[cut:] + following, offset_bytes + cut
+
+
+def _check_size(file: Path | None, stated: int, found: int, ends: bool) -> None:
+    if found > stated or (ends and found < stated):
+        raise UserError(
+            f"{file}: its size is stated as {stated:,} bytes, and it has {'only' if found < stated else 'at least'} "
+            f"{found:,}. Get it again."
+        )
+
+
+def text_document(text: str) -> Iterator[Piece]:
+    """A text as the pieces of one document, as `document` gives those of its bytes."""
+    data = text.encode("utf-8")
+    if len(data) > PIECE_BYTES:
+        yield from document(io.BytesIO(data))
+    elif rest := text.removeprefix(_BOM.decode("utf-8")):
+        yield Piece(rest, True, True, len(data) - len(_BOM) * (len(rest) < len(text)))
+
+
+def borders(stream: BinaryIO) -> Iterator[int]:
+    """Where pieces of `document` begin about every UNIT_BYTES: the pieces from there on do not depend on those before,
+    for each ends with the last line that PIECE_BYTES more bytes hold."""
+    first = len(_BOM) if stream.read(len(_BOM)) == _BOM else 0
+    for at in range(first + UNIT_BYTES, stream.seek(0, os.SEEK_END), UNIT_BYTES):
+        stream.seek(at - PIECE_BYTES)
+        if newline := stream.read(PIECE_BYTES).rfind(b"\n") + 1:
+            yield at - PIECE_BYTES + newline
+
+
+def units_between(file: Path, places: Iterable[int]) -> Iterator[Unit]:
+    """A file's units, given where in its bytes all but the first begin."""
+    for start, end in pairwise((0, *places, None)):
+        assert start is not None
+        yield Unit(file, (file.stat().st_size if end is None else end) - start, start, end)
 
 
 def _cut(data: bytes) -> int:

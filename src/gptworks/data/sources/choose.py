@@ -6,8 +6,13 @@ from itertools import islice
 from typing import Any
 
 from gptworks.config import SourceConfig
+from gptworks.data.sources.archives import Archive
 from gptworks.data.sources.base import Piece, Source, total_size
+from gptworks.data.sources.code import Code
 from gptworks.data.sources.delimited import CSV
+from gptworks.data.sources.json_lists import JSON
+from gptworks.data.sources.opening import compression
+from gptworks.data.sources.pages import HTML, PDF, WARC
 from gptworks.data.sources.records import JSONL, HuggingFace, Parquet, Records
 from gptworks.data.sources.text import PythonStdlib, Text
 
@@ -15,8 +20,14 @@ SOURCES: dict[str, type[Source]] = {
     "python-stdlib": PythonStdlib,
     "text": Text,
     "jsonl": JSONL,
+    "json": JSON,
     "csv": CSV,
     "parquet": Parquet,
+    "archive": Archive,
+    "html": HTML,
+    "warc": WARC,
+    "pdf": PDF,
+    "code": Code,
     "huggingface": HuggingFace,
     "conversations": Records,
     "preferences": Records,
@@ -24,12 +35,12 @@ SOURCES: dict[str, type[Source]] = {
 """By `type`."""
 
 
-def choose_source(settings: SourceConfig) -> Source:
-    """The source that the settings describe."""
-    return SOURCES[settings.type](settings)
+def choose_source(settings: SourceConfig | Source) -> Source:
+    """The source that the settings describe; a source itself."""
+    return settings if isinstance(settings, Source) else SOURCES[settings.type](settings)
 
 
-def iter_documents(sources: Iterable[SourceConfig]) -> Iterator[Piece]:
+def iter_documents(sources: Iterable[SourceConfig | Source]) -> Iterator[Piece]:
     """All the text of the sources, in the order given and files sorted by path. Empty documents are left out.
 
     Raises:
@@ -46,7 +57,7 @@ def check_sources(sources: Iterable[SourceConfig]) -> None:
         choose_source(source).check()
 
 
-def count_documents(sources: Iterable[SourceConfig], limit: int) -> int:
+def count_documents(sources: Iterable[SourceConfig | Source], limit: int) -> int:
     """The number of documents, counted no further than `limit`."""
     count = 0
     for source in map(choose_source, sources):
@@ -59,14 +70,17 @@ def count_documents(sources: Iterable[SourceConfig], limit: int) -> int:
     return count
 
 
-def total_bytes(sources: Iterable[SourceConfig]) -> int | None:
+def total_bytes(sources: Iterable[SourceConfig | Source]) -> int | None:
     """Bytes of text that `iter_documents` reads, for a progress bar; None where they are known only after reading."""
     chosen = [choose_source(source) for source in sources]
-    return sum(total_size(source.files()) for source in chosen) if all(one.whole_files for one in chosen) else None
+    if not all(one.whole_files for one in chosen):
+        return None
+    files = [file for one in chosen for file in one.files()]
+    return None if any(compression(file.name) for file in files) else total_size(files)
 
 
 def source_signature(sources: Iterable[SourceConfig]) -> list[list[Any]]:
-    """What shows, without reading the text, whether it has changed: see `Source.signature`."""
+    """What decides the text of the sources: see `Source.signature`."""
     return [line for source in sources for line in choose_source(source).signature()]
 
 

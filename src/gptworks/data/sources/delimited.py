@@ -3,8 +3,10 @@
 import csv
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from gptworks.config import CSVSource
+from gptworks.data.sources.opening import plain_name
 from gptworks.data.sources.records import Fields, read_lines
 from gptworks.errors import UserError
 
@@ -20,19 +22,24 @@ class CSV(Fields):
     """Rows of tables, the first of which names the columns."""
 
     settings: CSVSource
-    endings = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
+    endings = (".csv", ".tsv")
 
     def records(self, file: Path) -> Iterator[tuple[str, dict[str, str]]]:
         return read_table(file, self.settings.field, self.settings.delimiter, self.settings.quotes)
 
 
 def read_table(
-    file: Path, field: str | None = None, delimiter: str | None = None, quotes: bool = True
+    file: Path,
+    field: str | None = None,
+    delimiter: str | None = None,
+    quotes: bool = True,
+    opened: BinaryIO | None = None,
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Each row's fields, or one of them, and its place; for delimiter and quotes see `CSVSource`."""
-    delimiter = delimiter or ("\t" if file.name.endswith((".tsv", ".tsv.gz")) else ",")
+    """Each row's fields, or one of them, and its place; for delimiter and quotes see `CSVSource`, for `opened`
+    `read_lines`."""
+    delimiter = delimiter or ("\t" if plain_name(file.name).endswith(".tsv") else ",")
     columns: list[str] = []
-    for where, row in _rows(file, delimiter, quotes):
+    for where, row in _rows(file, delimiter, quotes, opened):
         if not columns:
             columns = row
             if field is not None and (n := columns.count(field)) != 1:
@@ -56,14 +63,14 @@ def listed_names(columns: list[str]) -> str:
     return ", ".join(few) + (f" and {len(columns) - 10:,} more" if len(columns) > 10 else "")
 
 
-def _rows(file: Path, delimiter: str, quotes: bool) -> Iterator[tuple[str, list[str]]]:
+def _rows(file: Path, delimiter: str, quotes: bool, opened: BinaryIO | None) -> Iterator[tuple[str, list[str]]]:
     """The fields of each row that is not an empty line, and the place where it begins."""
     csv.field_size_limit(max(csv.field_size_limit(), MOST_ROW_BYTES))  # of the whole process; `lines` holds ours
     first_line, row_bytes = 1, 0
 
     def lines() -> Iterator[str]:
         nonlocal row_bytes
-        for number, line in read_lines(file, MOST_ROW_BYTES):
+        for number, line in read_lines(file, MOST_ROW_BYTES, opened=opened):
             row_bytes += len(line)
             if row_bytes > MOST_ROW_BYTES:
                 why = " Perhaps a quotation mark is never closed. " if quotes else " "

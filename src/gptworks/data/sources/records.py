@@ -1,17 +1,17 @@
 """Sources of records, of which one field is the text: JSONL, Parquet, datasets of the Hugging Face hub. And those whose
 records are conversations or pairs of answers, which `gptworks.data.conversations` reads."""
 
-import gzip
-import io
 import json
-import zlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from gptworks.config import ConversationsSource, HuggingFaceSource, PreferencesSource
-from gptworks.data.sources.base import PIECE_BYTES, Piece, Source, document, stamps
+from gptworks.data.sources.base import PIECE_BYTES, UNIT_BYTES, Piece, Source, Unit, text_document, units_between
 from gptworks.data.sources.files import walk
+from gptworks.data.sources.opening import compression, open_file
+from gptworks.data.sources.sums import contents
 from gptworks.errors import UserError, not_installed
 
 RecordsSource = ConversationsSource | PreferencesSource
@@ -20,22 +20,31 @@ RecordsSource = ConversationsSource | PreferencesSource
 class Fields(Source):
     """Files of records, of which the field that the settings name is the text."""
 
-    def records(self, file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def records(self, file: Path) -> Iterator[tuple[object, Mapping[str, Any]]]:
         """Each record's fields, or the one, and its place."""
         raise NotImplementedError
 
     def read(self, file: Path) -> Iterator[Piece]:
-        for where, record in self.records(file):
+        return self._documents(self.records(file))
+
+    def _documents(self, records: Iterable[tuple[object, Mapping[str, Any]]]) -> Iterator[Piece]:
+        for where, record in records:
             yield from record_document(where, record, self.settings.field)
 
 
 class JSONL(Fields):
     """One JSON object a line."""
 
-    endings = (".jsonl", ".jsonl.gz")
+    endings = (".jsonl",)
 
-    def records(self, file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def records(self, file: Path) -> Iterator[tuple[object, Mapping[str, Any]]]:
         return read_jsonl(file)
+
+    def units(self) -> list[Unit]:
+        return [unit for file in self.files() for unit in units_between(file, _line_borders(file))]
+
+    def read_unit(self, unit: Unit) -> Iterator[Piece]:
+        return self._documents(read_jsonl(unit.file, unit.start, unit.end))
 
 
 class Parquet(Fields):
@@ -46,20 +55,26 @@ class Parquet(Fields):
     def records(self, file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         return read_parquet(file, self.settings.field)
 
+    def units(self) -> list[Unit]:
+        return [unit for file in self.files() for unit in _row_groups(file)]
+
+    def read_unit(self, unit: Unit) -> Iterator[Piece]:
+        return self._documents(read_parquet(unit.file, self.settings.field, unit.start, unit.end))
+
 
 class Records(Source):
     """Files or a dataset, whose records are conversations or pairs of answers."""
 
     settings: RecordsSource | HuggingFaceSource
-    endings = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+    endings = (".jsonl", ".json", ".parquet")
 
     def signature(self) -> list[list[Any]]:
         """A dataset of the hub is identified by its name, a local folder also by its files."""
         source = self.settings
         if not source.dataset:
             return super().signature()
-        name = ["huggingface", source.dataset, source.name, source.split]
-        return [name, *stamps(sorted(walk(Path(source.dataset))))]
+        name = ["huggingface", source.dataset, source.name, source.split, *filter(None, [source.revision])]
+        return [name, *contents(sorted(walk(Path(source.dataset))))]
 
 
 class HuggingFace(Records):
@@ -67,8 +82,17 @@ class HuggingFace(Records):
 
     settings: HuggingFaceSource
 
-    def documents(self) -> Iterator[Piece]:
+    def units(self) -> list[Unit]:
+        """Each of a streamed dataset's files."""
+        _, rows = open_dataset(self.settings)
+        n_files = 1 if hasattr(rows, "__len__") else getattr(rows, "num_shards", 1)
+        folder = Path(self.settings.dataset)
+        return [Unit(folder, UNIT_BYTES, i, i + 1) for i in range(n_files)] if n_files > 1 else [Unit(folder, 0)]
+
+    def read_unit(self, unit: Unit) -> Iterator[Piece]:
         where, rows = open_dataset(self.settings)
+        if unit.end is not None:
+            where, rows = f"{where}, file {unit.start}", rows.shard(rows.num_shards, unit.start)
         for number, record in enumerate(rows):
             yield from record_document(f"{where}, row {number}", record, self.settings.field)
 
@@ -76,14 +100,14 @@ class HuggingFace(Records):
         next(self.documents(), None)
 
 
-def record_document(where: str, record: Mapping[str, Any], field: str) -> Iterator[Piece]:
+def record_document(where: object, record: Mapping[str, Any], field: str) -> Iterator[Piece]:
     """A record's text."""
     if field not in record:
         raise UserError(f"{where}: no field `{field}`; its fields are {', '.join(record)}. Set the source's `field`.")
     text = record[field]
     if not isinstance(text, str):
         raise UserError(f"{where}: field `{field}` holds {type(text).__name__}, not text. Set the source's `field`.")
-    yield from document(io.BytesIO(whole_text(text).encode("utf-8")))
+    yield from text_document(whole_text(text))
 
 
 def whole_text(text: str) -> str:
@@ -92,68 +116,153 @@ def whole_text(text: str) -> str:
 
 
 MOST_LINE_BYTES = 1 << 26
+_CHUNK_BYTES = 1 << 16
 _COUNTED_LINES = 16
 """How many times the largest line is read on, to find the size of a line that is larger."""
 
 
-def read_lines(file: Path, most_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Each line and its number; those of a .gz, unpacked. No more of a line than it may have is held in memory.
+class Line:
+    """The place of a line in a file, as messages name it. Lines before the part that is read are counted only then."""
+
+    __slots__ = ("file", "number", "start")
+
+    def __init__(self, file: Path, start: int, number: int) -> None:
+        self.file, self.start, self.number = file, start, number
+
+    def __str__(self) -> str:
+        before = 0
+        if self.start:
+            with self.file.open("rb") as stream:
+                chunks = iter(lambda: stream.read(min(PIECE_BYTES, self.start - stream.tell())), b"")
+                before = sum(chunk.count(b"\n") for chunk in chunks)
+        return f"{self.file}:{before + self.number}"
+
+
+def read_lines(
+    file: Path, most_bytes: int, start: int = 0, end: int | None = None, opened: BinaryIO | None = None
+) -> Iterator[tuple[int, bytes]]:
+    """Each line of a file and its number. No more of a line than it may have is held in memory.
+
+    Args:
+        start, end: of a file that is not packed, the lines between these bytes, numbered from 1.
+        opened: the bytes, where `file` is a name alone.
+
+    Args:
+        start, end: of a file that is not packed, the lines between these bytes, numbered from 1.
 
     Raises:
-        UserError: a line is larger than `most_bytes`, its end included.
+        UserError: a line is larger than `most_bytes`, its end included; or compressed data is broken.
     """
-    with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
-        number = 0
-        try:
-            while line := stream.readline(most_bytes + 1):
-                number += 1
-                if len(line) > most_bytes:
-                    raise UserError(
-                        f"{file}:{number}: this line has {_line_size(stream, line, most_bytes)} bytes, and a line may "
-                        f"have {most_bytes:,}. Divide its text into several records, or check that lines end."
-                    )
-                yield number, line
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise UserError(f"{file}: broken gzip data after line {number} ({error}). Get the file again.") from None
+    with opened or open_file(file) as stream:
+        number, at = 0, stream.seek(start) if start else 0
+        while (end is None or at < end) and (line := stream.readline(most_bytes + 1)):
+            number, at = number + 1, at + len(line)
+            if len(line) > most_bytes:
+                size, where = _line_size(stream, line, most_bytes), Line(file, start, number)
+                raise UserError(
+                    f"{where}: this line has {size} bytes, and a line may have {most_bytes:,}. Divide its text "
+                    "into several records, or check that lines end."
+                )
+            yield number, line
 
 
-def _line_size(stream: BinaryIO | gzip.GzipFile, line: bytes, most_bytes: int) -> str:
+def _line_size(stream: BinaryIO, line: bytes, most_bytes: int) -> str:
     """The bytes of the line that begins so."""
-    n_bytes = len(line)
-    while line and not line.endswith(b"\n"):
+    n_bytes, end = len(line), 0
+    while line and not line.endswith(b"\n") and not end:
         if n_bytes > _COUNTED_LINES * most_bytes:
             return f"more than {n_bytes:,}"
-        line = stream.readline(PIECE_BYTES)
-        n_bytes += len(line)
+        line = stream.read(_CHUNK_BYTES)
+        end = line.find(b"\n") + 1
+        n_bytes += end or len(line)
     return f"{n_bytes:,}"
 
 
-def read_jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each line's object, and its place."""
+def _line_borders(file: Path) -> Iterator[int]:
+    """Where lines begin about every UNIT_BYTES; nowhere in a packed file, nor after a line that is too large."""
+    if compression(file.name):
+        return
+    with file.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        last = 0
+        for at in range(UNIT_BYTES, size, UNIT_BYTES):
+            if at > last:
+                last = stream.seek(at - 1)
+                while (part := stream.read(_CHUNK_BYTES)) and b"\n" not in part:
+                    last += len(part)
+                    if last - at > MOST_LINE_BYTES:
+                        return
+                last += part.find(b"\n") + 1
+                if 0 < last < size:
+                    yield last
+
+
+def read_jsonl(
+    file: Path, start: int = 0, end: int | None = None, opened: BinaryIO | None = None
+) -> Iterator[tuple[Line, Mapping[str, Any]]]:
+    """Each line's object, and its place; see `read_lines`."""
     rule = "Each line must be one JSON object."
-    for number, line in read_lines(file, MOST_LINE_BYTES):
+    for number, line in read_lines(file, MOST_LINE_BYTES, start, end, opened):
         if not line.strip():
             continue
+        where = Line(file, start, number)
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{file}:{number}: not JSON ({error}). {rule}") from None
+            raise UserError(f"{where}: not JSON ({error}). {rule}") from None
         if not isinstance(record, dict):
-            raise UserError(f"{file}:{number}: a {type(record).__name__}, not an object. {rule}")
-        yield f"{file}:{number}", record
+            raise UserError(f"{where}: a {type(record).__name__}, not an object. {rule}")
+        yield where, record
 
 
-def read_parquet(file: Path, field: str | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each row's fields, or one of them, and its place."""
-    row = 0
+_BATCH_ROWS = 64
+
+
+def _row_groups(file: Path) -> Iterator[Unit]:
+    """Neighbouring row groups of about UNIT_BYTES."""
     with _parquet_file(file) as table:
+        sizes = [table.metadata.row_group(i).total_byte_size for i in range(table.metadata.num_row_groups)]
+    start = size_bytes = 0
+    for end, size in enumerate(sizes, 1):
+        size_bytes += size
+        if size_bytes >= UNIT_BYTES or end == len(sizes):
+            yield Unit(file, size_bytes, start, end)
+            start, size_bytes = end, 0
+
+
+def read_parquet(
+    file: Path, field: str | None = None, start: int = 0, end: int | None = None
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each row's fields, or one of them, and its place.
+
+    Args:
+        start, end: of the file's row groups, those between these two.
+    """
+    with _parquet_file(file) as table:
+        groups = range(table.metadata.num_row_groups)
+        row = sum(table.metadata.row_group(i).num_rows for i in groups[:start])
         columns = table.schema_arrow.names
         if field is not None and field not in columns:
             raise UserError(f"{file}: no column `{field}`; it has {', '.join(columns)}. Set the source's `field`.")
-        for batch in table.iter_batches(batch_size=64, columns=None if field is None else [field]):
-            for record in batch.to_pylist():
+        columns = None if field is None else [field]
+        batches = table.iter_batches(batch_size=_BATCH_ROWS, row_groups=list(groups[start:end]), columns=columns)
+        while records := _next_records(file, row, batches):
+            for record in records:
                 yield f"{file}, row {row}", record
                 row += 1
+
+
+def _next_records(file: Path, row: int, batches: Iterator[Any]) -> list[dict[str, Any]]:
+    """Those of the next batch; empty at the end. `row` is the first."""
+    import pyarrow as pa
+
+    try:
+        return next((batch.to_pylist() for batch in batches if batch.num_rows), [])
+    except UnicodeDecodeError as error:
+        reason = f"a text that is not UTF-8 ({error.reason}), though its column says that it holds text"
+    except (pa.ArrowException, OSError) as error:
+        reason = f"broken data ({' '.join(str(error).split())})"
+    raise UserError(f"{file}, in the {_BATCH_ROWS} rows from row {row} on: {reason}. Get or write the file again.")
 
 
 def count_rows(file: Path) -> int:
@@ -170,11 +279,16 @@ def _parquet_file(file: Path) -> Any:
         raise not_installed("pyarrow", "data", f"{file}: reading it") from None
     try:
         return pq.ParquetFile(file)
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{file} is not a parquet file: {error}. Check the path, or use another source type.") from None
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:  # the disk's
+            raise
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{file} is not a parquet file: {reason}. Check the path, or use another source type."
+        ) from None
 
 
-def open_dataset(source: HuggingFaceSource | RecordsSource) -> tuple[str, Iterable[Any]]:
+def open_dataset(source: HuggingFaceSource | RecordsSource) -> tuple[str, Any]:
     """What messages call a dataset of the Hugging Face hub or a local folder, and its rows.
 
     Raises:
@@ -189,7 +303,10 @@ def open_dataset(source: HuggingFaceSource | RecordsSource) -> tuple[str, Iterab
         if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
             saved = datasets.load_from_disk(source.dataset)
             return where, saved[source.split] if isinstance(saved, dict) else saved
-        return where, datasets.load_dataset(source.dataset, name=source.name, split=source.split, streaming=True)
+        which = {"name": source.name, "split": source.split, "revision": source.revision}
+        return where, datasets.load_dataset(source.dataset, **which, streaming=True)
     except Exception as error:  # the library raises many types
         reason = " ".join(str(error).split())
-        raise UserError(f"{where} could not be opened: {reason}. Check its name and split, and the network.") from None
+        raise UserError(
+            f"{where} could not be opened: {reason}. Check its name, split and revision, and the network."
+        ) from None

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.config import TextSource
-from gptworks.data.sources.base import Piece, Source, document, stamps, total_size
+from gptworks.data.sources.base import Piece, Source, Unit, borders, document, total_size, units_between
 from gptworks.data.sources.files import local_files, walk
+from gptworks.data.sources.opening import compression, open_file, plain_name, unpacked_size
+from gptworks.data.sources.sums import contents
 from gptworks.errors import UserError
 
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -24,15 +26,30 @@ class Text(Source):
         return local_files(self.settings, self.settings.extensions)
 
     def read(self, file: Path) -> Iterator[Piece]:
-        with file.open("rb") as stream:
-            yield from document(stream, file)
+        return self.read_unit(Unit(file, 0))
+
+    def units(self) -> list[Unit]:
+        found: list[Unit] = []
+        for file in self.files():
+            with file.open("rb") as stream:
+                found += units_between(file, () if compression(file.name) else borders(stream))
+        return found
+
+    def read_unit(self, unit: Unit) -> Iterator[Piece]:
+        n_bytes = unpacked_size(unit.file) if compression(unit.file.name) else None
+        with open_file(unit.file) as stream:
+            yield from document(stream, unit.file, unit.start, unit.end, n_bytes)
 
     def unread(self) -> list[Path]:
         """The files in the folder that are not read, by their names."""
         if self.settings.path is None:
             return []
         folder, endings = Path(self.settings.path).expanduser(), self.settings.extensions  # of a file: nothing to walk
-        return [file for file in walk(folder) if not file.name.startswith(".") and not file.name.endswith(endings)]
+        return [
+            file
+            for file in walk(folder)
+            if not file.name.startswith(".") and not plain_name(file.name).endswith(endings)
+        ]
 
 
 class PythonStdlib(Source):
@@ -55,7 +72,7 @@ class PythonStdlib(Source):
         self.files()  # right by construction
 
     def signature(self) -> list[list[Any]]:
-        return stamps(self.files())
+        return contents(self.files())
 
     def size_bytes(self) -> int:
         return total_size(self.files())

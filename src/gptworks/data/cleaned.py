@@ -1,0 +1,246 @@
+"""The cleaned documents of each job, kept in the folder of the work until the dataset is made.
+
+    cleaned/00000/documents     their UTF-8, one after the other
+    cleaned/00000/sizes         of each in bytes, little-endian uint64
+    cleaned/00000/signatures    of each, where documents are compared
+    cleaned/00000/counts.json   what the filters did
+    kept/00000                  a byte for each document of the job, 0: kept; where documents are compared
+    kept/counts.json            what comparing them dropped
+
+Documents are cleaned in the processes that encode them later. One process compares them by their signatures.
+"""
+
+import io
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from gptworks.config import DataConfig, SourceConfig
+from gptworks.config.cleaning import FilterConfig
+from gptworks.data.cleaning.clean import PART_BYTES, Cleaner, size_bytes
+from gptworks.data.cleaning.counts import FilterCounts, merged
+from gptworks.data.cleaning.duplicates import REASONS, Duplicates, Verdicts
+from gptworks.data.encode import Advance, encode_in_order
+from gptworks.data.jobs import Job, plan_jobs
+from gptworks.data.report import Report, adding_up
+from gptworks.data.sources.base import Piece, Source, Unit, document
+from gptworks.data.sources.choose import choose_source, total_bytes
+from gptworks.errors import UserError
+from gptworks.files import new_folder, read_regular, sealed_json, unsealed_json
+
+CLEANED = "cleaned"
+_KEPT, _COUNTS = "kept", "counts.json"
+_MAX_COUNTS_BYTES = 1 << 24
+Filters = tuple[FilterConfig, ...]
+
+
+class CleanedDocuments(Source):
+    """The cleaned documents of one job."""
+
+    def __init__(self, folder: Path, kept: Path | None) -> None:
+        super().__init__(None)
+        self._folder, self._kept = folder, kept
+
+    def files(self) -> list[Path]:
+        return [self._folder / "documents"]
+
+    def sizes(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        """Of each document in bytes, also of those that are not kept."""
+        return np.fromfile(self._folder / "sizes", dtype="<u8")
+
+    def verdicts(self) -> Verdicts:
+        """Of each document: 0 where it is kept."""
+        return np.zeros(len(self.sizes()), np.uint8) if self._kept is None else np.fromfile(self._kept, dtype=np.uint8)
+
+    def texts(self, wanted: Iterable[bool]) -> Iterator[bytes]:
+        """The wanted documents."""
+        with (self._folder / "documents").open("rb") as stream:
+            for size, one in zip(self.sizes().tolist(), wanted, strict=True):
+                if one:
+                    yield stream.read(size)
+                else:
+                    stream.seek(size, io.SEEK_CUR)
+
+    def read(self, file: Path) -> Iterator[Piece]:
+        for text in self.texts(self.verdicts() == 0):
+            yield from document(io.BytesIO(text))
+
+    def size_bytes(self) -> int:
+        return int(self.sizes()[self.verdicts() == 0].sum())
+
+
+class CleaningSource(Source):
+    """A source whose documents are cleaned as they are read, by the filters that look at one."""
+
+    def __init__(self, source: Source, filters: Filters) -> None:
+        super().__init__(source.settings)
+        self._source, self._filters = source, filters
+
+    def units(self) -> list[Unit]:
+        return self._source.units()
+
+    def read_unit(self, unit: Unit) -> Iterator[Piece]:
+        cleaner = Cleaner(self._filters)
+        for text in _documents(self._source.read_unit(unit)):
+            if (cleaned := cleaner.clean(text)) is not None:
+                yield from document(io.BytesIO(cleaned.encode("utf-8")))
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a dataset is made of: the text of its sources, or what the filters leave of it."""
+
+    sources: Sequence[SourceConfig | Source]
+    jobs: list[Job]
+    total_bytes: int | None
+    """None: known after reading."""
+    counts: tuple[FilterCounts, ...] = ()
+
+
+def read_texts(data: DataConfig) -> Texts:
+    """The text of a dataset, cleaned as it is read, by the filters that look at one document."""
+    sources = [CleaningSource(choose_source(one), data.clean) if data.clean else one for one in data.texts]
+    return Texts(sources, plan_jobs(sources), total_bytes(data.texts) if data.texts else None)
+
+
+def cleaned_texts(work: Path, data: DataConfig, report: Report) -> Texts:
+    """The text of a dataset, cleaned where there are filters: what is not cleaned yet in this folder, is now.
+
+    Raises:
+        UserError: a source is broken, or no document is left.
+        RunError: a process died, or the disk is full or fails.
+    """
+    raw = Texts(data.texts, plan_jobs(data.texts), total_bytes(data.texts) if data.texts else None)
+    if not data.clean:
+        return raw
+    advance = adding_up(report, "cleaning", raw.total_bytes)
+    jobs, counts = _clean_jobs(work, raw.jobs, data.clean, data.processes, advance)
+    sizes = (unit.size_bytes for job in jobs for _, unit in job.units)
+    return Texts([source for job in jobs for source, _ in job.units], jobs, sum(sizes), counts)
+
+
+def _clean_jobs(
+    work: Path, jobs: list[Job], settings: Filters, processes: int, report: Advance
+) -> tuple[list[Job], tuple[FilterCounts, ...]]:
+    """The jobs over cleaned documents instead, and what each filter did."""
+    left = [[job] for job in jobs if not (_folder(work, job.number) / _COUNTS).exists()]
+    for _ in encode_in_order(iter(left), _job_cleaner, (work, settings), processes, least=2, report=report):
+        pass
+    counts = merged(_read_counts(_folder(work, job.number) / _COUNTS) for job in jobs)
+    kept = work / _KEPT if (duplicates := Duplicates(settings)) else None
+    if kept is not None:
+        if not (kept / _COUNTS).exists():
+            _compare(work, jobs, duplicates)
+        counts += _read_counts(kept / _COUNTS)
+    sources = [
+        CleanedDocuments(_folder(work, job.number), kept and kept / _folder(work, job.number).name) for job in jobs
+    ]
+    if counts and jobs and not counts[-1].kept.documents:
+        raise UserError(_nothing_left(counts))
+    cleaned = [
+        Job(job.number, ((source, Unit(source.files()[0], source.size_bytes())),))
+        for job, source in zip(jobs, sources, strict=True)
+    ]
+    return cleaned, counts
+
+
+def _folder(work: Path, number: int) -> Path:
+    return work / CLEANED / f"{number:05d}"
+
+
+def _job_cleaner(work: Path, settings: Filters, advance: Advance) -> Callable[[list[Job]], list[None]]:
+    clean = partial(_clean_job, work, Cleaner(settings), Duplicates(settings), advance)
+    return lambda jobs: [clean(job) for job in jobs]
+
+
+def _clean_job(work: Path, cleaner: Cleaner, duplicates: Duplicates, advance: Advance, job: Job) -> None:
+    cleaner.take_counts()
+    sizes = array("Q")
+    with new_folder(_folder(work, job.number)) as aside:
+        with (aside / "documents").open("wb") as documents, (aside / "signatures").open("wb") as signatures:
+            for text in _documents(job.pieces()):
+                if (cleaned := cleaner.clean(text)) is not None:
+                    data = cleaned.encode("utf-8")
+                    documents.write(data)
+                    sizes.append(len(data))
+                    if duplicates:
+                        signatures.write(duplicates.signature(cleaned))
+                advance(size_bytes(text))
+        np.array(sizes, dtype="<u8").tofile(aside / "sizes")
+        _write_counts(aside / _COUNTS, cleaner.take_counts())
+
+
+def _documents(pieces: Iterable[Piece]) -> Iterator[str]:
+    """Whole documents; of larger ones than PART_BYTES, parts of about that size, each a document from here on."""
+    parts: list[str] = []
+    size = 0
+    for piece in pieces:
+        n_bytes = size_bytes(piece.text)
+        if parts and (piece.starts_document or size + n_bytes > PART_BYTES):
+            yield "".join(parts)
+            parts, size = [], 0
+        parts.append(piece.text)
+        size += n_bytes
+    if parts:
+        yield "".join(parts)
+
+
+def _compare(work: Path, jobs: list[Job], duplicates: Duplicates) -> None:
+    """Write which documents are kept, and the counts of the others."""
+    with new_folder(work / _KEPT) as aside:
+        joined = aside / "signatures"
+        with joined.open("wb") as stream:
+            for job in jobs:
+                stream.write((_folder(work, job.number) / "signatures").read_bytes())
+        n_documents = joined.stat().st_size // (8 * duplicates.columns)
+        shape = (n_documents, duplicates.columns)
+        verdicts = np.zeros(0, dtype=np.uint8)
+        if n_documents:
+            verdicts = duplicates.verdicts(np.memmap(joined, dtype="<u8", mode="r", shape=shape))
+        joined.unlink()
+        counts = {number: FilterCounts(type=name) for number, name in REASONS.items() if name in duplicates.types}
+        at = 0
+        for job in jobs:
+            source = CleanedDocuments(_folder(work, job.number), None)
+            sizes = source.sizes()
+            own = verdicts[at : at + len(sizes)]
+            own.tofile(aside / f"{job.number:05d}")
+            at += len(sizes)
+            _count(counts, source, sizes.astype(np.int64), own)
+        _write_counts(aside / _COUNTS, counts.values())
+
+
+def _count(counts: dict[int, FilterCounts], source: CleanedDocuments, sizes: np.ndarray, verdicts: Verdicts) -> None:
+    """Count a job's documents: the second filter sees what the first has kept."""
+    seen = np.ones(len(verdicts), dtype=np.bool_)
+    for number, one in counts.items():
+        kept = seen & (verdicts != number)
+        one.keep_many(int(kept.sum()), int(sizes[kept].sum()))
+        seen = kept
+    dropped = verdicts[verdicts > 0].tolist()
+    for number, text in zip(dropped, source.texts(verdicts > 0), strict=True):
+        counts[number].drop("like an earlier document", text.decode("utf-8"), len(text))
+
+
+def _write_counts(file: Path, counts: Iterable[FilterCounts]) -> None:
+    tree = {"filters": [one.model_dump(mode="json") for one in counts]}
+    file.write_text(sealed_json(tree), encoding="utf-8", newline="")
+
+
+def _read_counts(file: Path) -> tuple[FilterCounts, ...]:
+    tree = unsealed_json(read_regular(file, _MAX_COUNTS_BYTES))
+    return tuple(map(FilterCounts.model_validate, tree["filters"]))
+
+
+def _nothing_left(counts: tuple[FilterCounts, ...]) -> str:
+    dropped, why = max(
+        (one.documents, f"{each.type}: {reason}") for each in counts for reason, one in each.dropped.items()
+    )
+    return (
+        f"data.clean leaves none of {counts[0].seen.documents:,} documents; most, {dropped:,}, were dropped by {why}. "
+        f"Loosen or remove that filter."
+    )

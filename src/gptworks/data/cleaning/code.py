@@ -1,0 +1,116 @@
+"""Files of code that teach a model little, and what stands at their beginning."""
+
+import re
+from typing import TYPE_CHECKING
+
+from gptworks.data.cleaning.base import Dropped, Filter, ratio
+
+if TYPE_CHECKING:
+    from gptworks.config.cleaning import CodeTables, GeneratedCode, MinifiedCode
+
+_HEAD_CHARACTERS = 4096
+_GENERATED = re.compile(
+    r"do not (?:edit|modify)|\bauto-? ?generated|automatically generated|generated automatically|@generated"
+    r"|\b(?:file|code|module|parser|source|codec \S{1,80}) (?:(?:is|was|has been) )?generated\b",
+    re.IGNORECASE,
+)
+
+
+class GeneratedFilter(Filter):
+    """Drops files whose first lines say that they were generated, as Codex's and StarCoder's data do (Chen et al. 2021;
+    Li et al. 2023)."""
+
+    settings: "GeneratedCode"
+
+    def apply(self, text: str) -> str | Dropped:
+        lines = text[:_HEAD_CHARACTERS].split("\n", self.settings.lines)[: self.settings.lines]
+        return Dropped("generated") if _GENERATED.search("\n".join(lines)) else text
+
+
+# Each branch begins with other characters, and none gives back what it took: linear.
+_DATA_LINE = re.compile(
+    r"""
+    [ \t]*+ (?![rRbBuU]?(?:\"\"\"|'''))
+    (?:
+        [rRbBuU]?(?:"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')
+      | 0[xX][0-9a-fA-F_]++ [uUlL]*+
+      | [0-9][0-9_.]*+ (?:[eE][+-]?[0-9]++)?+ [jJfFlLuU]*+
+      | (?:None|True|False|null|NULL|true|false)\b
+      | [][(){},:;+*.|&~^<>=/%\s-]
+    )++
+    (?: \#.* )?+
+    """,
+    re.VERBOSE,
+)
+_LITERAL = re.compile(r"[\"'0-9]")
+
+
+class TableFilter(Filter):
+    """Drops files in which most characters stand in lines of literals alone: numbers, strings, and what divides them; a
+    comment may follow. White space at the ends of lines, and lines of brackets alone, do not count."""
+
+    settings: "CodeTables"
+
+    def apply(self, text: str) -> str | Dropped:
+        data = total = data_lines = 0
+        for raw in text.split("\n"):
+            line = raw.strip()
+            total += len(line)
+            if line and _DATA_LINE.fullmatch(line) and _LITERAL.search(line):
+                data += len(line)
+                data_lines += 1
+        is_table = data_lines >= self.settings.min_lines and ratio(data, total) > self.settings.max_data
+        return Dropped("table") if is_table else text
+
+
+class MinifiedFilter(Filter):
+    """Drops files with a line of more than 1,000 characters, lines of more than 100 on average, or less than a quarter
+    letters and digits (Chen et al. 2021; Kocetkov et al. 2022). Every byte of a character outside ASCII is a letter's.
+    """
+
+    settings: "MinifiedCode"
+
+    def apply(self, text: str) -> str | Dropped:
+        rules = self.settings
+        lengths = [*map(len, text.split("\n"))]
+        if max(lengths) > rules.max_line_characters:
+            return Dropped("long line")
+        if ratio(sum(lengths), len(lengths)) > rules.max_mean_line_characters:
+            return Dropped("long lines on average")
+        data = text.encode("utf-8", "surrogatepass")
+        if ratio(len(data.translate(None, _NOT_ALPHANUMERIC)), len(data)) < rules.min_alphanumeric:
+            return Dropped("few letters")
+        return text
+
+
+_NOT_ALPHANUMERIC = bytes(code for code in range(128) if not chr(code).isalnum())
+
+_FIRST_LINE = re.compile(r"(?:#!.*\n)?(?:#.{0,100}coding[:=].*\n)?")
+_COMMENT = re.compile(
+    r"""\s*+(?:
+        (?: [ \t]*+ (?:\#(?![A-Za-z])|//|--|;|%) .*+ (?:\n|\Z) )++
+      | /\* (?:[^*]|\*(?!/))*+ \*/
+      | <!-- (?:[^-]|-(?!->))*+ -->
+    )""",
+    re.VERBOSE,
+)
+_LICENCE = re.compile(
+    r"copyright|licen[sc]e|all rights reserved|spdx-|permission is hereby granted|redistribution and use", re.IGNORECASE
+)
+
+
+class LicenceFilter(Filter):
+    """Removes comments from the beginning of a file that speak of a licence or copyright. A `#!` line and a line with
+    the encoding stay, as do other comments."""
+
+    def apply(self, text: str) -> str:
+        first = _FIRST_LINE.match(text)
+        assert first is not None  # it may be empty
+        kept, at, removed = [text[: first.end()]], first.end(), False
+        while comment := _COMMENT.match(text, at):
+            if _LICENCE.search(comment[0]):
+                removed = True
+            else:
+                kept.append(comment[0])
+            at = comment.end()
+        return "".join(kept) + text[at:].lstrip("\n") if removed else text

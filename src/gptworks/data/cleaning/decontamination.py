@@ -1,0 +1,95 @@
+"""Documents that hold parts of evaluation tasks."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gptworks.data.cleaning.base import Dropped, Filter
+from gptworks.data.cleaning.ngrams import Hashes, hash_ngrams, hash_words, words_of
+from gptworks.data.sources.records import read_jsonl
+from gptworks.errors import UserError
+from gptworks.yaml_files import read_yaml
+
+if TYPE_CHECKING:
+    from gptworks.config.cleaning import Decontaminate
+
+_BITS = 20
+
+
+class DecontaminationFilter(Filter):
+    """Drops documents that share a sequence of words with a text of a task's items, by default 13 as for GPT-3 (Brown
+    et al. 2020, appendix C). Case and punctuation do not matter.
+
+    GPT-3's data lost 200 characters around each match; here the document is dropped. A text of fewer words than the
+    sequence has, but `min_words`, is found as a whole; shorter ones are too common to be a sign.
+    """
+
+    settings: "Decontaminate"
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        texts = [words for file in self.settings.tasks for text in task_texts(file) if (words := words_of(text))]
+        found: dict[int, list[Hashes]] = {}
+        for words in texts:
+            n = min(self.settings.ngram, len(words))
+            if n >= self.settings.min_words:
+                found.setdefault(n, []).append(hash_ngrams(hash_words(words), n))
+        if not found:
+            names = ", ".join(map(str, self.settings.tasks))
+            raise UserError(
+                f"{names}: no text of the items has {self.settings.min_words} words, so nothing could be found. Lower "
+                f"min_words of the filter decontaminate, or leave it out."
+            )
+        self._wanted = {n: np.unique(np.concatenate(hashes)) for n, hashes in sorted(found.items())}
+        self._maybe = {n: np.zeros(1 << _BITS, dtype=np.bool_) for n in self._wanted}
+        for n, hashes in self._wanted.items():
+            self._maybe[n][hashes >> np.uint64(64 - _BITS)] = True
+
+    def apply(self, text: str) -> str | Dropped:
+        words = hash_words(words_of(text))
+        for n, wanted in self._wanted.items():
+            hashes = hash_ngrams(words, n)
+            near = hashes[self._maybe[n][hashes >> np.uint64(64 - _BITS)]]
+            if len(near) and (wanted[np.searchsorted(wanted[:-1], near)] == near).any():
+                return Dropped("in a task")
+        return text
+
+    def signature(self) -> str:
+        """sha256 of all that it looks for."""
+        joined = b"".join(n.to_bytes(8, "little") + hashes.tobytes() for n, hashes in self._wanted.items())
+        return hashlib.sha256(joined).hexdigest()
+
+
+def task_texts(file: Path) -> Iterator[str]:
+    """The texts of the items of a task file, or of a JSONL file of items.
+
+    Raises:
+        UserError: it is neither, or broken.
+    """
+    path = file.expanduser()
+    try:
+        if path.suffix in (".yaml", ".yml"):
+            task = read_yaml(path)
+            data = task.get("data") if isinstance(task, dict) else None
+            if not isinstance(data, str):
+                raise UserError(f"{path} is not a task file: it has no `data` that names a JSONL file of items.")
+            names = [data, *(name for name in [task.get("shots_data")] if isinstance(name, str))]
+            items = [path.parent / Path(name).expanduser() for name in names]
+        else:
+            items = [path]
+        for one in items:
+            for _, item in read_jsonl(one):
+                yield from _texts(item)
+    except FileNotFoundError as error:
+        raise UserError(f"{error.filename}: no such file; the filter decontaminate names {file}.") from None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)

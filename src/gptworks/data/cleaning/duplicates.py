@@ -1,0 +1,136 @@
+"""Documents that equal others, or nearly."""
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gptworks.config.cleaning import ExactDuplicates, FilterConfig, NearDuplicates
+from gptworks.data.cleaning.ngrams import Hashes, combine, hash_ngrams, hash_words, words_of
+from gptworks.errors import not_installed
+
+_SEED = 1
+Verdicts = npt.NDArray[np.uint8]
+REASONS = {1: "exact-duplicates", 2: "near-duplicates"}
+"""What a verdict other than 0 means: the filter that drops the document."""
+
+
+class Duplicates:
+    """Finds duplicates by fixed-size signatures of all documents. The first of each group is kept, in their order.
+
+    Exact: 16 bytes of the text's hash. Near: MinHash (Broder 1997) over sequences of words, of which each band of rows
+    becomes 8 bytes; documents that share one are taken for duplicates, as for FineWeb (Penedo et al. 2024): see
+    `found_probability`.
+    """
+
+    def __init__(self, settings: tuple[FilterConfig, ...]) -> None:
+        """
+        Args:
+            settings: a recipe's filters, of which those that look at one document are ignored.
+
+        Raises:
+            UserError: the library for near duplicates is missing.
+        """
+        self.exact = any(isinstance(one, ExactDuplicates) for one in settings)
+        self.near = next((one for one in settings if isinstance(one, NearDuplicates)), None)
+        self._rensa: Any = None
+        if self.near:
+            try:
+                import rensa
+            except ImportError:
+                raise not_installed("rensa", "clean", "The filter near-duplicates") from None
+            self._rensa = rensa
+
+    def __bool__(self) -> bool:
+        return self.exact or self.near is not None
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Of the filters that it stands for."""
+        return ("exact-duplicates",) * self.exact + ("near-duplicates",) * (self.near is not None)
+
+    @property
+    def columns(self) -> int:
+        """Of a signature, as little-endian uint64: signatures are stored as an array [documents, columns]."""
+        return 2 * self.exact + (self.near.bands if self.near else 0)
+
+    def signature(self, text: str) -> bytes:
+        """What the decision depends on, 8 × `columns` bytes."""
+        found = b""
+        if self.exact:
+            found = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        return found + self._bands(text, self.near).astype("<u8").tobytes() if self.near else found
+
+    def _bands(self, text: str, near: NearDuplicates) -> Hashes:
+        words = hash_words(words_of(text))
+        sequences = hash_ngrams(words, min(near.ngram, max(len(words), 1)))
+        if not len(sequences):
+            sequences = np.zeros(1, dtype=np.uint64)
+        ends = np.array([0, len(sequences)], dtype=np.uint64)
+        permutations = near.bands * near.rows
+        matrix = self._rensa.RMinHash.digest_matrix_from_flat_token_hashes(sequences, ends, permutations, _SEED)
+        rows = np.array(matrix.to_rows()[0], dtype=np.uint64).reshape(near.bands, near.rows)
+        return combine(list(rows.T))
+
+    def verdicts(self, signatures: Hashes) -> Verdicts:
+        """For each document 0: kept, or a key of REASONS. A document is dropped if an earlier one that is kept shares
+        its text or a band.
+
+        Args:
+            signatures: [documents, columns], which may be a memory map. Memory: three columns, and what is shared.
+        """
+        verdicts = np.zeros(len(signatures), dtype=np.uint8)
+        rows, groups, near_from = self._shared(signatures)
+        starts = np.flatnonzero(np.diff(rows, prepend=-1)).tolist()
+        taken = bytearray(int(groups.max()) + 1 if len(groups) else 0)
+        for start, end in itertools.pairwise([*starts, len(rows)]):
+            own = groups[start:end].tolist()
+            met = next((group for group in own if taken[group]), None)
+            if met is None:
+                for group in own:
+                    taken[group] = 1
+            else:
+                verdicts[rows[start]] = 1 if met < near_from else 2
+        return verdicts
+
+    def kept(self, signatures: Hashes) -> npt.NDArray[np.bool_]:
+        """Whether each document is kept; see `verdicts`."""
+        return np.equal(self.verdicts(signatures), 0)
+
+    def _shared(self, signatures: Hashes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
+        """Documents, ascending, with each group of equal hashes that they belong to with others; and the number from
+        which on groups are of bands."""
+        rows, groups, number, near_from = [], [], 0, 0
+        for columns in self._keys():
+            order = np.lexsort([signatures[:, column] for column in columns])
+            same = np.ones(max(len(order) - 1, 0), dtype=np.bool_)
+            for column in columns:
+                values = signatures[:, column][order]
+                same &= values[1:] == values[:-1]
+            shared = np.concatenate((same, [False])) | np.concatenate(([False], same))
+            first = shared & ~np.concatenate(([False], same))
+            rows.append(order[shared[: len(order)]])
+            groups.append(number + (np.cumsum(first) - 1)[shared])
+            number += int(first.sum())
+            if len(columns) == 2:
+                near_from = number
+        if not rows:
+            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), 0
+        all_rows = np.concatenate(rows)
+        by_row = np.argsort(all_rows, kind="stable")
+        return all_rows[by_row], np.concatenate(groups)[by_row], near_from
+
+    def _keys(self) -> Iterator[tuple[int, ...]]:
+        """Columns that are equal of duplicates: the text's hash, each band."""
+        if self.exact:
+            yield 0, 1
+        for column in range(2 * self.exact, self.columns):
+            yield (column,)
+
+
+def found_probability(similarity: float, bands: int, rows: int) -> float:
+    """How likely two documents share a band, by the Jaccard similarity of their sets of word sequences."""
+    return 1 - (1 - similarity**rows) ** bands

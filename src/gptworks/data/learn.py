@@ -1,0 +1,156 @@
+"""What is decided of a dataset's text before the long work: how it is split, and the tokenizer."""
+
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from gptworks.chat_template import ChatTemplate, find_chat_template, save_chat_template
+from gptworks.config import AnyRecipe, BPETokenizer, DataConfig, Recipe, SourceConfig, ValidationSplit
+from gptworks.data.cleaned import Texts
+from gptworks.data.conversations.preferences import Pair, iter_pairs
+from gptworks.data.conversations.reading import Conversation, is_held_out, iter_conversations
+from gptworks.data.conversations.reading import origins as origins_of
+from gptworks.data.report import Report
+from gptworks.data.sample import sample_texts
+from gptworks.data.shards import Split
+from gptworks.data.sources.base import Source
+from gptworks.data.sources.choose import count_documents, iter_documents
+from gptworks.data.split import split_documents
+from gptworks.errors import UserError
+from gptworks.files import new_folder
+from gptworks.recipe import with_vocab_size
+from gptworks.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer, vocabulary_size
+
+_BPE_TRAINING_BYTES = 200_000_000
+_SAMPLE_BYTES = 100_000_000
+"""Of more text than that, BPE reads so much: it reads a tenth as fast as the text is encoded."""
+_DOCUMENTS_WORTH_A_SPLIT = 20
+
+
+def split_by(data: DataConfig, sources: Sequence[SourceConfig | Source]) -> ValidationSplit:
+    """How the text of the sources, cleaned, is split: decided where that is left to us."""
+    if data.validation.by != "auto":
+        return data.validation
+    by_document, by_tail = (data.validation.model_copy(update={"by": by}) for by in ("document", "tail"))
+    if data.records:
+        return by_document
+    enough = count_documents(sources, _DOCUMENTS_WORTH_A_SPLIT) == _DOCUMENTS_WORTH_A_SPLIT
+    splits = (split for split, _ in split_documents(iter_documents(sources), by_document))
+    return by_document if enough and "validation" in splits else by_tail
+
+
+def iter_records(data: DataConfig) -> Iterator[Conversation | Pair]:
+    return chain(iter_conversations(data.conversations), iter_pairs(data.preferences))
+
+
+@dataclass(frozen=True)
+class _Text:
+    """The text of a dataset, and how much of what a tokenizer learns from is of it."""
+
+    data: DataConfig
+    texts: Texts
+    validation: ValidationSplit
+    weight: float
+
+    def training(self) -> Iterator[str]:
+        """What a tokenizer may learn from."""
+        for record in iter_records(self.data):
+            if not is_held_out(record.prompt, self.validation.fraction):
+                yield from (message["content"] for message in record.messages)
+        for split, piece in split_documents(
+            chain.from_iterable(job.pieces() for job in self.texts.jobs), self.validation
+        ):
+            if split == "train":
+                yield piece.text
+
+
+def keep_tokenizer(
+    folder: Path, recipe: AnyRecipe, datasets: Sequence[tuple[DataConfig, float, Texts]], report: Report
+) -> Tokenizer:
+    """The tokenizer that was kept in this folder; or one that is trained or loaded, and kept there.
+
+    Args:
+        datasets: whose text it learns from, each with its weight and the text.
+
+    Raises:
+        UserError: there is no text, or too little; the recipe states another vocabulary.
+    """
+    if not folder.exists():
+        texts = [_Text(data, found, split_by(data, found.sources), weight) for data, weight, found in datasets]
+        sample = folder.with_name(f".{folder.name}.sample")
+        trained = _train(recipe, texts, sample, report)
+        source = find_chat_template(recipe.tokenizer)
+        with new_folder(folder) as aside:
+            save_tokenizer(trained, aside)
+            if source is not None:
+                save_chat_template(ChatTemplate(source, trained), aside)
+        shutil.rmtree(sample, ignore_errors=True)
+    tokenizer = load_tokenizer(folder)
+    if isinstance(recipe, Recipe):
+        with_vocab_size(recipe, vocabulary_size(tokenizer))  # another vocabulary is refused before the long work
+    return tokenizer
+
+
+def _train(recipe: AnyRecipe, texts: list[_Text], sample: Path, report: Report) -> Tokenizer:
+    sizes = [text.texts.total_bytes for text in texts]
+    total = None if None in sizes else sum(filter(None, sizes))
+    most = _BPE_TRAINING_BYTES if isinstance(recipe.tokenizer, BPETokenizer) else None
+    learned = chain.from_iterable(text.training() for text in texts)
+    if most is not None and (total is None or total > most) and _more_than(most, learned):
+        learned = chain.from_iterable(_sampled(texts, min(most, _SAMPLE_BYTES), sample, total, report))
+    else:
+        learned = chain.from_iterable(text.training() for text in texts)
+    first_text = next(learned, None)
+    if first_text is None:
+        for text in texts:
+            if next(chain(iter_documents(text.texts.sources), *map(origins_of, text.data.records)), None) is not None:
+                raise UserError(empty("train", text.validation, bool(text.data.records)))
+        raise UserError("data.sources hold no text: every document is empty. Give sources with text.")
+    return train_tokenizer(recipe.tokenizer, _counted(chain([first_text], learned), most, total, report))
+
+
+def _sampled(
+    texts: list[_Text], limit_bytes: int, folder: Path, total: int | None, report: Report
+) -> Iterator[Iterator[str]]:
+    """A sample of each dataset's text, by their weights."""
+    done_bytes = 0
+
+    def advance(n_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += n_bytes
+        report("sample", done_bytes, total)
+
+    weights = sum(text.weight for text in texts)
+    for number, text in enumerate(texts):
+        limit = int(limit_bytes * text.weight / weights)
+        place, processes = folder / str(number), text.data.processes
+        yield sample_texts(place, text.texts.jobs, text.validation, limit, processes, advance)
+
+
+def _more_than(most_bytes: int, texts: Iterator[str]) -> bool:
+    return any(size > most_bytes for size in accumulate(len(text.encode("utf-8")) for text in texts))
+
+
+def _counted(texts: Iterable[str], limit_bytes: int | None, total: int | None, report: Report) -> Iterator[str]:
+    """The texts up to the limit, reported as they are read; then that the tokenizer is made, which takes long too."""
+    done_bytes = 0
+    for text in texts:
+        yield text
+        done_bytes += len(text.encode("utf-8"))
+        report("tokenizer", done_bytes, total if limit_bytes is None or total is None else min(total, limit_bytes))
+        if limit_bytes is not None and done_bytes >= limit_bytes:
+            break
+    report("merging", 0, None)
+
+
+def empty(split: Split, validation: ValidationSplit, conversations: bool = False) -> str:
+    name, change = ("training", "Lower") if split == "train" else ("validation", "Raise")
+    other = "" if validation.by == "tail" or conversations else ", set data.validation.by=tail"
+    return (
+        f"data.validation.fraction={validation.fraction} by {validation.by} leaves the {name} split without text. "
+        f"{change} the fraction{other}, or give more text."
+    )

@@ -1,0 +1,279 @@
+"""A mixture on disk: one folder that holds several datasets, each with its own shards one after the other.
+
+The folder is a dataset like any other, and complete in itself: its files are those of the datasets under new names, or
+copies of them on another file system. The weights are not in it but in the recipe.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from pydantic import ValidationError
+
+from gptworks.config import (
+    AnyRecipe,
+    BPETokenizer,
+    CharTokenizer,
+    DatasetTokenizer,
+    FileTokenizer,
+    MixtureMember,
+    TokenizerConfig,
+    WordTokenizer,
+)
+from gptworks.config.mixture import check_mixture
+from gptworks.data.opened import Prepared, open_prepared, sha256_text
+from gptworks.data.shard_writer import write_manifest
+from gptworks.data.shards import (
+    FORMAT_VERSION,
+    TOKENIZER_FOLDER,
+    Manifest,
+    Part,
+    ShardFile,
+    Split,
+    SplitFiles,
+    shard_files,
+)
+from gptworks.errors import UserError
+from gptworks.files import check_free, check_regular, link_or_copy, make_folder, naming_disk_errors, new_folder
+from gptworks.tokenizer import fingerprint, train_tokenizer
+
+SPLITS: tuple[Split, ...] = ("train", "validation")
+Made = Callable[[AnyRecipe], Prepared | None]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A dataset of a mixture: a folder, or a part of one that is a mixture itself."""
+
+    prepared: Prepared
+    part: Part
+    splits: dict[Split, SplitFiles]
+
+    @classmethod
+    def of(cls, name: str, prepared: Prepared) -> "Member":
+        """The dataset of a folder; of a mixture, its part of that name.
+
+        Raises:
+            UserError: it has none of that name, or holds conversations.
+        """
+        manifest, folder = prepared.manifest, prepared.folder
+        if manifest.holds_examples:
+            raise UserError(f"{folder} ({name}) holds conversations, and a mixture is of text: train on it by itself.")
+        if not manifest.parts:
+            part = Part(
+                name=name,
+                fingerprint=manifest.fingerprint,
+                shards={split: len(files.shards) for split, files in manifest.splits.items()},
+                unknown_tokens={split: files.unknown_tokens for split, files in manifest.splits.items()},
+                made_from=manifest.made_from,
+                round_trips=manifest.round_trips,
+                validation_text_sha256=manifest.validation_text_sha256,
+                cleaning=manifest.cleaning,
+            )
+            return cls(prepared, part, manifest.splits)
+        names = [part.name for part in manifest.parts]
+        if name not in names:
+            raise UserError(
+                f"{folder} is a mixture itself, of {', '.join(names)}, and none of them is {name}. Give one of these "
+                f"names: it stands for that part of the mixture."
+            )
+        number = names.index(name)
+        splits = {}
+        for split, files in manifest.splits.items():
+            first = sum(part.shards.get(split, 0) for part in manifest.parts[:number])
+            shards = files.shards[first : first + manifest.parts[number].shards.get(split, 0)]
+            splits[split] = _split_files(shards, manifest.parts[number].unknown_tokens.get(split, 0))
+        return cls(prepared, manifest.parts[number], splits)
+
+
+def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Path | None]) -> list[Member] | None:
+    """The datasets of a recipe's mixture, in order; None where one of them is not made.
+
+    Args:
+        made: the dataset of a recipe without a mixture; None: it is not made.
+        trained: the folder of the tokenizer that is trained on the text of all datasets; None: it is not made.
+
+    Raises:
+        UserError: a folder is not a dataset; or they have different tokenizers.
+    """
+    data = recipe.data
+    folders = {member.name: member.dataset for member in data.mixture if member.dataset is not None}
+    built = {name: Member.of(name, open_prepared(folder.expanduser())) for name, folder in folders.items()}
+    first = next(iter(built.values()), None)
+    tokenizer = recipe.tokenizer
+    if first is not None:
+        _check_same_tokenizer(list(built.values()))
+        if not isinstance(tokenizer, DatasetTokenizer):
+            _check_tokenizer(tokenizer, first)
+        path = first.prepared.folder / TOKENIZER_FOLDER
+        tokenizer = FileTokenizer(type="file", path=path)
+    elif isinstance(tokenizer, BPETokenizer | CharTokenizer | WordTokenizer):
+        if (folder := trained(recipe)) is None:
+            return None
+        tokenizer = FileTokenizer(type="file", path=folder)
+    members = []
+    for member in data.mixture:
+        if member.name in built:
+            members.append(built[member.name])
+            continue
+        prepared = made(recipe.model_copy(update={"tokenizer": tokenizer, "data": data.of_member(member)}))
+        if prepared is None:
+            return None
+        members.append(Member.of(member.name, prepared))
+    return members
+
+
+def find_mixed(members: Sequence[Member], cache_dir: Path) -> Prepared | None:
+    """The folder that holds the members and nothing else: theirs, or one that `mixed` made; None: there is none."""
+    _check_same_tokenizer(members)
+    first = members[0].prepared
+    whole = [*first.manifest.parts] or [members[0].part]
+    if {member.prepared.folder for member in members} == {first.folder} and [one.part for one in members] == whole:
+        return first
+    folder = _folder(_manifest(members), cache_dir)
+    return open_prepared(folder) if folder.exists() else None
+
+
+def mixed(members: Sequence[Member], cache_dir: Path) -> Prepared:
+    """The members in one folder: theirs, where one holds them and nothing else; or one of cache_dir.
+
+    Raises:
+        UserError: they have different tokenizers.
+        RunError: the disk is full, fails or refuses.
+    """
+    if (found := find_mixed(members, cache_dir)) is not None:
+        return found
+    manifest = _manifest(members)
+    folder = _folder(manifest, cache_dir)
+    advice = "Free space, or set data.cache_dir to another disk, and run it again."
+    with naming_disk_errors(f"{cache_dir}: the mixture could not be made", folder, advice):
+        make_folder(cache_dir)
+        with FileLock(cache_dir / f".{folder.name}.lock"):
+            if folder.exists():
+                return open_prepared(folder)
+            _write(members, manifest, folder)
+    return replace(open_prepared(folder), reused=False)
+
+
+def _folder(manifest: Manifest, cache_dir: Path) -> Path:
+    digest = hashlib.sha256(json.dumps(manifest.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()[:8]
+    return cache_dir / f"mixture-{digest}"
+
+
+def mix_folders(out: Path, datasets: Sequence[str]) -> list[dict[str, Any]]:
+    """Make the datasets one folder. Returns the name, weight and training tokens of each.
+
+    Args:
+        datasets: of each `NAME=FOLDER` or `NAME=FOLDER:WEIGHT`.
+
+    Raises:
+        UserError: one of another form; a folder that is no dataset; or they have different tokenizers.
+        RunError: the disk is full, fails or refuses.
+    """
+    given = [_given(text) for text in datasets]
+    try:
+        check_mixture(tuple(given), None)
+    except ValueError as error:
+        raise UserError(f"{error}.") from None
+    check_free(out)
+    members = [Member.of(one.name, open_prepared(_folder_of(one))) for one in given]
+    _check_same_tokenizer(members)
+    _write(members, _manifest(members), out)
+    pairs = zip(given, members, strict=True)
+    return [{"name": g.name, "weight": g.weight, "train_tokens": m.splits["train"].tokens} for g, m in pairs]
+
+
+def _given(text: str) -> MixtureMember:
+    name, _, folder = text.partition("=")
+    before, colon, weight = folder.rpartition(":")
+    if colon and not Path(folder).exists():
+        folder = before
+    else:
+        weight = "1"
+    try:
+        return MixtureMember.model_validate({"name": name, "dataset": folder or None, "weight": weight})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise UserError(
+            f"{text}: {'.'.join(map(str, problem['loc']))} {problem['msg']}. Give NAME=FOLDER, or NAME=FOLDER:WEIGHT "
+            f"with a weight of 0 or more, such as web=data/shards-0123abcd:0.7."
+        ) from None
+
+
+def _folder_of(member: MixtureMember) -> Path:
+    assert member.dataset is not None
+    return member.dataset.expanduser()
+
+
+def _check_tokenizer(tokenizer: TokenizerConfig, member: Member) -> None:
+    if fingerprint(train_tokenizer(tokenizer, ())) != member.prepared.manifest.tokenizer_sha256:
+        raise UserError(
+            f"tokenizer.type={tokenizer.type} is not the tokenizer of {member.part.name} ({member.prepared.folder}), "
+            f"whose tokens are made already: set tokenizer.type=dataset."
+        )
+
+
+def _check_same_tokenizer(members: Sequence[Member]) -> None:
+    first, *others = members
+    for other in others:
+        ours, theirs = first.prepared.manifest, other.prepared.manifest
+        tokens = [(one.tokenizer_sha256, one.vocab_size, one.dtype) for one in (ours, theirs)]
+        if tokens[0] != tokens[1] or ours.made_from.get("chat_template") != theirs.made_from.get("chat_template"):
+            raise UserError(
+                f"{first.part.name} ({first.prepared.folder}, {ours.vocab_size:,} tokens) and {other.part.name} "
+                f"({other.prepared.folder}, {theirs.vocab_size:,}) have different tokenizers, so one model cannot read "
+                f"both. Build one of them again with tokenizer.type=file and "
+                f"tokenizer.path={first.prepared.folder / TOKENIZER_FOLDER}."
+            )
+
+
+def _manifest(members: Sequence[Member]) -> Manifest:
+    first = members[0].prepared
+    splits: dict[Split, SplitFiles] = {}
+    for split in SPLITS:
+        shards: list[ShardFile] = []
+        for shard in (shard for member in members for shard in member.splits[split].shards):
+            name = f"{split}-{len(shards):05d}"
+            shards.append(shard.model_copy(update={"file": f"{name}.tokens", "offsets_file": f"{name}.offsets"}))
+        splits[split] = _split_files(shards, sum(member.splits[split].unknown_tokens for member in members))
+    parts = tuple(member.part for member in members)
+    texts = [part.validation_text_sha256 for part in parts]
+    template = first.chat_template
+    return first.manifest.model_copy(
+        update={
+            "format_version": FORMAT_VERSION,
+            "made_from": {"chat_template": sha256_text(None if template is None else template.source)},
+            "round_trips": all(part.round_trips for part in parts),
+            "splits": splits,
+            "validation_text_sha256": None if None in texts else sha256_text(" ".join(map(str, texts))),
+            "parts": parts,
+            "cleaning": None,
+        }
+    )
+
+
+def _write(members: Sequence[Member], manifest: Manifest, folder: Path) -> None:
+    with new_folder(folder) as aside:
+        shutil.copytree(members[0].prepared.folder / TOKENIZER_FOLDER, aside / TOKENIZER_FOLDER)
+        for split in SPLITS:
+            taken = ((member.prepared.folder, one) for member in members for one in member.splits[split].shards)
+            for (source, old), new in zip(taken, manifest.splits[split].shards, strict=True):
+                for name, to in zip(shard_files(old), shard_files(new), strict=True):
+                    check_regular(source / name)
+                    link_or_copy((source / name).resolve(), aside / to)
+        write_manifest(manifest, aside)
+
+
+def _split_files(shards: Sequence[ShardFile], unknown_tokens: int) -> SplitFiles:
+    return SplitFiles(
+        shards=tuple(shards),
+        tokens=sum(shard.tokens for shard in shards),
+        documents=sum(shard.documents for shard in shards),
+        text_bytes=sum(shard.text_bytes for shard in shards),
+        unknown_tokens=unknown_tokens,
+    )

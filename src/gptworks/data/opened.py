@@ -1,0 +1,104 @@
+"""A dataset that is there: opened, and found again by its tokens."""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from gptworks.chat_template import ChatTemplate, load_chat_template
+from gptworks.config import Recipe
+from gptworks.data.shards import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest, TokenShards, read_manifest, redo
+from gptworks.errors import UserError
+from gptworks.files import sha256_file
+from gptworks.tokenizer import StreamDecoder, fingerprint, load_tokenizer
+
+_DECODED_TOKENS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A folder of shards, complete and checked."""
+
+    folder: Path
+    manifest: Manifest
+    tokenizer: Tokenizer
+    reused: bool
+    chat_template: ChatTemplate | None = None
+
+
+def find_of_run(recipe: Recipe, run_dir: Path, fingerprint: str) -> Prepared | None:
+    """The shards that a run was trained on, by their fingerprint. Their sources may be gone.
+
+    A relative `data.cache_dir` is looked for here and in the folders around the run, in one of which it was made; a
+    trial of a sweep lies four below.
+
+    Raises:
+        UserError: a file of that folder is missing or was changed.
+    """
+    near = (Path(), *run_dir.resolve().parents[:4])
+    caches = [folder / recipe.data.cache_dir for folder in near]
+    named = [folder / one.dataset.expanduser() for one in recipe.data.mixture if one.dataset for folder in near]
+    found = chain.from_iterable(sorted(cache.glob(f"[!.]*/{MANIFEST_FILE}")) for cache in caches)
+    for file in chain((folder / MANIFEST_FILE for folder in named), found):
+        with contextlib.suppress(UserError):  # of another version, or broken: `prepare` says so where it is needed
+            if read_manifest(file.parent).fingerprint == fingerprint:
+                break
+    else:
+        return None
+    return open_prepared(file.parent)
+
+
+def open_prepared(folder: str | Path) -> Prepared:
+    """Open a folder that `prepare` made.
+
+    Raises:
+        UserError: it is not one, or something in it is missing or was changed.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    for split in manifest.splits:
+        TokenShards(folder, split, verify=False)
+    for name, expected in manifest.tokenizer_files.items():
+        file = folder / TOKENIZER_FOLDER / name
+        if not file.is_file() or sha256_file(file) != expected:
+            raise UserError(
+                f"{file} is missing or not what was written: its sha256 is not the manifest's. {redo(folder)}"
+            )
+    tokenizer = load_tokenizer(folder / TOKENIZER_FOLDER)
+    if fingerprint(tokenizer) != manifest.tokenizer_sha256:
+        raise UserError(f"{folder / TOKENIZER_FOLDER} is not the tokenizer that made these tokens. {redo(folder)}")
+    template = load_chat_template(folder / TOKENIZER_FOLDER, tokenizer)
+    if manifest.made_from.get("chat_template") != sha256_text(None if template is None else template.source):
+        raise UserError(
+            f"{folder / TOKENIZER_FOLDER} does not hold the chat template that made these tokens. {redo(folder)}"
+        )
+    return Prepared(folder, manifest, tokenizer, reused=True, chat_template=template)
+
+
+def held_out_text(prepared: Prepared) -> Iterator[bytes]:
+    """The validation text itself, in parts, decoded from the shards.
+
+    Raises:
+        UserError: the tokenizer loses something, so that its tokens do not give the text back.
+    """
+    if not prepared.manifest.round_trips:
+        raise UserError(
+            f"{prepared.folder}: this tokenizer does not give back the text it encoded, so the held-out text cannot be "
+            f"read from the tokens. Use tokenizer.type=bpe, which loses nothing."
+        )
+    shards = TokenShards(prepared.folder, "validation")
+    bounds = [*shards.document_starts().tolist(), shards.n_tokens]
+    for start, end in pairwise(bounds):
+        stream = StreamDecoder(prepared.tokenizer)
+        for at in range(start, end, _DECODED_TOKENS):
+            yield stream.push(*shards.read(at, min(_DECODED_TOKENS, end - at)).tolist()).encode("utf-8")
+        yield stream.flush().encode("utf-8")
+
+
+def sha256_text(text: str | None) -> str | None:
+    """The sha256 of a text in hex; None of none."""
+    return None if text is None else hashlib.sha256(text.encode("utf-8")).hexdigest()

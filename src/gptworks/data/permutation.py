@@ -1,0 +1,57 @@
+"""A pseudo-random order of a range of numbers, held in no memory."""
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+Int64s = npt.NDArray[np.int64]
+Uint64s = npt.NDArray[np.uint64]
+
+ROUNDS = 8
+"""Keys of a permutation."""
+
+
+def shuffled(samples: Int64s, n: int, seed: int) -> Int64s:
+    """The item [k], of 0 … n-1, of each sample [k]: every epoch visits each item once, in an order of its own."""
+    epochs, places = np.divmod(samples, n)
+    items = np.empty_like(samples)
+    for epoch in np.unique(epochs).tolist():
+        here = epochs == epoch
+        items[here] = permute(places[here], n, random_keys(seed, epoch))
+    return items
+
+
+@lru_cache(maxsize=64)
+def random_keys(*seeds: int) -> Uint64s:
+    """Random numbers [ROUNDS + 1] of a seed and of what it is for: the keys of a permutation, and one more.
+
+    A trailing 0 changes nothing.
+    """
+    return np.random.SeedSequence(seeds).generate_state(ROUNDS + 1, np.uint64).astype(np.uint64)
+
+
+def permute(places: Int64s, n: int, keys: Uint64s) -> Int64s:
+    """The image [k] of each place [k] under a pseudo-random permutation of 0 … n-1, held in no memory.
+
+    A Feistel network permutes the numbers below a power of four, at most 4n; a number that falls outside n goes through
+    again until it is inside (cycle walking: Black & Rogaway, 2002).
+    """
+    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    values = places.astype(np.uint64)
+    outside = np.ones(len(values), dtype=bool)
+    while outside.any():
+        left, right = values[outside] >> shift, values[outside] & mask
+        for key in keys[:ROUNDS]:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        values[outside] = left << shift | right
+        outside = values >= n
+    return values.astype(np.int64)
+
+
+def _mix(values: Uint64s) -> Uint64s:
+    """SplitMix64's finalizer (Steele, Lea & Flood, 2014): every input bit changes about half of the output bits."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

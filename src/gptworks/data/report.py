@@ -1,0 +1,22 @@
+"""How the stages of a build are reported."""
+
+from collections.abc import Callable
+
+from gptworks.data.encode import Advance
+
+Report = Callable[[str, int, int | None], None]
+"""Called with the stage ("waiting", "cleaning", "sample", "tokenizer", "merging", "shards"), the bytes of text done,
+and all of them where known. A stage that begins with "encoding with" is a line to print, once: which library encodes,
+and why."""
+
+
+def adding_up(report: Report, stage: str, total_bytes: int | None) -> Advance:
+    """Reports all bytes of a stage that are done, given those that are done since it was called last."""
+    done_bytes = 0
+
+    def advance(n_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += n_bytes
+        report(stage, done_bytes, total_bytes)
+
+    return advance

@@ -1,0 +1,84 @@
+"""What a tokenizer learns its merges from, where there is more text than it needs: a random sample of all of it.
+
+A document is in the sample by a hash of its text, or each of its pieces where it is a long one. So the sample does not
+depend on the order of the sources, and is the same in every build.
+"""
+
+import hashlib
+import heapq
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from gptworks.config import ValidationSplit
+from gptworks.data.encode import Advance, encode_in_order
+from gptworks.data.jobs import Job
+from gptworks.data.split import split_documents
+from gptworks.files import replacing
+
+_ALL = 1 << 64
+_LEAST_KEPT_BYTES = 1 << 23
+"""A job may keep this much, however small its part of the sample."""
+
+
+def sample_texts(
+    folder: Path, jobs: list[Job], validation: ValidationSplit, limit_bytes: int, processes: int, report: Advance
+) -> Iterator[str]:
+    """Random pieces of the training text, in order, of which there is more than `limit_bytes`: at most so much."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = [sum(unit.size_bytes for _, unit in job.units) for job in jobs]
+    rate = min(1.0, 2 * limit_bytes / max(1, sum(sizes)))  # twice as much as is taken: sizes are those of files
+    limits = [min(limit_bytes, max(_LEAST_KEPT_BYTES, int(4 * rate * size))) for size in sizes]
+    files = [folder / f"{job.number:05d}.jsonl" for job in jobs]
+    left = [[work] for work in zip(jobs, files, limits, strict=True) if not work[1].exists()]
+    for _ in encode_in_order(iter(left), _sampler, (validation, int(rate * _ALL)), processes, least=2, report=report):
+        pass
+    most, taken_bytes = _ALL, 0
+    for key, size in heapq.merge(*(sorted((line[0], line[1]) for line in _lines(file)) for file in files)):
+        taken_bytes += size
+        if size == 0 or taken_bytes > limit_bytes:
+            most = key
+            break
+    return (text for file in files for key, _, text in _lines(file) if key < most)
+
+
+def _lines(file: Path) -> Iterator[tuple[int, int, str]]:
+    """The key, the size and the text of each piece; a piece of no size says that there were more from its key on."""
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            key, size, text = json.loads(line)
+            yield key, size, text
+
+
+Work = tuple[Job, Path, int]
+
+
+def _sampler(validation: ValidationSplit, below: int, advance: Advance) -> Callable[[list[Work]], list[None]]:
+    sample = partial(_sample_job, validation, below, advance)
+    return lambda works: [sample(*work) for work in works]
+
+
+def _sample_job(
+    validation: ValidationSplit, below: int, advance: Advance, job: Job, file: Path, limit_bytes: int
+) -> None:
+    """Write the training pieces whose keys are below; where they are too many, those with the smallest keys."""
+    kept: list[tuple[int, int, str]] = []  # with the largest key first
+    kept_bytes, most = 0, below
+    for number, (split, piece) in enumerate(split_documents(job.pieces(), validation, job.opening())):
+        text = piece.text.encode("utf-8")
+        advance(len(text))
+        key = int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"sample").digest(), "big")
+        if split == "validation" or key >= most:
+            continue
+        heapq.heappush(kept, (-key, number, piece.text))
+        kept_bytes += len(text)
+        while kept_bytes > limit_bytes:
+            largest, _, dropped = heapq.heappop(kept)
+            kept_bytes -= len(dropped.encode("utf-8"))
+            most = -largest
+    in_order = sorted((number, -key, text) for key, number, text in kept)
+    lines = [(key, len(text.encode("utf-8")), text) for _, key, text in in_order if key < most]
+    with replacing(file) as aside, aside.open("w", encoding="utf-8") as out:
+        for line in [*lines, (most, 0, "")] if most < below else lines:
+            out.write(json.dumps(line) + "\n")

@@ -1,0 +1,401 @@
+"""Where a phrase stands in the tokens of a dataset: a suffix array over the bytes that the tokens spell.
+
+The index lies beside the shards, in files of up to 2**24 tokens. Each is written whole or not at all:
+
+    a header        JSON, padded to 1,024 bytes: of which tokens it is
+    the suffixes    where each suffix of the text begins, in the order of the suffixes, little-endian uint32
+    the places      where every 256th token begins in the text, little-endian uint32
+    the text        the bytes that the tokens spell
+
+A phrase may begin and end within a token and may be tokenized in any way: the bytes are searched, not the tokens.
+"""
+
+import mmap
+import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain, islice, pairwise, repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from filelock import FileLock
+
+from gptworks.data.opened import Prepared
+from gptworks.data.shards import Ids, ShardFile, Split, TokenShards, redo
+from gptworks.data.spelling import BORDER, Spelling
+from gptworks.errors import UserError, not_installed
+from gptworks.files import check_regular, make_folder, naming_disk_errors, replacing, sealed_json, unsealed_json
+
+FOLDER = "search"
+"""Of the index, in the folder of the dataset."""
+BLOCK_TOKENS = 1 << 24
+MAX_BLOCK_BYTES = (1 << 31) - 1
+_VERSION = 1
+_HEADER_BYTES = 1024
+_EVERY = 256
+_READ_TOKENS = 1 << 18
+_CONTEXT_TOKENS = 24
+_MOST_ORDERED = 1 << 16
+_MOST_THREADS = 4
+
+Progress = Callable[[int, int], None]
+"""Called with the tokens done and all."""
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A place of a phrase."""
+
+    document: int
+    """Its number in the split, from 0."""
+    first: int
+    """The place in the document of the token in which the phrase begins."""
+    n_tokens: int
+    """That the phrase touches."""
+    position: int
+    """The place in the split of the token in which the phrase begins."""
+    before: str
+    text: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """The places of a phrase."""
+
+    n: int
+    """How many there are; they may overlap."""
+    hits: tuple[Hit, ...]
+    """Some of them, in the order of the text."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The tokens that one file covers."""
+
+    file: Path
+    header: dict[str, Any]
+    first: int
+    n_tokens: int
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """The file of a block, mapped."""
+
+    first: int
+    memory: mmap.mmap
+    suffixes: npt.NDArray[np.uint32]
+    places: npt.NDArray[np.uint32]
+    begin: int
+    """Of the text in the file."""
+    n_bytes: int
+    n_borders: int
+
+    def text(self, start: int, end: int) -> bytes:
+        return self.memory[self.begin + start : self.begin + end]
+
+    def range(self, pattern: bytes) -> tuple[int, int]:
+        """The suffixes that begin with these bytes: the first, and the one after the last."""
+        n, begin, memory = len(pattern), self.begin, self.memory
+
+        def key(place: Any) -> bytes:
+            at = begin + int(place)
+            return memory[at : at + n]
+
+        low = bisect_left(self.suffixes, pattern, key=key)
+        return low, bisect_right(self.suffixes, pattern, lo=low, key=key)
+
+
+class SearchIndex:
+    """The index of a split. `build` makes what is missing of it; the rest needs it complete.
+
+    Raises:
+        UserError: the dataset is not as it was written.
+    """
+
+    def __init__(self, prepared: Prepared, split: Split = "train") -> None:
+        self.folder, self.split, self.tokenizer = prepared.folder / FOLDER, split, prepared.tokenizer
+        self.spelling = Spelling(prepared.tokenizer)
+        self._shards = TokenShards(prepared.folder, split, verify=False)
+        self._table: Sequence[bytes] = [*self.spelling.table, BORDER]
+        self._blocks = list(self._planned(prepared.manifest.tokenizer_sha256))
+
+    def _planned(self, tokenizer_sha256: str) -> Iterator[_Block]:
+        """Blocks of the shards, small enough for 32-bit places."""
+        most = min(BLOCK_TOKENS, MAX_BLOCK_BYTES // (self.spelling.max_token_bytes + 1))
+        at = 0
+        for shard in self._shards.manifest.splits[self.split].shards:
+            for number, start in enumerate(range(0, shard.tokens, most)):
+                n = min(most, shard.tokens - start)
+                header = {
+                    "version": _VERSION, "tokens_sha256": shard.sha256, "documents_sha256": shard.offsets_sha256,
+                    "tokenizer_sha256": tokenizer_sha256, "first_token": start, "n_tokens": n,
+                }  # fmt: skip
+                yield _Block(self.folder / _name(shard, number), header, at + start, n)
+            at += shard.tokens
+
+    @cached_property
+    def _starts(self) -> Int64s:
+        return self._shards.document_starts()
+
+    # -------------------------------------------------------------------------------------------------- build
+
+    @property
+    def n_tokens(self) -> int:
+        """Of the split."""
+        return self._shards.n_tokens
+
+    @property
+    def missing(self) -> int:
+        """Tokens that are not in the index yet."""
+        return sum(block.n_tokens for block in self._blocks if _opened(block) is None)
+
+    def build(self, threads: int | None = None, report: Progress = lambda done, total: None) -> None:
+        """Write what is missing of the index, block by block; what is written stays if this is interrupted.
+
+        Args:
+            threads: blocks sorted at once, each in about 7 bytes of memory a byte of text; None: the cores, at most 4.
+
+        Raises:
+            UserError: the library is missing, or a file of the dataset was changed.
+            RunError: the disk is full or fails.
+        """
+        try:
+            from pydivsufsort import divsufsort
+        except ImportError:
+            raise not_installed("pydivsufsort", "data", "searching a dataset") from None
+        self._shards.verify()
+        advice = "What is written of the index stays. Make room or permission there, and search again."
+        needed = 5 * self._shards.text_bytes
+        with naming_disk_errors(f"{self.folder}: the index could not be written", self.folder, advice, needed):
+            make_folder(self.folder)
+            with FileLock(self.folder / ".lock"):
+                todo = [block for block in self._blocks if _opened(block) is None]
+                done = self.n_tokens - sum(block.n_tokens for block in todo)
+                report(done, self.n_tokens)
+                with ThreadPoolExecutor(threads or min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+                    writing = [pool.submit(self._write, block, divsufsort) for block in todo]
+                    try:
+                        for block, future in zip(todo, writing, strict=True):
+                            future.result()
+                            done += block.n_tokens
+                            report(done, self.n_tokens)
+                    finally:
+                        pool.shutdown(cancel_futures=True)
+
+    def _write(self, block: _Block, divsufsort: Callable[[bytes], npt.NDArray[np.int32]]) -> None:
+        parts: list[bytes] = []
+        places: list[npt.NDArray[np.uint32]] = []
+        size = n_borders = 0
+        for at in range(block.first, block.first + block.n_tokens, _READ_TOKENS):
+            ids, opens = self._read(at, min(_READ_TOKENS, block.first + block.n_tokens - at))
+            sizes = self.spelling.sizes[ids] + opens
+            places.append((size + np.cumsum(sizes) - sizes)[::_EVERY].astype("<u4"))
+            n_borders += int(opens.sum())
+            size += int(sizes.sum())
+            spelled = np.insert(ids, np.flatnonzero(opens), len(self._table) - 1) if opens.any() else ids
+            parts.append(b"".join(map(self._table.__getitem__, spelled.tolist())))
+        text = b"".join(parts)
+        header = sealed_json({**block.header, "n_bytes": size, "n_borders": n_borders}).encode("utf-8")
+        with replacing(block.file) as aside, aside.open("wb") as file:
+            file.write(header.ljust(_HEADER_BYTES))
+            divsufsort(text).astype("<u4", copy=False).tofile(file)
+            np.concatenate(places).tofile(file)
+            file.write(text)
+
+    def _read(self, at: int, n: int) -> tuple[Ids, npt.NDArray[np.bool_]]:
+        """Tokens, and before which of them a document begins that no special token separates from the last.
+
+        Raises:
+            UserError: one is not in the vocabulary.
+        """
+        before = min(at, 1)
+        ids = self._shards.read(at - before, n + before)
+        if int(ids.max(initial=0)) >= len(self.spelling.table):
+            raise UserError(f"{self._shards.folder} holds tokens that are not in its vocabulary. {self._redo}")
+        special = self.spelling.is_border[ids]
+        opens = np.zeros(len(ids), dtype=np.bool_)
+        low, high = np.searchsorted(self._starts, [max(at, 1), at + n])
+        opens[self._starts[low:high] - (at - before)] = True
+        opens[1:] &= ~special[1:] & ~special[:-1]
+        return ids[before:], opens[before:]
+
+    @property
+    def _redo(self) -> str:
+        return redo(self._shards.folder)
+
+    # ------------------------------------------------------------------------------------------------- search
+
+    @cached_property
+    def _open(self) -> list[_Opened]:
+        found = [_opened(block) for block in self._blocks]
+        if None in found:
+            raise UserError(f"{self.folder} is not complete: build the index first.")
+        return [one for one in found if one is not None]
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        """Where the text of each block begins in that of the split, and the end."""
+        return [0, *accumulate(one.n_bytes for one in self._open)]
+
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether the text is what the tokens spell one after the other, without further borders."""
+        return not any(one.n_borders for one in self._open)
+
+    def find(self, phrase: str, most: int = 10) -> Found:
+        """Every place of a phrase, counted; and some of them.
+
+        Args:
+            most: how many are returned: the first ones, unless a file of the index has more than 65,536.
+
+        Raises:
+            UserError: the phrase cannot be searched, or the index is not that of the tokens.
+        """
+        pattern = self.spelling.of_phrase(phrase)
+        ranges = [one.range(pattern) for one in self._open]
+        across = list(self._across(pattern))
+        n = len(across) + sum(high - low for low, high in ranges)
+        places = across[: max(0, most)]
+        for one, begin, (low, high) in zip(self._open, self._bounds, ranges, strict=False):
+            if len([place for place in places if place < begin]) >= most:
+                break
+            here = one.suffixes[low : min(high, low + _MOST_ORDERED)]
+            if len(here) > most:
+                here = np.partition(here, most)[:most]
+            places += [begin + place for place in here.tolist()]
+        return Found(n, tuple(self._hit(place, pattern) for place in sorted(places)[: max(0, most)]))
+
+    def holds(self, ids: Int64s, most: int = 64) -> bool | None:
+        """Whether these tokens stand in the split one after the other. None: the first of so many places of their text
+        are tokenized otherwise, and there are more.
+
+        Only where `follows_tokens`.
+        """
+        pattern = self.spelling.spell(ids.tolist())
+        places = chain(*map(self._places, self._open, self._bounds, repeat(pattern)), self._across(pattern))
+        for place in islice(places, most):
+            token, within, _ = self._token_at(place)
+            fits = not within and token + len(ids) <= self.n_tokens
+            if fits and np.array_equal(self._shards.read(token, len(ids)), ids):
+                return True
+        return None if next(places, None) is not None else False
+
+    @staticmethod
+    def _places(one: _Opened, begin: int, pattern: bytes) -> Iterator[int]:
+        low, high = one.range(pattern)
+        yield from (begin + int(place) for place in one.suffixes[low:high])
+
+    def _across(self, pattern: bytes) -> Iterator[int]:
+        """The places in the text of the split from which the bytes go on from one block into the next."""
+        n = len(pattern)
+        for before, border in pairwise(self._bounds[:-1]):
+            start = max(before, border - n + 1)
+            window = self._text(start, min(self._bounds[-1], border + n - 1))
+            at = window.find(pattern)
+            while at >= 0:
+                yield start + at
+                at = window.find(pattern, at + 1)
+
+    def _text(self, start: int, end: int) -> bytes:
+        first = bisect_right(self._bounds, start) - 1
+        last = bisect_left(self._bounds, end)
+        parts = ((self._open[i], self._bounds[i]) for i in range(first, last))
+        return b"".join(one.text(max(0, start - at), min(one.n_bytes, end - at)) for one, at in parts)
+
+    def _token_at(self, place: int) -> tuple[int, int, bytes]:
+        """The token that spells the byte at a place of the text, the byte's place in it, and what it spells.
+
+        Raises:
+            UserError: there is none.
+        """
+        number = min(bisect_right(self._bounds, place), len(self._open)) - 1
+        one, local = self._open[number], place - self._bounds[number]
+        noted = max(0, int(np.searchsorted(one.places, local, side="right")) - 1)
+        first, at = one.first + noted * _EVERY, int(one.places[noted])
+        for i, spelled in enumerate(self._spelled(first, min(_EVERY, self._shards.n_tokens - first))):
+            if at <= local < at + len(spelled):
+                return first + i, local - at, spelled
+            at += len(spelled)
+        raise self._damaged()
+
+    def _spelled(self, at: int, n: int) -> list[bytes]:
+        ids, opens = self._read(at, n)
+        spelled = zip(ids.tolist(), opens.tolist(), strict=True)
+        return [BORDER * opened + self._table[token] for token, opened in spelled]
+
+    def _hit(self, place: int, pattern: bytes) -> Hit:
+        """The hit at a place of the text, compared with the tokens themselves.
+
+        Raises:
+            UserError: the phrase is not there.
+        """
+        token, within, _ = self._token_at(place)
+        spelled = self._spelled(token, min(len(pattern), self._shards.n_tokens - token))
+        ends = list(accumulate(map(len, spelled)))
+        n = bisect_left(ends, within + len(pattern)) + 1
+        whole = b"".join(spelled[:n])
+        if whole[within : within + len(pattern)] != pattern:
+            raise self._damaged()
+        starts = self._starts
+        document = max(0, int(np.searchsorted(starts, token, side="right")) - 1)
+        begin = int(starts[document]) if len(starts) else 0
+        end = int(starts[document + 1]) if document + 1 < len(starts) else self._shards.n_tokens
+        before = max(begin, token - _CONTEXT_TOKENS)
+        after = min(end, token + n + _CONTEXT_TOKENS)
+        if self.spelling.by_text:
+            parts = (
+                self._shown(before, token) + whole[:within], pattern,
+                whole[within + len(pattern) :] + self._shown(token + n, after),
+            )  # fmt: skip
+            texts = [part.decode("utf-8", "replace") for part in parts]
+        else:
+            ends_at = ((before, token), (token, token + n), (token + n, after))
+            texts = [self.tokenizer.decode(self._shards.read(a, b - a).tolist()) if b > a else "" for a, b in ends_at]
+        return Hit(document, token - begin, n, token, *texts)
+
+    def _shown(self, start: int, end: int) -> bytes:
+        """The text of tokens, special ones by their names."""
+        if end <= start:
+            return b""
+        ids = self._shards.read(start, end - start).tolist()
+        border = self.spelling.is_border
+        names = ((self.tokenizer.id_to_token(i) or "").encode() if border[i] else self._table[i] for i in ids)
+        return b"".join(names)
+
+    def _damaged(self) -> UserError:
+        return UserError(
+            f"{self.folder} is not the index of {self._shards.folder}, or was changed. Delete it; it is built again."
+        )
+
+
+def _name(shard: ShardFile, number: int) -> str:
+    return f"{Path(shard.file).stem}-{number:03d}.index"
+
+
+def _opened(block: _Block) -> _Opened | None:
+    """The file of a block, if it is there, whole, and of these tokens. Its contents are not verified."""
+    try:
+        check_regular(block.file)
+        with block.file.open("rb") as file:
+            header = unsealed_json(file.read(_HEADER_BYTES).rstrip(b" "))
+            n_bytes, n_borders = int(header.pop("n_bytes")), int(header.pop("n_borders"))
+            if header != block.header or not 0 < n_bytes <= MAX_BLOCK_BYTES:
+                return None
+            n_places = -(-block.n_tokens // _EVERY)
+            begin = _HEADER_BYTES + 4 * (n_bytes + n_places)
+            if os.fstat(file.fileno()).st_size != begin + n_bytes:
+                return None
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    suffixes = np.frombuffer(memory, "<u4", n_bytes, _HEADER_BYTES)
+    places = np.frombuffer(memory, "<u4", n_places, _HEADER_BYTES + 4 * n_bytes)
+    return _Opened(block.first, memory, suffixes, places, begin, n_bytes, n_borders)

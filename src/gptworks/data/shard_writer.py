@@ -1,0 +1,108 @@
+"""Writes a folder of shards; see `gptworks.data.shards` for the format."""
+
+import contextlib
+import hashlib
+from array import array
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from gptworks.data.shards import MANIFEST_FILE, Dtype, Ids, Manifest, ShardFile, Split, SplitFiles, little_endian
+from gptworks.files import sealed_json, sync
+
+
+class ShardWriter:
+    """Writes the shards of one split as tokens come. Memory holds no more than one shard's document starts."""
+
+    def __init__(self, folder: Path, split: Split, dtype: Dtype, shard_tokens: int) -> None:
+        self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
+        self._dtype = little_endian(dtype)
+        self._shards: list[ShardFile] = []
+        self._unknown_tokens = 0
+        self._open: BinaryIO | None = None
+
+    def add(
+        self,
+        ids: Ids,
+        text_bytes: int,
+        starts_document: bool,
+        unknown_tokens: int = 0,
+        learned: npt.NDArray[np.bool_] | None = None,
+        example: tuple[int, ...] = (),
+    ) -> None:
+        """Append tokens [n] that stand for `text_bytes` bytes of text.
+
+        A conversation comes whole: with the mask of its learned tokens [n], and the columns of `EXAMPLE`.
+        """
+        if self._open is None:
+            self._name = f"{self._split}-{len(self._shards):05d}"
+            self._open = (self._folder / f"{self._name}.tokens").open("wb")
+            self._digest, self._starts, self._tokens, self._text_bytes = hashlib.sha256(), array("Q"), 0, 0
+            self._learned: list[bytes] = []
+            self._examples = array("Q")
+        if starts_document:
+            self._starts.append(self._tokens)
+        data = ids.astype(self._dtype).tobytes()
+        self._open.write(data)
+        self._digest.update(data)
+        if learned is not None:
+            self._learned.append(learned.astype(np.uint8).tobytes())
+            self._examples.extend(example)
+        self._tokens += len(ids)
+        self._text_bytes += text_bytes
+        self._unknown_tokens += unknown_tokens
+        if self._tokens >= self._shard_tokens:
+            self._close_shard()
+
+    def finish(self) -> SplitFiles:
+        """Close the last shard. Every file is on the disk when this returns."""
+        self._close_shard()
+        return SplitFiles(
+            shards=tuple(self._shards),
+            tokens=sum(shard.tokens for shard in self._shards),
+            documents=sum(shard.documents for shard in self._shards),
+            text_bytes=sum(shard.text_bytes for shard in self._shards),
+            unknown_tokens=self._unknown_tokens,
+        )
+
+    def abandon(self) -> None:
+        """Close the open file and leave the rest as it is."""
+        if self._open is not None:
+            with contextlib.suppress(OSError):  # it may fail for the reason that ended the work: a full disk
+                self._open.close()
+
+    def _close_shard(self) -> None:
+        if self._open is None:
+            return
+        self._open.close()
+        self._open = None
+        sync(self._folder / f"{self._name}.tokens")
+        files = {"offsets": np.asarray(self._starts, dtype="<u8").tobytes()}
+        if self._learned:
+            examples = np.asarray(self._examples, dtype="<u8").tobytes()
+            files |= {"learned": b"".join(self._learned), "examples": examples}
+        for ending, content in files.items():
+            file = self._folder / f"{self._name}.{ending}"
+            file.write_bytes(content)
+            sync(file)
+        sums = {ending: hashlib.sha256(content).hexdigest() for ending, content in files.items()}
+        self._shards.append(
+            ShardFile(
+                file=f"{self._name}.tokens",
+                offsets_file=f"{self._name}.offsets",
+                tokens=self._tokens,
+                documents=len(self._starts),
+                text_bytes=self._text_bytes,
+                sha256=self._digest.hexdigest(),
+                offsets_sha256=sums.pop("offsets"),
+                more_sha256=sums,
+            )
+        )
+
+
+def write_manifest(manifest: Manifest, folder: Path) -> None:
+    """Write manifest.json, durably. It is the last file of a folder."""
+    (folder / MANIFEST_FILE).write_text(sealed_json(manifest.model_dump(mode="json")), encoding="utf-8", newline="")
+    sync(folder / MANIFEST_FILE)

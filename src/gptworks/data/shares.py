@@ -1,0 +1,109 @@
+"""Which dataset each sample of a run comes from, by the datasets' weights: a function of the seed and of the sample's
+position, with nothing stored."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise
+from math import lcm
+
+import numpy as np
+
+from gptworks.config import Recipe
+from gptworks.data.permutation import Int64s, permute, random_keys
+
+BLOCK = 256
+"""Samples whose datasets are shuffled together."""
+_BLOCKS = (1 << 48) - 1
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The datasets' weights, and from which sample on they hold."""
+
+    first: int
+    weights: tuple[float, ...]
+
+
+def weights_over_run(recipe: Recipe) -> list[Weights]:
+    """The weights of the recipe's datasets, from sample 0 on, and those that hold later; of one dataset, one."""
+    members, anneal, first = recipe.data.mixture, recipe.data.anneal, recipe.anneal_from
+    weights = [Weights(0, tuple(member.weight for member in members) or (1.0,))]
+    if anneal is not None and first is not None:
+        weights.append(Weights(first, tuple(anneal.weights.get(member.name, 0.0) for member in members)))
+    return weights
+
+
+class Shares:
+    """The dataset of each sample, and its number among that dataset's samples.
+
+    Samples stand in blocks. By the end of each block, each dataset has had its share of all samples so far, rounded;
+    inside a block the datasets come in an order that is shuffled by the seed.
+    """
+
+    def __init__(self, phases: Sequence[Weights], seed: int) -> None:
+        """
+        Args:
+            phases: the weights from sample 0 on, then others from a later sample on.
+        """
+        assert phases[0].first == 0 and all(a.first < b.first for a, b in pairwise(phases))
+        self._seed, self._weights = seed, [_whole(phase.weights) for phase in phases]
+        self._firsts = np.array([phase.first for phase in phases])
+        self._before = [np.zeros(len(phases[0].weights), dtype=np.int64)]
+        for phase in phases[1:]:
+            self._before.append(self.before(phase.first))
+
+    def draw(self, samples: Int64s) -> tuple[Int64s, Int64s]:
+        """The dataset [n] of each sample [n], and how many of the dataset's samples come before it [n]."""
+        phases = np.searchsorted(self._firsts, samples, side="right") - 1
+        blocks, places = np.divmod(samples - self._firsts[phases], BLOCK)
+        keys, which = np.unique(phases << 48 | blocks, return_inverse=True)
+        found = [_block(self._weights[key >> 48], self._seed, key >> 48, key & _BLOCKS) for key in keys.tolist()]
+        datasets, numbers = (np.stack(columns)[which, places] for columns in zip(*found, strict=True))
+        return datasets, numbers + np.stack(self._before)[phases, datasets]
+
+    def before(self, position: int) -> Int64s:
+        """How many samples of each dataset [k] come before a position."""
+        phase = int(np.searchsorted(self._firsts[: len(self._before)], position, side="left")) - 1
+        if phase < 0:
+            return self._before[0]
+        weights, done = self._weights[phase], position - int(self._firsts[phase])
+        blocks, rest = divmod(done, BLOCK)
+        begun = np.bincount(_block(weights, self._seed, phase, blocks)[0][:rest], minlength=len(weights))
+        whole: Int64s = self._before[phase] + np.array(counts(weights, blocks * BLOCK))
+        return whole + begun
+
+
+def counts(weights: tuple[int, ...], n: int) -> list[int]:
+    """How many of n samples each dataset has: its share, rounded. None falls as n grows, and they add up to n."""
+    found, left, total = [], n, sum(weights)
+    for weight in weights:  # its share of what those before it have left; rounded, each step of n gives it 0 or 1 more
+        found.append((2 * left * weight + total) // (2 * total) if weight else 0)
+        left, total = left - found[-1], total - weight
+    return found
+
+
+def windows_per_epoch(n_tokens: int, context_length: int) -> int:
+    """As many windows as fit behind the last of T first positions, so that every epoch has the same number."""
+    return max(1, (n_tokens - context_length) // context_length)
+
+
+@lru_cache(maxsize=64)
+def _block(weights: tuple[int, ...], seed: int, phase: int, block: int) -> tuple[Int64s, Int64s]:
+    """The dataset [BLOCK] of each sample of a block, and its number [BLOCK] in the phase."""
+    first, end = (np.array(counts(weights, n * BLOCK)) for n in (block, block + 1))
+    places = permute(np.arange(BLOCK), BLOCK, random_keys(seed, block, phase + 1))
+    datasets = np.repeat(np.arange(len(weights)), end - first)[places]
+    numbers = np.empty_like(datasets)
+    for dataset in np.unique(datasets).tolist():
+        here = datasets == dataset
+        numbers[here] = first[dataset] + np.arange(int(here.sum()))
+    return datasets, numbers
+
+
+def _whole(weights: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers in the proportions that the weights have in decimal, so that no rounding depends on the machine."""
+    fractions = [Fraction(repr(float(weight))) for weight in weights]
+    scale = lcm(*(fraction.denominator for fraction in fractions))
+    return tuple(int(fraction * scale) for fraction in fractions)

@@ -1,0 +1,244 @@
+"""ZIP and tar archives, whose members are documents or files of records. Nothing is written to the disk: members are
+read as streams, in the order of the archive."""
+
+import errno
+import fnmatch
+import io
+import lzma
+import re
+import tarfile
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from gptworks.config import ArchiveSource
+from gptworks.data.sources.base import UNIT_BYTES, Piece, Source, Unit, document
+from gptworks.data.sources.delimited import read_table
+from gptworks.data.sources.opening import about_unpacked_size, check_ratio, compression, open_file, plain_name, unpacked
+from gptworks.data.sources.records import MOST_LINE_BYTES, read_jsonl, record_document
+from gptworks.errors import UserError
+
+_MEMBERS = {"text": ("*.txt", "*.md", "*.text"), "jsonl": ("*.jsonl",), "csv": ("*.csv", "*.tsv")}
+"""What is read where the settings name nothing, by `format`; compressed members too."""
+MOST_DIRECTORY_BYTES = 1 << 27
+_MOST_HEADER_BYTES = 1 << 20
+"""Of a tar member's name and attributes."""
+
+
+_BROKEN = (
+    zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, OSError
+)  # fmt: skip
+
+
+@dataclass
+class _Member:
+    name: str
+    size_bytes: int
+    wrong: str = ""
+    """Why it cannot be read."""
+
+
+_Opened = tuple[_Member, Callable[[], Any]]
+"""A member, and what opens it."""
+
+
+class Archive(Source):
+    """Members of ZIP and tar archives."""
+
+    settings: ArchiveSource
+    endings = (".zip", ".tar")
+
+    def read(self, file: Path) -> Iterator[Piece]:
+        yield from self.read_unit(Unit(file, 0))
+
+    def units(self) -> list[Unit]:
+        """Of a ZIP archive, neighbouring members; a tar archive is read from its beginning, so it is one."""
+        return [unit for file in self.files() for unit in self._units(file)]
+
+    def _units(self, file: Path) -> list[Unit]:
+        if _is_tar(file):
+            return [Unit(file, about_unpacked_size(file))]
+        with _zip(file) as archive:
+            sizes = [info.file_size for info in archive.infolist()]
+        units, start, held = [], 0, 0
+        for number, size in enumerate(sizes):
+            held += size
+            if held >= UNIT_BYTES or number == len(sizes) - 1:
+                units.append(Unit(file, held, start, number + 1))
+                start, held = number + 1, 0
+        return units or [Unit(file, 0)]
+
+    def size_bytes(self) -> int | None:
+        return sum(unit.size_bytes for unit in self.units()) if self.settings.path else None
+
+    def read_unit(self, unit: Unit) -> Iterator[Piece]:
+        members = _tar_members(unit.file) if _is_tar(unit.file) else _zip_members(unit.file, unit.start, unit.end)
+        seen: Counter[str] = Counter()
+        n_read = 0
+        for member, stream in members:
+            name = Path(f"{unit.file}:{member.name}")
+            _check_path(unit.file, member.name)
+            seen[PurePosixPath(member.name).suffix or "(none)"] += 1
+            if not self._wanted(member.name):
+                continue
+            if member.wrong:
+                raise UserError(f"{name}: {member.wrong} Leave it out by the source's `members`.")
+            n_read += 1
+            try:
+                with stream() as opened:
+                    yield from self._read_member(name, opened, member.size_bytes)
+            except _BROKEN as error:
+                if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # the disk's
+                    raise
+                reason = " ".join(str(error).split())
+                raise UserError(f"{name}: broken data ({reason}). Get the archive again.") from None
+        if not n_read and unit.end is None:
+            found = ", ".join(f"{ending} ({count})" for ending, count in seen.most_common(5))
+            if not found:
+                raise UserError(f"{unit.file}: this archive is empty. Get it again, or leave it out.")
+            wanted = " or ".join(self._patterns)
+            raise UserError(f"{unit.file}: no member matches {wanted}; it has {found}. Set the source's `members`.")
+
+    @property
+    def _patterns(self) -> tuple[str, ...]:
+        return self.settings.members or _MEMBERS[self.settings.format]
+
+    def _wanted(self, name: str) -> bool:
+        names = (name, plain_name(name))
+        return any(fnmatch.fnmatchcase(one, pattern) for one in names for pattern in self._patterns)
+
+    def _read_member(self, name: Path, stream: BinaryIO, size_bytes: int) -> Iterator[Piece]:
+        opened = unpacked(stream, name)
+        if self.settings.format == "text":
+            if compression(name.name):  # its size shows at its end
+                opened = io.BytesIO(opened.read(MOST_LINE_BYTES + 1))
+                size_bytes = len(opened.getbuffer())
+                if size_bytes > MOST_LINE_BYTES:
+                    raise UserError(
+                        f"{name}: a packed text in an archive may have {MOST_LINE_BYTES:,} bytes. Unpack it."
+                    )
+            yield from document(opened, name, n_bytes=size_bytes)
+            return
+        jsonl = self.settings.format == "jsonl"
+        for where, record in read_jsonl(name, opened=opened) if jsonl else read_table(name, opened=opened):
+            yield from record_document(where, record, self.settings.field)
+
+
+def _is_tar(file: Path) -> bool:
+    return plain_name(file.name).endswith(".tar")
+
+
+def _check_path(file: Path, name: str) -> None:
+    path = PurePosixPath(name.replace("\\", "/"))
+    if path.is_absolute() or ".." in path.parts or re.match(r"[A-Za-z]:[\\/]", name):
+        shown = name if name.isprintable() else ascii(name)
+        raise UserError(
+            f"{file}: its member {shown[:200]!r} lies outside of the archive's own folder. Nothing is written there, "
+            f"but an archive that says so is damaged or hostile: make it again from the files."
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- zip
+
+
+def _check_directory(file: Path) -> None:
+    """Refuse a list of members that would fill the memory, which holds it whole."""
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - (1 << 16) - 98))
+        tail = stream.read()
+    end, end_of_large = tail.rfind(b"PK\5\6"), tail.rfind(b"PK\6\6")
+    size = int.from_bytes(tail[end + 12 : end + 16], "little") if end >= 0 else 0
+    if size == 0xFFFFFFFF and end_of_large >= 0:
+        size = int.from_bytes(tail[end_of_large + 40 : end_of_large + 48], "little")
+    if size > MOST_DIRECTORY_BYTES:
+        raise UserError(
+            f"{file}: its list of members has {size:,} bytes, and {MOST_DIRECTORY_BYTES:,} is the most. "
+            f"Divide it, or pack the files as .tar.gz, which is read as a stream."
+        )
+
+
+def _zip(file: Path) -> zipfile.ZipFile:
+    _check_directory(file)
+    try:
+        return zipfile.ZipFile(file)
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError) as error:
+        raise UserError(f"{file} is not a ZIP archive that can be read: {error}. Get it again.") from None
+
+
+def _zip_members(file: Path, start: int, end: int | None) -> Iterator[_Opened]:
+    with _zip(file) as archive:
+        infos = archive.infolist()
+        check_ratio(file, sum(info.file_size for info in infos), file.stat().st_size)
+        for info in infos[start:end]:
+            if info.is_dir():
+                continue
+            wrong = ""
+            if info.flag_bits & 1:
+                wrong = "it is encrypted. Unpack the archive with its password."
+            elif (info.external_attr >> 16) & 0o170000 == 0o120000:
+                wrong = "it is a symbolic link, and links are not followed."
+            yield _Member(info.filename, info.file_size, wrong), partial(archive.open, info)
+
+
+# ------------------------------------------------------------------------------------------------------------- tar
+
+
+class _BrokenHeader(Exception):
+    """Of a member; tarfile would take it for the end of the archive."""
+
+
+class _Header(tarfile.TarInfo):
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
+        try:
+            header = super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if len(buf) == tarfile.BLOCKSIZE and not any(buf):  # the archive's end
+                raise
+            raise _BrokenHeader(str(error) if buf else "it is cut off") from None
+        if header.size < 0:
+            raise _BrokenHeader(f"a member's size is {header.size:,}")
+        if header.type in _ATTRIBUTES and header.size > _MOST_HEADER_BYTES:
+            raise _BrokenHeader(
+                f"a member's attributes are {header.size:,} bytes, and {_MOST_HEADER_BYTES:,} is the most"
+            )
+        return header
+
+
+_ATTRIBUTES = (
+    tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK
+)  # fmt: skip
+
+
+def _tar_members(file: Path) -> Iterator[_Opened]:
+    last = "its beginning"
+    with open_file(file) as stream:
+        try:
+            with tarfile.open(fileobj=stream, mode="r|", bufsize=1 << 16, tarinfo=_Header) as archive:
+                while (info := archive.next()) is not None:
+                    archive.members = []  # type: ignore[attr-defined]  # else a whole archive's stay in memory
+                    if info.isdir():
+                        continue
+                    wrong = ""
+                    if info.issym() or info.islnk():
+                        wrong = "it is a link, and links are not followed."
+                    elif not info.isreg() or info.issparse():
+                        wrong = "it is a device, a FIFO or a sparse file, not a plain one."
+                    yield _Member(info.name, info.size, wrong), partial(_tar_stream, archive, info)
+                    last = f"`{info.name}`"
+                while rest := archive.fileobj.read(1 << 16):
+                    if any(rest):
+                        raise _BrokenHeader("more follows the end: are these several archives in one file?")
+        except (tarfile.TarError, _BrokenHeader, EOFError) as error:
+            raise UserError(f"{file}: broken tar data after {last} ({error}). Get it again.") from None
+
+
+def _tar_stream(archive: tarfile.TarFile, info: tarfile.TarInfo) -> BinaryIO:
+    stream = archive.extractfile(info)
+    assert stream is not None  # of a regular file there is one
+    return stream  # type: ignore[return-value]

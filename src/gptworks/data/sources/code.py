@@ -1,0 +1,103 @@
+"""Folders of code."""
+
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gptworks.config import LANGUAGES, CodeSource
+from gptworks.data.sources.base import Piece, Source, document, total_size
+from gptworks.data.sources.sums import contents
+from gptworks.errors import UserError, not_installed
+
+VENDORED = {
+    "node_modules", "bower_components", "vendor", "third_party", "thirdparty", "site-packages", "dist-packages", "Pods",
+    "venv", ".venv", "virtualenv",
+}  # fmt: skip
+"""Folders of what others wrote."""
+NEVER_READ = {".git", ".hg", ".svn", "__pycache__", ".tox", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
+_MOST_IGNORE_BYTES = 1 << 20
+
+
+class Code(Source):
+    """Each file is one document. Links are not followed."""
+
+    settings: CodeSource
+    whole_files = True
+
+    def files(self) -> list[Path]:
+        folder = Path(self.settings.path).expanduser()
+        if not folder.is_dir():
+            raise UserError(f"source {folder}: no such folder (looked from {Path.cwd()}). Give a folder of code.")
+        files = sorted(file for file in self._walk(folder, []) if self._wanted(file))
+        if not files:
+            raise UserError(
+                f"source {folder}: no file ends in {' '.join(self._endings)} that is not ignored, vendored or larger "
+                f"than {self.settings.largest_file_bytes:,} bytes. Set the source's `languages` or `extensions`."
+            )
+        return files
+
+    @property
+    def _endings(self) -> tuple[str, ...]:
+        named = self.settings.languages or (() if self.settings.extensions else tuple(LANGUAGES))
+        return tuple(ending for one in named for ending in LANGUAGES[one]) + self.settings.extensions
+
+    def _wanted(self, file: Path) -> bool:
+        return file.name.endswith(self._endings) and file.stat().st_size <= self.settings.largest_file_bytes
+
+    def _walk(self, folder: Path, rules: list[tuple[Path, Any]]) -> Iterator[Path]:
+        """The files of a folder that no rule ignores. `rules`: the folders above that have a `.gitignore`, and it."""
+        ignored = folder / ".gitignore"
+        if self.settings.gitignore and ignored.is_file():
+            rules = [*rules, (folder, _rules(ignored))]
+        skipped = NEVER_READ if self.settings.vendored else NEVER_READ | VENDORED
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if entry.is_dir(follow_symlinks=False):
+                    if entry.name not in skipped and not _is_ignored(path, rules, "/"):
+                        yield from self._walk(path, rules)
+                elif entry.is_file(follow_symlinks=False) and not _is_ignored(path, rules, ""):
+                    yield path
+
+    def read(self, file: Path) -> Iterator[Piece]:
+        content = file.read_bytes()
+        try:
+            content.decode("utf-8")
+        except UnicodeDecodeError:
+            return
+        if b"\0" not in content:
+            yield from document(io.BytesIO(content))
+
+    def check(self) -> None:
+        self.files()  # what is no text is left out
+
+    def signature(self) -> list[list[Any]]:
+        return contents(self.files())
+
+    def size_bytes(self) -> int:
+        return total_size(self.files())
+
+
+def _rules(file: Path) -> Any:
+    try:
+        from pathspec import GitIgnoreSpec
+    except ImportError:
+        advice = "Or set the source's `gitignore` to false."
+        raise not_installed("pathspec", "sources", f"{file}: respecting it", advice) from None
+    if file.stat().st_size > _MOST_IGNORE_BYTES:
+        raise UserError(f"{file} is larger than {_MOST_IGNORE_BYTES:,} bytes: it is no list of patterns. Move it away.")
+    try:
+        return GitIgnoreSpec.from_lines(file.read_text(encoding="utf-8", errors="replace").splitlines())
+    except ValueError as error:
+        raise UserError(f"{file}: {error}. Correct it, or set the source's `gitignore` to false.") from None
+
+
+def _is_ignored(path: Path, rules: list[tuple[Path, Any]], end: str) -> bool:
+    """By the last rule that says something, as git does: the nearest folder's first."""
+    for folder, spec in reversed(rules):
+        said = spec.check_file(path.relative_to(folder).as_posix() + end).include
+        if said is not None:
+            return bool(said)
+    return False

@@ -1,0 +1,162 @@
+"""Files as streams of bytes, unpacked where their names say that they are compressed.
+
+What a file unpacks to may be far larger than it: it is read as a stream, and one that is nothing but a bomb is refused.
+"""
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from gptworks.errors import UserError, not_installed
+
+COMPRESSIONS = {".gz": "gzip", ".xz": "xz", ".bz2": "bzip2", ".zst": "zstandard"}
+"""By the ending of a name."""
+_TARS = {"tgz": "gz", "txz": "xz", "tbz2": "bz2", "tzst": "zst"}
+
+FREE_BYTES = 1 << 28
+MOST_RATIO = 1000
+"""Beyond FREE_BYTES, a file may unpack to so many times its size; text reaches 10, and repeated lines 100."""
+
+_USUAL_RATIO = 3
+_CHUNK_BYTES = 1 << 16
+_XZ_MEMORY_BYTES = 1 << 28
+"""Four times what `xz -9` takes."""
+
+
+def compression(name: str) -> str | None:
+    """What compressed a file of this name; None: nothing."""
+    return COMPRESSIONS.get(Path(_full(name).lower()).suffix)
+
+
+def plain_name(name: str) -> str:
+    """The name of what a file unpacks to."""
+    return _full(name).rpartition(".")[0] if compression(name) else name
+
+
+def _full(name: str) -> str:
+    """With `.tgz` written as `.tar.gz`."""
+    stem, dot, ending = name.rpartition(".")
+    return f"{stem}.tar.{_TARS[ending]}" if dot and ending in _TARS else name
+
+
+def open_file(file: Path) -> BinaryIO:
+    """The bytes of a file, unpacked.
+
+    Raises:
+        UserError: while it is read: its compressed data is broken, or a bomb.
+    """
+    return unpacked(file.open("rb"), file)
+
+
+def unpacked(stream: BinaryIO, name: Path) -> BinaryIO:
+    """The bytes of a stream, unpacked if its name says that they are compressed; see `open_file`."""
+    what = compression(name.name)
+    if what is None:
+        return stream
+    return io.BufferedReader(_Unpacked(stream, what, name), _CHUNK_BYTES)
+
+
+def unpacked_size(file: Path) -> int:
+    """How many bytes `open_file` gives. Those of a compressed file are counted."""
+    if not compression(file.name):
+        return file.stat().st_size
+    with open_file(file) as stream:
+        return sum(len(chunk) for chunk in iter(lambda: stream.read(_CHUNK_BYTES), b""))
+
+
+def about_unpacked_size(file: Path) -> int:
+    """How many bytes `open_file` gives, without reading them: an estimate where the file is compressed."""
+    return file.stat().st_size * (_USUAL_RATIO if compression(file.name) else 1)
+
+
+def check_ratio(name: Path | str, unpacked_bytes: int, packed_bytes: int) -> None:
+    """Refuse a bomb.
+
+    Raises:
+        UserError: so many bytes come of so few.
+    """
+    if unpacked_bytes > max(FREE_BYTES, MOST_RATIO * packed_bytes):
+        raise UserError(
+            f"{name}: its first {packed_bytes:,} bytes unpack to {unpacked_bytes:,}, and {MOST_RATIO:,} times as many "
+            f"are the most that text comes to: this is a bomb, or not text. Leave it out, or unpack it yourself."
+        )
+
+
+class _Unpacked(io.RawIOBase):
+    def __init__(self, packed: BinaryIO, what: str, name: Path) -> None:
+        self._packed, self._what, self._name = packed, what, name
+        self._unpacked_bytes = 0
+        self._stream = _OPENERS[what](packed, name)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            n_bytes: int = self._stream.readinto(buffer) or 0
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            if isinstance(error, OSError) and error.errno:  # the disk's
+                raise
+            raise UserError(
+                f"{self._name}: broken {self._what} data after {self._unpacked_bytes:,} bytes of what it unpacks to "
+                f"({error}). Get the file again."
+            ) from None
+        self._unpacked_bytes += n_bytes
+        check_ratio(self._name, self._unpacked_bytes, self._packed.tell())
+        return n_bytes
+
+    def close(self) -> None:
+        if not self.closed:
+            self._packed.close()
+        super().close()
+
+
+class _Blocks(io.RawIOBase):
+    """What a decompressor gives, one after the other for each of the streams of a file. Those of the standard library's
+    own readers take as much memory as a file asks for."""
+
+    def __init__(self, packed: BinaryIO, new: Callable[[], lzma.LZMADecompressor | bz2.BZ2Decompressor]) -> None:
+        self._packed, self._new = packed, new
+        self._one = new()
+        self._begun = False
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            if self._one.eof:
+                data = self._one.unused_data or self._packed.read(_CHUNK_BYTES)
+                data = data.lstrip(b"\0")  # padding
+                self._one = self._new()
+                self._begun = False
+            else:
+                data = self._packed.read(_CHUNK_BYTES) if self._one.needs_input else b""
+            if not data and self._one.needs_input:
+                if self._begun:
+                    raise EOFError("it ends too early")
+                return 0
+            self._begun = True
+            given = self._one.decompress(data, len(buffer))
+            if given:
+                buffer[: len(given)] = given
+                return len(given)
+
+
+def _zstandard(packed: BinaryIO, name: Path) -> Any:
+    """pyarrow's reader: it notices a file that is cut off, and asks for no more than 128 MiB."""
+    try:
+        import pyarrow as pa
+    except ImportError:
+        raise not_installed("pyarrow", "data", f"{name}: unpacking zstandard") from None
+    return pa.CompressedInputStream(pa.PythonFile(packed, "r"), "zstd")
+
+
+_OPENERS: dict[str, Callable[[BinaryIO, Path], Any]] = {
+    "gzip": lambda packed, _: gzip.GzipFile(fileobj=packed),
+    "xz": lambda packed, _: _Blocks(packed, lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY_BYTES)),
+    "bzip2": lambda packed, _: _Blocks(packed, bz2.BZ2Decompressor),
+    "zstandard": _zstandard,
+}

@@ -1,0 +1,62 @@
+"""The sha256 of files, remembered: a file is read again only where its size, times or inode have changed."""
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from gptworks.data.sources.files import cache_folder
+from gptworks.files import read_regular, sha256_file
+
+REMEMBERED_BYTES = 1 << 20
+"""The size from which on a sum is remembered: smaller files are read as fast."""
+_SETTLED_NS = 2 * 10**9
+"""A file that changed less than this ago may change again within one tick of the clock of its file system."""
+_MOST_KNOWN, _MAX_BYTES = 100_000, 1 << 26
+_THREADS = 8
+
+
+def contents(files: Iterable[Path]) -> list[list[Any]]:
+    """What decides the text of files wherever they lie: for each the endings of its name, and its sha256."""
+    files, known = list(files), _read()
+    keys = [_key(file) for file in files]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        sums = list(threads.map(lambda file, key: known.get(str(key)) or sha256_file(file), files, keys))
+    settled = time.time_ns() - _SETTLED_NS
+    new = {
+        str(key): one
+        for key, one in zip(keys, sums, strict=True)
+        if key[1] >= REMEMBERED_BYTES and max(key[2:4]) < settled and str(key) not in known
+    }
+    if new:
+        _write(dict(list((known | new).items())[-_MOST_KNOWN:]))
+    return [["".join(file.suffixes), one] for file, one in zip(files, sums, strict=True)]
+
+
+def _key(file: Path) -> tuple[str, int, int, int, int]:
+    status = file.stat()
+    return str(file.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+def _read() -> dict[str, str]:
+    try:
+        tree = json.loads(read_regular(cache_folder() / "sums.json", _MAX_BYTES))
+    except Exception:  # none yet, or damaged: the files are read again
+        return {}
+    return tree if isinstance(tree, dict) and all(isinstance(one, str) for one in tree.values()) else {}
+
+
+def _write(known: dict[str, str]) -> None:
+    """Replace what is remembered. Of several processes at once, one wins: the others read their files again."""
+    with contextlib.suppress(OSError):  # a cache that cannot be written saves no time
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, aside = tempfile.mkstemp(dir=folder, prefix=".sums-")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(known, file)
+        Path(aside).replace(folder / "sums.json")

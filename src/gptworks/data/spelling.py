@@ -1,0 +1,98 @@
+"""The bytes that tokens spell: a phrase of the text is a run of them, however it was tokenized."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer, decoders
+
+from gptworks.errors import UserError
+from gptworks.tokenizer import encode_text, special_tokens, token_spellings, vocabulary_size
+
+BORDER = b"\xff"
+"""What special tokens spell, and the border between documents that have none: no UTF-8 text holds this byte."""
+MAX_PHRASE_BYTES = 1 << 16
+_FRAME = b"\xfe"
+_MAX_TOKEN_BYTES = 1 << 16
+
+
+class Spelling:
+    """What each token spells, and what a phrase is looked up as.
+
+    Where tokens do not spell bytes of their own, as words do not, each spells its framed name, and a phrase is found
+    where its own tokens stand.
+
+    Raises:
+        UserError: a token is too long for any real tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        spellings = token_spellings(tokenizer)
+        self.by_text = spellings is not None
+        """Whether phrases are found in the text itself, and not as whole tokens."""
+        if spellings is None:
+            names = {index: name for name, index in tokenizer.get_vocab(with_added_tokens=True).items()}
+            framed = (_FRAME + names.get(index, "").encode() + _FRAME for index in range(vocabulary_size(tokenizer)))
+            spellings = list(framed)
+        added = tokenizer.get_added_tokens_decoder()
+        special = {index for index, token in added.items() if token.special}
+        self.table = [BORDER if i in special or not one else one for i, one in enumerate(spellings)]
+        """The bytes of each token, at least one."""
+        self.sizes: npt.NDArray[np.int64] = np.array([len(one) for one in self.table], dtype=np.int64)
+        self.is_border: npt.NDArray[np.bool_] = np.array([one == BORDER for one in self.table], dtype=np.bool_)
+        self.max_token_bytes = int(self.sizes.max(initial=1))
+        if self.max_token_bytes > _MAX_TOKEN_BYTES:
+            raise UserError(
+                f"the tokenizer has a token of {self.max_token_bytes} bytes: text is searched whose tokens have at "
+                f"most {_MAX_TOKEN_BYTES}."
+            )
+
+    def spell(self, ids: Iterable[int]) -> bytes:
+        """The bytes of these tokens."""
+        return b"".join(map(self.table.__getitem__, ids))
+
+    def of_phrase(self, phrase: str) -> bytes:
+        """The bytes to look up for a phrase. As text, it is normalized as the tokenizer normalizes text.
+
+        Raises:
+            UserError: it is empty or too long, or the tokenizer does not know all of it.
+        """
+        try:
+            size = len(phrase.encode("utf-8"))
+        except UnicodeEncodeError:
+            raise UserError("the phrase is no Unicode text: it holds half of a surrogate pair.") from None
+        if not 0 < size <= MAX_PHRASE_BYTES:
+            raise UserError(f"the phrase has {size} bytes: give 1 to {MAX_PHRASE_BYTES}.")
+        if self.by_text:
+            normalizer = self._tokenizer.normalizer
+            found = (phrase if normalizer is None else normalizer.normalize_str(phrase)).encode("utf-8")
+        else:
+            ids = encode_text(self._tokenizer, phrase)
+            if special_tokens(self._tokenizer).unk in ids:
+                raise UserError(
+                    f"the tokenizer does not know all of {phrase!r}, and its tokens do not keep the text: only phrases "
+                    f"of known words can be found."
+                )
+            found = self.spell(ids)
+        if not found:
+            raise UserError(f"the tokenizer makes nothing of {phrase!r}: give a phrase of the text.")
+        return found
+
+
+class Speller:
+    """Tokens by themselves."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._spellings = tokenizer, token_spellings(tokenizer)
+
+    def spell(self, token: int) -> tuple[str, list[int] | None]:
+        """A text that no other token has, and the token's bytes where it has bytes of its own."""
+        if self._spellings is None:
+            name = self._tokenizer.id_to_token(token) or ""  # SentencePiece writes a space as ▁
+            return name.replace("▁", " ") if isinstance(self._tokenizer.decoder, decoders.Sequence) else name, None
+        spelled = self._spellings[token]
+        try:
+            return spelled.decode(), list(spelled)
+        except UnicodeDecodeError:  # part of a character
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled), list(spelled)
