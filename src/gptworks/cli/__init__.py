@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gptworks import __version__
-from gptworks.cli import compare, convert, draft, evaluate, inspect, look, make, serve, studio, use
+from gptworks.cli import compare, convert, data, draft, evaluate, inspect, look, make, serve, studio, use
 from gptworks.cli.common import notice
 from gptworks.cli.help import Command, Group
 from gptworks.errors import RunError, UserError
@@ -26,8 +26,8 @@ app = typer.Typer(
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Design": (look.presets, look.recipes, draft.init, look.describe, look.plan, look.schema),
-    "Train": (draft.tune, make.prepare, inspect.inspect, make.train, make.launch, make.fork, compare.sweep),
-    "Measure and compare": (evaluate.evaluate, compare.report, compare.compare),
+    "Train": (draft.tune, inspect.inspect, make.train, make.launch, make.fork, compare.sweep),
+    "Measure and compare": (evaluate.evaluate, compare.report, compare.compare, compare.try_),
     "Use": (use.generate, use.chat, serve.serve, studio.studio),
     "Convert": (convert.export, convert.quantize, convert.import_),
 }
@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 for heading, commands in COMMANDS.items():
     for command in commands:
         app.command(command.__name__.strip("_"), cls=Command, rich_help_panel=heading)(command)
+app.add_typer(data.app, name="data", rich_help_panel="Train")
 
 
 class _Notices(logging.Handler):

@@ -1,4 +1,4 @@
-"""Commands that show and compare runs: report, compare, sweep."""
+"""Commands that show and compare runs: report, compare, sweep, try."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -130,3 +130,46 @@ def sweep(
         notice(f"the best settings are in {folder / 'best.yaml'}, figures in {folder / 'sweep.html'}")
     if ended < done.settings.n_trials:
         notice(f"stopped after {ended} of {done.settings.n_trials} trials. Go on with --resume.")
+
+
+def try_(
+    recipe: RecipeFile,
+    changes: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE", help="What is changed, such as train.optimizer=adamw.")
+    ],
+    minutes: Annotated[float, typer.Option("--minutes", min=0.1, max=1e6, help="How long all runs may take.")] = 30,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Of each run. Default: the recipe's, or as many as fit.")
+    ] = None,
+    worth: Annotated[
+        float, typer.Option("--worth", min=0, help="The smallest difference of the loss that matters.")
+    ] = 0.005,
+    folder: Annotated[
+        Path | None, typer.Option("--folder", metavar="FOLDER", help="Where it is kept. Default: RUN_DIR-try.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the try in the folder.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Find out whether a change helps, with pairs of runs.
+
+    Each pair trains the recipe without and with the change from one seed. It ends when the verdict is clear.
+    """
+    from gptworks.recipe import load_recipe
+    from gptworks.runs.paired import plan_try, run_try
+    from gptworks.runs.paired_page import try_lines, write_try_page
+
+    loaded = load_recipe(recipe)
+    folder = folder or loaded.run_dir.with_name(f"{loaded.run_dir.name}-try")
+    prepare_with_progress(loaded)
+    begun = plan_try(recipe, changes, folder, minutes, worth, steps, resume, notice)
+    design = begun.design
+    notice(f"up to {design.most_pairs} pairs of runs of {design.steps:,} steps, in {design.minutes:g} minutes")
+    done = run_try(begun, recipe, notice, write_try_page)
+    if as_json:
+        print_json(done.to_json())
+    else:
+        typer.echo("\n".join(try_lines(done)))
+    if done.pairs:
+        notice(f"figures in {folder / 'try.html'}")
+    if not done.decided:
+        notice("Not decided: give it more --minutes in another --folder, or longer runs.")

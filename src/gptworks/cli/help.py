@@ -43,7 +43,13 @@ class Group(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         width = max(map(len, self.commands))
-        for heading, group in groupby(self.commands.items(), lambda item: getattr(item[1], "rich_help_panel", None)):
+        order = list(dict.fromkeys(map(_heading, (c for c in self.commands.values() if not isinstance(c, Group)))))
+        listed = sorted(self.commands.items(), key=lambda item: order.index(_heading(item[1])))
+        for heading, group in groupby(listed, lambda item: _heading(item[1])):
             with formatter.section(heading or "Commands"):
                 rows = [(name.ljust(width), one.get_short_help_str(formatter.width - width - 6)) for name, one in group]
                 formatter.write_dl(rows)
+
+
+def _heading(command: Any) -> str | None:
+    return getattr(command, "rich_help_panel", None)

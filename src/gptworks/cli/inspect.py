@@ -11,7 +11,7 @@ from gptworks.errors import UserError
 
 if TYPE_CHECKING:
     from gptworks.data.conversations.packing import Examples
-    from gptworks.data.prepare import Prepared
+    from gptworks.data.opened import Prepared
 
 Part = dict[str, Any]
 
@@ -35,7 +35,7 @@ def inspect(
 
     settings = load_recipe(recipe, overrides or [])
     if not settings.data.records:
-        raise UserError(f"{recipe}: its sources are text, all of which is learned. `gptworks prepare` prints its size.")
+        raise UserError(f"{recipe}: its sources are text, all learned. `gptworks data build` prints its size.")
     prepared = prepare_with_progress(settings)
     sides = ("chosen", "rejected") if settings.data.preferences else ("",)
     with working(f"inspecting {recipe}"):

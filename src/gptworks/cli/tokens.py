@@ -1,0 +1,59 @@
+"""Text of datasets on a terminal: harmless whatever it holds, with the borders of its tokens."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from gptworks.data.search import Hit
+
+_ON_ONE_LINE = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
+
+
+def harmless(text: str, one_line: bool = False) -> str:
+    """The text without what would steer a terminal: control characters become visible signs or U+FFFD."""
+    from gptworks.pages.parts import printable
+
+    shown = printable(text)
+    return shown.translate(_ON_ONE_LINE) if one_line else shown.replace("\r", "␍")
+
+
+def quoted(hit: "Hit") -> "Text":
+    """A place of a phrase, with what stands around it, on one line."""
+    from rich.text import Text
+
+    before, text, after = (harmless(part, one_line=True) for part in (hit.before, hit.text, hit.after))
+    where = Text(f"document {hit.document:,}, token {hit.first:,}: ", "dim")
+    return where.append(before, "").append(f"⟦{text}⟧", "bold green").append(after, "")
+
+
+def bordered(tokens: Sequence[dict[str, Any]], coloured: bool) -> "Text":
+    """Tokens with a border after each, as `RunData` gives them.
+
+    Where some are only read, what is learned is green, or without colours in brackets. Tokens without a text of their
+    own stand as they are spelled.
+    """
+    from rich.text import Text
+
+    masked = any(one["learned"] is False and not (one.get("begins") or {}).get("alone") for one in tokens)
+    shown, inside = Text(), False
+    for one in tokens:
+        learned = masked and bool(one["learned"])
+        if inside and (not learned or one.get("begins")):
+            shown.append("⟧")
+            inside = False
+        if one.get("begins"):
+            shown.append(_border(one["begins"], bool(shown)), "dim cyan")
+        if learned and not coloured and not inside:
+            shown.append("⟦")
+            inside = True
+        text = harmless(one["text"] or one["spelling"]).replace("\n", "⏎\n")
+        style = ("green" if learned else "dim") if masked else ""
+        shown.append(text, style if one["text"] else f"{style} magenta".strip()).append("│", "dim cyan")
+    return shown.append("⟧" * inside)
+
+
+def _border(begins: dict[str, Any], within: bool) -> str:
+    after = f", from its token {begins['first']:,}" if begins["first"] else ""
+    return "\n" * within + f"── document {begins['document']:,}{after} ──\n"

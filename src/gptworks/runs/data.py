@@ -1,0 +1,296 @@
+"""The data of a run, a recipe or a dataset, opened: documents, what the model sees at once, and what each step took."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from gptworks.checkpoint import all_checkpoints
+from gptworks.config import Recipe
+from gptworks.data.info import Info, Progress, dataset_info
+from gptworks.data.opened import Prepared, find_of_run, open_prepared
+from gptworks.data.permutation import Int64s
+from gptworks.data.prepare import find_prepared
+from gptworks.data.rows import Row
+from gptworks.data.search import SearchIndex
+from gptworks.data.shards import MANIFEST_FILE, Split, TokenShards, redo
+from gptworks.data.spelling import Speller
+from gptworks.errors import UserError
+from gptworks.recipe import load_dataset_recipe, load_recipe
+from gptworks.tokenizer import StreamDecoder, fingerprint, load_tokenizer, token_bytes
+from gptworks.train.objectives.base import Objective
+from gptworks.train.objectives.choose import choose_objective
+from gptworks.train.samples import StepSamples, samples_of_step, steps_done
+
+MOST_CONTEXT = 1 << 20
+BEFORE = 16
+"""Tokens before a part that are decoded with it."""
+_COUNTED_TOKENS = 1 << 20
+
+Tree = dict[str, Any]
+Check = Callable[[], None]
+"""Called now and then; it may raise, to end what takes long."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A part of a document."""
+
+    n_tokens: int
+    """Of the whole."""
+    n_bytes: int | None
+    """Of the text that its tokens spell, special ones none; None: that depends on their neighbours."""
+    before: Int64s
+    """A few tokens before the part, so that a character which they began is read whole."""
+    ids: Int64s
+    learned: npt.NDArray[np.bool_] | None
+    """Of conversations: which tokens of the part are learned."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample of a step: a window, row, pair or prompt of an epoch."""
+
+    sample: int
+    epoch: int
+    number: int
+
+
+@dataclass
+class RunData:
+    """The data of a run, a recipe or a dataset. Its methods take long."""
+
+    id: str
+    folder: Path | None
+    """Of the run; None: there is none."""
+    recipe: Recipe | None
+    """None: of a dataset alone."""
+    prepared: Prepared
+    _sizes: dict[tuple[Split, int], int] = field(default_factory=dict)
+    _indexes: dict[Split, SearchIndex] = field(default_factory=dict)
+    _info: Info | None = None
+
+    @cached_property
+    def objective(self) -> Objective:
+        """As training has it.
+
+        Raises:
+            UserError: a file was changed, or does not hold what the recipe needs; or there is no recipe.
+        """
+        if self.recipe is None:
+            raise UserError(f"{self.id} is a dataset: what a model sees depends on a recipe. Give one, or a run.")
+        if self.recipe.model.context_length > MOST_CONTEXT:
+            raise UserError(
+                f"{self.id} has model.context_length={self.recipe.model.context_length}: rows of up to {MOST_CONTEXT} "
+                f"tokens are shown. Its documents can be read."
+            )
+        with self.checked():
+            return choose_objective(self.recipe, self.prepared.folder, verify=True)
+
+    @cached_property
+    def _token_bytes(self) -> Int64s | None:
+        sizes = token_bytes(self.prepared.tokenizer)
+        return None if sizes is None else np.array(sizes, dtype=np.int64)
+
+    @cached_property
+    def _speller(self) -> Speller:
+        return Speller(self.prepared.tokenizer)
+
+    def spell(self, token: int) -> str:
+        """The spelling of a token by itself."""
+        return self._speller.spell(token)[0] if token < self.prepared.manifest.vocab_size else ""
+
+    def shards(self, split: Split) -> TokenShards:
+        """The tokens of a split, verified once."""
+        return TokenShards(self.prepared.folder, split)
+
+    def index(self, split: Split) -> SearchIndex:
+        """The index of a split's text, built or not."""
+        with self.checked():
+            if split not in self._indexes:
+                self._indexes[split] = SearchIndex(self.prepared, split)
+            return self._indexes[split]
+
+    def info(self, report: Progress = lambda done, total: None) -> Info:
+        """What the data holds, counted once; see `dataset_info`."""
+        with self.checked():
+            if self._info is None:
+                self._info = dataset_info(self.prepared, report)
+            return self._info
+
+    def document(self, split: Split, number: int, first: int, n: int, check: Check = lambda: None) -> Document:
+        """The tokens of a document, from the one at `first` on, at most n of them.
+
+        Raises:
+            UserError: there is no such document or token.
+        """
+        with self.checked():
+            shards = self.shards(split)
+            starts = shards.document_starts()
+            if number >= len(starts):
+                raise UserError(
+                    f"document {number} is not in the {split} split, which has {len(starts)}, numbered from 0."
+                )
+            start, end = (*starts[number : number + 2].tolist(), shards.n_tokens)[:2]
+            if first and first >= end - start:
+                raise UserError(f"token {first} is not in document {number}, which has {end - start}, from 0.")
+            at, n = start + first, min(n, end - start - first)
+            before = shards.read(max(start, at - BEFORE), min(first, BEFORE))
+            learned = shards.read_learned(at, n) if self.prepared.manifest.holds_examples else None
+            n_bytes = self._n_bytes(shards, number, start, end, check)
+            return Document(end - start, n_bytes, before, shards.read(at, n), learned)
+
+    def _n_bytes(self, shards: TokenShards, number: int, start: int, end: int, check: Check) -> int | None:
+        sizes, key = self._token_bytes, (shards.split, number)
+        if sizes is None or self.prepared.manifest.splits[shards.split].unknown_tokens:
+            return None
+        if key not in self._sizes:
+            total = 0
+            for at in range(start, end, _COUNTED_TOKENS):
+                check()
+                total += int(sizes[shards.read(at, min(_COUNTED_TOKENS, end - at))].sum())
+            if len(self._sizes) > 1000:
+                self._sizes.clear()
+            self._sizes[key] = total
+        return self._sizes[key]
+
+    def rows(self, number: int, epoch: int) -> list[Row]:
+        """A window, row, pair or prompt of the training split.
+
+        Raises:
+            UserError: there is none of that number.
+        """
+        with self.checked():
+            self.objective.train_shards.verify()
+            if number >= (n := self.objective.n_items):
+                raise UserError(f"there is no window {number}: an epoch has {n}, numbered from 0.")
+            return self.objective.rows(number, epoch)
+
+    def rows_of_step(
+        self, step: int, first: int, n: int, check: Check = lambda: None
+    ) -> tuple[StepSamples, list[tuple["Sample", Row]]]:
+        """The samples of a step, and the rows of n of them, from the one at `first` on.
+
+        Raises:
+            UserError: the run has not come to the step, or it has no such sample.
+        """
+        samples = self.step(step)
+        if first >= samples.n_samples:
+            raise UserError(f"sample {first} is not in the batch, which has {samples.n_samples}, from 0.")
+        rows: list[tuple[Sample, Row]] = []
+        for sample in range(first, min(first + n, samples.n_samples)):
+            check()
+            epoch, number = self.objective.item(samples.position + sample)
+            rows += [(Sample(sample, epoch, number), row) for row in self.rows(number, epoch)]
+        return samples, rows
+
+    def tokens_of(self, document: Document) -> list[Tree]:
+        """The tokens of a part of a document, as they are printed."""
+        ids = document.ids.tolist()
+        texts = pieces(self.prepared.tokenizer, document.before.tolist(), ids)
+        learned = itertools.repeat(None) if document.learned is None else document.learned.tolist()
+        return [
+            {"id": token, "text": text, "spelling": self.spell(token), "learned": counts}
+            for token, text, counts in zip(ids, texts, learned, strict=False)
+        ]
+
+    def shown(self, row: Row, first: int, n: int, nats: Sequence[float | None] | None = None) -> Tree:
+        """A row as it is printed, with n of its tokens from the one at `first` on.
+
+        Args:
+            nats: what each token of the row costs a model.
+        """
+        ids = row.ids[first : first + n].tolist()
+        texts = pieces(self.prepared.tokenizer, row.ids[max(0, first - BEFORE) : first].tolist(), ids)
+        begins = {one.at: {"document": one.document, "first": one.first, "alone": one.begins_text}
+                  for one in row.pieces}  # fmt: skip
+        learned = row.learned
+        tokens = [
+            {"id": token, "text": text, "spelling": self.spell(token), "learned": bool(learned[i]),
+             "nats": nats[i] if nats is not None and learned[i] else None, "begins": begins.get(i)}
+            for i, (token, text) in enumerate(zip(ids, texts, strict=True), first)
+        ]  # fmt: skip
+        return {"answer": row.answer, "n_tokens": len(row.ids), "n_learned": int(learned.sum()),
+                "padding": row.padding, "documents": len(row.pieces), "tokens": tokens}  # fmt: skip
+
+    def step(self, step: int) -> StepSamples:
+        """The samples of a step; see `samples_of_step`."""
+        if self.folder is None or self.recipe is None:
+            raise UserError(f"{self.id} is no run: it has done no step. Give a run folder.")
+        with self.checked():
+            return samples_of_step(self.recipe, self.folder, step)
+
+    @property
+    def steps_done(self) -> int:
+        return 0 if self.folder is None else steps_done(self.folder)
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Whatever a file may hold becomes a message."""
+        try:
+            yield
+        except UserError:
+            raise
+        except (ValueError, IndexError, OSError, OverflowError) as error:
+            raise UserError(
+                f"the data of {self.id} cannot be read ({type(error).__name__}: {error}). {redo(self.prepared.folder)}"
+            ) from None
+
+
+def pieces(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> list[str]:
+    """What each token adds to the text, after others; empty within a character."""
+    stream = StreamDecoder(tokenizer)
+    for token in before:
+        stream.push(token)
+    return [stream.push(token) for token in ids]
+
+
+def data_of(place: str | Path, overrides: Sequence[str] = ()) -> RunData:
+    """The data of a dataset's folder, a run's folder, or a recipe; nothing is built.
+
+    Raises:
+        UserError: there is none, or it is not as it was written.
+    """
+    folder = Path(place)
+    if (folder / MANIFEST_FILE).is_file():
+        if overrides:
+            raise UserError(f"{place} is a dataset, which has no settings: leave out {overrides[0]}.")
+        return RunData(str(place), None, None, open_prepared(folder))
+    recipe = load_dataset_recipe(place, overrides)
+    if folder.is_dir() and (found := all_checkpoints(folder)):
+        return data_of_run(str(place), folder, str(found[0].state().get("data_fingerprint") or ""))
+    prepared = find_prepared(recipe)
+    if prepared is None:
+        raise UserError(f"the data of {place} is not built: run `gptworks data build {place}` first.")
+    return RunData(str(place), None, recipe if isinstance(recipe, Recipe) else None, prepared)
+
+
+def data_of_run(name: str, folder: Path, trained_on: str) -> RunData:
+    """The data that a run was trained on, by its fingerprint.
+
+    Raises:
+        UserError: it is not there, or not the run's.
+    """
+    if not trained_on:
+        raise UserError(
+            f"{name} was not trained here but imported, so there is no prepared data of it. Choose a run that was "
+            f"trained, or a dataset."
+        )
+    recipe = load_recipe(folder)
+    prepared = find_of_run(recipe, folder, trained_on)
+    if prepared is None:
+        raise UserError(
+            f"the data that {name} was trained on is not in {recipe.data.cache_dir}, its data.cache_dir. Put it back "
+            f"there, or make it again with `gptworks data build {folder}`."
+        )
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    if prepared.manifest.tokenizer_sha256 != fingerprint(tokenizer):
+        raise UserError(f"{prepared.folder} was made by another tokenizer: it is not the text of {name}.")
+    return RunData(name, folder, recipe, prepared)

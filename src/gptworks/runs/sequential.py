@@ -1,0 +1,80 @@
+"""A verdict from paired differences that may be looked at after each pair, and still errs as rarely as it says.
+
+A test that is repeated after each pair finds a difference by chance more often than its level: with ten looks at 5%,
+about one time in five. So each look gets a smaller level, the same for all (Pocock, 1977), here for Student's t of the
+differences so far. Under the hypothesis of no difference that statistic has one distribution whatever the spread, so
+the level follows from the number of looks alone, by simulation.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import fmean, stdev
+from typing import Literal
+
+import numpy as np
+
+from gptworks.runs.statistics import t_quantile
+
+FEWEST_PAIRS = 3
+"""The first look: two differences say next to nothing about their spread."""
+
+MOST_PAIRS = 20
+_SIMULATIONS = 200_000
+
+Answer = Literal["lower", "higher", "same", "open"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the differences so far say."""
+
+    answer: Answer
+    """`same`: any difference is smaller than what is worth having. `open`: not decided."""
+    value: float
+    """The mean difference."""
+    low: float
+    high: float
+    """An interval that holds the true difference, at all looks together, with probability 1 − error."""
+
+
+def verdict(differences: Sequence[float], most_pairs: int, worth: float, error: float = 0.05) -> Verdict:
+    """The verdict on the differences so far.
+
+    Args:
+        most_pairs: how many pairs there will be at most, which is fixed before the first.
+        worth: the smallest difference that matters.
+        error: how often, at most, a difference is found where there is none, over all looks.
+    """
+    n = len(differences)
+    if n < FEWEST_PAIRS:
+        value = fmean(differences) if differences else 0.0
+        return Verdict("open", value, -math.inf, math.inf)
+    margin = t_quantile(1 - level(most_pairs, error) / 2, n - 1) * stdev(differences) / math.sqrt(n)
+    value = fmean(differences)
+    low, high = value - margin, value + margin
+    answer: Answer = "open"
+    if high < 0 or low > 0:
+        answer = "lower" if high < 0 else "higher"
+    elif -worth < low and high < worth:
+        answer = "same"
+    return Verdict(answer, value, low, high)
+
+
+@cache
+def level(most_pairs: int, error: float = 0.05) -> float:
+    """The two-sided level of each look, such that all looks together find a difference where there is none with
+    probability `error`."""
+    if most_pairs <= FEWEST_PAIRS:
+        return error
+    drawn = np.random.Generator(np.random.PCG64(0)).standard_normal((_SIMULATIONS, most_pairs))
+    n = np.arange(1, most_pairs + 1)
+    mean, square = np.cumsum(drawn, 1) / n, np.cumsum(drawn**2, 1)
+    looks = slice(FEWEST_PAIRS - 1, None)
+    spread = (square - n * mean**2)[:, looks] / (n[looks] - 1)
+    t = np.abs(mean[:, looks]) * np.sqrt(n[looks] / spread)
+    # the share of simulations that lie further out at the same look is their two-sided p
+    order = np.argsort(np.argsort(-t, 0), 0)
+    p = (order + 1) / _SIMULATIONS
+    return float(np.quantile(p.min(1), error))

@@ -1,0 +1,134 @@
+"""A trial: a run in a process of its own, which is watched and may be stopped. Sweeps and `gptworks try` are made of
+them.
+
+Beside a trial's run folder stand its recipe and its log, of the same name with a suffix.
+"""
+
+import contextlib
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from gptworks.config import Recipe, Role, settings
+from gptworks.errors import UserError
+from gptworks.train.record.metrics import Record, read_metrics
+
+TRAIN = (sys.executable, "-m", "gptworks", "train")
+"""What trains a trial; its recipe and --resume follow."""
+
+POLL_SECONDS = 0.1
+STOP_SECONDS = 120.0
+"""How long a trial that is asked to stop may take for its step and its checkpoint."""
+
+
+def train_trial(
+    place: Path,
+    stop_asked: Callable[[], Any],
+    report: Callable[[str], None],
+    watch: Callable[[], str | None] = lambda: None,
+) -> str | None:
+    """Train the recipe beside a run folder: `done`, or `failed`; None where a stop was asked for.
+
+    Args:
+        place: the run folder.
+        watch: called again and again, and once after the end. A word from it stops the trial, and is returned.
+    """
+    if not _alone(place, stop_asked, report):
+        return None
+    command = [*TRAIN, str(place.with_suffix(".yaml")), "--resume"]
+    with (
+        place.with_suffix(".log").open("a", encoding="utf-8") as log,
+        # a session of its own: Ctrl-C reaches the parent alone, which stops the trial in its own way
+        _process(
+            subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+        ) as process,
+    ):
+        while True:
+            code = process.poll()
+            if (word := watch()) is not None:
+                return word
+            if code is not None:
+                return "done" if code == 0 else "failed"
+            if stop_asked():
+                return None
+            time.sleep(POLL_SECONDS)
+
+
+def evaluations(folder: Path) -> list[Record]:
+    """The finite evaluations of a trial so far."""
+    records = read_metrics(folder / "metrics.jsonl")
+    return [record for record in records if record.get("kind") == "validation" and math.isfinite(record["loss"])]
+
+
+def last_line(place: Path) -> str:
+    """What a trial printed last: why it failed."""
+    lines = place.with_suffix(".log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("error: ") if lines else "it said nothing"
+
+
+def check_comparable(recipe: Recipe, key: str, named: str) -> None:
+    """Refuse a setting that decides what the loss measures, or which repeat this is: the trials' losses would not say
+    which value is better.
+
+    Args:
+        named: what the message calls it.
+
+    Raises:
+        UserError: it is one.
+    """
+    if key.partition(".")[0] in ("name", "run_dir", "sweep", "data", "tokenizer"):
+        raise UserError(f"{named}: `{key}` is the same in all trials, so that their losses compare.")
+    # a key that the recipe does not have is refused by name where its values are tried
+    roles = [
+        one.role
+        for one in settings(recipe)
+        if f"{one.path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{one.path}.")
+    ]
+    if any(role.decides_measure or role is Role.REPEAT for role in roles):
+        raise UserError(
+            f"{named}: `{key}` is the same in all trials. It decides what the validation loss measures, or is the "
+            f"seed, so that the losses of other values would not say which is better."
+        )
+    if key == "model.context_length" and recipe.train.evaluate_sequences:
+        raise UserError(
+            f"{named}: with train.evaluate_sequences={recipe.train.evaluate_sequences}, each context is evaluated on "
+            f"other text: set it to 0, which evaluates all of the held-out text."
+        )
+
+
+def _alone(place: Path, stop_asked: Callable[[], Any], report: Callable[[str], None]) -> bool:
+    """Wait for a process that a killed parent left at work; False where a stop was asked for."""
+    if not place.exists():
+        return True
+    reported = False
+    while not stop_asked():
+        try:
+            with filelock.FileLock(place / ".lock", timeout=0.5):
+                return True
+        except filelock.Timeout:
+            if not reported:
+                report(f"waiting for the process that is at work in {place}")
+            reported = True
+    return False
+
+
+@contextlib.contextmanager
+def _process(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that is asked to stop where it goes on at the end, and killed where it does not."""
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
