@@ -14,7 +14,8 @@ from gptworks.config.defaults import ADAPTER_TIMES, HIGHEST_TUNING_RATE, TUNING_
 from gptworks.data.conversations.findings import Finding
 from gptworks.data.conversations.inspection import inspect_records
 from gptworks.data.conversations.packing import Examples
-from gptworks.data.prepare import Prepared, prepare
+from gptworks.data.opened import Prepared
+from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.data.sources.base import stamps
 from gptworks.device import choose_device

@@ -9,19 +9,32 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from gptworks.data.sources.base import PIECES_CHECKED, document
+from pydantic import TypeAdapter
+
+from gptworks.config import LANGUAGES, CodeSource, SourceConfig
+from gptworks.data.sources.archives import Archive
+from gptworks.data.sources.base import PIECES_CHECKED, Source, document
+from gptworks.data.sources.code import NEVER_READ, Code
 from gptworks.data.sources.delimited import CSV, listed_names, read_table
+from gptworks.data.sources.opening import (
+    COMPRESSIONS,
+    about_unpacked_size,
+    compression,
+    open_file,
+    plain_name,
+    unpacked_size,
+)
+from gptworks.data.sources.pages import HTML, PDF, WARC
 from gptworks.data.sources.records import JSONL, Parquet, count_rows, read_jsonl, read_parquet, record_document
 from gptworks.errors import UserError
 from gptworks.units import readable
 
 PROSE = (".txt", ".md", ".text", ".rst", ".tex", ".org", ".adoc")
-CODE = (
-    ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cs", ".java", ".kt", ".scala", ".js", ".jsx", ".ts", ".tsx",
-    ".go", ".rs", ".rb", ".php", ".swift", ".sh", ".lua", ".pl", ".r", ".jl", ".hs", ".ml", ".sql",
-)  # fmt: skip
+CODE = tuple({ending.lower(): None for endings in LANGUAGES.values() for ending in endings})
 RECORDS = {"jsonl": JSONL.endings, "csv": CSV.endings, "parquet": Parquet.endings}
 """Kinds of sources whose files hold records, with the endings of these files."""
+OTHERS: dict[str, type[Source]] = {"archive": Archive, "html": HTML, "warc": WARC, "pdf": PDF}
+"""Kinds whose text is taken out of their files."""
 
 FIELDS = ("text", "content", "body", "document", "article", "story")
 """Names under which records have their text, the commonest first."""
@@ -32,11 +45,9 @@ LEAST_BYTES = 1 << 15
 SAMPLE_BYTES, SAMPLE_PARTS = 1 << 21, 64
 """Of text that is looked at, in parts from all over it."""
 
-GZIP_RATIO = 3
-"""About so many bytes of text become one in a .gz file."""
-
 _LOOKED_AT_RECORDS, _LISTED = 20, 5
 _RECORD_ENDINGS = tuple(ending for endings in RECORDS.values() for ending in endings)
+_OTHER_ENDINGS = tuple(ending for kind in OTHERS.values() for ending in kind.endings)
 
 
 @dataclass
@@ -65,8 +76,9 @@ class Texts:
 
     @property
     def n_documents(self) -> int | None:
-        """Each file is one; None where files hold records."""
-        return None if any(source["type"] != "text" for source in self.sources) else self.n_files
+        """Each file is one; None where files hold several."""
+        one = ("text", "code", "html", "pdf")
+        return None if any(source["type"] not in one for source in self.sources) else self.n_files
 
     def lines(self) -> list[str]:
         """What is read and what is not."""
@@ -86,10 +98,10 @@ class Texts:
         if not by_ending:
             return
         files = [file for those in by_ending.values() for file in those]
-        extensions = {"extensions": sorted(by_ending)} if self.path.is_dir() else {}
+        extensions = {"extensions": sorted(set(map(plain_name, by_ending)))} if self.path.is_dir() else {}
         self.sources.append({"type": "text", "path": str(self.path), **extensions})
         self.endings.update({ending: len(those) for ending, those in by_ending.items()})
-        self.n_bytes += sum(file.stat().st_size for file in files)
+        self.n_bytes += sum(map(about_unpacked_size, files))
         self.sample += _sample(files)
 
     def _add_records(self, kind: str, files: list[Path]) -> None:
@@ -111,6 +123,33 @@ class Texts:
             fields = {self.path: fields[files[0]]}
         self.sources += [{"type": kind, "path": str(path), "field": name} for path, name in fields.items()]
 
+    def _add_code(self, files: list[Path]) -> None:
+        """The code of a repository, without what it ignores."""
+        self.sources.append({"type": "code", "path": str(self.path)})
+        self.endings.update(map(_ending, files))
+        self.n_bytes += sum(file.stat().st_size for file in files)
+        self.sample += _sample(files)
+
+    def _add_other(self, kind: str, files: list[Path]) -> None:
+        """Files out of which text is taken: those of an archive as `text`, or as `jsonl` where it has no texts."""
+        given = {"type": kind, "path": str(self.path)}
+        try:
+            n_bytes, sample = _sample_of(given, files)
+        except UserError as error:
+            if kind != "archive":
+                self.reasons |= {_ending(files[0]): str(error)}
+                return
+            try:
+                given["format"] = "jsonl"
+                n_bytes, sample = _sample_of(given, files)
+            except UserError:
+                self.reasons |= {_ending(files[0]): str(error)}
+                return
+        self.sources.append(given)
+        self.endings.update(map(_ending, files))
+        self.n_bytes += n_bytes
+        self.sample += sample
+
 
 def look_at(path: Path) -> Texts:
     """What a folder holds, all folders inside it included; or a file.
@@ -121,16 +160,27 @@ def look_at(path: Path) -> Texts:
     if not path.exists():
         raise UserError(f"{path}: no such file or folder. Give a folder of texts, or one file.")
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    code = _repository(path)
+    if code:
+        files = [file for file in files if not NEVER_READ.intersection(file.relative_to(path).parts)]
     by_ending: dict[str, list[Path]] = {}
     for file in files:
         by_ending.setdefault(_ending(file), []).append(file)
     found = Texts(path)
-    plain = {ending: those for ending, those in by_ending.items() if ending.lower() in (*PROSE, *CODE)}
-    if path.is_file() and not plain and _ending(path) not in _RECORD_ENDINGS:
+    kinds = PROSE if code else (*PROSE, *CODE)
+    plain = {ending: those for ending, those in by_ending.items() if plain_name(ending).lower() in kinds}
+    if path.is_file() and not plain and plain_name(_ending(path)) not in (*_RECORD_ENDINGS, *_OTHER_ENDINGS):
         plain = {_ending(path): [path]}  # the user says that it is text
     found._add_plain(plain)
+    if code:
+        found._add_code(code)
+    for kind, other in OTHERS.items():
+        if of_kind := [file for file in files if plain_name(file.name).endswith(other.endings)]:
+            found._add_other(kind, of_kind)
     for kind, endings in RECORDS.items():
-        found._add_records(kind, [file for ending in endings for file in by_ending.get(ending, [])])
+        found._add_records(
+            kind, [one for name, those in by_ending.items() if plain_name(name) in endings for one in those]
+        )
     found.skipped = Counter({ending: len(those) for ending, those in by_ending.items()}) - found.endings
     why = "".join(f" {name}: {why}" for name, why in [*found.reasons.items()][:_LISTED])
     if not found.sources:
@@ -143,7 +193,10 @@ def look_at(path: Path) -> Texts:
     return found
 
 
-_KINDS = f"Read are {' '.join(PROSE)} {' '.join(_RECORD_ENDINGS)} and the files of common programming languages."
+_KINDS = (
+    f"Read are {' '.join((*PROSE, *_RECORD_ENDINGS, *_OTHER_ENDINGS))} and the files of common programming languages, "
+    f"also compressed ({' '.join(COMPRESSIONS)})."
+)
 
 
 def listed(endings: Counter[str]) -> str:
@@ -154,7 +207,9 @@ def listed(endings: Counter[str]) -> str:
 
 
 def _ending(file: Path) -> str:
-    return next((ending for ending in _RECORD_ENDINGS if file.name.endswith(ending)), file.suffix)
+    """With that of a compressed file: `.jsonl.gz`."""
+    plain = plain_name(file.name)
+    return Path(plain).suffix + file.name[len(plain) :]
 
 
 def _readable(by_ending: dict[str, list[Path]]) -> tuple[dict[str, list[Path]], list[str]]:
@@ -179,11 +234,37 @@ def _readable(by_ending: dict[str, list[Path]]) -> tuple[dict[str, list[Path]], 
     return kept, binary
 
 
+def _repository(path: Path) -> list[Path]:
+    """The code of a folder that git knows; none of another, or where the library that reads `.gitignore` is missing."""
+    if not any((path / name).exists() for name in (".git", ".gitignore")):
+        return []
+    try:
+        return Code(CodeSource(type="code", path=str(path))).files()
+    except UserError:
+        return []
+
+
+def _sample_of(given: dict[str, Any], files: list[Path]) -> tuple[int, list[str]]:
+    """How many bytes of text the files hold, an estimate where it is much, and a sample from the beginning."""
+    source = OTHERS[given["type"]](TypeAdapter(SourceConfig).validate_python(given))
+    sizes = [file.stat().st_size for file in files]
+    text_bytes = 0
+    sample: list[str] = []
+    for number, file in enumerate(files, 1):
+        for piece in source.read(file):
+            sample.append(piece.text)
+            text_bytes += len(piece.text.encode("utf-8"))
+            if text_bytes > SAMPLE_BYTES:
+                all_bytes = round(text_bytes * sum(sizes) / sum(sizes[:number]))
+                return source.size_bytes() or all_bytes, sample
+    return text_bytes, sample
+
+
 def _is_text(file: Path) -> bool:
     """Whether training would find it so before it begins."""
     try:
-        with file.open("rb") as stream:
-            for _ in islice(document(stream, file), PIECES_CHECKED):
+        with open_file(file) as stream:
+            for _ in islice(document(stream, file, n_bytes=unpacked_size(file)), PIECES_CHECKED):
                 pass
     except UserError:
         return False
@@ -192,21 +273,27 @@ def _is_text(file: Path) -> bool:
 
 def _sample(files: list[Path]) -> list[str]:
     """All of the text where it is little; else parts from all over it, from the beginning of a line on."""
-    sizes = [file.stat().st_size for file in files]
+    sizes = [about_unpacked_size(file) for file in files]
     if sum(sizes) <= SAMPLE_BYTES:
-        return [file.read_text(encoding="utf-8", errors="replace") for file in files]
+        return [_read_text(file) for file in files]
     part, step = SAMPLE_BYTES // SAMPLE_PARTS, sum(sizes) // SAMPLE_PARTS
     parts, before = [], 0
     position = 0
     for file, size in zip(files, sizes, strict=True):
-        with file.open("rb") as stream:
+        with open_file(file) as stream:
             while position < before + size:
-                stream.seek(position - before)
+                if not compression(file.name):  # of a compressed one, the beginning
+                    stream.seek(position - before)
                 text = stream.read(part).decode("utf-8", errors="ignore")
                 parts.append(text if position == before else text.partition("\n")[2] or text)
                 position += step
         before += size
     return [text for text in parts if text]
+
+
+def _read_text(file: Path) -> str:
+    with open_file(file) as stream:
+        return stream.read(SAMPLE_BYTES).decode("utf-8", errors="replace")
 
 
 # ---------------------------------------------------------------------------------------------------- records
@@ -230,13 +317,12 @@ def _look_at_records(kind: str, file: Path, most_bytes: int) -> tuple[str, int, 
         written = json.dumps(row, ensure_ascii=False) if kind == "jsonl" else ",".join(map(str, row.values()))
         seen += 1 if kind == "parquet" else len(written.encode("utf-8", "replace")) + 1
         if text_bytes > most_bytes:
-            packed = file.stat().st_size * (GZIP_RATIO if file.suffix == ".gz" else 1)
-            size = count_rows(file) if kind == "parquet" else packed
+            size = count_rows(file) if kind == "parquet" else about_unpacked_size(file)
             return name, round(text_bytes * max(1.0, size / seen)), sample
     return name, text_bytes, sample
 
 
-_READ: dict[str, Callable[[Path], Iterator[tuple[str, Mapping[str, Any]]]]] = {
+_READ: dict[str, Callable[[Path], Iterator[tuple[object, Mapping[str, Any]]]]] = {
     "jsonl": read_jsonl, "csv": read_table, "parquet": read_parquet
 }  # fmt: skip
 

@@ -8,7 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gptworks.config import IGNORED
-from gptworks.data.batches import Int64s, Tokens, evaluation_windows
+from gptworks.data.batches import Tokens, evaluation_windows
+from gptworks.data.permutation import Int64s
+from gptworks.data.search import SearchIndex
 from gptworks.errors import UserError
 from gptworks.evaluate.bootstrap import Floats
 from gptworks.evaluate.loss import each_nats
@@ -27,6 +29,8 @@ _PIECE_TOKENS = 1 << 22
 _FILTER_BITS = 22
 _MULTIPLIERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
 Hashes = npt.NDArray[np.uint64]
+Copied = dict[int, list[npt.NDArray[np.bool_]]]
+"""By n, of each text, which of its n-grams were found."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ def measure_memorization(
     n_texts: int = 64,
     prompt_tokens: int = 16,
     text_tokens: int = 128,
+    index: SearchIndex | None = None,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     progress: Progress = lambda done, total: None,
 ) -> Memorization:
@@ -71,6 +76,7 @@ def measure_memorization(
 
     Args:
         n_texts: texts to generate. prompt_tokens: before each. text_tokens: of each.
+        index: of the training text, where there is one.
 
     Raises:
         UserError: the held-out text is shorter than one prompt and its continuation.
@@ -92,7 +98,7 @@ def measure_memorization(
     written = [np.array(one[0].token_ids, dtype=np.int64) for one in made]
     real = [window[prompt_tokens:] for window in windows]
     sizes = tuple(n for n in SIZES if n <= text_tokens)
-    found = find_copied(training, [*written, *real], sizes)
+    found = find_copied(training, [*written, *real], sizes, index)
     copied = {}
     for n in sizes:
         counts = np.array([[hits.sum(), len(hits)] for hits in found[n]], dtype=np.float64)
@@ -109,8 +115,8 @@ def _window_losses(model: GPT, tokens: Tokens, autocast: Callable[[], AbstractCo
 
 
 def find_copied(
-    training: Tokens, texts: Sequence[Int64s], sizes: Sequence[int] = SIZES
-) -> dict[int, list[npt.NDArray[np.bool_]]]:
+    training: Tokens, texts: Sequence[Int64s], sizes: Sequence[int] = SIZES, index: SearchIndex | None = None
+) -> Copied:
     """For each n and each text [T], which of its n-grams [T − n + 1] occur in the training tokens.
 
     One pass over the training text: the hash of an n-gram is made of those of its halves, and n-grams of equal hash are
@@ -118,7 +124,10 @@ def find_copied(
 
     Args:
         sizes: powers of two, ascending.
+        index: of these tokens, which answers without that pass.
     """
+    if index is not None and index.follows_tokens and (looked_up := _look_up(index, texts, sizes)) is not None:
+        return looked_up
     wanted = {n: _Wanted(texts, n) for n in sizes}
     longest = max(sizes)
     for start in range(0, training.n_tokens, _PIECE_TOKENS):
@@ -127,6 +136,27 @@ def find_copied(
             if n in wanted:
                 wanted[n].look(piece, hashes)
     return {n: one.found_in(texts) for n, one in wanted.items()}
+
+
+def _look_up(index: SearchIndex, texts: Sequence[Int64s], sizes: Sequence[int]) -> Copied | None:
+    """The same from the index; None where it leaves an n-gram undecided."""
+    found: Copied = {}
+    known: dict[bytes, bool] = {}
+    for n in sizes:
+        found[n] = [np.zeros(max(0, len(text) - n + 1), dtype=np.bool_) for text in texts]
+        halves = found.get(n // 2)
+        for number, (text, copied) in enumerate(zip(texts, found[n], strict=True)):
+            for i in range(len(copied)):
+                if halves is not None and not (halves[number][i] and halves[number][i + n // 2]):
+                    continue  # a part of it stands nowhere
+                gram = text[i : i + n]
+                if (key := gram.tobytes()) not in known:
+                    held = index.holds(gram)
+                    if held is None:
+                        return None
+                    known[key] = held
+                copied[i] = known[key]
+    return found
 
 
 def _hashes(tokens: Int64s, longest: int) -> Iterator[tuple[int, Hashes]]:

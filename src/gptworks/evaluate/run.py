@@ -12,10 +12,12 @@ import torch
 from gptworks.checkpoint import Report, choose_checkpoint
 from gptworks.choices import LoadedWeights
 from gptworks.config import PythonStdlibSource, Recipe
-from gptworks.data.batches import evaluation_windows
+from gptworks.data.batches import OneDataset, evaluation_windows
 from gptworks.data.conversations.packing import held_out_rows
-from gptworks.data.prepare import Prepared, find_of_run, held_out_text, prepare
-from gptworks.data.shards import TokenShards
+from gptworks.data.opened import Prepared, find_of_run, held_out_text
+from gptworks.data.prepare import prepare
+from gptworks.data.search import SearchIndex
+from gptworks.data.shards import Stretch, TokenShards
 from gptworks.device import choose_device, choose_precision
 from gptworks.errors import UserError
 from gptworks.evaluate.calibration import measure_calibration
@@ -140,6 +142,8 @@ class EvaluatedRun:
             "tokens": report.n_tokens, "text_bytes": text_bytes, "precision": self.precision.name,
             "weights": self.engine.weights, "step": self.step,
         }  # fmt: skip
+        if self.prepared.manifest.parts:
+            result["datasets"] = [self._of_dataset(shards, part, round_trips) for part in shards.stretches]
         if by_position:
             sizes = token_bytes(self.prepared.tokenizer) if round_trips else None
             whole = watched(evaluation_windows(shards, context), shards.n_tokens, None, self._progress)
@@ -148,6 +152,17 @@ class EvaluatedRun:
         if compressors:
             result["compressors"] = compressor_bits_per_byte(b"".join(held_out_text(self.prepared)))
         return result
+
+    def _of_dataset(self, shards: TokenShards, part: Stretch, round_trips: bool) -> dict[str, Any]:
+        """The loss over the held-out text of one dataset of a mixture, as JSON."""
+        if part.n_tokens < 2:
+            return {"name": part.name, "loss": None, "bits_per_byte": None, "tokens": 0}
+        windows = evaluation_windows(OneDataset(shards, part), self.model.config.context_length)
+        text_bytes = part.text_bytes if round_trips else None
+        report = evaluate_loss(self.model, windows, text_bytes=text_bytes, autocast=self.precision.autocast)
+        return {
+            "name": part.name, "loss": report.loss, "bits_per_byte": report.bits_per_byte, "tokens": report.n_tokens,
+        }  # fmt: skip
 
     def text(self, path: Path, text: str, stride: int | None = None) -> Evaluation:
         """Loss, perplexity and bits per byte of a text; see `evaluate_text`."""
@@ -185,9 +200,10 @@ class EvaluatedRun:
     def memorization(self) -> Evaluation:
         """Generated n-grams in the training text; see `measure_memorization`."""
         folder = self.prepared.folder
+        index = SearchIndex(self.prepared)
         found = measure_memorization(
             self.engine, TokenShards(folder, "train"), TokenShards(folder, "validation"),
-            autocast=self.precision.autocast, progress=self._progress,
+            index=None if index.missing else index, autocast=self.precision.autocast, progress=self._progress,
         )  # fmt: skip
         return self._evaluation("memorization", found.measured(), found.n_texts, self.prepared.manifest.fingerprint)
 

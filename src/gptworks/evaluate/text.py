@@ -11,7 +11,8 @@ import torch
 from tokenizers import Tokenizer
 
 from gptworks.config import IGNORED
-from gptworks.data.batches import Int64s, Tokens, evaluation_windows
+from gptworks.data.batches import Tokens, evaluation_windows
+from gptworks.data.permutation import Int64s
 from gptworks.errors import UserError
 from gptworks.evaluate.bootstrap import Floats
 from gptworks.evaluate.loss import LossReport, PositionLoss, each_nats, evaluate_by_position, watched

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from gptworks.choices import LoadedWeights, PrecisionName
 from gptworks.config import Recipe
-from gptworks.data.prepare import Prepared
+from gptworks.data.opened import Prepared
 from gptworks.data.prepare import prepare as prepare_data
 from gptworks.errors import UserError, refuse_unused
 from gptworks.evaluate.results import Evaluation, save_evaluations, table
@@ -84,6 +84,11 @@ class Measurements:
             bits, n_bytes = found["bits_per_byte"], found["text_bytes"]
             undefined = f"undefined: {self.without_bits}"
             yield "bits per byte", undefined if bits is None else f"{bits:.4f} over {n_bytes:,} bytes"
+            for part in found.get("datasets", []):
+                if part["loss"] is not None:
+                    bits = part["bits_per_byte"]
+                    note = "" if bits is None else f"  {bits:.4f} bits per byte"
+                    yield f"of {part['name']}", f"{part['loss']:.4f} nats per token{note}"
             yield from _positions(found.get("positions", []))
             for name, value in found.get("compressors", {}).items():
                 yield name.replace("_", " -"), f"{value:.4f}"

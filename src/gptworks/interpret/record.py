@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptworks.data.batches import Int64s
+from gptworks.data.permutation import Int64s
 from gptworks.errors import UserError
 from gptworks.interpret.hooks import Check, after, before, never, stoppable
 from gptworks.interpret.text import check_ids

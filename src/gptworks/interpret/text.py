@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from gptworks.data.batches import Int64s
+from gptworks.data.permutation import Int64s
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.evaluate.text import TextTokens, default_stride, text_nats

@@ -35,13 +35,13 @@ struct Rows {
     int64_t n, stride;
     float *x;
     int64_t prepared = FP32;
-    std::vector<int8_t> bytes;      // [n, 2 · stride]: bf16; or low, then high
+    Buffer bytes;                   // [n, 2 · stride]: bf16; or low, then high
     std::vector<IntLanes> offsets;  // int4: for each 128 activations, what its weights' offset of 8 adds
     std::vector<float> scale;
     std::vector<int64_t> total;     // int8: sum of a row
 
     Rows(int64_t n, int64_t stride, float *x) : n(n), stride(stride), x(x) {}
-    const int8_t *low(int64_t row) const { return &bytes[2 * row * stride]; }
+    const int8_t *low(int64_t row) const { return (const int8_t *)bytes.data() + 2 * row * stride; }
     const int8_t *high(int64_t row) const { return low(row) + stride; }
     int64_t row_bytes() const { return (bytes.empty() ? 4 : 2) * stride; }
 
@@ -50,14 +50,13 @@ struct Rows {
         prepared = kind;
 #ifdef BF16_PRODUCTS
         if (kind == BF16) {
-            bytes.resize(2 * n * stride);
-            for (int64_t i = 0; i < n * stride; i += LANES)
-                _mm256_storeu_si256((__m256i *)&bytes[2 * i], (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i)));
+            bytes.resize(2 * n * stride / sizeof(Lanes));
+            for (int64_t i = 0; i < n * stride; i += LANES) store((BFloat *)bytes.data() + i, load(x + i));
         }
 #endif
 #ifdef INTEGER_PRODUCTS
         if (kind == INT8 || kind == INT4) {
-            bytes.resize(2 * n * stride);
+            bytes.resize(2 * n * stride / sizeof(Lanes));
             offsets.resize(n * stride / CHUNK);
             scale.resize(n);
             total.resize(n);
@@ -79,7 +78,7 @@ struct Rows {
         scale[row] = top_bits < 0x7f800000 ? largest / 32639 : NAN;  // 127 · 256 + 127: high stays a signed byte
         const __m512 factor = _mm512_set1_ps(32639 / largest);
         __m512i running = _mm512_setzero_si512();
-        int8_t *const lows = &bytes[2 * row * stride], *const highs = lows + stride;
+        int8_t *const lows = (int8_t *)low(row), *const highs = lows + stride;
         for (int64_t i = 0; i < stride; i += LANES) {
             const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from + i), factor));
             const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(whole, 24), 24);
@@ -329,15 +328,21 @@ struct Int4Tile {  // in float32
 template <class Tile>
 void tiles(const Tile &tile, const Matrix &m, int64_t first_row, int64_t last_row, int64_t from, int64_t end, float *out,
            int64_t stride, float times, bool add) {
-    thread_local std::vector<float> wide;  // four weight rows, made float32 once where many activation rows meet them
+    thread_local Buffer wide;  // four weight rows, made float32 once where many activation rows meet them
     const bool widens = Tile::WIDENS && last_row - first_row > Tile::AT_ONCE;
-    if (widens) wide.resize(TILE * m.k);
+    if (widens) wide.resize(TILE * m.k / LANES);
     for (int64_t n = from, count; n < end; n += count) {
         count = end - n < TILE ? 1 : TILE;  // the last few one by one, as a tile of the same row
-        const int64_t step = count / TILE, bytes = count * sizeof(float);
+        const int64_t step = count / TILE;
+        const auto copy = [&](void *to, const void *from) EACH {
+            if (step)
+                std::memcpy(to, from, sizeof(Quad));
+            else
+                std::memcpy(to, from, sizeof(float));
+        };
         Quad scale = Quad{} + 1.0f, bias = {};
-        if (m.kind == INT8) std::memcpy(&scale, (const float *)m.scale + n, bytes);
-        if (m.bias) std::memcpy(&bias, m.bias + n, bytes);
+        if (m.kind == INT8) copy(&scale, (const float *)m.scale + n);
+        if (m.bias) copy(&bias, m.bias + n);
         const auto multiply = [&](const auto &tile, int64_t first) {
             constexpr int64_t AT_ONCE = std::decay_t<decltype(tile)>::AT_ONCE;
             for (int64_t row = first_row, rows; row < last_row; row += rows) {
@@ -354,16 +359,16 @@ void tiles(const Tile &tile, const Matrix &m, int64_t first_row, int64_t last_ro
                 for (int64_t r = 0; r < rows; r++) {
                     float *to = out + (row + r) * stride + n;
                     Quad before = {};
-                    if (add) std::memcpy(&before, to, bytes);
+                    if (add) copy(&before, to);
                     const Quad value = (four[r] * scale + bias) * times + before;
-                    std::memcpy(to, &value, bytes);
+                    copy(to, &value);
                 }
             }
         };
         if constexpr (Tile::WIDENS)
             if (widens) {
-                for (int64_t j = 0; j < count; j++) tile.widen_row(n + j, &wide[j * m.k]);
-                multiply(FloatTile<float>{wide.data(), m.k, tile.x}, 0);
+                for (int64_t j = 0; j < count; j++) tile.widen_row(n + j, (float *)wide.data() + j * m.k);
+                multiply(FloatTile<float>{(const float *)wide.data(), m.k, tile.x}, 0);
                 continue;
             }
         multiply(tile, n);

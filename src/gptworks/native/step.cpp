@@ -109,26 +109,151 @@ void prepare_head(const Model &m, const Layer &layer, const Norm &norm, int64_t 
 
 constexpr int64_t QUERIES = MANY_REGISTERS ? 4 : 1;  // that read keys and values together
 
+// Asks memory for n vectors of keys or values; none where there is nothing to ask for.
+template <class Cache> INLINE void fetch(const Cache *at, int64_t n, int64_t width) {
+    if (!at) return;
+    for (int64_t i = 0; i < n * width * (int64_t)sizeof(Cache); i += 64) __builtin_prefetch((const char *)at + i, 0, 2);
+}
+
 // A query of one head, the first and the last + 1 key that it sees, and where its output goes.
 struct Query {
     float *q, *out;
     int64_t from, to;
 };
 
-// Σ weight[s] · values[s] for the keys from … to of N queries, WIDE vectors from element i on.
+// Σ weight[s] · values[s] over the keys that each of N queries sees, WIDE vectors from element i on; scores begin at key
+// `first`. A key that a query does not see is not multiplied: it may be no number, and 0 times that is none either.
 template <int N, int WIDE, class Cache>
 void weigh(const Query *queries, const Lanes *factor, const float *scores, int64_t room, const Cache *values,
-           int64_t from, int64_t to, int64_t width, int64_t i) {
+           int64_t first, int64_t width, int64_t i, const Cache *next) {
     Lanes total[N][WIDE] = {};
-    for (int64_t s = from; s < to; s++)
-        repeat<WIDE>([&](auto v) EACH {
-            const Lanes value = load(values + s * width + i + v * LANES);
-            repeat<N>([&](auto r) EACH { total[r][v] += scores[r * room + s - from] * value; });
-        });
+    const auto add = [&](int64_t from, int64_t to, const auto &sees) EACH {
+        for (int64_t s = from; s < to; s++) {
+            fetch(next ? next + s * width : next, 1, width);
+            repeat<WIDE>([&](auto v) EACH {
+                const Lanes value = load(values + s * width + i + v * LANES);
+                repeat<N>([&](auto r) EACH {
+                    if (sees(queries[r], s)) total[r][v] += scores[r * room + s - first] * value;
+                });
+            });
+        }
+    };
+    const auto all_see = [](const Query &, int64_t) EACH { return true; };
+    const int64_t from = queries[0].from, to = queries[N - 1].to;
+    if constexpr (N == 1) {
+        add(from, to, all_see);
+    } else {
+        const auto sees = [](const Query &query, int64_t s) EACH { return s >= query.from && s < query.to; };
+        const int64_t all_from = queries[N - 1].from, all_to = std::max(queries[0].to, all_from);
+        add(from, all_from, sees);
+        add(all_from, all_to, all_see);
+        add(all_to, to, sees);
+    }
     repeat<N>([&](auto r) EACH {
         repeat<WIDE>([&](auto v) EACH { store(queries[r].out + i + v * LANES, total[r][v] * factor[r]); });
     });
 }
+
+// Four keys times N queries: lanes that are yet to be added up.
+template <int N, class Cache>
+INLINE void score(const Query *queries, const Cache *const (&key)[TILE], int64_t width, Lanes (&total)[N][TILE]) {
+    for (int64_t i = 0; i < width; i += LANES) {
+        Lanes q[N];
+        repeat<N>([&](auto r) EACH { q[r] = load(queries[r].q + i); });
+        repeat<TILE>([&](auto j) EACH {
+            const Lanes elements = load(key[j] + i);
+            repeat<N>([&](auto r) EACH { total[r][j] += q[r] * elements; });
+        });
+    }
+}
+
+#ifdef BF16_PRODUCTS
+// A cache in bf16 is multiplied as it is, two numbers at once, by queries and weights that are rounded to bf16 as well.
+INLINE Lanes add_pairs(Lanes sum, __m512i a, __m512i b) {
+    return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+
+template <int N>
+INLINE void score(const Query *queries, const BFloat *const (&key)[TILE], int64_t width, Lanes (&total)[N][TILE]) {
+    const auto add = [&](int64_t i, const auto &load_pairs) EACH {
+        __m512i q[N];
+        repeat<N>([&](auto r) EACH { q[r] = load_pairs((const BFloat *)queries[r].q + i); });
+        repeat<TILE>([&](auto j) EACH {
+            const __m512i elements = load_pairs(key[j] + i);
+            repeat<N>([&](auto r) EACH { total[r][j] = add_pairs(total[r][j], elements, q[r]); });
+        });
+    };
+    int64_t i = 0;
+    for (; i + 2 * LANES <= width; i += 2 * LANES) add(i, [](const BFloat *p) EACH { return _mm512_loadu_si512(p); });
+    if (i < width) add(i, [](const BFloat *p) EACH { return _mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)p)); });
+}
+
+// Values are taken in pairs of positions, the first one even. Of four vectors, each two come in another order.
+template <int N, int WIDE>
+void weigh(const Query *queries, const Lanes *factor, const float *scores, int64_t room, const BFloat *values,
+           int64_t first, int64_t width, int64_t i, const BFloat *next) {
+    static_assert(WIDE == 4 || WIDE == 1);
+    Lanes total[N][WIDE] = {};
+    const auto pair_up = [&](int64_t one, int64_t two, __m512i (&pairs)[WIDE]) EACH {
+        const BFloat *a = values + one * width + i, *b = values + two * width + i;
+        if constexpr (WIDE == 4) {
+            repeat<2>([&](auto half) EACH {
+                const __m512i of_a = _mm512_loadu_si512(a + 2 * LANES * half), of_b = _mm512_loadu_si512(b + 2 * LANES * half);
+                pairs[2 * half] = _mm512_unpacklo_epi16(of_a, of_b);
+                pairs[2 * half + 1] = _mm512_unpackhi_epi16(of_a, of_b);
+            });
+        } else {
+            const auto wide = [](const BFloat *p) EACH { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); };
+            pairs[0] = _mm512_or_si512(wide(a), _mm512_slli_epi32(wide(b), 16));
+        }
+    };
+    const auto weights = [&](int64_t r, int64_t s) EACH {
+        int32_t both;
+        std::memcpy(&both, (const BFloat *)(scores + r * room) + s - first, sizeof both);
+        return _mm512_set1_epi32(both);
+    };
+    const int64_t all_from = (queries[N - 1].from + 1) / 2 * 2, all_to = std::max(queries[0].to / 2 * 2, all_from);
+    const auto alone = [&](auto r, int64_t from, int64_t to) EACH {  // pairs of which this query may see one, or none
+        for (int64_t s = from; s < to; s += 2) {
+            const bool one = s >= queries[r].from && s < queries[r].to;
+            const bool two = s + 1 >= queries[r].from && s + 1 < queries[r].to;
+            if (!one && !two) continue;
+            const __m512i seen = _mm512_set1_epi32((one ? 0xffff : 0) | (two ? 0xffff0000 : 0));
+            __m512i pairs[WIDE];
+            pair_up(s, two ? s + 1 : s, pairs);
+            repeat<WIDE>([&](auto v) EACH { total[r][v] = add_pairs(total[r][v], pairs[v] & seen, weights(r, s)); });
+        }
+    };
+    repeat<N>([&](auto r) EACH { alone(r, queries[r].from / 2 * 2, all_from); });
+    for (int64_t s = all_from; s < all_to; s += 2) {
+        fetch(next ? next + s * width : next, 2, width);
+        __m512i pairs[WIDE];
+        pair_up(s, s + 1, pairs);
+        repeat<N>([&](auto r) EACH {
+            const __m512i both = weights(r, s);
+            repeat<WIDE>([&](auto v) EACH { total[r][v] = add_pairs(total[r][v], pairs[v], both); });
+        });
+    }
+    repeat<N>([&](auto r) EACH {
+        alone(r, all_to, queries[r].to);
+        float *out = queries[r].out + i;
+        if constexpr (WIDE == 4) {
+            const __m512i lower = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+            const __m512i upper = _mm512_add_epi32(lower, _mm512_set1_epi32(8));
+            repeat<2>([&](auto half) EACH {
+                const __m512 a = (__m512)(total[r][2 * half] * factor[r]), b = (__m512)(total[r][2 * half + 1] * factor[r]);
+                store(out + 2 * LANES * half, (Lanes)_mm512_permutex2var_ps(a, lower, b));
+                store(out + 2 * LANES * half + LANES, (Lanes)_mm512_permutex2var_ps(a, upper, b));
+            });
+        } else {
+            store(out, total[r][0] * factor[r]);
+        }
+    });
+}
+template <class Cache> constexpr bool ROUNDED = std::is_same_v<Cache, BFloat>;
+#else
+template <class Cache> constexpr bool ROUNDED = false;
+#endif
 
 template <class Cache> struct HeadCache {
     static constexpr bool SCALED = std::is_same_v<Cache, int8_t>;  // a value is = integer · scale of its vector
@@ -166,24 +291,22 @@ template <class Cache> struct HeadCache {
 };
 
 // N queries of one text, in the order of their positions, over its keys and values [capacity, d_head]. They read the
-// keys together, those that one of them does not see with weight 0. scores: [N, room], room for `to` and 32 more.
+// keys together. scores: [N, room], room for `to` and 32 more. next: keys that come after these; null: nothing is far.
 template <int N, class Cache>
-void attend(const Model &m, const Query *queries, const HeadCache<Cache> &cache, float *scores, int64_t room) {
+void attend(const Model &m, const Query *queries, const HeadCache<Cache> &cache, float *scores, int64_t room,
+            const Cache *next) {
     const int64_t width = m.d_head, to = queries[N - 1].to;
     const int64_t from = queries[0].from / LANES * LANES;  // so that a key's lane follows from its position alone
     const int64_t end = from + (to - from + LANES - 1) / LANES * LANES;
+    if constexpr (ROUNDED<Cache>)
+        for (int r = 0; r < N; r++)
+            for (int64_t i = 0; i < width; i += LANES) store((BFloat *)queries[r].q + i, load(queries[r].q + i));
     for (int64_t s = from; s < end; s += TILE) {
         Lanes total[N][TILE] = {};
         const Cache *key[TILE];
         repeat<TILE>([&](auto j) EACH { key[j] = cache.keys + std::min(s + j, to - 1) * width; });
-        for (int64_t i = 0; i < width; i += LANES) {
-            Lanes q[N];
-            repeat<N>([&](auto r) EACH { q[r] = load(queries[r].q + i); });
-            repeat<TILE>([&](auto j) EACH {
-                const Lanes elements = load(key[j] + i);
-                repeat<N>([&](auto r) EACH { total[r][j] += q[r] * elements; });
-            });
-        }
+        fetch(next ? cache.values + s * width : next, TILE, width);
+        score<N>(queries, key, width, total);
         repeat<N>([&](auto r) EACH {
             Quad four = sums(total[r]) * m.scale, scale;
             if constexpr (HeadCache<Cache>::SCALED) {
@@ -207,14 +330,18 @@ void attend(const Model &m, const Query *queries, const HeadCache<Cache> &cache,
             total += e;
             if constexpr (HeadCache<Cache>::SCALED)
                 store(own + s, e * load(cache.value_scales + from + s));
+            else if constexpr (ROUNDED<Cache>)
+                store((BFloat *)own + s, e);
             else
                 store(own + s, e);
         }
         factor[r] = all(1 / sum(total));
     }
     int64_t i = 0;
-    for (; i + 4 * LANES <= width; i += 4 * LANES) weigh<N, 4>(queries, factor, scores, room, cache.values, from, to, width, i);
-    for (; i < width; i += LANES) weigh<N, 1>(queries, factor, scores, room, cache.values, from, to, width, i);
+    for (; i + 4 * LANES <= width; i += 4 * LANES, next = nullptr)
+        weigh<N, 4>(queries, factor, scores, room, cache.values, from, width, i, next);
+    for (; i < width; i += LANES, next = nullptr)
+        weigh<N, 1>(queries, factor, scores, room, cache.values, from, width, i, next);
 }
 
 
@@ -245,6 +372,8 @@ void attend(const Model &m, const Layer &layer, const Batch &b, float *qkv, int6
         for (int64_t group = 0; group < m.n_groups; group++, task++) {
             if (task % team.n_threads != team.thread) continue;
             const HeadCache<Cache> cache(m, layer, b.slots[row], group);
+            const Cache *next = nullptr;  // this thread's next keys, where a head has few queries
+            if (alone) next = cache.keys + team.n_threads * m.capacity * width;
             Query queries[QUERIES];
             int64_t n = 0;
             for (int64_t r = row; r < end; r++) {
@@ -258,10 +387,10 @@ void attend(const Model &m, const Layer &layer, const Batch &b, float *qkv, int6
                     if (n < QUERIES && !(r + 1 == end && head + 1 == (group + 1) * heads)) continue;
                     float *own = (float *)scores.data();
                     switch (std::exchange(n, 0)) {
-                    case 1: attend<1>(m, queries, cache, own, room); break;
-                    case 2: attend<2>(m, queries, cache, own, room); break;
-                    case 3: attend<3>(m, queries, cache, own, room); break;
-                    default: attend<4>(m, queries, cache, own, room);
+                    case 1: attend<1>(m, queries, cache, own, room, next); break;
+                    case 2: attend<2>(m, queries, cache, own, room, next); break;
+                    case 3: attend<3>(m, queries, cache, own, room, next); break;
+                    default: attend<4>(m, queries, cache, own, room, next);
                     }
                 }
             }

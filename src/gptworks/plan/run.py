@@ -50,6 +50,8 @@ class Plan:
     """Whether the number of training tokens is an estimate from the size of the files."""
     samples_per_epoch: int | None
     """Rows of examples or pairs of answers of an epoch, where they are known."""
+    dataset_tokens: dict[str, int]
+    """Training tokens of each dataset of a mixture, where they are known."""
     setting: Setting
     """The step on each device."""
     device: Device
@@ -87,6 +89,18 @@ class Plan:
     def tokens(self) -> int | None:
         """Tokens that the run reads, repeats included."""
         return None if self.steps is None else self.steps * self.tokens_per_step
+
+    @property
+    def epochs_by_dataset(self) -> dict[str, float]:
+        """How often the run reads each dataset of a mixture; empty where that is unknown."""
+        if self.steps is None or not self.dataset_tokens:
+            return {}
+        from gptworks.data.shares import Shares, weights_over_run, windows_per_epoch
+
+        context, shares = self.recipe.model.context_length, Shares(weights_over_run(self.recipe), self.recipe.seed)
+        read = shares.before(self.steps * self.train.batch_size).tolist()
+        sizes = self.dataset_tokens.items()
+        return {name: n / windows_per_epoch(size, context) for n, (name, size) in zip(read, sizes, strict=True)}
 
     @property
     def flops_per_step(self) -> float:
@@ -268,6 +282,7 @@ def plan(
     *,
     samples_per_epoch: int | None = None,
     tokens_estimated: bool = False,
+    dataset_tokens: dict[str, int] | None = None,
     steps_reason: str | None = None,
     device: Device | None = None,
     n_ranks: int = 1,
@@ -279,6 +294,7 @@ def plan(
     Args:
         n_train_tokens: the size of its prepared training split, if known.
         samples_per_epoch: rows or pairs of it, if known; None: windows of the text.
+        dataset_tokens: the training tokens of each dataset of a mixture, if known.
         tokens_estimated: whether these are estimates from the size of the files.
         steps_reason: why it has so many steps, where no setting says.
         device: what it runs on; None: this machine's CPU.
@@ -309,6 +325,7 @@ def plan(
         n_train_tokens=n_train_tokens,
         tokens_estimated=tokens_estimated,
         samples_per_epoch=samples_per_epoch,
+        dataset_tokens=dataset_tokens or {},
         setting=device_setting(recipe, device, layout),
         device=device,
         utilization=utilization,

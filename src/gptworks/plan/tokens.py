@@ -1,8 +1,10 @@
 """How many tokens a recipe's data will have, from the size of its files alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gptworks.config import Recipe
+from gptworks.data.shards import TokenShards
+from gptworks.data.shares import windows_per_epoch
 from gptworks.data.sources.choose import choose_source
 from gptworks.errors import UserError
 
@@ -21,11 +23,17 @@ class DataSize:
     estimated: bool
     missing: str | None = None
     """Which source is not there, and what to do."""
+    datasets: dict[str, int] = field(default_factory=dict)
+    """Training tokens of each dataset of a mixture; empty: unknown, or there is none."""
+    vocab_size: int | None = None
+    """Of the tokenizer, where a dataset of the mixture has it."""
 
 
 def data_size(recipe: Recipe) -> DataSize:
-    """Tokens of the training split: bytes of the files, compressed ones as they are, less what is held out, over
-    bytes a token: 1 for a tokenizer of characters, else 4."""
+    """Tokens of the training split: bytes of the text as its sources estimate them, less what is held out, over bytes a
+    token: 1 for a tokenizer of characters, else 4."""
+    if recipe.data.mixture:
+        return _mixture_size(recipe)
     try:
         sizes = [choose_source(source).size_bytes() for source in recipe.data.sources]
     except UserError as error:
@@ -37,3 +45,30 @@ def data_size(recipe: Recipe) -> DataSize:
     tokens = int(sum(known) * (1 - recipe.data.validation.fraction) / rate)
     packed = bool(recipe.data.conversations) and recipe.objective.several_texts
     return DataSize(tokens, max(1, tokens // recipe.model.context_length) if packed else None, estimated=True)
+
+
+def _mixture_size(recipe: Recipe) -> DataSize:
+    """The sum over the datasets, of which those that are built are known exactly."""
+    data, sizes, vocab_size = recipe.data, {}, None
+    for member in data.mixture:
+        if member.dataset is None:
+            found = data_size(recipe.model_copy(update={"data": data.of_member(member)}))
+            if found.train_tokens is None:
+                return found
+            sizes[member.name] = found.train_tokens
+            continue
+        try:
+            shards = TokenShards(member.dataset.expanduser(), "train", verify=False)
+        except UserError as error:
+            return DataSize(None, None, estimated=True, missing=str(error))
+        vocab_size = shards.manifest.vocab_size
+        parts = shards.stretches
+        sizes[member.name] = sum(part.n_tokens for part in parts if len(parts) == 1 or part.name == member.name)
+    estimated = any(member.dataset is None for member in data.mixture)
+    return of_datasets(recipe, sizes, estimated, vocab_size)
+
+
+def of_datasets(recipe: Recipe, sizes: dict[str, int], estimated: bool, vocab_size: int | None = None) -> DataSize:
+    """The size of a mixture, by the training tokens of each dataset."""
+    samples = sum(windows_per_epoch(n, recipe.model.context_length) for n in sizes.values())
+    return DataSize(sum(sizes.values()), samples, estimated, datasets=sizes, vocab_size=vocab_size)

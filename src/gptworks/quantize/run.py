@@ -13,7 +13,7 @@ from gptworks.checkpoint import LoadedRun, Report, load_run, save_checkpoint
 from gptworks.choices import Rounding, Weights
 from gptworks.config import NextTokenObjective, Recipe, TextSource, ValidationSplit
 from gptworks.data.batches import evaluation_windows
-from gptworks.data.prepare import Prepared, find_of_run
+from gptworks.data.opened import Prepared, find_of_run
 from gptworks.data.prepare import prepare as prepare_data
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError

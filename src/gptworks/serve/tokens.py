@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from functools import cached_property
 
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer
 
+from gptworks.data.spelling import Speller
 from gptworks.serve.errors import invalid
 from gptworks.serve.settings import ServerSettings
 from gptworks.tokenizer import (
@@ -13,7 +14,6 @@ from gptworks.tokenizer import (
     encode_text,
     special_tokens,
     token_bytes,
-    token_spellings,
     vocabulary_size,
 )
 
@@ -86,19 +86,8 @@ class Tokens:
 
     def spell(self, token: int) -> tuple[str, list[int] | None]:
         """A token by itself: a text that no other token has, and its bytes where it has bytes of its own."""
-        if self._spellings is None:
-            return self._name(token), None
-        spelled = self._spellings[token]
-        try:
-            return spelled.decode(), list(spelled)
-        except UnicodeDecodeError:  # part of a character
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled), list(spelled)
+        return self._speller.spell(token)
 
     @cached_property
-    def _spellings(self) -> list[bytes] | None:
-        return token_spellings(self.tokenizer)
-
-    def _name(self, token: int) -> str:
-        """Word pieces have names: SentencePiece writes a space as ▁."""
-        name = self.tokenizer.id_to_token(token) or ""
-        return name.replace("▁", " ") if isinstance(self.tokenizer.decoder, decoders.Sequence) else name
+    def _speller(self) -> Speller:
+        return Speller(self.tokenizer)

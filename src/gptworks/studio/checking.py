@@ -120,7 +120,9 @@ def beginning(origin: str) -> str:
         return _without_given(Path(origin).read_text(encoding="utf-8"))
     recipe = load_recipe(origin)
     tree = recipe.model_dump(mode="json", exclude=set(GIVEN_BY_THE_START))
-    tree["data"]["sources"] = [one.model_dump(mode="json", exclude_defaults=True) for one in recipe.data.sources]
+    for name in ("sources", "mixture"):
+        given = getattr(recipe.data, name)
+        tree["data"][name] = [one.model_dump(mode="json", exclude_defaults=True) for one in given]
     if not isinstance(recipe.tokenizer, FileTokenizer):
         del tree["model"]["vocab_size"]
     return _dumped(_shortest(tree, "", read(tree)))
@@ -278,11 +280,20 @@ def read_within(tree: Tree, question: Tree) -> Recipe:
 def _files(recipe: Recipe) -> dict[str, str]:
     """The files and folders that a recipe names, by the setting."""
     found: dict[str, Any] = {"initialize_from": recipe.initialize_from, "data.cache_dir": recipe.data.cache_dir}
-    for n, source in enumerate(recipe.data.sources):
-        found[f"data.sources.{n}.path"] = getattr(source, "path", None)
+    sources = {f"data.sources.{n}": source for n, source in enumerate(recipe.data.sources)}
+    filters = {"data.clean": recipe.data.clean}
+    for m, member in enumerate(recipe.data.mixture):
+        found[f"data.mixture.{m}.dataset"] = member.dataset
+        filters[f"data.mixture.{m}.clean"] = member.clean
+        sources |= {f"data.mixture.{m}.sources.{n}": source for n, source in enumerate(member.sources)}
+    for place, source in sources.items():
+        found[f"{place}.path"] = getattr(source, "path", None)
         dataset = getattr(source, "dataset", None)
         is_folder = dataset is not None and (dataset.startswith(("/", "~", ".")) or Path(dataset).exists())
-        found[f"data.sources.{n}.dataset"] = dataset if is_folder else None
+        found[f"{place}.dataset"] = dataset if is_folder else None
+    for place, chain in filters.items():
+        tasks = [(n, i, file) for n, one in enumerate(chain) for i, file in enumerate(getattr(one, "tasks", ()))]
+        found |= {f"{place}.{n}.tasks.{i}": file for n, i, file in tasks}
     tokenizer = recipe.tokenizer
     found["tokenizer.path"] = tokenizer.path if isinstance(tokenizer, FileTokenizer | GPT2Tokenizer) else None
     template = tokenizer.chat_template

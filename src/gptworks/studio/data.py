@@ -1,8 +1,8 @@
 """Data: the documents that a run was trained on, what the model sees of them, and what each step took."""
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -13,6 +13,7 @@ from pydantic import Field
 from tokenizers import Tokenizer
 
 from gptworks.data.rows import Row
+from gptworks.data.spelling import MAX_PHRASE_BYTES, Speller
 from gptworks.errors import UserError
 from gptworks.evaluate.loss import BATCH_TOKENS
 from gptworks.interpret.hooks import Check, stoppable
@@ -20,13 +21,13 @@ from gptworks.interpret.text import Costs, TokenizedText, check_ids
 from gptworks.model import GPT
 from gptworks.model.backend import eval_mode
 from gptworks.model.loss import token_nats
+from gptworks.runs.data import RunData
 from gptworks.serve import openai
 from gptworks.serve.app import body_of, caller_of
 from gptworks.studio.play import Chosen
 from gptworks.studio.read import MOST_CHARACTERS, finite
-from gptworks.studio.run_data import BEFORE, RunData, speller
 from gptworks.studio.state import studio_of, uncached
-from gptworks.tokenizer import StreamDecoder, load_tokenizer
+from gptworks.tokenizer import load_tokenizer
 
 router = APIRouter(prefix="/studio/data", include_in_schema=False)
 Tree = dict[str, Any]
@@ -36,6 +37,11 @@ MOST_SHOWN = 4096
 MOST_ROWS = 32
 MOST_HELD = 1 << 22
 """Tokens of all rows of a page, also of the parts that it does not show."""
+MOST_HITS = 100
+MOST_INDEXED = 1 << 25
+"""Bytes of text that a request indexes: a few seconds' work."""
+MOST_COUNTED = 1 << 29
+"""Tokens that a request reads to say what the data holds."""
 MOST_READ = 1 << 15
 """Tokens of a row that a model reads to colour it."""
 
@@ -72,6 +78,12 @@ class StepRequest(RowsRequest):
     """Fewer are shown where they are very long."""
 
 
+class SearchRequest(Chosen):
+    phrase: Annotated[str, Field(min_length=1, max_length=MAX_PHRASE_BYTES)]
+    split: Literal["train", "validation"] = "train"
+    most: Annotated[int, Field(ge=0, le=MOST_HITS)] = 20
+
+
 class TokenizeRequest(openai.Wire):
     models: Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=2)]
     text: Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)]
@@ -91,7 +103,7 @@ async def about(request: Request) -> Response:
                     name: {"n_documents": one.documents, "n_tokens": one.tokens, "text_bytes": one.text_bytes}
                     for name, one in splits.items()
                 },
-                "objective": data.recipe.objective.type, "context": objective.context_length,
+                "objective": objective.recipe.objective.type, "context": objective.context_length,
                 "n_windows": objective.n_items, "n_steps": data.steps_done,
             }  # fmt: skip
 
@@ -105,12 +117,7 @@ async def document(request: Request) -> Response:
 
     def read(data: RunData, model: GPT | None, check: Check) -> Tree:
         found = data.document(body.split, body.document, body.first, body.n, check)
-        pieces = _pieces(data.prepared.tokenizer, found.before.tolist(), found.ids.tolist())
-        learned = itertools.repeat(None) if found.learned is None else found.learned.tolist()
-        tokens = [
-            {"id": token, "text": piece, "spelling": data.spell(token), "learned": counts}
-            for token, piece, counts in zip(found.ids.tolist(), pieces, learned, strict=False)
-        ]
+        tokens = data.tokens_of(found)
         return {"first": body.first, "tokens": tokens, "n_tokens": found.n_tokens, "n_bytes": found.n_bytes}
 
     return await _answer(request, body, read)
@@ -133,18 +140,10 @@ async def step(request: Request) -> Response:
     body = await body_of(request, StepRequest)
 
     def read(data: RunData, model: GPT | None, check: Check) -> Tree:
-        samples = data.step(body.step)
-        if body.sample >= samples.n_samples:
-            raise UserError(f"sample {body.sample} is not in the batch, which has {samples.n_samples}, from 0.")
-        rows: list[Row] = []
-        about: list[Tree] = []
         n_samples = min(body.n_samples, max(1, MOST_HELD // data.objective.context_length))
-        for sample in range(body.sample, min(body.sample + n_samples, samples.n_samples)):
-            check()
-            epoch, number = data.objective.item(samples.position + sample)
-            here = data.rows(number, epoch)
-            rows += here
-            about += [{"sample": sample, "window": number, "epoch": epoch}] * len(here)
+        samples, shown = data.rows_of_step(body.step, body.sample, n_samples, check)
+        rows = [row for _, row in shown]
+        about = [{"sample": one.sample, "window": one.number, "epoch": one.epoch} for one, _ in shown]
         found = _of_rows(data, body, rows, model, check)
         found["rows"] = [row | where for row, where in zip(found["rows"], about, strict=True)]
         return found | {
@@ -153,6 +152,48 @@ async def step(request: Request) -> Response:
         }  # fmt: skip
 
     return await _answer(request, body, read, body.loss)
+
+
+@router.post("/search")
+async def search(request: Request) -> Response:
+    """The places of a phrase in a split; a small split is indexed for it."""
+    body, read_only = await body_of(request, SearchRequest), studio_of(request).read_only
+
+    def find(data: RunData, model: GPT | None, check: Check) -> Tree:
+        with data.checked():
+            index, size = data.index(body.split), data.prepared.manifest.splits[body.split].text_bytes
+            index.spelling.of_phrase(body.phrase)
+            if index.missing:
+                if read_only or size > MOST_INDEXED:
+                    raise UserError(
+                        f"the {body.split} text of {data.id}, {size:,} bytes, has no index yet, which the studio makes "
+                        f"of up to {MOST_INDEXED:,} bytes, unless it is read-only. Search it once with `gptworks data "
+                        f"search`."
+                    )
+                index.build(report=lambda done, total: check())
+            found = index.find(body.phrase, body.most)
+            hits = [asdict(hit) for hit in found.hits]
+            return {"n": found.n, "n_tokens": index.n_tokens, "by_text": index.spelling.by_text, "hits": hits}
+
+    return await _answer(request, body, find)
+
+
+@router.post("/info")
+async def info(request: Request) -> Response:
+    """What the data holds, as `gptworks data info` counts it."""
+    body = await body_of(request, Chosen)
+
+    def count(data: RunData, model: GPT | None, check: Check) -> Tree:
+        n_tokens = sum(files.tokens for files in data.prepared.manifest.splits.values())
+        if n_tokens > MOST_COUNTED:
+            raise UserError(
+                f"the data of {data.id} has {n_tokens:,} tokens, and the studio reads up to {MOST_COUNTED:,} for this. "
+                f"Use `gptworks data info`."
+            )
+        tree = data.info(lambda done, total: check()).to_json()
+        return {key: tree[key] for key in ("amounts", "lengths", "duplicates", "held_out_in_training", "languages")}
+
+    return await _answer(request, body, count)
 
 
 @router.post("/tokenize")
@@ -169,11 +210,11 @@ async def tokenize(request: Request) -> Response:
 
 
 def _tokenized(tokenizer: Tokenizer, text: str) -> Tree:
-    read, spell = TokenizedText.of_text(tokenizer, text), speller(tokenizer)
+    read, speller = TokenizedText.of_text(tokenizer, text), Speller(tokenizer)
     begun = int(read.framed)  # by a token that is not of the text
     ids, n_bytes = read.ids[begun:].tolist(), len(text.encode("utf-8"))
     tokens = [
-        {"id": token, "text": piece, "spelling": spell(token)}
+        {"id": token, "text": piece, "spelling": speller.spell(token)[0]}
         for token, piece in zip(ids, read.pieces[begun:], strict=True)
     ]
     return {"tokens": tokens, "n_tokens": len(ids), "n_bytes": n_bytes, "bytes_per_token": n_bytes / len(ids),
@@ -191,23 +232,12 @@ def _of_rows(data: RunData, body: RowsRequest, rows: Sequence[Row], model: GPT |
             f"token {body.first} is in no row: the longest has {max(len(row.ids) for row in rows)}, from 0."
         )
     costs = [None] * len(rows) if model is None else _nats(model, rows, body.first + n, check)
-    shown = [_of_row(data, row, body.first, n, nats) for row, nats in zip(rows, costs, strict=True)]
+    shown = [
+        data.shown(row, body.first, n, None if nats is None else [finite(one) for one in nats.tolist()])
+        for row, nats in zip(rows, costs, strict=True)
+    ]
     total = [nats for row in shown for token in row["tokens"] if (nats := token["nats"]) is not None]
     return {"first": body.first, "n": n, "rows": shown, "loss": sum(total) / len(total) if total else None}
-
-
-def _of_row(data: RunData, row: Row, first: int, n: int, nats: Costs | None) -> Tree:
-    ids = row.ids[first : first + n].tolist()
-    pieces = _pieces(data.prepared.tokenizer, row.ids[max(0, first - BEFORE) : first].tolist(), ids)
-    begins = {one.at: {"document": one.document, "first": one.first, "alone": one.begins_text} for one in row.pieces}
-    learned = row.learned
-    tokens = [
-        {"id": token, "text": piece, "spelling": data.spell(token), "learned": bool(learned[i]),
-         "nats": finite(float(nats[i])) if nats is not None and learned[i] else None, "begins": begins.get(i)}
-        for i, (token, piece) in enumerate(zip(ids, pieces, strict=True), first)
-    ]  # fmt: skip
-    return {"answer": row.answer, "n_tokens": len(row.ids), "n_learned": int(learned.sum()), "padding": row.padding,
-            "documents": len(row.pieces), "tokens": tokens}  # fmt: skip
 
 
 def _nats(model: GPT, rows: Sequence[Row], end: int, check: Check) -> list[Costs]:
@@ -270,11 +300,3 @@ async def _answer(
         return work(studio.data.of(wanted), model, check) | {"checkpoint": wanted.checkpoint.step}
 
     return uncached(await studio.reader.compute(compute))
-
-
-def _pieces(tokenizer: Tokenizer, before: list[int], ids: list[int]) -> list[str]:
-    """What each token adds to the text; empty within a character."""
-    stream = StreamDecoder(tokenizer)
-    for token in before:
-        stream.push(token)
-    return [stream.push(token) for token in ids]

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from gptworks.data.prepare import Prepared, find_of_run
+from gptworks.data.opened import Prepared, find_of_run
 from gptworks.data.shards import Split, TokenShards
 from gptworks.errors import UserError
 from gptworks.interpret.hooks import Check

@@ -197,6 +197,7 @@ def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), fork
             f"train.max_steps={now.train.max_steps} and {has_done}: give more than those to go on, or use its "
             f"checkpoints as they are."
         )
+    _check_anneal(before, now, done)
     if unasked := [path for path in inexact(before, now, changes, done) if not _covers(asked, [path])]:
         lines = "\n".join(f"  {change_words({path: changes[path]})}: {_why(before, path)}" for path in unasked)
         asking = " ".join(f"--change {path}" for path in unasked)
@@ -209,12 +210,44 @@ def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), fork
     return changes
 
 
+def _check_anneal(before: Recipe, now: Recipe, done: int) -> None:
+    """Refuse other weights for samples that are read already: which sample comes next follows from all before it.
+
+    Raises:
+        UserError: it says from which sample on the run could have others.
+    """
+    old, new = (None if r.data.anneal is None else (r.anneal_from, r.data.anneal.weights) for r in (before, now))
+    shared = [r.data.anneal for r in (before, now) if r.data.anneal is not None and r.data.anneal.share is not None]
+    if shared and before.train.batch_size != now.train.batch_size:
+        raise UserError(
+            f"train.batch_size={now.train.batch_size} and {now.run_dir} has {before.train.batch_size}, by which "
+            f"data.anneal.share={shared[0].share:g} is counted. Go on with data.anneal.share=null "
+            f"data.anneal.from_sample={before.anneal_from or now.anneal_from} to change it."
+        )
+    if old == new:
+        return
+    state = next((one.state() for one in checkpoints(now.run_dir) if one.step == done), {})
+    position = state.get("samples", done * before.train.batch_size) + state.get("samples_passed", 0)
+    first = min(place for place, _ in filter(None, (old, new)) if place is not None)
+    if position > first:
+        was = "no data.anneal" if old is None else f"data.anneal from sample {old[0]:,} on"
+        raise UserError(
+            f"{now.run_dir} was started with {was} and has read {position:,} samples; it is now to have had other "
+            f"weights from sample {first:,} on. Weights can change only from sample {position:,} on; to leave them as "
+            f"they are where the run gets longer, set data.anneal.share=null data.anneal.from_sample="
+            f"{old[0] if old else position}."
+        )
+
+
 def inexact(before: Recipe, now: Recipe, changes: Iterable[str], done: int) -> list[str]:
     """Those of the changed settings with which the steps that are done would have been others."""
     return [
         path
         for path in changes
-        if done and _role(now, path) == "recorded" and not (path in _LENGTH and _same_rates(before, now, done))
+        if done
+        and _role(now, path) == "recorded"
+        and not (path in _LENGTH and _same_rates(before, now, done))
+        and not path.startswith("data.anneal")  # refused where it changes what is read already
     ]
 
 

@@ -4,7 +4,6 @@ The new folder is what the other's was at that step, so that `--resume` goes on 
 bit as the other did.
 """
 
-import os
 import shutil
 import threading
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from gptworks.checkpoint import Checkpoint, all_checkpoints, checkpoint_of_step, checkpoints, require_full_weights
 from gptworks.config import Recipe
 from gptworks.errors import UserError
-from gptworks.files import check_free, check_regular, check_sums, new_folder
+from gptworks.files import check_free, check_regular, check_sums, link_or_copy, new_folder
 from gptworks.recipe import load_recipe, run_name, save_recipe
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 from gptworks.train.changes import (
@@ -164,12 +163,7 @@ def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe
 def _link(file: Path, to: Path) -> None:
     """Give a file a second name, or copy it where the disk has no such names."""
     check_regular(file)
-    try:
-        os.link(file.resolve(), to)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.copyfile(file, to)
+    link_or_copy(file.resolve(), to)
 
 
 def _copy(path: Path, to: Path) -> None:

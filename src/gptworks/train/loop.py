@@ -13,7 +13,8 @@ from gptworks.chat_template import load_chat_template, save_chat_template
 from gptworks.checkpoint import checkpoints
 from gptworks.config import Recipe
 from gptworks.data.conversations.inspection import check_records
-from gptworks.data.prepare import Prepared, prepare
+from gptworks.data.opened import Prepared
+from gptworks.data.prepare import prepare
 from gptworks.device import (
     BusyCores,
     Precision,

@@ -14,10 +14,12 @@ import torch
 
 from gptworks.config import Recipe, TrainConfig
 from gptworks.config.objective import ObjectiveSettings
-from gptworks.data.batches import Batches, Int64s, evaluation_windows, shuffled
+from gptworks.data.batches import Batches, evaluation_windows
 from gptworks.data.conversations.packing import ExampleBatches, Examples, evaluation_rows
+from gptworks.data.permutation import Int64s, shuffled
 from gptworks.data.rows import Row, pieces_of
 from gptworks.data.shards import TokenShards
+from gptworks.data.shares import weights_over_run
 from gptworks.device import Precision
 from gptworks.evaluate.loss import LossReport, Workers, evaluate_loss
 from gptworks.infer.engine import Engine
@@ -85,7 +87,8 @@ class Objective:
             self._samples_per_epoch = rows.rows_per_epoch
             self._held_out = Examples(self.validation_shards, context, settings.packs)
         else:
-            self._batches = windows = Batches(self.train_shards, context, seed)
+            phases, stretches = weights_over_run(self.recipe), self.train_shards.stretches
+            self._batches = windows = Batches(self.train_shards, context, seed, stretches, phases)
             self._samples_per_epoch = windows.windows_per_epoch
 
     @staticmethod
@@ -158,8 +161,19 @@ class Objective:
         Raises:
             UserError: the run folder does not keep it.
         """
+        batches = getattr(self, "_batches", None)  # pairs and prompts have none
+        if isinstance(batches, Batches):
+            epochs, windows = batches.items(np.array([position]))
+            return int(epochs[0]), int(windows[0])
         n = self.samples_per_epoch
         return position // n, int(shuffled(np.array([position]), n, self.recipe.seed)[0])
+
+    def epochs(self, position: int) -> dict[str, float]:
+        """How often the samples before a position read each dataset of a mixture, by its name."""
+        if not self.recipe.data.mixture or not isinstance(self._batches, Batches):
+            return {}
+        names = [member.name for member in self.recipe.data.mixture]
+        return dict(zip(names, self._batches.epochs(position), strict=True))
 
     def rows(self, number: int, epoch: int = 0) -> list[Row]:
         """An item of the training split as it stands in a batch; windows begin elsewhere in each epoch."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gptworks.config import IGNORED, TrainConfig
-from gptworks.data.batches import Int64s
+from gptworks.data.permutation import Int64s
 from gptworks.model import GPT
 from gptworks.model.loss import linear_cross_entropy
 from gptworks.model.moe import balance_loss, expert_tokens, z_loss

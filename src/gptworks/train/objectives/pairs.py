@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gptworks.config import IGNORED
-from gptworks.data.batches import shuffled
 from gptworks.data.conversations.preferences import Pairs
+from gptworks.data.permutation import shuffled
 from gptworks.data.rows import Piece, Row
 from gptworks.device import Precision
 from gptworks.evaluate.loss import LossReport, Workers

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gptworks.config import IGNORED, Recipe, RewardObjective
-from gptworks.data.batches import Int64s, shuffled
 from gptworks.data.conversations.packing import Examples
+from gptworks.data.permutation import Int64s, shuffled
 from gptworks.data.rows import Row
 from gptworks.device import Precision
 from gptworks.errors import RunError, UserError

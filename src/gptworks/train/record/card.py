@@ -3,6 +3,7 @@
 import contextlib
 import math
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from gptworks.train.progress import Progress
 from gptworks.train.record.display import clock
 from gptworks.train.record.metrics import Record, read_metrics
 from gptworks.train.record.outcome import FILE, RunOutcome
-from gptworks.units import readable, significant
+from gptworks.units import epochs_words, readable, significant
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,17 @@ def write_model_card(
     precision: Precision,
     memory: MemoryPeaks | None = None,
     layout: Layout = ONE_DEVICE,
+    epochs: Mapping[str, float] | None = None,
 ) -> None:
     """Write the card and `outcome.json` into the run folder, the results from the run's own metrics.
 
     Args:
         reason: why the run has ended; None while it trains, when there is no outcome to write.
+        epochs: how often each dataset of a mixture was read.
     """
     validation = [record for record in read_metrics(recipe.run_dir / "metrics.jsonl") if record["kind"] == "validation"]
     training = _training(recipe, progress, reason, samples_per_epoch, precision) | _layout(layout) | _memory(memory)
+    training = _mixture(recipe, epochs or {}) | training
     sections = {
         "Results": _results(recipe, validation),
         "Architecture": _architecture(recipe),
@@ -131,7 +135,7 @@ def _training(
     return {
         **({} if recipe.initialize_from is None else {"started from": f"the run {recipe.initialize_from.name}"}),
         "in training" if reason is None else "ended": f"{reason or 'so far'}, step {progress.step:,}",
-        "sources": ", ".join(_source(source) for source in recipe.data.sources),
+        **({"sources": ", ".join(map(_source, recipe.data.sources))} if recipe.data.sources else {}),
         "tokens": f"{progress.tokens:,}, {progress.samples / samples_per_epoch:.2f} epochs of the training text",
         "time": f"{clock(progress.seconds)} of training, {speed:,.0f} tokens/s",
         "batch": f"{train.batch_size} × {recipe.model.context_length:,} tokens{cut}",
@@ -144,6 +148,18 @@ def _training(
         "device": device_name(torch.device(precision.device_type)),
         "gptworks, torch, Python": f"{__version__}, {torch.__version__}, {platform.python_version()}",
     }
+
+
+def _mixture(recipe: Recipe, epochs: Mapping[str, float]) -> dict[str, str]:
+    """The datasets with their weights, and how often each was read."""
+    if not recipe.data.mixture:
+        return {}
+    anneal, first = recipe.data.anneal, recipe.anneal_from
+    weights = ", ".join(f"{member.name} {member.weight:g}" for member in recipe.data.mixture)
+    if anneal is not None and first is not None:
+        later = ", ".join(f"{name} {weight:g}" for name, weight in anneal.weights.items())
+        weights += f"; from sample {first:,} on {later}"
+    return {"datasets by weight": weights, "epochs of each dataset": epochs_words(epochs)}
 
 
 def _memory(memory: MemoryPeaks | None) -> dict[str, str]:

@@ -23,7 +23,7 @@ from gptworks.train.record.throughput import Throughput
 from gptworks.train.record.writers import open_log
 from gptworks.train.rehearsal.preflight import run_setting
 from gptworks.train.step import StepLosses, TrainStep
-from gptworks.units import significant
+from gptworks.units import epochs_words, significant
 
 DESCRIBED_EVERY_SECONDS = 60.0
 """How often an evaluation writes curves.svg and the card anew; the first and the end of a run always do."""
@@ -67,6 +67,8 @@ class Reporter:
             f"{self.precision.name} on {device_name(self._device)}; {self.objective.train_shards.n_tokens:,} training "
             f"tokens, and the run ends after {self.length.words(progress)}{self._epochs(progress)}"
         )
+        if self.recipe.data.mixture:
+            self.display.message(self._mixture(progress))
         self._started = time.monotonic(), self.length.share_done(progress)
 
     def _epochs(self, progress: Progress) -> str:
@@ -78,6 +80,15 @@ class Reporter:
         tokens = progress.tokens + left * objective.rows_per_sample * self.recipe.model.context_length
         epochs = significant((progress.samples + left) / self.objective.samples_per_epoch, 3)
         return f", {'at most ' if objective.varying_widths else ''}{tokens:,} tokens or {epochs} epochs"
+
+    def _mixture(self, progress: Progress) -> str:
+        """How often the run reads each dataset, and where their weights change."""
+        total, first = self.length.total_steps(progress), self.recipe.anneal_from
+        left = 0 if total is None else (total - progress.step) * self.recipe.train.batch_size
+        epochs = self.objective.epochs(progress.position + left)
+        words = "" if total is None else f"epochs of each dataset: {epochs_words(epochs)}"
+        then = [] if first is None else [f"the weights change at sample {first:,}"]
+        return "; ".join(filter(None, [words, *then])) or f"datasets: {', '.join(epochs)}"
 
     def begin(self, progress: Progress) -> None:
         """Open the log where the run stands, after a start, a resume or a rollback."""
@@ -177,7 +188,8 @@ class Reporter:
         folder, samples = self.recipe.run_dir, self.objective.samples_per_epoch
         self._described = time.monotonic()
         draw_curves(folder / "metrics.jsonl", folder / "curves.svg", self.recipe.name)
-        write_model_card(self.recipe, progress, reason, samples, self.precision, memory, self._layout)
+        epochs = self.objective.epochs(progress.position)
+        write_model_card(self.recipe, progress, reason, samples, self.precision, memory, self._layout, epochs)
 
     def sample(self, progress: Progress, prompt: str, text: str) -> None:
         """A text that the model has written."""

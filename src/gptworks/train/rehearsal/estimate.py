@@ -3,11 +3,13 @@
 from collections.abc import Callable, Sequence
 
 from gptworks.config import Recipe
-from gptworks.data.prepare import Prepared, find_prepared
+from gptworks.data.opened import Prepared
+from gptworks.data.prepare import find_prepared
+from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.plan.devices import UTILIZATION, Device
 from gptworks.plan.run import Plan, plan
-from gptworks.plan.tokens import DataSize, data_size
+from gptworks.plan.tokens import DataSize, data_size, of_datasets
 from gptworks.recipe import with_vocab_size
 
 
@@ -35,6 +37,7 @@ def estimate(
 
     found = plan(
         planned, data.train_tokens, samples_per_epoch=data.samples_per_epoch, tokens_estimated=data.estimated,
+        dataset_tokens=data.datasets,
         device=device, n_ranks=n_ranks, utilization=utilization, apply=apply,
     )  # fmt: skip
     return found, data.missing
@@ -55,7 +58,11 @@ def _with_data(recipe: Recipe) -> tuple[Recipe, DataSize]:
         size = data_size(recipe)
         if size.missing is not None and not recipe.model.vocab_size:
             raise UserError(size.missing)
-        return recipe, size
+        return recipe if size.vocab_size is None else with_vocab_size(recipe, size.vocab_size), size
+    if recipe.data.mixture:
+        stretches = TokenShards(prepared.folder, "train", verify=False).stretches
+        sizes = {one.name: part.n_tokens for one, part in zip(recipe.data.mixture, stretches, strict=True)}
+        return recipe, of_datasets(recipe, sizes, estimated=False)
     samples = None
     if recipe.data.records:
         from gptworks.train.objectives.choose import choose_objective

@@ -2,13 +2,15 @@
 
 import { useAsked } from "./data/asked.js";
 import { Documents } from "./data/documents.js";
+import { Figures } from "./data/figures.js";
 import { Step, Windows } from "./data/rows.js";
+import { Search } from "./data/search.js";
 import { Tokenizers } from "./data/tokenizers.js";
 import { count } from "./format.js";
 import { ModelChoice } from "./choice.js";
 import { html, useEffect, useState } from "./ui.js";
 
-const VIEWS = { documents: "Documents", windows: "Windows", step: "A step", tokenizers: "Two tokenizers" };
+const VIEWS = { documents: "Documents", windows: "Windows", step: "A step", search: "Search", figures: "Figures", tokenizers: "Two tokenizers" };
 const START = { split: "train", document: 0, first: 0, window: 0, epoch: 0, step: 1, sample: 0, loss: false };
 
 export function Part({ state, route }) {
@@ -28,8 +30,9 @@ export function Part({ state, route }) {
     if (models.some((model) => model.id === linked)) choose({ model: linked, checkpoint: null });
   }, [linked]);
   const move = (changes) => set((was) => ({ ...was, ...changes }));
+  const open = (key, place) => (move(place), setView(key));
   if (!usable.length) return html`<p class="notice">There is no run here whose data can be shown yet.</p>`;
-  const View = { documents: Documents, windows: Windows, step: Step }[view];
+  const View = { documents: Documents, windows: Windows, step: Step, search: Search, figures: Figures }[view];
   return html`<div class="data">
     <h1 class="hidden-text">Data</h1>
     <section class="card" aria-label="What to show">
@@ -42,7 +45,7 @@ export function Part({ state, route }) {
           `${name}: ${count(split.n_documents)} ${split.n_documents === 1 ? "document" : "documents"}, ${count(split.n_tokens)} tokens, ${count(split.text_bytes)} bytes`).join(" · ")}</p>`}
         ${problem && html`<p class="problem" role="alert">${problem}</p>`}`}
     </section>
-    ${View && about && html`<${View} key=${`${chosen.model}/${view}`} ...${{ chosen, about, at, move }} />`}
+    ${View && about && html`<${View} key=${`${chosen.model}/${view}`} ...${{ chosen, about, at, move, open }} />`}
     ${!View && html`<${Tokenizers} models=${usable} />`}
   </div>`;
 }
