@@ -41,7 +41,7 @@ class Operation:
     """One change to the disk, or a mark."""
 
     kind: str
-    """create, write, truncate, sync, rename, unlink, mkdir or mark."""
+    """create, write, truncate, sync, rename, link, unlink, mkdir or mark."""
     path: str
     to: str = ""
     data: bytes = b""
@@ -121,6 +121,9 @@ def parse(lines: Iterable[str], root: str) -> Iterator[Operation]:
         elif call.startswith("rename"):
             sizes[paths[1]] = sizes.pop(paths[0], 0)
             yield Operation("rename", paths[0], to=paths[1], **known)
+        elif call.startswith("link"):
+            sizes[paths[1]] = sizes.get(paths[0], 0)
+            yield Operation("link", paths[0], to=paths[1], **known)
         elif call in ("unlink", "unlinkat", "rmdir"):
             yield Operation("unlink", paths[0], **known)
         elif call.startswith("mkdir"):
@@ -211,6 +214,9 @@ class Disk:
         elif operation.kind == "rename":
             other, new = self._place(operation.to)
             self._edit((folder, name, None), (other, new, folder.names[name]))
+        elif operation.kind == "link":
+            other, new = self._place(operation.to)
+            self._edit((other, new, folder.names[name]))
         else:
             node = folder.names[name]
             assert isinstance(node, File)

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptworks.config import IGNORED
-from gptworks.data.batches import Batches, evaluation_windows, permute
+from gptworks.data.batches import Batches, evaluation_windows
+from gptworks.data.permutation import permute
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from test_shards import TOKENS, write

@@ -158,3 +158,54 @@ def test_axe_finds_nothing(new_page: Callable[..., Any], studio: Studio, scheme:
         assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
         screenshot(page, f"data-{view.split()[-1].lower()}-{scheme}-{width}")
         assert axe(page) == []
+    for view, shown in (("Search", " places in "), ("Figures", "tokens a document")):
+        page.get_by_role("button", name=view, exact=True).click()
+        if view == "Search":
+            page.get_by_label("Phrase").fill("dog")
+            page.get_by_label("Phrase").press("Enter")
+        page.get_by_text(shown).first.wait_for()
+        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+        screenshot(page, f"data-{view.lower()}-{scheme}-{width}")
+        assert axe(page) == []
+
+
+def test_a_phrase_is_searched_and_its_place_opened(page: Any, studio: Studio) -> None:
+    opened(page, "Documents")
+    page.get_by_role("button", name="Search", exact=True).click()
+    page.get_by_label("Phrase").fill("lazy dog, 1")
+    page.get_by_label("Phrase").press("Enter")
+    page.get_by_text(" places in ").wait_for()
+    found = asked(studio, "search", model="base", phrase="lazy dog, 1")
+    status = page.get_by_label("Search", exact=True).get_by_role("status").inner_text()
+    assert status.startswith(f"{found['n']:,} places in {found['n_tokens']:,} tokens") and found["n"] > 20
+    shown = page.locator(".hit").all_text_contents()
+    assert shown == [hit["before"] + hit["text"] + hit["after"] for hit in found["hits"]]
+    assert set(page.locator(".hit mark").all_text_contents()) == {"lazy dog, 1"}
+    hit = found["hits"][3]
+    page.get_by_role("button", name=f"Document {hit['document']:,}, token {hit['first']:,}").click()
+    settled(page)
+    assert page.get_by_label("First token", exact=True).input_value() == str(hit["first"] - 32)
+    text = "".join(page.locator(".data .tokens .t").all_text_contents())
+    assert "lazy dog, 1" in text[: text.index("lazy dog, 1") + 200]
+
+
+def test_what_cannot_be_searched_is_said(page: Any) -> None:
+    opened(page, "Documents")
+    page.get_by_role("button", name="Search", exact=True).click()
+    page.get_by_label("Phrase").fill(HOSTILE)
+    page.get_by_label("Phrase").press("Enter")
+    page.get_by_text("0 places in ").wait_for()
+    assert page.locator("img, script:not([src])").count() == 0
+
+
+def test_the_figures_are_those_of_the_command(page: Any, studio: Studio) -> None:
+    opened(page, "Documents", TUNED)
+    page.get_by_role("button", name="Figures", exact=True).click()
+    page.get_by_text("tokens a document").first.wait_for()
+    found = asked(studio, "info", model=TUNED)
+    rows = page.locator("table").first.locator("tbody tr").all_inner_texts()
+    for row, one in zip(rows, found["amounts"], strict=True):
+        figures = (one["split"], f"{one['documents']:,}", f"{one['tokens']:,}", f"{one['text_bytes']:,}")
+        assert row.split("\t")[:4] == list(figures)
+    lengths = found["lengths"]["train"]
+    assert f"{lengths['shortest']:,} to {lengths['longest']:,} tokens a document" in page.locator(".data").inner_text()

@@ -139,15 +139,12 @@ def test_a_checkpoint_is_forked_with_a_change(page: Any, runs: Studio) -> None:
 
 def test_settings_are_found_in_the_form_and_by_search(page: Any) -> None:
     tree = yaml.safe_load(text(page).input_value())
-    for name in ("learning_rate", "weight_decay"):
-        del tree["train"][name]
+    del tree["train"]["batch_size"]
     text(page).fill(yaml.safe_dump(tree))
-    page.wait_for_function(
-        "() => !document.getElementById('setting-of-train.learning_rate').classList.contains('given')"
-    )
+    page.wait_for_function("() => !document.getElementById('setting-of-train.batch_size').classList.contains('given')")
     planned(page)
     recipe = parse_recipe({"name": "demo"} | tree)
-    for path in ("seed", "train.learning_rate", "train.weight_decay", "model.dropout_residual"):
+    for path in ("seed", "train.batch_size", "train.learning_rate", "model.dropout_residual"):
         section, _, name = path.rpartition(".")
         value = getattr(getattr(recipe, section) if section else recipe, name)
         assert field(page, path).get_attribute("placeholder") == f"default: {value}"
@@ -208,7 +205,7 @@ def test_what_cannot_be_stopped_says_so_and_a_read_only_studio_stops_nothing(
 
 def test_form_and_text_stay_equal_and_errors_stand_at_their_fields(page: Any) -> None:
     before = text(page).input_value()
-    text(page).fill(before.replace("max_steps: 400", "max_steps: 40"))
+    text(page).fill(before.replace("max_steps: 640", "max_steps: 40"))
     page.wait_for_function("() => document.getElementById('setting-of-train.max_steps').value === '40'")
     planned(page)
     field(page, "train.max_steps").fill("none")
@@ -223,7 +220,7 @@ def test_form_and_text_stay_equal_and_errors_stand_at_their_fields(page: Any) ->
     assert yaml.safe_load(text(page).input_value())["tokenizer"] == {"type": "char"}
     text(page).fill("model: [")
     page.get_by_role("alert").get_by_text("not readable YAML").wait_for()
-    text(page).fill(before)
+    text(page).fill(before.replace("train:\n", "train:\n  optimizer: muon\n"))
     planned(page)
     page.get_by_label("Show all").check()
     assert page.locator(".start-field").count() > 90

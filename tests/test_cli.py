@@ -82,10 +82,10 @@ def test_plan_knows_more_once_the_data_is_prepared(folder: Path) -> None:
     assert plan["flops"]["per_step"] == plan["flops"]["per_token"] * plan["tokens_per_step"]
 
 
-def test_prepare_says_when_nothing_has_changed(folder: Path) -> None:
-    result = tiny.gptworks("prepare", folder / "tiny.yaml")
+def test_data_build_says_when_nothing_has_changed(folder: Path) -> None:
+    result = tiny.gptworks("data", "build", folder / "tiny.yaml")
     assert "nothing has changed" in result.stderr
-    assert json.loads(run("prepare", folder / "tiny.yaml", "--json"))["reused"] is True
+    assert json.loads(run("data", "build", folder / "tiny.yaml", "--json"))["reused"] is True
 
 
 def test_evaluate_has_stable_keys_and_compares_with_compressors(folder: Path) -> None:
@@ -100,7 +100,10 @@ def test_evaluate_has_stable_keys_and_compares_with_compressors(folder: Path) ->
 JSON_COMMANDS: dict[str, list[str]] = {
     "describe": ["describe", "mixtral-8x7b"],
     "plan": ["plan", "FOLDER/tiny.yaml"],
-    "prepare": ["prepare", "FOLDER/tiny.yaml", "data.cache_dir=NEW/data"],
+    "data build": ["data", "build", "FOLDER/tiny.yaml", "data.cache_dir=NEW/data"],
+    "data info": ["data", "info", "FOLDER/run"],
+    "data show": ["data", "show", "FOLDER/run", "--step", "2"],
+    "data search": ["data", "search", "FOLDER/run", "line 1"],
     "evaluate": ["evaluate", "FOLDER/run", "--by-position", "--compressors"],
     "evaluate, text and tasks": ["evaluate", "FOLDER/run", "--text", "FOLDER/text.txt", "--task", "NEW/task.yaml",
                                  "--calibration", "--memorization", "--no-save"],
@@ -110,8 +113,8 @@ JSON_COMMANDS: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-WORKING = {"prepare": "encoding", "generate": "loading", "compare": "comparing", "quantize": "quantizing",
-           "evaluate": "evaluating", "evaluate, text and tasks": "evaluating"}  # fmt: skip
+WORKING = {"data build": "encoding", "data info": "reading tokens", "generate": "loading", "compare": "comparing",
+           "quantize": "quantizing", "evaluate": "evaluating", "evaluate, text and tasks": "evaluating"}  # fmt: skip
 """What a terminal shows while a command works, with the time that it takes."""
 
 
@@ -319,7 +322,9 @@ def test_a_shell_completes_commands_recipes_and_devices(typed: str, offered: str
     assert offered in result.stdout.split(), result.output
 
 
-OF_THEIR_OWN = {"--base", "--chat", "--device", "--html", "--resume", "--slots", "--verify", "--weights", "--help"}
+OF_THEIR_OWN = {
+    "--base", "--chat", "--device", "--html", "--minutes", "--resume", "--slots", "--verify", "--weights", "--help",
+}  # fmt: skip
 """Options whose help says what they do for one command; plan's --device names a device to plan for, quantize's
 --weights what it writes."""
 

@@ -421,7 +421,7 @@ def test_no_setting_accepts_an_absurd_number_or_text(section: type[Section]) -> 
                 assert any(item["loc"] and item["loc"][0] == name for item in error.value.errors()), (name, value)
 
 
-@pytest.mark.parametrize("command", ["describe", "plan", "prepare", "train"])
+@pytest.mark.parametrize("command", ["describe", "plan", "data build", "train"])
 @pytest.mark.parametrize(
     ("override", "rule"),
     [
@@ -441,7 +441,7 @@ def test_no_setting_accepts_an_absurd_number_or_text(section: type[Section]) -> 
     ids=lambda value: value.partition("=")[0],
 )
 def test_an_absurd_setting_is_refused_in_a_few_words(command: str, override: str, rule: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, [command, str(tiny.write_recipe(tmp_path)), override])
+    result = CliRunner().invoke(app, [*command.split(), str(tiny.write_recipe(tmp_path)), override])
     assert isinstance(result.exception, UserError)
     message = str(result.exception)
     assert rule in message and override.partition("=")[0] in message and len(message) < 1000

@@ -135,7 +135,7 @@ def test_text_that_cannot_be_trained_on(case: str, tmp_path: Path, command: Comm
 
 def test_too_little_text_for_the_vocabulary(tmp_path: Path, command: Command) -> None:
     recipe = tiny.write_recipe(tmp_path)
-    code, error = command("prepare", recipe, "tokenizer={type: bpe, vocab_size: 30000}")
+    code, error = command("data", "build", recipe, "tokenizer={type: bpe, vocab_size: 30000}")
     assert_clear(code, error, "tokenizer.vocab_size=30000", "yields")
     assert not list((tmp_path / "data").glob("tiny-*"))
 
@@ -148,7 +148,7 @@ def test_a_corrupt_shard_is_named(damage: str, trained: Path, tmp_path: Path, co
     data[100] ^= 1
     shard.write_bytes(data if damage == "flip" else data[:-2])
     code, error = command("train", run_dir, "--resume", "--change", "train.max_steps=8")
-    assert_clear(code, error, shard.name, "prepare` again")
+    assert_clear(code, error, shard.name, "data build` again")
 
 
 def test_a_missing_tokenizer_file(tmp_path: Path, command: Command) -> None:
@@ -159,7 +159,7 @@ def test_a_missing_tokenizer_file(tmp_path: Path, command: Command) -> None:
 
 def test_a_garbled_tokenizer_file(tmp_path: Path, command: Command) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": 3}', encoding="utf-8")
-    code, error = command("prepare", tiny.write_recipe(tmp_path), f"tokenizer={{type: file, path: {tmp_path}}}")
+    code, error = command("data", "build", tiny.write_recipe(tmp_path), f"tokenizer={{type: file, path: {tmp_path}}}")
     assert_clear(code, error, "tokenizer.json")
 
 
@@ -222,7 +222,7 @@ def test_a_tokenizer_of_another_vocabulary_in_the_run(trained: Path, tmp_path: P
     tree["data"]["validation"] = {"fraction": 0.5, "by": "tail"}
     (other / "r.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     (other / "text.txt").write_text("".join(map(chr, range(0x400, 0x480))) * 50, encoding="utf-8")
-    assert tiny.gptworks("prepare", other / "r.yaml").returncode == 0
+    assert tiny.gptworks("data", "build", other / "r.yaml").returncode == 0
     [tokenizer] = (other / "data").glob("*/tokenizer")
     subprocess.run(["cp", "-r", f"{tokenizer}/.", run_dir / "tokenizer"], check=True)
     (run_dir / "tokenizer" / "sums.json").unlink()
@@ -277,11 +277,11 @@ def limited(bytes_: int) -> Callable[[], None]:
 
 def test_a_full_disk_while_preparing(tmp_path: Path) -> None:
     recipe = tiny.write_recipe(tmp_path)
-    result = tiny.gptworks("prepare", recipe, preexec_fn=limited(20_000))
+    result = tiny.gptworks("data", "build", recipe, preexec_fn=limited(20_000))
     assert_clear(result.returncode, result.stderr, "data", exit_code=1)
     assert not list((tmp_path / "data").glob("tiny-*/manifest.json"))
     assert not [name for name in files(tmp_path) if ".partial" in name]
-    assert tiny.gptworks("prepare", recipe).returncode == 0
+    assert tiny.gptworks("data", "build", recipe).returncode == 0
 
 
 def test_a_full_disk_while_saving_keeps_the_earlier_checkpoint(trained: Path, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 import tiny
-from gptworks.data.prepare import open_prepared, prepare
+from gptworks.data.opened import open_prepared
+from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.files import sealed_json

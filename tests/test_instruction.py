@@ -19,7 +19,8 @@ from gptworks.cli import app
 from gptworks.cli.evaluate import evaluate
 from gptworks.config import IGNORED
 from gptworks.data.conversations.packing import Examples, evaluation_rows, stack
-from gptworks.data.prepare import open_prepared, prepare
+from gptworks.data.opened import open_prepared
+from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.infer import TurnSession, load

@@ -222,21 +222,34 @@ def test_the_same_with_any_number_of_threads() -> None:
     assert torch.equal(one, three)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "int4"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4"])
 def test_how_a_text_is_cut_changes_no_bit(kind: str) -> None:
     """Nor what is computed beside it; a long chunk takes several steps."""
-    model = variant("gpt3, windowed", context_length=200)
+    model = variant("gpt3, windowed", context_length=200, d_ff=592)
     if kind != "fp32":
         model = pack(model, kind)
     backend = native.NativeBackend(model, 3, 200)
     ids = text(150)
     whole = backend.compute([Chunk(0, 0, ids, 150)])[0]
-    cuts = [0, 70, 71, 149, 150]
-    parts = [
-        backend.compute([Chunk(2, 0, text(90)), Chunk(1, first, ids[first:end], end - first)])[1]
-        for first, end in itertools.pairwise(cuts)
-    ]
+    parts = []
+    for i, (first, end) in enumerate(itertools.pairwise([0, 70, 71, 142, 145, 149, 150])):
+        beside = [] if i % 2 else [Chunk(2, 0, text(90))]
+        parts.append(backend.compute([*beside, Chunk(1, first, ids[first:end], end - first)])[-1])
     assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("d_head", [48, 80])
+def test_a_cache_in_bfloat16_however_a_text_is_cut(d_head: int, window: int | None) -> None:
+    """The same bits, though it may be multiplied in pairs of positions and of elements; and near the model's logits."""
+    model = random_model(plain_model(**{**BASE, "d_head": d_head, "n_kv_heads": 2, "n_layers": 1, "window": window}))
+    ids, backend = text(60), native.NativeBackend(model, 2, 61, dtype=torch.bfloat16)
+    whole = backend.compute([Chunk(0, 0, ids, 60)])[0]
+    cuts = itertools.pairwise([0, 1, 2, 5, 9, 16, 17, 29, 32, 59, 60])
+    parts = [backend.compute([Chunk(1, i, ids[i:j], j - i)])[0] for i, j in cuts]
+    assert torch.equal(torch.cat(parts), whole)
+    wanted = expected(copy_of(model), ids, 60)
+    torch.testing.assert_close(whole, wanted, rtol=0, atol=0.02 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("n_logits", [0, 1, 64, 100])
@@ -327,6 +340,24 @@ def test_nan_passes_through_activations_and_every_cache(cache: torch.dtype, mlp:
     with_nan, without = backend.compute([Chunk(0, 0, [3, *clean], 10), Chunk(1, 0, clean, 9)])
     assert with_nan.isnan().all()
     assert without[:, [i for i in range(VOCABULARY) if i != 3]].isfinite().all()  # the head is the embedding
+
+
+@pytest.mark.parametrize("cache", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("window", [None, 5])
+def test_nan_reaches_no_token_that_does_not_see_it(window: int | None, value: float, cache: torch.dtype) -> None:
+    """Neither those before it nor those past its window, though they are computed together with it."""
+    model = variant("llama", n_layers=1, window=window)
+    model.token_embedding.weight.data[3, 5] = value
+    ids = [token for token in text(45) if token != 3][:30]
+    backend = native.NativeBackend(model, 2, CONTEXT, dtype=cache)
+    for place in (9, 10, 11):
+        others = [*range(place), *(range(place + 5, 30) if window else ())]
+        clean, spoiled = (
+            backend.compute([Chunk(0, 0, [*ids[:place], token, *ids[place + 1 :]], 30)])[0] for token in (ids[place], 3)
+        )
+        assert torch.equal(spoiled[others], clean[others])
+        assert spoiled[[i for i in range(30) if i not in others]].isnan().all()
 
 
 # ------------------------------------------------------------------------------------------------- what it is given

@@ -1,7 +1,11 @@
+import contextlib
 import csv
+import hashlib
 import json
 import multiprocessing
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,15 +21,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import commands
 from gptworks.config import Recipe, ValidationSplit
-from gptworks.data import encode
-from gptworks.data import prepare as module
-from gptworks.data.prepare import Prepared, find_prepared, held_out_text, open_prepared, prepare
+from gptworks.data import opened
+from gptworks.data.opened import Prepared, held_out_text, open_prepared
+from gptworks.data.prepare import find_prepared, prepare
 from gptworks.data.shards import TokenShards
-from gptworks.data.sources import base
+from gptworks.data.sources import base, sums
 from gptworks.data.sources.base import Piece
 from gptworks.data.sources.choose import iter_documents
 from gptworks.data.split import split_documents
 from gptworks.errors import RunError, UserError
+from gptworks.files import sha256_file
 from gptworks.tokenizer import document_frame, fingerprint
 from tiny import plain_model
 
@@ -243,7 +248,7 @@ def test_a_long_document_in_pieces_gives_the_same_text(
     text = "".join(essays(50))
     write(tmp_path, text)
     monkeypatch.setattr(base, "PIECE_BYTES", 100)
-    monkeypatch.setattr(module, "_DECODED_TOKENS", 3)
+    monkeypatch.setattr(opened, "_DECODED_TOKENS", 3)
     prepared = prepare(make({"type": "bpe", "vocab_size": 280}, validation={"fraction": 0.3}))
     held_out = b"".join(held_out_text(prepared)).decode()
     assert decoded(prepared, "train") == [text.removesuffix(held_out)]
@@ -293,7 +298,7 @@ def test_another_vocabulary_than_the_tokenizer_s_is_refused_before_any_text_is_e
     tokenizer = {"type": kind} if kind != "file" else {"type": kind, "path": first.folder / "tokenizer"}
     recipe = make(tokenizer, cache_dir=tmp_path / "other")
     wrong = recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": size - 1})})
-    monkeypatch.setattr("gptworks.data.write._write_documents", lambda *_: pytest.fail("text is encoded"))
+    monkeypatch.setattr("gptworks.data.jobs._write_documents", lambda *_: pytest.fail("text is encoded"))
     with pytest.raises(UserError, match=rf"model\.vocab_size={size - 1} and the tokenizer has {size} tokens"):
         prepare(wrong)
     assert leftovers(tmp_path / "other") == []
@@ -347,12 +352,80 @@ def test_recipes_of_any_name_share_the_shards_of_one_text(make: Make, tmp_path: 
     assert [path.name for path in recipe.data.cache_dir.glob("[!.]*")] == [old.name]
 
 
+def test_a_dataset_is_known_by_the_contents_of_its_sources(make: Make, tmp_path: Path) -> None:
+    """Not by their times, nor by where they lie."""
+    write(tmp_path, *essays(30))
+    half = {"fraction": 0.5}
+    made = prepare(make(validation=half)).folder
+    for file in (tmp_path / "text").iterdir():
+        os.utime(file, (1, 1))
+    moved = shutil.copytree(tmp_path / "text", tmp_path / "elsewhere")
+    again = prepare(make(path=moved, validation=half), report=lambda *_: pytest.fail("it worked"))
+    assert again.folder == prepare(make(validation=half)).folder == made
+    (moved / "003.txt").write_text("other words", encoding="utf-8")
+    assert prepare(make(path=moved, validation=half)).folder != made
+
+
+def test_a_dataset_is_used_where_its_sources_are_gone(make: Make, tmp_path: Path) -> None:
+    write(tmp_path, *essays(30))
+    tokenizer = {"type": "file", "path": str(tmp_path / "tokenizer.json")}
+    prepare(make()).tokenizer.save(tokenizer["path"])
+    half = {"fraction": 0.5}
+    made = [prepare(make(kind, validation=half)) for kind in (None, tokenizer)]
+    shutil.copytree(tmp_path / "data", tmp_path / "copy", copy_function=shutil.copyfile)
+    shutil.rmtree(tmp_path / "text")
+    (tmp_path / "tokenizer.json").unlink()
+    for kind, known in zip((None, tokenizer), made, strict=True):
+        recipe = make_again(make(kind, validation=half), tmp_path / "copy")
+        with pytest.warns(UserWarning, match=rf"{tmp_path}.*no such.*copy/{known.folder.name}, which these settings"):
+            found = prepare(recipe, report=lambda *_: pytest.fail("it worked"))
+        assert found.folder == tmp_path / "copy" / known.folder.name and contents(found) == contents(known)
+        assert find_prepared(recipe) is not None
+    with pytest.raises(UserError, match="no such file or folder"):
+        prepare(make(validation={"fraction": 0.4}))
+
+
+def test_of_several_datasets_whose_sources_are_gone_none_is_guessed(make: Make, tmp_path: Path) -> None:
+    for texts in (essays(30), essays(31)):
+        write(tmp_path, *texts)
+        prepare(make())
+    shutil.rmtree(tmp_path / "text")
+    with pytest.raises(UserError, match=r"shards-\w{8} and .*shards-\w{8} were all made by its settings"):
+        prepare(make())
+
+
+def test_the_sum_of_a_large_file_is_remembered_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPTWORKS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sums, "REMEMBERED_BYTES", 10)
+    files, read = [tmp_path / "a.txt", tmp_path / "b.txt.gz"], []
+    for file in files:
+        file.write_bytes(b"x" * 20)
+        os.utime(file, (1, 1))
+    monkeypatch.setattr(sums, "_SETTLED_NS", -1)
+    monkeypatch.setattr(sums, "sha256_file", lambda file: read.append(file.name) or sha256_file(file))
+    first = sums.contents(files)
+    assert first == [[".txt", hashlib.sha256(b"x" * 20).hexdigest()], [".txt.gz", first[0][1]]]
+    assert sums.contents(files) == first and sorted(read) == ["a.txt", "b.txt.gz"], "each once"
+    files[0].write_bytes(b"y" * 20)
+    os.utime(files[0], (1, 1))
+    assert sums.contents(files)[0] != first[0], "though its size and time are as before"
+    (tmp_path / "cache" / "sums.json").write_text("{broken")
+    assert sums.contents(files)[1] == first[1]
+    monkeypatch.setattr(sums, "_SETTLED_NS", 10**12)
+    files[0].write_bytes(b"z" * 20)
+    for _ in range(2):
+        read.clear()
+        sums.contents(files)
+        assert "a.txt" in read, "it may change again within a tick"
+
+
 def test_processes_do_not_change_the_shards(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, *essays(300))
     kind = {"type": "bpe", "vocab_size": 300}
+    monkeypatch.setattr(base, "UNIT_BYTES", 20_000)
     alone = prepare(make(kind, processes=1, shard_tokens=2000, cache_dir=tmp_path / "alone"))
-    monkeypatch.setattr(encode, "_BATCH_BYTES", 3000)
-    monkeypatch.setattr(encode, "_BATCHES_WORTH_A_POOL", 2)
     together = prepare(make(kind, processes=2, shard_tokens=2000, cache_dir=tmp_path / "together"))
     assert contents(alone) == contents(together)
     assert len(alone.manifest.splits["train"].shards) > 5
@@ -396,6 +469,10 @@ def test_a_damaged_folder_is_refused(make: Make, tmp_path: Path) -> None:
     (folder / "train-00000.tokens").unlink()
     with pytest.raises(UserError, match=rf"train-00000\.tokens is missing\. Delete {folder}"):
         open_prepared(folder)
+
+
+def make_again(recipe: Recipe, cache_dir: Path) -> Recipe:
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"cache_dir": cache_dir})})
 
 
 # ------------------------------------------------------------------------------------------------------ failures
@@ -449,6 +526,49 @@ def test_an_interrupted_prepare_cleans_up(make: Make, tmp_path: Path) -> None:
     assert not prepare(make(validation={"fraction": 0.3})).reused
 
 
+def test_what_was_finished_before_an_interruption_is_not_done_again(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, *essays(300))
+    monkeypatch.setattr(base, "UNIT_BYTES", 10_000)
+    kind: dict[str, Any] = {"type": "bpe", "vocab_size": 300}
+    wanted = contents(prepare(make(kind, processes=1, cache_dir=tmp_path / "at-once")))
+    n_jobs = len({name for name in wanted if re.fullmatch(r"train-\d+\.tokens", name)})
+    assert n_jobs > 4
+    recipe, kept = make(kind, processes=1), 0
+    for _ in range(n_jobs + 2):
+        first: list[int] = []
+
+        def interrupt(stage: str, done_bytes: int, total_bytes: int | None, first: list[int] = first) -> None:
+            if stage == "shards":
+                first.append(done_bytes)
+                if done_bytes > first[0] + 15_000:
+                    raise KeyboardInterrupt
+
+        try:
+            made = prepare(recipe, report=interrupt)
+        except KeyboardInterrupt:
+            assert leftovers(tmp_path / "data") and first[0] >= kept
+            kept = first[0]
+        else:
+            break
+    assert kept > 20_000 and contents(made) == wanted
+    assert leftovers(tmp_path / "data") == []
+
+
+def test_text_that_changes_while_it_is_read_is_refused(make: Make, tmp_path: Path) -> None:
+    write(tmp_path, *essays(60))
+
+    def change(stage: str, done_bytes: int, total_bytes: int | None) -> None:
+        if stage == "shards":
+            (tmp_path / "text" / "059.txt").write_text(f"{done_bytes} other words\n" * 9, encoding="utf-8")
+
+    with pytest.raises(UserError, match="changed while they were read"):
+        prepare(make(), report=change)
+    assert leftovers(tmp_path / "data") == [] and not list((tmp_path / "data").glob("shards-*"))
+    assert not prepare(make()).reused
+
+
 def test_two_at_once_are_safe_and_leave_each_other_alone(make: Make, tmp_path: Path) -> None:
     write(tmp_path, *essays(60))
     recipe, data = make(validation={"fraction": 0.3}), tmp_path / "data"
@@ -496,16 +616,16 @@ def test_a_full_disk_is_said_and_leaves_nothing(make: Make, tmp_path: Path) -> N
 
 def test_a_dead_worker_is_said(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, *essays(300))
-    monkeypatch.setattr(encode, "_BATCH_BYTES", 1000)
-    monkeypatch.setattr(encode, "_BATCHES_WORTH_A_POOL", 2)
+    monkeypatch.setattr(base, "UNIT_BYTES", 10_000)
 
     def kill_workers(stage: str, done_bytes: int, total_bytes: int | None) -> None:
         for child in multiprocessing.active_children():
-            os.kill(child.pid or 0, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid or 0, signal.SIGKILL)
 
     with pytest.raises(RunError, match=r"a worker process died.*data\.processes=1"):
         prepare(make({"type": "bpe", "vocab_size": 300}, processes=2), report=kill_workers)
-    assert leftovers(tmp_path / "data") == []
+    assert not prepare(make({"type": "bpe", "vocab_size": 300}, processes=1)).reused
 
 
 def test_a_mistake_far_into_a_file_is_a_clean_message(

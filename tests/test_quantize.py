@@ -17,7 +17,8 @@ from gptworks.checkpoint import checkpoints, load_run
 from gptworks.cli import main
 from gptworks.config import ModelConfig, Recipe
 from gptworks.data.batches import evaluation_windows
-from gptworks.data.prepare import Prepared, prepare
+from gptworks.data.opened import Prepared
+from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.errors import RunError, UserError
 from gptworks.evaluate.divergence import measure_divergence

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gptworks.data.shards import FORMAT_VERSION, Dtype, Manifest, ShardWriter, TokenShards, dtype_for, write_manifest
+from gptworks.data.shard_writer import ShardWriter, write_manifest
+from gptworks.data.shards import FORMAT_VERSION, Dtype, Manifest, TokenShards, dtype_for
 from gptworks.errors import UserError
 from gptworks.files import sealed_json, sha256_file
 
@@ -77,7 +78,7 @@ def test_reading_outside_the_split_is_an_error(tmp_path: Path) -> None:
 def test_missing_truncated_and_corrupt_files_are_named(tmp_path: Path, name: str) -> None:
     good = write(tmp_path / "good")
     folder = tmp_path / "bad"
-    fix = f"Delete {folder} and run `gptworks prepare` again"
+    fix = f"Delete {folder} and run `gptworks data build` again"
 
     shutil.copytree(good, folder)
     (folder / name).unlink()

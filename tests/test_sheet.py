@@ -326,7 +326,7 @@ def test_steps_are_the_first_bound_reached(
 
 @pytest.mark.parametrize("n_train_tokens", [257, 511, 512, 768, 81_919, 81_920, 1_000_000])
 def test_an_epoch_is_the_batches(n_train_tokens: int) -> None:
-    batches = Batches(cast(TokenShards, SimpleNamespace(n_tokens=n_train_tokens)), 256, seed=0)
+    batches = Batches(cast(TokenShards, SimpleNamespace(n_tokens=n_train_tokens, split="train")), 256, seed=0)
     for epochs in (0.5, 1, 3):
         assert planned(n_train_tokens, epochs=epochs).steps == max(1, round(epochs * batches.windows_per_epoch / 32))
 

@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ import serving
 import tiny
 from gptworks.checkpoint import all_checkpoints, load_run
 from gptworks.config import IGNORED
-from gptworks.data.prepare import open_prepared
+from gptworks.data.opened import open_prepared
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.files import sealed_json
 from gptworks.model import GPT
 from gptworks.recipe import load_recipe, parse_recipe
-from gptworks.studio.run_data import RunData
+from gptworks.runs.data import RunData
+from gptworks.studio import data as studio_data
 from gptworks.tokenizer import encode_text, load_tokenizer
 from gptworks.train.fork import fork
 from gptworks.train.loop import train
@@ -276,9 +278,9 @@ def test_what_is_too_long_is_refused_before_it_is_read(
     monkeypatch.setattr("gptworks.studio.data.MOST_READ", 50)
     refused(http, 400, "a row can be coloured up to its token 50", "window", loss=True, n=100)
     assert asked(http, "window", loss=True, n=40)["loss"] > 0
-    monkeypatch.setattr("gptworks.studio.run_data.MOST_CONTEXT", 100)
+    monkeypatch.setattr("gptworks.runs.data.MOST_CONTEXT", 100)
     prepared = open_prepared(asked(http, "about")["folder"])
-    data = RunData("base", runs / "base", load_recipe(runs / "base"), prepared, None)
+    data = RunData("base", runs / "base", load_recipe(runs / "base"), prepared)
     with pytest.raises(UserError, match=r"context_length=128: rows of up to 100 tokens are shown"):
         data.rows(0, 0)
     assert data.document("train", 0, 0, 5, lambda: None).ids.shape == (5,)
@@ -289,7 +291,7 @@ def test_data_that_is_gone_or_no_longer_what_it_was_is_refused(runs: Path, tmp_p
     aside = folder.rename(tmp_path / "aside")
     try:
         refused(http, 400, f"is not in {folder.parent}, its data.cache_dir. Put it back", "about", model="tuned")
-        refused(http, 400, f"`gptworks prepare {runs / 'tuned'}`", "step", model="tuned", step=1)
+        refused(http, 400, f"`gptworks data build {runs / 'tuned'}`", "step", model="tuned", step=1)
         shutil.copytree(aside, folder)
         (folder / "train-00000.tokens").write_bytes(bytes((folder / "train-00000.tokens").stat().st_size))
         refused(http, 400, "is corrupt: its sha256 is", "step", model="tuned", step=1)
@@ -414,3 +416,22 @@ def test_after_a_rollback_steps_are_known_to_have_taken_other_samples(
     (recipe.run_dir / "changes.json").write_text(sealed_json({"overrides": [], "changes": [{"step": "x"}]}))
     with pytest.raises(UserError, match=r"changes\.json is damaged"):
         samples_of_step(recipe, recipe.run_dir, 3)
+
+
+def test_a_phrase_is_found_where_the_documents_have_it(
+    http: httpx.Client, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phrase, limit = "times the lazy", studio_data.MOST_INDEXED
+    monkeypatch.setattr(studio_data, "MOST_INDEXED", 10)
+    refused(http, 400, "Search it once with `gptworks data search`", "search", phrase=phrase)
+    monkeypatch.setattr(studio_data, "MOST_INDEXED", limit)
+    found = asked(http, "search", phrase=phrase, most=100)
+    shards = TokenShards(Path(asked(http, "about")["folder"]), "train")
+    starts = [*shards.document_starts().tolist(), shards.n_tokens]
+    tokenizer = load_tokenizer(runs / "base" / "tokenizer")
+    texts = [tokenizer.decode(shards.read(a, b - a).tolist()) for a, b in pairwise(starts)]
+    assert found["n"] == sum(text.count(phrase) for text in texts) and found["n_tokens"] == shards.n_tokens
+    places = [i for i, text in enumerate(texts) for _ in range(text.count(phrase))]
+    assert [hit["document"] for hit in found["hits"]] == places[:100]
+    info = asked(http, "info")
+    assert info["amounts"][0]["documents"] == len(texts) and info["duplicates"]["train"]["documents"] == 0

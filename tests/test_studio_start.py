@@ -54,7 +54,7 @@ def test_the_form_has_the_settings_of_the_schema() -> None:
     assert inputs["model.tie_embeddings"] == "switch" and inputs["data.sources"] == "yaml"
     assert {field["path"] for field in fields if field["common"]} == COMMON
     (kinds,) = [group["kinds"] for group in form() if group["path"] == "tokenizer"]
-    assert {*kinds} == {"bpe", "char", "word", "gpt2", "file"}
+    assert {*kinds} == {"bpe", "char", "word", "gpt2", "file", "dataset"}
 
 
 COMMENTED = """# About it.
@@ -122,8 +122,8 @@ def checked(http: httpx.Client, text: str | None = None, *edits: tuple[str, str 
 def test_the_plan_is_that_of_the_command(http: httpx.Client) -> None:
     text = checked(http, origin={"recipe": "demo"})["text"]
     assert text == shipped_paths()["demo"].read_text(encoding="utf-8")
-    text = checked(http, text, ("train.batch_size", "4096"), ("train.micro_batch_size", "4096"))["text"]
-    overrides = ["train.batch_size=4096", "train.micro_batch_size=4096", "name=big"]
+    text = checked(http, text, ("train.batch_size", "16384"), ("train.micro_batch_size", "16384"))["text"]
+    overrides = ["train.batch_size=16384", "train.micro_batch_size=16384", "name=big"]
     found = post(http, "plan", text=text, name="big", device="a100-40gb")
     expected = plan("demo", *overrides, device="a100-40gb")
     assert found["plan"] == json.loads(json.dumps(plan_json(expected), default=str)) and found["missing"] is None
@@ -184,6 +184,7 @@ def test_a_recipe_reads_and_writes_nothing_outside_and_runs_no_code(http: httpx.
     outside.write_text("secret " * 100)
     edits = {
         "data.sources": f"- {{type: text, path: {outside}}}",
+        "data.clean": f"- {{type: decontaminate, tasks: [{outside}]}}",
         "data.cache_dir": str(outside.parent),
         "tokenizer.chat_template": str(outside),
         "initialize_from": str(outside.parent),
@@ -199,7 +200,7 @@ def test_a_recipe_reads_and_writes_nothing_outside_and_runs_no_code(http: httpx.
     reward = {"type": "reward", "reward": f"{folder}/reward.py:f"}
     records = [{"type": "conversations", "path": str(folder / "c.jsonl")}]
     tree = yaml.safe_load(text) | {"objective": reward}
-    tree["data"]["sources"] = records
+    tree["data"] = {"sources": records}
     (problem,) = checked(http, yaml.safe_dump(tree))["problems"]
     assert "file of Python" in problem["message"]
     assert checked(http, origin={"run": "old"})["problems"] == []  # whose text lies outside: it names it itself

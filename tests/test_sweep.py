@@ -60,7 +60,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Trials that take no time; returns the trainer's file."""
     trainer = tmp_path / "trainer.py"
     trainer.write_text(TRAINER, encoding="utf-8")
-    monkeypatch.setattr("gptworks.runs.sweep.TRAIN", (sys.executable, str(trainer)))
+    monkeypatch.setattr("gptworks.runs.trials.TRAIN", (sys.executable, str(trainer)))
     return trainer
 
 
@@ -318,8 +318,8 @@ def test_a_process_that_is_still_at_work_in_a_trial_is_waited_for(tmp_path: Path
 def begin(trainer: Path, path: Path, held: str) -> commands.Process:
     """A sweep in a process of its own, one of whose trials waits after its third step for a file `NUMBER.go`."""
     code = (
-        "import sys\nfrom gptworks.runs import sweep\n"
-        f"sweep.TRAIN = (sys.executable, {str(trainer)!r})\nsweep.run_sweep({str(path)!r})\n"
+        "import sys\nfrom gptworks.runs import sweep, trials\n"
+        f"trials.TRAIN = (sys.executable, {str(trainer)!r})\nsweep.run_sweep({str(path)!r})\n"
     )
     return commands.start("-c", code, env={"HELD": held})
 

@@ -1,0 +1,197 @@
+"""`gptworks try`: pairs of runs, their seeds and lengths, the verdict, and going on after a stop."""
+
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import tiny
+from gptworks.cli import app
+from gptworks.errors import RunError, UserError
+from gptworks.runs.paired import Try, plan_try, read_try, run_try
+from gptworks.runs.paired_page import to_html, try_lines
+from test_html import Reader
+
+TRAINER = '''
+"""Stands for `gptworks train RECIPE --resume`: a loss that the seed and the learning rate decide, without torch."""
+import json, os, random, sys
+from pathlib import Path
+import yaml
+from typer.testing import CliRunner
+
+recipe = yaml.safe_load(open(sys.argv[1]))
+folder, train = Path(recipe["run_dir"]), recipe["train"]
+folder.mkdir(exist_ok=True)
+with (folder.parent / "order").open("a") as file:
+    file.write(folder.name + "\\n")
+(folder / "recipe.yaml").write_text(Path(sys.argv[1]).read_text().replace("vocab_size: 0", "vocab_size: 43"))
+rate, steps = train["learning_rate"], train["max_steps"]
+if rate > 0.9:
+    print("error: no space left on device")
+    sys.exit(1)
+end = 2 + random.Random(recipe["seed"]).gauss(0, 0.1) + rate + random.Random(f'{recipe["seed"]} {rate}').gauss(0, 1e-3)
+with (folder / "metrics.jsonl").open("w") as file:
+    for step in range(train["evaluate_every"], steps + 1, train["evaluate_every"]):
+        loss = end + (steps - step) / steps
+        base = {"step": step, "tokens": step, "loss": loss, "seconds": step * 0.1}
+        file.write(json.dumps({"kind": "train"} | base) + "\\n")
+        file.write(json.dumps({"kind": "validation", "perplexity": 1.0, "bits_per_byte": None} | base) + "\\n")
+'''
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe whose runs take no time, and whose steps count as a tenth of a second."""
+    trainer = tmp_path / "trainer.py"
+    trainer.write_text(TRAINER, encoding="utf-8")
+    monkeypatch.setattr("gptworks.runs.trials.TRAIN", (sys.executable, str(trainer)))
+    monkeypatch.setattr("gptworks.runs.paired._step_seconds", lambda recipe: 0.1)
+    path = tmp_path / "tiny.yaml"
+    tree = tiny.recipe_tree(tmp_path, max_steps=100, learning_rate=0.1)
+    path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def tried(recipe: Path, *changes: str, minutes: float = 5, **settings: Any) -> Try:
+    folder = recipe.parent / "try"
+    begun = plan_try(recipe, changes, folder, minutes, 0.005, **settings)
+    return run_try(begun, recipe)
+
+
+def test_a_change_that_helps_is_found_with_its_size_and_the_fewest_pairs(recipe: Path) -> None:
+    found = tried(recipe, "train.learning_rate=0.05")
+    verdict = found.verdict("after")
+    assert verdict.answer == "lower" and verdict.low <= -0.05 <= verdict.high and len(found.pairs) == 3
+    assert found.design.steps == 100 and found.design.arms == ("before", "after")
+    assert 0 < (found.to_same_loss or 0) < 1
+    assert "helps: the loss is 0.0" in next(try_lines(found))
+
+
+def test_a_change_that_hurts_and_one_that_does_next_to_nothing(recipe: Path) -> None:
+    assert tried(recipe, "train.learning_rate=0.2").verdict("after").answer == "higher"
+    small = run_try(plan_try(recipe, ["train.learning_rate=0.1001"], recipe.parent / "small", 5, 0.05), recipe)
+    assert small.verdict("after").answer == "same"
+
+
+def test_both_runs_of_a_pair_have_one_seed_and_pairs_take_turns(recipe: Path) -> None:
+    found = tried(recipe, "train.learning_rate=0.05")
+    folder = found.folder / "pairs"
+    trees = {file.stem: yaml.safe_load(file.read_text()) for file in folder.glob("*.yaml")}
+    assert trees["00-before"]["seed"] == trees["00-after"]["seed"] != trees["01-before"]["seed"]
+    assert trees["00-before"]["train"]["learning_rate"] == 0.1 and trees["00-after"]["train"]["learning_rate"] == 0.05
+    order = (folder / "order").read_text().split()
+    assert order[:4] == ["00-before", "00-after", "01-after", "01-before"]
+
+
+def test_where_a_step_takes_longer_a_third_run_has_fewer_steps(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "gptworks.runs.paired._step_seconds", lambda one: 0.1 if one.train.learning_rate == 0.1 else 0.2
+    )
+    found = tried(recipe, "train.learning_rate=0.05", minutes=10)
+    assert found.design.arms == ("before", "after", "in-time") and found.design.steps_in_time == 50
+    assert len(list(try_lines(found))) > 2 and all(len(pair.loss) == 3 for pair in found.pairs)
+    assert found.verdict("in-time").answer == "lower"
+
+
+def test_runs_are_shorter_where_too_few_of_the_recipes_length_fit(recipe: Path) -> None:
+    design = plan_try(recipe, ["train.learning_rate=0.05"], recipe.parent / "a", 2, 0.005).design
+    assert 20 <= design.steps < 100 and design.most_pairs >= 5
+    assert plan_try(recipe, ["train.learning_rate=0.05"], recipe.parent / "b", 60, 0.005).design.most_pairs == 20
+    assert plan_try(recipe, ["train.learning_rate=0.05"], recipe.parent / "c", 5, 0.005, steps=40).design.steps == 40
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "message"),
+    [
+        ([], {}, "nothing is changed"),
+        (["train.learning_rate=0.1"], {}, "the recipe says that already"),
+        (["train.learning_rat=0.2"], {}, "did you mean"),
+        (["data.validation.fraction=0.3"], {}, "`data.validation.fraction` is the same in all trials"),
+        (["tokenizer.type=word"], {}, "`tokenizer.type` is the same in all trials"),
+        (["train.evaluate_sequences=2"], {}, "decides what the validation loss measures"),
+        (["train.learning_rate=0.2"], {"minutes": 0.2}, "--minutes 0.2 is too short: 3 pairs of runs of 20 steps take"),
+        (["train.learning_rate=0.2"], {"steps": 9000}, "or fewer --steps"),
+    ],
+)
+def test_what_cannot_be_tried_is_refused_before_work(
+    recipe: Path, changes: list[str], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        tried(recipe, *changes, **settings)
+    assert message in str(refused.value)
+    assert not (recipe.parent / "try").exists()
+
+
+def test_a_run_that_fails_is_named_with_its_reason(recipe: Path) -> None:
+    with pytest.raises(RunError, match=r"pair 0: the run 00-after failed: no space left on device\. Its log is"):
+        tried(recipe, "train.learning_rate=0.95")
+
+
+def test_a_try_that_was_stopped_goes_on_and_finished_runs_are_kept(recipe: Path) -> None:
+    folder, change = recipe.parent / "try", ["train.learning_rate=0.05"]
+
+    def stop(so_far: Try) -> None:
+        if len(so_far.pairs) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    stopped = run_try(plan_try(recipe, change, folder, 5, 0.005), recipe, after_pair=stop)
+    assert len(stopped.pairs) == 1 and not stopped.decided
+    with pytest.raises(UserError, match="already holds a try: add --resume"):
+        plan_try(recipe, change, folder, 5, 0.005)
+    with pytest.raises(UserError, match=r"tries train\.learning_rate=0\.05, not seed=9"):
+        plan_try(recipe, ["seed=9"], folder, 5, 0.005, resume=True)
+    done = run_try(plan_try(recipe, change, folder, 5, 0.005, resume=True), recipe)
+    assert done.pairs[0] == stopped.pairs[0] and len(done.pairs) == 3
+    assert (folder / "pairs" / "order").read_text().split().count("00-before") == 1
+    assert done == read_try(folder)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"design": {}}', '{"design": 1, "pairs": []}'])
+def test_a_damaged_file_is_refused(recipe: Path, content: str) -> None:
+    found = tried(recipe, "train.learning_rate=0.05")
+    (found.folder / "try.json").write_text(content)
+    with pytest.raises(UserError, match=r"try\.json is damaged"):
+        read_try(found.folder)
+
+
+def test_the_page_has_the_exact_numbers_and_the_settings_that_follow(recipe: Path) -> None:
+    found = tried(recipe, "train.learning_rate=0.05")
+    text = to_html(found)
+    reader = Reader(text)
+    verdict = found.verdict("after")
+    for pair in found.pairs:
+        assert {pair.loss["before"], pair.loss["after"]} <= {value for value, _ in reader.data}
+    assert f"{abs(verdict.value):.4f} lower" in text and "train.learning_rate" in text and "0.1 → 0.05" in text
+
+
+def test_the_command_prints_the_verdict_and_writes_the_page(recipe: Path) -> None:
+    out = ["--minutes", "5", "--folder", str(recipe.parent / "out"), "--json"]
+    done = CliRunner().invoke(app, ["try", str(recipe), "train.learning_rate=0.05", *out])
+    assert done.exit_code == 0, done.output
+    printed = json.loads(done.stdout)
+    assert printed["verdicts"]["after"]["answer"] == "lower" and len(printed["pairs"]) == 3
+    assert (recipe.parent / "out" / "try.html").exists()
+
+
+@pytest.mark.tries
+def test_ten_tries_of_another_seed_find_nothing(tmp_path: Path) -> None:
+    """Real runs. More than two false verdicts in ten would come by chance in 1% of times at most."""
+    wrong = []
+    for number in range(10):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        tree = tiny.recipe_tree(folder, max_steps=30) | {"seed": 1000 * number}
+        path = folder / "tiny.yaml"
+        path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+        begun = plan_try(path, [f"seed={1000 * number + 1}"], folder / "try", 5, worth=0)
+        found = run_try(replace(begun, design=replace(begun.design, most_pairs=5)), path)
+        print(*(f"{arm}: {found.verdict(arm)}" for arm in found.design.arms[1:]))
+        wrong.append(found.verdict("after").answer in ("lower", "higher"))
+    assert sum(wrong) <= 2
