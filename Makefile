@@ -3,10 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-browser test-notebooks notebooks test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-crashes test-schema test-overload test-engine test-guide test-processors test-margins wheel lint bench first-hour clean
+.PHONY: help demo pipeline bands test test-browser test-notebooks notebooks test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-tries test-crashes test-schema test-overload test-engine test-planted test-guide test-processors test-margins wheel lint bench first-hour clean
 
 help:
-	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
+	@echo "make demo    train a small model on Python's own sources and talk to it (about 4 minutes on 2 cores, installation included)"
 	@echo "make pipeline  from text to an assistant: a small base model, instruction tuning, DPO, held-out questions (about 12 minutes)"
 	@echo "make test    run the tests, in a random order that the first line names (about 8 minutes on 2 cores)"
 	@echo "make test-margins  tests that a run learns, with ten seeds in two precisions (about 15 minutes on 2 cores)"
@@ -16,11 +16,13 @@ help:
 	@echo "make test-trl  compare preference tuning with trl, which it installs (about a minute)"
 	@echo "make test-memory  hold the planned memory of every preset against its traced step (about 16 minutes on 2 cores)"
 	@echo "make test-arrangements  500 drawn recipes: what is planned and advised, training accepts (about half a minute)"
-	@echo "make test-kills  kill runs fifty times, in one process and in two, and resume them (about 10 minutes on 2 cores)"
+	@echo "make test-tries  ten tries of a change that does nothing, with real runs (about 8 minutes on 2 cores)"
+	@echo "make test-kills  kill runs fifty times and a build twenty, and go on from what is left (about 11 minutes on 2 cores)"
 	@echo "make test-crashes  every state that a crash or a failing disk can leave (takes long; needs strace)"
 	@echo "make test-schema  5,000 requests to the server, made from its schema (about 10 minutes on 2 cores)"
 	@echo "make test-overload  the server with too many clients, slow ones, and ones that leave (about 3 minutes on 2 cores)"
 	@echo "make test-engine  the engine in 5,000 random events against a loop without a cache (about 2 minutes)"
+	@echo "make test-planted  filters on thousands of planted duplicates and broken texts, and on hostile texts of 16 MiB (takes long)"
 	@echo "make test-guide  the commands of the README and the guide, in order, in an empty folder (about 10 minutes on 2 cores)"
 	@echo "make test-notebooks  the notebooks of docs/, by a kernel, in an empty folder (about 2 minutes on 2 cores); make notebooks keeps the outputs"
 	@echo "make test-browser  the studio's page in a browser (needs chromium and npm; about 5 minutes on 2 cores)"
@@ -28,14 +30,14 @@ help:
 	@echo "make lint    ruff, mypy and the import contract"
 	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about an hour on 2 cores)"
 	@echo "make first-hour  init, train and tune on four folders of texts, beside the old defaults, nanoGPT's recipe and xz (over two hours)"
-	@echo "make bench   speed beside textbook loops, torch's own passes and other engines and servers; memory beside what was planned"
+	@echo "make bench   speed beside textbook loops, torch's own passes, other engines, servers and data pipelines; memory beside what was planned"
 
 demo: .venv/.installed
 	$(BIN)/gptworks train demo --resume
 	@echo; echo "Completions:"
-	$(BIN)/gptworks generate runs/demo "def read_lines(path):" --max-tokens 120 --temperature 0.6 --seed 1
+	$(BIN)/gptworks generate runs/demo "def read_lines(path" --max-tokens 120 --temperature 0.6 --seed 1
 	@echo
-	$(BIN)/gptworks generate runs/demo "class Queue:" --max-tokens 120 --temperature 0.6 --seed 2
+	$(BIN)/gptworks generate runs/demo "class Queue(" --max-tokens 120 --temperature 0.6 --seed 2
 	@echo; echo "Held-out text, and what compressors make of it:"
 	$(BIN)/gptworks evaluate runs/demo --compressors
 	@echo; echo "Go on with: $(BIN)/gptworks chat runs/demo"
@@ -75,7 +77,10 @@ test-margins: .venv/.installed-dev
 	done; done
 
 test-kills: .venv/.installed-dev
-	$(BIN)/python -m pytest -m kills -rP tests/test_kills.py
+	$(BIN)/python -m pytest -m kills -rP tests/test_kills.py tests/test_build_kills.py
+
+test-tries: .venv/.installed-dev
+	$(BIN)/python -m pytest -m tries -rP tests/test_try.py
 
 test-crashes: .venv/.installed-dev
 	$(BIN)/python -m pytest -m "crashes or not crashes" -rP tests/test_crash_consistency.py
@@ -93,6 +98,9 @@ test-processors: .venv/.installed-dev
 
 test-engine: .venv/.installed-dev
 	GPTWORKS_MACHINE_STEPS=5000 $(BIN)/python -m pytest -m engine_machine -rP tests/test_engine_machine.py
+
+test-planted: .venv/.installed-dev
+	$(BIN)/python -m pytest -m planted -rP tests/test_cleaning.py tests/test_planted.py
 
 test-guide: .venv/.installed-dev
 	$(BIN)/python -m pytest -m guide -rP tests/test_guide.py
@@ -125,13 +133,15 @@ lint: .venv/.installed-dev
 	$(BIN)/lint-imports
 
 bench: .venv/.installed-dev
-	$(PIP) -e ".[bench,serve,data]"
+	$(PIP) -e ".[bench,serve,data,clean]"
+	$(BIN)/python bench/cleaning.py
 	$(BIN)/python bench/train.py
 	$(BIN)/python bench/passes.py
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/saving.py
 	$(BIN)/python bench/infer.py
 	$(BIN)/python bench/serve.py
+	$(BIN)/python bench/data.py --megabytes 500
 
 # A short look: FIRST_HOUR="--folder english --minutes 1".
 first-hour: .venv/.installed

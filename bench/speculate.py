@@ -28,7 +28,7 @@ def prompts_of(run: Path) -> list[list[int]]:
     """Token ids from the run's validation split."""
     prepared = find_prepared(load_recipe(run))
     if prepared is None:
-        raise SystemExit(f"the data of {run} is not prepared here: gptworks prepare {run}")
+        raise SystemExit(f"the data of {run} is not prepared here: gptworks data build {run}")
     shards = TokenShards(prepared.folder, "validation")
     step = (shards.n_tokens - PROMPT) // N_PROMPTS
     return [shards.read(i * step, PROMPT).tolist() for i in range(N_PROMPTS)]

@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 
 from gptworks.config import Recipe
-from gptworks.data.prepare import open_prepared, prepare
+from gptworks.data.opened import open_prepared
+from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.device import choose_device, choose_precision, device_name, keep_freed_memory
 from gptworks.plan.flops import forward_flops
