@@ -59,7 +59,7 @@ def test_checkpoints_appear_while_a_run_trains(new_page: Callable[..., Any], stu
             steps = page.get_by_label("Checkpoint of column 1")
             assert "training (training)" in page.get_by_label("Model of column 1").inner_text()
             before = steps.inner_text()
-            generate(page, "line 7:", max_tokens=4)
+            generate(page, "line 7:", max_tokens=4, temperature=0)
             aside.rename(newest)
             page.wait_for_function(
                 "(before) => document.querySelectorAll('.choice select')[1].innerText !== before", arg=before
@@ -84,7 +84,7 @@ def test_a_text_is_written_while_a_run_trains(new_page: Callable[..., Any], stud
         page.goto(studio.url)
         choose(page, "live")
         assert "live (training)" in page.get_by_label("Model of column 1").inner_text()
-        generate(page, "line 7:", max_tokens=8)
+        generate(page, "line 7:", max_tokens=8, temperature=0)
         assert tokens(page).count() == 8 and trains.poll() is None, (tmp_path / "log").read_text(encoding="utf-8")
     finally:
         trains.kill()
@@ -100,7 +100,7 @@ def test_a_served_model_answers_on_the_same_page(new_page: Callable[..., Any]) -
         page.goto(url)
         choose(page, "plain")
         assert page.get_by_label("Checkpoint of column 1").count() == 0
-        generate(page, "abc", max_tokens=6)
+        generate(page, "abc", max_tokens=6, temperature=0)
         tokens(page).nth(2).click()
         page.locator(".token-card .row:not(:disabled)").first.click()
         page.wait_for_function("() => document.querySelectorAll('.branch').length === 2")

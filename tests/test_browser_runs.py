@@ -13,7 +13,6 @@ from gptworks.runs import watch
 from gptworks.runs.bands import make_band
 from gptworks.runs.compare import compare
 from gptworks.runs.history import read_history
-from gptworks.studio import library
 from gptworks.train.changes import History, Origin, write_history
 from gptworks.train.record.metrics import Record
 from histories import training, validation, write_run
@@ -291,11 +290,9 @@ def test_a_fork_is_drawn_with_the_run_that_it_comes_from(new_page: Callable[...,
         assert faint.count() == 0
 
 
-def test_the_page_says_what_its_list_leaves_out(
-    new_page: Callable[..., Any], runs: Studio, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(library, "MOST_RUNS", 2)
+def test_the_page_says_what_its_list_leaves_out(new_page: Callable[..., Any], runs: Studio) -> None:
     with open_studio(runs.runs) as studio:
+        studio.app.state.studio.library.most_runs = 2
         page = opened(new_page(), studio)
         page.get_by_role("status").get_by_text("There are more than 2 runs").wait_for()
 

@@ -23,7 +23,7 @@ from gptworks.errors import UserError
 from gptworks.infer.engine import Engine, load
 from gptworks.recipe import parse_recipe
 from gptworks.serve.settings import ServerSettings
-from gptworks.studio import library, loaded
+from gptworks.studio import loaded
 from gptworks.studio.app import create_served, create_studio
 from gptworks.studio.state import uncached
 from gptworks.train.loop import train
@@ -509,18 +509,17 @@ def test_a_missing_extra_is_named(runs: Path, monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(result.exception, UserError) and "pip install 'gptworks[studio]'" in str(result.exception)
 
 
-def test_a_list_that_leaves_runs_out_says_so(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    studio = create_studio([runs]).state.studio
-    n = len(studio.library.runs())
-    assert studio.describe()["notice"] is None
-    for name, most in (("MOST_RUNS", n), ("MOST_FOLDERS", 10_000)):
-        monkeypatch.setattr(library, name, most)
-    assert create_studio([runs]).state.studio.describe()["notice"] is None
-    monkeypatch.setattr(library, "MOST_RUNS", n - 1)
-    found = create_studio([runs]).state.studio.describe()
+def test_a_list_that_leaves_runs_out_says_so(runs: Path) -> None:
+    def described(**most: int) -> dict[str, Any]:
+        studio = create_studio([runs]).state.studio
+        vars(studio.library).update(most)
+        return studio.describe()
+
+    n = len(described()["models"])
+    assert described()["notice"] is None and described(most_runs=n)["notice"] is None
+    found = described(most_runs=n - 1)
     assert len(found["models"]) == n - 1 and f"more than {n - 1} runs" in found["notice"]
-    monkeypatch.setattr(library, "MOST_FOLDERS", 2)
-    assert "more than 2 folders" in create_studio([runs]).state.studio.describe()["notice"]
+    assert "more than 2 folders" in described(most_folders=2)["notice"]
 
 
 def test_a_number_that_is_not_finite_is_null() -> None:

@@ -95,6 +95,7 @@ class Library:
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = tuple(roots)
+        self.most_runs, self.most_folders = MOST_RUNS, MOST_FOLDERS
         self._lock = threading.Lock()
         self._found: dict[str, RunFolder] = {}
         self._looked_at = -math.inf
@@ -145,19 +146,19 @@ class Library:
                         "parameters": count_parameters(model).total}  # fmt: skip
             except Exception as error:  # whatever a file may hold
                 made = {"problem": printable(str(error)[:600]) or type(error).__name__}
-            if len(self._known) >= 2 * MOST_RUNS:
+            if len(self._known) >= 2 * self.most_runs:
                 self._known.clear()
             self._known[key] = made
         return self._known[key] | {"chat": (run.folder / "tokenizer" / TEMPLATE_FILE).is_file()}
 
     def _look(self) -> dict[str, RunFolder]:
         found: dict[str, RunFolder] = {}
-        left = [MOST_FOLDERS]
+        left = [self.most_folders]
         self.notice = None
         for root in self.roots:
             for folder in _run_folders(root, MOST_DEPTH, left):
-                if len(found) == MOST_RUNS:
-                    self.notice = f"There are more than {MOST_RUNS:,} runs, of which the first {_FEWER}"
+                if len(found) == self.most_runs:
+                    self.notice = f"There are more than {self.most_runs:,} runs, of which the first {_FEWER}"
                     return found
                 below = folder.relative_to(root).as_posix()
                 name = printable(root.resolve().name if below == "." else below)
@@ -167,7 +168,7 @@ class Library:
                     name, n = f"{name.rpartition(' ~')[0] or name} ~{n}", n + 1
                 found[name] = RunFolder(name, folder, root)
         if left[0] < 0:
-            self.notice = f"There are more than {MOST_FOLDERS:,} folders, and runs in the first {_FEWER}"
+            self.notice = f"There are more than {self.most_folders:,} folders, and runs in the first {_FEWER}"
         return found
 
 
