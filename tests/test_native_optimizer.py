@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from gptworks.native import optimizer as native
 from gptworks.native.library import Library, forget, training_library
 from gptworks.train.optim.muon import Muon, directions, orthogonalized
+from gptworks.train.optim.polynomials import polynomials
 
-GROUP: dict[str, Any] = {"momentum": 0.95, "ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "eps": 1e-7}
+MOMENTUM, EPS = 0.95, 1e-7
+SEQUENCES = [("jordan", 5), ("polar_express", 5), ("polar_express", 9)]
 SHAPES = [(32, 32), (64, 96), (96, 64), (17, 33), (33, 17), (45, 130), (1, 40), (40, 1), (1, 1)]
 
 
@@ -30,23 +32,21 @@ def gradients(shape: tuple[int, int], n: int, scale: float = 1.0, seed: int = 0)
     return [scale * torch.randn(shape, generator=generator) for _ in range(n)]
 
 
-def natively(given: list[Tensor], momenta: list[Tensor], **settings: Any) -> Tensor:
+def natively(given: list[Tensor], momenta: list[Tensor], sequence: Any = SEQUENCES[0]) -> Tensor:
     library = training_library()
     assert library is not None
-    return native.muon_updates(library, given, momenta, GROUP | settings)
+    return native.muon_updates(library, given, momenta, MOMENTUM, polynomials(*sequence), EPS)
 
 
-def by_torch(given: list[Tensor], momenta: list[Tensor]) -> Tensor:
-    made = directions(given, momenta, GROUP["momentum"])
-    return orthogonalized(made, GROUP["ns_coefficients"], GROUP["ns_steps"], GROUP["eps"])
+def by_torch(given: list[Tensor], momenta: list[Tensor], sequence: Any) -> Tensor:
+    return orthogonalized(directions(given, momenta, MOMENTUM), polynomials(*sequence), EPS)
 
 
-def exact(given: Tensor, momentum: Tensor) -> Tensor:
+def exact(given: Tensor, momentum: Tensor, sequence: Any) -> Tensor:
     """Of one matrix, in float64."""
-    a, b, c = GROUP["ns_coefficients"]
-    x = given.double().lerp(momentum.double(), GROUP["momentum"])
-    x /= x.norm().clamp(min=GROUP["eps"])
-    for _ in range(GROUP["ns_steps"]):
+    x = given.double().lerp(momentum.double(), MOMENTUM)
+    x /= x.norm().clamp(min=EPS)
+    for a, b, c in polynomials(*sequence):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x
@@ -54,11 +54,12 @@ def exact(given: Tensor, momentum: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
-def test_updates_are_as_exact_as_torchs(shape: tuple[int, int], scale: float) -> None:
+@pytest.mark.parametrize("sequence", SEQUENCES, ids=str)
+def test_updates_are_as_exact_as_torchs(shape: tuple[int, int], scale: float, sequence: tuple[str, int]) -> None:
     """Both round to bfloat16 at the same places, so they are the same but where the order of a sum decides."""
     given, momenta = gradients(shape, 3, scale), gradients(shape, 3, scale / 10, seed=1)
-    ours, theirs = natively(given, momenta), by_torch(given, momenta)
-    truth = torch.stack([exact(*pair) for pair in zip(given, momenta, strict=True)])
+    ours, theirs = natively(given, momenta, sequence), by_torch(given, momenta, sequence)
+    truth = torch.stack([exact(*pair, sequence) for pair in zip(given, momenta, strict=True)])
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0.01)
     errors = [((made - truth).norm() / truth.norm()).item() for made in (ours, theirs)]
     assert errors[0] < 1.1 * errors[1] + 1e-3

@@ -16,8 +16,9 @@ from gptworks.plan.state import trained_state_bytes
 from gptworks.plan.trained import everything
 from gptworks.tensors import read_tensors
 from gptworks.train.optim import adamw_int8
-from gptworks.train.optim.muon import TOGETHER, Muon, batches, divided
+from gptworks.train.optim.muon import TOGETHER, Muon, batches, divided, orthogonalized
 from gptworks.train.optim.optimizer import Optimizer, parameter_groups
+from gptworks.train.optim.polynomials import POLAR_EXPRESS, polynomials
 from tiny import plain_model, plain_training
 
 CONFIG = plain_model(
@@ -152,6 +153,61 @@ def test_muon_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(a, b), a.shape
         else:  # one large matrix: products of another kernel, rounded to bfloat16
             torch.testing.assert_close(a, b, rtol=0, atol=1e-2 * 0.02)
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
+@pytest.mark.parametrize(("kind", "n_iterations"), [("jordan", 5), ("polar_express", 3), ("polar_express", 10)])
+def test_an_update_has_the_polynomials_of_the_singular_values(
+    kind: Any, n_iterations: int, shape: tuple[int, int]
+) -> None:
+    """In float64, by a singular value decomposition, whose vectors stay."""
+    x = torch.randn(2, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    left, values, right = torch.linalg.svd(x, full_matrices=False)
+    values = values / values.square().sum(dim=1, keepdim=True).sqrt()
+    for a, b, c in polynomials(kind, n_iterations):
+        values = a * values + b * values**3 + c * values**5
+    found = orthogonalized(x.clone(), polynomials(kind, n_iterations), 1e-7)
+    torch.testing.assert_close(found, left @ torch.diag_embed(values) @ right, rtol=0, atol=1e-12)
+
+
+def test_polar_express_is_the_papers_sequence_and_ends_at_the_polar_factor() -> None:
+    """Amsel et al. (2025): each polynomial as printed leaves an error as large below 1 as above, on what those before
+    it make of [0.001, 1]. With the factor for rounding, 5 iterations end within 0.2 of 1, and 10 at it."""
+    values = torch.linspace(0.001, 1, 200_001, dtype=torch.float64)
+    made = values
+    for a, b, c in POLAR_EXPRESS:
+        low, high = made.min(), made.max()
+        made = torch.linspace(low, high, 200_001, dtype=torch.float64)
+        made = a * made + b * made**3 + c * made**5
+        assert made.min() + made.max() == pytest.approx(2, abs=1e-8)
+
+    def after(kind: Any, n_iterations: int) -> torch.Tensor:
+        made = values
+        for a, b, c in polynomials(kind, n_iterations):
+            made = a * made + b * made**3 + c * made**5
+        return (made - 1).abs().max()
+
+    assert after("polar_express", 5) < 0.2 < after("jordan", 5)
+    assert after("polar_express", 10) < 1e-12
+    assert polynomials("polar_express", 2)[1] == pytest.approx((4.107059111542203 / 1.01, -2.9478499167379106 / 1.01**3,
+                                                                0.5448431082926601 / 1.01**5))  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [{"muon_coefficients": "polar_express"}, {"muon_iterations": 7}])
+def test_the_settings_of_muons_iterations_reach_it(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step from no momentum changes each of the blocks' matrices by the rate times what the recipe asks for."""
+    monkeypatch.setattr("gptworks.train.optim.muon.muon_library", lambda tensors: None)
+    train = plain_training(max_steps=1, optimizer="muon", weight_decay=0, muon_learning_rate=0.5, **settings)
+    model = model_with_gradients()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    Optimizer(model, train).step(NO_SCALER)
+    quintics = polynomials(train.muon_coefficients, train.muon_iterations)
+    for name, parameter in model.named_parameters():
+        if name.startswith("blocks.") and parameter.ndim == 2:
+            assert parameter.grad is not None
+            update = orthogonalized(parameter.grad[None].double(), quintics, 1e-7)[0]
+            rate = 0.5 * max(1, parameter.size(0) / parameter.size(1)) ** 0.5
+            torch.testing.assert_close(parameter - before[name], (-rate * update).float(), rtol=0, atol=0.03)
 
 
 def test_matrices_of_one_shape_go_together_up_to_a_limit() -> None:

@@ -91,6 +91,14 @@ class TrainConfig(Section):
     )
     muon_learning_rate: Steering[float] = Field(0.02, gt=0, description="Peak rate of Muon's matrices.")
     muon_momentum: Steering[Fraction] = 0.95
+    muon_coefficients: Steering[Literal["jordan", "polar_express"]] = Field(
+        "jordan",
+        description="Muon's polynomials: jordan, the same in each iteration (Jordan et al., 2024); polar_express, the "
+        "best for each (Amsel et al., 2025).",
+    )
+    muon_iterations: Steering[int] = Field(
+        5, ge=1, le=20, description="Iterations by which Muon orthogonalizes a matrix."
+    )
     betas: Steering[tuple[Fraction, Fraction]] = (0.9, 0.95)
     eps: Steering[float] = Field(1e-8, gt=0)
     weight_decay: Steering[float] = Field(

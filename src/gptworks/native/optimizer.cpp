@@ -177,9 +177,14 @@ struct Matrix {  // [rows, columns]
     BFloat *update;
 };
 
+struct Polynomial {  // a x + b x³ + c x⁵
+    float a, b, c;
+};
+
 struct Settings {
     int64_t rows, columns, n_iterations;
-    float momentum, a, b, c, eps;
+    const Polynomial *polynomials;  // of each iteration
+    float momentum, eps;
 };
 
 INLINE Lanes between(Lanes from, Lanes to, float where) {  // as torch.lerp
@@ -276,13 +281,13 @@ struct Orthogonalizer {
     }
 
     // x becomes a x + (b x xᵀ + c (x xᵀ)²) x.
-    void iterate(const Team &team) const {
+    void iterate(const Polynomial &p, const Team &team) const {
         const Right wide{packed, columns}, square{packed, rows};
         pack(rows, team, [&](int64_t j) { wide.take_transposed(x, j); });
         symmetric(x, wide, gram, team, [](int64_t, int64_t, Lanes sums) EACH { return sums; });
         pack(rows, team, [&](int64_t j) { square.take(gram, j); });
         symmetric(gram, square, polynomial, team, [&](int64_t row, int64_t column, Lanes sums) EACH {
-            return all(s.b) * load(gram.row(row) + column) + all(s.c) * sums;
+            return all(p.b) * load(gram.row(row) + column) + all(p.c) * sums;
         });
         pack(columns, team, [&](int64_t j) { square.take(x, j); });
         int64_t turn = 0;
@@ -291,7 +296,7 @@ struct Orthogonalizer {
                 if (turn++ % team.n_threads == team.thread)
                     block(polynomial, i, square, j, [&](int64_t row, int64_t column, Lanes sums) EACH {
                         Element *const here = x.row(row) + column;
-                        keep(here, all(s.a) * load(here) + sums);
+                        keep(here, all(p.a) * load(here) + sums);
                     });
         team.wait();
     }
@@ -328,7 +333,7 @@ extern "C" void gptworks_muon_updates(const Matrix *matrices, int64_t n, const S
         const Team team{everyone.thread - first(mine), first(mine + 1) - first(mine), &barriers[mine]};
         for (int64_t i = mine; i < n; i += teams) {
             workers[mine].begin(matrices[i], team);
-            for (int64_t k = 0; k < settings->n_iterations; k++) workers[mine].iterate(team);
+            for (int64_t k = 0; k < settings->n_iterations; k++) workers[mine].iterate(settings->polynomials[k], team);
             workers[mine].finish(matrices[i], team);
         }
     });

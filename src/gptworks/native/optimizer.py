@@ -4,8 +4,7 @@ Its torch twin is `gptworks.train.optim.muon.Muon`; both round to bfloat16 at th
 """
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +22,8 @@ class _Matrix(ctypes.Structure):  # as in optimizer.cpp, and so below
 class _Settings(ctypes.Structure):
     _fields_ = (
         *((name, _INTEGER) for name in ("rows", "columns", "n_iterations")),
-        *((name, _FLOAT) for name in ("momentum", "a", "b", "c", "eps")),
+        ("polynomials", _POINTER),
+        *((name, _FLOAT) for name in ("momentum", "eps")),
     )
 
 
@@ -42,7 +42,12 @@ def muon_library(tensors: Iterable[Tensor]) -> Library | None:
 
 
 def muon_updates(
-    library: Library, gradients: Sequence[Tensor], momenta: Sequence[Tensor], group: Mapping[str, Any]
+    library: Library,
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    momentum: float,
+    polynomials: Sequence[tuple[float, float, float]],
+    eps: float,
 ) -> Tensor:
     """Nesterov's direction of each of some matrices of one shape, orthogonalized, [N, rows, columns] in bfloat16.
 
@@ -50,12 +55,12 @@ def muon_updates(
 
     Args:
         momenta: with the gradients in them.
-        group: the settings, named as in `torch.optim.Muon`.
+        polynomials: a, b and c of each iteration.
+        eps: the least that a matrix is divided by.
     """
     updates = torch.empty(len(gradients), *gradients[0].shape, dtype=torch.bfloat16)
-    settings = _Settings(
-        *gradients[0].shape, group["ns_steps"], group["momentum"], *group["ns_coefficients"], group["eps"]
-    )
+    coefficients = (_FLOAT * (3 * len(polynomials)))(*(x for polynomial in polynomials for x in polynomial))
+    settings = _Settings(*gradients[0].shape, len(polynomials), ctypes.addressof(coefficients), momentum, eps)
     each = zip(gradients, momenta, updates, strict=True)
     matrices = (_Matrix * len(updates))(*(_Matrix(*(x.data_ptr() for x in tensors)) for tensors in each))
     library.functions.gptworks_muon_updates(matrices, len(matrices), ctypes.byref(settings), torch.get_num_threads())

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from gptworks.native.optimizer import muon_library, muon_updates
+from gptworks.train.optim.polynomials import Polynomial, polynomials
 
 TOGETHER = 2**22
 """Elements orthogonalized at once, at most: larger matrices gain nothing from company, and need scratch memory each."""
@@ -23,12 +24,20 @@ TOGETHER = 2**22
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon` with the settings it has by default, Nesterov's momentum included."""
 
-    def __init__(self, *arguments: Any, replicas: distributed.ProcessGroup | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        orthogonalizing: tuple[Polynomial, ...] = polynomials("jordan", 5),
+        replicas: distributed.ProcessGroup | None = None,
+        **settings: Any,
+    ) -> None:
         """
         Args:
+            orthogonalizing: the polynomial of each iteration.
             replicas: the ranks that hold the same parameters and gradients and step together; None: this one alone.
         """
         super().__init__(*arguments, **settings)
+        self._polynomials = orthogonalizing
         self._replicas = replicas
         self._rank, self._n_ranks = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
 
@@ -70,10 +79,8 @@ class Muon(torch.optim.Muon):
         gradients = [parameter.grad for parameter in matrices if parameter.grad is not None]
         momenta = [self._momentum(parameter, group["momentum"]) for parameter in matrices]
         if (library := muon_library([*gradients, *momenta])) is not None:
-            return muon_updates(library, gradients, momenta, group)
-        updates = orthogonalized(
-            directions(gradients, momenta, group["momentum"]), group["ns_coefficients"], group["ns_steps"], group["eps"]
-        )
+            return muon_updates(library, gradients, momenta, group["momentum"], self._polynomials, group["eps"])
+        updates = orthogonalized(directions(gradients, momenta, group["momentum"]), self._polynomials, group["eps"])
         return updates if self._replicas is None else updates.contiguous()  # as they are sent
 
     def _apply(self, matrices: list[nn.Parameter], updates: Tensor, group: dict[str, Any]) -> None:
@@ -102,17 +109,17 @@ def directions(gradients: list[Tensor], momenta: list[Tensor], momentum: float) 
     return made
 
 
-def orthogonalized(x: Tensor, coefficients: tuple[float, float, float], n_steps: int, eps: float) -> Tensor:
-    """U Vᵀ of each matrix U S Vᵀ, roughly, by Newton–Schulz iterations of the quintic a x + b x³ + c x⁵.
+def orthogonalized(x: Tensor, quintics: tuple[Polynomial, ...], eps: float) -> Tensor:
+    """U Vᵀ of each matrix U S Vᵀ, roughly, by Newton–Schulz iterations: S over its Frobenius norm, through one
+    polynomial after the other.
 
     x [N, rows, columns], bfloat16; its memory is used. Returns the same shape.
     """
-    a, b, c = coefficients
     x.div_(x.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None])
     tall = x.size(1) > x.size(2)
     if tall:
         x = x.mT
-    for _ in range(n_steps):
+    for a, b, c in quintics:
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)

@@ -13,6 +13,7 @@ from gptworks.model import GPT
 from gptworks.tensors import Expected
 from gptworks.train.optim.adamw_int8 import LEAST, SLOTS, AdamWInt8, n_blocks
 from gptworks.train.optim.muon import Muon
+from gptworks.train.optim.polynomials import polynomials
 
 Group = dict[str, Any]
 """Parameters that share a peak learning rate and a weight decay, as torch's optimizers take them."""
@@ -63,7 +64,12 @@ class Optimizer:
             elif kind == "adamw_int8":
                 optimizer = AdamWInt8(groups, train.betas, train.eps)
             else:
-                optimizer = Muon(groups, momentum=train.muon_momentum, replicas=replicas)
+                optimizer = Muon(
+                    groups,
+                    momentum=train.muon_momentum,
+                    orthogonalizing=polynomials(train.muon_coefficients, train.muon_iterations),
+                    replicas=replicas,
+                )
             self._optimizers.append((optimizer, [name for group in groups for name in group["names"]]))
 
     def set_rate(self, factor: float) -> None:
