@@ -28,13 +28,14 @@ from gptworks.plan.layout import Layout, rank_config
 from gptworks.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS, Setting, training_peak
 from gptworks.plan.params import count_parameters
 from gptworks.plan.stages import MLP
-from gptworks.plan.trained import trained
+from gptworks.plan.state import optimizer_scratch_bytes
+from gptworks.plan.trained import everything, trained
 from gptworks.presets import PRESETS, preset
 from gptworks.quantize import formats
 from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import train
-from gptworks.train.optim import adamw_int8, muon
+from gptworks.train.optim import adamw_int8, cautious, muon
 from gptworks.train.record.metrics import read_metrics
 from gptworks.train.rehearsal.trace import LiveBytes, Rehearsal, trace_step
 from tiny import plain_model, plain_training
@@ -162,6 +163,25 @@ def test_accumulation_and_optimizers(batch_size: int, optimizer: str, precision:
     assert abs(error(model, "cpu", precision, 2, batch_size=batch_size, optimizer=optimizer)) < 0.02
 
 
+@pytest.mark.parametrize("train", [{"optimizer": "adamw"}, {"optimizer": "adamw", "optimizer_state": "int8"},
+                                   {"optimizer": "muon"}])  # fmt: skip
+def test_the_scratch_memory_of_an_optimizer(train: dict[str, Any]) -> None:
+    """Of a step so short that the optimizer is its peak; a cautious decay takes the signs of 2^18 elements."""
+    model = plain_model(**SMALL | {"context_length": 16, "d_model": 512, "d_ff": 2048, "vocab_size": 4000})
+    for decays in (False, True):
+        config = plain_training(max_steps=1, batch_size=1, cautious_weight_decay=decays, **train)
+        setting = Setting.of(model, config, "bf16", on_cpu=True)
+        traced = trace_step(Rehearsal(model, config, "cpu", "bf16"))
+        held = sum(n for part, n in training_peak(setting).parts.items() if part in (WEIGHTS, OPTIMIZER))
+        held += 4 * count_parameters(model).total  # gradients
+        scratch = optimizer_scratch_bytes(
+            count_parameters(model), config.optimizer, config.optimizer_state, everything(count_parameters(model)),
+            on_cpu=True, cautious=decays,
+        )  # fmt: skip
+        assert traced.optimizer_bytes == pytest.approx(held + scratch, abs=20_000)
+        assert scratch >= 4 * 2**18 or (config.optimizer, config.optimizer_state, decays) == ("adamw", "fp32", False)
+
+
 @pytest.mark.parametrize(("precision", "checkpointing"), [("fp32", "none"), ("bf16", "block")])
 def test_moments_in_8_bits(precision: str, checkpointing: str) -> None:
     model = plain_model(**SMALL)
@@ -250,6 +270,7 @@ def test_muons_own_buffers_are_the_peak_of_a_wide_model_over_a_short_text() -> N
 def test_the_constants_are_the_models() -> None:
     assert state.MUON_TOGETHER == muon.TOGETHER
     assert (state.INT8_ON_CPU, state.INT8_ELSEWHERE) == (adamw_int8.CPU_AT_ONCE, adamw_int8.AT_ONCE)
+    assert (state.CAUTIOUS_ON_CPU, state.CAUTIOUS_ELSEWHERE) == (cautious.CPU_AT_ONCE, cautious.AT_ONCE)
     assert (planned_part.LEAST_IN_8_BITS, planned_part.SCALED_TOGETHER) == (adamw_int8.LEAST, adamw_int8.BLOCK)
     assert (memory.UNPACKED_ON_CPU, memory.UNPACKED_ELSEWHERE) == (formats.CPU_AT_ONCE, formats.AT_ONCE)
     assert (stages.BLOCK_QUERIES, stages.LONGEST_BLOCKED) == (cpu.BLOCK, cpu.LONGEST)

@@ -15,7 +15,7 @@ from gptworks.plan.params import count_parameters
 from gptworks.plan.state import trained_state_bytes
 from gptworks.plan.trained import everything
 from gptworks.tensors import read_tensors
-from gptworks.train.optim import adamw_int8
+from gptworks.train.optim import adamw_int8, cautious
 from gptworks.train.optim.muon import TOGETHER, Muon, batches, divided, orthogonalized
 from gptworks.train.optim.optimizer import Optimizer, parameter_groups
 from gptworks.train.optim.polynomials import POLAR_EXPRESS, polynomials
@@ -73,6 +73,58 @@ def test_adamw_step_equals_torch_step_by_step() -> None:
         reference.step()
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "int8"])
+def test_a_cautious_decay_leaves_weights_alone_that_their_update_takes_away_from_zero(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chen et al. (2025), algorithm 1, in float64, from the updates of the same steps without decay. A piece of memory
+    holds less than a matrix."""
+    monkeypatch.setattr(cautious, "CPU_AT_ONCE", 100)
+    monkeypatch.setattr("gptworks.train.optim.optimizer.LEAST", 200)
+    settings = {"optimizer": "adamw", "optimizer_state": "int8"} if optimizer == "int8" else {"optimizer": optimizer}
+    rate, decay, n_decayed, n_whole = 0.05, 0.6, 0, 0
+    plain, careful = (
+        plain_training(max_steps=1, learning_rate=rate, muon_learning_rate=rate, betas=(0.8, 0.9), weight_decay=amount,
+                       cautious_weight_decay=True, **settings)
+        for amount in (0.0, decay)
+    )  # fmt: skip
+    models = model_with_gradients(), model_with_gradients()
+    optimizers = Optimizer(models[0], plain), Optimizer(models[1], careful)
+    for step in range(3):
+        before = {name: p.detach().clone() for name, p in models[0].named_parameters()}
+        models[1].load_state_dict(before)
+        torch.manual_seed(step)
+        for a, b in zip(*(model.parameters() for model in models), strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        for one in optimizers:
+            one.step(NO_SCALER)
+        for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            old = before[name].double()
+            update = (old - a) / rate
+            certain = update.abs() > 1e-4  # of which the difference shows the sign
+            decayed = (update * old >= 0) & (torch.tensor(a.ndim) >= 2)
+            expected = old - rate * (update + decay * decayed * old)
+            torch.testing.assert_close(b[certain].double(), expected[certain], rtol=0, atol=1e-6, msg=name)
+            n_decayed, n_whole = n_decayed + decayed.sum().item(), n_whole + a.numel() * (a.ndim >= 2)
+    assert 0.2 < n_decayed / n_whole < 0.8
+
+
+def test_where_all_signs_agree_a_cautious_decay_is_torchs() -> None:
+    """Also bit for bit the same without decay, whatever the signs are."""
+    for amount in (0.3, 0.0):
+        ends = []
+        for careful in (False, True):
+            model = model_with_gradients()
+            for parameter in model.parameters():
+                parameter.grad = parameter.detach().clone() if amount else parameter.grad
+            train = plain_training(max_steps=1, weight_decay=amount, cautious_weight_decay=careful)
+            Optimizer(model, train).step(NO_SCALER)
+            ends.append(model.state_dict())
+        for key, tensor in ends[0].items():
+            torch.testing.assert_close(ends[1][key], tensor, rtol=0, atol=2e-7 if amount else 0)
 
 
 def test_moments_in_8_bits_are_near_what_they_stand_for() -> None:
@@ -254,7 +306,8 @@ def test_moments_in_8_bits_that_do_not_fit_are_refused(
         read_tensors(path, optimizer.expected_tensors, owner="the run's optimizer")
 
 
-@pytest.mark.parametrize("settings", [{"optimizer": "muon"}, {"optimizer": "adamw", "optimizer_state": "int8"}])
+@pytest.mark.parametrize("settings", [{"optimizer": "muon"}, {"optimizer": "adamw", "optimizer_state": "int8"},
+                                      {"optimizer": "adamw", "cautious_weight_decay": True}])  # fmt: skip
 def test_state_round_trips_and_the_next_step_is_identical(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

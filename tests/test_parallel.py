@@ -200,6 +200,7 @@ def test_the_loss_is_that_of_one_process(n_ranks: int, tmp_path: Path) -> None:
         "sample_every": 25,
         "sample_tokens": 8,
         "ema_decay": 0.9,
+        "cautious_weight_decay": True,
         "checkpoint_every": 50,
         "keep_every": 50,
     }

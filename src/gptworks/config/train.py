@@ -106,6 +106,9 @@ class TrainConfig(Section):
         ge=0,
         description="Decoupled, on matrices only. Default beside Muon: 0.01; AdamW alone: 0.1; trained weights: 0.",
     )
+    cautious_weight_decay: Steering[bool] = Field(
+        False, description="Decay only the weights that the update takes towards zero (Chen et al., 2025)."
+    )
     grad_clip: Steering[float] = Field(1.0, ge=0, description="Largest global gradient norm. 0: no clipping.")
 
     schedule: Steering[Literal["cosine", "wsd", "constant"]] = Field(

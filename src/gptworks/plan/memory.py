@@ -64,6 +64,7 @@ class Setting:
     """Whether a step has several micro-batches, so that gradients stand during the forward pass."""
     optimizer: str = "adamw"
     optimizer_state: str = "fp32"
+    decays_cautiously: bool = False
     averages: bool = False
     """Whether a moving average of the weights is kept."""
     saves: bool = False
@@ -91,6 +92,7 @@ class Setting:
             accumulates=train.accumulation_steps > 1,
             optimizer=train.optimizer,
             optimizer_state=train.optimizer_state,
+            decays_cautiously=train.cautious_weight_decay and train.weight_decay > 0,
             averages=train.ema_decay > 0,
             trained=trained,
         )
@@ -172,7 +174,10 @@ class _Step:
         self._loss()
         self._backward()
         s = self.setting
-        scratch = optimizer_scratch_bytes(self.parameters, s.optimizer, s.optimizer_state, self.trained, s.on_cpu)
+        n_shares = self.layout.data_parallel if self.sharded else 1
+        scratch = optimizer_scratch_bytes(
+            self.parameters, s.optimizer, s.optimizer_state, self.trained, s.on_cpu, s.decays_cautiously, n_shares
+        )
         self.mark("optimizer", scratch)
         return self.peak
 

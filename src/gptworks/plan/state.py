@@ -13,6 +13,9 @@ MUON_TOGETHER = 2**22
 INT8_ON_CPU, INT8_ELSEWHERE = 2**18, 2**22
 """CPU_AT_ONCE and AT_ONCE of `gptworks.train.optim.adamw_int8`, likewise."""
 
+CAUTIOUS_ON_CPU, CAUTIOUS_ELSEWHERE = 2**18, 2**22
+"""The same of `gptworks.train.optim.cautious`."""
+
 
 def held_weights_bytes(parameters: ParameterCount, trained: Trained) -> int:
     """All weights and an adapter's beside them; in fp32 but for the base of an adapter that packs it."""
@@ -29,20 +32,42 @@ def trained_state_bytes(parameters: ParameterCount, optimizer: str, trained: Tra
 
 
 def optimizer_scratch_bytes(
-    parameters: ParameterCount, optimizer: str, moments: str, trained: Trained, on_cpu: bool
+    parameters: ParameterCount,
+    optimizer: str,
+    moments: str,
+    trained: Trained,
+    on_cpu: bool,
+    cautious: bool = False,
+    n_shares: int = 1,
 ) -> int:
     """Fused AdamW needs none; with moments in 8 bits both stand in fp32, and a third tensor, for a piece of a matrix.
-    Muon makes the updates of some matrices of one shape at a time, in bf16."""
+    Muon makes the updates of some matrices of one shape at a time, in bf16. Cautious decay takes the signs of a piece
+    of a matrix; where Muon or 8 bits do so, others are freed by then.
+
+    Args:
+        cautious: whether matrices are decayed so.
+        n_shares: ranks that each have a part of every tensor.
+    """
+    by_adamw = {
+        prod(shape)
+        for group in parameters.groups.values()
+        for shape in group.tensors.values()
+        if len(shape) == 2 and not group.in_block and (trained.embedding or trained.head)
+    }
     shapes: Counter[tuple[int, ...]] = Counter()
     for group in parameters.groups.values():
         matrices = [shape for shape in group.tensors.values() if group.in_block and len(shape) == 2]
         shapes.update({shape: group.repeats * n for shape, n in Counter(matrices).items()})
+    largest = max(map(prod, shapes)) if not trained.rank else trained.rank * max(map(max, shapes))
+    if optimizer == "adamw" and moments == "fp32":
+        by_adamw.add(largest)
+    decayed = -(-max(by_adamw, default=0) // n_shares) if cautious else 0
+    least = 4 * min(decayed, CAUTIOUS_ON_CPU if on_cpu else CAUTIOUS_ELSEWHERE)
     if moments == "int8":
-        largest = max(map(prod, shapes)) if not trained.rank else trained.rank * max(map(max, shapes))
-        return 12 * min(largest, INT8_ON_CPU if on_cpu else INT8_ELSEWHERE)
+        return max(least, 12 * min(largest, INT8_ON_CPU if on_cpu else INT8_ELSEWHERE))
     if optimizer != "muon":
-        return 0
-    most = 0
+        return least
+    most = least
     for shape, n in shapes.items():
         a, b = shape
         together = min(n, max(1, MUON_TOGETHER // (a * b)))

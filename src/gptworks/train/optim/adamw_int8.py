@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gptworks.train.optim.cautious import decay_where_agreed
+
 BLOCK = 256
 """Elements of a flattened tensor that share a scale."""
 
@@ -29,8 +31,15 @@ SLOTS = ("exp_avg", "exp_avg_sq")
 class AdamWInt8(torch.optim.Optimizer):
     """`torch.optim.AdamW` with moments in 8 bits."""
 
-    def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, cautious: bool = False
+    ) -> None:
+        """
+        Args:
+            cautious: decay as in `gptworks.train.optim.cautious`.
+        """
         super().__init__(groups, {"betas": betas, "eps": eps})
+        self._cautious = cautious
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -58,10 +67,15 @@ class AdamWInt8(torch.optim.Optimizer):
             parts = [(state[slot].view(-1)[piece], state[f"{slot}_scale"][blocks]) for slot in SLOTS]
             first = unpack_signed(*parts[0]).lerp_(gradient, 1 - beta1)
             second = unpack_unsigned(*parts[1]).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            weights[piece].mul_(1 - group["lr"] * group["weight_decay"])
+            decay = group["lr"] * group["weight_decay"]
+            if self._cautious:
+                decay_where_agreed(weights[piece], first.clone(), decay)
+            else:
+                weights[piece].mul_(1 - decay)
             weights[piece].addcdiv_(first, second.sqrt().div_(root).add_(group["eps"]), value=-rate)
             pack_unsigned(second, *parts[1])
             pack_signed(first, *parts[0])
+            del first, second  # before the next piece's stand
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` gave; torch's would cast the codes to the parameters' dtype."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from gptworks.native.optimizer import muon_library, muon_updates
+from gptworks.train.optim.cautious import decay_where_agreed
 from gptworks.train.optim.polynomials import Polynomial, polynomials
 
 TOGETHER = 2**22
@@ -28,16 +29,18 @@ class Muon(torch.optim.Muon):
         self,
         *arguments: Any,
         orthogonalizing: tuple[Polynomial, ...] = polynomials("jordan", 5),
+        cautious: bool = False,
         replicas: distributed.ProcessGroup | None = None,
         **settings: Any,
     ) -> None:
         """
         Args:
             orthogonalizing: the polynomial of each iteration.
+            cautious: decay as in `gptworks.train.optim.cautious`.
             replicas: the ranks that hold the same parameters and gradients and step together; None: this one alone.
         """
         super().__init__(*arguments, **settings)
-        self._polynomials = orthogonalizing
+        self._polynomials, self._cautious = orthogonalizing, cautious
         self._replicas = replicas
         self._rank, self._n_ranks = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
 
@@ -86,8 +89,12 @@ class Muon(torch.optim.Muon):
     def _apply(self, matrices: list[nn.Parameter], updates: Tensor, group: dict[str, Any]) -> None:
         rows, columns = matrices[0].shape
         rate = group["lr"] * max(1, rows / columns) ** 0.5
+        decay = group["lr"] * group["weight_decay"]
         for parameter, update in zip(matrices, updates, strict=True):
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            if self._cautious:
+                decay_where_agreed(parameter, update.float(), decay)
+            else:
+                parameter.mul_(1 - decay)
             parameter.add_(update, alpha=-rate)
 
     def _momentum(self, parameter: nn.Parameter, momentum: float) -> Tensor:

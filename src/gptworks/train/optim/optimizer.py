@@ -12,6 +12,7 @@ from gptworks.config import TrainConfig
 from gptworks.model import GPT
 from gptworks.tensors import Expected
 from gptworks.train.optim.adamw_int8 import LEAST, SLOTS, AdamWInt8, n_blocks
+from gptworks.train.optim.cautious import CautiousAdamW
 from gptworks.train.optim.muon import Muon
 from gptworks.train.optim.polynomials import polynomials
 
@@ -60,14 +61,16 @@ class Optimizer:
             optimizer: torch.optim.Optimizer
             if kind == "adamw":
                 fused = all(parameter.device.type in ("cpu", "cuda", "mps") for parameter in self.parameters.values())
-                optimizer = torch.optim.AdamW(groups, betas=train.betas, eps=train.eps, fused=fused)
+                adamw = CautiousAdamW if train.cautious_weight_decay else torch.optim.AdamW
+                optimizer = adamw(groups, betas=train.betas, eps=train.eps, fused=fused)
             elif kind == "adamw_int8":
-                optimizer = AdamWInt8(groups, train.betas, train.eps)
+                optimizer = AdamWInt8(groups, train.betas, train.eps, train.cautious_weight_decay)
             else:
                 optimizer = Muon(
                     groups,
                     momentum=train.muon_momentum,
                     orthogonalizing=polynomials(train.muon_coefficients, train.muon_iterations),
+                    cautious=train.cautious_weight_decay,
                     replicas=replicas,
                 )
             self._optimizers.append((optimizer, [name for group in groups for name in group["names"]]))

@@ -131,6 +131,7 @@ def _training(
     speed = progress.tokens / progress.seconds if progress.seconds else 0.0
     cut = f" in {train.accumulation_steps} micro-batches" if train.accumulation_steps > 1 else ""
     between = "; a better one between these: weights only" if train.evaluate_every % train.checkpoint_every else ""
+    cautious = "cautious " if train.cautious_weight_decay else ""
     matrices = f" ({train.muon_learning_rate:g} for matrices)" if train.optimizer == "muon" else ""
     return {
         **({} if recipe.initialize_from is None else {"started from": f"the run {recipe.initialize_from.name}"}),
@@ -139,7 +140,8 @@ def _training(
         "tokens": f"{progress.tokens:,}, {progress.samples / samples_per_epoch:.2f} epochs of the training text",
         "time": f"{clock(progress.seconds)} of training, {speed:,.0f} tokens/s",
         "batch": f"{train.batch_size} × {recipe.model.context_length:,} tokens{cut}",
-        "optimizer": f"{train.optimizer}, peak rate {train.learning_rate:g}{matrices}, decay {train.weight_decay:g}",
+        "optimizer": f"{train.optimizer}, peak rate {train.learning_rate:g}{matrices}, "
+        f"{cautious}decay {train.weight_decay:g}",
         "schedule": f"{train.schedule}, {train.warmup_steps:,} steps of warmup",
         "checkpoints": f"every {train.checkpoint_every:,} steps and at the end" + between,
         "precision": precision.name,
