@@ -15,16 +15,17 @@ from typer.testing import CliRunner
 import tiny
 from gptworks.cli import app
 from gptworks.errors import RunError, UserError
-from gptworks.runs.paired import Try, plan_try, read_try, run_try
+from gptworks.runs.paired import plan_try, run_try
 from gptworks.runs.paired_page import to_html, try_lines
+from gptworks.runs.tried import Try, read_try
 from test_html import Reader
 
 TRAINER = '''
-"""Stands for `gptworks train RECIPE --resume`: a loss that the seed and the learning rate decide, without torch."""
-import json, os, random, sys
+"""Stands for `gptworks train RECIPE --resume`, without torch: seed, learning rate and steps decide the loss, smaller
+micro-batches take longer, and the times are those of a machine that does other things too."""
+import json, random, sys
 from pathlib import Path
 import yaml
-from typer.testing import CliRunner
 
 recipe = yaml.safe_load(open(sys.argv[1]))
 folder, train = Path(recipe["run_dir"]), recipe["train"]
@@ -32,17 +33,20 @@ folder.mkdir(exist_ok=True)
 with (folder.parent / "order").open("a") as file:
     file.write(folder.name + "\\n")
 (folder / "recipe.yaml").write_text(Path(sys.argv[1]).read_text().replace("vocab_size: 0", "vocab_size: 43"))
-rate, steps = train["learning_rate"], train["max_steps"]
+seed, rate, steps, micro = recipe["seed"], train["learning_rate"], train["max_steps"], train["micro_batch_size"]
 if rate > 0.9:
     print("error: no space left on device")
     sys.exit(1)
-end = 2 + random.Random(recipe["seed"]).gauss(0, 0.1) + rate + random.Random(f'{recipe["seed"]} {rate}').gauss(0, 1e-3)
+own = random.Random(f"{seed} {rate} {steps} {micro}")
+end = 2 + random.Random(seed).gauss(0, 0.1) + rate + own.gauss(0, 1e-3) + 10 / steps
+step_seconds, seconds = 0.4 / micro * (1 + own.gauss(0, 0.01)), 0
 with (folder / "metrics.jsonl").open("w") as file:
-    for step in range(train["evaluate_every"], steps + 1, train["evaluate_every"]):
-        loss = end + (steps - step) / steps
-        base = {"step": step, "tokens": step, "loss": loss, "seconds": step * 0.1}
+    for step in range(1, steps + 1):
+        seconds += step_seconds * (own.uniform(2, 5) if own.random() < 0.1 else own.uniform(0.95, 1.05))
+        base = {"step": step, "tokens": step, "loss": end + (steps - step) / steps, "seconds": round(seconds, 3)}
         file.write(json.dumps({"kind": "train"} | base) + "\\n")
-        file.write(json.dumps({"kind": "validation", "perplexity": 1.0, "bits_per_byte": None} | base) + "\\n")
+        if step % train["evaluate_every"] == 0 or step == steps:
+            file.write(json.dumps({"kind": "validation", "perplexity": 1.0, "bits_per_byte": None} | base) + "\\n")
 '''
 
 
@@ -69,7 +73,7 @@ def test_a_change_that_helps_is_found_with_its_size_and_the_fewest_pairs(recipe:
     found = tried(recipe, "train.learning_rate=0.05")
     verdict = found.verdict("after")
     assert verdict.answer == "lower" and verdict.low <= -0.05 <= verdict.high and len(found.pairs) == 3
-    assert found.design.steps == 100 and found.design.arms == ("before", "after")
+    assert found.design.steps == 100 and found.arms == ("before", "after")
     assert 0 < (found.to_same_loss or 0) < 1
     assert "helps: the loss is 0.0" in next(try_lines(found))
 
@@ -90,14 +94,41 @@ def test_both_runs_of_a_pair_have_one_seed_and_pairs_take_turns(recipe: Path) ->
     assert order[:4] == ["00-before", "00-after", "01-after", "01-before"]
 
 
-def test_where_a_step_takes_longer_a_third_run_has_fewer_steps(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "gptworks.runs.paired._step_seconds", lambda one: 0.1 if one.train.learning_rate == 0.1 else 0.2
-    )
-    found = tried(recipe, "train.learning_rate=0.05", minutes=10)
-    assert found.design.arms == ("before", "after", "in-time") and found.design.steps_in_time == 50
-    assert len(list(try_lines(found))) > 2 and all(len(pair.loss) == 3 for pair in found.pairs)
-    assert found.verdict("in-time").answer == "lower"
+def test_where_a_step_takes_longer_a_third_run_of_each_pair_has_fewer_steps(recipe: Path) -> None:
+    """Micro-batches of half the size take twice as long. Equally many tokens make no difference, half as many do."""
+    reports: list[str] = []
+    begun = plan_try(recipe, ["train.micro_batch_size=2"], recipe.parent / "try", 20, 0.005)
+    found = run_try(begun, recipe, reports.append)
+    assert begun.arms == ("before", "after") and found.arms == ("before", "after", "in-time")
+    assert found.steps_in_time is not None and 48 <= found.steps_in_time <= 52
+    assert all(len(pair.loss) == 3 for pair in found.pairs), "also of the pairs before that was known"
+    assert found.verdict("after").answer == "same"
+    verdict = found.verdict("in-time")
+    assert verdict.answer == "higher" and verdict.low < 10 / 50 - 10 / 100 < verdict.high
+    order = (found.folder / "pairs" / "order").read_text().split()
+    assert order[6:9] == ["00-in-time", "01-in-time", "02-in-time"]
+    assert any("a step takes 2.0" in line and "each pair gets a third run" in line for line in reports)
+    lines = list(try_lines(found))
+    assert lines[0].startswith("at equal tokens: makes no difference")
+    assert lines[1].startswith("in equal time: hurts") and f"runs of {found.steps_in_time} steps" in lines[2]
+    Reader(to_html(found))
+
+
+def test_a_try_killed_before_its_third_runs_decides_the_same(recipe: Path) -> None:
+    folder, change = recipe.parent / "try", ["train.micro_batch_size=2"]
+
+    def stop(so_far: Try) -> None:
+        if sum("in-time" in pair.loss for pair in so_far.pairs) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    stopped = run_try(plan_try(recipe, change, folder, 20, 0.005), recipe, after_pair=stop)
+    assert [len(pair.loss) for pair in stopped.pairs] == [3, 2, 2] and not stopped.decided
+    Reader(to_html(stopped))
+    done = run_try(plan_try(recipe, change, folder, 20, 0.005, resume=True), recipe)
+    assert done.steps_in_time == stopped.steps_in_time and done.pairs[0] == stopped.pairs[0]
+    assert done.verdict("in-time").answer == "higher"
+    order = (folder / "pairs" / "order").read_text().split()
+    assert order == [*order[:6], "00-in-time", "01-in-time", "02-in-time", *order[9:]]
 
 
 def test_runs_are_shorter_where_too_few_of_the_recipes_length_fit(recipe: Path) -> None:
@@ -130,7 +161,7 @@ def test_what_cannot_be_tried_is_refused_before_work(
 
 
 def test_a_run_that_fails_is_named_with_its_reason(recipe: Path) -> None:
-    with pytest.raises(RunError, match=r"pair 0: the run 00-after failed: no space left on device\. Its log is"):
+    with pytest.raises(RunError, match=r"the run 00-after failed: no space left on device\. Its log is"):
         tried(recipe, "train.learning_rate=0.95")
 
 
@@ -180,6 +211,19 @@ def test_the_command_prints_the_verdict_and_writes_the_page(recipe: Path) -> Non
     assert (recipe.parent / "out" / "try.html").exists()
 
 
+def test_noise_in_the_times_before_and_in_those_of_the_runs_gives_no_verdict(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change that does nothing, on a busy machine: the short measurement finds it 12% faster, which would be 14% more
+    steps in the same time, and a lower loss."""
+    times = iter([0.1, 0.088, 0.11, 0.09])
+    monkeypatch.setattr("gptworks.runs.paired._step_seconds", lambda one: next(times))
+    found = tried(recipe, "train.learning_rate=0.1000001", minutes=10)
+    verdicts = found.to_json()["verdicts"]
+    assert len(found.pairs) >= 3
+    assert not {verdict["answer"] for verdict in verdicts.values()} & {"lower", "higher"}, verdicts
+
+
 @pytest.mark.tries
 def test_ten_tries_of_another_seed_find_nothing(tmp_path: Path) -> None:
     """Real runs. More than two false verdicts in ten would come by chance in 1% of times at most."""
@@ -192,6 +236,8 @@ def test_ten_tries_of_another_seed_find_nothing(tmp_path: Path) -> None:
         path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
         begun = plan_try(path, [f"seed={1000 * number + 1}"], folder / "try", 5, worth=0)
         found = run_try(replace(begun, design=replace(begun.design, most_pairs=5)), path)
-        print(*(f"{arm}: {found.verdict(arm)}" for arm in found.design.arms[1:]))
-        wrong.append(found.verdict("after").answer in ("lower", "higher"))
-    assert sum(wrong) <= 2
+        print(f"{begun.design.estimated_step_time:.2f} before, then {found.step_time}", end="; ")
+        print(*(f"{arm}: {found.verdict(arm)}" for arm in found.arms[1:]))
+        print("step times by pair:", *(f"{pair.step_time:.3f}" for pair in found.pairs))
+        wrong.append({found.verdict(arm).answer for arm in found.arms[1:]} & {"lower", "higher"})
+    assert sum(map(bool, wrong)) <= 2

@@ -163,7 +163,11 @@ def try_(
     prepare_with_progress(loaded)
     begun = plan_try(recipe, changes, folder, minutes, worth, steps, resume, notice)
     design = begun.design
-    notice(f"up to {design.most_pairs} pairs of runs of {design.steps:,} steps, in {design.minutes:g} minutes")
+    notice(
+        f"up to {design.most_pairs} pairs of runs of {design.steps:,} steps, in {design.minutes:g} minutes. A short "
+        f"measurement estimates that a step takes {design.estimated_step_time:.2f} times as long with the change; "
+        f"the runs decide whether that is so, and whether each pair has a third run, in equal time."
+    )
     done = run_try(begun, recipe, notice, write_try_page)
     if as_json:
         print_json(done.to_json())

@@ -10,8 +10,9 @@ from gptworks.pages.page import page, write_page
 from gptworks.pages.parts import Cell, figure, figures, key_figures, number, paragraph, rounded, section, table
 from gptworks.pages.parts import settings as settings_list
 from gptworks.runs.history import History, read_history
-from gptworks.runs.paired import Try
 from gptworks.runs.settings import differences, text_of
+from gptworks.runs.step_time import SAME_SPEED
+from gptworks.runs.tried import LOSS_ERROR, SPEED_ERROR, Try
 from gptworks.train.record.curves import points
 from gptworks.train.record.display import clock
 
@@ -21,23 +22,35 @@ _WORDS = {"lower": "helps", "higher": "hurts", "same": "makes no difference", "o
 
 def try_lines(found: Try) -> Iterator[str]:
     """What came out, as lines of text."""
-    for arm in found.design.arms[1:]:
+    step, same = found.step_time, found.to_same_loss
+    for arm in found.arms[1:]:
         place = _PLACES[arm]
-        if len(found.design.arms) == 2:
+        if step is not None and step.is_same and len(found.arms) == 2:
             place = "at equal tokens, and in equal time: a step takes as long"
         yield f"{place}: {words(found, arm)}"
-    step, same = found.step_time, found.to_same_loss
     if step is not None:
-        yield f"a step takes {step:.2f} times as long"
+        yield f"{step}{_third_runs(found)}"
         reached = "not in each pair" if same is None else f"after {same:.0%} of the time"
         yield f"the final loss of the runs without the change is reached: {reached}"
         before, after = (_run(found, 0, arm).parameters for arm in ("before", "after"))
         yield f"parameters: {before:,}" + ("" if before == after else f" without, {after:,} with the change")
 
 
+def _third_runs(found: Try) -> str:
+    """What follows from the step times for the verdict in equal time."""
+    step = found.step_time
+    if found.steps_in_time is not None:
+        return f"; in equal time: runs of {found.steps_in_time:,} steps"
+    if step is None or step.is_same:
+        return ""
+    if found.is_time_open:
+        return "; noise may be the reason, so in equal time there is no verdict yet"
+    return "; no difference was found, so in equal time there is no other verdict"
+
+
 def words(found: Try, arm: str) -> str:
     """A verdict in a sentence's words: helps: the loss is 0.0310 lower (0.0240 to 0.0380), 4 pairs."""
-    verdict, n = found.verdict(arm), len(found.pairs)
+    verdict, n = found.verdict(arm), len(found.differences(arm))
     pairs = f"{n} pair{'s' * (n != 1)}"
     if not math.isfinite(verdict.low):
         return f"not decided: {pairs}, and a verdict needs more"
@@ -61,17 +74,17 @@ def to_html(found: Try) -> str:
     """The page. Numbers stand in <data> elements with their exact values."""
     design, unit = found.design, found.loss_unit
     tiles: list[tuple[str, str | Markup, str]] = []
-    for arm in design.arms[1:]:
+    for arm in found.arms[1:]:
         verdict = found.verdict(arm)
         note = f"loss {verdict.value:+.4f} {unit}" if found.pairs else ""
         tiles.append((_PLACES[arm], _WORDS[verdict.answer], note))
     tiles.append(("pairs", number(len(found.pairs)), f"of {design.most_pairs} at most, {design.steps:,} steps each"))
-    if found.step_time is not None:
-        tiles.append(("time of a step", rounded(found.step_time, ".2f", "×"), "with the change"))
+    if (step := found.step_time) is not None:
+        tiles.append(("time of a step", rounded(step.ratio, ".2f", "×"), step.interval or "with the change"))
     parts = [
         key_figures(tiles),
         section("Verdict", *(paragraph(line) for line in try_lines(found))),
-        section("Difference of each pair", figures(_dots(found, arm) for arm in design.arms[1:])),
+        section("Difference of each pair", figures(_dots(found, arm) for arm in found.arms[1:])),
         section("Validation loss by tokens", figure(_curves(found))),
         section("Pairs", _pairs(found)),
         section("The change", settings_list(_changes(found))),
@@ -95,8 +108,9 @@ def _dots(found: Try, arm: str) -> Markup:
         corners = [(left, low), (right, low), (right, high), (left, high)]
         drawn.append(Series(corners, "", "series-0 faint", "area"))
     placed = [(float(i), value) for i, value in enumerate(values, 1)]
+    with_arm = [pair for pair in found.pairs if arm in pair.loss]
     titles = [
-        f"pair {pair.number}, seed {pair.seed}: {value:+.4f}" for pair, value in zip(found.pairs, values, strict=True)
+        f"pair {pair.number}, seed {pair.seed}: {value:+.4f}" for pair, value in zip(with_arm, values, strict=True)
     ]
     drawn.append(Series(placed, "", "series-1", "dots", titles))
     return Chart(f"differences-{arm}", f"Difference {_PLACES[arm]}", drawn, "pair", found.loss_unit).svg()
@@ -118,28 +132,32 @@ def _run(found: Try, pair: int, arm: str) -> History:
 
 
 def _pairs(found: Try) -> Markup:
-    arms = found.design.arms
+    arms = found.arms
     rows: list[list[Cell]] = [
         [
             f"{pair.number:02d}",
             str(pair.seed),
-            *(rounded(pair.loss[arm]) for arm in arms),
-            *(rounded(pair.loss[arm] - pair.loss["before"], "+.4f") for arm in arms[1:]),
-            *(number(pair.seconds[arm], clock(pair.seconds[arm])) for arm in arms),
+            *(rounded(pair.loss.get(arm)) for arm in arms),
+            *(rounded(pair.loss[arm] - pair.loss["before"], "+.4f") if arm in pair.loss else "" for arm in arms[1:]),
+            *(number(pair.seconds[arm], clock(pair.seconds[arm])) if arm in pair.loss else "" for arm in arms),
+            rounded(pair.step_time, ".2f", "×"),
         ]
         for pair in found.pairs
     ]
     names = {"before": "without", "after": "with", "in-time": "with, in equal time"}
     header = ["pair", "seed", *(names[arm] for arm in arms), *(f"difference {_PLACES[arm]}" for arm in arms[1:])]
-    header += [f"time {names[arm]}" for arm in arms]
+    header += [*(f"time {names[arm]}" for arm in arms), "time of a step"]
     return table(tuple(header), "ll" + "r" * (len(header) - 2), rows)
 
 
 def _conventions(found: Try) -> str:
     return (
-        f"Both runs of a pair have one seed: the same first weights and the same samples in the same order. The loss "
+        f"All runs of a pair have one seed: the same first weights and the same samples in the same order. The loss "
         f"is the last validation loss, in {found.loss_unit}; a difference below 0 is a gain. The interval holds the "
-        f"true mean difference with 95% probability at all looks together (Pocock's levels for Student's t, by "
-        f"simulation), so that a change that does nothing is called one that does in at most 5% of tries. Runs shorter "
-        f"than the recipe's say what helps short runs. Written by gptworks try."
+        f"true mean difference with {1 - LOSS_ERROR:.0%} probability at all looks together (Pocock's levels for "
+        f"Student's t, by simulation). The time of a step is the median over parts of a run; its ratio has such an "
+        f"interval of {1 - SPEED_ERROR:.0%}. Where that leaves out 1, and the ratio is {SAME_SPEED:.0%} from 1 or "
+        f"more, runs in equal time are added. So a change that does nothing is called one that does in at most "
+        f"{LOSS_ERROR + SPEED_ERROR:.0%} of tries. Runs shorter than the recipe's say what helps short runs. Written "
+        f"by gptworks try."
     )

@@ -14,6 +14,7 @@ from statistics import fmean, stdev
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gptworks.runs.statistics import t_quantile
 
@@ -66,8 +67,12 @@ def verdict(differences: Sequence[float], most_pairs: int, worth: float, error: 
 def level(most_pairs: int, error: float = 0.05) -> float:
     """The two-sided level of each look, such that all looks together find a difference where there is none with
     probability `error`."""
-    if most_pairs <= FEWEST_PAIRS:
-        return error
+    return error if most_pairs <= FEWEST_PAIRS else float(np.quantile(_least_p(most_pairs), error))
+
+
+@cache
+def _least_p(most_pairs: int) -> NDArray[np.float64]:
+    """Of each simulated try without a difference, the least two-sided p of its looks."""
     drawn = np.random.Generator(np.random.PCG64(0)).standard_normal((_SIMULATIONS, most_pairs))
     n = np.arange(1, most_pairs + 1)
     mean, square = np.cumsum(drawn, 1) / n, np.cumsum(drawn**2, 1)
@@ -77,4 +82,4 @@ def level(most_pairs: int, error: float = 0.05) -> float:
     # the share of simulations that lie further out at the same look is their two-sided p
     order = np.argsort(np.argsort(-t, 0), 0)
     p = (order + 1) / _SIMULATIONS
-    return float(np.quantile(p.min(1), error))
+    return np.asarray(p.min(1))

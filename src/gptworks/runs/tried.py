@@ -1,0 +1,185 @@
+"""A try as far as it has come: its pairs, what they say so far, and which runs are due. `try.json` holds it."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from gptworks.config import Recipe
+from gptworks.errors import UserError
+from gptworks.files import write_whole
+from gptworks.recipe import load_recipe
+from gptworks.runs.sequential import FEWEST_PAIRS, Verdict, verdict
+from gptworks.runs.step_time import StepTime, step_time
+
+TRY_FILE = "try.json"
+_FORMAT = 1
+
+LOSS_ERROR, SPEED_ERROR = 0.04, 0.01
+"""How often, at most, a change that does nothing is called one that does by its losses, or is given a third run by its
+step times. Both together err in 5% of tries."""
+
+
+@dataclass(frozen=True)
+class Design:
+    """What is tried, and how: fixed before the first pair."""
+
+    changes: tuple[str, ...]
+    minutes: float
+    worth: float
+    """The smallest difference of the losses that matters."""
+    most_pairs: int
+    steps: int
+    """Of each run."""
+    estimated_step_time: float
+    """With the change, as a multiple of that without: a short measurement, from which the length follows and nothing
+    else."""
+    format_version: int = _FORMAT
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The runs of one seed: their losses after their last step, and figures of the machine."""
+
+    number: int
+    seed: int
+    loss: dict[str, float]
+    """By arm."""
+    seconds: dict[str, float]
+    """Of training, by arm."""
+    step_seconds: dict[str, float]
+    """Of a step, by arm; robust against what else the machine did."""
+    share_to_same_loss: float | None
+    """Share of the changed run's steps after which it had the other's final loss; None: never."""
+
+    @property
+    def step_time(self) -> float:
+        """With the change, as a multiple of that without."""
+        return self.step_seconds["after"] / self.step_seconds["before"]
+
+
+@dataclass(frozen=True)
+class Try:
+    """A try as far as it has come."""
+
+    folder: Path
+    recipe: Recipe
+    """Without the change."""
+    changed: Recipe
+    design: Design
+    pairs: tuple[Pair, ...]
+
+    @property
+    def loss_unit(self) -> str:
+        return self.recipe.objective.loss_unit
+
+    def differences(self, arm: str) -> list[float]:
+        """Of each pair that has the arm: its loss, less that without the change."""
+        return [pair.loss[arm] - pair.loss["before"] for pair in self.pairs if arm in pair.loss]
+
+    def verdict(self, arm: str) -> Verdict:
+        """Whether the change helps, at equal tokens (`after`) or in equal time (`in-time`)."""
+        return verdict(self.differences(arm), self.design.most_pairs, self.design.worth, LOSS_ERROR)
+
+    @property
+    def step_time(self) -> StepTime | None:
+        """The time of a step with the change, as a multiple of that without; None before the first pair."""
+        return self._step_time(len(self.pairs)) if self.pairs else None
+
+    def _step_time(self, n: int) -> StepTime:
+        return step_time([pair.step_time for pair in self.pairs[:n]], self.design.most_pairs, SPEED_ERROR)
+
+    @cached_property
+    def steps_in_time(self) -> int | None:
+        """How many steps of the changed model take the time of a run without the change. None while no difference of
+        the step times has been found.
+
+        The first look that finds one decides, so that all pairs have the same, also after a stop.
+        """
+        looks = (self._step_time(n) for n in range(FEWEST_PAIRS, len(self.pairs) + 1))
+        ratio = next((look.ratio for look in looks if look.differs), None)
+        return None if ratio is None else max(1, round(self.design.steps / ratio))
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The runs of a pair."""
+        return ("before", "after") if self.steps_in_time is None else ("before", "after", "in-time")
+
+    @property
+    def is_time_open(self) -> bool:
+        """Whether step times seem to differ and noise may be the reason: more pairs will tell."""
+        return self.steps_in_time is None and self.step_time is not None and self.step_time.is_distinct
+
+    @property
+    def decided(self) -> bool:
+        return all(self.verdict(arm).answer != "open" for arm in self.arms[1:]) and not self.is_time_open
+
+    @property
+    def due(self) -> tuple[int, tuple[str, ...]] | None:
+        """The number of the next pair and those of its runs that are to be trained, in this order; None: no more."""
+        for pair in self.pairs:  # those from before a difference of the step times was found
+            if missing := tuple(arm for arm in self.arms if arm not in pair.loss):
+                return pair.number, missing
+        n = len(self.pairs)
+        if n == self.design.most_pairs or self.decided:
+            return None
+        return n, self.arms[:: -1 if n % 2 else 1]  # a machine that becomes slower or faster favours none
+
+    @property
+    def to_same_loss(self) -> float | None:
+        """Share of the time after which the changed model had the other's final loss; None: not in each pair."""
+        shares = [pair.share_to_same_loss for pair in self.pairs]
+        reached = [share for share in shares if share is not None]
+        if self.step_time is None or len(reached) < len(shares):
+            return None
+        return fmean(reached) * self.step_time.ratio
+
+    def to_json(self) -> dict[str, Any]:
+        """Stable keys; None for a bound that is not known yet."""
+        return {
+            "folder": str(self.folder),
+            "design": asdict(self.design),
+            "pairs": [asdict(pair) for pair in self.pairs],
+            "verdicts": {arm: _finite(asdict(self.verdict(arm))) for arm in self.arms[1:]},
+            "step_time": None if self.step_time is None else _finite(asdict(self.step_time)),
+            "steps_in_time": self.steps_in_time,
+            "time_to_same_loss": self.to_same_loss,
+        }
+
+
+def _finite(figures: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if isinstance(value, float) and math.isinf(value) else value for key, value in figures.items()}
+
+
+def write_try(found: Try) -> None:
+    """Write `try.json` into the try's folder, over an older one."""
+    state = {"design": asdict(found.design), "pairs": [asdict(pair) for pair in found.pairs]}
+    write_whole(found.folder / TRY_FILE, json.dumps(state, indent=1) + "\n")
+
+
+def read_try(folder: Path) -> Try:
+    """The try in a folder, also while it goes on.
+
+    Raises:
+        UserError: there is none, or its file is damaged.
+    """
+    file = folder / TRY_FILE
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+        written = state["design"]["format_version"]
+        parts = _parts(state) if written == _FORMAT else None
+    except FileNotFoundError:
+        raise UserError(f"{folder} holds no try: there is no {TRY_FILE}.") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is damaged ({type(error).__name__}): give another --folder.") from None
+    if parts is None:
+        raise UserError(f"{file} has format {written} and this gptworks reads {_FORMAT}.")
+    return Try(folder, load_recipe(folder / "before.yaml"), load_recipe(folder / "after.yaml"), *parts)
+
+
+def _parts(state: dict[str, Any]) -> tuple[Design, tuple[Pair, ...]]:
+    design = Design(**state["design"] | {"changes": tuple(state["design"]["changes"])})
+    return design, tuple(Pair(**pair) for pair in state["pairs"])

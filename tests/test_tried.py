@@ -1,0 +1,101 @@
+"""When a try gives its pairs third runs, in equal time: simulated tries on machines whose step times are noisy."""
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+import tiny
+from gptworks.config import Recipe
+from gptworks.runs.history import History
+from gptworks.runs.step_time import step_seconds
+from gptworks.runs.tried import Design, Pair, Try
+
+STEPS = 1000
+
+
+def simulated(seed: int, noise: float, ratio: float = 1.0, most_pairs: int = 8, worth: float = 0.005) -> Try:
+    """A try of a change that leaves the loss at equal tokens as it is; longer runs have lower losses.
+
+    Args:
+        noise: deviation of the logarithm of a run's step time. ratio: how long a step takes with the change.
+    """
+    source = random.Random(seed)
+    recipe = Recipe(**tiny.recipe_tree(Path("/tmp")))
+    found = Try(Path("try"), recipe, recipe, Design(("seed=1",), 30, worth, most_pairs, STEPS, 1.0), ())
+    while (due := found.due) is not None:
+        number, arms = due
+        pair = found.pairs[number] if number < len(found.pairs) else Pair(number, number, {}, {}, {}, None)
+        for arm in arms:
+            steps = (found.steps_in_time or 0) if arm == "in-time" else STEPS
+            pair.loss[arm] = 3 - 0.3 * math.log(steps / STEPS) + source.gauss(0, 0.01)
+            slower = 1 if arm == "before" else ratio
+            pair.step_seconds[arm] = 0.1 * slower * math.exp(source.gauss(0, noise))
+        found = replace(found, pairs=(*found.pairs[:number], pair, *found.pairs[number + 1 :]))
+    return found
+
+
+def answers(found: Try) -> set[str]:
+    return {found.verdict(arm).answer for arm in found.arms[1:]}
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.04, 0.15])
+def test_a_change_that_does_nothing_gets_a_verdict_in_at_most_5_percent_of_tries_however_noisy_the_times(
+    noise: float,
+) -> None:
+    """All verdicts of a try together. The step times of the first pair alone differ by 5% in most tries, which would
+    be enough for a false verdict in equal time."""
+    tries = [simulated(seed, noise) for seed in range(400)]
+    wrong = [bool(answers(found) & {"lower", "higher"}) for found in tries]
+    assert sum(wrong[:200]) <= 10
+    assert fmean(wrong) <= 0.05
+    assert fmean(len(found.arms) == 3 for found in tries) <= 0.01
+    if noise > 0.01:
+        assert fmean(abs(math.log(found.pairs[0].step_time)) > 0.05 for found in tries) > 0.3
+
+
+@pytest.mark.parametrize("ratio", [0.8, 1.25])
+def test_a_change_of_the_step_time_is_found_and_its_verdict_in_equal_time_too(ratio: float) -> None:
+    tries = [simulated(seed, 0.02, ratio) for seed in range(100)]
+    answer = "lower" if ratio < 1 else "higher"
+    assert fmean(found.verdict("in-time").answer == answer for found in tries if len(found.arms) == 3) > 0.95
+    assert fmean(len(found.arms) == 3 for found in tries) > 0.95
+    steps = [found.steps_in_time or 0 for found in tries if found.steps_in_time]
+    assert fmean(steps) == pytest.approx(STEPS / ratio, rel=0.01)
+
+
+def test_equal_step_times_end_a_try_with_its_verdict() -> None:
+    tries = [simulated(seed, 0.005, worth=0.05) for seed in range(100)]
+    assert all(len(found.arms) == 2 for found in tries)
+    assert fmean(answers(found) == {"same"} for found in tries) > 0.9
+    assert fmean(len(found.pairs) for found in tries) < 4
+
+
+def test_the_third_runs_are_as_long_as_the_first_look_that_found_a_difference_said() -> None:
+    found = simulated(1, 0.02, 1.25)
+    assert found.steps_in_time is not None
+    at = next(n for n in range(1, 9) if replace(found, pairs=found.pairs[:n]).steps_in_time)
+    assert replace(found, pairs=found.pairs[:at]).steps_in_time == found.steps_in_time
+    assert at < len(found.pairs) or found.decided
+
+
+def run(step_times: list[float]) -> History:
+    seconds = 0.0
+    records = []
+    for step, taken in enumerate(step_times, 1):
+        seconds += taken
+        records.append({"kind": "train", "step": step, "tokens": step, "seconds": round(seconds, 3), "loss": 1.0})
+    return History(Path("run"), Recipe(**tiny.recipe_tree(Path("/tmp"))), tuple(records))
+
+
+def test_a_runs_step_time_is_that_of_its_undisturbed_steps() -> None:
+    """Neither its slow first steps, nor a machine that was stopped, nor a third of slow steps change it."""
+    usual = [0.02] * 300
+    assert step_seconds(run(usual)) == pytest.approx(0.02, rel=0.01)
+    disturbed = [0.5] * 2 + usual[2:150] + [60.0] + [0.05] * 90 + usual[241:]
+    assert step_seconds(run(disturbed)) == pytest.approx(0.02, rel=0.01)
+    assert step_seconds(run([0.004] * 30)) == pytest.approx(0.004, rel=0.05), "a log has milliseconds"
+    assert step_seconds(run([0.004] * 3)) == pytest.approx(0.004, rel=0.05)
