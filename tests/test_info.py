@@ -17,10 +17,13 @@ from gptworks.cli import app
 from gptworks.config import CharTokenizer
 from gptworks.data import info as info_module
 from gptworks.data.info import dataset_info
-from gptworks.data.opened import Prepared
+from gptworks.data.mixture import mix_folders
+from gptworks.data.opened import Prepared, open_prepared
+from gptworks.data.prepare import prepare
 from gptworks.data.shard_writer import ShardWriter, write_manifest
 from gptworks.data.shards import FORMAT_VERSION, Manifest, Part, Split
 from gptworks.describe.dataset import printed, to_html
+from gptworks.recipe import load_dataset_recipe
 from gptworks.tokenizer import encode_text, train_tokenizer
 from test_pages import Structure
 
@@ -61,6 +64,44 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> Prepared:
     )  # fmt: skip
     write_manifest(manifest, tmp_path)
     return Prepared(tmp_path, manifest, tokenizer, reused=True)
+
+
+@pytest.mark.parametrize("clean", [[], [{"type": "normalize-unicode"}]])
+def test_tokens_per_byte_are_told_by_source(tmp_path: Path, clean: list[dict[str, Any]]) -> None:
+    texts = {"letters.txt": "to be or not\n" * 40, "umlauts.txt": "äöüäöüäöü\n" * 70}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    sources = [{"type": "text", "path": str(tmp_path / name)} for name in texts]
+
+    def amounts(prepared: Prepared) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = dataset_info(prepared).to_json()["amounts"]
+        return [one for one in found if one["source"] is not None]
+
+    def built(name: str, sources: list[dict[str, str]], tokenizer: dict[str, str]) -> Prepared:
+        data = {"sources": sources, "clean": clean, "validation": {"fraction": 0.1, "by": "tail"}}
+        tree = {"tokenizer": tokenizer, "data": data | {"cache_dir": str(tmp_path / name), "shard_tokens": 100}}
+        return prepare(load_dataset_recipe(tree))
+
+    both = built("both", sources, {"type": "char"})
+    for source, text in zip(sources, texts.values(), strict=True):
+        mine = [one for one in amounts(both) if one["source"] == f"text {source['path']}"]
+        assert sum(one["text_bytes"] for one in mine) == len(text.encode("utf-8"))
+        assert 0 <= sum(one["tokens"] for one in mine) - len(text) <= 2, "those around the document"
+    for shown in (to_html(dataset_info(both)), _printed(both)):
+        assert f"text {sources[1]['path']}" in shown
+    letters = built("letters", sources[:1], {"type": "file", "path": str(both.folder / "tokenizer")})
+    mix_folders(tmp_path / "mixed", [f"one={both.folder}:1", f"two={letters.folder}:1"])
+    assert {one["name"] for one in amounts(open_prepared(tmp_path / "mixed"))} == {"one"}, "the other has one source"
+
+
+def test_a_source_that_a_manifest_does_not_describe_has_a_number(made: Prepared) -> None:
+    part, *others = made.manifest.parts
+    halves = [dict.fromkeys(part.shards, 1), {split: n - 1 for split, n in part.shards.items()}]
+    for made_from in ({}, {"sources": 3}, {"sources": [None, {}]}):
+        changed = part.model_copy(update={"sources": tuple(halves), "made_from": made_from})
+        manifest = made.manifest.model_copy(update={"parts": (changed, *others)})
+        info = dataset_info(Prepared(made.folder, manifest, made.tokenizer, reused=True))
+        assert {one.source for one in info.amounts} >= {"source 1", "source 2"}
 
 
 @pytest.mark.parametrize("read_tokens", [5, 1 << 20])
@@ -104,15 +145,19 @@ def test_the_page_and_the_terminal_have_the_same_figures(made: Prepared) -> None
     assert (
         "script" not in [name for name, _ in Structure(page).elements] and "dropped: <script>" in Structure(page).text
     )
-    console = Console(record=True, width=120, file=io.StringIO())
-    console.print(printed(info))
-    text = console.export_text()
+    text = _printed(made)
     assert HOSTILE not in page and "\x1b" not in text
     for figure in ("900", "dropped: <script>"):
         assert figure in text
     for amount in info.amounts:
         assert f"{amount.tokens:,}" in text and f"{amount.tokens:,}" in page
     assert "1 of the validation documents also in the training text" in text
+
+
+def _printed(made: Prepared) -> str:
+    console = Console(record=True, width=300, file=io.StringIO())
+    console.print(printed(dataset_info(made)))
+    return console.export_text()
 
 
 def test_languages_are_guessed_of_a_sample(made: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:

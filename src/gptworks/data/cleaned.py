@@ -142,7 +142,7 @@ def _clean_jobs(
     if counts and jobs and not counts[-1].kept.documents:
         raise UserError(_nothing_left(counts))
     cleaned = [
-        Job(job.number, ((source, Unit(source.files()[0], source.size_bytes())),))
+        Job(job.number, job.source, ((source, Unit(source.files()[0], source.size_bytes())),))
         for job, source in zip(jobs, sources, strict=True)
     ]
     return cleaned, counts

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from gptworks.config.cleaning import LanguageFilter
 from gptworks.data.cleaning.language import LanguageOf
 from gptworks.data.opened import Prepared
-from gptworks.data.shards import Split, TokenShards
+from gptworks.data.shards import Manifest, Part, ShardCounts, ShardFile, Split, TokenShards
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
 MOST_COPIED = 5
@@ -31,11 +31,13 @@ Digests = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Amount:
-    """How much text there is of a split, or of one of the datasets that a mixture holds."""
+    """How much text there is of a split, of one of the datasets that a mixture holds, or of a source."""
 
     split: Split
     name: str | None
-    """Of the dataset; None: the whole split."""
+    """Of the dataset of a mixture; None: the folder's only one, or all of them."""
+    source: str | None
+    """Its type and place in the recipe; None: all of them."""
     documents: int
     tokens: int
     text_bytes: int
@@ -146,7 +148,7 @@ def dataset_info(prepared: Prepared, report: Progress = lambda done, total: None
         fingerprint=manifest.fingerprint,
         created_by=manifest.created_by,
         vocab_size=manifest.vocab_size,
-        amounts=tuple(_amounts(prepared)),
+        amounts=tuple(_amounts(manifest)),
         lengths=lengths,
         duplicates=duplicates,
         held_out_in_training=_in_both(digests["validation"], digests["train"]) if len(digests) == 2 else 0,
@@ -159,18 +161,46 @@ def dataset_info(prepared: Prepared, report: Progress = lambda done, total: None
     )
 
 
-def _amounts(prepared: Prepared) -> Iterator[Amount]:
-    """Of each split, and below it of each dataset of a mixture."""
-    for split, files in prepared.manifest.splits.items():
-        yield Amount(split, None, files.documents, files.tokens, files.text_bytes)
-        at = 0
-        for part in prepared.manifest.parts:
-            own = files.shards[at : at + part.shards.get(split, 0)]
-            at += len(own)
-            yield Amount(
-                split, part.name, sum(one.documents for one in own), sum(one.tokens for one in own),
-                sum(one.text_bytes for one in own),
-            )  # fmt: skip
+def _amounts(manifest: Manifest) -> Iterator[Amount]:
+    """Of each split, below it of each dataset of a mixture, and below that of each source where there are several."""
+    for split, files in manifest.splits.items():
+        yield _amount(split, None, None, files.shards)
+        yield from _by_source(split, None, manifest, files.shards)
+        shares = _shares(split, [part.shards for part in manifest.parts], files.shards)
+        for part, own in zip(manifest.parts, shares, strict=True):
+            yield _amount(split, part.name, None, own)
+            yield from _by_source(split, part.name, part, own)
+
+
+def _by_source(split: Split, name: str | None, of: Manifest | Part, shards: Sequence[ShardFile]) -> Iterator[Amount]:
+    if len(of.sources) > 1:
+        for number, own in enumerate(_shares(split, of.sources, shards)):
+            yield _amount(split, name, _source_name(of.made_from, number), own)
+
+
+def _source_name(made_from: dict[str, Any], number: int) -> str:
+    try:
+        settings = made_from["sources"][number]
+        place = next((settings[key] for key in ("path", "dataset", "url") if settings.get(key)), "")
+        return f"{settings['type']} {place if isinstance(place, str) else place[0]}".strip()
+    except (LookupError, TypeError, AttributeError):  # whatever a file may hold
+        return f"source {number + 1}"
+
+
+def _shares(split: Split, counts: Sequence[ShardCounts], shards: Sequence[ShardFile]) -> Iterator[Sequence[ShardFile]]:
+    """The shards of each, which has the next ones."""
+    at = 0
+    for one in counts:
+        own = shards[at : at + one.get(split, 0)]
+        at += len(own)
+        yield own
+
+
+def _amount(split: Split, name: str | None, source: str | None, shards: Sequence[ShardFile]) -> Amount:
+    documents, tokens, text_bytes = (
+        sum(getattr(one, key) for one in shards) for key in ("documents", "tokens", "text_bytes")
+    )
+    return Amount(split, name, source, documents, tokens, text_bytes)
 
 
 def _digests(shards: TokenShards, bounds: Int64s) -> Iterator[tuple[bytes, int]]:

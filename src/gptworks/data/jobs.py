@@ -21,7 +21,7 @@ from gptworks.config import Section, SourceConfig, ValidationSplit
 from gptworks.data.encode import Advance, PartEncoder, batch_bytes, batches_of, encode_in_order
 from gptworks.data.encoders import Encoder, choose_encoder, plain_encoder
 from gptworks.data.shard_writer import ShardWriter
-from gptworks.data.shards import Dtype, ShardFile, Split, SplitFiles
+from gptworks.data.shards import Dtype, ShardCounts, ShardFile, Split, SplitFiles
 from gptworks.data.sources import base
 from gptworks.data.sources.base import Piece, Source, Unit
 from gptworks.data.sources.choose import choose_source
@@ -40,9 +40,11 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 
 @dataclass(frozen=True)
 class Job:
-    """Neighbouring units of a recipe's sources."""
+    """Neighbouring units of one of a recipe's sources."""
 
     number: int
+    source: int
+    """The source's number."""
     units: tuple[tuple[Source, Unit], ...]
 
     def pieces(self) -> Iterator[Piece]:
@@ -69,6 +71,7 @@ class JobSettings:
 class Done(Section):
     """What a job has written."""
 
+    source: int
     splits: dict[Split, SplitFiles]
     round_trips: bool
 
@@ -78,13 +81,14 @@ class Done(Section):
 
 
 def plan_jobs(sources: Iterable[SourceConfig | Source]) -> list[Job]:
-    """All units of the sources, in order, in jobs of about the same size."""
-    units = [(source, unit) for source in map(choose_source, sources) for unit in source.units()]
-    total_bytes = sum(unit.size_bytes for _, unit in units)
-    least_bytes = -(-total_bytes // max(1, round(total_bytes / base.UNIT_BYTES)))
+    """All units of the sources, in order, in jobs of about the same size. No job has units of two sources."""
     jobs: list[Job] = []
-    for taken in batches_of(iter(units), lambda one: one[1].size_bytes, least_bytes):
-        jobs.append(Job(len(jobs), tuple(taken)))
+    for number, source in enumerate(map(choose_source, sources)):
+        units = source.units()
+        total_bytes = sum(unit.size_bytes for unit in units)
+        least_bytes = -(-total_bytes // max(1, round(total_bytes / base.UNIT_BYTES)))
+        for taken in batches_of(iter(units), lambda one: one.size_bytes, least_bytes):
+            jobs.append(Job(len(jobs), number, tuple((source, unit) for unit in taken)))
     return jobs
 
 
@@ -149,7 +153,8 @@ def _write_job(
         try:
             with (aside / _HELD_OUT_FILE).open("wb") as held_out:
                 round_trips = _write_documents(writers, held_out, tokenizer, encode, settings, advance, job)
-            done = Done(splits={split: writer.finish() for split, writer in writers.items()}, round_trips=round_trips)
+            splits = {split: writer.finish() for split, writer in writers.items()}
+            done = Done(source=job.source, splits=splits, round_trips=round_trips)
         except BaseException:
             for writer in writers.values():
                 writer.abandon()
@@ -196,9 +201,20 @@ def finished(folder: Path) -> dict[int, Done]:
     return found
 
 
-def join_jobs(folder: Path, whole: Path) -> tuple[dict[Split, SplitFiles], bool, str]:
-    """Give the shards of all jobs their names in the dataset. Returns them; whether decoding restores the held-out
-    text; and the sha256 of that text, its documents separated."""
+@dataclass(frozen=True)
+class Joined:
+    """What all jobs have written."""
+
+    splits: dict[Split, SplitFiles]
+    sources: tuple[ShardCounts, ...] = ()
+    round_trips: bool = False
+    """Whether decoding restores the held-out text."""
+    text_sha256: str | None = None
+    """Of the held-out text, its documents separated."""
+
+
+def join_jobs(folder: Path, whole: Path) -> Joined:
+    """Give the shards of all jobs their names in the dataset."""
     done = [found for _, found in sorted(finished(folder).items())]
     splits: dict[Split, SplitFiles] = {}
     for split in SPLITS:
@@ -225,7 +241,11 @@ def join_jobs(folder: Path, whole: Path) -> tuple[dict[Split, SplitFiles], bool,
         with (_folder(folder, number) / _HELD_OUT_FILE).open("rb") as text:
             for chunk in iter(lambda text=text: text.read(_CHUNK_BYTES), b""):  # type: ignore[misc]
                 digest.update(chunk)
-    return splits, all(job.round_trips for job in done), digest.hexdigest()
+    sources = tuple(
+        {split: sum(len(job.splits[split].shards) for job in done if job.source == number) for split in SPLITS}
+        for number in range(1 + max((job.source for job in done), default=-1))
+    )
+    return Joined(splits, sources, all(job.round_trips for job in done), digest.hexdigest())
 
 
 def _folder(folder: Path, number: int) -> Path:

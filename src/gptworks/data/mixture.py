@@ -74,6 +74,7 @@ class Member:
                 round_trips=manifest.round_trips,
                 validation_text_sha256=manifest.validation_text_sha256,
                 cleaning=manifest.cleaning,
+                sources=manifest.sources,
             )
             return cls(prepared, part, manifest.splits)
         names = [part.name for part in manifest.parts]
@@ -253,6 +254,7 @@ def _manifest(members: Sequence[Member]) -> Manifest:
             "validation_text_sha256": None if None in texts else sha256_text(" ".join(map(str, texts))),
             "parts": parts,
             "cleaning": None,
+            "sources": (),
         }
     )
 

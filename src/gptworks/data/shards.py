@@ -92,12 +92,16 @@ class SplitFiles(Section):
         return self
 
 
+ShardCounts = dict[Split, Annotated[int, Field(ge=0)]]
+
+
 class Part(Section):
     """A dataset that is one of several in a folder: the next shards of each split are its own."""
 
     name: str
     fingerprint: str
-    shards: dict[Split, Annotated[int, Field(ge=0)]]
+    shards: ShardCounts
+    sources: tuple[ShardCounts, ...] = ()
     unknown_tokens: dict[Split, Annotated[int, Field(ge=0)]]
     made_from: dict[str, Any]
     round_trips: bool
@@ -137,12 +141,17 @@ class Manifest(Section):
     """The datasets that a mixture holds, in order; empty: it is one."""
     cleaning: dict[str, Any] | None = None
     """What the recipe's filters dropped and changed; null: it has none."""
+    sources: tuple[ShardCounts, ...] = ()
+    """Of each source of text in `made_from`, how many shards of each split are its own: the next ones. Empty in folders
+    of old versions, of conversations and of mixtures, whose parts have their own."""
 
     @model_validator(mode="after")
-    def _check_parts(self) -> Self:
+    def _check_shares(self) -> Self:
+        shares = [("parts", [part.shards for part in self.parts]), ("sources", self.sources)]
         for split, files in self.splits.items():
-            if self.parts and sum(part.shards.get(split, 0) for part in self.parts) != len(files.shards):
-                raise ValueError(f"the parts of its {split} split do not have as many shards as there are")
+            for name, counts in shares:
+                if counts and sum(one.get(split, 0) for one in counts) != len(files.shards):
+                    raise ValueError(f"the {name} of its {split} split do not have as many shards as there are")
         return self
 
     @property

@@ -8,7 +8,7 @@ from gptworks.chat_template import ChatTemplate, load_chat_template
 from gptworks.config import AnyRecipe, DataConfig, ValidationSplit
 from gptworks.data.cleaned import cleaned_texts
 from gptworks.data.conversations.examples import write_examples
-from gptworks.data.jobs import SPLITS, JobSettings, finished, join_jobs, plan_jobs, run_jobs
+from gptworks.data.jobs import SPLITS, JobSettings, Joined, finished, join_jobs, plan_jobs, run_jobs
 from gptworks.data.learn import empty, iter_records, keep_tokenizer, split_by
 from gptworks.data.report import Report, adding_up
 from gptworks.data.shard_writer import ShardWriter, write_manifest
@@ -49,12 +49,12 @@ def write_dataset(folder: Path, work: Path, recipe: AnyRecipe, made_from: dict[s
     dtype = dtype_for(vocabulary_size(tokenizer))
     with new_folder(folder) as whole:
         origins: tuple[Origin, ...] = ()
-        round_trips, text_sha256 = False, None
         if template is not None and data.records:
             written, origins = _write_records(whole, dtype, template, data, validation, report)
+            joined = Joined(written)
         else:
-            written, round_trips, text_sha256 = join_jobs(work, whole)
-        for split, files in written.items():
+            joined = join_jobs(work, whole)
+        for split, files in joined.splits.items():
             if not files.tokens:
                 raise UserError(empty(split, validation, bool(data.conversations)))
         (whole / TOKENIZER_FOLDER).mkdir()
@@ -68,10 +68,11 @@ def write_dataset(folder: Path, work: Path, recipe: AnyRecipe, made_from: dict[s
             tokenizer_sha256=fingerprint(tokenizer),
             tokenizer_files={file.name: sha256_file(file) for file in sorted((whole / TOKENIZER_FOLDER).iterdir())},
             made_from=made_from,
-            round_trips=round_trips,
-            splits=written,
+            round_trips=joined.round_trips,
+            splits=joined.splits,
+            sources=joined.sources,
             origins=origins,
-            validation_text_sha256=text_sha256,
+            validation_text_sha256=joined.text_sha256,
             cleaning={"filters": [one.model_dump(mode="json") for one in texts.counts]} if data.clean else None,
         )
         write_manifest(manifest, whole)

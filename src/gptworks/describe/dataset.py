@@ -91,7 +91,8 @@ def _lines(info: Info) -> list[str]:
 def _amounts(info: Info) -> list[Row]:
     return [
         (
-            one.split if one.name is None else f"  {html.printable(one.name)}", f"{one.documents:,}",
+            "  " * ((one.name is not None) + (one.source is not None))
+            + html.printable(one.source or one.name or one.split), f"{one.documents:,}",
             f"{one.tokens:,}", f"{one.text_bytes:,}", f"{one.tokens / one.text_bytes:.4f}" if one.text_bytes else "",
         )
         for one in info.amounts

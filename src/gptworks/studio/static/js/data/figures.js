@@ -10,7 +10,7 @@ export function Figures({ chosen }) {
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     ${!found && !problem && html`<p class="quiet">Reading every token …</p>`}
     ${found && html`<${Table} name="Amounts" header=${["", "Documents", "Tokens", "Bytes", "Tokens a byte"]} rows=${found.amounts.map((one) =>
-        [one.name ?? one.split, count(one.documents), count(one.tokens), count(one.text_bytes), figure(one.tokens_per_byte)])} />
+        [one.source ?? one.name ?? one.split, count(one.documents), count(one.tokens), count(one.text_bytes), figure(one.tokens_per_byte)])} />
       <p>${Object.entries(found.duplicates).map(([split, one]) =>
         `${split}: ${count(one.documents)} exact ${one.documents === 1 ? "duplicate" : "duplicates"}`).join(" · ")}${
         found.held_out_in_training > 0 && ` · ${count(found.held_out_in_training)} of the validation documents also in the training text`}</p>
