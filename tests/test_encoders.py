@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from gptworks.config import BPETokenizer, CharTokenizer, GPT2Tokenizer, Recipe, WordTokenizer
 from gptworks.data import encoders, jobs
-from gptworks.data.encoders import choose_encoder
+from gptworks.data.encoders import choose_encoder, compared
 from gptworks.data.opened import Prepared
 from gptworks.data.prepare import prepare
 from gptworks.errors import UserError
@@ -102,7 +102,7 @@ def test_every_class_of_characters_gives_equal_ids(pattern: str) -> None:
 
 def test_gpt2_gives_equal_ids(shared_data: Path) -> None:
     tokenizer = train_tokenizer(GPT2Tokenizer(type="gpt2", path=shared_data / "r50k_base.tiktoken"), [])
-    name, _, encode = choose_encoder(tokenizer, [CODE])
+    name, _, encode = compared(choose_encoder(tokenizer), tokenizer, [CODE])
     assert name == "gigatoken"
     shakespeare = (shared_data / "tinyshakespeare.txt").read_text("utf-8")
     assert_equal(tokenizer, encode, [shakespeare[:200_000], *TEXTS.values()])
@@ -227,9 +227,10 @@ def test_added_tokens_that_are_words_are_text() -> None:
 def test_a_sample_with_other_ids_is_left_to_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
     encode = encoders._Gigatoken.__call__
     monkeypatch.setattr(encoders._Gigatoken, "__call__", lambda self, texts: [ids[:-1] for ids in encode(self, texts)])
-    name, reason, found = choose_encoder(trained("llama3", "code"), ["a text"])
+    tokenizer = trained("llama3", "code")
+    name, reason, found = compared(choose_encoder(tokenizer), tokenizer, ["a text"])
     assert name == "tokenizers" and "other ids" in reason
-    assert_equal(trained("llama3", "code"), found, ["a text"])
+    assert_equal(tokenizer, found, ["a text"])
 
 
 def test_a_gigatoken_that_refuses_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from gptworks import evaluate, plan
 from gptworks.cli import app
 from gptworks.config import CharTokenizer, Recipe, Role, role_of
-from gptworks.data.mixture import SPLITS, mix_folders
+from gptworks.data.mixture import mix_folders
 from gptworks.data.opened import Prepared, held_out_text, open_prepared
 from gptworks.data.prepare import find_prepared, prepare
-from gptworks.data.shards import TokenShards
+from gptworks.data.shards import SPLITS, TokenShards
 from gptworks.describe.plan_tables import plan_json
 from gptworks.errors import UserError
 from gptworks.files import sealed_json, unsealed_json

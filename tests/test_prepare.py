@@ -298,7 +298,7 @@ def test_another_vocabulary_than_the_tokenizer_s_is_refused_before_any_text_is_e
     tokenizer = {"type": kind} if kind != "file" else {"type": kind, "path": first.folder / "tokenizer"}
     recipe = make(tokenizer, cache_dir=tmp_path / "other")
     wrong = recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": size - 1})})
-    monkeypatch.setattr("gptworks.data.jobs._write_documents", lambda *_: pytest.fail("text is encoded"))
+    monkeypatch.setattr("gptworks.data.jobs._JobWriter._write_documents", lambda *_: pytest.fail("text is encoded"))
     with pytest.raises(UserError, match=rf"model\.vocab_size={size - 1} and the tokenizer has {size} tokens"):
         prepare(wrong)
     assert leftovers(tmp_path / "other") == []

@@ -47,8 +47,8 @@ Result = TypeVar("Result")
 class PartEncoder:
     """Encodes parts, counting what they have."""
 
-    def __init__(self, tokenizer: Tokenizer, encoder: Encoder) -> None:
-        self._tokenizer, self._encode = tokenizer, encoder.encode
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._unknown = special_tokens(tokenizer).unk
         # The bytes of each token, where decoding is no more than joining them.
         self._spellings: list[bytes] | None = None
@@ -56,9 +56,9 @@ class PartEncoder:
             added = tokenizer.get_added_tokens_decoder()
             self._spellings = [b"" if i in added and added[i].special else one for i, one in enumerate(spellings)]
 
-    def __call__(self, batch: list[Part]) -> list[Encoded]:
+    def __call__(self, batch: list[Part], encoder: Encoder) -> list[Encoded]:
         encoded = []
-        for (split, piece), ids in zip(batch, self._encode([piece.text for _, piece in batch]), strict=True):
+        for (split, piece), ids in zip(batch, encoder.encode([piece.text for _, piece in batch]), strict=True):
             unknown_tokens = 0 if self._unknown is None else int(np.count_nonzero(ids == self._unknown))
             text = piece.text.encode("utf-8")
             round_trips = split == "train" or self._round_trips(piece, text, ids.tolist())

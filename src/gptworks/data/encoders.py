@@ -19,7 +19,6 @@ from gptworks.data.shards import Ids
 from gptworks.errors import not_installed
 from gptworks.tokenizer import BPE_PATTERNS, BYTE_CHARACTERS, encodings
 
-_SAMPLE_CHARACTERS = 1 << 20
 _CACHED_CHARACTERS = 1 << 26
 """After so much text gigatoken starts anew: it never forgets a word."""
 _MARK = "\0"
@@ -50,26 +49,23 @@ def plain_encoder(tokenizer: Tokenizer, reason: str = "") -> Encoder:
     return Encoder("tokenizers", reason, encode)
 
 
-def choose_encoder(tokenizer: Tokenizer, sample: Iterable[str] = ()) -> Encoder:
-    """The fastest encoder whose ids are always those of the tokenizer.
-
-    Args:
-        sample: texts of which the beginnings, a megabyte in all, must give equal ids.
-    """
+def choose_encoder(tokenizer: Tokenizer) -> Encoder:
+    """The fastest encoder whose ids are always those of the tokenizer, as far as can be known of it."""
     plain = plain_encoder(tokenizer)
     try:
-        encode = _Gigatoken(tokenizer, plain.encode)
-        left = _SAMPLE_CHARACTERS
-        for text in sample:
-            start = text[:left]
-            if not np.array_equal(encode([start])[0], plain.encode([start])[0]):
-                raise _Unsuitable("gigatoken gave other ids for a sample of the text")
-            left -= len(start)
-            if left <= 0:
-                break
+        return Encoder("gigatoken", "its tokens are the same and it is faster", _Gigatoken(tokenizer, plain.encode))
     except _Unsuitable as why:
         return plain._replace(reason=str(why))
-    return Encoder("gigatoken", "its tokens are the same and it is faster", encode)
+
+
+def compared(encoder: Encoder, tokenizer: Tokenizer, sample: Iterable[str]) -> Encoder:
+    """The encoder; the tokenizer itself where the texts of a sample give other ids."""
+    plain = plain_encoder(tokenizer, f"{encoder.name} gave other ids for a sample of the text")
+    if encoder.name == plain.name:
+        return encoder
+    texts = list(sample)
+    same = all(map(np.array_equal, encoder.encode(texts), plain.encode(texts)))
+    return encoder if same else plain
 
 
 class _Gigatoken:
@@ -182,8 +178,12 @@ def _tokenizer_json(pattern: str, merges: list[tuple[str, str]], *, marked: bool
 
 # ------------------------------------------------------------------------------------------- classes of characters
 
-_COMPARED = range(0x80, 0x40000)
-"""Code points whose class is compared. Those above it, private or not assigned, are left to `tokenizers`."""
+_COMPARED, _BLOCK = 0x40000, 0x1000
+"""Below it, classes are compared, a block of code points when one of it is met. What is above it, private or not
+assigned, is left to `tokenizers`."""
+_SAME, _DOUBTFUL, _NOT_COMPARED = 0, 1, 2
+_LONG_S = ord("ſ")
+_LEADS = BYTE_CHARACTERS[0x80:]
 
 
 def _has_doubtful(text: str) -> bool:
@@ -191,36 +191,53 @@ def _has_doubtful(text: str) -> bool:
         points = np.frombuffer(text.encode("utf-32-le"), dtype=np.int32)
     except UnicodeEncodeError:  # half a surrogate pair
         return True
-    return bool(_doubtful().take(points).any())
+    found = (known := _known()).take(points)
+    if (most := found.max(initial=_SAME)) != _NOT_COMPARED:
+        return bool(most == _DOUBTFUL)
+    for block in np.unique(points[found == _NOT_COMPARED] // _BLOCK).tolist():
+        start = block * _BLOCK
+        known[start : start + _BLOCK] = _doubtful(start, start + _BLOCK)
+    return bool(known.take(points).max() == _DOUBTFUL)
 
 
 @functools.cache
-def _doubtful() -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Whether each code point may be a letter, a number or white space to one of the libraries alone."""
-    import gigatoken
+def _known() -> np.ndarray[Any, np.dtype[np.int8]]:
+    """What is known of each code point so far."""
+    known = np.full(0x110000, _DOUBTFUL, dtype=np.int8)
+    known[:_COMPARED] = _NOT_COMPARED
+    known[:0x80] = _SAME
+    return known
 
-    points = np.array([point for point in _COMPARED if not 0xD800 <= point < 0xE000], dtype=np.uint32)
+
+def _doubtful(start: int, end: int) -> np.ndarray[Any, np.dtype[np.int8]]:
+    """_DOUBTFUL for each code point that may be a letter, a number or white space to one of the libraries alone."""
+    points = np.array([point for point in range(max(start, 0x80), end) if not 0xD800 <= point < 0xE000], np.uint32)
     characters = points.tobytes().decode("utf-32-le")
     classes = characters
     for expression, name in ((r"\s", "\n"), (r"\p{N}", "1"), (r"\p{L}", "a")):
         classes = normalizers.Replace(Regex(expression), name).normalize_str(classes)
     ours = np.frombuffer(classes.encode("utf-32-le"), dtype=np.uint32)
 
-    # The first byte of a character merges with the `a` before it where gigatoken takes it for a letter, with `1` where
-    # for a number, and with `!` where for neither and no white space, or for a letter, which the last line corrects.
-    lead = BYTE_CHARACTERS[0x80:]
-    merges = [(before, byte) for before in "!1a" for byte in lead]
-    probe = gigatoken.Tokenizer.from_json(_tokenizer_json("llama3", merges))
-    ids = probe.encode("".join(f"a{character}1{character}!{character}\n" for character in characters))
+    ids = _probe().encode("".join(f"a{character}1{character}!{character}\n" for character in characters))
     line = np.cumsum(ids == ord("\n")) - (ids == ord("\n"))
     theirs = np.full(len(points), ord("\n"), dtype=np.uint32)
     for number, name in enumerate("!1a"):
-        theirs[line[(ids - 256) // len(lead) == number]] = ord(name)
-    doubtful = np.ones(0x110000, dtype=np.bool_)
-    doubtful[:0x80] = False
-    doubtful[points] = np.where(ours < 0x80, ours, ord("!")) != theirs
-    doubtful[ord("ſ")] = True  # in `'ſ`, a long s is an s where case is ignored
+        theirs[line[(ids - 256) // len(_LEADS) == number]] = ord(name)
+    doubtful = np.full(end - start, _SAME, dtype=np.int8)
+    doubtful[points - start] = np.where(np.where(ours < 0x80, ours, ord("!")) != theirs, _DOUBTFUL, _SAME)
+    if start <= _LONG_S < end:  # in `'ſ`, a long s is an s where case is ignored
+        doubtful[_LONG_S - start] = _DOUBTFUL
     return doubtful
+
+
+@functools.cache
+def _probe() -> Any:
+    """The first byte of a character merges with the `a` before it where gigatoken takes it for a letter, with `1` where
+    for a number, and with `!` where for neither and no white space, or for a letter, for which `a` comes later."""
+    import gigatoken
+
+    merges = [(before, byte) for before in "!1a" for byte in _LEADS]
+    return gigatoken.Tokenizer.from_json(_tokenizer_json("llama3", merges))
 
 
 # ------------------------------------------------------------------------------------------------- the code pattern

@@ -9,19 +9,16 @@ import hashlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from gptworks.config import Section, SourceConfig, ValidationSplit
 from gptworks.data.encode import Advance, PartEncoder, batch_bytes, batches_of, encode_in_order
-from gptworks.data.encoders import Encoder, choose_encoder, plain_encoder
-from gptworks.data.shard_writer import ShardWriter
-from gptworks.data.shards import Dtype, ShardCounts, ShardFile, Split, SplitFiles
+from gptworks.data.encoders import Encoder, choose_encoder, compared, plain_encoder
+from gptworks.data.shard_writer import ShardWriter, split_writers
+from gptworks.data.shards import SPLITS, Dtype, ShardCounts, ShardFile, Split, SplitFiles
 from gptworks.data.sources import base
 from gptworks.data.sources.base import Piece, Source, Unit
 from gptworks.data.sources.choose import choose_source
@@ -34,8 +31,8 @@ _JOB_FILE, _HELD_OUT_FILE = "job.json", "held-out.text"
 _MAX_JOB_BYTES = 1 << 24
 _CHUNK_BYTES = 1 << 20
 _WORTH_A_CHOICE_BYTES = 1 << 24  # below it, comparing two encoders takes longer than encoding
-_SAMPLED_JOBS, _SAMPLED_PIECES, _SAMPLED_CHARACTERS = 8, 64, 1 << 17
-SPLITS: tuple[Split, ...] = ("train", "validation")
+_SAMPLED_PIECES, _SAMPLED_CHARACTERS = 16, 1 << 12
+"""Of each job, and of each piece: what two encoders are compared on."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ def run_jobs(
 
     Args:
         report: gets the bytes of text that have been encoded since it was called last.
-        say: gets the name of the library that encodes, and the reason.
+        say: gets the name of a library that encodes, and the reason, once of each.
 
     Raises:
         UserError: a source is broken, or the tokenizer cannot read the text.
@@ -115,78 +112,68 @@ def run_jobs(
     left = [job for job in jobs if job.number not in done]
     if not left:
         return
-    encoder = _encoder(left, tokenizer_from_json(settings.tokenizer_json))
-    if encoder.reason:
-        say(f"encoding with {encoder.name}: {encoder.reason}")
-    arguments = (folder, settings, encoder.name)
-    for _ in encode_in_order(iter([job] for job in left), _job_writer, arguments, processes, least=2, report=report):
-        pass
+    fast = sum(unit.size_bytes for job in left for _, unit in job.units) >= _WORTH_A_CHOICE_BYTES
+    arguments, batches = (folder, settings, fast), iter([job] for job in left)
+    told = {""}
+    for _, line in encode_in_order(batches, _JobWriter, arguments, processes, least=2, report=report):
+        if line not in told:
+            told.add(line)
+            say(line)
 
 
-def _encoder(jobs: list[Job], tokenizer: Tokenizer) -> Encoder:
-    """How to encode the text of these jobs: what is faster is compared on some of it."""
-    if sum(unit.size_bytes for job in jobs for _, unit in job.units) < _WORTH_A_CHOICE_BYTES:
-        return plain_encoder(tokenizer)
-    chosen = jobs[:: -(-len(jobs) // _SAMPLED_JOBS)]
-    sample = (piece.text[:_SAMPLED_CHARACTERS] for job in chosen for piece in islice(job.pieces(), _SAMPLED_PIECES))
-    return choose_encoder(tokenizer, sample)
+class _JobWriter:
+    """Does jobs, in a process of its own or in this one."""
 
+    def __init__(self, folder: Path, settings: JobSettings, fast: bool, advance: Advance) -> None:
+        self._folder, self._settings, self._advance = folder, settings, advance
+        self._tokenizer = tokenizer_from_json(settings.tokenizer_json)
+        self._encoder = choose_encoder(self._tokenizer) if fast else plain_encoder(self._tokenizer)
+        self._encode = PartEncoder(self._tokenizer)
 
-def _job_writer(
-    folder: Path, settings: JobSettings, encoder: str, advance: Advance
-) -> Callable[[list[Job]], list[None]]:
-    tokenizer = tokenizer_from_json(settings.tokenizer_json)
-    chosen = plain_encoder(tokenizer) if encoder == "tokenizers" else choose_encoder(tokenizer)
-    write = partial(_write_job, folder, tokenizer, PartEncoder(tokenizer, chosen), settings, advance)
-    return lambda jobs: [write(job) for job in jobs]
+    def __call__(self, jobs: list[Job]) -> list[str]:
+        """Of each job what encoded it, and why; nothing where there was no choice."""
+        encoders = map(self._write, jobs)
+        return [f"encoding with {one.name}: {one.reason}" if one.reason else "" for one in encoders]
 
-
-def _write_job(
-    folder: Path, tokenizer: Tokenizer, encode: PartEncoder, settings: JobSettings, advance: Advance, job: Job
-) -> None:
-    """Write the shards of both splits, the held-out text, and what they are."""
-    out = _folder(folder, job.number)
-    if out.exists():
-        shutil.rmtree(out)  # damaged: otherwise it would not be done again
-    with new_folder(out) as aside:
-        writers = {split: ShardWriter(aside, split, settings.dtype, settings.shard_tokens) for split in SPLITS}
-        try:
-            with (aside / _HELD_OUT_FILE).open("wb") as held_out:
-                round_trips = _write_documents(writers, held_out, tokenizer, encode, settings, advance, job)
-            splits = {split: writer.finish() for split, writer in writers.items()}
+    def _write(self, job: Job) -> Encoder:
+        """Write the shards of both splits, the held-out text, and what they are."""
+        out = _folder(self._folder, job.number)
+        if out.exists():
+            shutil.rmtree(out)  # damaged: otherwise it would not be done again
+        with new_folder(out) as aside:
+            with (
+                split_writers(aside, self._settings.dtype, self._settings.shard_tokens) as writers,
+                (aside / _HELD_OUT_FILE).open("wb") as held_out,
+            ):
+                encoder, round_trips = self._write_documents(writers, held_out, job)
+                splits = {split: writer.finish() for split, writer in writers.items()}
             done = Done(source=job.source, splits=splits, round_trips=round_trips)
-        except BaseException:
-            for writer in writers.values():
-                writer.abandon()
-            raise
-        (aside / _JOB_FILE).write_text(sealed_json(done.model_dump(mode="json")), encoding="utf-8", newline="")
+            (aside / _JOB_FILE).write_text(sealed_json(done.model_dump(mode="json")), encoding="utf-8", newline="")
+        return encoder
 
-
-def _write_documents(
-    writers: dict[Split, ShardWriter],
-    held_out: BinaryIO,
-    tokenizer: Tokenizer,
-    encode: PartEncoder,
-    settings: JobSettings,
-    advance: Advance,
-    job: Job,
-) -> bool:
-    """Encode and write the text of both splits; returns whether decoding restores what is held out."""
-    prefix, suffix = (np.array(ids, dtype=np.uint32) for ids in document_frame(tokenizer))
-    round_trips, at_first_tail = True, settings.validation.by == "tail" and job.number == 0
-    parts = split_documents(job.pieces(), settings.validation, job.opening())
-    for batch in batches_of(parts, lambda part: len(part[1].text), batch_bytes()):
-        for (split, piece), encoded in zip(batch, encode(batch), strict=True):
-            opens = piece.starts_document
-            if split == "validation" and at_first_tail:
-                opens = at_first_tail = False  # it continues a training text: nothing separates them
-            ids = [prefix[: len(prefix) * opens], encoded.ids, suffix[: len(suffix) * piece.ends_document]]
-            writers[split].add(np.concatenate(ids), encoded.text_bytes, piece.starts_document, encoded.unknown_tokens)
-            if split == "validation":
-                held_out.write(piece.text.encode("utf-8") + b"\0" * piece.ends_document)
-            round_trips &= encoded.round_trips
-            advance(encoded.text_bytes)
-    return round_trips
+    def _write_documents(self, writers: dict[Split, ShardWriter], held_out: BinaryIO, job: Job) -> tuple[Encoder, bool]:
+        """Encode and write the text of both splits; returns by what, and whether decoding restores what is held out."""
+        validation, encoder = self._settings.validation, self._encoder
+        prefix, suffix = (np.array(ids, dtype=np.uint32) for ids in document_frame(self._tokenizer))
+        round_trips, at_first_tail = True, validation.by == "tail" and job.number == 0
+        parts = split_documents(job.pieces(), validation, job.opening())
+        for number, batch in enumerate(batches_of(parts, lambda part: len(part[1].text), batch_bytes())):
+            if number == 0:
+                sample = (piece.text[:_SAMPLED_CHARACTERS] for _, piece in batch[:_SAMPLED_PIECES])
+                encoder = compared(encoder, self._tokenizer, sample)
+            for (split, piece), encoded in zip(batch, self._encode(batch, encoder), strict=True):
+                opens = piece.starts_document
+                if split == "validation" and at_first_tail:
+                    opens = at_first_tail = False  # it continues a training text: nothing separates them
+                ids = [prefix[: len(prefix) * opens], encoded.ids, suffix[: len(suffix) * piece.ends_document]]
+                writers[split].add(
+                    np.concatenate(ids), encoded.text_bytes, piece.starts_document, encoded.unknown_tokens
+                )
+                if split == "validation":
+                    held_out.write(piece.text.encode("utf-8") + b"\0" * piece.ends_document)
+                round_trips &= encoded.round_trips
+                self._advance(encoded.text_bytes)
+        return encoder, round_trips
 
 
 # ---------------------------------------------------------------------------------------------------- joining

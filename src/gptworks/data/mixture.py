@@ -30,6 +30,7 @@ from gptworks.data.opened import Prepared, open_prepared, sha256_text
 from gptworks.data.shard_writer import write_manifest
 from gptworks.data.shards import (
     FORMAT_VERSION,
+    SPLITS,
     TOKENIZER_FOLDER,
     Manifest,
     Part,
@@ -42,7 +43,6 @@ from gptworks.errors import UserError
 from gptworks.files import check_free, check_regular, link_or_copy, make_folder, naming_disk_errors, new_folder
 from gptworks.tokenizer import fingerprint, train_tokenizer
 
-SPLITS: tuple[Split, ...] = ("train", "validation")
 Made = Callable[[AnyRecipe], Prepared | None]
 
 

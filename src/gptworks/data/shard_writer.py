@@ -3,13 +3,24 @@
 import contextlib
 import hashlib
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from gptworks.data.shards import MANIFEST_FILE, Dtype, Ids, Manifest, ShardFile, Split, SplitFiles, little_endian
+from gptworks.data.shards import (
+    MANIFEST_FILE,
+    SPLITS,
+    Dtype,
+    Ids,
+    Manifest,
+    ShardFile,
+    Split,
+    SplitFiles,
+    little_endian,
+)
 from gptworks.files import sealed_json, sync
 
 
@@ -100,6 +111,18 @@ class ShardWriter:
                 more_sha256=sums,
             )
         )
+
+
+@contextlib.contextmanager
+def split_writers(folder: Path, dtype: Dtype, shard_tokens: int) -> Iterator[dict[Split, ShardWriter]]:
+    """A writer for each split, whose files are closed also where an error ends the work."""
+    writers = {split: ShardWriter(folder, split, dtype, shard_tokens) for split in SPLITS}
+    try:
+        yield writers
+    except BaseException:
+        for writer in writers.values():
+            writer.abandon()
+        raise
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:

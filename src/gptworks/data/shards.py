@@ -41,6 +41,7 @@ NO_END, ALTERED, EMPTY, UNANSWERED, SWAPPED = 1, 2, 4, 8, 16
 assistant who begins and a user who ends."""
 
 Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 Dtype = Literal["uint16", "uint32"]
 Ids = npt.NDArray[Any]
 

@@ -8,10 +8,10 @@ from gptworks.chat_template import ChatTemplate, load_chat_template
 from gptworks.config import AnyRecipe, DataConfig, ValidationSplit
 from gptworks.data.cleaned import cleaned_texts
 from gptworks.data.conversations.examples import write_examples
-from gptworks.data.jobs import SPLITS, JobSettings, Joined, finished, join_jobs, plan_jobs, run_jobs
+from gptworks.data.jobs import JobSettings, Joined, finished, join_jobs, plan_jobs, run_jobs
 from gptworks.data.learn import empty, iter_records, keep_tokenizer, split_by
 from gptworks.data.report import Report, adding_up
-from gptworks.data.shard_writer import ShardWriter, write_manifest
+from gptworks.data.shard_writer import split_writers, write_manifest
 from gptworks.data.shards import FORMAT_VERSION, TOKENIZER_FOLDER, Dtype, Manifest, Origin, Split, SplitFiles, dtype_for
 from gptworks.errors import UserError
 from gptworks.files import link_or_copy, new_folder, sha256_file
@@ -82,14 +82,9 @@ def _write_records(
     whole: Path, dtype: Dtype, template: ChatTemplate, data: DataConfig, validation: ValidationSplit, report: Report
 ) -> tuple[dict[Split, SplitFiles], tuple[Origin, ...]]:
     """Write the shards of conversations or pairs of answers; returns them, and the files they came from."""
-    writers = {split: ShardWriter(whole, split, dtype, data.shard_tokens) for split in SPLITS}
-    try:
+    with split_writers(whole, dtype, data.shard_tokens) as writers:
         origins = write_examples(writers, template, iter_records(data), validation.fraction, data.processes, report)
         return {split: writer.finish() for split, writer in writers.items()}, origins
-    except BaseException:
-        for writer in writers.values():
-            writer.abandon()
-        raise
 
 
 def _version() -> str:
