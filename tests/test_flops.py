@@ -75,7 +75,8 @@ def test_frozen_parts_and_adapters_cost_what_torch_counts(name: str, kind: str) 
         "grouped": {"n_kv_heads": 2, "mlp": "swiglu", "qk_norm": True, "norm_placement": "both",
                     "attention_softcap": 9.0},
         "untied": {"tie_embeddings": False, "norm_placement": "after"},
-        "parallel": {"parallel_residual": True}, "windowed": {"window": 8, "window_pattern": ("full", "window")},
+        "parallel": {"parallel_residual": True, "residual_scalars": True},
+        "windowed": {"window": 8, "window_pattern": ("full", "window")},
     }[kind]  # fmt: skip
     model = {"vocab_size": 50, "context_length": 32, "n_layers": 3, "d_model": 48, "n_heads": 4} | changes
     recipe = parse_recipe({

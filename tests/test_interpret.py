@@ -47,6 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "parallel, scaled": {"parallel_residual": True, "residual_scale": 0.4, "logit_divisor": 3.0, "norm": "layernorm",
                          "attention_scale": 0.3, "tie_embeddings": False},
     "experts": {"n_experts": 4, "n_experts_per_token": 2, "d_ff": 24, "d_ff_shared": 16, "position": "none"},
+    "scalars of the stream": {"residual_scalars": True, "position": "learned"},
     "long": {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "d_head": 12},
 }  # fmt: skip
 
@@ -99,6 +100,9 @@ def check_attention(model: GPT, found: Recording) -> None:
     everything = record(model, found.ids, range(len(found.ids)))
     for i, block in enumerate(recording_module.blocks_of(model)):
         stream = everything.residual[i][None]
+        if block.scalars is not None:
+            of_stream, of_embedding = block.scalars.weight
+            stream = of_stream * stream + of_embedding * everything.residual[0]
         read = stream if config.norm_placement == "after" else block.norm1(stream)
         v = block.attention.value(read).unflatten(-1, (-1, config.d_head)).transpose(1, 2)
         v = v.repeat_interleave(config.n_heads // config.n_kv_heads, dim=1)[0]  # H S D

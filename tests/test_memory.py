@@ -127,6 +127,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "experts": {"n_experts": 4, "d_ff": 256},
     "experts, one shared": {"n_experts": 4, "d_ff": 256, "d_ff_shared": 128},
+    "scalars of the stream": {"residual_scalars": True},
     "beyond blocked attention": {"context_length": 2560},
     "beyond it, windowed": {"context_length": 2560, "window": 2000},
     "beyond it, banded": {"context_length": 2560, "window": 512, "window_pattern": ("window", "full")},

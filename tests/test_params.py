@@ -35,7 +35,7 @@ def random_config(seed: int) -> ModelConfig:
         n_experts_per_token=choose.randint(1, n_experts or 2), d_ff_shared=choose.choice([0, 7]) if n_experts else 0,
         **choose.choice([{"parallel_residual": True}, {"norm_placement": "after"}, {"norm_placement": "both"}, {}]),
         mlp_bias=choose.random() < 0.5, qk_norm=choose.choice([False, True, "whole"]),
-        tie_embeddings=choose.random() < 0.5,
+        tie_embeddings=choose.random() < 0.5, residual_scalars=choose.random() < 0.3,
         window=window, window_pattern=("full", "window") if window else ("full",),
     )  # fmt: skip
 

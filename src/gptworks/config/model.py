@@ -71,6 +71,11 @@ EARLIER_DEFAULTS = {"norm": "layernorm", "mlp": "gelu", "qk_norm": False, "zero_
 """What described architectures have where they do not say otherwise: presets and imported models begin with these."""
 
 
+LABORATORY = ("residual_scalars",)
+"""Settings from speedruns and recent papers that no architecture of transformers or llama.cpp has. The native engine
+does not compute them, and tensor parallelism does not divide them."""
+
+
 def _inner_width(width: int, mlp: str) -> int:
     return -(-8 * width // (3 * 64)) * 64 if mlp in GATED else 4 * width
 
@@ -161,6 +166,12 @@ class ModelConfig(Section):
         False, description="Attention and MLP both read the block's input, each through its norm (GPT-NeoX)."
     )
 
+    residual_scalars: Fixed[bool] = Field(
+        False,
+        description="What enters block l is λ_l · stream + μ_l · embedding, both learned, from 1 and 0 on (nanochat, "
+        "after modded-nanogpt).",
+    )
+
     n_experts: Fixed[int] = Field(
         0, ge=0, le=10_000, description="MLPs a layer, of which a router chooses for each token. 0: one, dense."
     )
@@ -185,6 +196,11 @@ class ModelConfig(Section):
         default_factory=derived("init", lambda init: init == "normal"),
         description="Residual projections start at zero: blocks begin as identity. Default: true with init=normal.",
     )
+
+    @property
+    def laboratory(self) -> tuple[str, ...]:
+        """Those of LABORATORY that are on."""
+        return tuple(name for name in LABORATORY if getattr(self, name) != type(self).model_fields[name].default)
 
     @property
     def gated(self) -> bool:

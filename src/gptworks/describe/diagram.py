@@ -103,6 +103,11 @@ def on_the_way(factor: float, dropout: float) -> list[str]:
     return [f"× {factor:g}"] * (factor != 1) + [f"dropout {dropout:g}"] * (dropout > 0)
 
 
+def on_entry(c: ModelConfig) -> list[tuple[str, str]]:
+    """What happens to the stream as it enters a block, and the shape of the weights."""
+    return [("λ · stream + μ · embedding", "2")] if c.residual_scalars else []
+
+
 def n_banded(c: ModelConfig) -> int:
     """Layers that see a window alone."""
     return sum(window is not None for window in c.layer_windows)
@@ -139,6 +144,8 @@ def _lines(c: ModelConfig, width: int) -> Iterator[Line]:
     yield from _box(embedding, width)
     yield "      │", ""
     yield f"╔═════▼{f' {c.n_layers} × block '.ljust(width - 8, '═')}╗", ""
+    for words, weights in on_entry(c):
+        yield f"║     ● {words}{weights:>{width - 11 - len(words)}}  ║", stream
     inside = _experts(c) if c.n_experts else _matrices(c, c.d_ff, "B × T")
     before, after = [norm] * (c.norm_placement != "after"), [norm] * (c.norms_behind is not None)
     attention, mlp = [*before, *_attention(c), *after, *residual], [*before, *inside, *after, *residual]

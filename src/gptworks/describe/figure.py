@@ -17,6 +17,7 @@ from gptworks.describe.diagram import (
     n_banded,
     norm_name,
     norm_weights,
+    on_entry,
     on_the_way,
     scaled,
     scores,
@@ -194,6 +195,9 @@ def _block(c: ModelConfig) -> tuple[Drawing, float]:
     parts.text(PART_X + PART_WIDTH, 27, f"{sum(per_layer.values()):,} parameters", 300, anchor="end")
 
     fork = 54.0
+    for words, weights in on_entry(c):
+        parts.text(PART_X, fork - 8, f"enters as {words} ({weights})", PART_WIDTH)
+        fork += 18
     bottom = _part(parts, fork, c, "attention", f"{attention:,}")
     end = _added(parts, bottom, c)
     middle = (fork + bottom) / 2

@@ -117,6 +117,12 @@ def _attention(c: ModelConfig, layer: int) -> Iterator[Part]:
     place, behind = "attention", c.norms_behind
     per_query, per_key = f"B × {c.n_heads:,} × T × {c.d_head:,}", f"B × {c.n_kv_heads:,} × T × {c.d_head:,}"
     query_width, key_width = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
+    if c.residual_scalars:
+        yield Part(
+            "scalars", "Scalars of stream and embedding", "norm", place, "2", _stream(c),
+            "What enters the block is the residual stream times λ, and what entered the first block times μ.",
+            "Karpathy, 2025 (nanochat)", ("scalars",),
+        )  # fmt: skip
     if c.norm_placement != "after":
         yield _norm(c, "norm1", place, "norm1")
     per_group = c.n_heads // c.n_kv_heads

@@ -2,7 +2,8 @@
 
 The residual stream is a sum: the embedding, and what each head and each MLP adds. The head reads it through the final
 norm, which is linear once its divisor is known. With the divisors of this position, the logit is the sum of what the
-parts add to it. Norms behind attention and the MLP are taken in the same way. Computed in float64.
+parts add to it. Norms behind attention and the MLP are taken in the same way, and learned scalars of the stream scale
+what was added before them. Computed in float64.
 """
 
 from collections.abc import Callable, Iterator
@@ -81,10 +82,12 @@ def _parts(model: GPT, recording: Recording, row: int) -> Iterator[tuple[Kind, P
     """What is added to the residual stream at a position, float64 [C] each: of which kind, in which layer and head."""
     position, config = recording.rows[row], model.config
     token = torch.tensor(int(recording.ids[position]), device=model.device)
-    yield "embedding", (None, None), _wide(model.embedding_scale(model.token_embedding(token)))
+    whole, shares = _shares(model)
+    yield "embedding", (None, None), _wide(model.embedding_scale(model.token_embedding(token))) * whole
     if model.position_embedding is not None:
-        yield "position", (None, None), _wide(model.position_embedding.weight[position])
+        yield "position", (None, None), _wide(model.position_embedding.weight[position]) * whole
     for i, block in enumerate(blocks_of(model)):
+        scale = config.residual_scale * shares[i]
         norms = [None, None] if config.norms_behind is None else [getattr(block, name) for name in config.norms_behind]
         attention, mlp = (
             (_unchanged, None) if norm is None else (_linear(norm, given[i, row]), _shift(norm))
@@ -92,10 +95,22 @@ def _parts(model: GPT, recording: Recording, row: int) -> Iterator[tuple[Kind, P
         )
         heads, bias = _heads(block.attention.out, recording.mixed[i, row], config.n_heads)
         for head, x in enumerate(heads):
-            yield "head", (i, head), attention[0](x) * config.residual_scale
+            yield "head", (i, head), attention[0](x) * scale
         if bias.any() or attention[1] is not None:
-            yield "attention bias", (i, None), _plus(attention[0](bias), attention[1]) * config.residual_scale
-        yield "mlp", (i, None), _plus(mlp[0](_wide(recording.mlp[i, row])), mlp[1]) * config.residual_scale
+            yield "attention bias", (i, None), _plus(attention[0](bias), attention[1]) * scale
+        yield "mlp", (i, None), _plus(mlp[0](_wide(recording.mlp[i, row])), mlp[1]) * scale
+
+
+def _shares(model: GPT) -> tuple[float, list[float]]:
+    """How much of what is in the last block's output: of the embedding, and of what each block adds."""
+    embedding, share, shares = 0.0, 1.0, []
+    for block in reversed(blocks_of(model)):
+        shares.append(share)
+        if block.scalars is not None:
+            stream, again = block.scalars.weight.tolist()
+            embedding += share * again
+            share *= stream
+    return embedding + share, shares[::-1]
 
 
 def _heads(out: nn.Module, mixed: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@
 
     With `norm_placement: after`, the norms stand behind attention and MLP, before what they give is added (OLMo 2);
     with `both`, there and before them (Gemma 2).
+    Settings of the laboratory change the stream as it enters a block (stream.py).
     With experts, each block's MLP is several and a router (moe.py). With a parallel residual, the MLP reads x as
     attention does.
 
@@ -35,6 +36,7 @@ from gptworks.model.layers import (
     product_dtype,
 )
 from gptworks.model.moe import MoE
+from gptworks.model.stream import Beside, beside_blocks, build_scalars
 
 
 class Block(nn.Module):
@@ -48,6 +50,7 @@ class Block(nn.Module):
         self.mlp = MoE(config) if config.n_experts else MLP(config, config.d_ff)
         self.routed, self.parallel = config.n_experts > 0, config.parallel_residual
         self.dropout, self.scale = Dropout(config.dropout_residual), config.residual_scale
+        self.scalars = build_scalars(config)
 
     def forward(
         self,
@@ -55,8 +58,18 @@ class Block(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         cache: SlotLayer | None,
         bias: Tensor | None = None,
+        beside: Beside | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, C] → [B, T, C], and the router's logits [B, T, E] where there are experts."""
+        if self.scalars is not None:
+            assert beside is not None and beside.embedding is not None
+            x = self.scalars(x, beside.embedding)
+        return self.branches(x, rotary, cache, bias)
+
+    def branches(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: SlotLayer | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention and MLP, from and to the stream."""
         x, inner = self.norm1.after(x)
         branch = self.dropout(self.attention(inner, rotary, cache, bias))
         if self.parallel:
@@ -75,14 +88,10 @@ class Block(nn.Module):
 class PostNormBlock(Block):
     """Attention, then MLP, each followed by a norm, and added to the residual stream."""
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        cache: SlotLayer | None,
-        bias: Tensor | None = None,
+    def branches(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: SlotLayer | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """As `Block.forward`."""
+        """As `Block.branches`."""
         given = self.norm1(self.attention(x.to(product_dtype(x)), rotary, cache, bias))
         attended = add(x, self.dropout(given), self.scale)
         inner = attended.to(product_dtype(x))
@@ -97,14 +106,10 @@ class SandwichBlock(Block):
         super().__init__(config, window)
         self.norm1_after, self.norm2_after = build_norm(config), build_norm(config)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        cache: SlotLayer | None,
-        bias: Tensor | None = None,
+    def branches(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: SlotLayer | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """As `Block.forward`."""
+        """As `Block.branches`."""
         given = self.norm1_after(self.attention(self.norm1(x), rotary, cache, bias))
         attended = add(x, self.dropout(given), self.scale)
         y, router_logits = self.feed_forward(self.norm2(attended))
@@ -199,6 +204,7 @@ class GPT(nn.Module):
         if text_positions is not None:  # made once for all layers
             windows = set(self.config.layer_windows)
             biases = {window: texts_bias(text_positions, window, product_dtype(x)) for window in windows}
+        beside = beside_blocks(self.config, x)
         # In evaluation mode too: DPO and GRPO compute references with gradients.
         keeps_graph = cache is None and torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):
@@ -206,7 +212,7 @@ class GPT(nn.Module):
             again = keeps_graph and computes_again(self.activation_checkpointing, i)
             rotary = everywhere if window is None else in_windows
             turned = rotary if self.config.layer_rotates(i) else None
-            inputs = (x, turned, cache.layers[i] if cache is not None else None, biases.get(window))
+            inputs = (x, turned, cache.layers[i] if cache is not None else None, biases.get(window), beside)
             x, routed = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
             if self.watched is not None:
                 self.watched.append(torch.linalg.vector_norm(x.detach(), dtype=torch.float32) / math.sqrt(x.numel()))

@@ -87,6 +87,8 @@ def refusal(model: GPT) -> str | None:
         return f"the model is on {model.device}."
     if config.n_experts:
         return "it has no mixture of experts."
+    if config.laboratory:
+        return f"it has no {config.laboratory[0]}."
     if config.norms_behind:
         return "it has no norms behind attention and MLP."
     if config.mlp not in _ACTIVATIONS:

@@ -128,6 +128,11 @@ def _tensor_refusal(model: ModelConfig, tensor: int) -> Refusal | None:
             f"train.parallel.tensor_parallel={tensor} does not divide experts (model.n_experts={model.n_experts})",
             "use strategy=fsdp and tensor_parallel=1.",
         )
+    if model.laboratory:
+        return Refusal(
+            f"train.parallel.tensor_parallel={tensor} does not divide model.{model.laboratory[0]}",
+            "use strategy=fsdp and tensor_parallel=1.",
+        )
     if model.qk_norm == "whole":
         return Refusal(
             f"train.parallel.tensor_parallel={tensor} divides the heads, and model.qk_norm=whole normalizes them "

@@ -23,6 +23,7 @@ from gptworks.plan.stages import (
     Stage,
     bias_bytes,
     block_stages,
+    embedding_gradient,
     embedding_stage,
     is_blocked,
     norm_stage,
@@ -280,6 +281,8 @@ class _Step:
             for stage in reversed(self._block(layer)):
                 self._go_back(stage, f"{stage.name} of layer {layer + 1}, backward")
             self.hold(ADAPTER, -self._adapter_bytes)
+            if layer == self.layers[-1]:
+                self.hold(TEMPORARY, embedding_gradient(self.shapes))
             if self.sharded:
                 self._reduce(self.shards.trained_block, self.gathered_bytes, f"layer {layer + 1}, gradients reduced")
         if self._keeps_bias:

@@ -1,5 +1,6 @@
 """Every parameter of a model, from its configuration alone: names, shapes and counts."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -15,9 +16,18 @@ class ParameterGroup:
 
     name: str
     tensors: dict[str, Shape]
-    """One layer's tensors where `repeats` is the number of layers, else the model's."""
-    repeats: int = 1
-    in_block: bool = False
+    """One layer's tensors where the group is in blocks, else the model's."""
+    layers: tuple[int, ...] | None = None
+    """The blocks that have them; None: they are outside the blocks."""
+
+    @property
+    def in_block(self) -> bool:
+        return self.layers is not None
+
+    @property
+    def repeats(self) -> int:
+        """Copies."""
+        return 1 if self.layers is None else len(self.layers)
 
     @property
     def per_layer(self) -> int:
@@ -32,7 +42,8 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """A model's parameters by group. All twelve groups are always present; an absent part has no tensors."""
+    """A model's parameters by group. Twelve groups are always present, an absent part without
+    tensors; those of the laboratory's settings are where these are on."""
 
     groups: dict[str, ParameterGroup]
     active_share: float = 1.0
@@ -62,12 +73,11 @@ class ParameterCount:
     @property
     def block_matrices(self) -> int:
         """Weights of the blocks' linear layers: what Muon optimizes."""
-        names = ("attention_weights", "router", "mlp_weights", "shared_expert")
         return sum(
-            self.groups[name].repeats * prod(shape)
-            for name in names
-            for shape in self.groups[name].tensors.values()
-            if len(shape) == 2
+            group.repeats * prod(shape)
+            for group in self.groups.values()
+            for shape in group.tensors.values()
+            if group.in_block and len(shape) == 2
         )
 
     @property
@@ -76,7 +86,7 @@ class ParameterCount:
         return {
             f"blocks.{i}.{name}" if group.in_block else name: shape
             for group in self.groups.values()
-            for i in range(group.repeats)
+            for i in ((0,) if group.layers is None else group.layers)
             for name, shape in group.tensors.items()
         }
 
@@ -118,7 +128,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         return ParameterGroup(name, tensors)
 
     def every_layer(name: str, tensors: dict[str, Shape], present: bool = True) -> ParameterGroup:
-        return ParameterGroup(name, tensors if present else {}, repeats=config.n_layers, in_block=True)
+        return ParameterGroup(name, tensors if present else {}, tuple(range(config.n_layers)))
 
     def weights(module: str, matrices: dict[str, tuple[int, int]]) -> dict[str, Shape]:
         return {f"{module}.{name}.weight": shape for name, shape in matrices.items()}
@@ -150,6 +160,14 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         every_layer("norms", {f"{norm}.{part}": (width,) for norm in norms for part in norm_parts}),
         once("final_norm", {f"norm.{part}": (width,) for part in norm_parts}),
         once("head", {} if tied else {"untied_head.weight": (vocab_size, width)}),
+        *laboratory_groups(config),
     )
     active_share = config.n_experts_per_token / config.n_experts if config.n_experts else 1.0
     return ParameterCount({group.name: group for group in groups}, active_share)
+
+
+def laboratory_groups(config: ModelConfig) -> Iterator[ParameterGroup]:
+    """Tensors of the laboratory's settings that are on."""
+    layers = tuple(range(config.n_layers))
+    if config.residual_scalars:
+        yield ParameterGroup("residual_scalars", {"scalars.weight": (2,)}, layers)

@@ -93,7 +93,19 @@ def block_stages(s: Shapes, window: int | None) -> list[Stage]:
         entries = [_entry(s), _entry(s)]
     behind = [_norm_of_result(s)] if s.config.norms_behind else []
     parts = ([entry, *part, *behind, _branch(s)] for entry, part in zip(entries, (attention, mlp), strict=True))
-    return [stage for part in parts for stage in part]
+    return [*entry_stages(s), *(stage for part in parts for stage in part)]
+
+
+def entry_stages(s: Shapes) -> Iterator[Stage]:
+    """What the laboratory's settings do to the stream as it enters a block (`gptworks.model.stream`)."""
+    stream = s.floats(s.config.d_model)
+    if s.config.residual_scalars:  # the product with each scalar gives a gradient of the stream's size, and a sum's
+        yield Stage("scalars", {RESIDUAL: stream}, arrives=stream, leaves=stream, scratch=stream, vectors=2)
+
+
+def embedding_gradient(s: Shapes) -> int:
+    """Bytes of the gradient of what entered the first block, which waits from the last block on where all read it."""
+    return s.floats(s.config.d_model) if s.config.residual_scalars else 0
 
 
 def embedding_stage(s: Shapes) -> Stage:

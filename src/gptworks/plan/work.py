@@ -128,6 +128,7 @@ class _Walk:
         m, n_tokens = self.model, self.length
         queries, keys = m.n_heads * m.d_head, m.n_kv_heads * m.d_head
         before, (behind1, behind2) = m.norm_placement != "after", m.norms_behind or ("", "")
+        moving |= m.residual_scalars and self._trains(f"{prefix}scalars.weight")
         normed = self._norm(f"{prefix}norm1", moving) if before else moving
         q, k, v = (
             self._linear(

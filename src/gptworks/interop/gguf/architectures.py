@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from gptworks.config import ModelConfig
+from gptworks.config import LABORATORY, ModelConfig
 from gptworks.errors import UserError
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class Architecture:
             "window": config.window is None,
             **{name: getattr(config, name) == 1 for name in ("embedding_scale", "residual_scale", "logit_divisor")},
             **{name: getattr(config, name) is None for name in ("attention_softcap", "logit_softcap")},
+            **{name: name not in config.laboratory for name in LABORATORY},
             "rope_scaling.type": scaling is None or scaling.type in ("linear", "yarn"),
             "rope_scaling.beta_fast": scaling is None or scaling.type != "yarn" or scaling.beta_fast == 32,
             "rope_scaling.beta_slow": scaling is None or scaling.beta_slow == 1,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gptworks.config import EARLIER_DEFAULTS, ModelConfig
+from gptworks.config import EARLIER_DEFAULTS, LABORATORY, ModelConfig
 from gptworks.interop.huggingface.settings import Clause, Settings, Values, biases
 from gptworks.interop.huggingface.tensors import Place
 
@@ -14,7 +14,7 @@ PLAIN_FIELDS: Values = EARLIER_DEFAULTS | {
     "rope_fraction": 1.0, "rope_pattern": ("rope",), "rope_scaling": None, "window_rope_theta": None,
     "window": None, "window_pattern": ("full",),
     "init": "normal", "dropout_embedding": 0.0, "dropout_attention": 0.0, "dropout_residual": 0.0,
-}  # fmt: skip
+} | {name: ModelConfig.model_fields[name].default for name in LABORATORY}  # fmt: skip
 """Fields of a model of which an architecture says nothing."""
 
 
@@ -79,7 +79,8 @@ def what_decides(config: ModelConfig) -> Values:
     which another form of the weights can hold (adapt.py)."""
     always = ("vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff", "position", "norm",
               "norm_eps", "norm_placement", "mlp", "qk_norm", "tie_embeddings", "parallel_residual", "n_experts",
-              "embedding_scale", "residual_scale", "logit_divisor", "attention_softcap", "logit_softcap")  # fmt: skip
+              "embedding_scale", "residual_scale", "logit_divisor", "attention_softcap", "logit_softcap",
+              *LABORATORY)  # fmt: skip
     values: Values = {name: getattr(config, name) for name in always}
     if config.n_experts:
         values |= {"n_experts_per_token": config.n_experts_per_token, "d_ff_shared": config.d_ff_shared}
