@@ -19,13 +19,13 @@ import filelock
 from gptworks.config import Recipe
 from gptworks.data.prepare import prepare
 from gptworks.device import choose_device, choose_precision
-from gptworks.errors import RunError, UserError
+from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
 from gptworks.runs.history import History, read_history
 from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
 from gptworks.runs.settings import differences
 from gptworks.runs.step_time import CHUNKS, StepTime, step_seconds
-from gptworks.runs.trials import check_comparable, evaluations, last_line, train_trial
+from gptworks.runs.trials import check_comparable, evaluations, train_to_end
 from gptworks.runs.tried import TRY_FILE, Design, Pair, Try, read_try, write_try
 from gptworks.train.rehearsal.measure import measure_speed
 from gptworks.train.rehearsal.trace import Rehearsal
@@ -85,7 +85,7 @@ def plan_try(
     if wanted is None:
         raise UserError(f"{path} sets no train.max_steps: give --steps, the length of each run.")
     report("measuring a step without and with the change")
-    times = [[_step_seconds(one) for one in (recipe, changed)] for _ in range(MEASUREMENTS)]
+    times = [[measured_step_seconds(one) for one in (recipe, changed)] for _ in range(MEASUREMENTS)]
     seconds, seconds_changed = map(min, zip(*times, strict=True))  # what else the machine does only adds to a time
     ratio = seconds_changed / seconds
     third = StepTime(ratio, ratio, ratio).is_distinct  # to be expected; the pairs decide
@@ -125,8 +125,12 @@ def _found(folder: Path, recipe: Recipe, changed: Recipe, changes: tuple[str, ..
     return found
 
 
-def _step_seconds(recipe: Recipe) -> float:
-    """The time of a step, measured."""
+def measured_step_seconds(recipe: Recipe) -> float:
+    """The time of a step of training in seconds, measured in this process.
+
+    Raises:
+        UserError: the recipe's text cannot be prepared. RunError: a step failed.
+    """
     recipe = with_vocab_size(recipe, prepare(recipe).manifest.vocab_size)
     device = choose_device(recipe.train.device)
     precision = choose_precision(recipe.train.precision, device)
@@ -212,7 +216,7 @@ def _train(
     for arm in (*had, *arms):
         steps = (found.steps_in_time if arm == "in-time" else None) or found.design.steps
         recipe = _arm_recipe(path, found.design, found.folder, number, arm, steps)
-        if arm in arms and not _train_run(recipe, stop_asked, report):
+        if arm in arms and not train_to_end(recipe, stop_asked, report):
             return None
         runs[arm] = read_history(recipe.run_dir)
     runs = {arm: runs[arm] for arm in found.arms if arm in runs}
@@ -225,19 +229,6 @@ def _train(
         {arm: step_seconds(run) for arm, run in runs.items()},
         _share_to_reach(runs["after"], ends["before"]),
     )
-
-
-def _train_run(recipe: Recipe, stop_asked: Callable[[], Any], report: Report) -> bool:
-    """Whether it came to its end; not where a stop was asked for."""
-    place = recipe.run_dir
-    save_recipe(recipe, place.with_suffix(".yaml"))
-    ended = train_trial(place, stop_asked, report)
-    if ended is None:
-        return False
-    last = (evaluations(place) or [{"step": -1}])[-1]
-    if ended == "failed" or last["step"] != recipe.train.max_steps:
-        raise RunError(f"the run {place.name} failed: {last_line(place)}. Its log is {place.with_suffix('.log')}.")
-    return True
 
 
 def _share_to_reach(run: History, loss: float) -> float | None:

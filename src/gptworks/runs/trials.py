@@ -17,7 +17,8 @@ from typing import Any
 import filelock
 
 from gptworks.config import Recipe, Role, settings
-from gptworks.errors import UserError
+from gptworks.errors import RunError, UserError
+from gptworks.recipe import save_recipe
 from gptworks.train.record.metrics import Record, read_metrics
 
 TRAIN = (sys.executable, "-m", "gptworks", "train")
@@ -59,6 +60,26 @@ def train_trial(
             if stop_asked():
                 return None
             time.sleep(POLL_SECONDS)
+
+
+def train_to_end(recipe: Recipe, stop_asked: Callable[[], Any], report: Callable[[str], None]) -> bool:
+    """Write a recipe beside its run folder and train it to its last step; False where a stop was asked for.
+
+    Raises:
+        RunError: the run failed, or its last loss is not finite.
+    """
+    place = recipe.run_dir
+    place.parent.mkdir(parents=True, exist_ok=True)
+    save_recipe(recipe, place.with_suffix(".yaml"))
+    ended = train_trial(place, stop_asked, report)
+    if ended is None:
+        return False
+    log = f"Its log is {place.with_suffix('.log')}."
+    if ended == "failed":
+        raise RunError(f"the run {place.name} failed: {last_line(place)}. {log}")
+    if (evaluations(place) or [{"step": -1}])[-1]["step"] != recipe.train.max_steps:
+        raise RunError(f"the run {place.name} has no finite loss after step {recipe.train.max_steps}. {log}")
+    return True
 
 
 def evaluations(folder: Path) -> list[Record]:

@@ -1,0 +1,100 @@
+"""The changes that bench/experiments.py tries, each beside the defaults of gptworks."""
+
+from dataclasses import dataclass
+
+BASELINE = "baseline"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings that differ from the baseline's."""
+
+    name: str
+    settings: tuple[str, ...]
+    """`key.path=value`, which make one change together."""
+    source: str
+    """Who proposed it, or whose recipe has it."""
+
+
+def _change(name: str, settings: str, source: str) -> Change:
+    return Change(name, tuple(settings.split()), source)
+
+
+CHANGES = (
+    # attention
+    _change("no-qk-norm", "model.qk_norm=false", "Vaswani et al., 2017"),
+    _change("qk-norm-whole", "model.qk_norm=whole", "OLMo 2, 2025"),
+    _change("one-kv-head", "model.n_kv_heads=1", "Shazeer, 2019"),
+    _change("two-kv-heads", "model.n_kv_heads=2", "Ainslie et al., 2023"),
+    _change("two-heads", "model.n_heads=2", "Vaswani et al., 2017, table 3"),
+    _change("eight-heads", "model.n_heads=8", "Vaswani et al., 2017, table 3"),
+    _change("attention-bias", "model.attention_bias=qkv", "Qwen 2, 2024"),
+    _change("attention-softcap-50", "model.attention_softcap=50", "Gemma 2, 2024"),
+    _change("windows", "model.window=64 model.window_pattern=[window,full]", "Gemma 2, 2024"),
+    # positions
+    _change("learned-positions", "model.position=learned", "GPT-2, 2019"),
+    _change("no-positions", "model.position=none", "Kazemnejad et al., 2023"),
+    _change("half-rope", "model.rope_fraction=0.5", "GPT-J, 2021"),
+    _change("quarter-rope", "model.rope_fraction=0.25", "GPT-NeoX, 2022"),
+    _change("rope-in-every-second-layer", "model.rope_pattern=[rope,none]", "Yang et al., 2025"),
+    _change("rope-theta-1000", "model.rope_theta=1000", "Su et al., 2021, other base"),
+    _change("rope-theta-500000", "model.rope_theta=500000", "Llama 3, 2024"),
+    # norms and the residual stream
+    _change("layernorm", "model.norm=layernorm", "Ba et al., 2016"),
+    _change("norms-after", "model.norm_placement=after", "OLMo 2, 2025"),
+    _change("norms-before-and-after", "model.norm_placement=both", "Gemma 2, 2024"),
+    _change("parallel-blocks", "model.parallel_residual=true", "GPT-J, 2021"),
+    _change("embedding-times-root-of-width", "model.embedding_scale=11.3", "Vaswani et al., 2017"),
+    _change("residual-scale-half", "model.residual_scale=0.5", "Granite 3, 2024"),
+    # the MLP
+    _change("gelu", "model.mlp=gelu", "GPT-2, 2019"),
+    _change("relu2", "model.mlp=relu2", "So et al., 2021"),
+    _change("geglu", "model.mlp=geglu", "Shazeer, 2020"),
+    _change("narrow-mlp", "model.d_ff=192", "half the default"),
+    _change("wide-mlp", "model.d_ff=768", "twice the default"),
+    _change("mlp-bias", "model.mlp_bias=true", "GPT-2, 2019"),
+    _change(
+        "experts", "model.n_experts=8 model.n_experts_per_token=2 model.d_ff=192", "Shazeer et al., 2017"
+    ),
+    _change(
+        "experts-and-a-shared-one",
+        "model.n_experts=8 model.n_experts_per_token=2 model.d_ff=128 model.d_ff_shared=128",
+        "DeepSeekMoE, 2024",
+    ),
+    # embedding and head
+    _change("untied-head", "model.tie_embeddings=false", "Press & Wolf, 2017, without it"),
+    _change("logit-softcap-30", "model.logit_softcap=30", "Gemma 2, 2024"),
+    # shape
+    _change("deeper", "model.n_layers=8", "Kaplan et al., 2020"),
+    _change("shallower", "model.n_layers=2", "Kaplan et al., 2020"),
+    # initialization
+    _change("no-zero-init", "model.zero_init_projections=false", "Radford et al., 2019, without their scale"),
+    _change("gpt2-init", "model.init=gpt2", "GPT-2, 2019"),
+    _change("xavier-init", "model.init=xavier", "Glorot & Bengio, 2010"),
+    _change("init-std-0-006", "model.init_std=0.006", "DeepSeek-V2, 2024"),
+    # optimizer
+    _change("adamw", "train.optimizer=adamw", "Loshchilov & Hutter, 2019"),
+    _change("muon-rate-halved", "train.muon_learning_rate=0.01", "half the default"),
+    _change("muon-rate-doubled", "train.muon_learning_rate=0.04", "twice the default"),
+    _change("adamw-rate-halved", "train.learning_rate=0.01", "half the default, of embeddings, head and vectors"),
+    _change("adamw-rate-doubled", "train.learning_rate=0.04", "twice the default, of embeddings, head and vectors"),
+    _change("momentum-0-9", "train.muon_momentum=0.9", "Jordan et al., 2024, other momentum"),
+    _change("betas-0-9-0-99", "train.betas=[0.9,0.99]", "nanoGPT, 2022"),
+    _change("no-weight-decay", "train.weight_decay=0", "Loshchilov & Hutter, 2019, without it"),
+    _change("weight-decay-0-1", "train.weight_decay=0.1", "GPT-3, 2020"),
+    _change("no-clipping", "train.grad_clip=0", "Pascanu et al., 2013, without it"),
+    _change("weight-average", "train.ema_decay=0.98", "Polyak & Juditsky, 1992"),
+    # schedule and batch
+    _change("cosine", "train.schedule=cosine", "Loshchilov & Hutter, 2017"),
+    _change("constant-rate", "train.schedule=constant", "Hägele et al., 2024, without decay"),
+    _change("decay-of-a-fifth", "train.decay_fraction=0.2", "Hägele et al., 2024"),
+    _change("decay-of-all", "train.decay_fraction=1.0", "Bergsma et al., 2025"),
+    _change("decay-1-sqrt", "train.decay_shape=1-sqrt", "Hägele et al., 2024"),
+    _change("decay-to-a-tenth", "train.final_rate_fraction=0.1", "GPT-3, 2020"),
+    _change("no-warmup", "train.warmup_steps=0", "Goyal et al., 2017, without it"),
+    _change("batch-halved", "train.batch_size=8", "McCandlish et al., 2018"),
+    _change("batch-doubled", "train.batch_size=32", "McCandlish et al., 2018"),
+    # regularization
+    _change("dropout", "model.dropout_residual=0.1", "Srivastava et al., 2014"),
+)  # fmt: skip
+"""In the order in which they are trained: what is missing of a seed is at the end."""

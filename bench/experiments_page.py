@@ -1,0 +1,196 @@
+"""The page of bench/experiments.py, from its file of results alone."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from changes import BASELINE
+from gptworks.files import write_whole
+from gptworks.runs.sequential import FEWEST_PAIRS, Verdict, verdict
+from gptworks.runs.step_time import StepTime, step_time
+from recorded import Result
+
+N_SEEDS = 5
+"""Pairs of a change at most, which decides how wide the intervals of fewer are (gptworks.runs.sequential)."""
+ROUNDS = 3
+"""Measurements of a step without and with a change, in turns."""
+WORTH = 0.005
+"""The smallest difference that matters, in nats per token: what `gptworks try` takes where nobody says."""
+
+WORDS = {"lower": "better", "higher": "worse", "same": "same", "open": "open"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of a change on a regime."""
+
+    change: str
+    settings: tuple[str, ...]
+    source: str
+    parameters: int | None
+    """None: no run of it ended."""
+    differences: dict[int, float]
+    """By seed: its last loss less the baseline's of the same seed, text and processor, in nats per token."""
+    failures: dict[int, str]
+    """By seed: why the run failed."""
+    step_time: StepTime | None
+    """For as many tokens as the baseline's step; None: not measured in turns."""
+
+    @property
+    def verdict(self) -> Verdict:
+        return verdict([self.differences[seed] for seed in sorted(self.differences)], N_SEEDS, WORTH)
+
+    @property
+    def word(self) -> str:
+        return "failed" if self.failures else WORDS[self.verdict.answer]
+
+
+@dataclass(frozen=True)
+class Regime:
+    """What came of all changes on a regime, with the recipe of its last line."""
+
+    name: str
+    baseline: tuple[Result, ...]
+    """A line for each seed that ended, in order."""
+    rows: tuple[Row, ...]
+    """The lowest loss first; what failed, or has no baseline to compare with, last."""
+    runs: tuple[Result, ...]
+
+
+def regimes_of(results: Sequence[Result]) -> list[Regime]:
+    """Each regime, in the order of the file. Lines of an earlier recipe of a regime, or of other settings of a change
+    than those of its last line, do not count; nor does a run that was repeated, but the last time."""
+    names = dict.fromkeys(line["regime"] for line in results if line["kind"] == "run")
+    return [_regime(name, [line for line in results if line["regime"] == name]) for name in names]
+
+
+def _regime(name: str, lines: list[Result]) -> Regime:
+    recipe = [line["recipe"] for line in lines if line["kind"] == "run"][-1]
+    lines = [line for line in lines if line["recipe"] == recipe]
+    last = {line["change"]: line["settings"] for line in lines}
+    lines = [line for line in lines if line["settings"] == last[line["change"]]]
+    runs = {(line["change"], line["seed"], line["processor"]): line for line in lines if line["kind"] == "run"}
+    times = {line["change"]: line for line in lines if line["kind"] == "time"}
+    rows = [_row(change, runs, times.get(change)) for change in last if change != BASELINE]
+    rows.sort(key=lambda row: (bool(row.failures), not row.differences, row.verdict.value))
+    baseline = {seed: run for (change, seed, _), run in runs.items() if change == BASELINE and "failed" not in run}
+    return Regime(name, tuple(baseline[seed] for seed in sorted(baseline)), tuple(rows), tuple(runs.values()))
+
+
+def _row(change: str, runs: dict[tuple[str, int, str], Result], time: Result | None) -> Row:
+    differences, failures, found = {}, {}, time or {}
+    parameters = None
+    for (name, seed, processor), run in runs.items():
+        if name != change:
+            continue
+        found = run
+        if "failed" in run:
+            failures[seed] = run["failed"]
+            continue
+        parameters = run["parameters"]
+        baseline = runs.get((BASELINE, seed, processor), {"failed": "not trained"})
+        if "failed" not in baseline and baseline["data"] == run["data"]:
+            differences[seed] = run["loss"] - baseline["loss"]
+    ratios = [] if time is None else [
+        after / before for before, after in zip(time["baseline_seconds"], time["seconds"], strict=True)
+    ]  # fmt: skip
+    return Row(
+        change, tuple(found["settings"]), found["source"], parameters, differences, failures,
+        step_time(ratios, ROUNDS, 0.05) if ratios else None,
+    )  # fmt: skip
+
+
+def write_page(results: Sequence[Result], path: Path) -> None:
+    """Write the page."""
+    write_whole(path, page(results))
+
+
+def page(results: Sequence[Result]) -> str:
+    """The page, as Markdown."""
+    regimes = regimes_of(results)
+    return "\n".join([*_heading(regimes, results), *_summary(regimes), *_baselines(regimes), *_tables(regimes)]) + "\n"
+
+
+def _heading(regimes: list[Regime], results: Sequence[Result]) -> Iterator[str]:
+    yield "# Experiments"
+    yield ""
+    yield "`python bench/experiments.py --page` writes this page from `docs/experiments.jsonl`; edit neither by hand."
+    yield ""
+    yield (
+        "Each change of `bench/changes.py` is trained beside the defaults of gptworks, the baseline, on each regime of "
+        "`bench/regimes/`: small recipes of a minute or two on two cores. A difference is the validation loss after "
+        "the last step, in nats per token, less the baseline's of the same seed, after as many tokens of the same "
+        "text: below zero is better. The interval holds the true difference with 95%, over all looks that up to "
+        f"{N_SEEDS} seeds allow; it needs {FEWEST_PAIRS}. **better**, **worse**: it lies on one side of zero. "
+        f"**same**: within ±{WORTH:g}. **open**: neither, or too few seeds. **failed**: a run did not end. A step's "
+        "time is measured in turns with the baseline's on one machine, for as many tokens."
+    )
+    yield ""
+    asked = [row for regime in regimes for row in regime.rows if len(row.differences) >= FEWEST_PAIRS]
+    n_runs = sum(len(regime.runs) for regime in regimes)
+    yield (
+        f"{n_runs:,} runs. {len(asked)} questions have {FEWEST_PAIRS} seeds or more: where no change did anything, "
+        f"chance alone would answer about {0.05 * len(asked):.1f} of them with better or worse. Rates and schedules "
+        "are the baseline's or the change's defaults, not tuned for the change; and what holds at these sizes may not "
+        "hold at others."
+    )
+    yield ""
+    dates = sorted({line["date"] for line in results})
+    facts = [f"{dates[0]} to {dates[-1]}" if len(dates) > 1 else dates[0]] if dates else []
+    for key, noun in (("processor", ""), ("precision", ""), ("torch", "torch "), ("gptworks", "gptworks ")):
+        facts.append(noun + ", ".join(dict.fromkeys(str(line[key]) for line in results)))
+    commits = dict.fromkeys(line["commit"] for line in results if line["commit"])
+    yield f"Trained: {'; '.join(facts)} at {', '.join(commits) or 'an unknown commit'}." if results else "No runs yet."
+
+
+def _summary(regimes: list[Regime]) -> Iterator[str]:
+    rows = {regime.name: {row.change: row for row in regime.rows} for regime in regimes}
+    changes = {row.change: row for regime in regimes for row in regime.rows}
+    if not changes:
+        return
+    yield from ("", "## Verdicts", "")
+    yield f"| change | settings | source | {' | '.join(rows)} |"
+    yield "|---" * (3 + len(rows)) + "|"
+    for name, row in changes.items():
+        words = (found[name].word if name in found else "" for found in rows.values())
+        yield f"| {name} | {' '.join(f'`{one}`' for one in row.settings)} | {row.source} | {' | '.join(words)} |"
+
+
+def _baselines(regimes: list[Regime]) -> Iterator[str]:
+    if not regimes:
+        return
+    yield from ("", "## Baselines", "", "| regime | parameters | steps | tokens read | loss, by seed |")
+    yield "|---|---:|---:|---:|---|"
+    for regime in regimes:
+        losses = ", ".join(f"{run['loss']:.4f} ({run['seed']})" for run in regime.baseline)
+        if regime.baseline:
+            run = regime.baseline[-1]
+            yield f"| {regime.name} | {run['parameters']:,} | {run['steps']:,} | {run['tokens']:,} | {losses} |"
+        else:
+            yield f"| {regime.name} | | | | none ended |"
+
+
+def _tables(regimes: list[Regime]) -> Iterator[str]:
+    for regime in regimes:
+        yield from ("", f"## {regime.name}", "")
+        if not regime.rows:
+            yield "The baseline alone."
+            continue
+        yield "| change | verdict | difference | interval | seeds | parameters | time of a step |"
+        yield "|---|---|---:|---|---:|---:|---:|"
+        for row in regime.rows:
+            yield _line(row)
+        for row in regime.rows:
+            for seed, why in row.failures.items():
+                yield from ("", f"**{row.change}**, seed {seed}, failed: {why}")
+
+
+def _line(row: Row) -> str:
+    found = row.verdict
+    difference = f"{found.value:+.4f}" if row.differences else ""
+    interval = f"{found.low:+.4f} to {found.high:+.4f}" if math.isfinite(found.low) else ""
+    time = "" if row.step_time is None else f"{row.step_time.ratio:.2f} × ({row.step_time.interval})"
+    parameters = "" if row.parameters is None else f"{row.parameters:,}"
+    cells = (row.change, row.word, difference, interval, str(len(row.differences)), parameters, time)
+    return f"| {' | '.join(cells)} |"

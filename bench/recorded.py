@@ -1,0 +1,108 @@
+"""A training run as a line of a file of results: what came out, and where it was trained."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gptworks
+from gptworks.config import Recipe
+from gptworks.device import choose_device, choose_precision
+from gptworks.errors import UserError
+from gptworks.files import sync
+from gptworks.machine import cpu_name
+from gptworks.runs.history import read_history
+from gptworks.runs.step_time import step_seconds
+from gptworks.runs.trials import evaluations, train_to_end
+
+Result = dict[str, Any]
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def provenance(threads: int) -> Result:
+    """Where and with what a run is trained: two runs of a recipe are equal where these are, but for the date."""
+    return {
+        "processor": cpu_name() or platform.machine(),
+        "threads": threads,
+        "precision": choose_precision("auto", choose_device("cpu")).name,
+        "torch": torch.__version__,
+        "gptworks": gptworks.__version__,
+        "commit": _commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def _commit() -> str:
+    """The repository's commit, with `-dirty` where gptworks' source has changes; empty where git does not know."""
+    try:
+        head = _git("rev-parse", "--short=10", "HEAD")
+        return head + ("-dirty" if _git("status", "--porcelain", "--", "src") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", REPOSITORY, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def all_threads() -> int:
+    """The threads that a run computes with where no option says: one for each core that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def train_recorded(recipe: Recipe, stop_asked: Callable[[], Any], report: Callable[[str], None]) -> Result | None:
+    """Train a recipe to its last step in a process of its own, or go on with its run folder: its figures. None where a
+    stop was asked for.
+
+    Raises:
+        RunError: the run failed.
+    """
+    if not train_to_end(recipe, stop_asked, report):
+        return None
+    run = read_history(recipe.run_dir)
+    found = evaluations(recipe.run_dir)
+    last = found[-1]
+    return {
+        "steps": run.step,
+        "tokens": run.tokens,
+        "parameters": run.parameters,
+        "losses": {str(record["step"]): record["loss"] for record in found},
+        "loss": last["loss"],
+        "bits_per_byte": last["bits_per_byte"],
+        "seconds": round(run.seconds, 2),
+        "step_seconds": step_seconds(run),
+        "data": run.data_fingerprint,
+        "held_out": run.text_fingerprint,
+    }
+
+
+def read_results(file: Path) -> list[Result]:
+    """The lines of a file of results, oldest first; of a file that is not there, none.
+
+    Raises:
+        UserError: a line is no JSON object.
+    """
+    if not file.exists():
+        return []
+    results = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            results.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
+            raise UserError(f"{file}, line {number} is no JSON object: mend it, or remove the line.") from None
+    return results
+
+
+def add_result(file: Path, result: Result) -> None:
+    """Add a line, which is on the disk when this returns."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(result, ensure_ascii=False) + "\n")
+    sync(file)

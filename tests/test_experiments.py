@@ -1,0 +1,226 @@
+"""bench/experiments.py: its changes are valid, its runs resume, and its page says what the file of results holds."""
+
+import importlib
+import json
+import math
+import re
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import tiny
+from gptworks.errors import UserError
+from gptworks.runs.sequential import level
+from test_try import TRAINER
+
+BENCH = Path(__file__).parents[1] / "bench"
+
+
+@pytest.fixture
+def experiments(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module("experiments")
+
+
+# ---------------------------------------------------------------------------------------------------------- changes
+
+
+def test_every_change_is_a_recipe_on_every_regime_and_reads_as_many_tokens(experiments: Any, tmp_path: Path) -> None:
+    laboratory = experiments.Laboratory(BENCH / "regimes", tmp_path, tmp_path / "text.txt")
+    names = [change.name for change in experiments.CHANGES]
+    assert len(set(names)) == len(names) > 50
+    for regime in experiments.REGIMES:
+        baseline = laboratory.recipe(regime, seed=7)
+        assert baseline.seed == 7 and baseline.train.sample_every == 0
+        for change in experiments.CHANGES:
+            recipe = laboratory.recipe(regime, change, 7)
+            assert recipe.train.max_steps * recipe.train.batch_size == (
+                baseline.train.max_steps * baseline.train.batch_size
+            )
+            assert recipe.train.max_steps == 2 * recipe.train.evaluate_every
+            assert (recipe.data, recipe.seed) == (baseline.data, 7)
+            assert recipe.run_dir.with_suffix(".yaml").stem == recipe.run_dir.name  # a dot would cut the name
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("model.mlp=swiglu", "what the regime has already"),
+        ("seed=3", "`seed` is the same in all trials"),
+        ("data.validation.fraction=0.2", "`data.validation.fraction` is the same"),
+        ("train.max_steps=10", "sets train.max_steps"),
+        ("train.batch_size=7", "no even number of batches of 7"),
+        ("model.no_such=1", "no_such"),
+    ],
+)
+def test_a_change_that_is_none_or_compares_nothing_is_refused(
+    experiments: Any, tmp_path: Path, settings: str, message: str
+) -> None:
+    laboratory = experiments.Laboratory(BENCH / "regimes", tmp_path, None)
+    with pytest.raises(UserError, match=re.escape(message)):
+        laboratory.recipe("shakespeare", experiments.Change("odd", (settings,), ""))
+
+
+# ------------------------------------------------------------------------------------------------------------- runs
+
+
+@pytest.fixture
+def session(experiments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A session of two changes, two seeds and one regime, whose runs take no time; the second change fails."""
+    trainer = tmp_path / "trainer.py"
+    trainer.write_text(TRAINER, encoding="utf-8")
+    monkeypatch.setattr("gptworks.runs.trials.TRAIN", (sys.executable, "-S", str(trainer)))
+    monkeypatch.setenv("PYTHONPATH", str(Path(yaml.__file__).parents[1]))
+    tree = tiny.recipe_tree(tmp_path, max_steps=10, learning_rate=0.1)
+    (tmp_path / "stdlib.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    laboratory = experiments.Laboratory(tmp_path, tmp_path / "work", None)
+    changes = [experiments.Change(f"rate-{n}", (f"train.learning_rate=0.{n}",), "here") for n in (3, 95)]
+    return experiments.Session(laboratory, tmp_path / "results.jsonl", ["stdlib"], changes, [1, 2], 1, lambda _: None)
+
+
+def test_runs_go_seed_by_seed_and_a_later_session_adds_what_is_missing(session: Any, experiments: Any) -> None:
+    asked = iter([None] * 4)  # a stop is asked for before the fifth run
+    session.train(lambda: next(asked, "SIGTERM"), math.inf)
+    first = experiments.read_results(session.results)
+    assert 0 < len(first) < 6
+    session.train(lambda: None, math.inf)
+    lines = experiments.read_results(session.results)
+    assert lines[: len(first)] == first
+    assert [(line["seed"], line["change"]) for line in lines] == [
+        (seed, change) for seed in (1, 2) for change in ("baseline", "rate-3", "rate-95")
+    ]
+    for line in lines:
+        failed = line["change"] == "rate-95"
+        assert ("loss" in line, "failed" in line) == (not failed, failed)
+        if failed:
+            assert "no space left on device" in line["failed"] and "log is" not in line["failed"]
+        else:
+            assert line["losses"]["10"] == line["loss"] and line["steps"] == line["tokens"] == 10
+            assert line["processor"] and line["torch"] and line["gptworks"] and line["parameters"] > 1000
+    session.train(lambda: None, math.inf)
+    assert experiments.read_results(session.results) == lines
+    page = importlib.import_module("experiments_page").page(lines)
+    mean = statistics.fmean(lines[i + 1]["loss"] - lines[i]["loss"] for i in (0, 3))
+    assert f"| rate-3 | open | {mean:+.4f} |  | 2 | {lines[0]['parameters']:,} |  |" in page
+    assert page.count("no space left on device") == 2
+
+
+def test_a_session_whose_time_is_over_begins_no_run(session: Any) -> None:
+    session.train(lambda: None, -math.inf)
+    assert not session.results.exists()
+
+
+def test_steps_are_measured_in_turns_for_as_many_tokens(
+    session: Any, experiments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    turns: list[int] = []
+
+    def seconds(recipe: Any) -> float:
+        turns.append(recipe.train.batch_size)
+        return 0.1 * len(turns)
+
+    monkeypatch.setattr(experiments, "measured_step_seconds", seconds)
+    change = experiments.Change("batch", ("train.batch_size=4", "train.micro_batch_size=4"), "here")
+    replace(session, changes=[change]).measure(lambda: None)
+    (line,) = experiments.read_results(session.results)
+    assert turns == [8, 4] * 3
+    assert line["baseline_seconds"] == pytest.approx([0.1, 0.3, 0.5])
+    assert line["seconds"] == pytest.approx([0.4, 0.8, 1.2])  # of two batches, which hold as many tokens
+
+
+# ------------------------------------------------------------------------------------------------------------- page
+
+
+def _line(change: str, seed: int, loss: float | None, **more: Any) -> dict[str, Any]:
+    """A planted line: without a loss, a run that failed."""
+    ended: dict[str, Any] = {"failed": f"{change} burst"} if loss is None else {
+        "steps": 480, "tokens": 983_040, "parameters": 860_000, "losses": {"480": loss}, "loss": loss, "data": "d",
+    }  # fmt: skip
+    return {
+        "kind": "run", "change": change, "settings": [] if change == "baseline" else [f"model.{change}=1"],
+        "source": f"{change} et al.", "regime": "letters", "recipe": "r2", "seed": seed, **ended,
+        "processor": "P", "precision": "bf16", "torch": "2.13", "gptworks": "0.1", "commit": "abc",
+        "date": "2026-11-23",
+    } | more  # fmt: skip
+
+
+BASELINE = {1: 1.60, 2: 1.64, 3: 1.61, 4: 1.63}
+LOSSES = {
+    "good": {1: 1.55, 2: 1.592, 3: 1.559, 4: 1.581},
+    "bad": {1: 1.70, 2: 1.741, 3: 1.708, 4: 1.731},
+    "even": {1: 1.6004, 2: 1.6397, 3: 1.6101, 4: 1.6296},
+    "unclear": {1: 1.65, 2: 1.60, 3: 1.62},
+    "young": {1: 1.50, 2: 1.54},
+}
+
+
+def _planted() -> list[dict[str, Any]]:
+    lines = [_line("baseline", seed, loss) for seed, loss in BASELINE.items()]
+    lines += [_line(change, seed, loss) for change, losses in LOSSES.items() for seed, loss in losses.items()]
+    lines += [_line("burst", 1, 1.2), _line("burst", 2, None)]
+    # none of these counts: an earlier recipe, earlier settings, another processor's or text's runs, an earlier try
+    lines = [
+        _line("baseline", 1, 9.0, recipe="r1"), _line("good", 1, 9.0, recipe="r1"),
+        _line("good", 1, 8.0, settings=["model.good=2"]), _line("good", 1, None), *lines,
+        _line("young", 3, 7.0, processor="Q"), _line("young", 4, 6.0, data="e"),
+    ]  # fmt: skip
+    time = {"kind": "time", "seconds": [1.1, 1.3, 1.2], "baseline_seconds": [1.0, 1.0, 1.0]}
+    return [*lines, _line("good", 0, 0.0) | time]
+
+
+def _interval(differences: list[float]) -> tuple[float, float]:
+    """Student's t by numbers: the density integrated on a fine grid, in a level that its own test holds."""
+    n = len(differences)
+    freedom, grid = n - 1, np.linspace(0, 400, 4_000_001)
+    density = (1 + grid**2 / freedom) ** (-(freedom + 1) / 2)
+    density *= math.gamma((freedom + 1) / 2) / math.sqrt(freedom * math.pi) / math.gamma(freedom / 2)
+    within = 2 * (np.cumsum(density) - density / 2 - density[0] / 2) * grid[1]
+    quantile = grid[np.searchsorted(within, 1 - level(5))]
+    mean = sum(differences) / n
+    error = math.sqrt(sum((one - mean) ** 2 for one in differences) / (n - 1) / n)
+    return mean - quantile * error, mean + quantile * error
+
+
+def test_the_page_has_the_differences_intervals_and_verdicts_of_the_file(experiments: Any) -> None:
+    page = importlib.import_module("experiments_page").page(_planted())
+    table = page[page.index("## letters") :]
+    cells = {row[0]: row for row in (line.strip("| ").split(" | ") for line in table.splitlines() if "|" in line)}
+    verdicts = {"good": "better", "bad": "worse", "even": "same", "unclear": "open", "young": "open", "burst": "failed"}
+    assert {name: cells[name][1] for name in verdicts} == verdicts
+    assert [name for name in cells if name in verdicts] == ["young", "good", "even", "unclear", "bad", "burst"]
+    for change, losses in LOSSES.items():
+        differences = [losses[seed] - BASELINE[seed] for seed in losses]
+        assert float(cells[change][2]) == pytest.approx(sum(differences) / len(differences), abs=6e-5)
+        assert cells[change][4] == str(len(losses))
+        if len(losses) > 2:
+            low, high = cells[change][3].split(" to ")
+            assert (float(low), float(high)) == pytest.approx(_interval(differences), abs=2e-4)
+        else:
+            assert cells[change][3].strip() == ""
+    times = np.log([1.1, 1.3, 1.2])
+    error = 4.303 * times.std(ddof=1) / math.sqrt(3)  # the table's t of 2 degrees of freedom for 95%
+    ratio, low, high = np.exp([times.mean(), times.mean() - error, times.mean() + error])
+    assert cells["good"][5:] == ["860,000", f"{ratio:.2f} × ({low:.2f} to {high:.2f})"]
+    assert "**burst**, seed 2, failed: burst burst" in table and table.count("failed:") == 1
+    assert "| letters | 860,000 | 480 | 983,040 | 1.6000 (1), 1.6400 (2), 1.6100 (3), 1.6300 (4) |" in page
+    assert "| good | `model.good=1` | good et al. | better |" in page
+    assert "4 questions have 3 seeds or more" in page and "about 0.2 of them" in page
+    assert "2026-11-23; P, Q; bf16; torch 2.13; gptworks 0.1 at abc" in page
+
+
+def test_a_broken_line_is_named(experiments: Any, tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_text(json.dumps(_line("good", 1, 1.0)) + "\n{not json\n")
+    with pytest.raises(UserError, match="line 2 is no JSON object"):
+        experiments.read_results(file)
+
+
+def test_the_page_of_no_results(experiments: Any) -> None:
+    assert "No runs yet." in importlib.import_module("experiments_page").page([])
