@@ -19,6 +19,7 @@ MODELS: list[dict[str, Any]] = [
     {"position": "learned", "attention_bias": True, "tie_embeddings": False},
     {"n_kv_heads": 1, "window": 5, "window_pattern": ("window", "full"), "qk_norm": True, "norm": "rmsnorm"},
     {"n_experts": 4, "mlp": "swiglu", "attention_scale": 0.3},
+    {"bigram_vocab_size": 40, "n_kv_heads": 2},
     {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "parallel_residual": True},
 ]
 

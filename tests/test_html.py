@@ -35,7 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {
         "preset": "gpt2-tiny", "n_layers": 1, "position": "none", "attention_scale": 0.3, "attention_bias": "out",
         "embedding_scale": 12.0, "residual_scale": 0.22, "logit_divisor": 8.0,
-        "norm_placement": "after", "qk_norm": "whole",
+        "norm_placement": "after", "qk_norm": "whole", "bigram_vocab_size": 2048,
     },
     "all-banded": {"preset": "modern-9m", "window": 1, "mlp": "relu2", "n_kv_heads": 1, "dropout_residual": 0.125,
                    "norm_placement": "both", "attention_softcap": 50.0, "logit_softcap": 30.0},
@@ -289,7 +289,7 @@ def test_numbers_in_the_figure_are_dimensions_and_counts(name: str) -> None:
         c.n_layers - n_banded, c.d_rotary, c.rope_theta, c.window_rope_theta, c.original_context_length,
         c.attention_scale,
         c.dropout_embedding, c.dropout_attention, c.dropout_residual, c.embedding_scale, c.residual_scale,
-        c.logit_divisor, c.attention_softcap, c.logit_softcap, *parts, sheet(name).totals[0][1],
+        c.logit_divisor, c.attention_softcap, c.logit_softcap, c.bigram_vocab_size, *parts, sheet(name).totals[0][1],
         2,  # of a kind: the norms of queries and keys, gate and up
         *([c.rope_scaling.factor] if c.rope_scaling else []),
     }  # fmt: skip

@@ -48,6 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
                          "attention_scale": 0.3, "tie_embeddings": False},
     "experts": {"n_experts": 4, "n_experts_per_token": 2, "d_ff": 24, "d_ff_shared": 16, "position": "none"},
     "scalars of the stream": {"residual_scalars": True, "position": "learned"},
+    "token pairs": {"bigram_vocab_size": 30, "position": "learned"},
     "long": {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "d_head": 12},
 }  # fmt: skip
 

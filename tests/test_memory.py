@@ -125,6 +125,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "narrow window, turned otherwise": {
         "window": 64, "window_pattern": ("full", "window"), "window_rope_theta": 500.0,
     },
+    "token pairs": {"bigram_vocab_size": 3000, "zero_init_projections": True},
     "experts": {"n_experts": 4, "d_ff": 256},
     "experts, one shared": {"n_experts": 4, "d_ff": 256, "d_ff_shared": 128},
     "scalars of the stream": {"residual_scalars": True},

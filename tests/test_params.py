@@ -36,6 +36,7 @@ def random_config(seed: int) -> ModelConfig:
         **choose.choice([{"parallel_residual": True}, {"norm_placement": "after"}, {"norm_placement": "both"}, {}]),
         mlp_bias=choose.random() < 0.5, qk_norm=choose.choice([False, True, "whole"]),
         tie_embeddings=choose.random() < 0.5, residual_scalars=choose.random() < 0.3,
+        bigram_vocab_size=choose.choice([0, 0, 7]),
         window=window, window_pattern=("full", "window") if window else ("full",),
     )  # fmt: skip
 

@@ -71,7 +71,7 @@ EARLIER_DEFAULTS = {"norm": "layernorm", "mlp": "gelu", "qk_norm": False, "zero_
 """What described architectures have where they do not say otherwise: presets and imported models begin with these."""
 
 
-LABORATORY = ("residual_scalars",)
+LABORATORY = ("residual_scalars", "bigram_vocab_size")
 """Settings from speedruns and recent papers that no architecture of transformers or llama.cpp has. The native engine
 does not compute them, and tensor parallelism does not divide them."""
 
@@ -152,6 +152,13 @@ class ModelConfig(Section):
     )
     logit_softcap: Fixed[float | None] = Field(None, gt=0, description="The same of logits.")
     tie_embeddings: Fixed[bool] = Field(True, description="The head shares the token embedding's matrix.")
+    bigram_vocab_size: Fixed[int] = Field(
+        0,
+        ge=0,
+        le=1_000_000_000,
+        description="Rows of a table, indexed by a hash of each token and the one before it, whose vectors are added "
+        "to the token embedding with a learned scale (Huang et al., 2025; modded-nanogpt). 0: none.",
+    )
 
     window: Fixed[PositiveInt | None] = Field(
         None, description="Tokens a windowed layer sees, the token itself included. None: every layer sees all."
@@ -238,6 +245,11 @@ class ModelConfig(Section):
         return self.position == "rope" and self.rope_pattern[layer % len(self.rope_pattern)] == "rope"
 
     @property
+    def reads_previous_token(self) -> bool:
+        """Whether a token's embedding depends on the token before it, so that a cache keeps tokens too."""
+        return self.bigram_vocab_size > 0
+
+    @property
     def rotating_windows(self) -> Self | None:
         """The model as windowed layers see it where they turn by another base; None: they turn as the others do."""
         if self.window_rope_theta is None:
@@ -301,6 +313,11 @@ class ModelConfig(Section):
             )
         if self.norm == "rmsnorm" and self.norm_bias:
             raise ValueError("norm_bias=true with norm=rmsnorm: RMSNorm has no shift; leave norm_bias out")
+        if self.bigram_vocab_size == 1:
+            raise ValueError(
+                "bigram_vocab_size=1 is the row of a text's first token alone: pairs of tokens need at least one more; "
+                "choose some times the vocabulary, or 0"
+            )
         if "window" in self.window_pattern and self.window is None:
             raise ValueError("window_pattern names windowed layers and window is not set: set window to a token count")
         if self.window is not None and "window" not in self.window_pattern:

@@ -53,7 +53,9 @@ class LoRAConfig(Section):
 class FreezeConfig(Section):
     """Parameters that training leaves as they are."""
 
-    embeddings: Fixed[bool] = Field(False, description="Token and position embeddings; with them a tied head.")
+    embeddings: Fixed[bool] = Field(
+        False, description="Embeddings of tokens, positions and token pairs; with them a tied head."
+    )
     first_blocks: Fixed[int] = Field(0, ge=0, le=1_000_000_000, description="So many blocks, from the first on.")
     patterns: Fixed[tuple[str, ...]] = Field(
         (), description="Names of parameters, such as `blocks.*.mlp.*` or `norm.weight`."
@@ -64,6 +66,6 @@ class FreezeConfig(Section):
         first, _, rest = parameter.partition(".")
         if first == "blocks" and int(rest.partition(".")[0]) < self.first_blocks:
             return True
-        if first in ("token_embedding", "position_embedding") and self.embeddings:
+        if first in ("token_embedding", "position_embedding", "bigram_embedding") and self.embeddings:
             return True
         return any(fnmatch.fnmatchcase(parameter, pattern) for pattern in self.patterns)

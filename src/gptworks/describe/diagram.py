@@ -24,6 +24,8 @@ POSITIONS = {
 }
 """How positions enter the model, and what is added to the tokens' embeddings."""
 
+BIGRAMS = "+ embedding of token pairs"
+
 _SHAPE_WIDTH = 20
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 _ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu2": "ReLU²", "swiglu": "SiLU", "geglu": "GELU",
@@ -135,6 +137,8 @@ def _lines(c: ModelConfig, width: int) -> Iterator[Line]:
     embedding += [(words, "", stream) for words in on_the_way(c.embedding_scale, 0)]
     if added := POSITIONS[c.position][1]:
         embedding.append((added, dims((c.context_length, c.d_model)), stream))
+    if c.bigram_vocab_size:
+        embedding.append((BIGRAMS, dims((c.bigram_vocab_size, c.d_model)), stream))
     embedding += [(words, "", stream) for words in on_the_way(1, c.dropout_embedding)]
     head = f"head{' (tied)' if c.tie_embeddings else ''}"
     residual: list[Row] = [(words, "", stream) for words in on_the_way(c.residual_scale, c.dropout_residual)]

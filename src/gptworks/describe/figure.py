@@ -7,6 +7,7 @@ from markupsafe import Markup
 
 from gptworks.config import ModelConfig
 from gptworks.describe.diagram import (
+    BIGRAMS,
     POSITIONS,
     activation,
     base,
@@ -135,6 +136,9 @@ def _model(c: ModelConfig, height: float) -> Drawing:
     if added := POSITIONS[c.position][1]:
         column.arrow(16)
         column.tile("embedding", added, dims((c.context_length, c.d_model)))
+    if c.bigram_vocab_size:
+        column.arrow(16)
+        column.tile("embedding", BIGRAMS, dims((c.bigram_vocab_size, c.d_model)))
     if c.dropout_embedding:
         d.line((middle, column.y), (middle, column.y + 30))
         _pill(d, middle, column.y + 17, f"dropout {c.dropout_embedding:g}", "page")

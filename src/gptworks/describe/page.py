@@ -24,7 +24,8 @@ from gptworks.pages.parts import (
 from gptworks.units import readable
 
 KINDS = {
-    "token_embedding": "embedding", "position_embedding": "embedding", "attention_weights": "attention",
+    "token_embedding": "embedding", "position_embedding": "embedding",
+    "bigram_embedding": "embedding", "attention_weights": "attention",
     "attention_biases": "attention", "qk_norms": "attention", "router": "mlp", "mlp_weights": "mlp",
     "mlp_biases": "mlp", "shared_expert": "mlp", "norms": "norm", "final_norm": "norm", "head": "head",
     "query_key_value": "attention", "attention_scores": "scores", "output_projection": "attention",

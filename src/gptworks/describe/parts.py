@@ -101,6 +101,13 @@ def _input(c: ModelConfig) -> Iterator[Part]:
             _stream(c), "A table with a vector for each position, which is added to the token's.",
             "Gehring et al., 2017", ("position_embedding",),
         )  # fmt: skip
+    if c.bigram_vocab_size:
+        yield Part(
+            "bigram_embedding", "Embedding of token pairs", "embedding", "input",
+            dims((c.bigram_vocab_size, c.d_model)), _stream(c), "A table whose row for each token is chosen by a hash "
+            "of that token and the one before it. Its vector is added to the token's, times a learned scale.",
+            "Huang et al., 2025", ("bigram_embedding", "bigram_embedding.table"),
+        )  # fmt: skip
 
 
 def _norm(c: ModelConfig, module: str, place: str, where: str) -> Part:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from gptworks.errors import UserError
 from gptworks.interpret.record import Recording, blocks_of
 from gptworks.model import GPT
+from gptworks.model.embeddings import previous_tokens
 from gptworks.model.layers import LayerNorm, RMSNorm
 
-Kind = Literal["embedding", "position", "head", "attention bias", "mlp", "norm bias"]
+Kind = Literal["embedding", "bigram", "position", "head", "attention bias", "mlp", "norm bias"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,10 @@ def _parts(model: GPT, recording: Recording, row: int) -> Iterator[tuple[Kind, P
     token = torch.tensor(int(recording.ids[position]), device=model.device)
     whole, shares = _shares(model)
     yield "embedding", (None, None), _wide(model.embedding_scale(model.token_embedding(token))) * whole
+    if model.bigram_embedding is not None:
+        ids = torch.as_tensor(recording.ids[: position + 1], device=model.device)[None]
+        pairs = model.bigram_embedding(ids, previous_tokens(ids))
+        yield "bigram", (None, None), _wide(pairs[0, -1]) * whole
     if model.position_embedding is not None:
         yield "position", (None, None), _wide(model.position_embedding.weight[position]) * whole
     for i, block in enumerate(blocks_of(model)):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gptworks.config import ModelConfig
+from gptworks.model.embeddings import NO_TOKEN
 
 
 class Vectors:
@@ -67,7 +68,8 @@ def _padded(capacity: int) -> int:
 class SlotCache:
     """Keys and values of many texts at once: each has a slot, [G, capacity, D] a layer, and a length of its own.
 
-    Windowed layers keep all tokens and mask, so that a text can be rolled back to any length.
+    Windowed layers keep all tokens and mask, so that a text can be rolled back to any length. Where a token's embedding
+    depends on the one before it, the ids are kept too, int32.
     """
 
     def __init__(
@@ -87,13 +89,18 @@ class SlotCache:
         self.keys, self.values = (
             [Vectors(shape, dtype, self.device) for _ in range(config.n_layers)] for _ in range(2)
         )
+        self.tokens = self._make_tokens() if config.reads_previous_token else None
+
+    def _make_tokens(self) -> Tensor:
+        return torch.zeros(self.n_slots, self.capacity, dtype=torch.int32, device=self.device)
 
     def bytes_of(self, n_slots: int, capacity: int) -> int:
         """Bytes of all buffers of such a cache with so many slots of so many tokens."""
         config, capacity = self.config, min(capacity, self.config.context_length)
         scales_bytes = 4 * _padded(capacity) if self.dtype == torch.int8 else 0
         slot_bytes = config.n_kv_heads * (capacity * config.d_head * self.dtype.itemsize + scales_bytes)
-        return 2 * config.n_layers * n_slots * slot_bytes
+        tokens_bytes = 4 * capacity if config.reads_previous_token else 0
+        return n_slots * (2 * config.n_layers * slot_bytes + tokens_bytes)
 
     def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
         """Have more and longer slots. The first `held[i]` tokens of each slot i that there is stay.
@@ -106,11 +113,16 @@ class SlotCache:
             for i, vectors in enumerate(layers):
                 layers[i] = vectors.grown(n_slots, capacity, held)
         self.n_slots, self.capacity = n_slots, capacity
+        if (tokens := self.tokens) is not None:
+            self.tokens = self._make_tokens()
+            self.tokens[: len(tokens), : tokens.size(1)] = tokens
 
     def copy(self, source: int, target: int, n_tokens: int) -> None:
         """Copy the first `n_tokens` of a slot into another."""
         for vectors in (*self.keys, *self.values):
             vectors.copy(source, target, n_tokens)
+        if self.tokens is not None:
+            self.tokens[target, :n_tokens] = self.tokens[source, :n_tokens]
 
     def rows(self, parts: Sequence[tuple[int, int, int]], room: int | None = None) -> "SlotRows":
         """The places of new tokens of several texts, which the model computes as one flat batch [1, N].
@@ -137,6 +149,16 @@ class SlotRows:
         self.positions = torch.tensor([start + i for _, start, n_new in parts for i in range(n_new)], device=device)
         self.slots = torch.tensor([slot for slot, _, _ in parts], device=device)
         self.layers = [SlotLayer(self, keys, values) for keys, values in zip(cache.keys, cache.values, strict=True)]
+        self._tokens = cache.tokens
+
+    def previous_tokens(self, tokens: Tensor) -> Tensor:
+        """Keep the batch's ids, int64 [1, N]; returns those before them in their texts, NO_TOKEN before a first one."""
+        assert self._tokens is not None, "the model reads the previous token"
+        n_new = torch.tensor([n for _, _, n in self.parts], device=self.slots.device)
+        slots = self.slots.repeat_interleave(n_new)
+        self._tokens[slots, self.positions] = tokens[0].to(self._tokens.dtype)
+        before = self._tokens[slots, (self.positions - 1).clamp(min=0)].long()
+        return before.masked_fill(self.positions == 0, NO_TOKEN)[None]
 
 
 class SlotLayer:

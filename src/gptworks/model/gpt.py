@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from gptworks.config import ModelConfig, computes_again
 from gptworks.model.attention import Attention, Rotary, texts_bias
 from gptworks.model.cache import SlotLayer, SlotRows
+from gptworks.model.embeddings import build_bigrams, previous_tokens
 from gptworks.model.layers import (
     MLP,
     Dropout,
@@ -138,6 +139,7 @@ class GPT(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.embedding_scale, self.feature_scale = map(build_scale, (config.embedding_scale, 1 / config.logit_divisor))
         self.position_embedding = build_positions(config)
+        self.bigram_embedding = build_bigrams(config)
         self.rotary = Rotary(config) if config.position == "rope" else None
         self.window_rotary = Rotary(windows) if (windows := config.rotating_windows) else None
         """Of windowed layers; None: they turn as the others do."""
@@ -186,6 +188,9 @@ class GPT(nn.Module):
         elif text_positions is not None:
             positions = text_positions
         x: Tensor = self.embedding_scale(self.token_embedding(tokens))  # B T C
+        if self.bigram_embedding is not None:
+            previous = previous_tokens(tokens, text_positions) if cache is None else cache.previous_tokens(tokens)
+            x = x + self.bigram_embedding(tokens, previous)
         if self.position_embedding is not None:
             x = x + self.position_embedding.weight[positions]
         x = self.dropout(x)
@@ -258,6 +263,8 @@ def initialize(model: GPT) -> None:
                 nn.init.normal_(module.weight, std=config.init_std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+    if model.bigram_embedding is not None:
+        nn.init.zeros_(model.bigram_embedding.table.weight)
     for projection in residual_projections(model):
         if config.zero_init_projections:
             nn.init.zeros_(projection.weight)

@@ -29,9 +29,15 @@ class InferenceMemory:
 
 def kv_cache_bytes(config: ModelConfig, length: int | None = None, bytes_per_value: int = 2) -> int:
     """Keys and values of one sequence of `length` tokens (default: the context), as `SlotCache` allocates them: every
-    layer keeps all tokens, banded ones too."""
+    layer keeps all tokens, banded ones too. With them the ids, where the model reads the previous token."""
     length = config.context_length if length is None else length
-    return 2 * config.n_layers * config.n_kv_heads * config.d_head * length * bytes_per_value
+    of_layers = 2 * config.n_layers * config.n_kv_heads * config.d_head * length * bytes_per_value
+    return of_layers + kept_ids_bytes(config, length)
+
+
+def kept_ids_bytes(config: ModelConfig, length: int) -> int:
+    """Of the token ids, int32, that a cache keeps of so many tokens."""
+    return 4 * length if config.reads_previous_token else 0
 
 
 def inference_memory(model: ModelConfig) -> list[InferenceMemory]:

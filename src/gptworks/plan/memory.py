@@ -22,6 +22,7 @@ from gptworks.plan.stages import (
     Shapes,
     Stage,
     bias_bytes,
+    bigram_stage,
     block_stages,
     embedding_gradient,
     embedding_stage,
@@ -220,7 +221,8 @@ class _Step:
         if self.sharded:  # embedding, head and last norm: gathered until the end of the backward pass
             self.mark("embedding, gathered", 2 * 4 * self.shards.outside, COMMUNICATION)
             self.hold(COMMUNICATION, 4 * self.shards.outside)
-        self.hold_saved(embedding_stage(self.shapes))
+        for stage in (embedding_stage(self.shapes), bigram_stage(self.shapes)):
+            self.hold_saved(stage)
         kept = self.gathered_bytes if self.layout.sharding == "zero2" else 0
         self.hold(COMMUNICATION, kept * self.trained.n_still)
         for layer in self.layers:
@@ -299,6 +301,11 @@ class _Step:
         table = self.model.vocab_size * self.model.d_model
         if self.model.position == "learned":
             self._gain(self.model.context_length * self.model.d_model)
+        if self.model.bigram_vocab_size:
+            self._go_back(bigram_stage(self.shapes), "bigram embedding, backward")
+            pairs = self.model.bigram_vocab_size * self.model.d_model
+            self.mark("bigram embedding, backward", 4 * pairs + self.shapes.floats(self.model.d_model))
+            self._gain(pairs, 1)
         self.mark("token embedding, backward", 4 * table)
         self.hold(TEMPORARY, -self.held[TEMPORARY])
         if self.model.tie_embeddings:  # the head's gradient has waited; the sum of the two is a third tensor

@@ -62,12 +62,13 @@ class ParameterCount:
 
     @property
     def embedding(self) -> int:
-        """Token and position tables."""
-        return self.groups["token_embedding"].total + self.groups["position_embedding"].total
+        """Tables of tokens, of positions and of token pairs."""
+        tables = ("token_embedding", "position_embedding", "bigram_embedding")
+        return sum(self.groups[name].total for name in tables if name in self.groups)
 
     @property
     def non_embedding(self) -> int:
-        """All but the token and position tables; an untied head, a matrix product like any other, is included."""
+        """All but those tables; an untied head, a matrix product like any other, is included."""
         return self.total - self.embedding
 
     @property
@@ -171,3 +172,6 @@ def laboratory_groups(config: ModelConfig) -> Iterator[ParameterGroup]:
     layers = tuple(range(config.n_layers))
     if config.residual_scalars:
         yield ParameterGroup("residual_scalars", {"scalars.weight": (2,)}, layers)
+    if rows := config.bigram_vocab_size:
+        pairs = {"bigram_embedding.table.weight": (rows, config.d_model), "bigram_embedding.scale": (1,)}
+        yield ParameterGroup("bigram_embedding", pairs)

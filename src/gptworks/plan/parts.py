@@ -5,7 +5,7 @@ from math import prod
 from typing import Self
 
 from gptworks.config import Recipe
-from gptworks.plan.inference import kv_cache_bytes, tensor_bytes
+from gptworks.plan.inference import kept_ids_bytes, kv_cache_bytes, tensor_bytes
 from gptworks.plan.params import Shape, count_parameters
 from gptworks.plan.trained import moments_in_8_bits, trains
 from gptworks.plan.work import work_of_modules
@@ -41,7 +41,8 @@ def module_figures(recipe: Recipe) -> dict[str, Figures]:
         UserError: the vocabulary is not known yet.
     """
     model, cached = recipe.model, ("attention.key", "attention.value")
-    cache = kv_cache_bytes(model, length=1) // (len(cached) * model.n_layers)
+    ids = kept_ids_bytes(model, length=1)
+    cache = (kv_cache_bytes(model, length=1) - ids) // (len(cached) * model.n_layers)
     made: dict[str, Figures] = {}
     for name, shape in count_parameters(model).shapes.items():
         module = name.rpartition(".")[0]
@@ -51,6 +52,8 @@ def module_figures(recipe: Recipe) -> dict[str, Figures]:
         made[name] = made.get(name, Figures()) + Figures(forward=forward, backward=backward)
     for module in [module for module in made if module.endswith(cached)]:
         made[module] += Figures(kv_cache_bytes_per_token=cache)
+    if ids:
+        made["bigram_embedding"] += Figures(kv_cache_bytes_per_token=ids)
     return made
 
 

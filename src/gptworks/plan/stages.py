@@ -115,6 +115,13 @@ def embedding_stage(s: Shapes) -> Stage:
     return Stage("embedding dropout", {DROPOUT: kept}, arrives=s.floats(width), leaves=s.floats(width) if kept else 0)
 
 
+def bigram_stage(s: Shapes) -> Stage:
+    """The lookup of token pairs saves their rows, and its result for the scale's gradient."""
+    width = s.config.d_model
+    saved = s.floats(width) + 8 * s.n_tokens if s.config.bigram_vocab_size else 0
+    return Stage("bigram embedding", {RESIDUAL: saved}, scratch=2 * s.floats(width) if saved else 0)
+
+
 def rotary_tables_bytes(s: Shapes) -> int:
     """Cosines and sines of every position, and what autocast makes of those in use, or rows of several texts."""
     elements = s.config.d_rotary if s.config.position == "rope" else 0  # half for each of the two

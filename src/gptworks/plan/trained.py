@@ -91,7 +91,9 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
         share=sum(own.values()) / count.total,
         matrix_share=sum(matrices) / count.block_matrices,
         head=("token_embedding.weight" if model.tie_embeddings else "untied_head.weight") in own,
-        embedding=not own.keys().isdisjoint(("token_embedding.weight", "position_embedding.weight")),
+        embedding=any(
+            name.startswith(("token_embedding.", "position_embedding.", "bigram_embedding.")) for name in own
+        ),
         in_8_bits=moments_in_8_bits(matrices),
     )
     if adapter is None:

@@ -89,6 +89,8 @@ class _Walk:
         m = self.model
         moving = self._trains("token_embedding.weight")
         moving |= m.position == "learned" and self._trains("position_embedding.weight")
+        bigrams = ("bigram_embedding.table.weight", "bigram_embedding.scale")
+        moving |= m.bigram_vocab_size > 0 and any(map(self._trains, bigrams))
         for layer in range(m.n_layers):
             moving = self._block(f"blocks.{layer}.", moving, m.layer_window(layer))
         moving |= self._norm("norm", moving)

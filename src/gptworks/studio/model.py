@@ -144,7 +144,9 @@ def _training_facts(recipe: Recipe, whole: Figures) -> Iterator[tuple[str, str]]
 
 def _tensor_names(part: Part, layer: int, shapes: dict[str, Shape]) -> list[str]:
     modules = part.in_layer(part.tensors_of or part.modules, layer)
-    return [name for module in modules for kind in ("weight", "bias") if (name := f"{module}.{kind}") in shapes]
+    return [
+        name for module in modules for kind in ("weight", "bias", "scale") if (name := f"{module}.{kind}") in shapes
+    ]
 
 
 def _part(part: Part, layer: int, shown: Shown) -> Tree:

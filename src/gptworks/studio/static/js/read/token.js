@@ -73,7 +73,7 @@ function Lens({ lens, tokens, index }) {
 }
 
 const SHOWN = 14;
-const NAMES = { embedding: "embedding", position: "position", mlp: "MLP", "norm bias": "last norm's bias" };
+const NAMES = { embedding: "embedding", position: "position", bigram: "token pair", mlp: "MLP", "norm bias": "last norm's bias" };
 
 function nameOf({ kind, layer, head }) {
   if (kind === "head") return `block ${layer} head ${head}`;
