@@ -225,6 +225,7 @@ def test_noise_in_the_times_before_and_in_those_of_the_runs_gives_no_verdict(
 
 
 @pytest.mark.tries
+@pytest.mark.timeout(3000)
 def test_ten_tries_of_another_seed_find_nothing(tmp_path: Path) -> None:
     """Real runs. More than two false verdicts in ten would come by chance in 1% of times at most."""
     wrong = []
