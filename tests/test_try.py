@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from typer.testing import CliRunner
 
 import tiny
 from gptworks.cli import app
+from gptworks.config import Recipe
 from gptworks.errors import RunError, UserError
 from gptworks.runs.paired import plan_try, run_try
 from gptworks.runs.paired_page import to_html, try_lines
-from gptworks.runs.tried import Try, read_try
+from gptworks.runs.tried import Design, Pair, Try, read_try, write_try
 from test_html import Reader
 
 TRAINER = '''
@@ -185,11 +187,34 @@ def test_a_try_that_was_stopped_goes_on_and_finished_runs_are_kept(recipe: Path)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"design": {}}', '{"design": 1, "pairs": []}'])
-def test_a_damaged_file_is_refused(recipe: Path, content: str) -> None:
-    found = tried(recipe, "train.learning_rate=0.05")
-    (found.folder / "try.json").write_text(content)
+def test_a_damaged_file_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "try.json").write_text(content)
     with pytest.raises(UserError, match=r"try\.json is damaged"):
-        read_try(found.folder)
+        read_try(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state["design"].update(most_pairs=10**9),
+        lambda state: state["pairs"][0]["loss"].update(before="low"),
+        lambda state: state["pairs"][0]["loss"].update(after=float("nan")),
+        lambda state: state["pairs"][1]["step_seconds"].update(after=0.0),
+        lambda state: state["pairs"][1]["loss"].pop("before"),
+        lambda state: state["pairs"].pop(0),
+    ],
+)
+def test_figures_that_no_try_writes_are_refused(tmp_path: Path, change: Callable[[Any], Any]) -> None:
+    design = Design(("seed=1",), 5, 0.005, 5, 100, 1.0)
+    both = {"before": 1.0, "after": 1.0}
+    pairs = tuple(Pair(n, n, dict(both), dict(both), dict(both), None) for n in range(2))
+    recipe = Recipe(**tiny.recipe_tree(tmp_path))
+    write_try(Try(tmp_path, recipe, recipe, design, pairs))
+    state = json.loads((tmp_path / "try.json").read_text())
+    change(state)
+    (tmp_path / "try.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match=r"try\.json is damaged"):
+        read_try(tmp_path)
 
 
 def test_the_page_has_the_exact_numbers_and_the_settings_that_follow(recipe: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from markupsafe import Markup
 
@@ -9,12 +10,16 @@ from gptworks.pages.chart import WIDE, Chart, Series
 from gptworks.pages.page import page, write_page
 from gptworks.pages.parts import Cell, figure, figures, key_figures, number, paragraph, rounded, section, table
 from gptworks.pages.parts import settings as settings_list
-from gptworks.runs.history import History, read_history
+from gptworks.plan.params import count_parameters
+from gptworks.recipe import load_recipe
+from gptworks.runs.history import read_history
 from gptworks.runs.settings import differences, text_of
 from gptworks.runs.step_time import SAME_SPEED
 from gptworks.runs.tried import LOSS_ERROR, SPEED_ERROR, Try
 from gptworks.train.record.curves import points
 from gptworks.train.record.display import clock
+
+TRY_PAGE = "try.html"
 
 _PLACES = {"after": "at equal tokens", "in-time": "in equal time"}
 _WORDS = {"lower": "helps", "higher": "hurts", "same": "makes no difference", "open": "not decided"}
@@ -32,7 +37,9 @@ def try_lines(found: Try) -> Iterator[str]:
         yield f"{step}{_third_runs(found)}"
         reached = "not in each pair" if same is None else f"after {same:.0%} of the time"
         yield f"the final loss of the runs without the change is reached: {reached}"
-        before, after = (_run(found, 0, arm).parameters for arm in ("before", "after"))
+        before, after = (
+            count_parameters(load_recipe(_folder(found, 0, arm)).model).total for arm in ("before", "after")
+        )
         yield f"parameters: {before:,}" + ("" if before == after else f" without, {after:,} with the change")
 
 
@@ -66,8 +73,8 @@ def words(found: Try, arm: str) -> str:
 
 
 def write_try_page(found: Try) -> None:
-    """Write the page `try.html` into the try's folder, over an older one."""
-    write_page(to_html(found), found.folder / "try.html", "--folder")
+    """Write the page into the try's folder, over an older one."""
+    write_page(to_html(found), found.folder / TRY_PAGE, "--folder")
 
 
 def to_html(found: Try) -> str:
@@ -120,15 +127,15 @@ def _curves(found: Try) -> Markup:
     drawn = []
     for arm, kind in (("before", "series-0"), ("after", "series-1")):
         for pair in found.pairs:
-            run = _run(found, pair.number, arm)
+            run = read_history(_folder(found, pair.number, arm))
             name = {"before": "without", "after": "with the change"}[arm] if pair is found.pairs[-1] else ""
             drawn.append(Series(points(run.validation, "loss"), name, kind))
     title = "Validation loss by tokens"
     return Chart("curves", title, drawn, "tokens", found.loss_unit, width=WIDE, height=360).svg()
 
 
-def _run(found: Try, pair: int, arm: str) -> History:
-    return read_history(found.folder / "pairs" / f"{pair:02d}-{arm}")
+def _folder(found: Try, pair: int, arm: str) -> Path:
+    return found.folder / "pairs" / f"{pair:02d}-{arm}"
 
 
 def _pairs(found: Try) -> Markup:

@@ -8,11 +8,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from gptworks.config import Recipe
 from gptworks.errors import UserError
 from gptworks.files import write_whole
 from gptworks.recipe import load_recipe
-from gptworks.runs.sequential import FEWEST_PAIRS, Verdict, verdict
+from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS, Verdict, verdict
 from gptworks.runs.step_time import StepTime, step_time
 
 TRY_FILE = "try.json"
@@ -181,5 +183,23 @@ def read_try(folder: Path) -> Try:
 
 
 def _parts(state: dict[str, Any]) -> tuple[Design, tuple[Pair, ...]]:
-    design = Design(**state["design"] | {"changes": tuple(state["design"]["changes"])})
-    return design, tuple(Pair(**pair) for pair in state["pairs"])
+    """The design and the pairs, of the right types and with figures that can be reckoned with.
+
+    Raises:
+        ValueError, KeyError, TypeError: they are not.
+    """
+    design, pairs = _DESIGN.validate_python(state["design"]), _PAIRS.validate_python(state["pairs"])
+    if not FEWEST_PAIRS <= design.most_pairs <= MOST_PAIRS or len(pairs) > design.most_pairs or design.steps < 1:
+        raise ValueError("a number of pairs or steps that no try has")
+    for number, pair in enumerate(pairs):
+        arms = pair.loss.keys()
+        if pair.number != number or not {"before", "after"} <= arms == pair.seconds.keys() == pair.step_seconds.keys():
+            raise ValueError("a pair without one of its runs")
+        if not all(map(math.isfinite, pair.loss.values())) or not all(
+            0 < one < 1e9 for one in pair.step_seconds.values()
+        ):
+            raise ValueError("a figure that no run has")
+    return design, pairs
+
+
+_DESIGN, _PAIRS = TypeAdapter(Design), TypeAdapter(tuple[Pair, ...])

@@ -10,14 +10,14 @@ from gptworks.errors import UserError
 from gptworks.infer.engine import Engine
 from gptworks.serve.app import create_app
 from gptworks.serve.settings import ServerSettings
-from gptworks.studio import data, model, page, play, read, runs, start
+from gptworks.studio import data, model, page, play, read, runs, start, tries
 from gptworks.studio.library import Library
 from gptworks.studio.loaded import Engines
 from gptworks.studio.state import Studio
 
 ROUTERS = {
     "play": play.router, "runs": runs.router, "read": read.router, "data": data.router, "model": model.router,
-    "start": start.router,
+    "start": start.router, "tries": tries.router,
 }  # fmt: skip
 PARTS = ("play", "runs", "read", "time", "data", "model", "start")
 """The parts of the studio, in the order of the tabs; `time` asks Play and Read."""

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from fastapi import Request
+
 from gptworks.errors import UserError
 from gptworks.runs.watch import Watch
 from gptworks.serve.errors import APIError
 from gptworks.studio.library import Library, RunFolder, printable, state_of
+from gptworks.studio.state import studio_of
 
 _Result = TypeVar("_Result")
 
@@ -126,3 +129,14 @@ def plain(tree: Any) -> Any:
     if isinstance(tree, float) and not -float("inf") < tree < float("inf"):
         return repr(tree)
     return tree if tree is None or isinstance(tree, str | int | float) else str(tree)
+
+
+def feed_of(request: Request) -> Feed:
+    """The feed of the studio, made when it is first asked for."""
+    state, studio = request.app.state, studio_of(request)
+    if studio.library is None:
+        raise APIError(404, "this server serves models and has no runs: start `gptworks studio`.")
+    if not hasattr(state, "feed"):
+        state.feed = Feed(studio.library)
+    feed: Feed = state.feed
+    return feed

@@ -20,7 +20,7 @@ from gptworks.runs.series import FEWEST_POINTS, MOST_POINTS, View, drawn
 from gptworks.runs.watch import Watch, Watched
 from gptworks.serve.errors import APIError, invalid
 from gptworks.serve.events import EventStream
-from gptworks.studio.feed import Changes, Feed, plain
+from gptworks.studio.feed import Changes, Feed, feed_of, plain
 from gptworks.studio.state import Studio, json_text, studio_of, uncached
 
 router = APIRouter(include_in_schema=False)
@@ -43,17 +43,6 @@ _LIVE_SECONDS = 0.5
 Names = Annotated[list[str], Query(alias="run", min_length=1, max_length=MOST_RUNS)]
 Axis = Literal["step", "tokens", "seconds"]
 Number = Annotated[float | None, Query(allow_inf_nan=False)]
-
-
-def _feed(request: Request) -> Feed:
-    """The feed of the studio, made when it is first asked for."""
-    state, studio = request.app.state, studio_of(request)
-    if studio.library is None:
-        raise APIError(404, "this server serves models and has no runs: start `gptworks studio`.")
-    if not hasattr(state, "feed"):
-        state.feed = Feed(studio.library)
-    feed: Feed = state.feed
-    return feed
 
 
 def _used(watch: Watch, names: list[str], asked_at: float | None = None, *, begins: bool = True) -> list[Watched]:
@@ -96,7 +85,7 @@ def _origin(one: Watched, named: Mapping[str, Mapping[Path, str]]) -> dict[str, 
 @router.get("/studio/runs")
 async def list_runs(request: Request) -> Response:
     """The runs: state, step, last and best figures."""
-    feed = _feed(request)
+    feed = feed_of(request)
     rows = await feed.ask(_rows_of(feed))
     return uncached({"runs": rows, "left_out": feed.left_out})
 
@@ -124,7 +113,7 @@ async def curves(
         raise invalid(
             "points", f"{len(names)} runs × {len(keys)} figures × {points} points are more than {MOST_DRAWN:,}"
         )
-    feed, asked_at = _feed(request), time.monotonic()
+    feed, asked_at = feed_of(request), time.monotonic()
     wanted = [(name, one) for name in names for one in keys]
     views = {"raw": replace(view, smoothing=0.0), "smooth": view} if has_raw else {"smooth": view}
     parts_of = (
@@ -188,7 +177,7 @@ async def step_of(request: Request, run: str, at: Annotated[float, Query(ge=0)],
         (one,) = _used(watch, [run])
         return {"run": run, "records": plain(one.series.at(x, at))}
 
-    return uncached(await _feed(request).ask(look))
+    return uncached(await feed_of(request).ask(look))
 
 
 @router.get("/studio/runs/compare")
@@ -196,7 +185,7 @@ async def comparison(
     request: Request, run: Annotated[list[str], Query(min_length=1, max_length=MOST_COMPARED)]
 ) -> Response:
     """What `gptworks compare` concludes, and the settings in which the recipes differ."""
-    feed = _feed(request)
+    feed = feed_of(request)
 
     def conclude(watch: Watch) -> dict[str, Any]:
         runs = _used(watch, run)
@@ -225,7 +214,7 @@ async def samples(request: Request, run: Names, most: Annotated[int, Query(ge=1,
             for name, text in found[:most]
         ]
 
-    return uncached({"samples": await _feed(request).ask(look)})
+    return uncached({"samples": await feed_of(request).ask(look)})
 
 
 def _cut(text: str) -> str:
@@ -245,7 +234,7 @@ class LiveStream(EventStream):
 @router.get("/studio/runs/live")
 async def live(request: Request) -> Response:
     """The rows of the list as they change, all of them first."""
-    feed = _feed(request)
+    feed = feed_of(request)
     await feed.ask(lambda watch: None)
     changes = await feed.changes()
     return LiveStream(_live(feed, changes, studio_of(request)), changes.close)

@@ -6,6 +6,7 @@ import { styleOf } from "./runs/chart.js";
 import { Figures } from "./runs/figures.js";
 import { Comparison, Samples, StepDetails } from "./runs/findings.js";
 import { LeftOut, RunList } from "./runs/list.js";
+import { Tries } from "./runs/tries.js";
 import { html, useCallback, useEffect, useMemo, useRef, useState, useTheme } from "./ui.js";
 
 const FIRST = 8;
@@ -54,6 +55,7 @@ export function Part({ shown, route, state, refresh }) {
       <${Figures} rows=${drawn} parents=${faint} ...${{ styles, view, version, zoom, pick }} />
     </div>
     <div class="findings">
+      <${Tries} rows=${rows} choose=${setChosen} />
       <${StepDetails} ...${{ picked, styles, forget }} />
       <${Comparison} ...${{ ids, styles, version }} />
       <${Samples} ...${{ ids, styles, version }} />

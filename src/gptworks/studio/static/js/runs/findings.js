@@ -9,7 +9,7 @@ const MOST_COMPARED = 64;
 const MOST_COLUMNS = 12;
 
 /** The answer to a question, asked again when the question or the version changes. */
-function useAnswer(question, version, waitMs) {
+export function useAnswer(question, version, waitMs) {
   const [found, set] = useState({ answer: null, problem: null });
   useEffect(() => {
     if (!question) return set({ answer: null, problem: null });

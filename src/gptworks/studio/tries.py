@@ -1,0 +1,94 @@
+"""Tries: what `gptworks try` found, beside the curves of its runs. Read only; what the folders hold is hostile."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from gptworks.errors import UserError
+from gptworks.runs.paired_page import TRY_PAGE, try_lines
+from gptworks.runs.tried import TRY_FILE, read_try
+from gptworks.runs.watch import Watch
+from gptworks.studio.feed import Feed, feed_of
+from gptworks.studio.library import printable
+from gptworks.studio.state import uncached
+
+router = APIRouter(include_in_schema=False)
+
+MOST_TRIES = 100
+MOST_BYTES = 1 << 20
+"""Of a file of a try."""
+MOST_RUNS = 256
+"""Of a try, to draw."""
+
+
+@router.get("/studio/tries")
+async def list_tries(request: Request) -> Response:
+    """The tries whose runs are listed: what they change, their verdicts in words, and the ids of their runs."""
+    feed, state = feed_of(request), request.app.state
+    if not hasattr(state, "tries"):
+        state.tries = Tries(feed)
+    tries: Tries = state.tries
+    return uncached(await feed.ask(tries.rows))
+
+
+class Tries:
+    """Reads a try again only where it has changed. Its methods belong to the feed's thread."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self._known: dict[Path, tuple[int, dict[str, Any]]] = {}
+
+    def rows(self, watch: Watch) -> dict[str, Any]:
+        """The answer of /studio/tries."""
+        runs, found = self._feed.library.runs(), defaultdict[tuple[Path, Path], dict[str, str]](dict)
+        for name, one in watch.runs.items():
+            place = one.series.folder
+            if name in runs and place.parent.name == "pairs" and place.parents[1].is_relative_to(runs[name].root):
+                found[place.parents[1], runs[name].root][place.name] = name
+        tries = {key: ids for key, ids in found.items() if (key[0] / TRY_FILE).is_file()}
+        listed = [self._row(folder, root, ids) for (folder, root), ids in list(tries.items())[:MOST_TRIES]]
+        return {"tries": listed, "left_out": len(tries) - len(listed)}
+
+    def _row(self, folder: Path, root: Path, ids: Mapping[str, str]) -> dict[str, Any]:
+        """One try. `ids` of its runs by their folders' names."""
+        below = folder.relative_to(root).as_posix()
+        name = root.resolve().name if below == "." else below
+        row = {"id": printable(name), "runs": [ids[one] for one in sorted(ids)][:MOST_RUNS], "page": None}
+        try:
+            row |= self._read(folder, root, ids)
+        except (UserError, OSError, ValueError, RecursionError) as error:  # of a file that another has written
+            return row | {"problem": printable(str(error))[:600] or type(error).__name__}
+        running = any(self._feed.states.get(one) == "running" for one in ids.values())
+        return row | {"problem": None, "state": "running" if running else row["state"]}
+
+    def _read(self, folder: Path, root: Path, ids: Mapping[str, str]) -> dict[str, Any]:
+        for file in (folder / name for name in (TRY_FILE, "before.yaml", "after.yaml")):
+            if not file.resolve().is_relative_to(root.resolve()):
+                raise UserError(f"{file.name} is a link that leads out of {root}: put the file there.")
+            if file.stat().st_size > MOST_BYTES:
+                raise UserError(
+                    f"{file.name} has {file.stat().st_size:,} bytes, and a try's has at most {MOST_BYTES:,}."
+                )
+        changed = (folder / TRY_FILE).stat().st_mtime_ns
+        if self._known.get(folder, (None,))[0] != changed:
+            found, page = read_try(folder), folder / TRY_PAGE
+            design = found.design
+            if found.pairs and not {"00-before", "00-after"} <= ids.keys():
+                raise UserError("the runs of its first pair are not there, or cannot be read.")
+            made = {
+                "changes": [printable(change) for change in design.changes],
+                "state": "decided" if found.decided else "open",
+                "lines": list(try_lines(found)),
+                "pairs": len(found.pairs),
+                "most_pairs": design.most_pairs,
+                "steps": design.steps,
+                "page": printable(str(page)) if page.is_file() else None,
+            }
+            if len(self._known) >= 2 * MOST_TRIES:
+                self._known.clear()
+            self._known[folder] = changed, made
+        return self._known[folder][1]
