@@ -31,7 +31,7 @@ def try_lines(found: Try) -> Iterator[str]:
     for arm in found.arms[1:]:
         place = _PLACES[arm]
         if step is not None and step.is_same and len(found.arms) == 2:
-            place = "at equal tokens, and in equal time: a step takes as long"
+            place = "at equal tokens, and in equal time (a step takes as long)"
         yield f"{place}: {words(found, arm)}"
     if step is not None:
         yield f"{step}{_third_runs(found)}"
@@ -111,10 +111,10 @@ def _dots(found: Try, arm: str) -> Markup:
     values, verdict = found.differences(arm), found.verdict(arm)
     drawn = []
     if values and math.isfinite(verdict.low):
-        left, right, low, high = 1.0, float(max(2, len(values))), verdict.low, verdict.high
+        left, right, low, high = 0.0, float(len(values) - 1), verdict.low, verdict.high
         corners = [(left, low), (right, low), (right, high), (left, high)]
         drawn.append(Series(corners, "", "series-0 faint", "area"))
-    placed = [(float(i), value) for i, value in enumerate(values, 1)]
+    placed = [(float(i), value) for i, value in enumerate(values)]
     with_arm = [pair for pair in found.pairs if arm in pair.loss]
     titles = [
         f"pair {pair.number}, seed {pair.seed}: {value:+.4f}" for pair, value in zip(with_arm, values, strict=True)
