@@ -45,6 +45,7 @@ CHANGES = (
     _change("norms-before-and-after", "model.norm_placement=both", "Gemma 2, 2024"),
     _change("parallel-blocks", "model.parallel_residual=true", "GPT-J, 2021"),
     _change("embedding-times-root-of-width", "model.embedding_scale=11.3", "Vaswani et al., 2017"),
+    _change("residual-scalars", "model.residual_scalars=true", "nanochat, 2025"),
     _change("residual-scale-half", "model.residual_scale=0.5", "Granite 3, 2024"),
     # the MLP
     _change("gelu", "model.mlp=gelu", "GPT-2, 2019"),
@@ -79,9 +80,12 @@ CHANGES = (
     _change("adamw-rate-halved", "train.learning_rate=0.01", "half the default, of embeddings, head and vectors"),
     _change("adamw-rate-doubled", "train.learning_rate=0.04", "twice the default, of embeddings, head and vectors"),
     _change("momentum-0-9", "train.muon_momentum=0.9", "Jordan et al., 2024, other momentum"),
+    _change("polar-express", "train.muon_coefficients=polar_express", "Amsel et al., 2025"),
+    _change("muon-3-iterations", "train.muon_iterations=3", "Jordan et al., 2024, fewer iterations"),
     _change("betas-0-9-0-99", "train.betas=[0.9,0.99]", "nanoGPT, 2022"),
     _change("no-weight-decay", "train.weight_decay=0", "Loshchilov & Hutter, 2019, without it"),
     _change("weight-decay-0-1", "train.weight_decay=0.1", "GPT-3, 2020"),
+    _change("cautious-weight-decay", "train.cautious_weight_decay=true train.weight_decay=0.1", "Chen et al., 2025"),
     _change("no-clipping", "train.grad_clip=0", "Pascanu et al., 2013, without it"),
     _change("weight-average", "train.ema_decay=0.98", "Polyak & Juditsky, 1992"),
     # schedule and batch
