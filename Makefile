@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-browser test-notebooks notebooks test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-tries test-crashes test-schema test-overload test-engine test-planted test-guide test-processors test-margins wheel lint bench first-hour clean
+.PHONY: help demo pipeline bands test test-browser test-notebooks notebooks test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-tries test-crashes test-schema test-overload test-engine test-planted test-guide test-processors test-margins wheel lint bench first-hour experiments league clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 4 minutes on 2 cores, installation included)"
@@ -30,6 +30,8 @@ help:
 	@echo "make lint    ruff, mypy and the import contract"
 	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about an hour on 2 cores)"
 	@echo "make first-hour  init, train and tune on four folders of texts, beside the old defaults, nanoGPT's recipe and xz (over two hours)"
+	@echo "make experiments  changes beside the defaults, by regime and seed, for docs/experiments.md (goes on where it was; many hours)"
+	@echo "make league  the recipes of bench/league/ on the same bytes, five minutes of two cores each, for docs/league.md"
 	@echo "make bench   speed beside textbook loops, torch's own passes, other engines, servers and data pipelines; memory beside what was planned"
 
 demo: .venv/.installed
@@ -146,6 +148,14 @@ bench: .venv/.installed-dev
 # A short look: FIRST_HOUR="--folder english --minutes 1".
 first-hour: .venv/.installed
 	$(BIN)/python bench/first_hour.py $(FIRST_HOUR)
+
+# Without a network: EXPERIMENTS="--shakespeare tinyshakespeare.txt"
+experiments: .venv/.installed
+	$(BIN)/python bench/experiments.py $(EXPERIMENTS)
+
+# Without a network: LEAGUE="--text tinyshakespeare.txt". An entry again: LEAGUE="--replay small"
+league: .venv/.installed
+	$(BIN)/python bench/league.py $(LEAGUE)
 
 # Without a network: BAND_SETTINGS="data.sources.0.path=tinyshakespeare.txt" BANDS=shakespeare-char
 BANDS ?= demo shakespeare-char

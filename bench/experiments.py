@@ -37,7 +37,7 @@ from recorded import REPOSITORY, Result, add_result, all_threads, provenance, re
 
 REGIMES = ("shakespeare", "stdlib", "mixture")
 REGIMES_FOLDER = REPOSITORY / "bench" / "regimes"
-RESULTS, PAGE = REPOSITORY / "docs" / "experiments.jsonl", REPOSITORY / "docs" / "experiments.md"
+RESULTS = REPOSITORY / "docs" / "experiments.jsonl"
 PACKAGES = ("torch", "sympy", "numpy")
 """Whose Python files the mixture reads: torch needs the others."""
 
@@ -212,14 +212,14 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=all_threads())
     parser.add_argument("--shakespeare", type=Path, help="TinyShakespeare, where it is not to be downloaded")
     parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / "experiments", help="runs and their text")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="lines; the page is beside it")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     options = options_of()
     if options.page:
-        write_page(read_results(options.results), PAGE)
+        write_page(read_results(options.results), options.results.with_suffix(".md"))
         return
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # of the runs
     until = time.monotonic() + 60 * options.minutes
@@ -239,7 +239,7 @@ def main() -> None:
                 session.measure(stop_asked)
         else:
             session.train(stop_asked, until)
-    write_page(read_results(options.results), PAGE)
+    write_page(read_results(options.results), options.results.with_suffix(".md"))
 
 
 if __name__ == "__main__":

@@ -129,11 +129,13 @@ def _heading(regimes: list[Regime], results: Sequence[Result]) -> Iterator[str]:
     yield ""
     asked = [row for regime in regimes for row in regime.rows if len(row.differences) >= FEWEST_PAIRS]
     n_runs = sum(len(regime.runs) for regime in regimes)
+    chance = (
+        f" {len(asked)} questions have {FEWEST_PAIRS} seeds or more: where no change did anything, chance alone would "
+        f"answer about {0.05 * len(asked):.1f} of them with better or worse."
+    )
     yield (
-        f"{n_runs:,} runs. {len(asked)} questions have {FEWEST_PAIRS} seeds or more: where no change did anything, "
-        f"chance alone would answer about {0.05 * len(asked):.1f} of them with better or worse. Rates and schedules "
-        "are the baseline's or the change's defaults, not tuned for the change; and what holds at these sizes may not "
-        "hold at others."
+        f"{n_runs:,} runs.{chance if asked else ''} Rates and schedules are the baseline's or the change's defaults, "
+        "not tuned for the change; and what holds at these sizes may not hold at others."
     )
     yield ""
     dates = sorted({line["date"] for line in results})
