@@ -97,8 +97,15 @@ def test_devices_that_divide_matrices_are_not_given_muon(parallel: dict[str, Any
 def test_an_adapter_is_not_given_muon() -> None:
     assert recipe({"max_steps": 10}, adapter={"rank": 4}).train.optimizer == "adamw"
     assert recipe({"max_steps": 10}, adapter={"rank": 4}).adapter == LoRAConfig(rank=4)
-    with pytest.raises(UserError, match=r"train\.optimizer=muon with an adapter"):
-        recipe({"max_steps": 10, "optimizer": "muon"}, adapter={"rank": 4})
+    for other in ("muon", "normuon", "soap"):
+        with pytest.raises(UserError, match=rf"train\.optimizer={other} with an adapter"):
+            recipe({"max_steps": 10, "optimizer": other}, adapter={"rank": 4})
+
+
+def test_what_is_not_adamws_alone_is_not_kept_in_8_bits() -> None:
+    for other in ("muon", "normuon", "soap"):
+        with pytest.raises(UserError, match=rf"optimizer_state=int8 with optimizer={other}.*set optimizer=adamw"):
+            recipe({"max_steps": 10, "optimizer": other, "optimizer_state": "int8"})
 
 
 @pytest.mark.parametrize("steps", [1, 3, 40, 400, 100_000])

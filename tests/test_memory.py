@@ -28,7 +28,7 @@ from gptworks.plan.layout import Layout, rank_config
 from gptworks.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS, Setting, training_peak
 from gptworks.plan.params import count_parameters
 from gptworks.plan.stages import MLP
-from gptworks.plan.state import optimizer_scratch_bytes
+from gptworks.plan.state import optimizer_scratch_bytes, trained_state_bytes
 from gptworks.plan.trained import everything, trained
 from gptworks.presets import PRESETS, preset
 from gptworks.quantize import formats
@@ -165,23 +165,24 @@ def test_accumulation_and_optimizers(batch_size: int, optimizer: str, precision:
     assert abs(error(model, "cpu", precision, 2, batch_size=batch_size, optimizer=optimizer)) < 0.02
 
 
-@pytest.mark.parametrize("train", [{"optimizer": "adamw"}, {"optimizer": "adamw", "optimizer_state": "int8"},
-                                   {"optimizer": "muon"}])  # fmt: skip
+@pytest.mark.parametrize("train", [
+    {"optimizer": "adamw", "cautious_weight_decay": True},
+    {"optimizer": "adamw", "cautious_weight_decay": True, "optimizer_state": "int8"},
+    {"optimizer": "muon", "cautious_weight_decay": True},
+    {"optimizer": "normuon"},
+    {"optimizer": "soap", "soap_frequency": 1},
+])  # fmt: skip
 def test_the_scratch_memory_of_an_optimizer(train: dict[str, Any]) -> None:
-    """Of a step so short that the optimizer is its peak; a cautious decay takes the signs of 2^18 elements."""
-    model = plain_model(**SMALL | {"context_length": 16, "d_model": 512, "d_ff": 2048, "vocab_size": 4000})
-    for decays in (False, True):
-        config = plain_training(max_steps=1, batch_size=1, cautious_weight_decay=decays, **train)
-        setting = Setting.of(model, config, "bf16", on_cpu=True)
-        traced = trace_step(Rehearsal(model, config, "cpu", "bf16"))
-        held = sum(n for part, n in training_peak(setting).parts.items() if part in (WEIGHTS, OPTIMIZER))
-        held += 4 * count_parameters(model).total  # gradients
-        scratch = optimizer_scratch_bytes(
-            count_parameters(model), config.optimizer, config.optimizer_state, everything(count_parameters(model)),
-            on_cpu=True, cautious=decays,
-        )  # fmt: skip
-        assert traced.optimizer_bytes == pytest.approx(held + scratch, abs=20_000)
-        assert scratch >= 4 * 2**18 or (config.optimizer, config.optimizer_state, decays) == ("adamw", "fp32", False)
+    """At the update alone, apart from the passes; a matrix has four times the elements that a cautious decay takes."""
+    model = plain_model(**SMALL | {"n_layers": 1, "context_length": 16, "d_model": 512, "d_ff": 2048})
+    config, count = plain_training(max_steps=1, batch_size=1, **train), count_parameters(model)
+    state = trained_state_bytes(count, config.optimizer, everything(count), config.optimizer_state)
+    scratch = optimizer_scratch_bytes(
+        count, config.optimizer, config.optimizer_state, everything(count), True, config.cautious_weight_decay
+    )
+    found = trace_step(Rehearsal(model, config, "cpu", "bf16")).optimizer_bytes
+    assert scratch >= 4 * 2**18
+    assert found == pytest.approx(2 * 4 * count.total + state + scratch, abs=20_000)  # with weights and gradients
 
 
 @pytest.mark.parametrize(("precision", "checkpointing"), [("fp32", "none"), ("bf16", "block")])

@@ -19,6 +19,7 @@ from gptworks.train.optim import adamw_int8, cautious
 from gptworks.train.optim.muon import TOGETHER, Muon, batches, divided, orthogonalized
 from gptworks.train.optim.optimizer import Optimizer, parameter_groups
 from gptworks.train.optim.polynomials import POLAR_EXPRESS, polynomials
+from gptworks.train.optim.soap import SOAP, begun
 from tiny import plain_model, plain_training
 
 CONFIG = plain_model(
@@ -75,7 +76,7 @@ def test_adamw_step_equals_torch_step_by_step() -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "int8"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon", "soap", "int8"])
 def test_a_cautious_decay_leaves_weights_alone_that_their_update_takes_away_from_zero(
     optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +93,7 @@ def test_a_cautious_decay_leaves_weights_alone_that_their_update_takes_away_from
     )  # fmt: skip
     models = model_with_gradients(), model_with_gradients()
     optimizers = Optimizer(models[0], plain), Optimizer(models[1], careful)
-    for step in range(3):
+    for step in range(4):
         before = {name: p.detach().clone() for name, p in models[0].named_parameters()}
         models[1].load_state_dict(before)
         torch.manual_seed(step)
@@ -262,6 +263,100 @@ def test_the_settings_of_muons_iterations_reach_it(settings: dict[str, Any], mon
             torch.testing.assert_close(parameter - before[name], (-rate * update).float(), rtol=0, atol=0.03)
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_normuon_gives_each_row_its_own_rate(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Li et al. (2025), algorithm 1, in float64, of the orthogonal updates that Muon makes of the same gradients; an
+    update keeps its norm. Rows whose gradients are larger than others' get no larger steps."""
+    if not native:
+        monkeypatch.setattr("gptworks.train.optim.muon.muon_library", lambda tensors: None)
+    generator = torch.Generator().manual_seed(0)
+    shapes, rate, decay = [(24, 16), (24, 16), (16, 40)], 0.05, 0.3
+    mine, plain = ([nn.Parameter(torch.zeros(shape)) for shape in shapes] for _ in range(2))
+    settings: dict[str, Any] = {"lr": rate, "weight_decay": decay, "momentum": 0.8}
+    normuon, muon = Muon(mine, **settings, row_beta=0.6), Muon(plain, **settings)
+    averages = [torch.zeros(shape[0], dtype=torch.float64) for shape in shapes]
+    for _ in range(4):
+        before = [parameter.detach().double() for parameter in mine]
+        for a, b in zip(mine, plain, strict=True):
+            a.grad = b.grad = torch.randn(a.shape, generator=generator) * torch.logspace(-2, 2, a.size(0))[:, None]
+            b.data.zero_()
+        for optimizer in (normuon, muon):
+            optimizer.step()
+        for i, parameter in enumerate(mine):
+            scale = rate * max(1, parameter.size(0) / parameter.size(1)) ** 0.5
+            orthogonal = -plain[i].detach().double() / scale
+            averages[i] = 0.6 * averages[i] + 0.4 * orthogonal.square().mean(dim=1)
+            update = orthogonal / averages[i].sqrt()[:, None]
+            update *= orthogonal.norm() / update.norm()
+            expected = before[i] * (1 - rate * decay) - scale * update
+            torch.testing.assert_close(parameter.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def soap_twin(state: dict[str, Any], weight: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Vyas et al. (2024), algorithms 3 and 4, with the bases refreshed at every second step; rate 0.1, decay 0.2."""
+    left, right, q, p = (state[name].clone() for name in ("left", "right", "left_basis", "right_basis"))
+    first, second = (torch.zeros_like(weight) for _ in range(2))
+    for step, g in enumerate(gradients, 1):
+        first = 0.8 * first + 0.2 * g
+        second = 0.9 * second + 0.1 * (q.T @ g @ p) ** 2
+        made = (q.T @ first @ p / (1 - 0.8**step)) / ((second / (1 - 0.9**step)).sqrt() + 1e-8)
+        weight = (1 - 0.1 * 0.2) * weight - 0.1 * q @ made @ p.T
+        left, right = 0.9 * left + 0.1 * g @ g.T, 0.9 * right + 0.1 * g.T @ g
+        if step % 2 == 0:
+            rows, columns = ((x.T @ y @ x).diagonal().sort(descending=True).indices for x, y in ((q, left), (p, right)))
+            q, p = torch.linalg.qr(left @ q[:, rows])[0], torch.linalg.qr(right @ p[:, columns])[0]
+            second = second[rows][:, columns]
+    return weight
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (7, 7)])
+def test_soap_is_adam_in_the_eigenvectors_of_its_preconditioners(shape: tuple[int, int]) -> None:
+    """Five steps in float64, beside a plain twin."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, dtype=torch.float64, generator=generator)
+
+    matrix, gradients = nn.Parameter(normal(*shape)), [normal(*shape) for _ in range(5)]
+    optimizer = SOAP([{"params": [matrix], "lr": 0.1, "weight_decay": 0.2}], (0.8, 0.9), 1e-8, frequency=2)
+    state = begun(torch.zeros(shape, dtype=torch.float64), 0.9)
+    for side, size in zip(("left", "right"), shape, strict=True):
+        root = normal(size, 2 * size)
+        state[side] = root @ root.T
+        state[f"{side}_basis"] = torch.linalg.eigh(state[side]).eigenvectors
+    expected = soap_twin(state, matrix.detach().clone(), gradients)
+    optimizer.state[matrix] = state
+    for gradient in gradients:
+        matrix.grad = gradient
+        optimizer.step()
+    torch.testing.assert_close(matrix.detach(), expected, rtol=0, atol=1e-9)
+
+
+def test_soaps_first_gradient_makes_its_preconditioners_and_no_step() -> None:
+    torch.manual_seed(0)
+    matrix = nn.Parameter(torch.randn(6, 4))
+    before, matrix.grad = matrix.detach().clone(), torch.randn(6, 4)
+    optimizer = SOAP([{"params": [matrix], "lr": 0.1, "weight_decay": 0.2}], (0.8, 0.9), 1e-8, frequency=2)
+    optimizer.step()
+    assert torch.equal(matrix, before)
+    state = optimizer.state[matrix]
+    for side, product in (("left", matrix.grad @ matrix.grad.T), ("right", matrix.grad.T @ matrix.grad)):
+        torch.testing.assert_close(state[side], 0.1 * product)
+        basis = state[f"{side}_basis"]
+        torch.testing.assert_close(basis.T @ basis, torch.eye(len(basis)), rtol=0, atol=1e-5)
+        values = basis.T @ state[side] @ basis
+        torch.testing.assert_close(values, values.diagonal().sort(descending=True).values.diag(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon", "soap"])
+def test_the_plan_counts_the_bytes_of_the_state(optimizer: str) -> None:
+    train = plain_training(max_steps=1, optimizer=optimizer)
+    made, count = Optimizer(model_with_gradients(), train), count_parameters(CONFIG)
+    made.step(NO_SCALER)
+    kept = sum(x.nbytes for key, x in made.state_tensors().items() if not key.endswith("/step"))
+    assert trained_state_bytes(count, optimizer, everything(count)) == kept
+
+
 def test_matrices_of_one_shape_go_together_up_to_a_limit() -> None:
     many = [nn.Parameter(torch.empty(1024, 1024)) for _ in range(6)]
     other, large = nn.Parameter(torch.empty(8, 8)), nn.Parameter(torch.empty(4096, 2048))
@@ -306,7 +401,9 @@ def test_moments_in_8_bits_that_do_not_fit_are_refused(
         read_tensors(path, optimizer.expected_tensors, owner="the run's optimizer")
 
 
-@pytest.mark.parametrize("settings", [{"optimizer": "muon"}, {"optimizer": "adamw", "optimizer_state": "int8"},
+@pytest.mark.parametrize("settings", [{"optimizer": "muon"}, {"optimizer": "normuon"},
+                                      {"optimizer": "soap", "soap_frequency": 2},
+                                      {"optimizer": "adamw", "optimizer_state": "int8"},
                                       {"optimizer": "adamw", "cautious_weight_decay": True}])  # fmt: skip
 def test_state_round_trips_and_the_next_step_is_identical(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -315,11 +412,17 @@ def test_state_round_trips_and_the_next_step_is_identical(
     train = plain_training(max_steps=1, **settings)
     first = model_with_gradients()
     optimizer = Optimizer(first, train)
-    optimizer.step(NO_SCALER)
+    for _ in range(3):
+        optimizer.step(NO_SCALER)
     second = model_with_gradients(seed=1)
     second.load_state_dict(first.state_dict())
     restored = Optimizer(second, train)
-    restored.load_state_tensors({key: value.clone() for key, value in optimizer.state_tensors().items()})
+    saved = {key: value.clone() for key, value in optimizer.state_tensors().items()}
+    expected = restored.expected_tensors(saved)
+    assert {key: (one.shape, one.dtype) for key, one in expected.items()} == {
+        key: (tuple(tensor.shape), tensor.dtype) for key, tensor in saved.items()
+    }
+    restored.load_state_tensors(saved)
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         b.grad = a.grad
     optimizer.step(NO_SCALER)

@@ -171,7 +171,9 @@ def test_gradients_are_those_of_one_process(n_ranks: int, tmp_path: Path) -> Non
 
 def test_ranks_divide_what_muon_orthogonalizes_and_any_number_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     """Also where two ranks begin and one goes on, and where one begins and two go on: given the same gradients."""
-    cases = [case(model, ("none", 2, 1), optimizer="muon") for model in ("grouped", "experts")]
+    cases = [
+        case(model, ("none", 2, 1), optimizer=kind) for model, kind in (("grouped", "muon"), ("experts", "normuon"))
+    ]
     (tmp_path / "cases").write_text(json.dumps(cases), encoding="utf-8")
     torchrun(2, "muon", tmp_path / "cases")
     for result in json.loads((tmp_path / "cases.results").read_text(encoding="utf-8")):
@@ -460,6 +462,7 @@ def test_two_nodes_train_as_one_does(two_nodes: list[list[str]], tmp_path: Path)
             "muon works on whole matrices and train.parallel.tensor_parallel=2 divides them",
         ),
         (2, {"train.parallel.strategy": "fsdp", "train.optimizer": "muon"}, "strategy=fsdp divides them"),
+        (2, {"train.parallel.strategy": "fsdp", "train.optimizer": "soap"}, "train.optimizer=soap works on whole"),
         (2, {"train.parallel.strategy": "fsdp", "train.precision": "fp16"}, "use bf16 or fp32"),
     ],
 )

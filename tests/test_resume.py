@@ -16,6 +16,7 @@ import tiny
 from commands import Process
 from gptworks.checkpoint import checkpoints
 from gptworks.train.record.metrics import MEASURED, read_metrics
+from halves import assert_resumes_exactly
 
 STEPS = 40
 KILLS = 5
@@ -118,6 +119,18 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
     assert process.returncode == 0, output
     assert f"{newest} is damaged" in output
     assert_same_run(whole, run_dir)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": "normuon", "muon_coefficients": "polar_express"},
+        {"optimizer": "soap", "soap_frequency": 3, "cautious_weight_decay": True},
+    ],
+    ids=lambda settings: settings["optimizer"],
+)
+def test_whatever_an_optimizer_keeps_is_resumed(settings: dict[str, Any], tmp_path: Path) -> None:
+    assert_resumes_exactly(tiny.recipe_tree(tmp_path, max_steps=8, **settings), at_step=6)
 
 
 def test_metrics_are_json_without_gaps_or_repeats(uninterrupted: tuple[Path, Path]) -> None:

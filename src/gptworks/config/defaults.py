@@ -65,9 +65,9 @@ def train_defaults(
     if tunes or adapter:
         judged = objective.rows_per_sample > 1 or objective.rollouts is not None
         settings |= {"learning_rate": tuning_rate(model.d_model, judged, adapter), "weight_decay": 0.0}
-    elif optimizer == "adamw":
+    elif optimizer in ("adamw", "soap"):
         rate = min(HIGHEST_ADAMW_RATE, ADAMW_RATE_TIMES_WIDTH / model.d_model)
-        settings |= {"learning_rate": _rounded(rate), "weight_decay": 0.1}
+        settings |= {"learning_rate": _rounded(rate), "weight_decay": 0.1 if optimizer == "adamw" else 0.01}
     else:
         settings["learning_rate"] = _rounded(RATE * min(1, RATE_WIDTH / model.d_model) ** 0.5)
     if ENDS.isdisjoint(given):

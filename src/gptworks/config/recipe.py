@@ -140,10 +140,11 @@ class Recipe(Section):
             return
         if self.freeze is not None:
             raise ValueError("adapter and freeze are both set: an adapter trains nothing else; drop one of them")
-        if self.train.optimizer == "muon":
+        if self.train.optimizer != "adamw":
+            made = "an orthogonal step" if self.train.orthogonalizes else "an eigenbasis"
             raise ValueError(
-                "train.optimizer=muon with an adapter: an orthogonal step of A or of B alone is none of their product; "
-                "set train.optimizer=adamw"
+                f"train.optimizer={self.train.optimizer} with an adapter: {made} of A or of B alone is none of their "
+                f"product; set train.optimizer=adamw"
             )
         if self.train.parallel.tensor_parallel > 1:
             raise ValueError(

@@ -72,9 +72,10 @@ class TrainConfig(Section):
         0.001, ge=0, description="Weight of the routers' z-loss (Zoph et al., 2022)."
     )
 
-    optimizer: Fixed[Literal["adamw", "muon"]] = Field(
+    optimizer: Fixed[Literal["adamw", "muon", "normuon", "soap"]] = Field(
         "muon",
-        description="muon: Muon for the blocks' matrices (Jordan et al., 2024), AdamW for the rest. "
+        description="muon: Muon for the blocks' matrices (Jordan et al., 2024), AdamW for the rest; normuon: with rows "
+        "of one size (Li et al., 2025); soap: for them Adam in Shampoo's eigenbasis (Vyas et al., 2024). "
         "From trained weights, and with an adapter, the default is adamw.",
     )
     optimizer_state: Fixed[Literal["fp32", "int8"]] = Field(
@@ -98,6 +99,10 @@ class TrainConfig(Section):
     )
     muon_iterations: Steering[int] = Field(
         5, ge=1, le=20, description="Iterations by which Muon orthogonalizes a matrix."
+    )
+    normuon_beta: Steering[Fraction] = Field(0.95, description="Decay of the second moments of NorMuon's rows.")
+    soap_frequency: Steering[PositiveInt] = Field(
+        10, description="Steps from one refresh of SOAP's eigenbases to the next."
     )
     betas: Steering[tuple[Fraction, Fraction]] = (0.9, 0.95)
     eps: Steering[float] = Field(1e-8, gt=0)
@@ -193,10 +198,11 @@ class TrainConfig(Section):
                 f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}: "
                 f"a step is a whole number of micro-batches"
             )
-        if self.optimizer == "muon" and self.optimizer_state == "int8":
+        if self.optimizer != "adamw" and self.optimizer_state == "int8":
             raise ValueError(
-                "optimizer_state=int8 with optimizer=muon: Muon keeps one moment of the blocks' matrices, and AdamW's "
-                "of all else stay fp32 in any case; set optimizer=adamw, or leave optimizer_state out"
+                f"optimizer_state=int8 with optimizer={self.optimizer}: what it keeps of the blocks' matrices are not "
+                f"AdamW's moments, and AdamW's of all else stay fp32 in any case; set optimizer=adamw, or leave "
+                f"optimizer_state out"
             )
         if self.max_steps is not None and self.warmup_steps >= self.max_steps:
             raise ValueError(
@@ -210,6 +216,11 @@ class TrainConfig(Section):
         if wanted is None:
             wanted = max(1, EVALUATED_TOKENS // context_length)
         return 0 if wanted >= n_there else wanted
+
+    @property
+    def orthogonalizes(self) -> bool:
+        """Whether Muon or NorMuon updates the blocks' matrices, at `muon_learning_rate`."""
+        return self.optimizer in ("muon", "normuon")
 
     @property
     def accumulation_steps(self) -> int:

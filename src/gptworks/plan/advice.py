@@ -161,7 +161,9 @@ def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Reme
     furthest = (*mild, *blocks[-1:])
     int8 = _Remedy(("train.optimizer_state=int8",), "the optimizer's moments are rounded")
     muon = _Remedy(("train.optimizer=muon",), "another optimizer, with half the state")
-    for smaller in (int8, muon) if train.optimizer == "adamw" and train.optimizer_state == "fp32" else ():
+    adamw_alone = _Remedy(("train.optimizer=adamw",), "another optimizer, with two moments alone")
+    others = {"adamw": (int8, muon), "soap": (adamw_alone, muon)}
+    for smaller in others.get(train.optimizer, ()) if train.optimizer_state == "fp32" else ():
         if recipe.adapter is None:
             yield (smaller,)
             if furthest:
@@ -192,7 +194,7 @@ def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list
     strategy = ["train.parallel.strategy=fsdp"]
     if not train.parallel.reshard_after_forward:
         strategy.append("train.parallel.reshard_after_forward=true")
-    if train.optimizer == "muon":
+    if train.optimizer != "adamw":
         strategy.append("train.optimizer=adamw")
     if train.optimizer_state == "int8":
         strategy.append("train.optimizer_state=fp32")

@@ -150,9 +150,10 @@ def _tensor_refusal(model: ModelConfig, tensor: int) -> Refusal | None:
 
 def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | None:
     """Why the recipe's tensors cannot be divided among ranks."""
-    if recipe.train.optimizer == "muon":
+    if recipe.train.optimizer != "adamw":
         return Refusal(
-            f"train.optimizer=muon works on whole matrices and train.parallel.{setting} divides them",
+            f"train.optimizer={recipe.train.optimizer} works on whole matrices and train.parallel.{setting} divides "
+            f"them",
             "use strategy=ddp with tensor_parallel=1, or optimizer=adamw.",
         )
     if precision == "fp16":

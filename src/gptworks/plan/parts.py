@@ -7,6 +7,7 @@ from typing import Self
 from gptworks.config import Recipe
 from gptworks.plan.inference import kept_ids_bytes, kv_cache_bytes, tensor_bytes
 from gptworks.plan.params import Shape, count_parameters
+from gptworks.plan.state import matrix_state_bytes
 from gptworks.plan.trained import moments_in_8_bits, trains
 from gptworks.plan.work import work_of_modules
 
@@ -69,12 +70,12 @@ def _of_tensor(recipe: Recipe, name: str, shape: Shape) -> Figures:
     in_8_bits = added if adapter is not None else [size] if whole and is_matrix else []
     n_small, n_scales = moments_in_8_bits(in_8_bits) if recipe.train.optimizer_state == "int8" else (0, 0)
     trained = sum(added) + whole * size
-    muon = 4 * size if recipe.train.optimizer == "muon" and whole and is_matrix else 0
+    own_state = matrix_state_bytes(recipe.train.optimizer, shape) if is_matrix else 8 * size
     precision = adapter.base if adapter is not None and packs else "fp32"
     return Figures(
         parameters=size,
         adapter_parameters=sum(added),
         weights_bytes=tensor_bytes(shape, precision, in_block=is_matrix) + 4 * sum(added),
         gradients_bytes=4 * trained,
-        optimizer_bytes=8 * trained - muon - 6 * n_small + 4 * n_scales,
+        optimizer_bytes=8 * sum(added) + whole * own_state - 6 * n_small + 4 * n_scales,
     )

@@ -4,7 +4,7 @@ from collections import Counter
 from math import prod
 
 from gptworks.plan.inference import weights_bytes
-from gptworks.plan.params import ParameterCount
+from gptworks.plan.params import ParameterCount, Shape
 from gptworks.plan.trained import Trained
 
 MUON_TOGETHER = 2**22
@@ -24,11 +24,30 @@ def held_weights_bytes(parameters: ParameterCount, trained: Trained) -> int:
 
 
 def trained_state_bytes(parameters: ParameterCount, optimizer: str, trained: Trained, moments: str = "fp32") -> int:
-    """The optimizer's state: two moments of AdamW, one of Muon; of an adapter, and of what is not frozen."""
-    muon = parameters.block_matrices if optimizer == "muon" else 0
+    """The optimizer's state: AdamW's two moments, and what another keeps of the blocks' matrices instead; of an
+    adapter, and of what is not frozen."""
     n_small, n_scales = trained.in_8_bits if moments == "int8" else (0, 0)
-    whole = 8 * trained.added + round(4 * (2 * trained.share * parameters.total - trained.matrix_share * muon))
-    return whole - 6 * n_small + 4 * n_scales
+    by_adamw = 8 * trained.added + round(8 * trained.share * parameters.total) - 6 * n_small + 4 * n_scales
+    if optimizer == "adamw":
+        return by_adamw
+    return by_adamw + sum(matrix_state_bytes(optimizer, shape) - 8 * prod(shape) for shape in trained.matrices)
+
+
+def matrix_state_bytes(optimizer: str, shape: Shape) -> int:
+    """The state of one of the blocks' matrices in fp32: AdamW's two moments; Muon's one; NorMuon's, and one for each
+    row; SOAP's two, and for rows and for columns a preconditioner and its eigenvectors."""
+    if len(shape) != 2:
+        return 8 * prod(shape)
+    rows, columns = shape
+    return (
+        4
+        * {
+            "adamw": 2 * rows * columns,
+            "muon": rows * columns,
+            "normuon": rows * columns + rows,
+            "soap": 2 * (rows * columns + rows**2 + columns**2),
+        }[optimizer]
+    )
 
 
 def optimizer_scratch_bytes(
@@ -41,8 +60,9 @@ def optimizer_scratch_bytes(
     n_shares: int = 1,
 ) -> int:
     """Fused AdamW needs none; with moments in 8 bits both stand in fp32, and a third tensor, for a piece of a matrix.
-    Muon makes the updates of some matrices of one shape at a time, in bf16. Cautious decay takes the signs of a piece
-    of a matrix; where Muon or 8 bits do so, others are freed by then.
+    Muon and NorMuon make the updates of some matrices of one shape at a time, in bf16. SOAP multiplies a preconditioner
+    with its basis, sorts that and factors it. Cautious decay takes the signs of a piece of a matrix; where others than
+    AdamW in fp32 do so, what they needed is freed by then.
 
     Args:
         cautious: whether matrices are decayed so.
@@ -65,8 +85,11 @@ def optimizer_scratch_bytes(
     least = 4 * min(decayed, CAUTIOUS_ON_CPU if on_cpu else CAUTIOUS_ELSEWHERE)
     if moments == "int8":
         return max(least, 12 * min(largest, INT8_ON_CPU if on_cpu else INT8_ELSEWHERE))
-    if optimizer != "muon":
+    if optimizer == "adamw":
         return least
+    if optimizer == "soap":
+        widest = max(map(max, trained.matrices), default=0)
+        return max(least, 4 * 4 * widest**2 + 8 * widest)
     most = least
     for shape, n in shapes.items():
         a, b = shape

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from gptworks.config import ADAPTED_MODULES, FreezeConfig, LoRAConfig, ModelConfig
-from gptworks.plan.params import ParameterCount, count_parameters
+from gptworks.plan.params import ParameterCount, Shape, count_parameters
 
 LEAST_IN_8_BITS, SCALED_TOGETHER = 4096, 256
 """LEAST and BLOCK of `gptworks.train.optim.adamw_int8`, which importing would import torch."""
@@ -21,8 +21,8 @@ class Trained:
     """Parameters of an adapter, which stand beside the model's."""
     share: float
     """Of the model's own parameters, those that are trained."""
-    matrix_share: float
-    """The same of the weights of the blocks' matrices, which Muon optimizes."""
+    matrices: tuple[Shape, ...]
+    """Of the blocks' own matrices, those that are trained: what Muon or SOAP optimizes."""
     head: bool
     """Whether the head's matrix, or the embedding that it is tied to, is trained."""
     embedding: bool
@@ -53,21 +53,21 @@ def trains(parameter: str, adapter: LoRAConfig | None, freeze: FreezeConfig | No
 
 def everything(count: ParameterCount) -> Trained:
     """A whole model."""
-    sizes = [
-        prod(shape)
+    matrices = tuple(
+        shape
         for group in count.groups.values()
         for shape in group.tensors.values()
         if group.in_block and len(shape) == 2
         for _ in range(group.repeats)
-    ]
+    )
     return Trained(
         parameters=count.total,
         added=0,
         share=1.0,
-        matrix_share=1.0,
+        matrices=matrices,
         head=True,
         embedding=True,
-        in_8_bits=moments_in_8_bits(sizes),
+        in_8_bits=moments_in_8_bits(map(prod, matrices)),
     )
 
 
@@ -84,17 +84,17 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
     count = count_parameters(model)
     shapes = count.shapes
     own = {name: prod(shape) for name, shape in shapes.items() if trains(name, adapter, freeze)}
-    matrices = [size for name, size in own.items() if name.startswith("blocks.") and len(shapes[name]) == 2]
+    matrices = tuple(shapes[name] for name in own if name.startswith("blocks.") and len(shapes[name]) == 2)
     part = Trained(
         parameters=sum(own.values()),
         added=0,
         share=sum(own.values()) / count.total,
-        matrix_share=sum(matrices) / count.block_matrices,
+        matrices=matrices,
         head=("token_embedding.weight" if model.tie_embeddings else "untied_head.weight") in own,
         embedding=any(
             name.startswith(("token_embedding.", "position_embedding.", "bigram_embedding.")) for name in own
         ),
-        in_8_bits=moments_in_8_bits(matrices),
+        in_8_bits=moments_in_8_bits(map(prod, matrices)),
     )
     if adapter is None:
         blocks = [int(name.split(".")[1]) for name in own if name.startswith("blocks.")]

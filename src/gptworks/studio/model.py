@@ -138,7 +138,9 @@ def _training_facts(recipe: Recipe, whole: Figures) -> Iterator[tuple[str, str]]
         yield "the adapter's parameters", f"{whole.adapter_parameters:,}"
     yield "weights in training", readable(whole.weights_bytes, "B")
     yield "gradients in training", readable(whole.gradients_bytes, "B")
-    name = {"adamw": "AdamW", "muon": "Muon and AdamW"}[recipe.train.optimizer]
+    name = {"adamw": "AdamW", "muon": "Muon and AdamW", "normuon": "NorMuon and AdamW", "soap": "SOAP and AdamW"}[
+        recipe.train.optimizer
+    ]
     yield f"optimizer state, {name}", readable(whole.optimizer_bytes, "B")
 
 

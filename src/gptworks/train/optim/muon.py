@@ -21,6 +21,9 @@ from gptworks.train.optim.polynomials import Polynomial, polynomials
 TOGETHER = 2**22
 """Elements orthogonalized at once, at most: larger matrices gain nothing from company, and need scratch memory each."""
 
+ROW_EPS = 1e-10
+"""The least that a row of NorMuon is divided by."""
+
 
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon` with the settings it has by default, Nesterov's momentum included."""
@@ -30,6 +33,7 @@ class Muon(torch.optim.Muon):
         *arguments: Any,
         orthogonalizing: tuple[Polynomial, ...] = polynomials("jordan", 5),
         cautious: bool = False,
+        row_beta: float | None = None,
         replicas: distributed.ProcessGroup | None = None,
         **settings: Any,
     ) -> None:
@@ -37,10 +41,11 @@ class Muon(torch.optim.Muon):
         Args:
             orthogonalizing: the polynomial of each iteration.
             cautious: decay as in `gptworks.train.optim.cautious`.
+            row_beta: of the rows' second moments of NorMuon; None: Muon.
             replicas: the ranks that hold the same parameters and gradients and step together; None: this one alone.
         """
         super().__init__(*arguments, **settings)
-        self._polynomials, self._cautious = orthogonalizing, cautious
+        self._polynomials, self._cautious, self._row_beta = orthogonalizing, cautious, row_beta
         self._replicas = replicas
         self._rank, self._n_ranks = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
 
@@ -95,7 +100,28 @@ class Muon(torch.optim.Muon):
                 decay_where_agreed(parameter, update.float(), decay)
             else:
                 parameter.mul_(1 - decay)
-            parameter.add_(update, alpha=-rate)
+            if self._row_beta is None:
+                parameter.add_(update, alpha=-rate)
+            else:
+                parameter.add_(update * self._row_factors(parameter, update, self._row_beta)[:, None], alpha=-rate)
+
+    @property
+    def normalizes_rows(self) -> bool:
+        """Whether this is NorMuon."""
+        return self._row_beta is not None
+
+    def _row_factors(self, parameter: nn.Parameter, update: Tensor, beta: float) -> Tensor:
+        """What each row of an orthogonal update [rows, columns] is multiplied by, [rows] in float32: the inverse root
+        of the average over the steps of its mean square, and for all rows what keeps the update's norm (Li et al.,
+        2025, "NorMuon", arXiv 2510.05491, algorithm 1; the norm as in the authors' code, so that Muon's rates stay).
+        """
+        norms = torch.linalg.vector_norm(update, dim=1, dtype=torch.float32)
+        state = self.state[parameter]
+        if "row_second_moment" not in state:
+            state["row_second_moment"] = torch.zeros_like(norms)
+        average: Tensor = state["row_second_moment"].lerp_(norms.square() / update.size(1), 1 - beta)
+        factors = 1 / (average.sqrt() + ROW_EPS)
+        return factors * (norms.norm() / (norms * factors).norm().clamp(min=ROW_EPS))
 
     def _momentum(self, parameter: nn.Parameter, momentum: float) -> Tensor:
         """The parameter's momentum with this step's gradient in it. Every rank keeps it for every matrix, so that any

@@ -1,5 +1,5 @@
-"""Optimizers: AdamW, its moments of the blocks' matrices in fp32 or in 8 bits, or Muon for those beside AdamW for the
-rest. Decay falls on matrices alone."""
+"""Optimizers: AdamW, its moments of the blocks' matrices in fp32 or in 8 bits, or Muon, NorMuon or SOAP for those
+beside AdamW for the rest. Decay falls on matrices alone."""
 
 import math
 from collections.abc import Collection
@@ -15,6 +15,7 @@ from gptworks.train.optim.adamw_int8 import LEAST, SLOTS, AdamWInt8, n_blocks
 from gptworks.train.optim.cautious import CautiousAdamW
 from gptworks.train.optim.muon import Muon
 from gptworks.train.optim.polynomials import polynomials
+from gptworks.train.optim.soap import SIDES, SOAP
 
 Group = dict[str, Any]
 """Parameters that share a peak learning rate and a weight decay, as torch's optimizers take them."""
@@ -33,9 +34,10 @@ def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) ->
     for (kind, _), names in members.items():
         if not names:
             continue
-        by_muon = train.optimizer == "muon" and kind == "matrices"
+        by_muon = train.orthogonalizes and kind == "matrices"
         rate = train.muon_learning_rate if by_muon else train.learning_rate
-        groups.setdefault("muon" if by_muon else "adamw_int8" if kind == "in 8 bits" else "adamw", []).append(
+        updater = train.optimizer if kind == "matrices" else "adamw_int8" if kind == "in 8 bits" else "adamw"
+        groups.setdefault(updater, []).append(
             {
                 "names": names,
                 "params": [parameters[name] for name in names],
@@ -65,12 +67,15 @@ class Optimizer:
                 optimizer = adamw(groups, betas=train.betas, eps=train.eps, fused=fused)
             elif kind == "adamw_int8":
                 optimizer = AdamWInt8(groups, train.betas, train.eps, train.cautious_weight_decay)
+            elif kind == "soap":
+                optimizer = SOAP(groups, train.betas, train.eps, train.soap_frequency, train.cautious_weight_decay)
             else:
                 optimizer = Muon(
                     groups,
                     momentum=train.muon_momentum,
                     orthogonalizing=polynomials(train.muon_coefficients, train.muon_iterations),
                     cautious=train.cautious_weight_decay,
+                    row_beta=train.normuon_beta if kind == "normuon" else None,
                     replicas=replicas,
                 )
             self._optimizers.append((optimizer, [name for group in groups for name in group["names"]]))
@@ -123,11 +128,18 @@ class Optimizer:
                     continue
                 if isinstance(optimizer, Muon):
                     expected[f"{name}/momentum_buffer"] = Expected(shapes[name])
+                    if optimizer.normalizes_rows:
+                        expected[f"{name}/row_second_moment"] = Expected(shapes[name][:1], least=0)
                     continue
                 expected[f"{name}/step"] = Expected((), least=0)
                 int8 = isinstance(optimizer, AdamWInt8)
                 for slot, dtype, least in zip(SLOTS, (torch.int8, torch.uint8), (-math.inf, 0), strict=True):
                     expected[f"{name}/{slot}"] = Expected(shapes[name], dtype if int8 else torch.float32, least)
+                    if isinstance(optimizer, SOAP):
+                        for side, size in zip(SIDES, shapes[name], strict=True):
+                            expected |= dict.fromkeys(
+                                (f"{name}/{side}", f"{name}/{side}_basis"), Expected((size, size))
+                            )
                     if int8:
                         scales = (n_blocks(self.parameters[name].numel()),)
                         expected[f"{name}/{slot}_scale"] = Expected(scales, least=0)

@@ -132,7 +132,7 @@ def _training(
     cut = f" in {train.accumulation_steps} micro-batches" if train.accumulation_steps > 1 else ""
     between = "; a better one between these: weights only" if train.evaluate_every % train.checkpoint_every else ""
     cautious = "cautious " if train.cautious_weight_decay else ""
-    matrices = f" ({train.muon_learning_rate:g} for matrices)" if train.optimizer == "muon" else ""
+    matrices = f" ({train.muon_learning_rate:g} for matrices)" if train.orthogonalizes else ""
     return {
         **({} if recipe.initialize_from is None else {"started from": f"the run {recipe.initialize_from.name}"}),
         "in training" if reason is None else "ended": f"{reason or 'so far'}, step {progress.step:,}",
