@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import tiny
 from gptworks.checkpoint import Checkpoint, all_checkpoints, checkpoints, load_run
+from gptworks.config import TrainConfig
 from gptworks.errors import RunError
 from gptworks.evaluate.loss import LossReport
 from gptworks.model import GPT
@@ -223,7 +225,7 @@ def test_a_run_killed_in_a_rollback_does_the_same_again(tmp_path: Path, removed:
 def test_the_average_by_hand() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
-    average, expected = WeightAverage(model, 0.5), 1.0
+    average, expected = WeightAverage(model, TrainConfig(max_steps=4, ema_decay=0.5)), 1.0
     for step, value in enumerate((2.0, 4.0, 8.0, 16.0)):
         nn.init.constant_(model.weight, value)
         average.update(step)
@@ -235,10 +237,39 @@ def test_the_average_by_hand() -> None:
     assert model.weight.item() == 16.0
 
 
-def test_the_average_is_what_is_evaluated_and_published_and_training_goes_on_without_it(tmp_path: Path) -> None:
-    for name, decay in (("plain", 0.0), ("averaged", 0.9)):
+def test_the_last_steps_average_evenly() -> None:
+    """Of ten steps the last four; before these the average is the weights."""
+    model = nn.Linear(1, 1, bias=False)
+    average, values = (
+        WeightAverage(model, TrainConfig(max_steps=10, average_last=0.4)),
+        [float(n**2) for n in range(10)],
+    )
+    for step, value in enumerate(values):
+        nn.init.constant_(model.weight, value)
+        average.update(step, 10)
+        averaged = values[6 : step + 1] or [value]
+        assert average.tensors["weight"].item() == pytest.approx(sum(averaged) / len(averaged))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ema_decay": 0.9}, "average_last=0.2 and ema_decay=0.9: weights have one average"),
+        ({"max_minutes": 3}, "average_last=0.2 and max_minutes=3: the clock may end the run"),
+    ],
+)
+def test_an_average_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TrainConfig(max_steps=100, average_last=0.2, **settings)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("ema_decay", 0.9), ("average_last", 0.5)])
+def test_the_average_is_what_is_evaluated_and_published_and_training_goes_on_without_it(
+    kind: str, size: float, tmp_path: Path
+) -> None:
+    for name, average in (("plain", {}), ("averaged", {kind: size})):
         (tmp_path / name).mkdir()
-        run(tmp_path / name, None, max_steps=12, ema_decay=decay, checkpoint_every=12)
+        run(tmp_path / name, None, max_steps=12, **average, checkpoint_every=12)
     plain, averaged = ([r["loss"] for r in records(tmp_path / n, "train")] for n in ("plain", "averaged"))
     assert plain == averaged, "training does not see the average"
     folders = [checkpoints(tmp_path / name / "run")[0].folder for name in ("plain", "averaged")]

@@ -102,6 +102,13 @@ def test_an_adapter_is_not_given_muon() -> None:
             recipe({"max_steps": 10, "optimizer": other}, adapter={"rank": 4})
 
 
+def test_a_tied_head_has_no_rate_of_its_own() -> None:
+    settings = {"max_steps": 10, "rate_factors": {"head": 0.5}}
+    assert recipe(settings, model={"tie_embeddings": False}).train.rate_factors.head == 0.5
+    with pytest.raises(UserError, match=r"rate_factors\.head=0\.5 and model\.tie_embeddings=true.*embeddings"):
+        recipe(settings, model={"tie_embeddings": True})
+
+
 def test_what_is_not_adamws_alone_is_not_kept_in_8_bits() -> None:
     for other in ("muon", "normuon", "soap"):
         with pytest.raises(UserError, match=rf"optimizer_state=int8 with optimizer={other}.*set optimizer=adamw"):

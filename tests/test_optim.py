@@ -48,6 +48,34 @@ def test_decay_falls_on_matrices_alone_and_every_parameter_is_in_one_group() -> 
         assert {shapes[name] >= 2 for name in group["names"]} == {group["weight_decay"] == 0.3}
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_each_kind_of_parameter_has_the_rate_of_its_factor(optimizer: str) -> None:
+    """Two steps, beside each kind trained at that rate in a run of its own. A factor of 0 leaves it as it is."""
+    factors = {"embeddings": 0.5, "head": 2.0, "matrices": 0.25, "vectors": 0.0}
+
+    def trained(times: float, **given: Any) -> dict[str, torch.Tensor]:
+        train = plain_training(
+            max_steps=1, optimizer=optimizer, learning_rate=0.01 * times, muon_learning_rate=0.02 * times,
+            weight_decay=0, **given,
+        )  # fmt: skip
+        model = model_with_gradients()
+        made = Optimizer(model, train)
+        for _ in range(2):
+            made.set_rate(0.5)
+            made.step(NO_SCALER)
+        return model.state_dict()
+
+    found, start = trained(1.0, rate_factors=factors), model_with_gradients().state_dict()
+    alone = {kind: trained(factor) for kind, factor in factors.items() if factor}
+    kinds = set()
+    for name, tensor in found.items():
+        table = "head" if name == "untied_head.weight" else "embeddings"
+        kind = "vectors" if tensor.ndim < 2 else "matrices" if name.startswith("blocks.") else table
+        assert torch.equal(tensor, alone[kind][name] if kind in alone else start[name]), name
+        kinds.add(kind)
+    assert kinds == factors.keys()
+
+
 def test_muon_takes_the_matrices_of_the_blocks_and_nothing_else() -> None:
     train = plain_training(max_steps=1, optimizer="muon", learning_rate=0.003, muon_learning_rate=0.02)
     (muon,) = parameter_groups(dict(GPT(CONFIG).named_parameters()), train)["muon"]

@@ -54,5 +54,5 @@ from gptworks.config.tokenizer import (
     TokenizerConfig,
     WordTokenizer,
 )
-from gptworks.config.train import IGNORED, ParallelConfig, TrainConfig, computes_again
+from gptworks.config.train import IGNORED, ParallelConfig, RateFactors, TrainConfig, computes_again
 from gptworks.config.trained import ADAPTED_MODULES, FreezeConfig, LoRAConfig

@@ -93,6 +93,11 @@ class Recipe(Section):
         self._check_groups(self.objective.micro_batch_multiple)
         self._check_adapter()
         self._check_packing()
+        if self.model.tie_embeddings and self.train.rate_factors.head != 1:
+            raise ValueError(
+                f"train.rate_factors.head={self.train.rate_factors.head:g} and model.tie_embeddings=true: the head is "
+                f"the embeddings' matrix; set train.rate_factors.embeddings, or tie_embeddings=false"
+            )
         if self.freeze is not None and self.freeze.first_blocks > self.model.n_layers:
             raise ValueError(
                 f"freeze.first_blocks={self.freeze.first_blocks} and model.n_layers={self.model.n_layers}: "

@@ -39,6 +39,15 @@ class ParallelConfig(Section):
     )
 
 
+class RateFactors(Section):
+    """What the peak rates are multiplied by, for each kind of parameter."""
+
+    embeddings: Steering[float] = Field(1.0, ge=0, description="Tables of tokens and positions, and a tied head.")
+    head: Steering[float] = Field(1.0, ge=0, description="A head of its own (model.tie_embeddings=false).")
+    matrices: Steering[float] = Field(1.0, ge=0, description="The blocks' matrices, an adapter's among them.")
+    vectors: Steering[float] = Field(1.0, ge=0, description="Norms, biases and other vectors and scalars.")
+
+
 class TrainConfig(Section):
     """One training run. The length is the first reached of max_steps, epochs and max_minutes.
 
@@ -91,6 +100,7 @@ class TrainConfig(Section):
         "fifth where answers are judged, at most 0.001.",
     )
     muon_learning_rate: Steering[float] = Field(0.02, gt=0, description="Peak rate of Muon's matrices.")
+    rate_factors: RateFactors = RateFactors()
     muon_momentum: Steering[Fraction] = 0.95
     muon_coefficients: Steering[Literal["jordan", "polar_express"]] = Field(
         "jordan",
@@ -135,6 +145,14 @@ class TrainConfig(Section):
 
     ema_decay: Steering[Fraction] = Field(
         0.0, description="Decay of the weights' moving average, which is then evaluated and published. 0: none."
+    )
+
+    average_last: Steering[float] = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of the run's steps, at its end, over which the weights are averaged evenly (Izmailov et "
+        "al., 2018); the average is evaluated and published. 0: none.",
     )
 
     precision: Free[PrecisionName] = Field(
@@ -204,6 +222,10 @@ class TrainConfig(Section):
                 f"AdamW's moments, and AdamW's of all else stay fp32 in any case; set optimizer=adamw, or leave "
                 f"optimizer_state out"
             )
+        if self.average_last and (self.ema_decay or self.max_minutes is not None):
+            other = f"ema_decay={self.ema_decay:g}" if self.ema_decay else f"max_minutes={self.max_minutes:g}"
+            why = "weights have one average" if self.ema_decay else "the clock may end the run before those steps"
+            raise ValueError(f"average_last={self.average_last:g} and {other}: {why}; leave one of them out")
         if self.max_steps is not None and self.warmup_steps >= self.max_steps:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} leaves nothing of max_steps={self.max_steps}: warm up for less"
@@ -216,6 +238,11 @@ class TrainConfig(Section):
         if wanted is None:
             wanted = max(1, EVALUATED_TOKENS // context_length)
         return 0 if wanted >= n_there else wanted
+
+    @property
+    def averages(self) -> bool:
+        """Whether an average of the weights is kept, evaluated and published."""
+        return self.ema_decay > 0 or self.average_last > 0
 
     @property
     def orthogonalizes(self) -> bool:

@@ -148,8 +148,9 @@ def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Reme
         half = "bf16" if device.has_bf16 else "fp16"
         mild.append(_Remedy((f"train.precision={half}",), "products are rounded"))
         yield (mild[0],)
-    if train.ema_decay:
-        mild.append(_Remedy(("train.ema_decay=0",), "no average of the weights"))
+    if train.averages:
+        average = "ema_decay" if train.ema_decay else "average_last"
+        mild.append(_Remedy((f"train.{average}=0",), "no average of the weights"))
         yield (mild[-1],)
     further = {"none": ("selective", "block"), "selective": ("block",), "block": ()}[train.activation_checkpointing]
     again = {"selective": "a sixth more work", "block": "a third more work"}

@@ -95,7 +95,7 @@ class Setting:
             optimizer=train.optimizer,
             optimizer_state=train.optimizer_state,
             decays_cautiously=train.cautious_weight_decay and train.weight_decay > 0,
-            averages=train.ema_decay > 0,
+            averages=train.averages,
             trained=trained,
         )
 

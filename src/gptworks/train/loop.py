@@ -273,7 +273,7 @@ class Run:
             skipped = anomaly(settings, progress.gradient, losses.loss, norm)
             if skipped is None:
                 step.apply(norm, factor)
-                self.state.average.update(progress.step)
+                self.state.average.update(progress.step, self.length.total_steps(progress))
                 progress.gradient.take(norm)
                 progress.skipped_in_a_row = 0
             else:

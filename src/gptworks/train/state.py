@@ -25,7 +25,7 @@ class TrainingState:
     def __init__(self, recipe: Recipe, step: TrainStep, progress: Progress, display: Display) -> None:
         self._recipe, self._step, self._display = recipe, step, display
         self.progress = progress
-        self.average = WeightAverage(step.model, recipe.train.ema_decay)
+        self.average = WeightAverage(step.model, recipe.train)
         self.writer = CheckpointWriter(recipe.run_dir, recipe.train.keep_checkpoints, recipe.train.keep_every)
         self._saved_step = -1
 
@@ -41,7 +41,7 @@ class TrainingState:
         model = self._step.model
         weights = pack_for(model, weights)
         model.load_state_dict(self._step.parallel.shard_tensors(weights), strict=self._recipe.adapter is None)
-        self.average = WeightAverage(model, self._recipe.train.ema_decay)
+        self.average = WeightAverage(model, self._recipe.train)
 
     def restore(self, checkpoint: Checkpoint, batch_size: int) -> None:
         """Go back to a checkpoint.

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights: often better than the last step's, and never trained on itself."""
+"""An average of the weights over the steps: often better than the last step's, and never trained on itself."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from gptworks.config import TrainConfig
 from gptworks.quantize.linear import weight_tensors
 
 _OWN = "own"
@@ -14,19 +15,30 @@ _OWN = "own"
 class WeightAverage:
     """The average of a model's weights over its steps, float32, by parameter name (Polyak & Juditsky, 1992).
 
-    The decay of step n is at most (1 + n) / (10 + n), so that the initial weights fade soon.
+    With `ema_decay` it is exponential; the decay of step n is at most (1 + n) / (10 + n), so that the initial weights
+    fade soon. With `average_last` all of the last steps count alike (Izmailov et al., 2018), and before these it is the
+    weights.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay = decay
+    def __init__(self, model: nn.Module, train: TrainConfig) -> None:
+        self.train = train
         self.parameters = weight_tensors(model)
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        self.tensors = {name: p.detach().float().clone() for name, p in trained.items()} if decay else {}
+        self.tensors = {name: p.detach().float().clone() for name, p in trained.items()} if train.averages else {}
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Take in the weights after optimizer step number `step`, from 0."""
-        decay = min(self.decay, (1 + step) / (10 + step))
+    def update(self, step: int, total_steps: int | None = None) -> None:
+        """Take in the weights after optimizer step number `step`, from 0.
+
+        Args:
+            total_steps: of the whole run, where that is known.
+        """
+        decay = min(self.train.ema_decay, (1 + step) / (10 + step))
+        if self.train.average_last:
+            assert total_steps is not None, "the run has a length in steps"
+            n_averaged = max(1, round(self.train.average_last * total_steps))
+            n_before = max(0, step - (total_steps - n_averaged))  # of those averaged
+            decay = n_before / (1 + n_before)
         for name, average in self.tensors.items():
             average.lerp_(self.parameters[name].detach().float(), 1 - decay)
 

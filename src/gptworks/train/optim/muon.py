@@ -120,8 +120,8 @@ class Muon(torch.optim.Muon):
         if "row_second_moment" not in state:
             state["row_second_moment"] = torch.zeros_like(norms)
         average: Tensor = state["row_second_moment"].lerp_(norms.square() / update.size(1), 1 - beta)
-        factors = 1 / (average.sqrt() + ROW_EPS)
-        return factors * (norms.norm() / (norms * factors).norm().clamp(min=ROW_EPS))
+        factors: Tensor = 1 / (average.sqrt() + ROW_EPS)
+        return factors.mul_(norms.norm() / (norms * factors).norm().clamp(min=ROW_EPS))
 
     def _momentum(self, parameter: nn.Parameter, momentum: float) -> Tensor:
         """The parameter's momentum with this step's gradient in it. Every rank keeps it for every matrix, so that any

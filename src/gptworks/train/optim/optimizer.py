@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from gptworks.config import TrainConfig
+from gptworks.config import RateFactors, TrainConfig
 from gptworks.model import GPT
 from gptworks.tensors import Expected
 from gptworks.train.optim.adamw_int8 import LEAST, SLOTS, AdamWInt8, n_blocks
@@ -22,10 +22,11 @@ Group = dict[str, Any]
 
 
 def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) -> dict[str, list[Group]]:
-    """Blocks' matrices, embeddings and head, vectors (norms and biases), by the optimizer that updates them."""
-    members: dict[tuple[str, object], list[str]] = {(kind, None): [] for kind in ("matrices", "embeddings", "vectors")}
+    """Blocks' matrices, embeddings, head, vectors (norms and biases), by the optimizer that updates them."""
+    members: dict[tuple[str, object], list[str]] = {(kind, None): [] for kind in RateFactors.model_fields}
     for name, parameter in parameters.items():
-        kind = "vectors" if parameter.ndim < 2 else "matrices" if name.startswith("blocks.") else "embeddings"
+        kind = "head" if name.startswith("untied_head.") else "embeddings"
+        kind = "vectors" if parameter.ndim < 2 else "matrices" if name.startswith("blocks.") else kind
         if train.optimizer_state == "int8" and kind == "matrices" and parameter.numel() >= LEAST:
             kind = "in 8 bits"
         mesh = getattr(parameter, "device_mesh", None)  # fused updates take tensors that are divided alike
@@ -36,6 +37,7 @@ def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) ->
             continue
         by_muon = train.orthogonalizes and kind == "matrices"
         rate = train.muon_learning_rate if by_muon else train.learning_rate
+        rate *= getattr(train.rate_factors, "matrices" if kind == "in 8 bits" else kind)
         updater = train.optimizer if kind == "matrices" else "adamw_int8" if kind == "in 8 bits" else "adamw"
         groups.setdefault(updater, []).append(
             {

@@ -133,6 +133,7 @@ def _training(
     between = "; a better one between these: weights only" if train.evaluate_every % train.checkpoint_every else ""
     cautious = "cautious " if train.cautious_weight_decay else ""
     matrices = f" ({train.muon_learning_rate:g} for matrices)" if train.orthogonalizes else ""
+    factors = [f"{name} × {factor:g}" for name, factor in train.rate_factors if factor != 1]
     return {
         **({} if recipe.initialize_from is None else {"started from": f"the run {recipe.initialize_from.name}"}),
         "in training" if reason is None else "ended": f"{reason or 'so far'}, step {progress.step:,}",
@@ -142,6 +143,7 @@ def _training(
         "batch": f"{train.batch_size} × {recipe.model.context_length:,} tokens{cut}",
         "optimizer": f"{train.optimizer}, peak rate {train.learning_rate:g}{matrices}, "
         f"{cautious}decay {train.weight_decay:g}",
+        **({"rates": ", ".join(factors)} if factors else {}),
         "schedule": f"{train.schedule}, {train.warmup_steps:,} steps of warmup",
         "checkpoints": f"every {train.checkpoint_every:,} steps and at the end" + between,
         "precision": precision.name,
