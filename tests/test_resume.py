@@ -9,13 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from safetensors.torch import load_file
 
 import commands
 import tiny
 from commands import Process
 from gptworks.checkpoint import checkpoints
+from gptworks.config import TrainConfig
+from gptworks.plan.run import plan
+from gptworks.recipe import load_recipe, parse_recipe, with_vocab_size
+from gptworks.train.loop import train
 from gptworks.train.record.metrics import MEASURED, read_metrics
+from gptworks.train.samples import samples_of_step
 from halves import assert_resumes_exactly
 
 STEPS = 40
@@ -131,6 +137,40 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
 )
 def test_whatever_an_optimizer_keeps_is_resumed(settings: dict[str, Any], tmp_path: Path) -> None:
     assert_resumes_exactly(tiny.recipe_tree(tmp_path, max_steps=8, **settings), at_step=6)
+
+
+def test_batches_that_grow_are_a_run_whose_batch_size_is_changed(tmp_path: Path) -> None:
+    """Bit for bit, though it is broken off between; with the plan's number of tokens, and each step's samples known."""
+    tree = tiny.recipe_tree(tmp_path, max_steps=8, schedule="constant", micro_batch_size=2)
+    sizes = {"smaller_batches": [[3, 2], [5, 4]]}
+    growing = tree | {"train": tree["train"] | sizes}
+    whole = assert_resumes_exactly(growing, at_step=4)
+    for steps, size in ((3, 2), (5, 4), (8, 8)):
+        changed = tree["train"] | {"batch_size": size, "max_steps": steps, "checkpoint_every": steps}
+        train(parse_recipe(tree | {"train": changed}), resume=True, change=["train.batch_size", "train.max_steps"])
+    first, second = (checkpoints(run)[0] for run in (whole, Path(tree["run_dir"])))
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (first.folder / file).read_bytes() == (second.folder / file).read_bytes(), file
+    states = [one.state() for one in (first, second)]
+    assert states[0]["samples"] == states[1]["samples"] == 3 * 2 + 2 * 4 + 3 * 8
+    recipe, by_hand = parse_recipe(growing | {"run_dir": str(whole)}), load_recipe(tree["run_dir"])
+    assert plan(with_vocab_size(recipe, 50)).tokens == states[0]["tokens"] == 38 * 32
+    for step in range(1, 9):
+        assert samples_of_step(recipe, whole, step) == samples_of_step(by_hand, by_hand.run_dir, step)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"smaller_batches": [[3, 4], [2, 6]]}, r"\[2, 6\] after \[3, 4\]"),
+        ({"smaller_batches": [[3, 8]]}, "batch_size is the largest"),
+        ({"smaller_batches": [[3, 3]]}, "3, which is not a multiple of micro_batch_size=2"),
+        ({"smaller_batches": [[3, 4]], "epochs": 2}, "set max_steps instead of epochs"),
+    ],
+)
+def test_batches_that_cannot_grow_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TrainConfig(max_steps=9, batch_size=8, micro_batch_size=2, **settings)
 
 
 def test_metrics_are_json_without_gaps_or_repeats(uninterrupted: tuple[Path, Path]) -> None:

@@ -122,9 +122,14 @@ class Recipe(Section):
                 f"data.anneal.share={anneal.share:g} of train.max_steps={train.max_steps} is the whole run: set the "
                 f"weights of data.mixture instead"
             )
-        return steps_before * train.batch_size
+        return train.samples_before(steps_before)
 
     def _check_groups(self, group_size: int) -> None:
+        if self.train.smaller_batches and self.objective.rollouts is not None:
+            raise ValueError(
+                f"train.smaller_batches and objective.type={self.objective.type}, which counts prompts in steps of one "
+                f"size: leave smaller_batches out"
+            )
         for name in ("batch_size", "micro_batch_size"):
             if getattr(self.train, name) % group_size:
                 raise ValueError(

@@ -1,11 +1,11 @@
 """How a model is trained, and on how many devices."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from gptworks.choices import DeviceName, PrecisionName
-from gptworks.config.base import Fixed, Fraction, Free, Measured, PositiveInt, PositiveTime, Section, Steering, derived
+from gptworks.config.base import Fixed, Fraction, Free, Measured, PositiveInt, PositiveTime, Section, Steering
 
 IGNORED = -100
 """A target that carries no loss, as `torch.nn.functional.cross_entropy` has it."""
@@ -39,6 +39,11 @@ class ParallelConfig(Section):
     )
 
 
+def _least_batch(given: dict[str, Any]) -> Any:
+    smaller = given.get("smaller_batches")
+    return smaller[0][1] if smaller else given["batch_size"]
+
+
 class RateFactors(Section):
     """What the peak rates are multiplied by, for each kind of parameter."""
 
@@ -60,8 +65,13 @@ class TrainConfig(Section):
     max_minutes: Steering[PositiveTime | None] = None
 
     batch_size: Steering[PositiveInt] = Field(32, description="Sequences in one optimizer step.")
+    smaller_batches: Fixed[tuple[tuple[PositiveInt, PositiveInt], ...]] = Field(
+        (),
+        description="Batches that grow (Smith et al., 2018): pairs of a step and the batch_size up to it, ascending in "
+        "both; from the last of these steps on it is batch_size. Rates stay as the schedule has them.",
+    )
     micro_batch_size: Free[PositiveInt] = Field(
-        default_factory=derived("batch_size"),
+        default_factory=_least_batch,
         description="Sequences in one forward and backward pass; divides batch_size. Gradients are accumulated. Where "
         "several devices train, each takes so many, or its whole part of the batch where that is less.",
     )
@@ -216,6 +226,7 @@ class TrainConfig(Section):
                 f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}: "
                 f"a step is a whole number of micro-batches"
             )
+        self._check_smaller_batches()
         if self.optimizer != "adamw" and self.optimizer_state == "int8":
             raise ValueError(
                 f"optimizer_state=int8 with optimizer={self.optimizer}: what it keeps of the blocks' matrices are not "
@@ -231,6 +242,37 @@ class TrainConfig(Section):
                 f"warmup_steps={self.warmup_steps} leaves nothing of max_steps={self.max_steps}: warm up for less"
             )
         return self
+
+    def _check_smaller_batches(self) -> None:
+        if self.smaller_batches and self.epochs is not None:
+            raise ValueError(
+                f"smaller_batches and epochs={self.epochs:g}: sizes are set by step; set max_steps instead of epochs"
+            )
+        until = size = 0
+        for step, smaller in self.smaller_batches:
+            if step <= until or smaller <= size or smaller >= self.batch_size:
+                raise ValueError(
+                    f"smaller_batches has [{step}, {smaller}] after [{until}, {size}] and before batch_size="
+                    f"{self.batch_size}: steps and sizes must ascend, and batch_size is the largest"
+                )
+            if smaller % self.micro_batch_size:
+                raise ValueError(
+                    f"smaller_batches has {smaller}, which is not a multiple of micro_batch_size="
+                    f"{self.micro_batch_size}: a step is a whole number of micro-batches"
+                )
+            until, size = step, smaller
+
+    def batch_size_at(self, step: int) -> int:
+        """Sequences in optimizer step number `step`, from 0."""
+        return next((size for until, size in self.smaller_batches if step < until), self.batch_size)
+
+    def samples_before(self, step: int) -> int:
+        """Sequences in the first `step` optimizer steps."""
+        samples = first = 0
+        for until, size in self.smaller_batches:
+            samples += size * (min(until, step) - min(first, step))
+            first = until
+        return samples + self.batch_size * max(0, step - first)
 
     def n_evaluated(self, n_there: int, context_length: int) -> int:
         """How many of so many validation sequences an evaluation reads. 0: all."""

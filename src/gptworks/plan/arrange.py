@@ -106,6 +106,14 @@ def _batch_refusal(recipe: Recipe, n_data: int) -> Refusal | None:
             f"each has the same number of micro-batches. Change batch_size to a multiple of {n_data * micro}, or "
             f"micro_batch_size.",
         )
+    for until, size in train.smaller_batches:
+        if size % (n_data * micro):
+            return Refusal(
+                f"train.smaller_batches has {size} up to step {until}, which is not a multiple of {what} × "
+                f"micro_batch_size={micro}",
+                f"each has the same number of micro-batches. Change it to a multiple of {n_data * micro}, or "
+                f"micro_batch_size.",
+            )
     if micro % objective.micro_batch_multiple:
         least = n_data * objective.micro_batch_multiple
         return Refusal(

@@ -82,13 +82,17 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Every row at the full context, both answers of a pair counted."""
-        return self.train.batch_size * self.setting.objective.rows_per_sample * self.setting.model.context_length
+        """Every row at the full context, both answers of a pair counted; of a step with all of `batch_size`."""
+        return self.train.batch_size * self._tokens_per_sample
+
+    @property
+    def _tokens_per_sample(self) -> int:
+        return self.setting.objective.rows_per_sample * self.setting.model.context_length
 
     @property
     def tokens(self) -> int | None:
         """Tokens that the run reads, repeats included."""
-        return None if self.steps is None else self.steps * self.tokens_per_step
+        return None if self.steps is None else self.train.samples_before(self.steps) * self._tokens_per_sample
 
     @property
     def epochs_by_dataset(self) -> dict[str, float]:
@@ -98,7 +102,7 @@ class Plan:
         from gptworks.data.shares import Shares, weights_over_run, windows_per_epoch
 
         context, shares = self.recipe.model.context_length, Shares(weights_over_run(self.recipe), self.recipe.seed)
-        read = shares.before(self.steps * self.train.batch_size).tolist()
+        read = shares.before(self.train.samples_before(self.steps)).tolist()
         sizes = self.dataset_tokens.items()
         return {name: n / windows_per_epoch(size, context) for n, (name, size) in zip(read, sizes, strict=True)}
 

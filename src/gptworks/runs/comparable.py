@@ -173,6 +173,7 @@ def _step_of(recipe: Recipe) -> tuple[Any, ...]:
     """What a step is: equal for runs that do the same work in a step."""
     return (
         recipe.train.batch_size,
+        recipe.train.smaller_batches,
         recipe.model.context_length,
         recipe.objective.type,
         _measured(recipe)["tokenizer.type"],

@@ -180,7 +180,7 @@ class Run:
         self.step = TrainStep(
             self.model, recipe.train, loss or self.objective.loss, self.precision, self.parallel, ranks
         )
-        self.prefetcher = Prefetcher(self.objective, self.parallel.micro_batch_size, self.parallel.micro_steps, device)
+        self.prefetcher = Prefetcher(self.objective, self.parallel, device)
         self.layer_norms = LayerNorms(self.model, self.parallel, recipe.train.log_every)
         held_out_sha256 = self.objective.validation_shards.manifest.validation_text_sha256 or ""
         start = Progress(data_fingerprint=self.objective.data_fingerprint, validation_text_sha256=held_out_sha256)
@@ -280,8 +280,8 @@ class Run:
                 step.skip()
                 progress.skipped += 1
                 progress.skipped_in_a_row += 1
+        progress.samples += settings.batch_size_at(progress.step)
         progress.step += 1
-        progress.samples += settings.batch_size
         progress.tokens += n_tokens
         progress.seconds = self.ranks.all_reduce_max(progress.seconds + time.perf_counter() - started)
         if skipped is None:
@@ -294,8 +294,9 @@ class Run:
     def _batches(self) -> tuple[list[Batch], int, int]:
         """This rank's micro-batches of the next step; the targets and the tokens of all ranks."""
         position, part = self.progress.position, self.step.stopwatch.part
+        self.parallel.micro_steps = self.parallel.micro_steps_of(self.settings.batch_size_at(self.progress.step))
         with part("data"):
-            micro_batches, *own = self.prefetcher.step(position)
+            micro_batches, *own = self.prefetcher.step(position, self.progress.step)
         if self.objective.generates:
             with part("rollouts"), self.parallel.inference_mode():
                 micro_batches, *own = self.objective.generate(position, self.parallel.micro_steps, micro_batches)

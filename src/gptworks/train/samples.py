@@ -59,6 +59,12 @@ def _batch_sizes(recipe: Recipe, run_dir: Path) -> list[tuple[int, int]]:
         ]
         sizes = [(0, changes[0][1] if changes else recipe.train.batch_size)]
         sizes += [(step, new) for step, _, new in changes]
+        if smaller := recipe.train.smaller_batches:  # until the last of them batch_size is not asked
+            last = smaller[-1][0]
+            then = next(size for first, size in reversed(sizes) if first <= last)
+            starts = [0, *(until for until, _ in smaller)]
+            grown = [*zip(starts, (size for _, size in smaller), strict=False), (last, then)]
+            sizes = grown + [(step, size) for step, size in sizes if step > last]
         if any(size < 1 for _, size in sizes) or any(b < a for (a, _), (b, _) in pairwise(sizes)):
             raise ValueError("it has sizes or steps that no run has")
     except UserError:

@@ -68,8 +68,13 @@ class Parallel:
         self.stop_asked: Callable[[], str | None] = lambda: None
         """The signal that has asked this process to stop; an evaluation ends at its next batch."""
         self.micro_batch_size = train.micro_batch_size
-        self.micro_steps: range = range(train.accumulation_steps)
-        """The micro-batches of a step that are this rank's, by their number within the step."""
+        self._data_rank, self._n_data = 0, 1
+        self.micro_steps = self.micro_steps_of(train.batch_size)
+        """The micro-batches of the step that are this rank's, by their number within the step."""
+
+    def micro_steps_of(self, batch_size: int) -> range:
+        """The micro-batches of a step of so many samples that are this rank's."""
+        return range(self._data_rank, batch_size // self.micro_batch_size, self._n_data)
 
     def place(self, model: GPT, device: torch.device) -> GPT:
         """The model on the device, or this rank's share of it."""
@@ -163,9 +168,9 @@ class ManyDevices(Parallel):
         super().__init__(train, varying_widths)
         self._ranks, self._mesh, self.layout, self._sharded = ranks, mesh, layout, layout.sharding != "none"
         self._data, self._tensor = mesh["data"], mesh["tensor"]
-        n_data, index = self._data.size(), self._data.get_local_rank()
-        self.micro_batch_size = train.rank_micro_batch_size(n_data)
-        self.micro_steps = range(index, train.batch_size // self.micro_batch_size, n_data)
+        self._data_rank, self._n_data = self._data.get_local_rank(), self._data.size()
+        self.micro_batch_size = train.rank_micro_batch_size(self._n_data)
+        self.micro_steps = self.micro_steps_of(train.batch_size)
         if layout.sums_in_backward:
             self.replicas = self._data.get_group()
         self.samples = ranks.is_rank_zero or self._sharded or self._tensor.size() > 1

@@ -76,15 +76,19 @@ class Reporter:
         steps, objective = self.length.total_steps(progress), self.recipe.objective
         if steps is None:
             return ""
-        left = (steps - progress.step) * self.recipe.train.batch_size
+        left = self._samples_left(progress, steps)
         tokens = progress.tokens + left * objective.rows_per_sample * self.recipe.model.context_length
         epochs = significant((progress.samples + left) / self.objective.samples_per_epoch, 3)
         return f", {'at most ' if objective.varying_widths else ''}{tokens:,} tokens or {epochs} epochs"
 
+    def _samples_left(self, progress: Progress, steps: int) -> int:
+        before = self.recipe.train.samples_before
+        return before(steps) - before(progress.step)
+
     def _mixture(self, progress: Progress) -> str:
         """How often the run reads each dataset, and where their weights change."""
         total, first = self.length.total_steps(progress), self.recipe.anneal_from
-        left = 0 if total is None else (total - progress.step) * self.recipe.train.batch_size
+        left = 0 if total is None else self._samples_left(progress, total)
         epochs = self.objective.epochs(progress.position + left)
         words = "" if total is None else f"epochs of each dataset: {epochs_words(epochs)}"
         then = [] if first is None else [f"the weights change at sample {first:,}"]
