@@ -64,6 +64,7 @@ CHANGES = (
     ),
     # embedding and head
     _change("untied-head", "model.tie_embeddings=false", "Press & Wolf, 2017, without it"),
+    _change("bigram-embeddings", "model.bigram_vocab_size=4096", "Huang et al., 2025"),
     _change("logit-softcap-30", "model.logit_softcap=30", "Gemma 2, 2024"),
     # shape
     _change("deeper", "model.n_layers=8", "Kaplan et al., 2020"),
