@@ -27,7 +27,7 @@ from gptworks.plan.inference import BATCHES, inference_memory
 from gptworks.plan.layout import Layout, rank_config
 from gptworks.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS, Setting, training_peak
 from gptworks.plan.params import count_parameters
-from gptworks.plan.stages import MLP
+from gptworks.plan.shapes import MLP, Shapes
 from gptworks.plan.state import optimizer_scratch_bytes, trained_state_bytes
 from gptworks.plan.trained import everything, trained
 from gptworks.presets import PRESETS, preset
@@ -129,6 +129,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "experts": {"n_experts": 4, "d_ff": 256},
     "experts, one shared": {"n_experts": 4, "d_ff": 256, "d_ff_shared": 128},
     "scalars of the stream": {"residual_scalars": True},
+    "skips": {"unet_skips": True, "n_layers": 4},
+    "skips, norms behind, values of the first layer": {
+        "unet_skips": True, "n_layers": 5, "norm_placement": "after", "value_residual": True, "residual_scalars": True,
+    },
+    "values of the first layer": {"value_residual": True, "n_kv_heads": 2},
+    "value embeddings": {"value_embeddings": ("none", "table"), "gate_channels": 32, "n_kv_heads": 2},
+    "projected value embeddings": {"value_embeddings": ("projected",)},
+    "gated heads": {"attention_gate": True},
+    "gated heads, some channels": {"attention_gate": True, "gate_channels": 12, "n_kv_heads": 2, "qk_norm": True},
     "beyond blocked attention": {"context_length": 2560},
     "beyond it, windowed": {"context_length": 2560, "window": 2000},
     "beyond it, banded": {"context_length": 2560, "window": 512, "window_pattern": ("window", "full")},
@@ -279,7 +288,7 @@ def test_the_constants_are_the_models() -> None:
     assert (stages.BLOCK_QUERIES, stages.LONGEST_BLOCKED) == (cpu.BLOCK, cpu.LONGEST)
     for vocab_size in (65, 4096, 50_257):
         for place in ("cpu", "meta"):
-            shapes = stages.Shapes(preset("gpt2"), 1, 1024, 4, place == "cpu")
+            shapes = Shapes(preset("gpt2"), 1, 1024, 4, place == "cpu")
             for name in ("chunk_tokens", "softmax_tokens"):
                 in_the_plan, in_the_model = getattr(memory, name), getattr(model_loss, name)
                 assert in_the_plan(shapes, vocab_size) == in_the_model(torch.device(place), vocab_size)
@@ -339,7 +348,7 @@ def test_grouped_queries_under_a_mask_on_cuda(
         vocab_size=9, context_length=length, n_layers=1, d_model=256, n_heads=4, n_kv_heads=n_kv_heads, window=window,
         window_pattern=("full",) if window is None else ("window",),
     )  # fmt: skip
-    shapes = stages.Shapes(model, 2, length, dtype.itemsize, on_cpu=False, several_texts=several_texts)
+    shapes = Shapes(model, 2, length, dtype.itemsize, on_cpu=False, several_texts=several_texts)
     stage = stages.attention_core(shapes, window)
     assert sum(stage.saved.values()) == pytest.approx(saved, rel=1e-3)
     assert stage.leaves + stage.scratch == pytest.approx(live.peak_bytes - before_bytes, rel=0.02)

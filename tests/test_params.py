@@ -25,7 +25,7 @@ def random_config(seed: int) -> ModelConfig:
     n_kv_heads, d_head = choose.randint(1, 4), 2 * choose.randint(1, 16)
     norm, window = choose.choice(["layernorm", "rmsnorm"]), choose.choice([None, 3])
     n_experts = choose.choice([0, 0, 4, 5])
-    return plain_model(
+    settings: dict[str, Any] = dict(
         vocab_size=choose.randint(1, 300), context_length=choose.randint(3, 40), n_layers=choose.randint(1, 4),
         d_model=choose.randint(1, 90), n_heads=n_kv_heads * choose.randint(1, 3), n_kv_heads=n_kv_heads, d_head=d_head,
         d_ff=choose.randint(1, 200), position=choose.choice(["learned", "rope", "none"]), norm=norm,
@@ -35,10 +35,23 @@ def random_config(seed: int) -> ModelConfig:
         n_experts_per_token=choose.randint(1, n_experts or 2), d_ff_shared=choose.choice([0, 7]) if n_experts else 0,
         **choose.choice([{"parallel_residual": True}, {"norm_placement": "after"}, {"norm_placement": "both"}, {}]),
         mlp_bias=choose.random() < 0.5, qk_norm=choose.choice([False, True, "whole"]),
-        tie_embeddings=choose.random() < 0.5, residual_scalars=choose.random() < 0.3,
-        bigram_vocab_size=choose.choice([0, 0, 7]),
+        tie_embeddings=choose.random() < 0.5, bigram_vocab_size=choose.choice([0, 0, 7]),
         window=window, window_pattern=("full", "window") if window else ("full",),
     )  # fmt: skip
+    return plain_model(**settings | random_laboratory(choose, settings["n_layers"], settings["d_model"]))
+
+
+def random_laboratory(choose: random.Random, n_layers: int, d_model: int) -> dict[str, Any]:
+    """None of the laboratory's settings, some or all."""
+    share, deep = choose.choice([0.0, 0.3, 1.0]), n_layers > 1
+    names = ("residual_scalars", "attention_gate", *(("unet_skips", "value_residual") if deep else ()))
+    settings: dict[str, Any] = {name: choose.random() < share for name in names}
+    kinds = [("table",), ("projected", "table"), ("none", "table"), ("projected",)]
+    if deep and choose.random() < share:
+        settings["value_embeddings"] = choose.choice(kinds)
+    if settings["attention_gate"] or "value_embeddings" in settings:
+        settings["gate_channels"] = choose.choice([None, 1, d_model])
+    return settings
 
 
 # Parameters of the reference architectures, worked out by hand.

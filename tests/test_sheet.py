@@ -110,7 +110,10 @@ def variant(name: str, **changes: Any) -> ModelConfig:
     return parse_model({"preset": name, **changes}, name)
 
 
-LABORATORY_ON: dict[str, Any] = {"residual_scalars": True}
+LABORATORY_ON: dict[str, Any] = {
+    "residual_scalars": True, "unet_skips": True, "value_residual": True, "attention_gate": True,
+    "value_embeddings": ("none", "projected", "table"),
+}  # fmt: skip
 RECTANGLES = {name: preset(name) for name in PRESETS} | {
     "parallel experts": variant("gpt3-175b", n_experts=8, d_ff_shared=49_152, parallel_residual=True, mlp="swiglu"),
     "long words": variant("gpt3-175b", position="rope", rope_theta=123_456_789, rope_fraction=0.5, qk_norm=True,

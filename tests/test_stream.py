@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 import tiny
-from gptworks.config import LABORATORY, ModelConfig
+from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.interop.gguf.architectures import choose_architecture
 from gptworks.interop.huggingface.architectures import FAMILIES
 from gptworks.model import GPT
-from gptworks.model.gpt import Block
-from gptworks.model.layers import MLP
 from gptworks.native.backend import refusal
 from gptworks.plan.arrange import refusal as arrangement_refusal
+from gptworks.plan.inference import weights_bytes
+from gptworks.plan.params import count_parameters
+from gptworks.quantize.convert import matrix_kinds, quantize_model, unpack_all
 from gptworks.recipe import parse_recipe
 from gptworks.train.optim.optimizer import parameter_groups
 from halves import assert_resumes_exactly
@@ -29,6 +30,12 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 ON: dict[str, dict[str, Any]] = {
     "residual_scalars": {"residual_scalars": True},
+    "unet_skips": {"unet_skips": True},
+    "value_residual": {"value_residual": True},
+    "value_embeddings": {"value_embeddings": ("none", "table"), "gate_channels": 6},
+    "value_embeddings, projected": {"value_embeddings": ("projected", "none", "table")},
+    "attention_gate": {"attention_gate": True},
+    "attention_gate, some channels": {"attention_gate": True, "gate_channels": 5},
 }
 """Each setting of the laboratory in the forms that it has; a key begins with its name."""
 WHOLE: dict[str, Any] = {name: value for settings in ON.values() for name, value in settings.items()}
@@ -40,51 +47,88 @@ def double(settings: dict[str, Any], **more: Any) -> GPT:
     return random_model(plain_model(**SHAPE | settings | more)).double()
 
 
-def test_each_setting_is_tried_here() -> None:
-    assert {name.partition(",")[0] for name in ON} == set(LABORATORY) == set(WHOLE)
-
-
 # ------------------------------------------------------------------------------------------- by their definitions
 
 
-def branches(block: Block, x: Tensor) -> Tensor:
-    """A block of pre-norm, without what the laboratory adds to it."""
-    assert isinstance(block.mlp, MLP)
-    rotary = None
-    x = x + block.attention(block.norm1(x), rotary, None)
-    return x + block.mlp(block.norm2(x))
-
-
 @torch.no_grad()
-def test_scalars_of_the_stream_and_of_the_embedding_by_their_definition() -> None:
-    model = double({"residual_scalars": True, "position": "none"})
+@pytest.mark.parametrize("n_layers", [4, 5])
+@pytest.mark.parametrize("name", [*ON, "all"])
+def test_the_model_is_its_definition(name: str, n_layers: int) -> None:
+    config = plain_model(**SHAPE | (WHOLE if name == "all" else ON[name]) | {"n_layers": n_layers, "position": "none"})
+    model = random_model(config).double()
     tokens = random_tokens(2, CONTEXT)
-    embedding = x = model.token_embedding.weight[tokens]
-    for block in model.blocks:
-        assert isinstance(block, Block) and block.scalars is not None
-        of_stream, of_embedding = block.scalars.weight.tolist()
-        x = branches(block, of_stream * x + of_embedding * embedding)
-    torch.testing.assert_close(model(tokens), model.norm(x) @ model.head_weight.T, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model(tokens), by_definition(model, tokens), rtol=0, atol=1e-11)
+
+
+def by_definition(model: GPT, tokens: Tensor) -> Tensor:
+    """Logits of a model with RMSNorm before each part, SwiGLU, QK-norm and no positions, from its weights by name."""
+    c, w = model.config, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    embedding = x = w["token_embedding.weight"][tokens]
+    outputs: list[Tensor] = []
+    first_values = None
+    for layer in range(c.n_layers):
+        here = {name.removeprefix(f"blocks.{layer}."): tensor for name, tensor in w.items()}
+        if c.unet_skips and layer >= (c.n_layers + 1) // 2:
+            x = x + here["skip.weight"].item() * outputs[c.n_layers - 1 - layer]
+        if c.residual_scalars:
+            of_stream, of_embedding = here["scalars.weight"].tolist()
+            x = of_stream * x + of_embedding * embedding
+        inner = rms(x, here["norm1.weight"])
+        q, k, v = (inner @ here[f"attention.{name}.weight"].T for name in ("query", "key", "value"))
+        if c.value_residual:
+            first_values = v if first_values is None else first_values
+            if layer:
+                own, first = here["values.scalars.weight"].tolist()
+                v = own * v + first * first_values
+        kind = c.value_embeddings[layer % len(c.value_embeddings)]
+        if kind != "none":
+            table = w.get(f"value_embeddings.{layer}.weight")
+            added = embedding @ here["values.projection.weight"].T if table is None else table[tokens]
+            gate = here["values.gating.weight"]
+            opened = 2 / (1 + (-(inner[..., : gate.size(1)] @ gate.T)).exp())  # B T G
+            v = v + opened.repeat_interleave(c.d_head, dim=-1) * added
+        heads = []
+        for head in range(c.n_heads):
+            group = head * c.n_kv_heads // c.n_heads
+            mine, shared = (slice(i * c.d_head, (i + 1) * c.d_head) for i in (head, group))
+            query = rms(q[..., mine], here["attention.query_norm.weight"])
+            key = rms(k[..., shared], here["attention.key_norm.weight"])
+            scores = query @ key.transpose(1, 2) / c.d_head**0.5
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+            y = scores.softmax(-1) @ v[..., shared]
+            if c.attention_gate:
+                gate = here["attention.gating.weight"][head]
+                y = y / (1 + (-(inner[..., : len(gate)] @ gate)).exp())[..., None]
+            heads.append(y)
+        x = x + torch.cat(heads, -1) @ here["attention.out.weight"].T
+        inner = rms(x, here["norm2.weight"])
+        gate, up = (inner @ here[f"mlp.{name}.weight"].T for name in ("gate", "up"))
+        x = x + (gate * gate.sigmoid() * up) @ here["mlp.down.weight"].T
+        outputs.append(x)
+    return rms(x, w["norm.weight"]) @ w["token_embedding.weight"].T
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
 # --------------------------------------------------------------------------------------------- whatever is on
 
 
-@pytest.mark.parametrize("name", [*ON, "all"])
-def test_a_new_model_with_it_computes_what_one_without_it_does(name: str) -> None:
-    """Where a setting starts from nothing, which the settings here do; gates and tables aside."""
-    changes = WHOLE if name == "all" else ON[name]
-    if set(changes) & STARTS_OTHERWISE:
-        return
+def test_what_they_start_from() -> None:
+    """Scalars from which a block reads what it would without them, values that are means, gates half open, or open."""
     torch.manual_seed(0)
-    with_it = GPT(plain_model(**SHAPE | changes))
-    without = GPT(plain_model(**SHAPE))
-    without.load_state_dict({key: with_it.state_dict()[key] for key in without.state_dict()})
-    tokens = random_tokens(2, CONTEXT)
-    torch.testing.assert_close(with_it(tokens), without(tokens), rtol=0, atol=0)
+    start = {name: tensor.tolist() for name, tensor in GPT(plain_model(**SHAPE | WHOLE)).named_parameters()}
+    assert start["blocks.3.scalars.weight"] == [1, 0] and start["blocks.3.skip.weight"] == [1]
+    assert start["blocks.1.values.scalars.weight"] == [0.5, 0.5] and "blocks.0.values.scalars.weight" not in start
+    assert {x for row in start["blocks.0.attention.gating.weight"] for x in row} == {0}
+    assert {x for row in start["blocks.0.values.gating.weight"] for x in row} == {0}
 
 
-STARTS_OTHERWISE: set[str] = set()
+def test_tables_are_embeddings_and_not_what_a_token_is_multiplied_by() -> None:
+    count, without = (count_parameters(plain_model(**SHAPE | on)) for on in (ON["value_embeddings"], {}))
+    tables, gates = 2 * 29 * 2 * 4, 2 * 2 * 6
+    assert count.embedding - without.embedding == tables and count.non_embedding - without.non_embedding == gates
 
 
 @torch.no_grad()
@@ -160,3 +204,35 @@ def test_no_format_of_others_holds_it(name: str) -> None:
     assert all(setting in family.obstacles(config) for family in FAMILIES.values())
     with pytest.raises(UserError, match=f"model.{setting}="):
         choose_architecture(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"unet_skips": True, "n_layers": 1}, "unet_skips=true and n_layers=1"),
+        ({"value_residual": True, "n_layers": 1}, "value_residual=true and n_layers=1"),
+        ({"value_embeddings": ("none", "table"), "n_layers": 1}, "no layer has one"),
+        ({"gate_channels": 4}, "the model has no gate"),
+        ({"attention_gate": True, "gate_channels": 17}, "more than d_model=16"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_numbers(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plain_model(**SHAPE | changes)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_quantized_it_is_the_model_of_its_unpacked_weights_and_takes_the_planned_bytes(weights: Any) -> None:
+    torch.manual_seed(0)
+    model = GPT(plain_model(**SHAPE | WHOLE | {"d_model": 64, "d_ff": 64, "init_std": 0.2})).eval()
+    tokens = random_tokens(4, CONTEXT)
+    for calibration in ([], [tokens]):
+        quantized = quantize_model(model, weights, calibration)
+        held = quantized.state_dict()
+        for name in ("attention", "values"):
+            assert held[f"blocks.0.{name}.gating.weight"].dtype == torch.float32
+        assert sum(tensor.nbytes for tensor in held.values()) == weights_bytes(count_parameters(model.config), weights)
+        unpacked = GPT(model.config).eval()
+        unpacked.load_state_dict(unpack_all(held, matrix_kinds(model, weights)))
+        torch.testing.assert_close(quantized(tokens), unpacked(tokens), rtol=1e-4, atol=1e-4)

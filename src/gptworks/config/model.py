@@ -71,7 +71,9 @@ EARLIER_DEFAULTS = {"norm": "layernorm", "mlp": "gelu", "qk_norm": False, "zero_
 """What described architectures have where they do not say otherwise: presets and imported models begin with these."""
 
 
-LABORATORY = ("residual_scalars", "bigram_vocab_size")
+LABORATORY = (
+    "residual_scalars", "unet_skips", "value_residual", "value_embeddings", "attention_gate", "bigram_vocab_size",
+)  # fmt: skip
 """Settings from speedruns and recent papers that no architecture of transformers or llama.cpp has. The native engine
 does not compute them, and tensor parallelism does not divide them."""
 
@@ -178,6 +180,31 @@ class ModelConfig(Section):
         description="What enters block l is λ_l · stream + μ_l · embedding, both learned, from 1 and 0 on (nanochat, "
         "after modded-nanogpt).",
     )
+    unet_skips: Fixed[bool] = Field(
+        False,
+        description="Each layer of the second half adds what its mirror in the first half gave, times a learned scalar "
+        "that starts at 1 (modded-nanogpt).",
+    )
+    value_residual: Fixed[bool] = Field(
+        False,
+        description="From the second layer on, values are a · the layer's own + b · the first layer's, both learned, "
+        "from 0.5 on (Zhou et al., 2024).",
+    )
+    value_embeddings: Fixed[tuple[Literal["none", "table", "projected"], ...]] = Field(
+        ("none",),
+        min_length=1,
+        description="Repeated over the layers: what is added to values, gated for each head. table: a vector of the "
+        "token, from a table of the layer's own (modded-nanogpt, nanochat). projected: a projection of what entered "
+        "the first block.",
+    )
+    attention_gate: Fixed[bool] = Field(
+        False,
+        description="Each head's result is multiplied by a sigmoid of what attention reads (Qiu et al., 2025).",
+    )
+    gate_channels: Fixed[PositiveInt | None] = Field(
+        None,
+        description="Gates read so many channels, the first ones (nanochat: 32, modded-nanogpt: 12). None: all.",
+    )
 
     n_experts: Fixed[int] = Field(
         0, ge=0, le=10_000, description="MLPs a layer, of which a router chooses for each token. 0: one, dense."
@@ -208,6 +235,29 @@ class ModelConfig(Section):
     def laboratory(self) -> tuple[str, ...]:
         """Those of LABORATORY that are on."""
         return tuple(name for name in LABORATORY if getattr(self, name) != type(self).model_fields[name].default)
+
+    @property
+    def d_gate(self) -> int:
+        """Channels that gates read."""
+        return self.gate_channels or self.d_model
+
+    def layer_value_embedding(self, layer: int) -> str:
+        """What is added to the values of one layer: none, table or projected."""
+        return self.value_embeddings[layer % len(self.value_embeddings)]
+
+    def layer_skips(self, layer: int) -> bool:
+        """Whether one layer adds what layer n_layers - 1 - layer gave."""
+        return self.unet_skips and layer >= self.n_layers - self.n_layers // 2
+
+    def layer_is_skipped_to(self, layer: int) -> bool:
+        """Whether a later layer adds what one layer gave."""
+        return self.unet_skips and layer < self.n_layers // 2
+
+    def layer_kind(self, layer: int) -> tuple[int | None, str, bool, bool, bool]:
+        """What makes one layer take other memory than another."""
+        skips, is_skipped_to = self.layer_skips(layer), self.layer_is_skipped_to(layer)
+        first_values = self.value_residual and layer > 0
+        return self.layer_window(layer), self.layer_value_embedding(layer), first_values, skips, is_skipped_to
 
     @property
     def gated(self) -> bool:
@@ -299,6 +349,7 @@ class ModelConfig(Section):
                 f"position=rope rotates pairs: choose a fraction that gives an even number"
             )
         self._check_scaling()
+        self._check_laboratory()
         if self.n_experts and self.n_experts_per_token > self.n_experts:
             raise ValueError(
                 f"n_experts_per_token={self.n_experts_per_token} is more than n_experts={self.n_experts}: "
@@ -333,6 +384,30 @@ class ModelConfig(Section):
                 f"a window holds at most the context"
             )
         return self
+
+    def _check_laboratory(self) -> None:
+        for name in ("unet_skips", "value_residual"):
+            if getattr(self, name) and self.n_layers < 2:
+                raise ValueError(
+                    f"{name}=true and n_layers={self.n_layers}: a later layer reads what an earlier one gave"
+                )
+        embeds = {self.layer_value_embedding(layer) for layer in range(self.n_layers)}
+        if embeds == {"none"} != set(self.value_embeddings):
+            raise ValueError(
+                f"value_embeddings has {len(self.value_embeddings)} entries and n_layers={self.n_layers}: no layer has "
+                f"one; shorten the pattern"
+            )
+        if self.gate_channels is None:
+            return
+        if not self.attention_gate and embeds == {"none"}:
+            raise ValueError(
+                f"gate_channels={self.gate_channels} is set and the model has no gate: set attention_gate or "
+                f"value_embeddings, or drop it"
+            )
+        if self.gate_channels > self.d_model:
+            raise ValueError(
+                f"gate_channels={self.gate_channels} is more than d_model={self.d_model}: gates read the first of these"
+            )
 
     def _check_scaling(self) -> None:
         if "rope" not in self.rope_pattern:

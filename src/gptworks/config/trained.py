@@ -54,7 +54,7 @@ class FreezeConfig(Section):
     """Parameters that training leaves as they are."""
 
     embeddings: Fixed[bool] = Field(
-        False, description="Embeddings of tokens, positions and token pairs; with them a tied head."
+        False, description="Embeddings of tokens, positions, token pairs and values; with them a tied head."
     )
     first_blocks: Fixed[int] = Field(0, ge=0, le=1_000_000_000, description="So many blocks, from the first on.")
     patterns: Fixed[tuple[str, ...]] = Field(
@@ -66,6 +66,7 @@ class FreezeConfig(Section):
         first, _, rest = parameter.partition(".")
         if first == "blocks" and int(rest.partition(".")[0]) < self.first_blocks:
             return True
-        if first in ("token_embedding", "position_embedding", "bigram_embedding") and self.embeddings:
+        tables = ("token_embedding", "position_embedding", "bigram_embedding", "value_embeddings")
+        if first in tables and self.embeddings:
             return True
         return any(fnmatch.fnmatchcase(parameter, pattern) for pattern in self.patterns)

@@ -107,7 +107,29 @@ def on_the_way(factor: float, dropout: float) -> list[str]:
 
 def on_entry(c: ModelConfig) -> list[tuple[str, str]]:
     """What happens to the stream as it enters a block, and the shape of the weights."""
-    return [("λ · stream + μ · embedding", "2")] if c.residual_scalars else []
+    skips = c.n_layers // 2
+    half = [(f"stream + w · its mirror, in {skips:,} of {c.n_layers:,}", "1")] if c.unet_skips else []
+    return half + ([("λ · stream + μ · embedding", "2")] if c.residual_scalars else [])
+
+
+def of_values(c: ModelConfig) -> list[tuple[str, str]]:
+    """What happens to values, and the shapes of the weights."""
+    width, gate = c.n_kv_heads * c.d_head, dims((c.n_kv_heads, c.d_gate))
+    rows = [("a · values + b · the first layer's", "2")] if c.value_residual else []
+    for kind, words, shape in (
+        ("table", "token's vector", (c.vocab_size, width)),
+        ("projected", "projection", (width, c.d_model)),
+    ):
+        n = sum(c.layer_value_embedding(layer) == kind for layer in range(c.n_layers))
+        if n:
+            where = "" if n == c.n_layers else f", {n:,} of {c.n_layers:,}"
+            rows.append((f"values + gate · {words}{where}", f"{gate}, {dims(shape)}"))
+    return rows
+
+
+def head_gates(c: ModelConfig) -> list[tuple[str, str]]:
+    """What each head's result is multiplied by, and the shape of its weights."""
+    return [("gate of each head", dims((c.n_heads, c.d_gate)))] if c.attention_gate else []
 
 
 def n_banded(c: ModelConfig) -> int:
@@ -169,6 +191,7 @@ def _attention(c: ModelConfig) -> Iterator[Row]:
     else:
         yield "query", matrix(query_width, c.d_model, c.qkv_bias), per_query
         yield "key, value", f"2 of {matrix(key_width, c.d_model, c.qkv_bias)}", per_key
+    yield from ((words, weights, "") for words, weights in of_values(c))
     if c.qk_norm:
         yield "RMSNorm of queries and keys", head_norms(c), ""
     if c.position == "rope":
@@ -177,6 +200,7 @@ def _attention(c: ModelConfig) -> Iterator[Row]:
         yield "  scaled", scaled(c), ""
     yield scores(c), sight(c), f"B × {c.n_heads:,} × T × T"
     yield "weighted sum of values", f"dropout {c.dropout_attention:g}" if c.dropout_attention else "", per_query
+    yield from ((words, weights, per_query) for words, weights in head_gates(c))
     yield "output projection", matrix(c.d_model, query_width, c.out_bias), f"B × T × {c.d_model:,}"
 
 

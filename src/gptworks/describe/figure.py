@@ -12,12 +12,14 @@ from gptworks.describe.diagram import (
     activation,
     base,
     dims,
+    head_gates,
     head_norms,
     logits,
     matrix,
     n_banded,
     norm_name,
     norm_weights,
+    of_values,
     on_entry,
     on_the_way,
     scaled,
@@ -199,8 +201,8 @@ def _block(c: ModelConfig) -> tuple[Drawing, float]:
     parts.text(PART_X + PART_WIDTH, 27, f"{sum(per_layer.values()):,} parameters", 300, anchor="end")
 
     fork = 54.0
-    for words, weights in on_entry(c):
-        parts.text(PART_X, fork - 8, f"enters as {words} ({weights})", PART_WIDTH)
+    for words, weights in (*on_entry(c), *of_values(c), *head_gates(c)):
+        parts.text(PART_X, fork - 8, f"{words} ({weights})", PART_WIDTH)
         fork += 18
     bottom = _part(parts, fork, c, "attention", f"{attention:,}")
     end = _added(parts, bottom, c)

@@ -95,6 +95,14 @@ def _input(c: ModelConfig) -> Iterator[Part]:
         f"A table with a vector for each of the {c.vocab_size:,} tokens. A token's vector enters the residual stream, "
         f"which every block reads and adds to.{scaled_by}", "Bengio et al., 2003", ("token_embedding",),
     )  # fmt: skip
+    if tables := [i for i in range(c.n_layers) if c.layer_value_embedding(i) == "table"]:
+        width = c.n_kv_heads * c.d_head
+        yield Part(
+            "value_embeddings", "Value embeddings", "embedding", "input",
+            f"{len(tables):,} × {dims((c.vocab_size, width))}", f"B × T × {width:,}",
+            f"Tables of {len(tables):,} layers, each with a vector for each token, which is added to the values there.",
+            "Jordan et al., 2024 (modded-nanogpt)", tuple(f"value_embeddings.{i}" for i in tables),
+        )  # fmt: skip
     if c.position == "learned":
         yield Part(
             "position_embedding", "Position embedding", "embedding", "input", dims((c.context_length, c.d_model)),
@@ -124,6 +132,12 @@ def _attention(c: ModelConfig, layer: int) -> Iterator[Part]:
     place, behind = "attention", c.norms_behind
     per_query, per_key = f"B × {c.n_heads:,} × T × {c.d_head:,}", f"B × {c.n_kv_heads:,} × T × {c.d_head:,}"
     query_width, key_width = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
+    if c.layer_skips(layer):
+        yield Part(
+            "skip", "Skip from the first half", "norm", place, "1", _stream(c),
+            f"Adds what layer {c.n_layers - 1 - layer:,} gave, times a learned scalar.",
+            "Jordan et al., 2024 (modded-nanogpt)", ("skip",),
+        )  # fmt: skip
     if c.residual_scalars:
         yield Part(
             "scalars", "Scalars of stream and embedding", "norm", place, "2", _stream(c),
@@ -149,6 +163,7 @@ def _attention(c: ModelConfig, layer: int) -> Iterator[Part]:
             key, name, "attention", place, matrix(width, c.d_model, c.qkv_bias), shape, words, source,
             (f"attention.{key}",),
         )  # fmt: skip
+    yield from _values(c, layer, per_key)
     if c.qk_norm:
         over = "all heads of a token together" if c.qk_norm == "whole" else "each head by itself"
         yield Part(
@@ -166,6 +181,12 @@ def _attention(c: ModelConfig, layer: int) -> Iterator[Part]:
         "summed with these weights.", "Vaswani et al., 2017" if window is None else "Beltagy et al., 2020",
         ("attention",),
     )  # fmt: skip
+    if c.attention_gate:
+        yield Part(
+            "attention_gate", "Gate of each head", "attention", place, dims((c.n_heads, c.d_gate)), per_query,
+            f"Multiplies each head's result by a sigmoid of {_gate_reads(c)}.", "Qiu et al., 2025",
+            ("attention.gating",),
+        )  # fmt: skip
     yield Part(
         "out", "Output projection", "attention", place, matrix(c.d_model, query_width, c.out_bias), _stream(c),
         f"Mixes the heads. The result{_scaled_residual(c)} is added to the residual stream.",
@@ -173,6 +194,33 @@ def _attention(c: ModelConfig, layer: int) -> Iterator[Part]:
     )  # fmt: skip
     if behind:
         yield _norm(c, behind[0], place, "norm1_after")
+
+
+def _gate_reads(c: ModelConfig) -> str:
+    return "what attention reads" if c.d_gate == c.d_model else f"the first {c.d_gate:,} channels that attention reads"
+
+
+def _values(c: ModelConfig, layer: int, shape: str) -> Iterator[Part]:
+    if c.value_residual and layer:
+        yield Part(
+            "value_residual", "Value residual", "attention", "attention", "2", shape,
+            "Mixes the layer's own values with the first layer's, by two learned scalars.", "Zhou et al., 2024",
+            ("values.scalars",),
+        )  # fmt: skip
+    kind, gate = c.layer_value_embedding(layer), dims((c.n_kv_heads, c.d_gate))
+    if kind == "projected":
+        yield Part(
+            "value_projection", "Projected value embedding", "attention", "attention",
+            dims((c.n_kv_heads * c.d_head, c.d_model)), shape, "Projects what entered the first block.",
+            "Zhou et al., 2024", ("values.projection",),
+        )  # fmt: skip
+    if kind != "none":
+        added = "the token's vector of this layer's table" if kind == "table" else "what was projected"
+        yield Part(
+            "value_gate", "Gate of the value embedding", "attention", "attention", gate, shape,
+            f"Adds {added} to the values, times twice a sigmoid of {_gate_reads(c)}, one for each head.",
+            "Karpathy, 2025 (nanochat)", ("values.gating",),
+        )  # fmt: skip
 
 
 def _rotary(c: ModelConfig, layer: int, shape: str) -> Part:

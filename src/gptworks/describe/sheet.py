@@ -92,6 +92,7 @@ class Sheet:
             "attention_scores": flops.attention_dense / length,
             "output_projection": flops.out / length,
             **dict(self._mlp_flops()),
+            **({"laboratory": flops.laboratory / length} if flops.laboratory else {}),
             "head": flops.head / length,
         }
 

@@ -108,14 +108,18 @@ def _parts(model: GPT, recording: Recording, row: int) -> Iterator[tuple[Kind, P
 
 def _shares(model: GPT) -> tuple[float, list[float]]:
     """How much of what is in the last block's output: of the embedding, and of what each block adds."""
-    embedding, share, shares = 0.0, 1.0, []
-    for block in reversed(blocks_of(model)):
-        shares.append(share)
-        if block.scalars is not None:
-            stream, again = block.scalars.weight.tolist()
+    blocks = blocks_of(model)
+    embedding, share, shares, skipped = 0.0, 1.0, [0.0] * len(blocks), [0.0] * len(blocks)
+    for i in reversed(range(len(blocks))):
+        shares[i] = share = share + skipped[i]
+        scalars, skip = blocks[i].scalars, blocks[i].skip
+        if scalars is not None:
+            stream, again = scalars.weight.tolist()
             embedding += share * again
             share *= stream
-    return embedding + share, shares[::-1]
+        if skip is not None:
+            skipped[len(blocks) - 1 - i] = share * skip.weight.item()
+    return embedding + share, shares
 
 
 def _heads(out: nn.Module, mixed: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:

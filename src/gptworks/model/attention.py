@@ -13,6 +13,7 @@ from gptworks.config import ModelConfig
 from gptworks.model import cpu
 from gptworks.model.cache import SlotLayer
 from gptworks.model.layers import Tables, build_head_norm, cap
+from gptworks.model.stream import build_gating
 from gptworks.native import attention as native
 
 
@@ -368,6 +369,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(query_width, config.d_model, bias=config.out_bias)
         self.query_norm = build_head_norm(config, config.n_heads)
         self.key_norm = build_head_norm(config, config.n_kv_heads)
+        self.gating = build_gating(config)
 
     def forward(
         self,
@@ -375,9 +377,14 @@ class Attention(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         cache: SlotLayer | None,
         bias: Tensor | None = None,
+        values: Tensor | None = None,
     ) -> Tensor:
-        """x [B, T, C] → [B, T, C]. `rotary` holds the tables of these T positions; `bias` as for `attend`."""
-        q, k, v = self.heads(x, rotary)
+        """x [B, T, C] → [B, T, C]. `rotary` holds the tables of these T positions; `bias` as for `attend`.
+
+        values: [B, T, G·D] instead of what the layer's own projection gives.
+        """
+        gate = None if self.gating is None else self.gating(x)  # B T H
+        q, k, v = self.heads(x, rotary, values)
         if cache is not None:
             y = attend_slots(q, k, v, cache, window=self.window, scale=self.scale, softcap=self.softcap)  # 1 H N D
         else:
@@ -385,14 +392,18 @@ class Attention(nn.Module):
                 q, k, v, window=self.window, dropout=self.dropout if self.training else 0.0, scale=self.scale,
                 bias=bias, softcap=self.softcap,
             )  # fmt: skip
+        if gate is not None:
+            y = y * gate.transpose(1, 2).unsqueeze(-1)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # B T C
         return out
 
-    def heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, values: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, C] → queries [B, H, T, D], keys and values [B, G, T, D], normalized and turned by position."""
         q, k, v = (
-            project(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
+            projected.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
+            for projected in (self.query(x), self.key(x), self.value(x) if values is None else values)
         )
         q, k = self.query_norm(q), self.key_norm(k)
         return (q, k, v) if rotary is None else (rotate(q, rotary), rotate(k, rotary), v)

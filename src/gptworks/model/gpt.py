@@ -37,21 +37,29 @@ from gptworks.model.layers import (
     product_dtype,
 )
 from gptworks.model.moe import MoE
-from gptworks.model.stream import Beside, beside_blocks, build_scalars
+from gptworks.model.stream import Beside, Carried, build_scalars, build_skip, build_tables, build_values
+
+BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]
+"""The stream [B, T, C]; the router's logits [B, T, E] where there are experts; the first layer's values [B, T, G·D]
+where others read them."""
 
 
 class Block(nn.Module):
     """Attention, then MLP, each behind a norm and added to the residual stream (pre-norm; Xiong et al., 2020)."""
 
-    def __init__(self, config: ModelConfig, window: int | None) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.norm1 = build_norm(config)
-        self.attention = Attention(config, window)
+        self.attention = Attention(config, config.layer_window(layer))
         self.norm2 = build_norm(config)
         self.mlp = MoE(config) if config.n_experts else MLP(config, config.d_ff)
         self.routed, self.parallel = config.n_experts > 0, config.parallel_residual
         self.dropout, self.scale = Dropout(config.dropout_residual), config.residual_scale
-        self.scalars = build_scalars(config)
+        self.scalars, self.skip, self.values = (
+            build_scalars(config),
+            build_skip(config, layer),
+            build_values(config, layer),
+        )
 
     def forward(
         self,
@@ -60,26 +68,47 @@ class Block(nn.Module):
         cache: SlotLayer | None,
         bias: Tensor | None = None,
         beside: Beside | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """x [B, T, C] → [B, T, C], and the router's logits [B, T, E] where there are experts."""
-        if self.scalars is not None:
-            assert beside is not None and beside.embedding is not None
-            x = self.scalars(x, beside.embedding)
-        return self.branches(x, rotary, cache, bias)
+    ) -> BlockOutput:
+        """x [B, T, C] → see `BlockOutput`."""
+        beside = beside or Beside()
+        x = x if self.skip is None else self.skip(x, beside.skipped)
+        x = x if self.scalars is None else self.scalars(x, beside.embedding)
+        return self.branches(x, rotary, cache, bias, beside)
 
     def branches(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: SlotLayer | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        cache: SlotLayer | None,
+        bias: Tensor | None,
+        beside: Beside,
+    ) -> BlockOutput:
         """Attention and MLP, from and to the stream."""
         x, inner = self.norm1.after(x)
-        branch = self.dropout(self.attention(inner, rotary, cache, bias))
+        given, own = self.attend(inner, rotary, cache, bias, beside)
+        branch = self.dropout(given)
         if self.parallel:
             x, inner = self.norm2.after(x)
             attended = add(x, branch, self.scale)
         else:
             attended, inner = self.norm2.after(x, branch, self.scale)
         y, router_logits = self.feed_forward(inner)
-        return add(attended, self.dropout(y), self.scale), router_logits
+        return add(attended, self.dropout(y), self.scale), router_logits, own
+
+    def attend(
+        self,
+        inner: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        cache: SlotLayer | None,
+        bias: Tensor | None,
+        beside: Beside,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What attention makes of [B, T, C]; and its values where later blocks read them."""
+        if self.values is None:
+            return self.attention(inner, rotary, cache, bias), None
+        own = self.attention.value(inner)
+        y = self.attention(inner, rotary, cache, bias, self.values(inner, own, beside))
+        return y, own if self.values.hands_on else None
 
     def feed_forward(self, inner: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the MLP, or the experts, make of [B, T, C]; and the router's logits where there are experts."""
@@ -90,31 +119,41 @@ class PostNormBlock(Block):
     """Attention, then MLP, each followed by a norm, and added to the residual stream."""
 
     def branches(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: SlotLayer | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        cache: SlotLayer | None,
+        bias: Tensor | None,
+        beside: Beside,
+    ) -> BlockOutput:
         """As `Block.branches`."""
-        given = self.norm1(self.attention(x.to(product_dtype(x)), rotary, cache, bias))
-        attended = add(x, self.dropout(given), self.scale)
+        given, own = self.attend(x.to(product_dtype(x)), rotary, cache, bias, beside)
+        attended = add(x, self.dropout(self.norm1(given)), self.scale)
         inner = attended.to(product_dtype(x))
         y, router_logits = self.feed_forward(inner)
-        return add(attended, self.dropout(self.norm2(y)), self.scale), router_logits
+        return add(attended, self.dropout(self.norm2(y)), self.scale), router_logits, own
 
 
 class SandwichBlock(Block):
     """Attention, then MLP, each between two norms, and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, window: int | None) -> None:
-        super().__init__(config, window)
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
         self.norm1_after, self.norm2_after = build_norm(config), build_norm(config)
 
     def branches(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: SlotLayer | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        cache: SlotLayer | None,
+        bias: Tensor | None,
+        beside: Beside,
+    ) -> BlockOutput:
         """As `Block.branches`."""
-        given = self.norm1_after(self.attention(self.norm1(x), rotary, cache, bias))
-        attended = add(x, self.dropout(given), self.scale)
+        given, own = self.attend(self.norm1(x), rotary, cache, bias, beside)
+        attended = add(x, self.dropout(self.norm1_after(given)), self.scale)
         y, router_logits = self.feed_forward(self.norm2(attended))
-        return torch.add(attended, self.dropout(self.norm2_after(y)), alpha=self.scale), router_logits
+        return torch.add(attended, self.dropout(self.norm2_after(y)), alpha=self.scale), router_logits, own
 
 
 BLOCKS: dict[str, type[Block]] = {"before": Block, "after": PostNormBlock, "both": SandwichBlock}
@@ -145,7 +184,8 @@ class GPT(nn.Module):
         """Of windowed layers; None: they turn as the others do."""
         self.dropout = Dropout(config.dropout_embedding)
         block = BLOCKS[config.norm_placement]
-        self.blocks = nn.ModuleList(block(config, window) for window in config.layer_windows)
+        self.blocks = nn.ModuleList(block(config, layer) for layer in range(config.n_layers))
+        self.value_embeddings = build_tables(config)
         self.norm = build_norm(config)
         self.untied_head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.activation_checkpointing = "none"
@@ -209,7 +249,7 @@ class GPT(nn.Module):
         if text_positions is not None:  # made once for all layers
             windows = set(self.config.layer_windows)
             biases = {window: texts_bias(text_positions, window, product_dtype(x)) for window in windows}
-        beside = beside_blocks(self.config, x)
+        carried = Carried(self.config, tokens, x, self.value_embeddings)
         # In evaluation mode too: DPO and GRPO compute references with gradients.
         keeps_graph = cache is None and torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):
@@ -217,8 +257,9 @@ class GPT(nn.Module):
             again = keeps_graph and computes_again(self.activation_checkpointing, i)
             rotary = everywhere if window is None else in_windows
             turned = rotary if self.config.layer_rotates(i) else None
-            inputs = (x, turned, cache.layers[i] if cache is not None else None, biases.get(window), beside)
-            x, routed = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
+            inputs = (x, turned, cache.layers[i] if cache is not None else None, biases.get(window), carried.beside(i))
+            x, routed, own = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
+            carried.after(i, x, own)
             if self.watched is not None:
                 self.watched.append(torch.linalg.vector_norm(x.detach(), dtype=torch.float32) / math.sqrt(x.numel()))
             if router_logits is not None and routed is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
-from gptworks.plan.params import require_vocab_size
+from gptworks.plan.params import laboratory_matrices, require_vocab_size
 
 BACKWARD_PER_FORWARD = 2
 """Each product's gradient is two products of its size (Kaplan et al., 2020, section 2.1)."""
@@ -34,6 +34,8 @@ class ForwardFlops:
     mlp: int
     """With experts: those that a token is sent to, the shared one and the router."""
     head: int
+    laboratory: int = 0
+    """Gates, and projections of value embeddings."""
 
     @property
     def projections(self) -> int:
@@ -43,12 +45,12 @@ class ForwardFlops:
     @property
     def total_dense(self) -> int:
         """All parts, attention dense."""
-        return self.projections + self.attention_dense + self.mlp + self.head
+        return self.projections + self.attention_dense + self.mlp + self.head + self.laboratory
 
     @property
     def total_causal(self) -> int:
         """All parts, attention counted once a visible pair."""
-        return self.projections + self.attention_causal + self.mlp + self.head
+        return self.projections + self.attention_causal + self.mlp + self.head + self.laboratory
 
     @property
     def per_token_dense(self) -> float:
@@ -99,4 +101,5 @@ def forward_flops(config: ModelConfig, length: int | None = None) -> ForwardFlop
         attention_causal=per_pair * sum(visible_pairs(length, window) for window in config.layer_windows),
         mlp=2 * layer_tokens * config.d_model * (inner_width * (3 if config.gated else 2) + config.n_experts),
         head=2 * length * config.d_model * vocab_size,
+        laboratory=2 * length * sum(laboratory_matrices(config)),
     )

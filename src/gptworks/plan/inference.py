@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import prod
 
 from gptworks.config import ModelConfig
-from gptworks.plan.params import ParameterCount, Shape, count_parameters
+from gptworks.plan.params import ParameterCount, Shape, count_parameters, stays_whole
 
 BATCHES = (1, 8, 32)
 """Sequences at once for which the cache is shown."""
@@ -56,15 +56,15 @@ def inference_memory(model: ModelConfig) -> list[InferenceMemory]:
 def weights_bytes(parameters: ParameterCount, precision: str, outside: bool = True) -> int:
     """All weights as `gptworks quantize` writes them; or, without those outside the blocks, as an adapter's base.
 
-    Of lower precision are the matrices alone; norms, biases, positions and the routers of experts stay fp32. With int4,
-    the embedding and the head are in int8, and so is a matrix whose rows are no whole number of groups.
+    Of lower precision are the matrices alone; norms, biases, positions, gates and the routers of experts stay fp32.
+    With int4, the embedding and the head are in int8, and so is a matrix whose rows are no whole number of groups.
     """
     total = 4 * parameters.total
     if precision == "fp32":
         return total
     for group in parameters.groups.values():
-        for shape in group.tensors.values():
-            if len(shape) == 2 and group.name not in ("position_embedding", "router") and (outside or group.in_block):
+        for name, shape in group.tensors.items():
+            if len(shape) == 2 and not stays_whole(name) and (outside or group.in_block):
                 total += group.repeats * (tensor_bytes(shape, precision, group.in_block) - 4 * prod(shape))
     return total
 

@@ -13,18 +13,14 @@ from dataclasses import dataclass, replace
 
 from gptworks.config import ModelConfig, TrainConfig, computes_again
 from gptworks.config.objective import NEXT_TOKEN, ObjectiveSettings
+from gptworks.plan.laboratory import carried_gradients, value_table
 from gptworks.plan.layout import BUCKET_BYTES, ONE_DEVICE, Layout, rank_config, shards_of
 from gptworks.plan.params import count_parameters
+from gptworks.plan.shapes import ATTENTION, COPIES, RESIDUAL, Shapes, Stage
 from gptworks.plan.stages import (
-    ATTENTION,
-    COPIES,
-    RESIDUAL,
-    Shapes,
-    Stage,
     bias_bytes,
     bigram_stage,
     block_stages,
-    embedding_gradient,
     embedding_stage,
     is_blocked,
     norm_stage,
@@ -143,9 +139,10 @@ class _Step:
         self.bucket_bytes = 0  # of gradients that wait to be sent to the other ranks
         self.block_gradients_bytes = 0  # of a block's matrices, whole, before they are reduced
         self.packed = self.trained.base != "full"
+        kinds = {self.model.layer_kind(layer): layer for layer in range(self.model.n_layers)}
         self.blocks = {
-            window: [self._as_trained(stage) for stage in block_stages(self.shapes, window)]
-            for window in set(self.model.layer_windows)
+            kind: [self._as_trained(stage) for stage in block_stages(self.shapes, layer)]
+            for kind, layer in kinds.items()
         }
         self.final_norm = norm_stage(self.shapes, "final norm")
         self.held: Counter[str] = Counter()  # by part
@@ -206,7 +203,7 @@ class _Step:
         return (n_bytes - whole_bytes) // self.layout.data_parallel + whole_bytes if self.sharded else n_bytes
 
     def _block(self, layer: int) -> list[Stage]:
-        stages = self.blocks[self.model.layer_window(layer)]
+        stages = self.blocks[self.model.layer_kind(layer)]
         if layer or not self.trained.rank or self.trained.embedding:
             return stages
         # nothing trained stands before the first block, and its first matrices lead nowhere back
@@ -283,8 +280,11 @@ class _Step:
             for stage in reversed(self._block(layer)):
                 self._go_back(stage, f"{stage.name} of layer {layer + 1}, backward")
             self.hold(ADAPTER, -self._adapter_bytes)
+            if table := value_table(self.shapes, layer):
+                self.mark("value embedding, backward", 4 * table)
+                self._gain(table)
             if layer == self.layers[-1]:
-                self.hold(TEMPORARY, embedding_gradient(self.shapes))
+                self.hold(TEMPORARY, carried_gradients(self.shapes))
             if self.sharded:
                 self._reduce(self.shards.trained_block, self.gathered_bytes, f"layer {layer + 1}, gradients reduced")
         if self._keeps_bias:

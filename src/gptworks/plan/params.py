@@ -62,8 +62,8 @@ class ParameterCount:
 
     @property
     def embedding(self) -> int:
-        """Tables of tokens, of positions and of token pairs."""
-        tables = ("token_embedding", "position_embedding", "bigram_embedding")
+        """Tables of tokens, of positions, of token pairs and of values."""
+        tables = ("token_embedding", "position_embedding", "bigram_embedding", "value_embeddings")
         return sum(self.groups[name].total for name in tables if name in self.groups)
 
     @property
@@ -169,9 +169,38 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 
 def laboratory_groups(config: ModelConfig) -> Iterator[ParameterGroup]:
     """Tensors of the laboratory's settings that are on."""
-    layers = tuple(range(config.n_layers))
+    layers, key_width = tuple(range(config.n_layers)), config.n_kv_heads * config.d_head
+    embedded = {
+        kind: tuple(i for i in layers if config.layer_value_embedding(i) == kind) for kind in ("table", "projected")
+    }
     if config.residual_scalars:
         yield ParameterGroup("residual_scalars", {"scalars.weight": (2,)}, layers)
     if rows := config.bigram_vocab_size:
         pairs = {"bigram_embedding.table.weight": (rows, config.d_model), "bigram_embedding.scale": (1,)}
         yield ParameterGroup("bigram_embedding", pairs)
+    if config.unet_skips:
+        yield ParameterGroup("unet_skips", {"skip.weight": (1,)}, tuple(filter(config.layer_skips, layers)))
+    if config.value_residual:
+        yield ParameterGroup("value_residual", {"values.scalars.weight": (2,)}, layers[1:])
+    if tables := embedded["table"]:
+        shape = (require_vocab_size(config), key_width)
+        yield ParameterGroup("value_embeddings", {f"value_embeddings.{i}.weight": shape for i in tables})
+    if projected := embedded["projected"]:
+        shape = (key_width, config.d_model)
+        yield ParameterGroup("value_projections", {"values.projection.weight": shape}, projected)
+    if gated := tuple(sorted(tables + projected)):
+        yield ParameterGroup("value_gates", {"values.gating.weight": (config.n_kv_heads, config.d_gate)}, gated)
+    if config.attention_gate:
+        yield ParameterGroup("attention_gates", {"attention.gating.weight": (config.n_heads, config.d_gate)}, layers)
+
+
+def laboratory_matrices(config: ModelConfig) -> Iterator[int]:
+    """Elements of each matrix of the blocks that a token is multiplied by for the laboratory's settings."""
+    for group in laboratory_groups(config):
+        if group.in_block:
+            yield from (group.repeats * prod(shape) for shape in group.tensors.values() if len(shape) == 2)
+
+
+def stays_whole(parameter: str) -> bool:
+    """Whether a matrix keeps its precision where others are packed, by its name: positions, routers and gates."""
+    return parameter.endswith(("position_embedding.weight", "mlp.router.weight", ".gating.weight"))

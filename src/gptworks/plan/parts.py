@@ -6,7 +6,7 @@ from typing import Self
 
 from gptworks.config import Recipe
 from gptworks.plan.inference import kept_ids_bytes, kv_cache_bytes, tensor_bytes
-from gptworks.plan.params import Shape, count_parameters
+from gptworks.plan.params import Shape, count_parameters, stays_whole
 from gptworks.plan.state import matrix_state_bytes
 from gptworks.plan.trained import moments_in_8_bits, trains
 from gptworks.plan.work import work_of_modules
@@ -62,7 +62,7 @@ def _of_tensor(recipe: Recipe, name: str, shape: Shape) -> Figures:
     """Parameters and bytes of a tensor and of its adapter."""
     adapter, size = recipe.adapter, prod(shape)
     is_matrix = len(shape) == 2 and name.startswith("blocks.")
-    packs = adapter is not None and adapter.base != "full" and is_matrix and not name.endswith("mlp.router.weight")
+    packs = adapter is not None and adapter.base != "full" and is_matrix and not stays_whole(name)
     added: list[int] = []
     if adapter is not None and len(shape) == 2 and adapter.adapts(name.removesuffix(".weight")):
         added = [adapter.rank * width for width in shape]

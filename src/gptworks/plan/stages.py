@@ -11,101 +11,27 @@ has a two-byte copy that lives until its gradient is made.
 Letters: N tokens of a micro-batch, C width, Q query heads × their width, K key/value heads × theirs, F MLP width.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
-from gptworks.config import ModelConfig
 from gptworks.native.library import training_library
-
-RESIDUAL, ATTENTION, WEIGHTS_KEPT = "residual_stream_and_norms", "attention", "attention_weights"
-MLP, COPIES, DROPOUT = "mlp", "weight_copies", "dropout_masks"
-"""Kinds of saved tensors."""
+from gptworks.plan.laboratory import entry_stages, gate_stage, handed_on_stages, value_stages
+from gptworks.plan.shapes import ATTENTION, DROPOUT, MLP, RESIDUAL, WEIGHTS_KEPT, Shapes, Stage
 
 BLOCK_QUERIES, LONGEST_BLOCKED = 128, 2048
 """`gptworks.model.cpu`'s BLOCK and LONGEST, which importing would import torch."""
 
 
-@dataclass(frozen=True)
-class Stage:
-    """An operation as memory sees it. Sizes are bytes, parameters are elements.
-
-    Its backward pass makes `leaves` and the gradients of its parameters while everything saved and the gradient that
-    arrives still stand; then those go. A gradient that `merges` is added to one of its size that waits already.
-    """
-
-    name: str
-    saved: Mapping[str, int] = field(default_factory=dict)
-    """By kind."""
-    arrives: int = 0
-    leaves: int = 0
-    merges: bool = False
-    scratch: int = 0
-    """More that its backward pass needs at its worst moment."""
-    matrices: int = 0
-    vectors: int = 0
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """What sizes depend on besides the architecture."""
-
-    config: ModelConfig
-    batch_size: int
-    """Sequences of a micro-batch."""
-    length: int
-    product_bytes: int
-    """Of an element in matrix products: 4, or 2 under autocast."""
-    on_cpu: bool
-    several_texts: bool = False
-    """Whether a row holds several texts: then a bias stands in for masks."""
-
-    @property
-    def n_tokens(self) -> int:
-        return self.batch_size * self.length
-
-    @property
-    def autocast(self) -> bool:
-        return self.product_bytes != 4
-
-    def products(self, width: int) -> int:
-        """Bytes of [N, width] in the products' precision."""
-        return self.n_tokens * width * self.product_bytes
-
-    def floats(self, width: int) -> int:
-        """Bytes of [N, width] in float32."""
-        return self.n_tokens * width * 4
-
-    def mask(self, width: int) -> int:
-        """Bytes of what dropout keeps for [N, width]: the factors on a CPU, booleans elsewhere."""
-        return self.products(width) if self.on_cpu else self.n_tokens * width
-
-    def copies(self, matrices: int) -> dict[str, int]:
-        """The two-byte copies of matrices that autocast makes."""
-        return {COPIES: matrices * self.product_bytes} if self.autocast else {}
-
-
-def block_stages(s: Shapes, window: int | None) -> list[Stage]:
+def block_stages(s: Shapes, layer: int) -> list[Stage]:
     """A whole block, first operation first."""
-    attention = list(attention_stages(s, window))
+    attention = list(attention_stages(s, layer))
     mlp = list(moe_stages(s) if s.config.n_experts else mlp_stages(s, s.config.d_ff, s.n_tokens))
     entries = [norm_stage(s, "norm1"), norm_stage(s, "norm2", saves_input=not s.config.parallel_residual)]
     if s.config.norm_placement == "after":
         entries = [_entry(s), _entry(s)]
     behind = [_norm_of_result(s)] if s.config.norms_behind else []
     parts = ([entry, *part, *behind, _branch(s)] for entry, part in zip(entries, (attention, mlp), strict=True))
-    return [*entry_stages(s), *(stage for part in parts for stage in part)]
-
-
-def entry_stages(s: Shapes) -> Iterator[Stage]:
-    """What the laboratory's settings do to the stream as it enters a block (`gptworks.model.stream`)."""
-    stream = s.floats(s.config.d_model)
-    if s.config.residual_scalars:  # the product with each scalar gives a gradient of the stream's size, and a sum's
-        yield Stage("scalars", {RESIDUAL: stream}, arrives=stream, leaves=stream, scratch=stream, vectors=2)
-
-
-def embedding_gradient(s: Shapes) -> int:
-    """Bytes of the gradient of what entered the first block, which waits from the last block on where all read it."""
-    return s.floats(s.config.d_model) if s.config.residual_scalars else 0
+    return [*entry_stages(s, layer), *(stage for part in parts for stage in part), *handed_on_stages(s, layer)]
 
 
 def embedding_stage(s: Shapes) -> Stage:
@@ -193,13 +119,16 @@ def _result_gradient(s: Shapes) -> int:
 # ------------------------------------------------------------------------------------------------ attention
 
 
-def attention_stages(s: Shapes, window: int | None) -> Iterator[Stage]:
+def attention_stages(s: Shapes, layer: int) -> Iterator[Stage]:
     """Projections, QK-norm, rotation, attention itself, the output projection."""
-    c = s.config
+    c, window = s.config, s.config.layer_window(layer)
     q_width, k_width = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
     q, k, normalized = s.products(q_width), s.products(k_width), s.products(c.d_model)
-    for name, width, output in (("query", q_width, q), ("key", k_width, k), ("value", k_width, k)):
-        first, last = name == "query", name == "value"  # backward runs from the last to the first
+    projections = [("query", q_width, q), ("key", k_width, k), ("value", k_width, k)]
+    if changed := list(value_stages(s, layer)):  # values come first
+        projections = [projections[2], *projections[:2]]
+    for name, width, output in projections:
+        first, last = name == projections[0][0], name == projections[-1][0]  # backward runs from the last to the first
         yield Stage(
             name,
             ({RESIDUAL: normalized} if first else {}) | s.copies(c.d_model * width),
@@ -209,6 +138,9 @@ def attention_stages(s: Shapes, window: int | None) -> Iterator[Stage]:
             matrices=c.d_model * width,
             vectors=width if c.qkv_bias else 0,
         )
+        if first:
+            yield from changed
+            yield from [gate_stage(s, c.n_heads)] * c.attention_gate
     if c.qk_norm:
         statistics = 4 * s.n_tokens * (2 if c.qk_norm == "whole" else c.n_heads + c.n_kv_heads)
         saved = q + k if s.on_cpu else s.floats(q_width + k_width)
@@ -224,9 +156,13 @@ def attention_stages(s: Shapes, window: int | None) -> Iterator[Stage]:
     if c.position == "rope":
         yield Stage("rotation", arrives=q + k, leaves=q + k, scratch=q)
     yield attention_core(s, window)
+    if c.attention_gate:
+        kept = 0 if saves_output(s, window) else q
+        yield Stage("gated heads", {ATTENTION: kept}, arrives=q, leaves=q, scratch=q)
+    shared = output_is_shared(s, window) and not c.attention_gate
     yield Stage(
         "attention out",
-        {ATTENTION: 0 if output_is_shared(s, window) else q} | s.copies(c.d_model * q_width),
+        {ATTENTION: 0 if shared else q} | s.copies(c.d_model * q_width),
         arrives=_result_gradient(s),
         leaves=q,
         matrices=c.d_model * q_width,
@@ -268,6 +204,11 @@ def is_plain(s: Shapes, window: int | None) -> bool:
     if s.on_cpu:
         return s.config.dropout_attention > 0
     return is_grouped(s) and not s.autocast and not is_masked(s, window)
+
+
+def saves_output(s: Shapes, window: int | None) -> bool:
+    """Whether attention saves its result."""
+    return is_native(s) or not (is_blocked(s) or is_plain(s, window) or s.config.attention_softcap is not None)
 
 
 def output_is_shared(s: Shapes, window: int | None) -> bool:

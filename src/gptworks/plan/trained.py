@@ -97,7 +97,7 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
         in_8_bits=moments_in_8_bits(map(prod, matrices)),
     )
     if adapter is None:
-        blocks = [int(name.split(".")[1]) for name in own if name.startswith("blocks.")]
+        blocks = [int(name.split(".")[1]) for name in own if name.startswith(("blocks.", "value_embeddings."))]
         return replace(part, n_still=0 if part.embedding else min(blocks, default=model.n_layers))
     adapted = [
         shape for name, shape in shapes.items() if len(shape) == 2 and adapter.adapts(name.removesuffix(".weight"))

@@ -91,14 +91,16 @@ class _Walk:
         moving |= m.position == "learned" and self._trains("position_embedding.weight")
         bigrams = ("bigram_embedding.table.weight", "bigram_embedding.scale")
         moving |= m.bigram_vocab_size > 0 and any(map(self._trains, bigrams))
+        self.embedding_moves, self.first_values_move = moving, False
         for layer in range(m.n_layers):
-            moving = self._block(f"blocks.{layer}.", moving, m.layer_window(layer))
+            moving = self._block(f"blocks.{layer}.", moving, layer)
         moving |= self._norm("norm", moving)
         head = "token_embedding.weight" if m.tie_embeddings else "untied_head.weight"
         n = 2 * self.length * m.d_model * m.vocab_size
         self._note("head", "head", n, n * moving + n * self._trains(head))
-        if not self.forward["adapter"]:
-            del self.forward["adapter"]
+        for part in ("adapter", "laboratory"):
+            if not self.forward[part]:
+                del self.forward[part]
 
     def _note(self, part: str, module: str, forward: int, backward: int) -> None:
         self.forward[part] += forward
@@ -126,10 +128,11 @@ class _Walk:
             self._note("adapter", module, a + b, 2 * b + a + a * moving)
         return moving or weight or bias or adapted
 
-    def _block(self, prefix: str, moving: bool, window: int | None) -> bool:
-        m, n_tokens = self.model, self.length
+    def _block(self, prefix: str, moving: bool, layer: int) -> bool:
+        m, n_tokens, window = self.model, self.length, self.model.layer_window(layer)
         queries, keys = m.n_heads * m.d_head, m.n_kv_heads * m.d_head
         before, (behind1, behind2) = m.norm_placement != "after", m.norms_behind or ("", "")
+        moving |= m.layer_skips(layer) and self._trains(f"{prefix}skip.weight")
         moving |= m.residual_scalars and self._trains(f"{prefix}scalars.weight")
         normed = self._norm(f"{prefix}norm1", moving) if before else moving
         q, k, v = (
@@ -138,18 +141,43 @@ class _Walk:
             )
             for name, width in (("query", queries), ("key", keys), ("value", keys))
         )
+        v = self._values(prefix, layer, normed, v)
         if m.qk_norm:
             q = q or self._trains(f"{prefix}attention.query_norm.weight")
             k = k or self._trains(f"{prefix}attention.key_norm.weight")
         scores = 2 * queries * formed_pairs(self.length, window)  # and as much again for the weighted sum
         self._note("attention_scores", f"{prefix}attention", 2 * scores, scores * (q + k + (q or k) + v))
+        given = q or k or v
+        if m.attention_gate:
+            given |= self._gate(f"{prefix}attention.gating", m.n_heads, normed)
         out = self._linear(
-            "attention_output", f"{prefix}attention.out", (queries, m.d_model), q or k or v, m.out_bias, n_tokens
+            "attention_output", f"{prefix}attention.out", (queries, m.d_model), given, m.out_bias, n_tokens
         )
         out = self._norm(f"{prefix}{behind1}", out) if behind1 else out
         entry = moving if m.parallel_residual else moving or out
         inner = self._mlp(prefix, self._norm(f"{prefix}norm2", entry) if before else entry)
         return moving or out or (self._norm(f"{prefix}{behind2}", inner) if behind2 else inner)
+
+    def _values(self, prefix: str, layer: int, normed: bool, own: bool) -> bool:
+        """Whether a layer's values have a gradient, given whether its own have; see `gptworks.model.stream.Values`."""
+        m, kind, moving = self.model, self.model.layer_value_embedding(layer), own
+        if m.value_residual:
+            if not layer:
+                self.first_values_move = own
+            else:
+                moving |= self.first_values_move or self._trains(f"{prefix}values.scalars.weight")
+        if kind == "none":
+            return moving
+        if kind == "table":
+            moving |= self._trains(f"value_embeddings.{layer}.weight")
+        else:
+            sizes = m.d_model, m.n_kv_heads * m.d_head
+            name = f"{prefix}values.projection"
+            moving |= self._linear("laboratory", name, sizes, self.embedding_moves, False, self.length)
+        return moving | self._gate(f"{prefix}values.gating", m.n_kv_heads, normed)
+
+    def _gate(self, module: str, n_gates: int, normed: bool) -> bool:
+        return self._linear("laboratory", module, (self.model.d_gate, n_gates), normed, False, self.length)
 
     def _mlp(self, prefix: str, normed: bool) -> bool:
         m = self.model

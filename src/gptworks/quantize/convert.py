@@ -1,8 +1,8 @@
 """A model → its quantized form, in memory.
 
-The blocks' matrices become what is asked for. Norms, biases, positions and the routers of experts stay fp32: they are a
-thousandth of the weights. With int4, the embedding and the head are kept in int8, and so is a matrix whose rows are no
-whole number of groups.
+The blocks' matrices become what is asked for. Norms, biases, positions, gates and the routers of experts stay fp32:
+they are a thousandth of the weights. With int4, the embedding and the head are kept in int8, and so is a matrix whose
+rows are no whole number of groups.
 """
 
 import copy
@@ -171,11 +171,12 @@ def _check_holds(name: str, matrix: Tensor, weights: Weights) -> None:
 
 
 def _calibrated(
-    model: GPT, kinds: dict[str, Weights], batches: Iterable[Tensor], step: Callable[[str], None]
+    model: GPT, kinds: dict[str, Weights], batches: Sequence[Tensor], step: Callable[[str], None]
 ) -> dict[str, Packed]:
     """The int4 matrices, each rounded for the inputs it gets where the blocks before it are rounded already."""
     packed: dict[str, Packed] = {}
-    inputs = _inputs_of_blocks(model, batches)
+    inputs = _inputs_of_block(model, batches, 0)
+    rounding = copy.deepcopy(model) if model.config.laboratory else None  # where blocks read more than the one before
     for i, block in enumerate(model.blocks):
         step(f"block {i + 1} of {len(model.blocks)}")
         rounded = copy.deepcopy(block).eval()
@@ -189,14 +190,18 @@ def _calibrated(
             found = _pack_rounded(gptq(matrix, hessian), "int4")
             matrix.copy_(dequantize(*found, matrix.dtype))
             packed[f"blocks.{i}.{name}"] = found
-        inputs = [(rounded(*given)[0], *given[1:]) for given in inputs]
+        if rounding is None:
+            inputs = [(rounded(*given)[0], *given[1:]) for given in inputs]
+        elif i + 1 < len(model.blocks):
+            rounding.blocks[i] = rounded
+            inputs = _inputs_of_block(rounding, batches, i + 1)
     return packed
 
 
-def _inputs_of_blocks(model: GPT, batches: Iterable[Tensor]) -> list[tuple[Any, ...]]:
-    """What the first block is called with, batch by batch."""
+def _inputs_of_block(model: GPT, batches: Iterable[Tensor], layer: int) -> list[tuple[Any, ...]]:
+    """What a block is called with, batch by batch."""
     calls: list[tuple[Any, ...]] = []
-    hook = model.blocks[0].register_forward_pre_hook(lambda _, given: calls.append(given))
+    hook = model.blocks[layer].register_forward_pre_hook(lambda _, given: calls.append(given))
     training = model.training
     try:
         model.eval()

@@ -1,0 +1,65 @@
+"""What the operations of the laboratory's settings keep for their backward pass; see stages.py."""
+
+from collections.abc import Iterator
+
+from gptworks.plan.shapes import ATTENTION, RESIDUAL, Shapes, Stage
+
+
+def entry_stages(s: Shapes, layer: int) -> Iterator[Stage]:
+    """What is done to the stream as it enters a block (`gptworks.model.stream`).
+
+    The gradient of a scalar is the sum of a product of the stream's size.
+    """
+    stream = s.floats(s.config.d_model)
+    if s.config.layer_skips(layer):  # what is added has a gradient that waits for the layer that gave it
+        yield Stage("skip", arrives=stream, leaves=2 * stream, scratch=stream, vectors=1)
+    if s.config.residual_scalars:
+        yield Stage("scalars", {RESIDUAL: stream}, arrives=stream, leaves=stream, scratch=stream, vectors=2)
+
+
+def handed_on_stages(s: Shapes, layer: int) -> list[Stage]:
+    """Where the gradient of what a later layer added has waited. What it added is saved as the next block's input,
+    unless that enters attention rounded."""
+    stream = s.floats(s.config.d_model)
+    alone = s.autocast and s.config.norm_placement == "after" and not s.config.residual_scalars
+    there = s.config.layer_is_skipped_to(layer)
+    return [Stage("handed on", {RESIDUAL: stream if alone else 0}, arrives=stream)] if there else []
+
+
+def carried_gradients(s: Shapes) -> int:
+    """Bytes of the gradients of what all blocks read: they wait from the last block on."""
+    c = s.config
+    embedding = s.floats(c.d_model) if c.residual_scalars or "projected" in c.value_embeddings else 0
+    return embedding + (s.products(c.n_kv_heads * c.d_head) if c.value_residual else 0)
+
+
+def value_table(s: Shapes, layer: int) -> int:
+    """Elements of the layer's table of value embeddings; 0: it has none."""
+    c = s.config
+    return c.vocab_size * c.n_kv_heads * c.d_head if c.layer_value_embedding(layer) == "table" else 0
+
+
+def value_stages(s: Shapes, layer: int) -> Iterator[Stage]:
+    """What a layer makes of its values (`gptworks.model.stream.Values`)."""
+    c, kind = s.config, s.config.layer_value_embedding(layer)
+    width = c.n_kv_heads * c.d_head
+    k = s.products(width)
+    if c.value_residual and layer:
+        yield Stage("value residual", {ATTENTION: k}, arrives=k, leaves=k, scratch=k, vectors=2)
+    if kind == "projected":
+        matrix, rounded = width * c.d_model, s.products(c.d_model) if s.autocast else 0
+        stream = s.floats(c.d_model)
+        yield Stage("projection", {RESIDUAL: rounded} | s.copies(matrix), k, stream, merges=True, matrices=matrix)
+    if kind != "none":
+        yield gate_stage(s, c.n_kv_heads)
+        wide = s.floats(width) if s.autocast and kind == "table" else 0
+        yield Stage(
+            "gated values", {ATTENTION: k}, arrives=k, leaves=2 * k if kind == "projected" else k, scratch=2 * k + wide
+        )
+
+
+def gate_stage(s: Shapes, n_gates: int) -> Stage:
+    """A gate for each head. A part of the channels has a gradient as wide as all."""
+    given, width = s.products(n_gates), s.products(s.config.d_model)
+    matrix = n_gates * s.config.d_gate
+    return Stage("gate of heads", {ATTENTION: 2 * given} | s.copies(matrix), given, width, merges=True, matrices=matrix)
