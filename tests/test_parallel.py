@@ -203,7 +203,6 @@ def test_the_loss_is_that_of_one_process(n_ranks: int, tmp_path: Path) -> None:
         "sample_tokens": 8,
         "ema_decay": 0.9,
         "cautious_weight_decay": True,
-        "micro_batch_size": 2,
         "smaller_batches": [[10, 4]],
         "checkpoint_every": 50,
         "keep_every": 50,

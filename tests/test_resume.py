@@ -154,7 +154,10 @@ def test_batches_that_grow_are_a_run_whose_batch_size_is_changed(tmp_path: Path)
     states = [one.state() for one in (first, second)]
     assert states[0]["samples"] == states[1]["samples"] == 3 * 2 + 2 * 4 + 3 * 8
     recipe, by_hand = parse_recipe(growing | {"run_dir": str(whole)}), load_recipe(tree["run_dir"])
-    assert plan(with_vocab_size(recipe, 50)).tokens == states[0]["tokens"] == 38 * 32
+    planned = plan(with_vocab_size(recipe, 50))
+    assert planned.tokens == states[0]["tokens"] == 38 * 32
+    assert planned.total_flops == pytest.approx(38 * 32 * planned.flops_per_token)
+    assert [recipe.train.steps_with(n) for n in (0, 1, 6, 7, 14, 15, 22, 23, 38)] == [0, 1, 3, 4, 5, 6, 6, 7, 8]
     for step in range(1, 9):
         assert samples_of_step(recipe, whole, step) == samples_of_step(by_hand, by_hand.run_dir, step)
 

@@ -1,5 +1,6 @@
 """How a model is trained, and on how many devices."""
 
+import math
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -274,6 +275,21 @@ class TrainConfig(Section):
             first = until
         return samples + self.batch_size * max(0, step - first)
 
+    def steps_with(self, samples: int) -> int:
+        """The fewest optimizer steps that have so many sequences."""
+        steps = 0
+        for until, size in self.smaller_batches:
+            needed = steps + max(0, math.ceil((samples - self.samples_before(steps)) / size))
+            if needed <= until:
+                return needed
+            steps = until
+        return steps + max(0, math.ceil((samples - self.samples_before(steps)) / self.batch_size))
+
+    @property
+    def common_batch_size(self) -> int:
+        """The most sequences by which the batches of all steps can be divided; `batch_size` where that is one size."""
+        return math.gcd(self.batch_size, *(size for _, size in self.smaller_batches))
+
     def n_evaluated(self, n_there: int, context_length: int) -> int:
         """How many of so many validation sequences an evaluation reads. 0: all."""
         wanted = self.evaluate_sequences
@@ -298,4 +314,4 @@ class TrainConfig(Section):
 
     def rank_micro_batch_size(self, n_ranks: int) -> int:
         """Sequences in one pass of one of `n_ranks` devices that divide the batch."""
-        return max(1, min(self.micro_batch_size, self.batch_size // n_ranks))
+        return max(1, min(self.micro_batch_size, self.common_batch_size // n_ranks))

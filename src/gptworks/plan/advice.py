@@ -105,7 +105,7 @@ class _Search:
         last, recipe, layout = found
         group = recipe.objective.micro_batch_multiple
         micro = recipe.train.rank_micro_batch_size(layout.data_parallel)
-        sizes = divisors(recipe.train.batch_size // layout.data_parallel)
+        sizes = divisors(recipe.train.common_batch_size // layout.data_parallel)
         for size in [size for size in sizes if size < micro and size % group == 0]:
             also = (*overrides, f"train.micro_batch_size={size}")
             smaller = self._changed(also, n_ranks, ["more, smaller passes a step", *costs])
@@ -221,4 +221,4 @@ def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list
 def _whole_batch(recipe: Recipe) -> int:
     """What data-parallel ranks divide: sequences, or groups of answers."""
     group = recipe.objective.micro_batch_multiple
-    return recipe.train.batch_size // gcd(recipe.train.batch_size, group)
+    return recipe.train.common_batch_size // gcd(recipe.train.common_batch_size, group)

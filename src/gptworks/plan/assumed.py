@@ -48,7 +48,7 @@ def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: 
     reason = None
     if not has_end:
         tokens = COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER * count_parameters(model).total
-        recipe = _with(recipe, max_steps=ceil(tokens / (recipe.train.batch_size * model.context_length)))
+        recipe = _with(recipe, max_steps=recipe.train.steps_with(ceil(tokens / model.context_length)))
         reason = ASSUMED_STEPS
     if "micro_batch_size" in recipe.train.model_fields_set:
         return recipe, reason
@@ -60,7 +60,7 @@ def _largest_that_fits(recipe: Recipe, device: Device, n_ranks: int) -> int:
     layout = arrange(_with(recipe, micro_batch_size=1), n_ranks, device)
     if isinstance(layout, Refusal):
         return recipe.train.micro_batch_size
-    for size in divisors(recipe.train.batch_size // layout.data_parallel):
+    for size in divisors(recipe.train.common_batch_size // layout.data_parallel):
         setting = device_setting(_with(recipe, micro_batch_size=size), device, layout)
         if training_peak(setting).total_bytes <= device.memory_bytes:
             return size

@@ -123,7 +123,12 @@ class Plan:
     @property
     def total_flops(self) -> float | None:
         before = self.flops_before_first_step
-        return None if self.steps is None or before is None else before + self.steps * self.flops_per_step
+        return None if self.full_steps is None or before is None else before + self.full_steps * self.flops_per_step
+
+    @property
+    def full_steps(self) -> float | None:
+        """Of how many steps with all of `batch_size` the run has the samples; None where its length is unknown."""
+        return None if self.steps is None else self.train.samples_before(self.steps) / self.train.batch_size
 
     @property
     def flops_by_part(self) -> dict[str, tuple[float, float]]:
@@ -165,7 +170,7 @@ class Plan:
     @cached_property
     def largest_micro_batch_size(self) -> int:
         """The most sequences at a time whose step the device holds; 0 where one is too many."""
-        sequences = self.train.batch_size // self.setting.layout.data_parallel
+        sequences = self.train.common_batch_size // self.setting.layout.data_parallel
         return largest_micro_batch(self.setting, self.device.memory_bytes, sequences)
 
     @cached_property
