@@ -30,6 +30,10 @@ CHANGES = (
     _change("eight-heads", "model.n_heads=8", "Vaswani et al., 2017, table 3"),
     _change("attention-bias", "model.attention_bias=qkv", "Qwen 2, 2024"),
     _change("attention-softcap-50", "model.attention_softcap=50", "Gemma 2, 2024"),
+    _change("attention-gate", "model.attention_gate=true", "Qiu et al., 2025"),
+    _change("value-residual", "model.value_residual=true", "Zhou et al., 2024"),
+    _change("value-embeddings", "model.value_embeddings=[none,table]", "modded-nanogpt, 2024"),
+    _change("projected-value-embeddings", "model.value_embeddings=[none,projected]", "the same without a table"),
     _change("windows", "model.window=64 model.window_pattern=[window,full]", "Gemma 2, 2024"),
     # positions
     _change("learned-positions", "model.position=learned", "GPT-2, 2019"),
@@ -46,6 +50,7 @@ CHANGES = (
     _change("parallel-blocks", "model.parallel_residual=true", "GPT-J, 2021"),
     _change("embedding-times-root-of-width", "model.embedding_scale=11.3", "Vaswani et al., 2017"),
     _change("residual-scalars", "model.residual_scalars=true", "nanochat, 2025"),
+    _change("unet-skips", "model.unet_skips=true", "modded-nanogpt, 2024"),
     _change("residual-scale-half", "model.residual_scale=0.5", "Granite 3, 2024"),
     # the MLP
     _change("gelu", "model.mlp=gelu", "GPT-2, 2019"),
@@ -76,6 +81,8 @@ CHANGES = (
     _change("init-std-0-006", "model.init_std=0.006", "DeepSeek-V2, 2024"),
     # optimizer
     _change("adamw", "train.optimizer=adamw", "Loshchilov & Hutter, 2019"),
+    _change("normuon", "train.optimizer=normuon", "Li et al., 2025"),
+    _change("soap", "train.optimizer=soap", "Vyas et al., 2024"),
     _change("muon-rate-halved", "train.muon_learning_rate=0.01", "half the default"),
     _change("muon-rate-doubled", "train.muon_learning_rate=0.04", "twice the default"),
     _change("adamw-rate-halved", "train.learning_rate=0.01", "half the default, of embeddings, head and vectors"),
@@ -88,6 +95,7 @@ CHANGES = (
     _change("weight-decay-0-1", "train.weight_decay=0.1", "GPT-3, 2020"),
     _change("cautious-weight-decay", "train.cautious_weight_decay=true train.weight_decay=0.1", "Chen et al., 2025"),
     _change("no-clipping", "train.grad_clip=0", "Pascanu et al., 2013, without it"),
+    _change("even-average", "train.average_last=0.2", "Izmailov et al., 2018"),
     _change("weight-average", "train.ema_decay=0.98", "Polyak & Juditsky, 1992"),
     # schedule and batch
     _change("cosine", "train.schedule=cosine", "Loshchilov & Hutter, 2017"),
@@ -97,6 +105,7 @@ CHANGES = (
     _change("decay-1-sqrt", "train.decay_shape=1-sqrt", "Hägele et al., 2024"),
     _change("decay-to-a-tenth", "train.final_rate_fraction=0.1", "GPT-3, 2020"),
     _change("no-warmup", "train.warmup_steps=0", "Goyal et al., 2017, without it"),
+    _change("growing-batch", "train.smaller_batches=[[120,8]]", "Smith et al., 2018"),
     _change("batch-halved", "train.batch_size=8", "McCandlish et al., 2018"),
     _change("batch-doubled", "train.batch_size=32", "McCandlish et al., 2018"),
     # regularization

@@ -91,12 +91,12 @@ def recipe_of(path: Path, places: Sequence[str], change: Change, seed: int) -> R
         raise UserError(f"change {change.name}: a regime sets train.max_steps, and a change leaves it as it is.")
     if change.settings and fingerprint(recipe) == fingerprint(baseline):
         raise UserError(f"change {change.name}: {' '.join(change.settings)} is what the regime has already.")
-    tokens = steps * baseline.train.batch_size
-    if tokens % (2 * recipe.train.batch_size):
-        raise UserError(
-            f"change {change.name}: {tokens} sequences are no even number of batches of {recipe.train.batch_size}."
-        )
-    steps = tokens // recipe.train.batch_size
+    batch, samples = recipe.train.batch_size, steps * baseline.train.batch_size
+    steps = samples // batch
+    missing = steps * batch - recipe.train.samples_before(steps)  # of steps with smaller batches
+    steps += missing // batch
+    if steps % 2 or recipe.train.samples_before(steps) != samples:
+        raise UserError(f"change {change.name}: {samples:,} sequences are no even number of its batches of {batch}.")
     length = (f"train.max_steps={steps}", f"train.evaluate_every={steps // 2}", f"train.checkpoint_every={steps}")
     recipe = load_recipe(tree, [*places, *change.settings, *length])
     name = f"{change.name}-{seed}"

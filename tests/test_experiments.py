@@ -39,9 +39,8 @@ def test_every_change_is_a_recipe_on_every_regime_and_reads_as_many_tokens(exper
         assert baseline.seed == 7 and baseline.train.sample_every == 0
         for change in experiments.CHANGES:
             recipe = laboratory.recipe(regime, change, 7)
-            assert recipe.train.max_steps * recipe.train.batch_size == (
-                baseline.train.max_steps * baseline.train.batch_size
-            )
+            read = sum(recipe.train.batch_size_at(step) for step in range(recipe.train.max_steps))
+            assert read == baseline.train.max_steps * baseline.train.batch_size
             assert recipe.train.max_steps == 2 * recipe.train.evaluate_every
             assert (recipe.data, recipe.seed) == (baseline.data, 7)
             assert recipe.run_dir.with_suffix(".yaml").stem == recipe.run_dir.name  # a dot would cut the name
@@ -54,7 +53,7 @@ def test_every_change_is_a_recipe_on_every_regime_and_reads_as_many_tokens(exper
         ("seed=3", "`seed` is the same in all trials"),
         ("data.validation.fraction=0.2", "`data.validation.fraction` is the same"),
         ("train.max_steps=10", "sets train.max_steps"),
-        ("train.batch_size=7", "no even number of batches of 7"),
+        ("train.batch_size=7", "no even number of its batches of 7"),
         ("model.no_such=1", "no_such"),
     ],
 )
