@@ -289,7 +289,7 @@ def test_the_constants_are_the_models() -> None:
     for vocab_size in (65, 4096, 50_257):
         for place in ("cpu", "meta"):
             shapes = Shapes(preset("gpt2"), 1, 1024, 4, place == "cpu")
-            for name in ("chunk_tokens", "softmax_tokens"):
+            for name in ("chunk_tokens", "softmax_tokens", "head_rows"):
                 in_the_plan, in_the_model = getattr(memory, name), getattr(model_loss, name)
                 assert in_the_plan(shapes, vocab_size) == in_the_model(torch.device(place), vocab_size)
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gptworks.config import IGNORED
 from gptworks.model import cpu
 from gptworks.native import passes
 from gptworks.native.library import training_library
@@ -162,3 +163,41 @@ def test_a_second_derivative_is_refused() -> None:
     (d_x,) = torch.autograd.grad(cpu.activate(x, "gelu").square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         d_x.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 16, 33, 5003])
+@pytest.mark.parametrize("weighed", [False, True])
+def test_cross_entropy_equals_float64(width: int, dtype: torch.dtype, weighed: bool, threads: int) -> None:
+    logits = torch.randn(57, width).mul_(8).sub_(40).to(dtype)
+    targets = torch.randint(width, (57,)).where(torch.rand(57) < 0.8, IGNORED)
+    factors = torch.randn(57) if weighed else None
+    wide = logits.double().requires_grad_()
+    exact = F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="none")
+    (slope,) = torch.autograd.grad(exact, wide, torch.ones(57) if factors is None else factors)
+    nats = passes.cross_entropy(logits.clone(), targets, gradient=False)
+    gradient = logits.clone()
+    again = passes.cross_entropy(gradient, targets, factors, gradient=True)
+    assert torch.equal(nats, again) and nats.dtype == torch.float32
+    torch.testing.assert_close(nats.double(), exact.detach(), rtol=1e-6, atol=4e-6)
+    torch.testing.assert_close(gradient.double(), slope, rtol=NEAR[dtype], atol=1e-6)
+    assert not gradient[targets == IGNORED].any()
+    rows = [passes.cross_entropy(logits[i : i + 1].clone(), targets[i : i + 1], gradient=False) for i in range(57)]
+    assert torch.equal(torch.cat(rows), nats), "a row's result does not depend on the number of rows"
+
+
+def test_cross_entropy_of_what_is_no_number_and_of_far_logits() -> None:
+    logits = torch.randn(4, 40)
+    logits[0, 7], logits[1, 39], logits[2, 3] = torch.nan, torch.nan, 1e30
+    targets = torch.tensor([1, 2, 5, 6])
+    for dtype in DTYPES:
+        gradient = logits.to(dtype, copy=True)
+        nats = passes.cross_entropy(gradient, targets, gradient=True)
+        assert nats[:2].isnan().all() and gradient[:2].isnan().all()
+        assert nats[2] == logits[2, 3].to(dtype) and nats[3].isfinite() and gradient[2, 3] == 1 and gradient[2, 5] == -1
+
+
+@pytest.mark.parametrize("target", [-1, 40])
+def test_a_target_that_is_no_column_is_refused(target: int) -> None:
+    with pytest.raises(IndexError, match=f"{target}.*there are 40 logits"):
+        passes.cross_entropy(torch.randn(2, 40), torch.tensor([0, target]), gradient=True)

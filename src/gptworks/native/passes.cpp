@@ -190,6 +190,48 @@ void normalize_backward(
     }
 }
 
+// --------------------------------------------------------------------------------------------------- cross-entropy
+
+// Of rows of logits [n_rows, width]: −log softmax(row)[target], 0 where the target is negative. With `gradient`, the row
+// becomes softmax − one-hot, times its factor where `factors` is not null; 0 where the target is negative.
+template <class T>
+void cross_entropy(
+    int64_t n_rows, int64_t width, int64_t n_threads, bool gradient, T *logits, const int64_t *targets,
+    const float *factors, float *nats
+) {
+    parallel(threads_for(n_rows * width, n_threads), [&](const Team &team) {
+        Buffer powers((width + LANES - 1) / LANES);
+        const auto [from, to] = team.share(n_rows);
+        for (int64_t r = from; r < to; r++) {
+            T *row = logits + r * width;
+            const int64_t target = targets[r];
+            nats[r] = 0;
+            if (target < 0) {
+                if (gradient) std::memset((void *)row, 0, width * sizeof(T));
+                continue;
+            }
+            Lanes lanes = all((float)row[0]);
+            for (int64_t i = 0; i + LANES <= width; i += LANES) lanes = larger(load(row + i), lanes);
+            float most = row[0];
+            for (int i = 0; i < LANES; i++) most = std::max(most, lanes[i]);
+            for (int64_t i = width / LANES * LANES; i < width; i++) most = std::max(most, (float)row[i]);
+            Lanes total = {};
+            for (int64_t i = 0, at = 0; i < width; i += LANES, at++) {
+                const Lanes power = first(exponential(read(row + i, width - i) - most), width - i);
+                powers[at] = power;
+                total += power;
+            }
+            const float whole = sum(total);
+            nats[r] = std::log(whole) + (most - (float)row[target]);
+            if (!gradient) continue;
+            const float factor = factors ? factors[r] : 1, scale = factor / whole;
+            for (int64_t i = 0, at = 0; i < width; i += LANES, at++) write(row + i, powers[at] * scale, width - i);
+            const float missing = (powers[target / LANES][target % LANES] / whole - 1) * factor;
+            write(row + target, all(missing), 1);
+        }
+    });
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------- what is called
@@ -282,5 +324,16 @@ extern "C" void gptworks_add(
                 write((X *)out + i, read((const X *)x + i, n) + alpha * read((const Y *)branch + i, n), n);
             });
         });
+    });
+}
+
+// Where `gradient` is not 0, the logits become their gradient. See above.
+extern "C" void gptworks_cross_entropy(
+    int64_t n_rows, int64_t width, int64_t n_threads, int64_t dtype, int64_t gradient, void *logits,
+    const int64_t *targets, const float *factors, float *nats
+) {
+    typed(dtype, [&](auto type) {
+        typedef decltype(type) T;
+        cross_entropy(n_rows, width, n_threads, gradient != 0, (T *)logits, targets, factors, nats);
     });
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from gptworks.config import IGNORED
 from gptworks.native.library import training_library
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1}
@@ -153,6 +154,31 @@ class _Add(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         d_out = gradients[0]
         return d_out, (d_out if ctx.alpha == 1 else d_out * ctx.alpha).to(ctx.dtype), None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None = None, *, gradient: bool) -> Tensor:
+    """−log softmax(logits)[target] of each row, float32 [n], 0 where the target is −100.
+
+    Args:
+        logits: [n, V]. With `gradient` they become softmax − one-hot, times their row's factor; 0 where the target is
+            −100.
+        targets: int64 [n].
+        factors: float32 [n].
+
+    Raises:
+        IndexError: a target is no column of the logits.
+    """
+    (n_rows, width), nats = logits.shape, logits.new_empty(len(logits), dtype=torch.float32)
+    if n_rows and type(logits) is not FakeTensor:
+        low, high = (int(end) for end in targets.where(targets != IGNORED, 0).aminmax())
+        if low < 0 or high >= width:
+            raise IndexError(
+                f"targets from {low} to {high}, and there are {width} logits: 0 to {width - 1}, or {IGNORED}"
+            )
+    codes = _CODES[logits.dtype], int(gradient)
+    arguments = logits, targets.contiguous(), factors if factors is None else factors.contiguous(), nats
+    _call("cross_entropy", n_rows, width, torch.get_num_threads(), *codes, *arguments)
+    return nats
 
 
 def _is_dense(x: Tensor) -> bool:
