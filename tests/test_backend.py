@@ -20,6 +20,8 @@ MODELS: list[dict[str, Any]] = [
     {"n_kv_heads": 1, "window": 5, "window_pattern": ("window", "full"), "qk_norm": True, "norm": "rmsnorm"},
     {"n_experts": 4, "mlp": "swiglu", "attention_scale": 0.3},
     {"bigram_vocab_size": 40, "n_kv_heads": 2},
+    {"layer_repeats": 2, "position": "learned"},
+    {"layer_repeats": (1, 3), "window": 5, "window_pattern": ("window", "full")},
     {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "parallel_residual": True},
 ]
 

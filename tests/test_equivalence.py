@@ -46,6 +46,7 @@ OTHERS = {
     "OLMo 3": {"norm_placement": "after", "qk_norm": "whole", "mlp": "swiglu", "window_rope_theta": 90.0,
                "rope_scaling": {"type": "yarn", "factor": 2}},
     "Gemma 2": {"norm_placement": "both", "mlp": "geglu_tanh", "attention_softcap": 2.0, "logit_softcap": 5.0},
+    "repeated": {"layer_repeats": (2, 1, 2)},
     "token pairs": {"bigram_vocab_size": 40},
     "Gemma 3": {"norm_placement": "both", "mlp": "geglu_tanh", "qk_norm": True, "window_rope_theta": 90.0},
 }  # fmt: skip

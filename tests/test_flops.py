@@ -66,7 +66,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["dense", "grouped", "untied", "parallel", "windowed"])
+@pytest.mark.parametrize("kind", ["dense", "grouped", "untied", "parallel", "windowed", "looped", "repeated"])
 @pytest.mark.parametrize("name", TRAINED)
 def test_frozen_parts_and_adapters_cost_what_torch_counts(name: str, kind: str) -> None:
     """Backward passes end at the first thing that is trained, and a frozen matrix has no gradient of its own."""
@@ -77,6 +77,7 @@ def test_frozen_parts_and_adapters_cost_what_torch_counts(name: str, kind: str) 
         "untied": {"tie_embeddings": False, "norm_placement": "after"},
         "parallel": {"parallel_residual": True, "residual_scalars": True},
         "windowed": {"window": 8, "window_pattern": ("full", "window")},
+        "looped": {"layer_repeats": 2}, "repeated": {"layer_repeats": (1, 3, 2), "bigram_vocab_size": 9},
     }[kind]  # fmt: skip
     model = {"vocab_size": 50, "context_length": 32, "n_layers": 3, "d_model": 48, "n_heads": 4} | changes
     recipe = parse_recipe({

@@ -428,6 +428,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "mlp_bias=true": {**LLAMA, "n_experts": 2, "mlp_bias": True},
     "d_head=8": {"mlp": "gelu", "d_head": 8},
     "rope_fraction=0.5": {**LLAMA, "rope_fraction": 0.5},
+    "layer_repeats=2": {**LLAMA, "layer_repeats": 2},
     "bigram_vocab_size=99": {**LLAMA, "bigram_vocab_size": 99},
     "parallel_residual=true": {**LLAMA, "parallel_residual": True},
     "n_experts=2": {"mlp": "relu2", "norm": "rmsnorm", "n_experts": 2},

@@ -87,6 +87,7 @@ def test_each_model_finds_its_architecture(settings: dict[str, Any], family: str
         (GEMMA2 | {"embedding_scale": 1.0}, ["embedding_scale=1.0"]),
         (LLAMA | {"logit_softcap": 30.0}, ["logit_softcap=30.0"]),
         (LLAMA | {"attention_softcap": 30.0}, ["attention_softcap=30.0"]),
+        (LLAMA | {"layer_repeats": 2}, ["layer_repeats=2"]),
         (LLAMA | {"bigram_vocab_size": 99}, ["bigram_vocab_size=99"]),
         (LLAMA | {"window": 8, "window_rope_theta": 50.0}, ["window_rope_theta=50.0"]),
         (LLAMA | {"residual_scale": 0.5, "window": 8}, ["residual_scale=0.5", "window=8"]),

@@ -15,6 +15,7 @@ from gptworks.train.loop import train
 from gptworks.train.record.metrics import read_metrics
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    "repeated": {"layer_repeats": (1, 2)},
     "token pairs": {"bigram_vocab_size": 61},
 }
 

@@ -20,6 +20,7 @@ from gptworks.model import GPT, SlotCache, attention, cpu, lora
 from gptworks.model import loss as model_loss
 from gptworks.model.lora import remove_lora
 from gptworks.native import attention as native_attention
+from gptworks.plan import loss as plan_loss
 from gptworks.plan import memory, stages, state
 from gptworks.plan import trained as planned_part
 from gptworks.plan.arrange import rank_setting
@@ -125,6 +126,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "narrow window, turned otherwise": {
         "window": 64, "window_pattern": ("full", "window"), "window_rope_theta": 500.0,
     },
+    "the stack repeated": {"layer_repeats": 3},
+    "blocks repeated": {"layer_repeats": (1, 3, 2), "qk_norm": True},
     "token pairs": {"bigram_vocab_size": 3000, "zero_init_projections": True},
     "experts": {"n_experts": 4, "d_ff": 256},
     "experts, one shared": {"n_experts": 4, "d_ff": 256, "d_ff_shared": 128},
@@ -290,7 +293,7 @@ def test_the_constants_are_the_models() -> None:
         for place in ("cpu", "meta"):
             shapes = Shapes(preset("gpt2"), 1, 1024, 4, place == "cpu")
             for name in ("chunk_tokens", "softmax_tokens", "head_rows"):
-                in_the_plan, in_the_model = getattr(memory, name), getattr(model_loss, name)
+                in_the_plan, in_the_model = getattr(plan_loss, name), getattr(model_loss, name)
                 assert in_the_plan(shapes, vocab_size) == in_the_model(torch.device(place), vocab_size)
 
 

@@ -441,6 +441,7 @@ def large_page_bytes(address: int) -> int:
         ({"mlp": "geglu_tanh"}, "no mlp=geglu_tanh"),
         ({"logit_softcap": 30.0}, "no logit_softcap"),
         ({"attention_softcap": 30.0}, "no attention_softcap"),
+        ({"layer_repeats": 2}, "no layer_repeats"),
         ({"bigram_vocab_size": 100}, "no bigram_vocab_size"),
         ({"window": 9, "window_rope_theta": 500.0}, "no rotary base of windowed layers alone"),
         ({"qk_norm": "whole"}, "no norm over all heads together"),

@@ -14,7 +14,7 @@ from gptworks.config.base import (
 from gptworks.config.data import DataConfig, ValidationSplit
 from gptworks.config.defaults import ENDS, train_defaults
 from gptworks.config.mixture import Anneal, MixtureMember
-from gptworks.config.model import EARLIER_DEFAULTS, LABORATORY, ModelConfig, RopeScaling
+from gptworks.config.model import EARLIER_DEFAULTS, LABORATORY, ModelConfig
 from gptworks.config.objective import (
     DataFault,
     DistillationObjective,
@@ -26,6 +26,7 @@ from gptworks.config.objective import (
     RewardObjective,
 )
 from gptworks.config.recipe import AnyRecipe, DatasetRecipe, Recipe, known_vocab_size
+from gptworks.config.rope_scaling import RopeScaling
 from gptworks.config.sources import (
     LANGUAGES,
     ArchiveSource,

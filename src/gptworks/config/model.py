@@ -5,63 +5,9 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from gptworks.config.base import Fixed, Fraction, PositiveInt, Repeat, Section, derived
+from gptworks.config.rope_scaling import RopeScaling
 
-Factors = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(max_length=1_000_000)]
-
-
-class RopeScaling(Section):
-    """Rotary frequencies changed so that a model reaches beyond the context it was trained with."""
-
-    type: Fixed[Literal["linear", "dynamic", "yarn", "llama3", "longrope"]] = Field(
-        description="linear: positions divided by the factor (Chen et al., 2023). dynamic: a base that grows with the "
-        "text's length, or with the room that its cache has (NTK-aware). yarn: slow frequencies interpolated, fast "
-        "ones kept (Peng et al., 2023). llama3: the same, as Llama 3.1 does it (Grattafiori et al., 2024). longrope: a "
-        "factor for each frequency, others in texts beyond the original context (Ding et al., 2024)."
-    )
-    factor: Fixed[float] = Field(ge=1, description="New context over original context.")
-    original_context_length: Fixed[PositiveInt | None] = Field(
-        None, description="Tokens the frequencies were made for. None: context_length / factor."
-    )
-    beta_fast: Fixed[float] = Field(
-        default_factory=derived("type", lambda kind: 4.0 if kind == "llama3" else 32.0),
-        gt=0,
-        description="yarn, llama3: pairs that turn more often than this are kept. Default: 32; llama3: 4.",
-    )
-    beta_slow: Fixed[float] = Field(
-        1.0, gt=0, description="yarn, llama3: pairs that turn less often than this are interpolated."
-    )
-    attention_factor: Fixed[float | None] = Field(
-        None,
-        gt=0,
-        description="yarn, longrope: scale of the rotated queries and keys. None: 0.1 ln(factor) + 1; longrope: "
-        "sqrt(1 + ln(factor) / ln(original context)).",
-    )
-    short_factors: Fixed[Factors | None] = Field(
-        None, description="longrope: what each pair's frequency is divided by in texts up to the original context."
-    )
-    long_factors: Fixed[Factors | None] = Field(None, description="longrope: the same in longer texts.")
-
-    @property
-    def by_length(self) -> bool:
-        """Whether the frequencies depend on the length of a text."""
-        return self.type in ("dynamic", "longrope")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.type not in ("yarn", "llama3") and (self.beta_fast, self.beta_slow) != (32.0, 1.0):
-            raise ValueError(
-                f"beta_fast or beta_slow is set and type={self.type}: only yarn has them, and llama3; leave them out"
-            )
-        if self.type not in ("yarn", "longrope") and self.attention_factor is not None:
-            raise ValueError(
-                f"attention_factor is set and type={self.type}: only yarn has it, and longrope; leave it out"
-            )
-        for name in ("short_factors", "long_factors"):
-            if (getattr(self, name) is None) == (self.type == "longrope"):
-                raise ValueError(f"{name} and type=longrope come together: type={self.type}; set both or neither")
-        if self.beta_slow >= self.beta_fast:
-            raise ValueError(f"beta_slow={self.beta_slow:g} is not below beta_fast={self.beta_fast:g}: exchange them")
-        return self
+Times = Annotated[int, Field(ge=1, le=1000)]
 
 
 GATED = ("swiglu", "geglu", "geglu_tanh")
@@ -73,6 +19,7 @@ EARLIER_DEFAULTS = {"norm": "layernorm", "mlp": "gelu", "qk_norm": False, "zero_
 
 LABORATORY = (
     "residual_scalars", "unet_skips", "value_residual", "value_embeddings", "attention_gate", "bigram_vocab_size",
+    "layer_repeats",
 )  # fmt: skip
 """Settings from speedruns and recent papers that no architecture of transformers or llama.cpp has. The native engine
 does not compute them, and tensor parallelism does not divide them."""
@@ -206,6 +153,13 @@ class ModelConfig(Section):
         description="Gates read so many channels, the first ones (nanochat: 32, modded-nanogpt: 12). None: all.",
     )
 
+    layer_repeats: Fixed[Times | tuple[Times, ...]] = Field(
+        1,
+        description="How often blocks are run with the same weights. A number: the whole stack, so many times one "
+        "after the other (Dehghani et al., 2018; with n_layers=1, Lan et al., 2019). A number for each block: that "
+        "block so many times in a row (Liu et al., 2024).",
+    )
+
     n_experts: Fixed[int] = Field(
         0, ge=0, le=10_000, description="MLPs a layer, of which a router chooses for each token. 0: one, dense."
     )
@@ -295,6 +249,19 @@ class ModelConfig(Section):
         return self.position == "rope" and self.rope_pattern[layer % len(self.rope_pattern)] == "rope"
 
     @property
+    def layer_uses(self) -> tuple[int, ...]:
+        """The number of the block that is run at each step of a forward pass: 0 … n_layers - 1 where none repeats."""
+        layers = range(self.n_layers)
+        if isinstance(self.layer_repeats, int):
+            return tuple(layers) * self.layer_repeats
+        return tuple(layer for layer in layers for _ in range(self.layer_repeats[layer]))
+
+    @property
+    def repeats_layers(self) -> bool:
+        """Whether a block is run more than once."""
+        return len(self.layer_uses) > self.n_layers
+
+    @property
     def reads_previous_token(self) -> bool:
         """Whether a token's embedding depends on the token before it, so that a cache keeps tokens too."""
         return self.bigram_vocab_size > 0
@@ -364,6 +331,11 @@ class ModelConfig(Section):
             )
         if self.norm == "rmsnorm" and self.norm_bias:
             raise ValueError("norm_bias=true with norm=rmsnorm: RMSNorm has no shift; leave norm_bias out")
+        if not isinstance(self.layer_repeats, int) and len(self.layer_repeats) != self.n_layers:
+            raise ValueError(
+                f"layer_repeats has {len(self.layer_repeats)} numbers and n_layers={self.n_layers}: give one for each "
+                f"block, or a single number for the whole stack"
+            )
         if self.bigram_vocab_size == 1:
             raise ValueError(
                 "bigram_vocab_size=1 is the row of a text's first token alone: pairs of tokens need at least one more; "
@@ -386,6 +358,12 @@ class ModelConfig(Section):
         return self
 
     def _check_laboratory(self) -> None:
+        placed = [name for name in self.laboratory if name not in ("bigram_vocab_size", "layer_repeats")]
+        if self.repeats_layers and placed:
+            raise ValueError(
+                f"layer_repeats runs a block at several places, and {placed[0]} was made for one place of each: drop "
+                f"one of them"
+            )
         for name in ("unet_skips", "value_residual"):
             if getattr(self, name) and self.n_layers < 2:
                 raise ValueError(

@@ -137,6 +137,14 @@ def n_banded(c: ModelConfig) -> int:
     return sum(window is not None for window in c.layer_windows)
 
 
+def stack(c: ModelConfig) -> str:
+    """The blocks, and how often they are run."""
+    blocks = f"{c.n_layers:,} × block"
+    if not c.repeats_layers:
+        return blocks
+    return f"{blocks}, {'the stack' if isinstance(c.layer_repeats, int) else 'each again'}: {len(c.layer_uses):,} runs"
+
+
 def sight(c: ModelConfig) -> str:
     """What a token sees."""
     return "causal" if not n_banded(c) else f"causal; {n_banded(c)} of {c.n_layers} see {c.window:,}"
@@ -169,7 +177,7 @@ def _lines(c: ModelConfig, width: int) -> Iterator[Line]:
     yield "      │", ""
     yield from _box(embedding, width)
     yield "      │", ""
-    yield f"╔═════▼{f' {c.n_layers} × block '.ljust(width - 8, '═')}╗", ""
+    yield f"╔═════▼{f' {stack(c)} '.ljust(width - 8, '═')}╗", ""
     for words, weights in on_entry(c):
         yield f"║     ● {words}{weights:>{width - 11 - len(words)}}  ║", stream
     inside = _experts(c) if c.n_experts else _matrices(c, c.d_ff, "B × T")

@@ -24,6 +24,7 @@ from gptworks.describe.diagram import (
     on_the_way,
     scaled,
     scores,
+    stack,
     turned,
 )
 from gptworks.pages.drawing import LABEL, SMALL, Drawing, combined, text_width
@@ -168,7 +169,7 @@ def _stack(d: Drawing, top: float, bottom: float, c: ModelConfig) -> None:
     """The blocks: a bar each, drawn to its right end (the token itself) from the first token that it sees."""
     x, width = COLUMN_X, COLUMN_WIDTH
     d.box(x, top, width, bottom - top, "block", radius=10)
-    d.text(x + width / 2, top + 24, f"{c.n_layers:,} × block", width - 2 * PAD, bold=True, anchor="middle")
+    d.text(x + width / 2, top + 24, stack(c), width - 2 * PAD, bold=True, anchor="middle")
     legend = [f"each sees all {c.context_length:,} tokens"]
     if n_banded(c):
         legend = [f"{n_banded(c):,} see the last {c.window:,} token{'s' * (c.window != 1)}"]

@@ -107,8 +107,8 @@ class Sheet:
         if not c.n_experts:
             yield "mlp", mlp
             return
-        router = 2.0 * c.n_layers * c.d_model * c.n_experts
-        shared = 2.0 * c.n_layers * c.d_model * c.d_ff_shared * (3 if c.gated else 2)
+        router = 2.0 * len(c.layer_uses) * c.d_model * c.n_experts
+        shared = 2.0 * len(c.layer_uses) * c.d_model * c.d_ff_shared * (3 if c.gated else 2)
         yield "router", router
         yield "experts", mlp - router - shared
         if shared:

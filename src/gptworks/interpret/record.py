@@ -54,6 +54,19 @@ def blocks_of(model: GPT) -> list[Block]:
     return [block for block in model.blocks if isinstance(block, Block)]
 
 
+def _check_runs(model: GPT) -> None:
+    """Refuse blocks that are run several times: what is kept is of one run of each.
+
+    Raises:
+        UserError: there are some.
+    """
+    if model.config.repeats_layers:
+        raise UserError(
+            "model.layer_repeats runs blocks several times, and what happens in a model is recorded of blocks that are "
+            "run once."
+        )
+
+
 def record(model: GPT, ids: Int64s, rows: Sequence[int], check: Check = never) -> Recording:
     """Compute a text [S], without dropout, and keep what happens at some of its positions.
 
@@ -62,6 +75,7 @@ def record(model: GPT, ids: Int64s, rows: Sequence[int], check: Check = never) -
     """
     config, length = model.config, len(ids)
     check_ids(model, ids)
+    _check_runs(model)
     n_layer = config.n_heads * (length + config.d_head) + 3 * config.d_model
     needed = len(rows) * config.n_layers * n_layer
     if needed > MOST_NUMBERS:
@@ -104,6 +118,7 @@ def attention_map(model: GPT, ids: Int64s, layer: int, check: Check = never) -> 
     """
     config, length, found = model.config, len(ids), []
     check_ids(model, ids)
+    _check_runs(model)
     if not 0 <= layer < config.n_layers:
         raise UserError(f"layer {layer} is not in the model: layers go from 0 to {config.n_layers - 1}.")
     if (needed := config.n_heads * length**2) > MOST_NUMBERS:

@@ -68,8 +68,9 @@ def _padded(capacity: int) -> int:
 class SlotCache:
     """Keys and values of many texts at once: each has a slot, [G, capacity, D] a layer, and a length of its own.
 
-    Windowed layers keep all tokens and mask, so that a text can be rolled back to any length. Where a token's embedding
-    depends on the one before it, the ids are kept too, int32.
+    A block that is run several times has keys and values of each run. Windowed layers keep all tokens and mask, so that
+    a text can be rolled back to any length. Where a token's embedding depends on the one before it, the ids are kept
+    too, int32.
     """
 
     def __init__(
@@ -86,9 +87,7 @@ class SlotCache:
         self.n_slots, self.capacity = n_slots, min(capacity, config.context_length)
         self.dtype, self.device = dtype, torch.device(device)
         shape = (n_slots, config.n_kv_heads, self.capacity, config.d_head)
-        self.keys, self.values = (
-            [Vectors(shape, dtype, self.device) for _ in range(config.n_layers)] for _ in range(2)
-        )
+        self.keys, self.values = ([Vectors(shape, dtype, self.device) for _ in config.layer_uses] for _ in range(2))
         self.tokens = self._make_tokens() if config.reads_previous_token else None
 
     def _make_tokens(self) -> Tensor:
@@ -100,7 +99,7 @@ class SlotCache:
         scales_bytes = 4 * _padded(capacity) if self.dtype == torch.int8 else 0
         slot_bytes = config.n_kv_heads * (capacity * config.d_head * self.dtype.itemsize + scales_bytes)
         tokens_bytes = 4 * capacity if config.reads_previous_token else 0
-        return n_slots * (2 * config.n_layers * slot_bytes + tokens_bytes)
+        return n_slots * (2 * len(config.layer_uses) * slot_bytes + tokens_bytes)
 
     def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
         """Have more and longer slots. The first `held[i]` tokens of each slot i that there is stay.

@@ -252,12 +252,13 @@ class GPT(nn.Module):
         carried = Carried(self.config, tokens, x, self.value_embeddings)
         # In evaluation mode too: DPO and GRPO compute references with gradients.
         keeps_graph = cache is None and torch.is_grad_enabled()
-        for i, block in enumerate(self.blocks):
-            window = self.config.layer_window(i)
-            again = keeps_graph and computes_again(self.activation_checkpointing, i)
+        for use, i in enumerate(self.config.layer_uses):
+            block, window = self.blocks[i], self.config.layer_window(i)
+            again = keeps_graph and computes_again(self.activation_checkpointing, use)
             rotary = everywhere if window is None else in_windows
             turned = rotary if self.config.layer_rotates(i) else None
-            inputs = (x, turned, cache.layers[i] if cache is not None else None, biases.get(window), carried.beside(i))
+            place = cache.layers[use] if cache is not None else None
+            inputs = (x, turned, place, biases.get(window), carried.beside(i))
             x, routed, own = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
             carried.after(i, x, own)
             if self.watched is not None:
@@ -310,7 +311,7 @@ def initialize(model: GPT) -> None:
         if config.zero_init_projections:
             nn.init.zeros_(projection.weight)
         elif config.init == "gpt2":  # Radford et al., 2019, section 2.3
-            nn.init.normal_(projection.weight, std=config.init_std / math.sqrt(2 * config.n_layers))
+            nn.init.normal_(projection.weight, std=config.init_std / math.sqrt(2 * len(config.layer_uses)))
 
 
 def residual_projections(model: GPT) -> list[nn.Linear]:

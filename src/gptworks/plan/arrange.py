@@ -158,6 +158,11 @@ def _tensor_refusal(model: ModelConfig, tensor: int) -> Refusal | None:
 
 def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | None:
     """Why the recipe's tensors cannot be divided among ranks."""
+    if recipe.model.repeats_layers:
+        return Refusal(
+            f"model.layer_repeats runs blocks several times and train.parallel.{setting} gathers each for one run",
+            "use strategy=ddp and tensor_parallel=1.",
+        )
     if recipe.train.optimizer != "adamw":
         return Refusal(
             f"train.optimizer={recipe.train.optimizer} works on whole matrices and train.parallel.{setting} divides "

@@ -89,7 +89,8 @@ def forward_flops(config: ModelConfig, length: int | None = None) -> ForwardFlop
     length = config.context_length if length is None else length
     if not 1 <= length <= config.context_length:
         raise UserError(f"length={length} is not between 1 and context_length={config.context_length}")
-    layer_tokens = config.n_layers * length
+    layer_tokens = len(config.layer_uses) * length
+    windows = [config.layer_window(layer) for layer in config.layer_uses]
     query_width, key_width = config.n_heads * config.d_head, config.n_kv_heads * config.d_head
     inner_width = config.d_ff * (config.n_experts_per_token if config.n_experts else 1) + config.d_ff_shared
     per_pair = 2 * 2 * query_width  # a score and a weighted value, in every head
@@ -97,8 +98,8 @@ def forward_flops(config: ModelConfig, length: int | None = None) -> ForwardFlop
         length=length,
         query_key_value=2 * layer_tokens * config.d_model * (query_width + 2 * key_width),
         out=2 * layer_tokens * config.d_model * query_width,
-        attention_dense=per_pair * sum(formed_pairs(length, window) for window in config.layer_windows),
-        attention_causal=per_pair * sum(visible_pairs(length, window) for window in config.layer_windows),
+        attention_dense=per_pair * sum(formed_pairs(length, window) for window in windows),
+        attention_causal=per_pair * sum(visible_pairs(length, window) for window in windows),
         mlp=2 * layer_tokens * config.d_model * (inner_width * (3 if config.gated else 2) + config.n_experts),
         head=2 * length * config.d_model * vocab_size,
         laboratory=2 * length * sum(laboratory_matrices(config)),

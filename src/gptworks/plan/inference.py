@@ -31,7 +31,7 @@ def kv_cache_bytes(config: ModelConfig, length: int | None = None, bytes_per_val
     """Keys and values of one sequence of `length` tokens (default: the context), as `SlotCache` allocates them: every
     layer keeps all tokens, banded ones too. With them the ids, where the model reads the previous token."""
     length = config.context_length if length is None else length
-    of_layers = 2 * config.n_layers * config.n_kv_heads * config.d_head * length * bytes_per_value
+    of_layers = 2 * len(config.layer_uses) * config.n_kv_heads * config.d_head * length * bytes_per_value
     return of_layers + kept_ids_bytes(config, length)
 
 

@@ -15,6 +15,7 @@ from gptworks.config import ModelConfig, TrainConfig, computes_again
 from gptworks.config.objective import NEXT_TOKEN, ObjectiveSettings
 from gptworks.plan.laboratory import carried_gradients, value_table
 from gptworks.plan.layout import BUCKET_BYTES, ONE_DEVICE, Layout, rank_config, shards_of
+from gptworks.plan.loss import loss_chunk_bytes
 from gptworks.plan.params import count_parameters
 from gptworks.plan.shapes import ATTENTION, COPIES, RESIDUAL, Shapes, Stage
 from gptworks.plan.stages import (
@@ -23,7 +24,6 @@ from gptworks.plan.stages import (
     block_stages,
     embedding_stage,
     is_blocked,
-    is_native,
     norm_stage,
     rotary_tables_bytes,
 )
@@ -35,12 +35,8 @@ LOSS, TEMPORARY, COMMUNICATION, TOKENS = "logits_and_loss", "temporary", "commun
 CHECKPOINT, ADAPTER, OTHER_MODELS = "checkpoint_being_written", "adapter_inputs", "other_models"
 """Parts beside the kinds of saved tensors in `gptworks.plan.stages`."""
 
-CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS, CPU_CACHE_BYTES, CHUNK_TOKENS = 2048, 2 * 2**20, 8 * 2**20, 8192
-CPU_HEAD_ROWS = 8192
-"""Of `gptworks.model.loss`, which importing would import torch."""
-
 UNPACKED_ON_CPU, UNPACKED_ELSEWHERE = 2**18, 2**22
-"""CPU_AT_ONCE and AT_ONCE of `gptworks.quantize.formats`, likewise."""
+"""CPU_AT_ONCE and AT_ONCE of `gptworks.quantize.formats`, which importing would import torch."""
 
 INPUT_SHARED_BY = {
     "query": {"query", "key", "value"}, "attention out": {"out"}, "gate": {"gate", "up"}, "up": {"up"},
@@ -133,7 +129,8 @@ class _Step:
             on_cpu=setting.on_cpu,
             several_texts=setting.several_texts,
         )
-        self.layers = range(self.trained.n_still, self.model.n_layers)  # with a backward pass
+        self.uses = self.model.layer_uses  # the block that each step of the forward pass runs
+        self.layers = range(self.trained.n_still, len(self.uses))  # steps with a backward pass
         self.element_bytes = 2 if self.layout.gathers == "bf16" else 4  # of a block's matrices, gathered
         self.gathered_bytes = self.element_bytes * self.shards.block if self.sharded else 0
         self.no_copies = self.sharded and self.element_bytes == self.shapes.product_bytes  # what is gathered is used
@@ -204,13 +201,20 @@ class _Step:
         """What this rank has of so many bytes, of which some are whole on each rank."""
         return (n_bytes - whole_bytes) // self.layout.data_parallel + whole_bytes if self.sharded else n_bytes
 
-    def _block(self, layer: int) -> list[Stage]:
-        stages = self.blocks[self.model.layer_kind(layer)]
-        if layer or not self.trained.rank or self.trained.embedding:
+    def _block(self, use: int) -> list[Stage]:
+        stages = self.blocks[self.model.layer_kind(self.uses[use])]
+        if not self._computes_again(use) and use != self._first_kept(use):  # the copies are there
+            return [replace(s, saved={**s.saved, COPIES: 0}) for s in stages]
+        if use or not self.trained.rank or self.trained.embedding:
             return stages
         # nothing trained stands before the first block, and its first matrices lead nowhere back
         first = ("query", "key", "value")
         return [replace(s, saved={**s.saved, COPIES: 0}) if s.name in first else s for s in stages]
+
+    def _first_kept(self, use: int) -> int | None:
+        """The first run of a run's block that is not computed again, for which autocast's copies stay."""
+        layer = self.uses[use]
+        return next((u for u in self.layers if self.uses[u] == layer and not self._computes_again(u)), None)
 
     def _computes_again(self, layer: int) -> bool:
         return computes_again(self.setting.checkpointing, layer)
@@ -246,6 +250,8 @@ class _Step:
     def _hold_copies(self, layer: int, sign: int = 1) -> None:
         if self.trained.rank:  # autocast keeps none of what is frozen
             return
+        if self._first_kept(layer) is not None or self._runs(layer)[0] != layer:  # another run's
+            return
         self.hold(COPIES, sign * sum(stage.saved.get(COPIES, 0) for stage in self._block(layer)))
 
     def _loss(self) -> None:
@@ -280,7 +286,7 @@ class _Step:
                     self.hold_saved(stage)
                 self.hold(ADAPTER, self._adapter_bytes)
             for stage in reversed(self._block(layer)):
-                self._go_back(stage, f"{stage.name} of layer {layer + 1}, backward")
+                self._go_back(stage, f"{stage.name} of layer {layer + 1}, backward", layer)
             self.hold(ADAPTER, -self._adapter_bytes)
             if table := value_table(self.shapes, layer):
                 self.mark("value embedding, backward", 4 * table)
@@ -350,8 +356,13 @@ class _Step:
                 self.hold(COMMUNICATION, -self.held[COMMUNICATION])
             self.mark("gradients added up over ranks", min(there, BUCKET_BYTES + largest), COMMUNICATION)
 
-    def _go_back(self, stage: Stage, moment: str) -> None:
-        """A stage's backward pass; `Stage` says what happens when."""
+    def _runs(self, use: int) -> list[int]:
+        """All runs, with a backward pass, of a run's block."""
+        return [u for u in self.layers if self.uses[u] == self.uses[use]]
+
+    def _go_back(self, stage: Stage, moment: str, use: int | None = None) -> None:
+        """A stage's backward pass; `Stage` says what happens when. Gradients of a block's runs are added up before they
+        are the weights' own."""
         product = self.shapes.product_bytes
         gradient = product * stage.matrices if self.packed or not self.trained.rank else 0  # or the matrix unpacked
         momentary = gradient + max(stage.leaves + stage.scratch, self._unpacking_bytes(stage))
@@ -363,8 +374,14 @@ class _Step:
         if stage.merges:
             self.mark(moment, gradient + stage.leaves)
             self.hold(TEMPORARY, -stage.leaves)
+        runs = [use] if use is None else self._runs(use)
+        waiting = product * round(stage.matrices * self.trained.share)
+        if use != runs[0]:
+            self.hold(TEMPORARY, waiting if use == runs[-1] else 0)
+            return
         if self.shapes.autocast and not self.no_copies and not self.trained.rank:
             self.mark(moment, (product + 4) * stage.matrices)
+        self.hold(TEMPORARY, 0 if use == runs[-1] else -waiting)
         self._gain(stage.matrices, stage.vectors)
 
     @property
@@ -418,39 +435,3 @@ class _Step:
         if self.trained.rank and stage.name in INPUT_SHARED_BY and (self.trained.dropout or not adapted):
             saved = {part: n_bytes for part, n_bytes in saved.items() if part == COPIES}
         return replace(stage, saved=saved)
-
-
-def chunk_tokens(shapes: Shapes, vocab_size: int) -> int:
-    """`gptworks.model.loss.chunk_tokens`."""
-    return max(CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS // vocab_size) if shapes.on_cpu else CHUNK_TOKENS
-
-
-def softmax_tokens(shapes: Shapes, vocab_size: int) -> int:
-    """`gptworks.model.loss.softmax_tokens`."""
-    return max(1, CPU_CACHE_BYTES // (4 * vocab_size)) if shapes.on_cpu else CHUNK_TOKENS
-
-
-def head_rows(shapes: Shapes, vocab_size: int) -> int:
-    """`gptworks.model.loss.head_rows`."""
-    return min(vocab_size, CPU_HEAD_ROWS) if shapes.on_cpu else vocab_size
-
-
-def loss_chunk_bytes(shapes: Shapes, vocab_size: int, head: int, taught: bool) -> int:
-    """What the loss holds at its worst beside features and their gradient: a chunk's logits, some rows' probabilities
-    (and those logits in float32) where torch makes them, and the gradient of the head's matrix of so many elements, 0
-    where it is frozen, in float32, and some rows of it as the product gives them.
-
-    A loss that is taught by another model has the teacher's logits besides, and its rows' logits and probabilities,
-    softened or not.
-    """
-    chunk, product = chunk_tokens(shapes, vocab_size), shapes.product_bytes
-    first, second = (max(0, min(chunk, n)) * vocab_size for n in (shapes.n_tokens, shapes.n_tokens - chunk))
-    copied = shapes.autocast and shapes.on_cpu
-    row_bytes = 4 * (6 + 2 * shapes.autocast if taught else 0 if is_native(shapes) else 1 + copied)
-    row_bytes += product if shapes.config.logit_softcap is not None else 0  # what tanh gave
-    softmax = row_bytes * min(softmax_tokens(shapes, vocab_size) * vocab_size, first) + taught * product * first
-    rows = product * head * head_rows(shapes, vocab_size) // vocab_size
-    return max(
-        product * first + max(softmax, 4 * head + rows),
-        product * second + 4 * head + max(softmax, rows) if second else 0,
-    )

@@ -43,7 +43,7 @@ def module_figures(recipe: Recipe) -> dict[str, Figures]:
     """
     model, cached = recipe.model, ("attention.key", "attention.value")
     ids = kept_ids_bytes(model, length=1)
-    cache = (kv_cache_bytes(model, length=1) - ids) // (len(cached) * model.n_layers)
+    cache = (kv_cache_bytes(model, length=1) - ids) // (len(cached) * len(model.layer_uses))
     made: dict[str, Figures] = {}
     for name, shape in count_parameters(model).shapes.items():
         module = name.rpartition(".")[0]
@@ -52,7 +52,7 @@ def module_figures(recipe: Recipe) -> dict[str, Figures]:
         name = "untied_head" if module == "head" and not model.tie_embeddings else module
         made[name] = made.get(name, Figures()) + Figures(forward=forward, backward=backward)
     for module in [module for module in made if module.endswith(cached)]:
-        made[module] += Figures(kv_cache_bytes_per_token=cache)
+        made[module] += Figures(kv_cache_bytes_per_token=cache * model.layer_uses.count(int(module.split(".")[1])))
     if ids:
         made["bigram_embedding"] += Figures(kv_cache_bytes_per_token=ids)
     return made

@@ -41,7 +41,7 @@ class Trained:
     in_8_bits: tuple[int, int] = (0, 0)
     """What AdamW with moments in 8 bits keeps so: elements, and scales of both moments."""
     n_still: int = 0
-    """Blocks from the first on that nothing trained stands before or in: their backward pass is left out."""
+    """Runs of blocks, from the first on, that nothing trained stands before or in: their backward pass is left out."""
 
 
 def trains(parameter: str, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> bool:
@@ -97,8 +97,9 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
         in_8_bits=moments_in_8_bits(map(prod, matrices)),
     )
     if adapter is None:
-        blocks = [int(name.split(".")[1]) for name in own if name.startswith(("blocks.", "value_embeddings."))]
-        return replace(part, n_still=0 if part.embedding else min(blocks, default=model.n_layers))
+        blocks = {int(name.split(".")[1]) for name in own if name.startswith(("blocks.", "value_embeddings."))}
+        moving = [use for use, layer in enumerate(model.layer_uses) if layer in blocks]
+        return replace(part, n_still=0 if part.embedding else min(moving, default=len(model.layer_uses)))
     adapted = [
         shape for name, shape in shapes.items() if len(shape) == 2 and adapter.adapts(name.removesuffix(".weight"))
     ]

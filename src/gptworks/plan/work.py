@@ -45,8 +45,8 @@ def training_work(recipe: Recipe) -> Work:
     part = trained(model, recipe.adapter, recipe.freeze)
     n_still = 0 if part is None else part.n_still
     plain = forward_flops(model).per_token_dense + forward.get("adapter", 0.0)
-    per_layer = (plain - forward["head"]) / model.n_layers
-    layers = range(n_still, model.n_layers)
+    per_layer = (plain - forward["head"]) / len(model.layer_uses)
+    layers = range(n_still, len(model.layer_uses))
     again = per_layer * sum(computes_again(recipe.train.activation_checkpointing, layer) for layer in layers)
     if (teacher := teacher_config(recipe)) is not None:
         forward["teacher"] = forward_flops(teacher, length).per_token_dense
@@ -92,7 +92,7 @@ class _Walk:
         bigrams = ("bigram_embedding.table.weight", "bigram_embedding.scale")
         moving |= m.bigram_vocab_size > 0 and any(map(self._trains, bigrams))
         self.embedding_moves, self.first_values_move = moving, False
-        for layer in range(m.n_layers):
+        for layer in m.layer_uses:
             moving = self._block(f"blocks.{layer}.", moving, layer)
         moving |= self._norm("norm", moving)
         head = "token_embedding.weight" if m.tie_embeddings else "untied_head.weight"

@@ -38,6 +38,11 @@ def quantize_model(
         UserError: an unknown kind; the model is quantized already; a weight that the kind cannot hold.
     """
     kinds = matrix_kinds(model, weights)
+    if calibration and weights == "int4" and model.config.repeats_layers:
+        raise UserError(
+            "GPTQ rounds a block for the inputs that it gets, and model.layer_repeats runs blocks on several: take "
+            "rounding=nearest."
+        )
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     for name in kinds:
         _check_holds(name, tensors[f"{name}.weight"], weights)

@@ -19,14 +19,15 @@ class LayerNorms:
         self._model.watched = [] if (step + 1) % self._every == 0 else None
 
     def finish(self) -> dict[str, Any]:
-        """After the backward passes, for metrics.jsonl: root mean squares of the blocks' outputs in this rank's first
-        micro-batch, and the norms of the whole step's gradients; nothing where the step was not watched."""
+        """After the backward passes, for metrics.jsonl: root mean squares of the blocks' last outputs in this rank's
+        first micro-batch, and the norms of the whole step's gradients; nothing where the step was not watched."""
         outputs, self._model.watched = self._model.watched, None
         if not outputs:
             return {}
-        n_layers = len(self._model.blocks)
+        n_layers, uses = len(self._model.blocks), self._model.config.layer_uses
+        last = dict(zip(uses, torch.stack(outputs[: len(uses)]).tolist(), strict=True))
         return {
-            "activation_rms_by_layer": _rounded(torch.stack(outputs[:n_layers]).tolist()),
+            "activation_rms_by_layer": _rounded([last[layer] for layer in range(n_layers)]),
             "gradient_norm_by_layer": _rounded(
                 [self._parallel.gradient_norm(f"blocks.{layer}.") for layer in range(n_layers)]
             ),
