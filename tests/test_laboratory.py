@@ -15,8 +15,15 @@ from gptworks.train.loop import train
 from gptworks.train.record.metrics import read_metrics
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    "untied at the stop": {"tie_embeddings": False},
+    "untied behind it, averaged": {"tie_embeddings": False},
     "repeated": {"layer_repeats": (1, 2)},
     "token pairs": {"bigram_vocab_size": 61},
+}
+
+TRAIN: dict[str, dict[str, Any]] = {
+    "untied at the stop": {"untie_after_steps": 3},
+    "untied behind it, averaged": {"untie_after_steps": 4, "ema_decay": 0.5},
 }
 
 
@@ -24,8 +31,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_a_stopped_run_resumes_bit_for_bit_and_generates(name: str, tmp_path: Path) -> None:
     def run(folder: str, max_steps: int, resume: bool = False) -> Path:
         tree = tiny.recipe_tree(
-            tmp_path, max_steps=max_steps, schedule="constant", checkpoint_every=3, evaluate_every=3
-        )
+            tmp_path, max_steps=max_steps, schedule="constant", checkpoint_every=3, evaluate_every=3,
+            **TRAIN.get(name, {}),
+        )  # fmt: skip
         tree["model"] |= SETTINGS[name]
         train(parse_recipe(tree | {"run_dir": str(tmp_path / folder)}), resume=resume)
         return tmp_path / folder

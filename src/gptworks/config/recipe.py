@@ -74,6 +74,20 @@ class Recipe(Section):
         tunes, adapter = rest["initialize_from"] is not None, rest["adapter"] is not None
         return train_defaults(given, rest["model"], rest["objective"], tunes, adapter) | given
 
+    def _check_untying(self) -> None:
+        steps = self.train.untie_after_steps
+        if not steps:
+            return
+        whole = "trains the embedding and the head of a new model"
+        for name, there, fix in (
+            ("model.tie_embeddings=true", self.model.tie_embeddings, "leaves no head to untie; set it to false"),
+            ("initialize_from", self.initialize_from is not None, "has a head of its own; drop one of them"),
+            ("adapter", self.adapter is not None, f"leaves most weights as they are, and untying {whole}; drop one"),
+            ("freeze", self.freeze is not None, f"leaves weights as they are, and untying {whole}; drop one of them"),
+        ):
+            if there:
+                raise ValueError(f"train.untie_after_steps={steps} and {name}, which {fix}")
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         kind = "conversations" if self.data.conversations else "preferences" if self.data.preferences else "text"
@@ -98,6 +112,7 @@ class Recipe(Section):
                 f"train.rate_factors.head={self.train.rate_factors.head:g} and model.tie_embeddings=true: the head is "
                 f"the embeddings' matrix; set train.rate_factors.embeddings, or tie_embeddings=false"
             )
+        self._check_untying()
         if self.freeze is not None and self.freeze.first_blocks > self.model.n_layers:
             raise ValueError(
                 f"freeze.first_blocks={self.freeze.first_blocks} and model.n_layers={self.model.n_layers}: "

@@ -154,6 +154,14 @@ class TrainConfig(Section):
     )
     final_rate_fraction: Steering[float] = Field(0.0, ge=0, le=1, description="Last rate as a fraction of the peak.")
 
+    untie_after_steps: Fixed[int] = Field(
+        0,
+        ge=0,
+        le=1_000_000_000,
+        description="Steps in which the token embedding is the head too; then the head goes on from a copy of it and "
+        "of its moments (modded-nanogpt: two thirds of the run). Needs model.tie_embeddings=false. 0: apart from the "
+        "start.",
+    )
     ema_decay: Steering[Fraction] = Field(
         0.0, description="Decay of the weights' moving average, which is then evaluated and published. 0: none."
     )

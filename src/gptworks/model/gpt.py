@@ -188,6 +188,8 @@ class GPT(nn.Module):
         self.value_embeddings = build_tables(config)
         self.norm = build_norm(config)
         self.untied_head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.head_is_embedding = False
+        """Whether the embedding stands for an untied head, which training may untie late."""
         self.activation_checkpointing = "none"
         """Where gradients are on, of which blocks only the input is kept, and the block computed again in the backward
         pass: none, selective or block."""
@@ -198,7 +200,9 @@ class GPT(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """The head's matrix [V, C]: the token embedding's own where they are tied."""
-        return self.token_embedding.weight if self.untied_head is None else self.untied_head.weight
+        if self.untied_head is None or self.head_is_embedding:
+            return self.token_embedding.weight
+        return self.untied_head.weight
 
     def features(
         self,

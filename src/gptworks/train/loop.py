@@ -264,6 +264,7 @@ class Run:
         self.state.writer.check()
         factor = rate_factor(settings, progress.step, self.length.share_done(progress))
         self.layer_norms.begin(progress.step)
+        self.state.untying.begin(progress.step, self.state.average)
         micro_batches, n_targets, n_tokens = self._batches()
         losses = step.accumulate(micro_batches, n_targets, (self.recipe.seed, progress.step))
         with step.stopwatch.part("optimizer"):

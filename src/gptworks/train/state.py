@@ -13,6 +13,7 @@ from gptworks.quantize.convert import pack_for
 from gptworks.tensors import Expected
 from gptworks.train.distributed.agreed import agreed_checkpoint
 from gptworks.train.optim.average import WeightAverage
+from gptworks.train.optim.late_untying import LateUntying
 from gptworks.train.progress import Progress
 from gptworks.train.record.display import Display
 from gptworks.train.saving import CheckpointWriter
@@ -26,6 +27,7 @@ class TrainingState:
         self._recipe, self._step, self._display = recipe, step, display
         self.progress = progress
         self.average = WeightAverage(step.model, recipe.train)
+        self.untying = LateUntying(step.model, step.optimizer, recipe.train.untie_after_steps)
         self.writer = CheckpointWriter(recipe.run_dir, recipe.train.keep_checkpoints, recipe.train.keep_every)
         self._saved_step = -1
 
@@ -79,6 +81,7 @@ class TrainingState:
             return
         step, ranks, whole = self._step, self._step.ranks, self._step.parallel.gather_tensors
         self.progress.scaler = step.scaler.state_dict()
+        self.untying.before_saving(self.average)
         with step.stopwatch.part("checkpoint"):
             tensors = {"model": whole(self.average.model_tensors)}
             if not weights_only:

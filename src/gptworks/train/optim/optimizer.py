@@ -147,6 +147,13 @@ class Optimizer:
                         expected[f"{name}/{slot}_scale"] = Expected(scales, least=0)
         return expected
 
+    def copy_state(self, source: str, target: str) -> None:
+        """Give a parameter the state of another of its shape, by their names."""
+        for optimizer, names in self._optimizers:
+            if source in names and target in names:
+                state = optimizer.state[self.parameters[source]]
+                optimizer.state[self.parameters[target]] = {key: value.clone() for key, value in state.items()}
+
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Restore what `state_tensors` gave."""
         by_name: dict[str, dict[str, Tensor]] = {}
