@@ -95,3 +95,8 @@ def test_what_takes_blocks_for_one_run_refuses_them_by_name() -> None:
     found = refusal(recipe, 2)
     assert found is not None and "model.layer_repeats" in found.rule
     assert ModelConfig(**settings(layer_repeats=1)).laboratory == ()
+
+
+def test_settings_that_belong_to_one_place_of_a_block_are_refused_beside_it() -> None:
+    with pytest.raises(ValidationError, match="layer_repeats .* unet_skips"):
+        plain_model(**settings(layer_repeats=2, unet_skips=True))

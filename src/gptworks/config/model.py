@@ -331,11 +331,6 @@ class ModelConfig(Section):
             )
         if self.norm == "rmsnorm" and self.norm_bias:
             raise ValueError("norm_bias=true with norm=rmsnorm: RMSNorm has no shift; leave norm_bias out")
-        if not isinstance(self.layer_repeats, int) and len(self.layer_repeats) != self.n_layers:
-            raise ValueError(
-                f"layer_repeats has {len(self.layer_repeats)} numbers and n_layers={self.n_layers}: give one for each "
-                f"block, or a single number for the whole stack"
-            )
         if self.bigram_vocab_size == 1:
             raise ValueError(
                 "bigram_vocab_size=1 is the row of a text's first token alone: pairs of tokens need at least one more; "
@@ -358,6 +353,11 @@ class ModelConfig(Section):
         return self
 
     def _check_laboratory(self) -> None:
+        if not isinstance(self.layer_repeats, int) and len(self.layer_repeats) != self.n_layers:
+            raise ValueError(
+                f"layer_repeats has {len(self.layer_repeats)} numbers and n_layers={self.n_layers}: give one for each "
+                f"block, or a single number for the whole stack"
+            )
         placed = [name for name in self.laboratory if name not in ("bigram_vocab_size", "layer_repeats")]
         if self.repeats_layers and placed:
             raise ValueError(
