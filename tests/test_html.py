@@ -14,12 +14,13 @@ import pytest
 import tiny
 from gptworks.config import ModelConfig
 from gptworks.describe.page import to_html
-from gptworks.describe.sheet import Sheet, describe
+from gptworks.describe.sheet import Sheet, describe, label
 from gptworks.errors import UserError
 from gptworks.pages.drawing import text_width
 from gptworks.pages.page import write_page
 from gptworks.presets import PRESETS
 from gptworks.recipe import parse_model
+from test_sheet import LABORATORY_ON
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "parallel": {
@@ -264,6 +265,15 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
     assert json.loads(result.stdout) == json.loads(json.dumps(sheet("gpt2-tiny").to_json()))
     assert "sheet.html" in result.stderr
     assert tiny.gptworks("describe", "gpt2-tiny", "--html", tmp_path).returncode == 2
+
+
+def test_a_model_of_the_laboratory_has_a_page_with_each_group() -> None:
+    about = describe(parse_model({"preset": "modern-9m", **LABORATORY_ON, "bigram_vocab_size": 512}, "laboratory"))
+    written = to_html(about)
+    for group in about.groups:
+        assert label(group) in written and f"{group.total:,}" in written
+    repeated = to_html(describe(parse_model({"preset": "modern-9m", "layer_repeats": 2}, "repeated")))
+    assert "× block, 2 times over" in repeated
 
 
 # The figure -----------------------------------------------------------------------------------------------------

@@ -142,7 +142,9 @@ def stack(c: ModelConfig) -> str:
     blocks = f"{c.n_layers:,} × block"
     if not c.repeats_layers:
         return blocks
-    return f"{blocks}, {'the stack' if isinstance(c.layer_repeats, int) else 'each again'}: {len(c.layer_uses):,} runs"
+    if isinstance(c.layer_repeats, int):
+        return f"{blocks}, {c.layer_repeats:,} times over"
+    return f"{blocks}, {len(c.layer_uses):,} runs"
 
 
 def sight(c: ModelConfig) -> str:
