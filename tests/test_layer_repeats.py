@@ -98,5 +98,5 @@ def test_what_takes_blocks_for_one_run_refuses_them_by_name() -> None:
 
 
 def test_settings_that_belong_to_one_place_of_a_block_are_refused_beside_it() -> None:
-    with pytest.raises(ValidationError, match="layer_repeats .* unet_skips"):
+    with pytest.raises(ValidationError, match=r"layer_repeats .* unet_skips"):
         plain_model(**settings(layer_repeats=2, unet_skips=True))
