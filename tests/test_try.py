@@ -136,6 +136,8 @@ def test_a_try_killed_before_its_third_runs_decides_the_same(recipe: Path) -> No
 def test_runs_are_shorter_where_too_few_of_the_recipes_length_fit(recipe: Path) -> None:
     design = plan_try(recipe, ["train.learning_rate=0.05"], recipe.parent / "a", 2, 0.005).design
     assert 20 <= design.steps < 100 and design.most_pairs >= 5
+    least = plan_try(recipe, ["train.learning_rate=0.05"], recipe.parent / "d", 1.4, 0.005).design
+    assert (least.steps, least.most_pairs) == (20, 3), "where five pairs do not fit, three do"
     assert plan_try(recipe, ["train.learning_rate=0.05"], recipe.parent / "b", 60, 0.005).design.most_pairs == 20
     assert plan_try(recipe, ["train.learning_rate=0.05"], recipe.parent / "c", 5, 0.005, steps=40).design.steps == 40
 
@@ -151,6 +153,7 @@ def test_runs_are_shorter_where_too_few_of_the_recipes_length_fit(recipe: Path) 
         (["train.evaluate_sequences=2"], {}, "decides what the validation loss measures"),
         (["train.learning_rate=0.2"], {"minutes": 0.2}, "--minutes 0.2 is too short: 3 pairs of runs of 20 steps take"),
         (["train.learning_rate=0.2"], {"steps": 9000}, "or fewer --steps"),
+        (["train.learning_rate=0.2"], {"steps": 19}, "runs of 19 steps are too short to compare: give --steps 20"),
     ],
 )
 def test_what_cannot_be_tried_is_refused_before_work(

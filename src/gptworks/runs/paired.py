@@ -84,6 +84,8 @@ def plan_try(
     wanted = steps or recipe.train.max_steps
     if wanted is None:
         raise UserError(f"{path} sets no train.max_steps: give --steps, the length of each run.")
+    if wanted < LEAST_STEPS:
+        raise UserError(f"runs of {wanted} steps are too short to compare: give --steps {LEAST_STEPS} or more.")
     report("measuring a step without and with the change")
     times = [[measured_step_seconds(one) for one in (recipe, changed)] for _ in range(MEASUREMENTS)]
     seconds, seconds_changed = map(min, zip(*times, strict=True))  # what else the machine does only adds to a time
@@ -93,12 +95,12 @@ def plan_try(
     budget = 60 * minutes
     if steps is None:
         fitting = int((budget / USUAL_PAIRS - n_arms * RUN_SECONDS) / per_step)
-        wanted = min(wanted, max(fitting, 0))
+        wanted = min(wanted, max(fitting, LEAST_STEPS))
     pairs = min(MOST_PAIRS, int(budget / (wanted * per_step + n_arms * RUN_SECONDS)))
-    if wanted < LEAST_STEPS or pairs < FEWEST_PAIRS:
-        least = FEWEST_PAIRS * ((steps or LEAST_STEPS) * per_step + n_arms * RUN_SECONDS) / 60
+    if pairs < FEWEST_PAIRS:
+        least = FEWEST_PAIRS * (wanted * per_step + n_arms * RUN_SECONDS) / 60
         raise UserError(
-            f"--minutes {minutes:g} is too short: {FEWEST_PAIRS} pairs of runs of {steps or LEAST_STEPS} steps take "
+            f"--minutes {minutes:g} is too short: {FEWEST_PAIRS} pairs of runs of {wanted} steps take "
             f"about {least:.1f} minutes here. Give more minutes{', or fewer --steps' if steps else ''}."
         )
     design = Design(tuple(changes), minutes, worth, pairs, wanted, ratio)
