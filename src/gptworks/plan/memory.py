@@ -203,7 +203,8 @@ class _Step:
 
     def _block(self, use: int) -> list[Stage]:
         stages = self.blocks[self.model.layer_kind(self.uses[use])]
-        if not self._computes_again(use) and use != self._first_kept(use):  # the copies are there
+        makes = self.trained.rank or self._computes_again(use)  # autocast keeps no copies of what is frozen
+        if not makes and use != self._first_kept(use):
             return [replace(s, saved={**s.saved, COPIES: 0}) for s in stages]
         if use or not self.trained.rank or self.trained.embedding:
             return stages
@@ -224,8 +225,8 @@ class _Step:
         if self.sharded:  # embedding, head and last norm: gathered until the end of the backward pass
             self.mark("embedding, gathered", 2 * 4 * self.shards.outside, COMMUNICATION)
             self.hold(COMMUNICATION, 4 * self.shards.outside)
-        for stage in (embedding_stage(self.shapes), bigram_stage(self.shapes)):
-            self.hold_saved(stage)
+        self.hold_saved(embedding_stage(self.shapes))
+        self.hold_saved(bigram_stage(self.shapes), int(self._trains_pairs))
         kept = self.gathered_bytes if self.layout.sharding == "zero2" else 0
         self.hold(COMMUNICATION, kept * self.trained.n_still)
         for layer in self.layers:
@@ -309,7 +310,7 @@ class _Step:
         table = self.model.vocab_size * self.model.d_model
         if self.model.position == "learned":
             self._gain(self.model.context_length * self.model.d_model)
-        if self.model.bigram_vocab_size:
+        if self._trains_pairs:
             self._go_back(bigram_stage(self.shapes), "bigram embedding, backward")
             pairs = self.model.bigram_vocab_size * self.model.d_model
             self.mark("bigram embedding, backward", 4 * pairs + self.shapes.floats(self.model.d_model))
@@ -320,6 +321,11 @@ class _Step:
             self.mark("token embedding, backward", 2 * 4 * table)
             self.hold(LOSS, -self.held[LOSS])
         self._gain(table)
+
+    @property
+    def _trains_pairs(self) -> bool:
+        """Whether there are embeddings of token pairs with gradients: beside an adapter they have none."""
+        return self.model.bigram_vocab_size > 0 and self.trained.embedding and not self.trained.rank
 
     def _gather(self, layer: int) -> None:
         """FSDP2 before a block's backward pass: the block, and the one whose turn is next, as it arrives."""
