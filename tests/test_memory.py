@@ -282,6 +282,19 @@ def test_muons_own_buffers_are_the_peak_of_a_wide_model_over_a_short_text() -> N
     assert abs(error(model, "cpu", "bf16", 1, optimizer="muon")) < 0.02
 
 
+def test_rows_of_a_shorter_length_are_planned_as_a_model_of_that_context() -> None:
+    """As many tokens in rows of a quarter: the peak is the larger of the two, whichever that is."""
+    for length, heads in ((256, 8), (2560, 1)):
+        model = plain_model(**SMALL | {"context_length": length, "n_heads": heads, "position": "none"})
+        short = model.model_copy(update={"context_length": length // 4})
+        settings = {"max_steps": 9, "batch_size": 2}
+        cut = Setting.of(model, plain_training(shorter_contexts=[[3, length // 4]], **settings), "fp32", True)
+        whole = Setting.of(model, plain_training(**settings), "fp32", True)
+        quarters = Setting.of(short, plain_training(max_steps=9, batch_size=8), "fp32", True)
+        peaks = [training_peak(setting).total_bytes for setting in (whole, quarters)]
+        assert training_peak(cut).total_bytes == max(peaks)
+
+
 def test_the_constants_are_the_models() -> None:
     assert state.MUON_TOGETHER == muon.TOGETHER
     assert (state.INT8_ON_CPU, state.INT8_ELSEWHERE) == (adamw_int8.CPU_AT_ONCE, adamw_int8.AT_ONCE)

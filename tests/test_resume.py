@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
@@ -17,9 +18,13 @@ import tiny
 from commands import Process
 from gptworks.checkpoint import checkpoints
 from gptworks.config import TrainConfig
+from gptworks.errors import UserError
+from gptworks.model import GPT
+from gptworks.plan.flops import forward_flops
 from gptworks.plan.run import plan
 from gptworks.recipe import load_recipe, parse_recipe, with_vocab_size
 from gptworks.train.loop import train
+from gptworks.train.objectives.next_token import Batch, Losses, next_token
 from gptworks.train.record.metrics import MEASURED, read_metrics
 from gptworks.train.samples import samples_of_step
 from halves import assert_resumes_exactly
@@ -160,6 +165,60 @@ def test_batches_that_grow_are_a_run_whose_batch_size_is_changed(tmp_path: Path)
     assert [recipe.train.steps_with(n) for n in (0, 1, 6, 7, 14, 15, 22, 23, 38)] == [0, 1, 3, 4, 5, 6, 6, 7, 8]
     for step in range(1, 9):
         assert samples_of_step(recipe, whole, step) == samples_of_step(by_hand, by_hand.run_dir, step)
+
+
+def test_contexts_that_grow_cut_the_same_windows(tmp_path: Path) -> None:
+    """The rows that a run of whole contexts reads, in pieces; it resumes bit for bit, and its plan has less work."""
+    tree = tiny.recipe_tree(tmp_path, max_steps=8, log_every=1)
+    growing = tree | {"train": tree["train"] | {"shorter_contexts": [[3, 8], [6, 16]]}}
+    seen: dict[str, list[torch.Tensor]] = {}
+    for name, one in (("whole", tree), ("growing", growing)):
+        read = seen[name] = []
+
+        def noting(model: GPT, batch: Batch, read: list[torch.Tensor] = read) -> Losses:
+            read.append(torch.stack(batch))
+            return next_token(model, batch)
+
+        train(parse_recipe(one | {"run_dir": str(tmp_path / name)}), objective=noting)
+    lengths = [rows.size(-1) for rows in seen["growing"]]
+    assert lengths == [8] * 6 + [16] * 6 + [32] * 4  # two micro-batches a step
+    for whole, cut in zip(seen["whole"], seen["growing"], strict=True):
+        assert torch.equal(whole, cut.reshape(whole.shape))
+    ended = assert_resumes_exactly(growing, at_step=4)
+    vocab_size = load_recipe(ended).model.vocab_size
+    plans = [plan(with_vocab_size(parse_recipe(one), vocab_size)) for one in (tree, growing)]
+    assert plans[0].tokens == plans[1].tokens == checkpoints(ended)[0].state()["tokens"] == 64 * 32
+    assert plans[0].peak.total_bytes == plans[1].peak.total_bytes
+    work = [forward_flops(plans[0].setting.model, length).training_per_token_dense for length in (8, 16, 32)]
+    expected = 8 * 32 * (3 * work[0] + 3 * work[1] + 2 * work[2])
+    assert plans[1].total_flops == pytest.approx(expected)
+    for one in plans:
+        assert one.seconds is None or one.seconds == pytest.approx(one.total_flops / one._rate)
+    records = [record for record in read_metrics(ended / "metrics.jsonl") if record["kind"] == "train"]
+    for record, flops in zip(records, [work[0]] * 3 + [work[1]] * 3 + [work[2]] * 2, strict=True):
+        assert record["flops_per_second"] == pytest.approx(record["tokens_per_second"] * flops, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([[3, 16], [6, 8]], r"\[6, 8\] after \[3, 16\]"),
+        ([[3, 12]], "must divide model.context_length=32"),
+        ([[3, 32]], "and be less"),
+    ],
+)
+def test_contexts_that_cannot_grow_are_refused(lengths: list[list[int]], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_recipe(tiny.recipe_tree(tmp_path, shorter_contexts=lengths))
+
+
+def test_rows_that_are_not_windows_of_text_are_not_cut(tmp_path: Path) -> None:
+    tree = tiny.recipe_tree(tmp_path, shorter_contexts=[[3, 8]], optimizer="adamw")
+    tree["data"] = {"sources": [{"type": "conversations", "path": "chats.jsonl"}]}
+    with pytest.raises(UserError, match=r"shorter_contexts cuts windows of text.*objective\.type=instruction"):
+        parse_recipe(
+            tree | {"objective": {"type": "instruction"}, "tokenizer": {"type": "gpt2", "chat_template": "alpaca"}}
+        )
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,7 @@ class Recipe(Section):
         self._check_groups(self.objective.micro_batch_multiple)
         self._check_adapter()
         self._check_packing()
+        self._check_lengths()
         if self.model.tie_embeddings and self.train.rate_factors.head != 1:
             raise ValueError(
                 f"train.rate_factors.head={self.train.rate_factors.head:g} and model.tie_embeddings=true: the head is "
@@ -158,6 +159,22 @@ class Recipe(Section):
             raise ValueError(
                 f"model.rope_scaling.type={scaling.type} and conversations packed into rows: each would be read as if "
                 "it were as long as its row; set rope_scaling.type=yarn, or objective.packing=false where there is one"
+            )
+
+    def _check_lengths(self) -> None:
+        last = (0, 0)
+        for step, length in self.train.shorter_contexts:
+            whole = self.model.context_length
+            if step <= last[0] or length <= last[1] or length >= whole or whole % length:
+                raise ValueError(
+                    f"train.shorter_contexts has [{step}, {length}] after [{last[0]}, {last[1]}]: steps and lengths "
+                    f"must ascend, and each length must divide model.context_length={whole} and be less"
+                )
+            last = (step, length)
+        if self.train.shorter_contexts and (self.objective.type != "next_token" or self.data.conversations):
+            raise ValueError(
+                f"train.shorter_contexts cuts windows of text, and objective.type={self.objective.type} over these "
+                f"sources has rows that are no such windows: leave it out"
             )
 
     def _check_adapter(self) -> None:

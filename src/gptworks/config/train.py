@@ -71,6 +71,11 @@ class TrainConfig(Section):
         description="Batches that grow (Smith et al., 2018): pairs of a step and the batch_size up to it, ascending in "
         "both; from the last of these steps on it is batch_size. Rates stay as the schedule has them.",
     )
+    shorter_contexts: Fixed[tuple[tuple[PositiveInt, PositiveInt], ...]] = Field(
+        (),
+        description="Texts that grow (Li et al., 2022): pairs of a step and the length in tokens up to it, ascending "
+        "in both. Windows of the context are cut into rows of this length, so a step has as many tokens as any other.",
+    )
     micro_batch_size: Free[PositiveInt] = Field(
         default_factory=_least_batch,
         description="Sequences in one forward and backward pass; divides batch_size. Gradients are accumulated. Where "
@@ -270,6 +275,19 @@ class TrainConfig(Section):
                     f"{self.micro_batch_size}: a step is a whole number of micro-batches"
                 )
             until, size = step, smaller
+
+    def length_at(self, step: int, context_length: int) -> int:
+        """Tokens of a row in optimizer step number `step`, from 0."""
+        return next((length for until, length in self.shorter_contexts if step < until), context_length)
+
+    def samples_by_length(self, steps: int, context_length: int) -> dict[int, int]:
+        """Sequences of `context_length` tokens in the first `steps` optimizer steps, by the length of the rows into
+        which they are cut."""
+        found, before = dict[int, int](), 0
+        for until, length in (*self.shorter_contexts, (steps, context_length)):
+            samples = self.samples_before(min(until, steps))
+            found[length], before = samples - before, samples
+        return found
 
     def batch_size_at(self, step: int) -> int:
         """Sequences in optimizer step number `step`, from 0."""

@@ -153,9 +153,9 @@ def _batch(plan: Plan) -> str:
     ranks = f" on each of {s.layout.data_parallel:,} ranks" if s.layout.data_parallel > 1 else ""
     rows = " × 2" if s.objective.rows_per_sample == 2 else ""
     before = "".join(f"{size:,} up to step {until:,}, " for until, size in plan.train.smaller_batches)
-    return (
-        f"{before}{plan.train.batch_size:,}{rows} × {s.model.context_length:,}; {s.micro_batch_size:,} at a time{ranks}"
-    )
+    lengths = "".join(f"{length:,} up to step {until:,}, " for until, length in plan.train.shorter_contexts)
+    whole = f"{before}{plan.train.batch_size:,}{rows} × {lengths}{s.model.context_length:,}"
+    return f"{whole}; {s.micro_batch_size:,} at a time{ranks}"
 
 
 def _device(plan: Plan) -> str:

@@ -61,6 +61,8 @@ class Setting:
     optimizer: str = "adamw"
     optimizer_state: str = "fp32"
     decays_cautiously: bool = False
+    shorter_lengths: tuple[int, ...] = ()
+    """Of rows into which the context's windows are cut in some steps."""
     averages: bool = False
     """Whether a moving average of the weights is kept."""
     saves: bool = False
@@ -88,6 +90,7 @@ class Setting:
             accumulates=train.accumulation_steps > 1,
             optimizer=train.optimizer,
             optimizer_state=train.optimizer_state,
+            shorter_lengths=tuple(length for _, length in train.shorter_contexts),
             decays_cautiously=train.cautious_weight_decay and train.weight_decay > 0,
             averages=train.averages,
             trained=trained,
@@ -108,23 +111,25 @@ class Peak:
 
 def training_peak(setting: Setting) -> Peak:
     """The most that one device holds during a training step after the first."""
-    return _Step(setting).run()
+    lengths = (setting.model.context_length, *setting.shorter_lengths)
+    return max((_Step(setting, length).run() for length in lengths), key=lambda peak: peak.total_bytes)
 
 
 class _Step:
     """The timeline of one micro-batch and the optimizer's step that follows: what is held, and the most at once."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, length: int) -> None:
         self.setting, self.layout = setting, setting.layout
         self.model = rank_config(setting.model, self.layout.tensor_parallel)
         self.parameters = count_parameters(self.model)
         self.trained = setting.trained or everything(self.parameters)
         self.shards = shards_of(self.parameters, self.model, self.trained)
         self.sharded = self.layout.sharding != "none" and self.layout.data_parallel > 1
+        n_rows = setting.micro_batch_size * setting.objective.rows_per_sample * (self.model.context_length // length)
         self.shapes = Shapes(
             config=self.model,
-            batch_size=setting.micro_batch_size * setting.objective.rows_per_sample,
-            length=self.model.context_length,
+            batch_size=n_rows,
+            length=length,
             product_bytes=4 if setting.precision == "fp32" else 2,
             on_cpu=setting.on_cpu,
             several_texts=setting.several_texts,
@@ -193,7 +198,7 @@ class _Step:
         if self.setting.saves and self.setting.on_cpu:
             self.hold(CHECKPOINT, weights + state + average)
         self.hold(TOKENS, (3 if self.setting.several_texts else 2) * 8 * self.shapes.n_tokens)
-        self.hold(ATTENTION, rotary_tables_bytes(self.shapes))
+        self.hold(ATTENTION, rotary_tables_bytes(replace(self.shapes, length=self.model.context_length)))
         if self.setting.accumulates:
             self.hold(GRADIENTS, gradients)
 

@@ -123,7 +123,27 @@ class Plan:
     @property
     def total_flops(self) -> float | None:
         before = self.flops_before_first_step
-        return None if self.full_steps is None or before is None else before + self.full_steps * self.flops_per_step
+        if self.full_steps is None or before is None:
+            return None
+        return before + self.full_steps * self.flops_per_step - self._flops_less(again=False)
+
+    def _flops_less(self, again: bool) -> float:
+        """By how many FLOPs steps of shorter rows are cheaper than the same tokens in rows of the whole context.
+
+        Args:
+            again: with what activation checkpointing computes again.
+        """
+        assert self.steps is not None
+        less, model = 0.0, self.recipe.model
+        for length, samples in self.train.samples_by_length(self.steps, model.context_length).items():
+            if length < model.context_length:
+                work = training_work(
+                    self.recipe.model_copy(update={"model": model.model_copy(update={"context_length": length})})
+                )
+                cheaper = self.work.per_token - work.per_token
+                cheaper += (self.work.again_per_token - work.again_per_token) if again else 0.0
+                less += samples * self._tokens_per_sample * cheaper
+        return less
 
     @property
     def full_steps(self) -> float | None:
@@ -154,7 +174,7 @@ class Plan:
     @property
     def step_bytes(self) -> int:
         """The peak without a checkpoint being written: what a trace or a measurement of `one_step` should show."""
-        return training_peak(replace(self.setting, saves=False, averages=False)).total_bytes
+        return training_peak(replace(self.setting, saves=False, averages=False, shorter_lengths=())).total_bytes
 
     @property
     def one_step(self) -> TrainConfig:
@@ -228,6 +248,8 @@ class Plan:
         if self.tokens is None or self.tokens_per_second is None or before is None:
             return None
         at_first = before / self._rate if before and self._rate else 0.0
+        if self.measured is None and self._rate is not None:
+            at_first -= self._flops_less(again=True) / self._rate
         return at_first + self.tokens / self.tokens_per_second
 
     # ------------------------------------------------------------------------------------------ disk

@@ -174,6 +174,7 @@ def _step_of(recipe: Recipe) -> tuple[Any, ...]:
     return (
         recipe.train.batch_size,
         recipe.train.smaller_batches,
+        recipe.train.shorter_contexts,
         recipe.model.context_length,
         recipe.objective.type,
         _measured(recipe)["tokenizer.type"],

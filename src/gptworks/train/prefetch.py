@@ -32,6 +32,9 @@ class Prefetcher:
     def _make(self, position: int, step: int) -> list[Batch]:
         micro_steps = self._parallel.micro_steps_of(self._train.batch_size_at(step))
         made = [self._objective.batch(position, i, self._parallel.micro_batch_size) for i in micro_steps]
+        whole = self._objective.context_length
+        if (length := self._train.length_at(step, whole)) < whole:
+            made = [tuple(x.view(-1, length) for x in batch) for batch in made]
         if self._device.type != "cuda":
             return made
         return [tuple(x.pin_memory() for x in batch) for batch in made]

@@ -101,9 +101,16 @@ class Reporter:
         if self._ranks.is_rank_zero:
             self.log = open_log(self.recipe, progress.step, progress.rollbacks)
 
+    def _count_short(self, progress: Progress) -> None:
+        """Tell the throughput of a step that is done where its rows were shorter than the context."""
+        train, whole, step = self.recipe.train, self.recipe.model.context_length, progress.step - 1
+        if (length := train.length_at(step, whole)) < whole:
+            self._throughput.count_short(train.batch_size_at(step) * whole, length)
+
     def step(self, progress: Progress, losses: StepLosses, norm: float, rate_factor: float, by_layer: Record) -> None:
         """A step that was taken; in the log, every `train.log_every` steps."""
         train, done = self.recipe.train, self.length.share_done(progress)
+        self._count_short(progress)
         if progress.step % train.log_every == 0 or done >= 1:
             pace = self._throughput.pace(progress.tokens, progress.seconds)
             self._advise_on_threads()

@@ -41,11 +41,19 @@ class Throughput:
     """Turns the tokens and seconds that a run has counted into rates. Seconds are those of training steps alone."""
 
     def __init__(self, model: ModelConfig, device: torch.device, precision: Precision, n_devices: int) -> None:
+        self._model = model
         self._flops_per_token = forward_flops(model).training_per_token_dense
+        self._saved_flops = 0.0
         self._device, self._precision, self._n_devices = device, precision, n_devices
         self._rate: float | None = None
         self._n_measured = 0
         self.start(0, 0.0)
+
+    def count_short(self, tokens: int, length: int) -> None:
+        """Take note of tokens of a step whose rows are shorter than the context, and take fewer operations each."""
+        self._saved_flops += tokens * (
+            self._flops_per_token - forward_flops(self._model, length).training_per_token_dense
+        )
 
     def start(self, tokens: int, seconds: float) -> None:
         """Count from here."""
@@ -58,6 +66,9 @@ class Throughput:
         speed = (tokens - self._tokens) / taken if taken > 0 else 0.0
         self._tokens, self._seconds = tokens, seconds
         flops = speed * self._flops_per_token
+        if self._saved_flops and taken > 0:
+            flops -= self._saved_flops / taken
+        self._saved_flops = 0.0
         due = self._rate is None and seconds - self._begun_seconds >= MEASURE_AFTER_SECONDS
         if due or (self._rate is not None and flops > self._rate and self._n_measured < MOST_MEASURED):
             self._n_measured += 1
