@@ -52,7 +52,7 @@ def _third_runs(found: Try) -> str:
         return ""
     if found.is_time_open:
         return "; noise may be the reason, so in equal time there is no verdict yet"
-    return "; no difference was found, so in equal time there is no other verdict"
+    return "; no difference was found, so there are no runs in equal time"
 
 
 def words(found: Try, arm: str) -> str:
