@@ -14,6 +14,7 @@ from torch import Tensor
 from gptworks.device import device_name, keep_freed_memory
 from gptworks.model import cpu
 from gptworks.model.attention import attend, causal_mask
+from gptworks.model.loss import linear_cross_entropy
 from gptworks.train.optim.muon import Muon
 
 SHAPES = ((16, 6, 256, 64), (4, 12, 512, 64), (4, 12, 1024, 64), (8, 8, 1024, 64), (1, 16, 4096, 128))
@@ -36,6 +37,19 @@ def compare(name: str, ours: Callable[..., Tensor], theirs: Callable[..., Tensor
     needed = [tensor for tensor in inputs if tensor.requires_grad]
     times = [milliseconds(lambda: torch.autograd.grad(f(*inputs), needed, gradient)) for f in (theirs, ours)]  # noqa: B023
     print(f"{name:<32} torch {times[0]:>7.2f} ms   gptworks {times[1]:>7.2f} ms   {times[0] / times[1]:>5.2f} ×")
+
+
+def compare_losses(n_tokens: int, width: int, vocab_size: int) -> None:
+    """Print the times of the head with cross-entropy, all logits at once and as gptworks has it."""
+    features = torch.randn(n_tokens, width).bfloat16().requires_grad_()
+    weight = torch.randn(vocab_size, width).mul_(0.02).requires_grad_()
+    targets = torch.randint(vocab_size, (n_tokens,))
+
+    def whole(features: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy((features @ weight.bfloat16().T).float(), targets, reduction="sum")
+
+    name = f"head and loss, {n_tokens} × {vocab_size}"
+    compare(name, lambda x, w: linear_cross_entropy(x, w, targets), whole, features, weight)
 
 
 def compare_muon(n: int, rows: int, columns: int) -> None:
@@ -77,6 +91,8 @@ def main() -> None:
         weight,
     )
     compare("dropout 0.05, 8192 × 256", lambda x: cpu.dropout(x, 0.05), lambda x: F.dropout(x, 0.05), x)
+    for n_tokens, width, vocab_size in ((2048, 768, 50_257), (4096, 128, 4096)):
+        compare_losses(n_tokens, width, vocab_size)
     for n, rows, columns in ((16, 256, 256), (8, 1024, 256), (96, 256, 192)):
         compare_muon(n, rows, columns)
     h = torch.randn(8192, 1024).bfloat16().requires_grad_()
