@@ -22,6 +22,7 @@ MODELS: list[dict[str, Any]] = [
     {"bigram_vocab_size": 40, "n_kv_heads": 2},
     {"layer_repeats": 2, "position": "learned"},
     {"layer_repeats": (1, 3), "window": 5, "window_pattern": ("window", "full")},
+    {"smear": True, "value_residual": True, "value_embeddings": ("table",), "attention_gate": True},
     {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "parallel_residual": True},
 ]
 

@@ -47,7 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "parallel, scaled": {"parallel_residual": True, "residual_scale": 0.4, "logit_divisor": 3.0, "norm": "layernorm",
                          "attention_scale": 0.3, "tie_embeddings": False},
     "experts": {"n_experts": 4, "n_experts_per_token": 2, "d_ff": 24, "d_ff_shared": 16, "position": "none"},
-    "skips, scalars, gates": {"residual_scalars": True, "unet_skips": True, "attention_gate": True,
+    "skips, scalars, gates": {"residual_scalars": True, "unet_skips": True, "attention_gate": True, "smear": True,
                               "position": "learned"},
     "token pairs": {"bigram_vocab_size": 30, "position": "learned"},
     "long": {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "d_head": 12},

@@ -13,11 +13,13 @@ from gptworks.recipe import parse_recipe
 from gptworks.tokenizer import load_tokenizer
 from gptworks.train.loop import train
 from gptworks.train.record.metrics import read_metrics
+from test_stream import WHOLE
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "untied at the stop": {"tie_embeddings": False},
     "untied behind it, averaged": {"tie_embeddings": False},
     "repeated": {"layer_repeats": (1, 2)},
+    "stream, values, gates, smear": WHOLE,
     "token pairs": {"bigram_vocab_size": 61},
 }
 

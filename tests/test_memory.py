@@ -139,6 +139,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "values of the first layer": {"value_residual": True, "n_kv_heads": 2},
     "value embeddings": {"value_embeddings": ("none", "table"), "gate_channels": 32, "n_kv_heads": 2},
     "projected value embeddings": {"value_embeddings": ("projected",)},
+    "smeared": {"smear": True},
     "gated heads": {"attention_gate": True},
     "gated heads, some channels": {"attention_gate": True, "gate_channels": 12, "n_kv_heads": 2, "qk_norm": True},
     "beyond blocked attention": {"context_length": 2560},

@@ -111,7 +111,7 @@ def variant(name: str, **changes: Any) -> ModelConfig:
 
 
 LABORATORY_ON: dict[str, Any] = {
-    "residual_scalars": True, "unet_skips": True, "value_residual": True, "attention_gate": True,
+    "residual_scalars": True, "unet_skips": True, "value_residual": True, "attention_gate": True, "smear": True,
     "value_embeddings": ("none", "projected", "table"),
 }  # fmt: skip
 RECTANGLES = {name: preset(name) for name in PRESETS} | {

@@ -18,8 +18,8 @@ EARLIER_DEFAULTS = {"norm": "layernorm", "mlp": "gelu", "qk_norm": False, "zero_
 
 
 LABORATORY = (
-    "residual_scalars", "unet_skips", "value_residual", "value_embeddings", "attention_gate", "bigram_vocab_size",
-    "layer_repeats",
+    "residual_scalars", "unet_skips", "value_residual", "value_embeddings", "attention_gate", "smear",
+    "bigram_vocab_size", "layer_repeats",
 )  # fmt: skip
 """Settings from speedruns and recent papers that no architecture of transformers or llama.cpp has. The native engine
 does not compute them, and tensor parallelism does not divide them."""
@@ -148,6 +148,11 @@ class ModelConfig(Section):
         False,
         description="Each head's result is multiplied by a sigmoid of what attention reads (Qiu et al., 2025).",
     )
+    smear: Fixed[bool] = Field(
+        False,
+        description="To each token's embedding that of the token before it is added, times λ and a sigmoid of its own, "
+        "both learned; λ starts at 0 (modded-nanogpt).",
+    )
     gate_channels: Fixed[PositiveInt | None] = Field(
         None,
         description="Gates read so many channels, the first ones (nanochat: 32, modded-nanogpt: 12). None: all.",
@@ -264,7 +269,7 @@ class ModelConfig(Section):
     @property
     def reads_previous_token(self) -> bool:
         """Whether a token's embedding depends on the token before it, so that a cache keeps tokens too."""
-        return self.bigram_vocab_size > 0
+        return self.smear or self.bigram_vocab_size > 0
 
     @property
     def rotating_windows(self) -> Self | None:
@@ -358,7 +363,7 @@ class ModelConfig(Section):
                 f"layer_repeats has {len(self.layer_repeats)} numbers and n_layers={self.n_layers}: give one for each "
                 f"block, or a single number for the whole stack"
             )
-        placed = [name for name in self.laboratory if name not in ("bigram_vocab_size", "layer_repeats")]
+        placed = [name for name in self.laboratory if name not in ("bigram_vocab_size", "layer_repeats", "smear")]
         if self.repeats_layers and placed:
             raise ValueError(
                 f"layer_repeats runs a block at several places, and {placed[0]} was made for one place of each: drop "
@@ -377,9 +382,9 @@ class ModelConfig(Section):
             )
         if self.gate_channels is None:
             return
-        if not self.attention_gate and embeds == {"none"}:
+        if not self.attention_gate and not self.smear and embeds == {"none"}:
             raise ValueError(
-                f"gate_channels={self.gate_channels} is set and the model has no gate: set attention_gate or "
+                f"gate_channels={self.gate_channels} is set and the model has no gate: set attention_gate, smear or "
                 f"value_embeddings, or drop it"
             )
         if self.gate_channels > self.d_model:

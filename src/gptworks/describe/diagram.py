@@ -24,8 +24,6 @@ POSITIONS = {
 }
 """How positions enter the model, and what is added to the tokens' embeddings."""
 
-BIGRAMS = "+ embedding of token pairs"
-
 _SHAPE_WIDTH = 20
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 _ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu2": "ReLU²", "swiglu": "SiLU", "geglu": "GELU",
@@ -105,6 +103,15 @@ def on_the_way(factor: float, dropout: float) -> list[str]:
     return [f"× {factor:g}"] * (factor != 1) + [f"dropout {dropout:g}"] * (dropout > 0)
 
 
+def added_to_tokens(c: ModelConfig) -> list[tuple[str, str]]:
+    """What is added to the tokens' embeddings, and the shapes of the weights."""
+    smear = [("+ gate · the token before", f"{c.d_gate:,} + 1")] if c.smear else []
+    bigrams = dims((c.bigram_vocab_size, c.d_model))
+    pairs = [("+ embedding of token pairs", bigrams)] if c.bigram_vocab_size else []
+    words = POSITIONS[c.position][1]
+    return smear + pairs + ([(words, dims((c.context_length, c.d_model)))] if words else [])
+
+
 def on_entry(c: ModelConfig) -> list[tuple[str, str]]:
     """What happens to the stream as it enters a block, and the shape of the weights."""
     skips = c.n_layers // 2
@@ -167,10 +174,7 @@ def _lines(c: ModelConfig, width: int) -> Iterator[Line]:
     norm: Row = (norm_name(c), norm_weights(c), stream)
     embedding: list[Row] = [("token embedding", dims((c.vocab_size, c.d_model)), stream)]
     embedding += [(words, "", stream) for words in on_the_way(c.embedding_scale, 0)]
-    if added := POSITIONS[c.position][1]:
-        embedding.append((added, dims((c.context_length, c.d_model)), stream))
-    if c.bigram_vocab_size:
-        embedding.append((BIGRAMS, dims((c.bigram_vocab_size, c.d_model)), stream))
+    embedding += [(words, weights, stream) for words, weights in added_to_tokens(c)]
     embedding += [(words, "", stream) for words in on_the_way(1, c.dropout_embedding)]
     head = f"head{' (tied)' if c.tie_embeddings else ''}"
     residual: list[Row] = [(words, "", stream) for words in on_the_way(c.residual_scale, c.dropout_residual)]

@@ -7,9 +7,8 @@ from markupsafe import Markup
 
 from gptworks.config import ModelConfig
 from gptworks.describe.diagram import (
-    BIGRAMS,
-    POSITIONS,
     activation,
+    added_to_tokens,
     base,
     dims,
     head_gates,
@@ -136,12 +135,9 @@ def _model(c: ModelConfig, height: float) -> Drawing:
     column.arrow(18)
     table_y = column.y + 24
     column.tile("embedding", " ".join(("Token embedding", *on_the_way(c.embedding_scale, 0))), table)
-    if added := POSITIONS[c.position][1]:
+    for words, weights in added_to_tokens(c):
         column.arrow(16)
-        column.tile("embedding", added, dims((c.context_length, c.d_model)))
-    if c.bigram_vocab_size:
-        column.arrow(16)
-        column.tile("embedding", BIGRAMS, dims((c.bigram_vocab_size, c.d_model)))
+        column.tile("embedding", words, weights)
     if c.dropout_embedding:
         d.line((middle, column.y), (middle, column.y + 30))
         _pill(d, middle, column.y + 17, f"dropout {c.dropout_embedding:g}", "page")

@@ -95,6 +95,12 @@ def _input(c: ModelConfig) -> Iterator[Part]:
         f"A table with a vector for each of the {c.vocab_size:,} tokens. A token's vector enters the residual stream, "
         f"which every block reads and adds to.{scaled_by}", "Bengio et al., 2003", ("token_embedding",),
     )  # fmt: skip
+    if c.smear:
+        yield Part(
+            "smear", "Smear", "embedding", "input", f"{c.d_gate:,} + 1", _stream(c),
+            "Adds the embedding of the token before, times a learned number and a sigmoid of the token's own.",
+            "Jordan et al., 2024 (modded-nanogpt)", ("smear",),
+        )  # fmt: skip
     if tables := [i for i in range(c.n_layers) if c.layer_value_embedding(i) == "table"]:
         width = c.n_kv_heads * c.d_head
         yield Part(

@@ -82,11 +82,10 @@ Place = tuple[int | None, int | None]
 def _parts(model: GPT, recording: Recording, row: int) -> Iterator[tuple[Kind, Place, Tensor]]:
     """What is added to the residual stream at a position, float64 [C] each: of which kind, in which layer and head."""
     position, config = recording.rows[row], model.config
-    token = torch.tensor(int(recording.ids[position]), device=model.device)
+    ids = torch.as_tensor(recording.ids[: position + 1], device=model.device)[None, -2:]  # itself, the one before it
     whole, shares = _shares(model)
-    yield "embedding", (None, None), _wide(model.embedding_scale(model.token_embedding(token))) * whole
+    yield "embedding", (None, None), _wide(model.embed(ids, previous_tokens(ids))[0, -1]) * whole
     if model.bigram_embedding is not None:
-        ids = torch.as_tensor(recording.ids[: position + 1], device=model.device)[None]
         pairs = model.bigram_embedding(ids, previous_tokens(ids))
         yield "bigram", (None, None), _wide(pairs[0, -1]) * whole
     if model.position_embedding is not None:

@@ -1,4 +1,4 @@
-"""Embeddings beside the tokens' own: of pairs of neighbouring tokens."""
+"""What is added to a token's own embedding: that of a pair of neighbouring tokens, or of the token before."""
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,24 @@ class BigramEmbedding(nn.Module):
         """Token ids and those before them, int64 [...] each, NO_TOKEN where a text begins → [..., C]."""
         vectors: Tensor = self.table(bigram_rows(tokens, previous, self.n_rows))
         return vectors * self.scale
+
+
+class Smear(nn.Module):
+    """Adds λ · sigmoid(w · embedding) times the embedding of the token before (modded-nanogpt's smear gate)."""
+
+    def __init__(self, n_channels: int) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.zeros(n_channels)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor, before: Tensor, previous: Tensor) -> Tensor:
+        """Embeddings [B, T, C] of tokens and of those before them, whose ids are `previous` [B, T] → [B, T, C]."""
+        gate = self.scale * (x[..., : len(self.weight)] @ self.weight).sigmoid()  # B T
+        return x + gate.masked_fill(previous == NO_TOKEN, 0).unsqueeze(-1) * before
+
+
+def build_smear(config: ModelConfig) -> Smear | None:
+    """What adds to each token's embedding that of the token before; None: nothing is added."""
+    return Smear(config.d_gate) if config.smear else None
 
 
 def build_bigrams(config: ModelConfig) -> BigramEmbedding | None:

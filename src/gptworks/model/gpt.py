@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from gptworks.config import ModelConfig, computes_again
 from gptworks.model.attention import Attention, Rotary, texts_bias
 from gptworks.model.cache import SlotLayer, SlotRows
-from gptworks.model.embeddings import build_bigrams, previous_tokens
+from gptworks.model.embeddings import build_bigrams, build_smear, previous_tokens
 from gptworks.model.layers import (
     MLP,
     Dropout,
@@ -178,7 +178,7 @@ class GPT(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.embedding_scale, self.feature_scale = map(build_scale, (config.embedding_scale, 1 / config.logit_divisor))
         self.position_embedding = build_positions(config)
-        self.bigram_embedding = build_bigrams(config)
+        self.smear, self.bigram_embedding = build_smear(config), build_bigrams(config)
         self.rotary = Rotary(config) if config.position == "rope" else None
         self.window_rotary = Rotary(windows) if (windows := config.rotating_windows) else None
         """Of windowed layers; None: they turn as the others do."""
@@ -231,9 +231,11 @@ class GPT(nn.Module):
             raise ValueError(f"{length} tokens do not fit in a context of {context}")
         elif text_positions is not None:
             positions = text_positions
-        x: Tensor = self.embedding_scale(self.token_embedding(tokens))  # B T C
-        if self.bigram_embedding is not None:
+        previous = None
+        if self.config.reads_previous_token:
             previous = previous_tokens(tokens, text_positions) if cache is None else cache.previous_tokens(tokens)
+        x: Tensor = self.embed(tokens, previous, in_order=cache is None)  # B T C
+        if self.bigram_embedding is not None:
             x = x + self.bigram_embedding(tokens, previous)
         if self.position_embedding is not None:
             x = x + self.position_embedding.weight[positions]
@@ -270,6 +272,18 @@ class GPT(nn.Module):
             if router_logits is not None and routed is not None:
                 router_logits.append(routed)
         x = self.feature_scale(self.norm(x))
+        return x
+
+    def embed(self, tokens: Tensor, previous: Tensor | None, *, in_order: bool = True) -> Tensor:
+        """The tokens' own embeddings, scaled and smeared: ids [B, T], and those before them, → [B, T, C].
+
+        in_order: whether the token before stands before it in `tokens`, where there is one.
+        """
+        x: Tensor = self.embedding_scale(self.token_embedding(tokens))
+        if self.smear is not None and previous is not None:
+            looked_up = None if in_order else self.embedding_scale(self.token_embedding(previous.clamp(min=0)))
+            before = F.pad(x[:, :-1], (0, 0, 1, 0)) if looked_up is None else looked_up
+            x = self.smear(x, before, previous)
         return x
 
     def logits(self, features: Tensor) -> Tensor:

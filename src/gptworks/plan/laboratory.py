@@ -26,6 +26,15 @@ def handed_on_stages(s: Shapes, layer: int) -> list[Stage]:
     return [Stage("handed on", {RESIDUAL: stream if alone else 0}, arrives=stream)] if there else []
 
 
+def smear_stage(s: Shapes) -> Stage:
+    """The token before is added to each, and saved beside the channels that its gate reads."""
+    c = s.config
+    if not c.smear:
+        return Stage("smear")
+    stream, read = s.floats(c.d_model), s.products(c.d_gate) if s.autocast else s.floats(c.d_model)
+    return Stage("smear", {RESIDUAL: stream + read}, stream, stream, scratch=2 * stream, vectors=c.d_gate + 1)
+
+
 def carried_gradients(s: Shapes) -> int:
     """Bytes of the gradients of what all blocks read: they wait from the last block on."""
     c = s.config

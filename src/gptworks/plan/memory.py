@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from gptworks.config import ModelConfig, TrainConfig, computes_again
 from gptworks.config.objective import NEXT_TOKEN, ObjectiveSettings
-from gptworks.plan.laboratory import carried_gradients, value_table
+from gptworks.plan.laboratory import carried_gradients, smear_stage, value_table
 from gptworks.plan.layout import BUCKET_BYTES, ONE_DEVICE, Layout, rank_config, shards_of
 from gptworks.plan.loss import loss_chunk_bytes
 from gptworks.plan.params import count_parameters
@@ -232,6 +232,7 @@ class _Step:
             self.hold(COMMUNICATION, 4 * self.shards.outside)
         self.hold_saved(embedding_stage(self.shapes))
         self.hold_saved(bigram_stage(self.shapes), int(self._trains_pairs))
+        self.hold_saved(smear_stage(self.shapes), int(self.trained.embedding))
         kept = self.gathered_bytes if self.layout.sharding == "zero2" else 0
         self.hold(COMMUNICATION, kept * self.trained.n_still)
         for layer in self.layers:
@@ -320,6 +321,7 @@ class _Step:
             pairs = self.model.bigram_vocab_size * self.model.d_model
             self.mark("bigram embedding, backward", 4 * pairs + self.shapes.floats(self.model.d_model))
             self._gain(pairs, 1)
+        self._go_back(smear_stage(self.shapes), "smear, backward")
         self.mark("token embedding, backward", 4 * table)
         self.hold(TEMPORARY, -self.held[TEMPORARY])
         if self.model.tie_embeddings:  # the head's gradient has waited; the sum of the two is a third tensor

@@ -175,6 +175,8 @@ def laboratory_groups(config: ModelConfig) -> Iterator[ParameterGroup]:
     }
     if config.residual_scalars:
         yield ParameterGroup("residual_scalars", {"scalars.weight": (2,)}, layers)
+    if config.smear:
+        yield ParameterGroup("smear", {"smear.weight": (config.d_gate,), "smear.scale": (1,)})
     if rows := config.bigram_vocab_size:
         pairs = {"bigram_embedding.table.weight": (rows, config.d_model), "bigram_embedding.scale": (1,)}
         yield ParameterGroup("bigram_embedding", pairs)

@@ -54,7 +54,7 @@ def module_figures(recipe: Recipe) -> dict[str, Figures]:
     for module in [module for module in made if module.endswith(cached)]:
         made[module] += Figures(kv_cache_bytes_per_token=cache * model.layer_uses.count(int(module.split(".")[1])))
     if ids:
-        made["bigram_embedding"] += Figures(kv_cache_bytes_per_token=ids)
+        made["smear" if model.smear else "bigram_embedding"] += Figures(kv_cache_bytes_per_token=ids)
     return made
 
 

@@ -92,7 +92,7 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
         matrices=matrices,
         head=("token_embedding.weight" if model.tie_embeddings else "untied_head.weight") in own,
         embedding=any(
-            name.startswith(("token_embedding.", "position_embedding.", "bigram_embedding.")) for name in own
+            name.startswith(("token_embedding.", "position_embedding.", "bigram_embedding.", "smear.")) for name in own
         ),
         in_8_bits=moments_in_8_bits(map(prod, matrices)),
     )

@@ -89,6 +89,7 @@ class _Walk:
         m = self.model
         moving = self._trains("token_embedding.weight")
         moving |= m.position == "learned" and self._trains("position_embedding.weight")
+        moving |= m.smear and any(map(self._trains, ("smear.weight", "smear.scale")))
         bigrams = ("bigram_embedding.table.weight", "bigram_embedding.scale")
         moving |= m.bigram_vocab_size > 0 and any(map(self._trains, bigrams))
         self.embedding_moves, self.first_values_move = moving, False
