@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from gptworks.config import ModelConfig
+from gptworks.describe.diagram import diagram
+from gptworks.describe.page import to_html
+from gptworks.describe.sheet import describe
 from gptworks.errors import UserError
 from gptworks.interop.gguf.architectures import choose_architecture
 from gptworks.interop.huggingface.architectures import FAMILIES
@@ -195,6 +198,16 @@ def test_the_native_engine_and_tensor_parallelism_refuse_it_by_name(name: str) -
         "train": {"max_steps": 1, "batch_size": 2, "optimizer": "adamw", "parallel": {"tensor_parallel": 2}},
     }  # fmt: skip
     assert f"model.{setting}" in str(arrangement_refusal(parse_recipe(tree), 2))
+
+
+def test_the_sheet_and_its_page_show_all_of_it() -> None:
+    sheet = describe(plain_model(**SHAPE | WHOLE))
+    assert sum(group.total for group in sheet.groups) == sheet.parameters.total
+    page, drawing = to_html(sheet), "\n".join(diagram(sheet.config))
+    words = ("its mirror", "μ · embedding", "first layer", "gate · token", "gate · projection", "gate of each head",
+             "the token before")  # fmt: skip
+    for one in words:
+        assert one in drawing and one in page
 
 
 @pytest.mark.parametrize("name", ON)
