@@ -142,8 +142,8 @@ def _heading(regimes: list[Regime], results: Sequence[Result]) -> Iterator[str]:
     facts = [f"{dates[0]} to {dates[-1]}" if len(dates) > 1 else dates[0]] if dates else []
     for key, noun in (("processor", ""), ("precision", ""), ("torch", "torch "), ("gptworks", "gptworks ")):
         facts.append(noun + ", ".join(dict.fromkeys(str(line[key]) for line in results)))
-    commits = dict.fromkeys(line["commit"] for line in results if line["commit"])
-    yield f"Trained: {'; '.join(facts)} at {', '.join(commits) or 'an unknown commit'}." if results else "No runs yet."
+    commits = dict.fromkeys(line["commit"] or "a state of the source that has no commit" for line in results)
+    yield f"Trained: {'; '.join(facts)} at {', '.join(commits)}." if results else "No runs yet."
 
 
 def _summary(regimes: list[Regime]) -> Iterator[str]:
