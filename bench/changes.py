@@ -69,10 +69,18 @@ CHANGES = (
     ),
     # embedding and head
     _change("untied-head", "model.tie_embeddings=false", "Press & Wolf, 2017, without it"),
+    _change(
+        "late-untying",
+        "model.tie_embeddings=false train.untie_after_steps=240",
+        "modded-nanogpt, 2025",
+    ),
+    _change("smear", "model.smear=true", "modded-nanogpt, 2025"),
     _change("bigram-embeddings", "model.bigram_vocab_size=4096", "Huang et al., 2025"),
     _change("logit-softcap-30", "model.logit_softcap=30", "Gemma 2, 2024"),
     # shape
     _change("deeper", "model.n_layers=8", "Kaplan et al., 2020"),
+    _change("two-layers-twice", "model.n_layers=2 model.layer_repeats=2", "Dehghani et al., 2018"),
+    _change("each-layer-twice", "model.layer_repeats=[2,2,2,2] model.n_layers=4", "Liu et al., 2024"),
     _change("shallower", "model.n_layers=2", "Kaplan et al., 2020"),
     # initialization
     _change("no-zero-init", "model.zero_init_projections=false", "Radford et al., 2019, without their scale"),
@@ -105,6 +113,7 @@ CHANGES = (
     _change("decay-1-sqrt", "train.decay_shape=1-sqrt", "Hägele et al., 2024"),
     _change("decay-to-a-tenth", "train.final_rate_fraction=0.1", "GPT-3, 2020"),
     _change("no-warmup", "train.warmup_steps=0", "Goyal et al., 2017, without it"),
+    _change("growing-texts", "train.shorter_contexts=[[120,64]]", "Li et al., 2022"),
     _change("growing-batch", "train.smaller_batches=[[120,8]]", "Smith et al., 2018"),
     _change("batch-halved", "train.batch_size=8", "McCandlish et al., 2018"),
     _change("batch-doubled", "train.batch_size=32", "McCandlish et al., 2018"),
