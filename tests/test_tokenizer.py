@@ -386,7 +386,7 @@ def test_ids_are_the_same_with_and_without_offsets() -> None:
         assert whole.offsets == tokenizer.encode(MIXED).offsets
 
 
-OUR_ENCODERS = ("self", "template", "_template", "chat_template", "tokens", "plain", "probe")
+OUR_ENCODERS = ("self", "template", "_template", "chat_template", "tokens", "plain", "encoder", "probe")
 """Names of objects whose `encode` is our own: those of `ChatTemplate`, of the server's `Tokens`, and of an `Encoder`;
 and of gigatoken where it reads characters that we list."""
 

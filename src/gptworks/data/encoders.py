@@ -218,7 +218,8 @@ def _doubtful(start: int, end: int) -> np.ndarray[Any, np.dtype[np.int8]]:
         classes = normalizers.Replace(Regex(expression), name).normalize_str(classes)
     ours = np.frombuffer(classes.encode("utf-32-le"), dtype=np.uint32)
 
-    ids = _probe().encode("".join(f"a{character}1{character}!{character}\n" for character in characters))
+    probe = _probe()
+    ids = probe.encode("".join(f"a{character}1{character}!{character}\n" for character in characters))
     line = np.cumsum(ids == ord("\n")) - (ids == ord("\n"))
     theirs = np.full(len(points), ord("\n"), dtype=np.uint32)
     for number, name in enumerate("!1a"):
