@@ -88,7 +88,7 @@ def test_a_run_is_changed_started_stopped_and_resumed(page: Any, runs: Studio) -
     screenshot(page, "start-training")
     process(page, "mine").get_by_role("button", name="Stop").click()
     process(page, "mine").get_by_text("ended", exact=True).wait_for()
-    assert "stopped by SIGINT" in process(page, "mine").inner_text()
+    assert "stopped by SIGTERM" in process(page, "mine").inner_text()
 
     page.get_by_label("Begin from").select_option(label="old")
     page.get_by_role("button", name="Go on with it").click()
@@ -183,7 +183,7 @@ def test_a_run_is_stopped_where_its_curves_are(page: Any, runs: Studio) -> None:
     until(lambda: log.exists() and log.stat().st_size > 0, 240)
     page.get_by_role("button", name="Stop old-2").click()
     page.locator(".run", has_text="old-2").get_by_text("stopped", exact=True).wait_for()
-    assert "stopped by SIGINT" in (runs.runs / "old-2" / "outcome.json").read_text()
+    assert "stopped by SIGTERM" in (runs.runs / "old-2" / "outcome.json").read_text()
     assert page.get_by_role("button", name="Stop old-2").count() == 0
 
 
@@ -315,7 +315,7 @@ def test_a_run_goes_on_when_the_studio_is_killed_and_another_studio_stops_it(tmp
         answer = http.post("/studio/start/stop", json={"run": "alive"})
         assert answer.status_code == 200, answer.text
         until(lambda: (run / "outcome.json").exists() and not is_in_use(run))
-        assert "stopped by SIGINT" in (run / "outcome.json").read_text()
+        assert "stopped by SIGTERM" in (run / "outcome.json").read_text()
         assert http.post("/studio/start/stop", json={"run": "alive"}).status_code == 400
     finally:
         second.kill()

@@ -269,6 +269,21 @@ def ended(http: httpx.Client, name: str) -> Any:
     return found
 
 
+def test_a_run_that_is_stopped_while_it_starts_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python loses an interrupt that comes within a callback of an import."""
+    lines = ("import time", "try:", "  print('imports', flush=True)", "  time.sleep(99)", "except KeyboardInterrupt:")
+    loses = "\n".join((*lines, "  time.sleep(99)"))
+    monkeypatch.setattr(processes, "COMMAND", ("-c", loses))
+    found = processes.Processes()
+    training = found.start("run", tmp_path, [])
+    try:
+        until(lambda: processes.console_lines(tmp_path) == ["imports"])
+        found.stop("run", tmp_path)
+        training.process.wait(30)
+    finally:
+        training.process.kill()
+
+
 def test_a_run_is_started_watched_stopped_resumed_with_a_change_and_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,7 +306,7 @@ def test_a_run_is_started_watched_stopped_resumed_with_a_change_and_forked(
         assert lines(http, "first")["running"] is True
         post(http, "stop", run="first")
         found = ended(http, "first")
-        assert found["code"] == 0 and "stopped by SIGINT" in "\n".join(found["lines"]), found
+        assert found["code"] == 0 and "stopped by SIGTERM" in "\n".join(found["lines"]), found
         assert "nothing to stop" in message(post(http, "stop", 400, run="first"))
 
         run = tmp_path / "runs" / "first"

@@ -22,6 +22,9 @@ _KEPT = 32
 """Processes that have ended and are still shown."""
 _ASKED = "was asked to stop: it ends its step, saves a checkpoint and stops."
 COMMAND = ("-m", "gptworks")
+STOP = signal.SIGTERM
+"""Asks a run to stop after its step, as Ctrl-C does. Where none has begun, it ends the process; Python may lose an
+interrupt that comes while modules are imported."""
 
 
 @dataclass
@@ -82,7 +85,7 @@ class Processes:
             return self.started[name]
 
     def stop(self, name: str, folder: Path | None) -> None:
-        """Ask the process that trains to stop after its step and save, as Ctrl-C does.
+        """Ask the process that trains to stop after its step and save; one that does not train yet ends.
 
         Args:
             folder: the run's, where it may have been started elsewhere.
@@ -96,7 +99,7 @@ class Processes:
                 if training.asked:
                     raise UserError(f"{name} {_ASKED}")
                 training.asked = True
-                training.process.send_signal(signal.SIGINT)
+                training.process.send_signal(STOP)
                 return
             if folder is None or not is_in_use(folder):
                 raise UserError(f"{name} does not train: there is nothing to stop.")
@@ -105,10 +108,10 @@ class Processes:
                 raise UserError(
                     f"{name} was not started here, and its process is not to be seen: stop it where it was started."
                 )
-            if self.asked.get(name) == found:  # a second interrupt would end it at once, and nothing would be saved
+            if self.asked.get(name) == found:  # a second signal would end it at once, and nothing would be saved
                 raise UserError(f"{name} {_ASKED}")
             self.asked[name] = found
-            _interrupt_holder(found, folder)
+            _ask_holder(found, folder)
 
     def is_stopping(self, name: str, folder: Path) -> bool:
         """Whether the process that trains there, which was started elsewhere, was asked to stop."""
@@ -135,13 +138,13 @@ def console_lines(folder: Path) -> list[str]:
 # -------------------------------------------------------------------------------------- processes started elsewhere
 
 
-def _interrupt_holder(found: int, folder: Path) -> None:
-    """Interrupt a process, if it still holds the run folder's lock: its number may be another's by now."""
+def _ask_holder(found: int, folder: Path) -> None:
+    """Ask a process to stop, if it still holds the run folder's lock: its number may be another's by now."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(found)
         try:
             if _holder(folder) == found:
-                signal.pidfd_send_signal(descriptor, signal.SIGINT)
+                signal.pidfd_send_signal(descriptor, STOP)
         finally:
             os.close(descriptor)
 
