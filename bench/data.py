@@ -158,7 +158,8 @@ def read_file(file: str) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------------- the ways
 
 
-def gptworks(folder: Path, files: list[str], processes: int) -> None:
+def gptworks(folder: Path, processes: int) -> list[str]:
+    """The command."""
     sources = [{"type": kind, "path": str(folder / kind)} for kind in ("jsonl", "parquet") if (folder / kind).exists()]
     recipe = {
         "model": {"context_length": 256, "n_layers": 1, "d_model": 64, "n_heads": 1},
@@ -168,8 +169,7 @@ def gptworks(folder: Path, files: list[str], processes: int) -> None:
     }
     file = folder / f"build-{processes}.yaml"
     file.write_text(json.dumps(recipe))
-    subprocess.run([sys.executable, "-m", "gptworks", "data", "build", str(file)], check=True)
-    shutil.rmtree(recipe["data"]["cache_dir"])
+    return [sys.executable, "-m", "gptworks", "data", "build", str(file)]
 
 
 def nanochats(folder: Path, files: list[str], processes: int) -> None:
@@ -227,7 +227,7 @@ def litdatas(folder: Path, files: list[str], processes: int) -> None:
         )  # fmt: skip
 
 
-WAYS = {"gptworks": gptworks, "nanochat's": nanochats, "litGPT's": litgpts, "litdata": litdatas}
+WAYS = {"nanochat's": nanochats, "litGPT's": litgpts, "litdata": litdatas}
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
@@ -288,8 +288,12 @@ def run(way: str, folder: Path, processes: int, megabytes: int) -> dict[str, Any
         arguments = json.dumps([name for name, _ in files[:n]])
     else:
         arguments = json.dumps([name for name, _ in files])
-    command = [sys.executable, __file__, "--way", way, "--folder", str(folder), "--processes", str(processes)]
-    seconds, cpu_seconds, peak_bytes = measure([*command, "--files", arguments])
+    if way == "gptworks":
+        seconds, cpu_seconds, peak_bytes = measure(gptworks(folder, processes))
+        shutil.rmtree(folder / f"built-{processes}")
+    else:
+        command = [sys.executable, __file__, "--way", way, "--folder", str(folder), "--processes", str(processes)]
+        seconds, cpu_seconds, peak_bytes = measure([*command, "--files", arguments])
     return {"way": way, "processes": processes, "text_bytes": text_bytes, "seconds": seconds,
             "cpu_seconds": cpu_seconds, "peak_bytes": peak_bytes}  # fmt: skip
 
@@ -312,7 +316,8 @@ def main() -> None:
         folder.mkdir(exist_ok=True)
         if not (folder / "tokenizer").exists():
             write_texts(folder, options.megabytes)
-        ways = [way for way in WAYS if way != "litdata" or importlib.util.find_spec("litdata")]
+        ways = ["gptworks", *WAYS]
+        ways = [way for way in ways if way != "litdata" or importlib.util.find_spec("litdata")]
         print(f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores")
         print(f"{'way':<12}{'processes':>10}{'MB':>8}{'MB/s':>9}{'MB/CPU s':>10}{'memory':>11}{'scaling':>9}")
         for way in ways:

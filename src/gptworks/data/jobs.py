@@ -31,6 +31,8 @@ _JOB_FILE, _HELD_OUT_FILE = "job.json", "held-out.text"
 _MAX_JOB_BYTES = 1 << 24
 _CHUNK_BYTES = 1 << 20
 _WORTH_A_CHOICE_BYTES = 1 << 24  # below it, comparing two encoders takes longer than encoding
+MOST_JOBS = 4096
+"""Of a source: a job has shards of its own, and a dataset of many small files opens slowly."""
 _SAMPLED_PIECES, _SAMPLED_CHARACTERS = 16, 1 << 12
 """Of each job, and of each piece: what two encoders are compared on."""
 
@@ -83,7 +85,7 @@ def plan_jobs(sources: Iterable[SourceConfig | Source]) -> list[Job]:
     for number, source in enumerate(map(choose_source, sources)):
         units = source.units()
         total_bytes = sum(unit.size_bytes for unit in units)
-        least_bytes = -(-total_bytes // max(1, round(total_bytes / base.UNIT_BYTES)))
+        least_bytes = -(-total_bytes // min(MOST_JOBS, max(1, round(total_bytes / base.UNIT_BYTES))))
         for taken in batches_of(iter(units), lambda one: one.size_bytes, least_bytes):
             jobs.append(Job(len(jobs), number, tuple((source, unit) for unit in taken)))
     return jobs

@@ -19,7 +19,7 @@ from gptworks.errors import UserError
 from gptworks.files import sha256_file
 
 PIECE_BYTES = 1 << 20
-UNIT_BYTES = 1 << 26
+UNIT_BYTES = 1 << 24
 """Of a large file that is read in parts, about this much at a time; a multiple of PIECE_BYTES."""
 PIECES_CHECKED = 20
 """Of each file, before long work."""
