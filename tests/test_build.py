@@ -93,6 +93,19 @@ def test_a_recipe_of_a_dataset_alone_has_the_dataset_of_one_with_a_model(tmp_pat
 # ------------------------------------------------------------------------------------------------------- sample
 
 
+class _Large(base.Source):
+    """A source of a terabyte, of which nothing is read."""
+
+    def units(self) -> list[base.Unit]:
+        return [base.Unit(Path("text"), base.UNIT_BYTES, i, i + 1) for i in range((1 << 40) // base.UNIT_BYTES)]
+
+
+def test_a_source_of_any_size_has_a_bounded_number_of_jobs() -> None:
+    jobs = plan_jobs([_Large(None), _Large(None)])
+    sizes = {sum(unit.size_bytes for _, unit in job.units) for job in jobs}
+    assert len(jobs) == 2 * 4096 and sizes == {(1 << 40) // 4096}
+
+
 def sampled(recipe: DatasetRecipe, folder: Path, limit_bytes: int, processes: int = 1) -> list[str]:
     jobs, validation = plan_jobs(recipe.data.sources), ValidationSplit(by="document", fraction=0.2)
     return list(sample_texts(folder, jobs, validation, limit_bytes, processes, lambda n_bytes: None))
