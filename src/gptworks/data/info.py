@@ -13,7 +13,7 @@ import numpy.typing as npt
 from gptworks.config.cleaning import LanguageFilter
 from gptworks.data.cleaning.language import LanguageOf
 from gptworks.data.opened import Prepared
-from gptworks.data.shards import Manifest, Part, ShardCounts, ShardFile, Split, TokenShards
+from gptworks.data.shards import Manifest, Part, ShardFile, Split, TokenShards, shares
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
 MOST_COPIED = 5
@@ -166,15 +166,15 @@ def _amounts(manifest: Manifest) -> Iterator[Amount]:
     for split, files in manifest.splits.items():
         yield _amount(split, None, None, files.shards)
         yield from _by_source(split, None, manifest, files.shards)
-        shares = _shares(split, [part.shards for part in manifest.parts], files.shards)
-        for part, own in zip(manifest.parts, shares, strict=True):
+        owned = shares(split, [part.shards for part in manifest.parts], files.shards)
+        for part, own in zip(manifest.parts, owned, strict=True):
             yield _amount(split, part.name, None, own)
             yield from _by_source(split, part.name, part, own)
 
 
 def _by_source(split: Split, name: str | None, of: Manifest | Part, shards: Sequence[ShardFile]) -> Iterator[Amount]:
     if len(of.sources) > 1:
-        for number, own in enumerate(_shares(split, of.sources, shards)):
+        for number, own in enumerate(shares(split, of.sources, shards)):
             yield _amount(split, name, _source_name(of.made_from, number), own)
 
 
@@ -185,15 +185,6 @@ def _source_name(made_from: dict[str, Any], number: int) -> str:
         return f"{settings['type']} {place if isinstance(place, str) else place[0]}".strip()
     except (LookupError, TypeError, AttributeError):  # whatever a file may hold
         return f"source {number + 1}"
-
-
-def _shares(split: Split, counts: Sequence[ShardCounts], shards: Sequence[ShardFile]) -> Iterator[Sequence[ShardFile]]:
-    """The shards of each, which has the next ones."""
-    at = 0
-    for one in counts:
-        own = shards[at : at + one.get(split, 0)]
-        at += len(own)
-        yield own
 
 
 def _amount(split: Split, name: str | None, source: str | None, shards: Sequence[ShardFile]) -> Amount:

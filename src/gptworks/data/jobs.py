@@ -116,10 +116,10 @@ def run_jobs(
         return
     fast = sum(unit.size_bytes for job in left for _, unit in job.units) >= _WORTH_A_CHOICE_BYTES
     arguments, batches = (folder, settings, fast), iter([job] for job in left)
-    told = {""}
+    said = {""}
     for _, line in encode_in_order(batches, _JobWriter, arguments, processes, least=2, report=report):
-        if line not in told:
-            told.add(line)
+        if line not in said:
+            said.add(line)
             say(line)
 
 

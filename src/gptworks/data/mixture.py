@@ -38,6 +38,7 @@ from gptworks.data.shards import (
     Split,
     SplitFiles,
     shard_files,
+    shares,
 )
 from gptworks.errors import UserError
 from gptworks.files import check_free, check_regular, link_or_copy, make_folder, naming_disk_errors, new_folder
@@ -86,8 +87,7 @@ class Member:
         number = names.index(name)
         splits = {}
         for split, files in manifest.splits.items():
-            first = sum(part.shards.get(split, 0) for part in manifest.parts[:number])
-            shards = files.shards[first : first + manifest.parts[number].shards.get(split, 0)]
+            shards = list(shares(split, [part.shards for part in manifest.parts], files.shards))[number]
             splits[split] = _split_files(shards, manifest.parts[number].unknown_tokens.get(split, 0))
         return cls(prepared, manifest.parts[number], splits)
 

@@ -13,7 +13,7 @@ A shard is closed when it holds enough tokens; documents may go on in the next o
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -176,6 +176,15 @@ class Manifest(Section):
         return hashlib.sha256(" ".join(sums).encode("ascii")).hexdigest()
 
 
+def shares(split: Split, counts: Sequence[ShardCounts], shards: Sequence[ShardFile]) -> Iterator[Sequence[ShardFile]]:
+    """Of all shards of a split those of each part, or source, which has the next ones."""
+    at = 0
+    for one in counts:
+        own = shards[at : at + one.get(split, 0)]
+        at += len(own)
+        yield own
+
+
 def dtype_for(vocab_size: int) -> Dtype:
     """The narrowest of the two types that holds the ids 0 to vocab_size - 1."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
@@ -224,7 +233,7 @@ class TokenShards:
     def __init__(self, folder: str | Path, split: Split, verify: bool = True) -> None:
         self.folder, self.split = Path(folder), split
         self.manifest = read_manifest(self.folder)
-        assert split in get_args(Split)
+        assert split in SPLITS
         if split not in self.manifest.splits:
             raise UserError(f"{self.folder} has no {split} split. {redo(self.folder)}")
         self._files = self.manifest.splits[split]
