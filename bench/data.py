@@ -46,6 +46,7 @@ from gptworks.tokenizer import BPE_PATTERNS, BYTE_CHARACTERS, load_tokenizer, sa
 FILE_BYTES, TOKENIZER_BYTES, VOCABULARY = 32_000_000, 10_000_000, 16_384
 ROWS, CONTEXT = 32, 2048  # of nanochat's batches
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
+SECONDS_BETWEEN_LOOKS = 1.0  # at the memory: one takes 14 ms of a core that the processes measured may want
 
 
 # ------------------------------------------------------------------------------------------------------- the text
@@ -244,7 +245,7 @@ def measure(command: list[str]) -> tuple[float, float, int]:
 
     def watch() -> None:
         nonlocal peak
-        while not ended.wait(0.1):
+        while not ended.wait(SECONDS_BETWEEN_LOOKS):
             peak = max(peak, held_bytes(process.pid))
 
     watcher = threading.Thread(target=watch)
