@@ -239,6 +239,12 @@ def test_the_command_prints_the_verdict_and_writes_the_page(recipe: Path) -> Non
     assert (recipe.parent / "out" / "try.html").exists()
 
 
+def test_the_command_refuses_a_change_before_it_prepares_text(recipe: Path) -> None:
+    refused = CliRunner().invoke(app, ["try", str(recipe), "train.learning_rat=0.05"])
+    assert refused.exit_code and "did you mean" in str(refused.exception or refused.output)
+    assert not Recipe.model_validate(yaml.safe_load(recipe.read_text(encoding="utf-8"))).data.cache_dir.exists()
+
+
 def test_noise_in_the_times_before_and_in_those_of_the_runs_gives_no_verdict(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,8 +160,7 @@ def try_(
 
     loaded = load_recipe(recipe)
     folder = folder or loaded.run_dir.with_name(f"{loaded.run_dir.name}-try")
-    prepare_with_progress(loaded)
-    begun = plan_try(recipe, changes, folder, minutes, worth, steps, resume, notice)
+    begun = plan_try(recipe, changes, folder, minutes, worth, steps, resume, notice, prepare_with_progress)
     design = begun.design
     notice(
         f"up to {design.most_pairs} pairs of runs of {design.steps:,} steps, in {design.minutes:g} minutes. A short "

@@ -54,7 +54,7 @@ _SEED_STRIDE = 10_007
 
 def plan_try(
     path: str | Path, changes: Sequence[str], folder: Path, minutes: float, worth: float, steps: int | None = None,
-    resume: bool = False, report: Report = lambda _: None,
+    resume: bool = False, report: Report = lambda _: None, prepare_text: Callable[[Recipe], object] = prepare,
 ) -> Try:  # fmt: skip
     """What will be tried, its length from a short measurement of a step; or the try that is in the folder.
 
@@ -62,6 +62,7 @@ def plan_try(
         path: a recipe.
         changes: `key.path=value`, which make one change together.
         steps: of each run; None: the recipe's, or fewer where too few pairs fit in the time.
+        prepare_text: called once with the recipe, when nothing is left that may be refused without it.
 
     Raises:
         UserError: a change that the recipe refuses or that makes losses incomparable, too little time, or a folder that
@@ -86,6 +87,7 @@ def plan_try(
         raise UserError(f"{path} sets no train.max_steps: give --steps, the length of each run.")
     if wanted < LEAST_STEPS:
         raise UserError(f"runs of {wanted} steps are too short to compare: give --steps {LEAST_STEPS} or more.")
+    prepare_text(recipe)
     report("measuring a step without and with the change")
     times = [[measured_step_seconds(one) for one in (recipe, changed)] for _ in range(MEASUREMENTS)]
     seconds, seconds_changed = map(min, zip(*times, strict=True))  # what else the machine does only adds to a time
