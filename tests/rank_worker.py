@@ -39,8 +39,13 @@ def batch(config: ModelConfig, n_sequences: int) -> Batch:
 
 
 def model_of(config: ModelConfig, checkpoint_blocks: bool, lacks_gradients: bool = False) -> GPT:
+    """Without parameters of zeros, which would leave others without a gradient."""
     torch.manual_seed(1)
     model = GPT(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.1)
     if lacks_gradients:
         model.blocks[1].attention.key.weight.requires_grad_(False)
         for module, name in ((model.blocks[1], "of_even"), (model.blocks[0], "of_first"), (model, "of_none")):
@@ -101,6 +106,7 @@ def gradients(cases: list[dict], ranks: Ranks) -> list[dict]:
             if wanted[name] is None:
                 assert parameter.grad is None, name
                 continue
+            assert wanted[name].any(), f"{name} has a gradient of zeros"
             gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             difference = (gradient - wanted[name]).abs().max() / wanted[name].abs().max()
             worst = max(worst, difference.item())

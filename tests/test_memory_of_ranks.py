@@ -19,6 +19,10 @@ MODEL = {
 }  # fmt: skip
 NARROW = {"vocab_size": 300, "context_length": 32, "d_model": 512, "n_heads": 8, "d_ff": 2048}
 """So few tokens that weights and what gathers and reduces them are nearly all."""
+LABORATORY = {
+    "residual_scalars": True, "unet_skips": True, "value_residual": True, "value_embeddings": ("table", "projected"),
+    "attention_gate": True, "smear": True, "gate_channels": 32, "bigram_vocab_size": 3000,
+}  # fmt: skip
 GELU = {"norm": "layernorm", "mlp": "gelu", "tie_embeddings": False, "attention_bias": True, "mlp_bias": True}
 
 
@@ -48,6 +52,7 @@ FEW = {
     2: {
         "fsdp, bf16": case("fsdp", 2, 1),
         "fsdp, bf16, little but weights": case("fsdp", 2, 1, model=NARROW, batch_size=4, micro_batch_size=1),
+        "fsdp, bf16, laboratory": case("fsdp", 2, 1, model=LABORATORY),
         "tensor, bf16": case("none", 1, 2),
     }
 }
@@ -60,9 +65,16 @@ MANY = {
         "fsdp, checkpointed": case("fsdp", 2, 1, activation_checkpointing="block"),
         "fsdp, biased and untied": case("fsdp", 2, 1, model=GELU),
         "fsdp, experts": case("fsdp", 2, 1, model={"n_experts": 4, "d_ff": 256}),
+        "fsdp, laboratory, own head, experts": case(
+            "fsdp", 2, 1, "fp32", LABORATORY | {"tie_embeddings": False, "n_experts": 4, "d_ff": 256}
+        ),
+        "fsdp, laboratory, checkpointed": case("fsdp", 2, 1, model=LABORATORY, activation_checkpointing="block"),
         "without resharding": case("zero2", 2, 1),
+        "without resharding, laboratory": case("zero2", 2, 1, model=LABORATORY),
         "without resharding, little but weights": case("zero2", 2, 1, model=NARROW, batch_size=2, micro_batch_size=1),
         "ddp": case("none", 2, 1),
+        "ddp, laboratory": case("none", 2, 1, model=LABORATORY),
+        "ddp, repeated": case("none", 2, 1, model={"layer_repeats": 2, "bigram_vocab_size": 3000}),
         "ddp, little but weights": case("none", 2, 1, "fp32", NARROW, batch_size=2, micro_batch_size=1),
         "tensor, fp32": case("none", 1, 2, "fp32"),
     },

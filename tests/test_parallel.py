@@ -96,7 +96,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "grouped": {"norm": "rmsnorm", "mlp": "swiglu", "n_kv_heads": 2, "qk_norm": True, "position": "rope"},
     "biased": {"norm": "layernorm", "mlp": "gelu", "attention_bias": True, "mlp_bias": True, "tie_embeddings": False},
     "experts": {"mlp": "swiglu", "n_experts": 3, "n_experts_per_token": 2},
-}
+    "laboratory": {
+        "n_kv_heads": 2, "residual_scalars": True, "unet_skips": True, "value_residual": True, "smear": True,
+        "value_embeddings": ("table", "projected"), "attention_gate": True, "gate_channels": 7, "bigram_vocab_size": 61,
+    },
+    "laboratory, own head, experts": {
+        "n_experts": 3, "n_kv_heads": 1, "tie_embeddings": False, "norm_placement": "both", "logit_softcap": 9.0,
+        "value_embeddings": ("projected", "table"), "unet_skips": True, "bigram_vocab_size": 31,
+    },
+    "repeated": {"layer_repeats": (1, 2), "smear": True, "bigram_vocab_size": 61},
+}  # fmt: skip
 
 
 def case(
@@ -135,6 +144,15 @@ GRADIENT_CASES = {
         "fsdp gathering bf16, biased": case("biased", ("fsdp", 2, 1), precision="bf16", micro_batch_size=4),
         "fsdp gathering bf16, experts": case("experts", ("fsdp", 2, 1), precision="bf16"),
         "fsdp gathering bf16, checkpointed": case("grouped", ("fsdp", 2, 1), checkpoint_blocks=True, precision="bf16"),
+        "ddp, laboratory": case("laboratory", ("none", 2, 1)),
+        "ddp, repeated": case("repeated", ("none", 2, 1)),
+        "fsdp, laboratory": case("laboratory", ("fsdp", 2, 1)),
+        "fsdp, laboratory, own head, experts": case("laboratory, own head, experts", ("fsdp", 2, 1)),
+        "fsdp without resharding, laboratory": case("laboratory", ("zero2", 2, 1)),
+        "fsdp gathering bf16, laboratory": case("laboratory", ("fsdp", 2, 1), precision="bf16"),
+        "fsdp gathering bf16, laboratory, checkpointed": case(
+            "laboratory", ("fsdp", 2, 1), checkpoint_blocks=True, precision="bf16"
+        ),
         "tensor": case("grouped", ("none", 1, 2)),
         "tensor, biased": case("biased", ("none", 1, 2)),
         "tensor, checkpointed": case("grouped", ("none", 1, 2), checkpoint_blocks=True),
@@ -236,18 +254,35 @@ def test_the_loss_is_that_of_one_process(n_ranks: int, tmp_path: Path) -> None:
             assert noted == ["weights", "weights", "weights", "moments"], name
 
 
+IN_BF16: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "plain": ("fsdp", {}, {"optimizer": "adamw"}),
+    "laboratory": ("fsdp", MODELS["laboratory"], {"optimizer": "adamw"}),
+    "repeated, untied late": (
+        "ddp", MODELS["repeated"] | {"tie_embeddings": False}, {"optimizer": "normuon", "untie_after_steps": 7}
+    ),
+}  # fmt: skip
+"""Strategy, settings of the model and of training."""
+
+
 def test_in_bf16_the_loss_is_that_of_one_process_too(tmp_path: Path) -> None:
     """Gathered matrices are rounded as autocast rounds them; evaluations and samples multiply with them as well."""
-    common = {"max_steps": 12, "evaluate_every": 6, "sample_every": 6, "sample_tokens": 8}
-    path = tiny.write_recipe(tmp_path, optimizer="adamw", precision="bf16", checkpoint_every=12, **common)
-    train(load_recipe(path, [f"run_dir={tmp_path / 'alone'}", *NO_DROPOUT]))
-    overrides = [f"run_dir={tmp_path / 'fsdp'}", *NO_DROPOUT, "train.parallel.strategy=fsdp"]
-    (tmp_path / "cases").write_text(json.dumps([{"path": str(path), "overrides": overrides}]), encoding="utf-8")
+    common = {"max_steps": 12, "evaluate_every": 6, "sample_every": 6, "sample_tokens": 8, "checkpoint_every": 12}
+    cases = []
+    for name, (strategy, model, settings) in IN_BF16.items():
+        tree = tiny.recipe_tree(tmp_path, precision="bf16", **common, **settings)
+        tree["model"] |= model | {"dropout_attention": 0.0, "dropout_residual": 0.0}
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(json.loads(json.dumps(tree))), encoding="utf-8")
+        train(load_recipe(path, [f"run_dir={tmp_path / f'{name} alone'}"]))
+        overrides = [f"run_dir={tmp_path / name}", f"train.parallel.strategy={strategy}"]
+        cases.append({"path": str(path), "overrides": overrides})
+    (tmp_path / "cases").write_text(json.dumps(cases), encoding="utf-8")
     ranks_of(2, "train", tmp_path / "cases")
-    alone, shared = (list(read_metrics(tmp_path / run / "metrics.jsonl")) for run in ("alone", "fsdp"))
-    assert [record["kind"] for record in shared] == [record["kind"] for record in alone]
-    losses = [[record["loss"] for record in run if "loss" in record] for run in (alone, shared)]
-    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+    for name in IN_BF16:
+        alone, shared = (list(read_metrics(tmp_path / run / "metrics.jsonl")) for run in (f"{name} alone", name))
+        assert [record["kind"] for record in shared] == [record["kind"] for record in alone]
+        losses = [[record["loss"] for record in run if "loss" in record] for run in (alone, shared)]
+        assert losses[1] == pytest.approx(losses[0], abs=1e-3), name
 
 
 TUNED: dict[str, dict[str, Any]] = {
