@@ -1,16 +1,18 @@
 """Training throughput beside the same model in other loops, from one run.
 
     python bench/train.py --text tinyshakespeare.txt            # all three workloads, about half an hour on 2 cores
-    python bench/train.py --workload "char, 16 × 256"
+    python bench/train.py --workload "char, 16 × 256" --precision fp32
 
 Workloads: nanoGPT's character model (10.7M: 6 layers, 6 heads, width 384, context 256) in batches of 16 and 64, and
-GPT-2 124M in batches of 4 × 512; no dropout. The other loops are a textbook's (bench/textbook.py), in fp32, under bf16
-autocast, and compiled; the same with fused attention, which is nanoGPT's model and step by our own hand, and which
-nanoGPT itself runs in bf16 on GPUs alone; transformers' Trainer as it comes, with bf16=True, and compiled; and litGPT's
-(bench/litgpt_loop.py), which is compiled and in bf16 as it comes. gptworks takes its own training step, its own
-batches, in the precision it chooses. Each loop runs in a process of its own, one after the other, in several rounds;
-the ratios are of medians. The tokens are those of the text's characters, whatever the model's
-vocabulary, which grows where the text has more characters than TinyShakespeare.
+GPT-2 124M in batches of 4 × 512; no dropout. The other loops are a textbook's (bench/textbook.py), in fp32 and under
+bf16 autocast, each compiled too; the same with fused attention, which is nanoGPT's model and step by our own hand, and
+which nanoGPT itself runs in bf16 on GPUs alone; transformers' Trainer as it comes, with bf16=True, and compiled; and
+litGPT's (bench/litgpt_loop.py), which is compiled and in bf16 as it comes. gptworks takes its own training step, its
+own batches, in the precision it chooses. Where the processor has no bf16 products, or with --precision fp32, only the
+loops in fp32 run: so one processor stands for another (`ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
+GPTWORKS_NATIVE_MARCH=haswell`). Each loop runs in a process of its own, one after the other, in several rounds; the
+ratios are of medians. The tokens are those of the text's characters, whatever the model's vocabulary, which grows where
+the text has more characters than TinyShakespeare.
 
 How far a ratio to fp32 can go is set by the processor: beside the loops stand the rates of large matrix products,
 measured before each of them. FLOPs are those of the model's products, with attention in full.
@@ -50,10 +52,11 @@ WORKLOADS = {
     "char, 64 × 256": Shape(6, 6, 384, 67, context=256, batch=64, bias=False),
     "GPT-2 124M, 4 × 512": Shape(12, 12, 768, 50_257, context=512, batch=4, bias=True),
 }
-OURS = "gptworks, bf16 where native"
+OURS = "gptworks"
 FP32 = "textbook, fp32"
 LOOPS = (
     FP32,
+    "textbook, fp32, compiled",
     "textbook, bf16",
     "textbook, bf16, compiled",
     "nanoGPT's way, bf16, compiled",
@@ -66,9 +69,10 @@ LOOPS = (
 WARM_UP_STEPS = 2
 
 
-def available(litgpt: Path | None) -> list[str]:
-    """The loops that can run here; says which cannot."""
+def available(precision: str, litgpt: Path | None) -> list[str]:
+    """The loops that can run here, with bf16 or in fp32 alone; says which cannot."""
     missing = {
+        "bf16": None if precision == "bf16" else "the processor emulates it, or --precision says so",
         "litGPT": None if litgpt else "--litgpt names the interpreter of an environment that has it",
         "Trainer": None if find_spec("accelerate") else "pip install 'gptworks[bench]'",
         "compiled": None if which("g++") else "torch.compile needs a C++ compiler",
@@ -79,7 +83,7 @@ def available(litgpt: Path | None) -> list[str]:
     return [name for name in LOOPS if not any(reason and word in name for word, reason in missing.items())]
 
 
-def bench_recipe(shape: Shape, text: Path | None, folder: str) -> Recipe:
+def bench_recipe(shape: Shape, text: Path | None, folder: str, precision: str) -> Recipe:
     """The model on the text given, or on the standard library's sources."""
     return parse_recipe(
         {
@@ -94,7 +98,8 @@ def bench_recipe(shape: Shape, text: Path | None, folder: str) -> Recipe:
                 "cache_dir": folder,
                 "validation": {"fraction": 0.1, "by": "tail"},
             },
-            "train": {"max_steps": 10_000, "optimizer": "adamw", "batch_size": shape.batch, "log_every": 10_000},
+            "train": {"max_steps": 10_000, "optimizer": "adamw", "batch_size": shape.batch, "log_every": 10_000,
+                      "precision": precision},
         }
     )  # fmt: skip
 
@@ -159,20 +164,21 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measure(
-    shape: Shape, text: Path | None, rounds: int, n_steps: int, litgpt: Path | None
+    shape: Shape, text: Path | None, rounds: int, n_steps: int, loops: list[str], precision: str, litgpt: Path | None
 ) -> tuple[dict[str, float], dict[str, float], int]:
     """Tokens/s of each loop and FLOP/s of large products, medians of all measured; FLOPs a token of the model."""
-    times: dict[str, list[float]] = {name: [] for name in available(litgpt)}
-    rates: dict[str, list[float]] = {"fp32": [], "bf16": []}
+    times: dict[str, list[float]] = {name: [] for name in loops}
+    dtypes = {"fp32": torch.float32, precision: choose_precision(precision, torch.device("cpu")).dtype}
+    rates: dict[str, list[float]] = {name: [] for name in dtypes}
     spawn = get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        recipe = bench_recipe(shape, text, folder)
+        recipe = bench_recipe(shape, text, folder, precision)
         prepared = prepare(recipe)
         shape = replace(shape, vocab_size=max(shape.vocab_size, prepared.manifest.vocab_size))
         recipe = with_vocabulary(recipe, shape.vocab_size)
         for name in list(times) * rounds:
-            rates["fp32"].append(product_rate(torch.float32))
-            rates["bf16"].append(product_rate(torch.bfloat16))
+            for rated, dtype in dtypes.items():
+                rates[rated].append(product_rate(dtype))
             ours, theirs = spawn.Pipe()
             process = spawn.Process(
                 target=work, args=(theirs, name, shape, recipe, prepared.folder, WARM_UP_STEPS + n_steps, litgpt)
@@ -195,22 +201,25 @@ def main() -> None:
     parser.add_argument("--workload", choices=WORKLOADS, action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="steps of each loop in a round")
+    parser.add_argument("--precision", choices=["auto", "fp32"], default="auto", help="of the fastest loops")
     parser.add_argument(
         "--litgpt", type=Path, help="the Python of an environment with litGPT, see bench/litgpt_loop.py"
     )
     arguments = parser.parse_args()
-    print(f"{device_name(torch.device('cpu'))}, torch {torch.__version__}")
+    precision = choose_precision(arguments.precision, torch.device("cpu")).name
+    print(f"{device_name(torch.device('cpu'))}, torch {torch.__version__}, {precision}")
+    loops = available(precision, arguments.litgpt)
     for workload in arguments.workload or WORKLOADS:
         shape = WORKLOADS[workload]
         speed, rate, flops_per_token = measure(
-            shape, arguments.text, arguments.rounds, arguments.steps, arguments.litgpt
+            shape, arguments.text, arguments.rounds, arguments.steps, loops, precision, arguments.litgpt
         )
         print(
-            f"\n{workload}: products {rate['fp32'] / 1e9:,.0f} GFLOP/s in fp32, {rate['bf16'] / 1e9:,.0f} in bf16, "
-            f"{rate['bf16'] / rate['fp32']:.2f} times as many"
+            f"\n{workload}: products {rate['fp32'] / 1e9:,.0f} GFLOP/s in fp32, {rate[precision] / 1e9:,.0f} in "
+            f"{precision}, {rate[precision] / rate['fp32']:.2f} times as many"
         )
         for name, value in speed.items():
-            limit = rate["bf16" if "bf16" in name else "fp32"]
+            limit = rate[precision if name == OURS or "bf16" in name else "fp32"]
             print(
                 f"  {name:<29} {value:>7,.0f} tokens/s {value * flops_per_token / 1e9:>6,.0f} GFLOP/s, "
                 f"{value * flops_per_token / limit:>4.0%} of its product rate; gptworks is {speed[OURS] / value:.2f} "
@@ -220,8 +229,8 @@ def main() -> None:
         best = max((name for name in speed if name != OURS), key=lambda name: speed[name])
         print(
             f"  {speed[OURS] / speed[FP32]:.2f} × the textbook in fp32 (the processor's limit is "
-            f"{rate['bf16'] / (speed[FP32] * flops_per_token):.2f}), {speed[OURS] / speed[best]:.2f} × the best peer "
-            f"({best})"
+            f"{rate[precision] / (speed[FP32] * flops_per_token):.2f}), {speed[OURS] / speed[best]:.2f} × the best "
+            f"peer ({best})"
         )
 
 
