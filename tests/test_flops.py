@@ -16,6 +16,7 @@ from gptworks.presets import preset
 from gptworks.recipe import parse_recipe
 from gptworks.train.optim.trainable import trainable_model
 from test_params import random_config
+from test_stream import WHOLE
 from tiny import plain_model
 
 
@@ -66,7 +67,9 @@ TRAINED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["dense", "grouped", "untied", "parallel", "windowed", "looped", "repeated"])
+@pytest.mark.parametrize(
+    "kind", ["dense", "grouped", "untied", "parallel", "windowed", "looped", "repeated", "stream", "stream, experts"]
+)
 @pytest.mark.parametrize("name", TRAINED)
 def test_frozen_parts_and_adapters_cost_what_torch_counts(name: str, kind: str) -> None:
     """Backward passes end at the first thing that is trained, and a frozen matrix has no gradient of its own."""
@@ -77,6 +80,9 @@ def test_frozen_parts_and_adapters_cost_what_torch_counts(name: str, kind: str) 
         "untied": {"tie_embeddings": False, "norm_placement": "after"},
         "parallel": {"parallel_residual": True, "residual_scalars": True},
         "windowed": {"window": 8, "window_pattern": ("full", "window")},
+        "stream": WHOLE,
+        "stream, experts": WHOLE | {"value_embeddings": ("projected", "table"), "norm_placement": "both",
+                                    "n_experts": 4, "bigram_vocab_size": 9, "tie_embeddings": False},
         "looped": {"layer_repeats": 2}, "repeated": {"layer_repeats": (1, 3, 2), "bigram_vocab_size": 9},
     }[kind]  # fmt: skip
     model = {"vocab_size": 50, "context_length": 32, "n_layers": 3, "d_model": 48, "n_heads": 4} | changes

@@ -15,12 +15,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.model.backend import Chunk, TorchBackend
 from gptworks.native import backend as native
+from gptworks.native import choice
 from gptworks.native.library import Unavailable, library
 from gptworks.quantize.convert import quantize_model
 from hf import random_model
+from test_stream import ON
 from tiny import plain_model
 
 CONTEXT, VOCABULARY = 64, 77  # no multiple of what a product takes at once
@@ -447,8 +450,18 @@ def large_page_bytes(address: int) -> int:
         ({"qk_norm": "whole"}, "no norm over all heads together"),
         ({"d_head": 24}, "d_head=24 is no multiple of 16"),
         ({"d_ff": 100}, "d_ff=100 is no multiple of 16"),
+        *((settings, f"no {name.partition(',')[0]}") for name, settings in ON.items()),
     ],
 )
-def test_models_that_are_refused(settings: dict[str, Any], reason: str) -> None:
-    with pytest.raises(Unavailable, match=reason):
-        native.NativeBackend(GPT(plain_model(**{**BASE, **settings})), 1, CONTEXT)
+def test_models_that_are_refused_are_computed_by_torch(
+    settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = random_model(plain_model(**{**BASE, **settings})), text(30)
+    monkeypatch.setattr(choice, "_said", set())
+    with pytest.raises(UserError, match=f"backend=native cannot compute this model here: .*{reason}"):
+        choice.choose_backend(model, 1, CONTEXT, name="native")
+    with pytest.warns(UserWarning, match=f"the native engine is not used: .*{reason}.* torch computes instead"):
+        backend = choice.choose_backend(model, 1, 30)
+    logits = [backend.compute([Chunk(0, i, [token])])[0] for i, token in enumerate(ids)]
+    if "rope_scaling" not in settings:  # by the room, tests/test_backend.py
+        torch.testing.assert_close(torch.cat(logits), expected(model, ids, 30), rtol=1e-4, atol=1e-4)

@@ -11,7 +11,7 @@ from gptworks.infer.client import completions
 from gptworks.infer.request import Request
 from gptworks.infer.speculate import DraftModel
 from gptworks.model import SlotCache
-from gptworks.plan.inference import inference_memory
+from gptworks.plan.inference import inference_memory, kv_cache_bytes
 from test_concurrency import engine, needs_native
 from test_engine import byte_tokenizer, random_model
 
@@ -186,8 +186,13 @@ def test_slots_that_do_not_fit_in_memory_are_refused_before_a_client_can_ask(mon
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_the_bytes_of_a_cache_are_those_of_its_buffers(dtype: torch.dtype) -> None:
-    config = random_model(TOKENIZER, context_length=64, d_model=32, n_kv_heads=1).config
-    cache = SlotCache(config, 3, 50, dtype=dtype)
-    cache.grow(5, 61, [0, 50, 7])
-    buffers = [t for v in (*cache.keys, *cache.values) for t in (v.data, v.scale) if t is not None]
-    assert cache.bytes_of(5, 61) == sum(tensor.nbytes for tensor in buffers)
+    model = random_model(TOKENIZER, context_length=64, d_model=32, n_kv_heads=1)
+    for settings in ({}, {"layer_repeats": 3}, {"smear": True}, {"bigram_vocab_size": 40, "layer_repeats": (1, 2)}):
+        config = model.config.model_copy(update=settings)
+        cache = SlotCache(config, 3, 50, dtype=dtype)
+        cache.grow(5, 61, [0, 50, 7])
+        buffers = [t for v in (*cache.keys, *cache.values) for t in (v.data, v.scale)] + [cache.tokens]
+        held_bytes = sum(tensor.nbytes for tensor in buffers if tensor is not None)
+        assert cache.bytes_of(5, 61) == held_bytes
+        if dtype != torch.int8:  # whose scales a plan leaves out
+            assert 5 * kv_cache_bytes(config, 61, dtype.itemsize) == held_bytes
