@@ -7,44 +7,43 @@ import pytest
 import torch
 
 import tiny
-from gptworks.checkpoint import checkpoints, load_run
+from gptworks.checkpoint import load_run
 from gptworks.infer.engine import Engine
-from gptworks.recipe import parse_recipe
 from gptworks.tokenizer import load_tokenizer
-from gptworks.train.loop import train
 from gptworks.train.record.metrics import read_metrics
+from halves import assert_resumes_exactly
 from test_stream import WHOLE
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "untied at the stop": {"tie_embeddings": False},
-    "untied behind it, averaged": {"tie_embeddings": False},
-    "repeated": {"layer_repeats": (1, 2)},
-    "stream, values, gates, smear": WHOLE,
-    "token pairs": {"bigram_vocab_size": 61},
-}
-
-TRAIN: dict[str, dict[str, Any]] = {
-    "untied at the stop": {"untie_after_steps": 3},
-    "untied behind it, averaged": {"untie_after_steps": 4, "ema_decay": 0.5},
-}
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "untied at the stop": (
+        {"tie_embeddings": False, "value_embeddings": ("table",)},
+        {"untie_after_steps": 3, "rate_factors": {"head": 0.5, "vectors": 2.0}},
+    ),
+    "untied behind it, averaged": (
+        {"tie_embeddings": False, "bigram_vocab_size": 61, "n_experts": 3},
+        {"untie_after_steps": 4, "ema_decay": 0.5, "muon_coefficients": "polar_express", "muon_iterations": 3},
+    ),
+    "repeated": (
+        {"layer_repeats": (1, 2), "smear": True, "bigram_vocab_size": 61, "logit_softcap": 9.0},
+        {"shorter_contexts": [[2, 8]], "optimizer": "normuon", "average_last": 0.5},
+    ),
+    "stream, values, gates, smear": (
+        WHOLE | {"norm_placement": "both", "mlp": "relu2", "rope_fraction": 0.5, "position": "rope"},
+        {"smaller_batches": [[2, 4]], "optimizer": "soap", "soap_frequency": 2, "cautious_weight_decay": True},
+    ),
+}  # fmt: skip
+"""Settings of the model, and of its training."""
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_stopped_run_resumes_bit_for_bit_and_generates(name: str, tmp_path: Path) -> None:
-    def run(folder: str, max_steps: int, resume: bool = False) -> Path:
-        tree = tiny.recipe_tree(
-            tmp_path, max_steps=max_steps, schedule="constant", checkpoint_every=3, evaluate_every=3,
-            **TRAIN.get(name, {}),
-        )  # fmt: skip
-        tree["model"] |= SETTINGS[name]
-        train(parse_recipe(tree | {"run_dir": str(tmp_path / folder)}), resume=resume)
-        return tmp_path / folder
-
-    whole, stopped = run("whole", 6), run("stopped", 3)
-    run("stopped", 6, resume=True)
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        one, other = ((checkpoints(folder)[0].folder / file).read_bytes() for folder in (whole, stopped))
-        assert one == other, file
+def test_a_stopped_run_and_a_fork_end_bit_for_bit_as_one_that_was_not_and_generate(name: str, tmp_path: Path) -> None:
+    """Each step is of two micro-batches, with dropout."""
+    model, settings = SETTINGS[name]
+    tree = tiny.recipe_tree(
+        tmp_path, max_steps=6, schedule="wsd", checkpoint_every=3, evaluate_every=3, **settings
+    )  # fmt: skip
+    tree["model"] |= model
+    whole = assert_resumes_exactly(tree, at_step=4, forks=True)
     losses = [row["loss"] for row in read_metrics(whole / "metrics.jsonl") if row["kind"] == "validation"]
     assert losses[-1] < losses[0]
     loaded = load_run(whole, "last")
