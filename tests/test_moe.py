@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import tiny
-from gptworks.config import ModelConfig
+from gptworks.config import ModelConfig, expert_rows
 from gptworks.model import GPT
 from gptworks.model.moe import MoE, balance_loss, busiest_load, expert_tokens, route, tokens_per_expert, z_loss
 from gptworks.recipe import parse_recipe
@@ -49,7 +49,7 @@ VARIANTS = pytest.mark.parametrize(
 def test_dispatch_equals_the_definition_and_so_do_its_gradients(changes: dict[str, Any]) -> None:
     layer = moe(**changes)
     layer.router.weight.data = layer.router.weight.data.float().double()  # forward routes in float32
-    x = torch.randn(3, 7, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    x = torch.randn(3, 40, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
     out, expected = layer(x)[0], layer.reference(x)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
     inputs = (x, *layer.parameters())
@@ -58,6 +58,12 @@ def test_dispatch_equals_the_definition_and_so_do_its_gradients(changes: dict[st
     reference = torch.autograd.grad(expected, inputs, direction, allow_unused=True)  # an expert nobody chose
     for gradient, other in zip(ours, reference, strict=True):
         torch.testing.assert_close(gradient, torch.zeros_like(gradient) if other is None else other, rtol=0, atol=1e-4)
+
+
+def test_an_expert_has_few_numbers_of_rows_and_hardly_more_than_tokens() -> None:
+    sizes = {n: expert_rows(n) for n in range(4097)}
+    assert all(n <= size <= n * 17 / 16 for n, size in sizes.items())
+    assert len(set(sizes.values())) == 32 + 16 * 7 + 1  # 0 to 31, 16 from each power of two to the next, 4096
 
 
 @torch.no_grad()

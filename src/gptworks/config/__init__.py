@@ -14,7 +14,7 @@ from gptworks.config.base import (
 from gptworks.config.data import DataConfig, ValidationSplit
 from gptworks.config.defaults import ENDS, train_defaults
 from gptworks.config.mixture import Anneal, MixtureMember
-from gptworks.config.model import EARLIER_DEFAULTS, LABORATORY, ModelConfig
+from gptworks.config.model import EARLIER_DEFAULTS, LABORATORY, ModelConfig, expert_rows
 from gptworks.config.objective import (
     DataFault,
     DistillationObjective,

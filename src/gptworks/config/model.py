@@ -29,6 +29,14 @@ def _inner_width(width: int, mlp: str) -> int:
     return -(-8 * width // (3 * 64)) * 64 if mlp in GATED else 4 * width
 
 
+def expert_rows(n_tokens: int) -> int:
+    """Rows that an expert multiplies for so many tokens, where a CPU trains: n_tokens rounded up to five binary digits,
+    to a sixteenth more at most. oneDNN compiles a kernel for each number of rows, and so it soon has them all.
+    """
+    unit = 1 << max(0, n_tokens.bit_length() - 5)
+    return -(-n_tokens // unit) * unit
+
+
 class ModelConfig(Section):
     """A decoder-only transformer. Names follow the GPT-3 paper (Brown et al., 2020, table 2.1)."""
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from gptworks.config import ModelConfig
+from gptworks.config import ModelConfig, expert_rows
+from gptworks.model import cpu
 from gptworks.model.layers import MLP, without_autocast
 
 
@@ -33,11 +34,11 @@ class MoE(nn.Module):
         with without_autocast(x.device):  # rounding would change which experts are chosen
             logits = F.linear(tokens.float(), self.router.weight.float())  # N E
         weights, chosen = route(logits, self.n_per_token)  # N K, N K
-        order = chosen.flatten().argsort(stable=True)  # the N·K pairs of token and expert, by expert
-        back = order.argsort()
-        parts = torch.split(send(tokens, order, back), tokens_per_expert(chosen, len(self.experts)))
+        sent = tokens_per_expert(chosen, len(self.experts))
+        rows, places, sizes = arrange(chosen, sent, even=cpu.trains(tokens))
+        parts = torch.split(send(tokens, rows, places), sizes)
         given = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
-        given = send(given, back, order).view(*chosen.shape, -1)  # N K C
+        given = collect(given, places).view(*chosen.shape, -1)  # N K C
         out = (given * weights.to(given.dtype).unsqueeze(-1)).sum(1)  # N C
         if self.shared is not None:
             out = out + self.shared(tokens)
@@ -59,9 +60,35 @@ def route(logits: Tensor, n_per_token: int) -> tuple[Tensor, Tensor]:
     return weights / weights.sum(-1, keepdim=True), chosen
 
 
-def send(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    """x [N, C] → [N·K, C]: each row K times over, in an order of the N·K copies that `back` undoes. K may be 1."""
-    out: Tensor = _Send.apply(x, order, back)  # type: ignore[no-untyped-call]
+def arrange(chosen: Tensor, sent: list[int], even: bool) -> tuple[Tensor, Tensor, list[int]]:
+    """How tokens lie by expert: the token of each of P rows, the row of each of the N·K pairs, and rows per expert.
+
+    Args:
+        chosen: [N, K].
+        sent: how many of them fall on each expert.
+        even: give each expert `expert_rows`. The last ones hold the first token; nobody reads what becomes of them.
+    """
+    sizes = [expert_rows(n) for n in sent] if even else sent
+    order = chosen.flatten().argsort(stable=True)  # the pairs of token and expert, by expert
+    sorted_rows = torch.arange(order.numel(), device=order.device)
+    if sizes != sent:
+        ends = torch.tensor([sizes, sent], device=order.device).cumsum(1)
+        shift = F.pad(ends[0] - ends[1], (1, 0))[:-1]
+        sorted_rows += shift.repeat_interleave(torch.tensor(sent, device=order.device), output_size=order.numel())
+    places = torch.empty_like(order).index_copy_(0, order, sorted_rows)
+    rows = torch.zeros(sum(sizes), dtype=order.dtype, device=order.device)
+    return rows.index_copy_(0, sorted_rows, order // chosen.size(1)), places, sizes
+
+
+def send(x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+    """x [N, C] → its rows, [P, C]. places: where each token's K copies lie, [N·K]; no other row has a gradient."""
+    out: Tensor = _Send.apply(x, rows, places)  # type: ignore[no-untyped-call]
+    return out
+
+
+def collect(given: Tensor, places: Tensor) -> Tensor:
+    """given [P, C] → what lies at the places, [N·K, C], each at most once."""
+    out: Tensor = _Collect.apply(given, places)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -69,17 +96,31 @@ class _Send(torch.autograd.Function):
     """torch would add up the gradients of an indexed tensor row by row, as if any rows might be the same."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
+    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
         ctx.n_rows = x.size(0)
-        return x[order // (order.numel() // x.size(0))]
+        return x.index_select(0, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (back,) = ctx.saved_tensors
-        copies = gradients[0][back]
+        (places,) = ctx.saved_tensors
+        copies = gradients[0].index_select(0, places)
         n_copies = copies.size(0) // ctx.n_rows
         return copies if n_copies == 1 else copies.view(ctx.n_rows, n_copies, -1).sum(1), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.n_rows = given.size(0)
+        return given.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        d_out = gradients[0]
+        return d_out.new_zeros(ctx.n_rows, d_out.size(1)).index_copy_(0, places, d_out), None
 
 
 def tokens_per_expert(chosen: Tensor, n_experts: int) -> list[int]:

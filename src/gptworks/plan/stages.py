@@ -11,9 +11,11 @@ has a two-byte copy that lives until its gradient is made.
 Letters: N tokens of a micro-batch, C width, Q query heads × their width, K key/value heads × theirs, F MLP width.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from gptworks.config import expert_rows
 from gptworks.native.library import training_library
 from gptworks.plan.laboratory import entry_stages, gate_stage, handed_on_stages, value_stages
 from gptworks.plan.shapes import ATTENTION, DROPOUT, MLP, RESIDUAL, WEIGHTS_KEPT, Shapes, Stage
@@ -325,8 +327,10 @@ def moe_stages(s: Shapes) -> Iterator[Stage]:
     """Router, tokens gathered by expert, the experts with an even share each, their results weighed and added."""
     c = s.config
     width = s.products(c.d_model)
-    gathered = c.n_experts_per_token * width
     share = s.n_tokens * c.n_experts_per_token / c.n_experts
+    if s.on_cpu:
+        share = expert_rows(math.ceil(share))
+    gathered = round(width * c.n_experts * share / s.n_tokens)
     routing = s.n_tokens * (8 * c.n_experts + 40 * c.n_experts_per_token)
     yield Stage(
         "router",
