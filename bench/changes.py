@@ -76,6 +76,12 @@ CHANGES = (
     ),
     _change("smear", "model.smear=true", "modded-nanogpt, 2025"),
     _change("bigram-embeddings", "model.bigram_vocab_size=4096", "Huang et al., 2025"),
+    _change("two-tokens-ahead", "model.n_future_tokens=2", "Gloeckle et al., 2024"),
+    _change(
+        "three-tokens-ahead-falling",
+        "model.n_future_tokens=3 train.future_weights_fall=true",
+        "modded-nanogpt, 2025, here with heads",
+    ),
     _change("logit-softcap-30", "model.logit_softcap=30", "Gemma 2, 2024"),
     # shape
     _change("deeper", "model.n_layers=8", "Kaplan et al., 2020"),

@@ -16,7 +16,8 @@ import torch
 from gptworks.config import TrainConfig
 from gptworks.device import device_name, peak_growth_bytes, reset_peak, return_freed_memory
 from gptworks.model.loss import linear_cross_entropy_reference
-from gptworks.plan.memory import Setting, training_peak
+from gptworks.plan.memory import training_peak
+from gptworks.plan.setting import Setting
 from gptworks.presets import preset
 from gptworks.train.objectives import next_token as objectives
 from gptworks.train.rehearsal.trace import Rehearsal, take, trace_step

@@ -23,9 +23,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"tie_embeddings": False, "bigram_vocab_size": 61, "n_experts": 3},
         {"untie_after_steps": 4, "ema_decay": 0.5, "muon_coefficients": "polar_express", "muon_iterations": 3},
     ),
-    "repeated": (
-        {"layer_repeats": (1, 2), "smear": True, "bigram_vocab_size": 61, "logit_softcap": 9.0},
-        {"shorter_contexts": [[2, 8]], "optimizer": "normuon", "average_last": 0.5},
+    "repeated, three tokens ahead": (
+        {"layer_repeats": (1, 2), "smear": True, "bigram_vocab_size": 61, "logit_softcap": 9.0, "n_future_tokens": 3},
+        {"shorter_contexts": [[2, 8]], "optimizer": "normuon", "average_last": 0.5, "future_weights_fall": True},
     ),
     "stream, values, gates, smear": (
         WHOLE | {"norm_placement": "both", "mlp": "relu2", "rope_fraction": 0.5, "position": "rope"},

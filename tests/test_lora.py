@@ -17,8 +17,9 @@ from gptworks.infer.engine import load
 from gptworks.model import GPT
 from gptworks.model.lora import LoRALinear, add_lora, is_adapter, merge_lora
 from gptworks.model.loss import linear_cross_entropy
-from gptworks.plan.memory import Setting, training_peak
+from gptworks.plan.memory import training_peak
 from gptworks.plan.run import plan
+from gptworks.plan.setting import Setting
 from gptworks.plan.trained import trained
 from gptworks.presets import preset
 from gptworks.quantize.convert import pack_for, unpack_all

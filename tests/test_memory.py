@@ -26,8 +26,9 @@ from gptworks.plan import trained as planned_part
 from gptworks.plan.arrange import rank_setting
 from gptworks.plan.inference import BATCHES, inference_memory
 from gptworks.plan.layout import Layout, rank_config
-from gptworks.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS, Setting, training_peak
+from gptworks.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS, training_peak
 from gptworks.plan.params import count_parameters
+from gptworks.plan.setting import Setting
 from gptworks.plan.shapes import MLP, Shapes
 from gptworks.plan.state import optimizer_scratch_bytes, trained_state_bytes
 from gptworks.plan.trained import everything, trained
@@ -59,6 +60,7 @@ def combinations(*axes: Sequence[Any]) -> list[Any]:
 def error(model: ModelConfig, device: str, precision: str, micro_batch_size: int = 1, **train: Any) -> float:
     """How far the formula is off the trace, as a share."""
     settings = {"batch_size": micro_batch_size, "micro_batch_size": micro_batch_size, **train}
+    settings["future_weights"] = (0.3,) * (model.n_future_tokens - 1)
     config = plain_training(max_steps=1, **settings)
     predicted = training_peak(Setting.of(model, config, precision, device == "cpu")).total_bytes
     return predicted / trace_step(Rehearsal(model, config, device, precision)).peak_bytes - 1
@@ -140,6 +142,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "value embeddings": {"value_embeddings": ("none", "table"), "gate_channels": 32, "n_kv_heads": 2},
     "projected value embeddings": {"value_embeddings": ("projected",)},
     "smeared": {"smear": True},
+    "four tokens ahead": {"n_future_tokens": 4, "vocab_size": 5000, "logit_softcap": 30.0},
+    "two tokens ahead, untied": {"n_future_tokens": 2, "tie_embeddings": False, "context_length": 1024, "n_layers": 1},
     "gated heads": {"attention_gate": True},
     "gated heads, some channels": {"attention_gate": True, "gate_channels": 12, "n_kv_heads": 2, "qk_norm": True},
     "beyond blocked attention": {"context_length": 2560},
@@ -439,6 +443,7 @@ def cache_bytes(cache: SlotCache) -> int:
         {"position": "learned", "norm": "layernorm", "attention_bias": True, "mlp_bias": True, "tie_embeddings": False},
         {"d_model": 48, "d_ff": 80, "mlp": "swiglu", "n_kv_heads": 1, "qk_norm": True},
         {"mlp": "swiglu", "n_experts": 4, "d_ff_shared": 32},
+        {"n_future_tokens": 3},
     ],
 )
 def test_weights_in_each_precision_are_those_that_are_written(changes: dict[str, Any]) -> None:

@@ -3,7 +3,8 @@
 import pytest
 
 from gptworks.config import LoRAConfig
-from gptworks.plan.memory import Setting, training_peak
+from gptworks.plan.memory import training_peak
+from gptworks.plan.setting import Setting
 from gptworks.plan.trained import trained
 from gptworks.train.rehearsal.trace import Rehearsal, trace_step
 from test_memory import SMALL, VARIANTS

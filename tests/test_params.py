@@ -37,6 +37,7 @@ def random_config(seed: int) -> ModelConfig:
         mlp_bias=choose.random() < 0.5, qk_norm=choose.choice([False, True, "whole"]),
         tie_embeddings=choose.random() < 0.5, bigram_vocab_size=choose.choice([0, 0, 7]),
         window=window, window_pattern=("full", "window") if window else ("full",),
+        n_future_tokens=choose.choice([1, 1, 2, 3]),
     )  # fmt: skip
     return plain_model(**settings | random_laboratory(choose, settings["n_layers"], settings["d_model"]))
 

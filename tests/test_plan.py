@@ -28,8 +28,9 @@ from gptworks.plan.devices import Device, custom_device, find_device
 from gptworks.plan.fit import alternatives, divisors, largest_micro_batch
 from gptworks.plan.flops import forward_flops
 from gptworks.plan.layout import Layout, parallel_overrides
-from gptworks.plan.memory import Setting, training_peak
+from gptworks.plan.memory import training_peak
 from gptworks.plan.run import Plan, plan
+from gptworks.plan.setting import Setting
 from gptworks.presets import preset
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import train

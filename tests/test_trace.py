@@ -13,7 +13,8 @@ import tiny
 from gptworks.data.prepare import prepare
 from gptworks.device import choose_precision, peak_growth_bytes, reset_peak
 from gptworks.errors import UserError
-from gptworks.plan.memory import Setting, training_peak
+from gptworks.plan.memory import training_peak
+from gptworks.plan.setting import Setting
 from gptworks.presets import preset
 from gptworks.recipe import parse_recipe, with_vocab_size
 from gptworks.train.loop import Run

@@ -29,6 +29,7 @@ from gptworks.config import (
 )
 from gptworks.config.base import MOST_NAME_CHARACTERS
 from gptworks.config.explain import explain, leaves, sections_at
+from gptworks.config.objective import OBJECTIVE_SETTINGS
 from gptworks.errors import UserError, nearest
 from gptworks.files import write_whole
 from gptworks.presets import expand_preset
@@ -229,6 +230,8 @@ _SIZES = {name for name, field in ModelConfig.model_fields.items() if field.is_r
 def _completed(tree: dict[str, Any], source: Path) -> dict[str, Any]:
     """The tree with what its model and its tokenizer leave out, taken from the run that it starts from."""
     base = load_recipe(source).model.model_dump(mode="json")
+    if not _trains_future_heads(tree.get("objective")):
+        base["n_future_tokens"] = 1
     model, tokenizer = tree.get("model") or {}, tree.get("tokenizer") or {}
     if isinstance(tokenizer, dict) and "type" not in tokenizer:
         tokenizer = {"type": "file", "path": str(source / "tokenizer")} | tokenizer
@@ -237,9 +240,15 @@ def _completed(tree: dict[str, Any], source: Path) -> dict[str, Any]:
     return {**tree, "model": base | model if isinstance(model, dict) else model, "tokenizer": tokenizer}
 
 
+def _trains_future_heads(objective: Any) -> bool:
+    """Whether heads of tokens beyond the next are taken over from the run that a recipe starts from."""
+    kind = OBJECTIVE_SETTINGS.get(str(objective.get("type"))) if isinstance(objective, dict) else None
+    return kind is None or kind.trains_future_heads
+
+
 FREE_TO_CHANGE = frozenset({
     "vocab_size", "context_length", "rope_scaling", "dropout_embedding", "dropout_attention", "dropout_residual",
-    "init", "init_std", "zero_init_projections",
+    "init", "init_std", "zero_init_projections", "n_future_tokens",
 })  # fmt: skip
 """Fields that the weights do not depend on, or not alone: vocabulary and tokenizer are compared when both are known."""
 

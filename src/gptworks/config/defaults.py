@@ -9,6 +9,7 @@ from typing import Any
 
 from gptworks.config.model import ModelConfig
 from gptworks.config.objective import ObjectiveConfig
+from gptworks.config.train import FUTURE_WEIGHT
 
 RATE, RATE_WIDTH = 0.02, 512
 """AdamW's rate beside Muon, for embeddings, head and vectors, up to the widest model that was tried; in inverse
@@ -70,6 +71,8 @@ def train_defaults(
         settings |= {"learning_rate": _rounded(rate), "weight_decay": 0.1 if optimizer == "adamw" else 0.01}
     else:
         settings["learning_rate"] = _rounded(RATE * min(1, RATE_WIDTH / model.d_model) ** 0.5)
+    if model.n_future_tokens > 1 and not adapter:
+        settings["future_weights"] = [FUTURE_WEIGHT] * (model.n_future_tokens - 1)
     if ENDS.isdisjoint(given):
         settings["epochs"] = TUNING_EPOCHS if tunes else EPOCHS
     return settings | _by_length(given.get("max_steps"), samples="text" in objective.sources)

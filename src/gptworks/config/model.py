@@ -173,6 +173,15 @@ class ModelConfig(Section):
         "block so many times in a row (Liu et al., 2024).",
     )
 
+    n_future_tokens: Fixed[int] = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Tokens that are predicted from each position in training: for each beyond the next a head of its "
+        "own, features + SiLU(W · features) (Cai et al., 2024), and the unembedding of all (Gloeckle et al., 2024). "
+        "The next token's logits do not depend on them. 1: none.",
+    )
+
     n_experts: Fixed[int] = Field(
         0, ge=0, le=10_000, description="MLPs a layer, of which a router chooses for each token. 0: one, dense."
     )
@@ -330,6 +339,11 @@ class ModelConfig(Section):
             )
         self._check_scaling()
         self._check_laboratory()
+        if self.n_future_tokens > self.context_length:
+            raise ValueError(
+                f"n_future_tokens={self.n_future_tokens} is more than context_length={self.context_length}: a row has "
+                f"no token so far ahead"
+            )
         if self.n_experts and self.n_experts_per_token > self.n_experts:
             raise ValueError(
                 f"n_experts_per_token={self.n_experts_per_token} is more than n_experts={self.n_experts}: "

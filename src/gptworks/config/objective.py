@@ -1,7 +1,7 @@
 """What is learned."""
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -40,6 +40,8 @@ class ObjectiveSettings(Section):
     """Whether a row of conversations may hold several, each with positions of its own."""
     learns_prompts: ClassVar[bool] = False
     """Whether every token of a conversation is learned, not the answers alone."""
+    trains_future_heads: ClassVar[bool] = False
+    """Whether the loss may have terms of tokens beyond the next (model.n_future_tokens)."""
     scores_targets: ClassVar[bool] = False
     """Whether the loss needs each target's log-probability (`target_logprobs`), not only their sum."""
     scores_start: ClassVar[bool] = False
@@ -86,6 +88,7 @@ class NextTokenObjective(ObjectiveSettings):
     """Every token of the text is predicted from those before it."""
 
     learns_prompts = True
+    trains_future_heads = True
 
     type: Measured[Literal["next_token"]] = "next_token"
 
@@ -98,6 +101,7 @@ class InstructionObjective(ObjectiveSettings):
 
     sources = ("conversations",)
     several_texts = True
+    trains_future_heads = True
 
     type: Measured[Literal["instruction"]]
     packing: Fixed[bool] = Field(
@@ -227,3 +231,8 @@ ObjectiveConfig = Annotated[
     | RewardObjective,
     Field(discriminator="type"),
 ]
+
+OBJECTIVE_SETTINGS: dict[str, type[ObjectiveSettings]] = {
+    get_args(kind.model_fields["type"].annotation)[0]: kind for kind in get_args(get_args(ObjectiveConfig)[0])
+}
+"""By `objective.type`."""

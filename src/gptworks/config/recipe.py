@@ -88,6 +88,21 @@ class Recipe(Section):
             if there:
                 raise ValueError(f"train.untie_after_steps={steps} and {name}, which {fix}")
 
+    def _check_future(self) -> None:
+        n, given = self.model.n_future_tokens, self.train.future_weights
+        if n > 1 and self.adapter is None and not self.objective.trains_future_heads:
+            raise ValueError(
+                f"model.n_future_tokens={n} and objective.type={self.objective.type}, whose loss has no tokens beyond "
+                f"the next: set model.n_future_tokens=1, which leaves the heads of initialize_from out"
+            )
+        due = 0 if self.adapter is not None else n - 1
+        if len(given) != due:
+            of = " and an adapter, which leaves heads as they are" if self.adapter is not None else ""
+            raise ValueError(
+                f"train.future_weights has {len(given)} numbers with model.n_future_tokens={n}{of}: give {due}, one "
+                f"for each token beyond the next, or leave them out"
+            )
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         kind = "conversations" if self.data.conversations else "preferences" if self.data.preferences else "text"
@@ -114,6 +129,7 @@ class Recipe(Section):
                 f"the embeddings' matrix; set train.rate_factors.embeddings, or tie_embeddings=false"
             )
         self._check_untying()
+        self._check_future()
         if self.freeze is not None and self.freeze.first_blocks > self.model.n_layers:
             raise ValueError(
                 f"freeze.first_blocks={self.freeze.first_blocks} and model.n_layers={self.model.n_layers}: "

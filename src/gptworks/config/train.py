@@ -1,7 +1,7 @@
 """How a model is trained, and on how many devices."""
 
 import math
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,12 @@ IGNORED = -100
 
 EVALUATED_TOKENS = 2**17
 """Tokens that an evaluation reads at most, where a recipe does not say."""
+
+
+FUTURE_WEIGHT = 0.3
+"""Of the loss of each token beyond the next, where a recipe does not say: that with which DeepSeek-V3 began."""
+
+Weight = Annotated[float, Field(ge=0, le=1000)]
 
 
 def computes_again(activation_checkpointing: str, layer: int) -> bool:
@@ -95,6 +101,15 @@ class TrainConfig(Section):
     )
     router_z_weight: Steering[float] = Field(
         0.001, ge=0, description="Weight of the routers' z-loss (Zoph et al., 2022)."
+    )
+
+    future_weights: Steering[tuple[Weight, ...]] = Field(
+        (),
+        description="Of the mean losses of the tokens beyond the next, nearest first, where model.n_future_tokens is "
+        f"more than 1. Default: {FUTURE_WEIGHT} each; an adapter trains no heads and has none.",
+    )
+    future_weights_fall: Steering[bool] = Field(
+        False, description="They fall linearly to 0 over the run, as modded-nanogpt lets its own fall."
     )
 
     optimizer: Fixed[Literal["adamw", "muon", "normuon", "soap"]] = Field(
@@ -241,6 +256,11 @@ class TrainConfig(Section):
                 f"a step is a whole number of micro-batches"
             )
         self._check_smaller_batches()
+        if self.future_weights_fall and not self.future_weights:
+            raise ValueError(
+                "future_weights_fall=true and no tokens beyond the next are learned: set model.n_future_tokens to 2 or "
+                "more, or leave it out"
+            )
         if self.optimizer != "adamw" and self.optimizer_state == "int8":
             raise ValueError(
                 f"optimizer_state=int8 with optimizer={self.optimizer}: what it keeps of the blocks' matrices are not "
@@ -275,6 +295,11 @@ class TrainConfig(Section):
                     f"{self.micro_batch_size}: a step is a whole number of micro-batches"
                 )
             until, size = step, smaller
+
+    def future_weights_at(self, share_done: float) -> tuple[float, ...]:
+        """The weights of the tokens beyond the next where so much of the run is done, from 0 to 1."""
+        factor = 1 - share_done if self.future_weights_fall else 1.0
+        return tuple(factor * weight for weight in self.future_weights)
 
     def length_at(self, step: int, context_length: int) -> int:
         """Tokens of a row in optimizer step number `step`, from 0."""

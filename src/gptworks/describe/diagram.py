@@ -112,6 +112,12 @@ def added_to_tokens(c: ModelConfig) -> list[tuple[str, str]]:
     return smear + pairs + ([(words, dims((c.context_length, c.d_model)))] if words else [])
 
 
+def future_weights(c: ModelConfig) -> str:
+    """The shapes of the heads of tokens beyond the next."""
+    n, square = c.n_future_tokens - 1, dims((c.d_model, c.d_model))
+    return square if n == 1 else f"{n:,} of {square}"
+
+
 def on_entry(c: ModelConfig) -> list[tuple[str, str]]:
     """What happens to the stream as it enters a block, and the shape of the weights."""
     skips = c.n_layers // 2
@@ -179,6 +185,8 @@ def _lines(c: ModelConfig, width: int) -> Iterator[Line]:
     head = f"head{' (tied)' if c.tie_embeddings else ''}"
     residual: list[Row] = [(words, "", stream) for words in on_the_way(c.residual_scale, c.dropout_residual)]
     divided: list[Row] = [(words, "", logits_shape)] if (words := logits(c)) else []
+    if c.n_future_tokens > 1:
+        divided.append(("heads of later tokens, for training", future_weights(c), stream))
     yield "   token ids", "B × T"
     yield "      │", ""
     yield from _box(embedding, width)

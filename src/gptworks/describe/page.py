@@ -31,7 +31,7 @@ KINDS = {
     "residual_scalars": "norm", "unet_skips": "norm", "value_residual": "attention", "value_embeddings": "embedding",
     "smear": "embedding", "value_projections": "attention", "value_gates": "attention", "attention_gates": "attention",
     "query_key_value": "attention", "attention_scores": "scores", "output_projection": "attention",
-    "laboratory": "attention",
+    "laboratory": "attention", "future_heads": "head",
 }  # fmt: skip
 """Colour of each group of parameters and of each part of the operations; the rest are the MLP's."""
 

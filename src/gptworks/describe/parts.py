@@ -11,6 +11,7 @@ from gptworks.describe.diagram import (
     activation,
     base,
     dims,
+    future_weights,
     head_norms,
     logits,
     matrix,
@@ -308,6 +309,16 @@ def _output(c: ModelConfig) -> Iterator[Part]:
         "Press & Wolf, 2017" if c.tie_embeddings else "Bengio et al., 2003",
         ("head",) if c.tie_embeddings else ("untied_head",), ("token_embedding",) if c.tie_embeddings else (),
     )  # fmt: skip
+    if n := c.n_future_tokens - 1:
+        which = (
+            "the token after the next" if n == 1 else f"the {n:,} tokens after the next, each by a matrix of its own"
+        )
+        yield Part(
+            "future_heads", "Heads of later tokens", "head", "output", future_weights(c), _stream(c),
+            f"For training and for drafts: predicts {which}. SiLU of a projection is added to the vector that the head "
+            "reads, and the head's matrix makes logits of the sum. Those of the next token do not depend on it.",
+            "Gloeckle et al., 2024", tuple(f"future_heads.{i}" for i in range(n)),
+        )  # fmt: skip
 
 
 def _scaled_residual(c: ModelConfig) -> str:

@@ -10,8 +10,8 @@ from gptworks.pages.tables import Table, or_unknown
 from gptworks.plan.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from gptworks.plan.fit import layout_words
 from gptworks.plan.inference import BATCHES
-from gptworks.plan.memory import Setting
 from gptworks.plan.run import Plan
+from gptworks.plan.setting import Setting
 from gptworks.units import epochs_words, readable
 
 WORDS = {

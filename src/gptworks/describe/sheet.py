@@ -246,6 +246,7 @@ def traits(c: ModelConfig) -> str:
         *(["Granite's multipliers"] if (c.residual_scale, c.logit_divisor) != (1, 1) else []),
         *(["scaled embedding"] if c.embedding_scale != 1 else []),
         *(name.replace("_", " ") for name in c.laboratory),
+        *([f"learns {c.n_future_tokens:,} tokens ahead"] if c.n_future_tokens > 1 else []),
         *(["soft caps"] if c.attention_softcap or c.logit_softcap else []),
         {0: "no linear biases", 3: "linear biases"}.get(len(biased), f"biases in {' and '.join(biased)}"),
         "tied head" if c.tie_embeddings else "untied head",

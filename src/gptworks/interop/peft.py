@@ -39,6 +39,7 @@ from gptworks.interop.huggingface.tensors import (
 )
 from gptworks.interop.huggingface.verify import load_theirs, quiet, require, verify_import, verify_logits
 from gptworks.interop.imported import further_training, write_run
+from gptworks.interop.left_out import leave_out_heads
 from gptworks.interop.peft_settings import CONFIG_FILE, LoraSettings, read_settings
 from gptworks.model.lora import is_adapter, merge_lora
 from gptworks.recipe import parse_section, run_name
@@ -112,6 +113,7 @@ def export_adapter(
             f"{run} was trained beside weights rounded to {adapter.base} (adapter.base), and --base {base} has others: "
             f"leave --base out, and the rounded ones are written to {out / 'base'}."
         )
+    leave_out_heads(loaded.model)
     config, tokenizer = loaded.model.config, load_tokenizer(loaded.tokenizer_folder)
     if base is not None and (Path(base) / "config.json").exists():
         family, _ = read_folder_config(Path(base))

@@ -25,6 +25,7 @@ from gptworks.config import ModelConfig, computes_again
 from gptworks.model.attention import Attention, Rotary, texts_bias
 from gptworks.model.cache import SlotLayer, SlotRows
 from gptworks.model.embeddings import build_bigrams, build_smear, previous_tokens
+from gptworks.model.future import build_future_heads
 from gptworks.model.layers import (
     MLP,
     Dropout,
@@ -196,6 +197,7 @@ class GPT(nn.Module):
         self.watched: list[Tensor] | None = None
         """A list is given the root mean square of each block's output, a scalar each."""
         initialize(self)
+        self.future_heads = build_future_heads(config)  # last, so that all else begins as without them
 
     @property
     def head_weight(self) -> Tensor:
@@ -293,6 +295,12 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, cache: SlotRows | None = None) -> Tensor:
         """Token ids [B, T] → logits [B, T, V]: at each position, the scores of the token that follows."""
         return self.logits(self.features(tokens, cache))
+
+    def drop_future_heads(self) -> int:
+        """Leave out the heads of tokens beyond the next; returns how many there were. The logits stay the same."""
+        n_heads = len(self.future_heads)
+        self.config, self.future_heads = self.config.model_copy(update={"n_future_tokens": 1}), nn.ModuleList()
+        return n_heads
 
     def reset_tables(self, device: torch.device | None = None) -> None:
         """Compute what no checkpoint holds: see `Tables`."""

@@ -6,7 +6,7 @@ logits into its gradient at a time (gptworks.native.passes); torch, where that i
 a few rows, which the processor's cache holds.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,33 @@ def linear_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor, soft
 
     total: Tensor = _LinearLoss.apply(features, weight, _through_cap(into_gradient, softcap))[0]  # type: ignore[no-untyped-call]
     return total
+
+
+def linear_cross_entropies(
+    features: Tensor, weight: Tensor, targets: Tensor, factors: Sequence[float], softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Σ factor_k · nats_k, and nats_k themselves [K]: nats_k is `linear_cross_entropy` of features[k] and targets[k].
+
+    They share the head's matrix, of which one gradient stands. The gradient of the first reaches features and weight.
+
+    Args:
+        features: [K, ..., C]. weight: [V, C]. targets: [K, ...], int64. factors: K numbers.
+    """
+    n = targets[0].numel()
+    flat, features = targets.flatten(), features.reshape(-1, features.size(-1))
+
+    def into_gradient(logits: Tensor, rows: slice) -> Tensor:
+        sums = _wide(logits.new_zeros(1 + len(factors)))
+        for k in range(rows.start // n, -(-rows.stop // n)):
+            of = slice(max(rows.start, k * n), min(rows.stop, (k + 1) * n))
+            scale = sums.new_full((of.stop - of.start,), factors[k])
+            sums[1 + k] = _into_gradient(logits[of.start - rows.start : of.stop - rows.start], flat[of], scale)
+            sums[0] += factors[k] * sums[1 + k]
+        return sums
+
+    through = _through_cap(into_gradient, softcap)
+    loss, sums = _LinearLoss.apply(features, weight, through, 1 + len(factors))  # type: ignore[no-untyped-call]
+    return loss, sums[1:]
 
 
 @torch.no_grad()

@@ -9,8 +9,9 @@ from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.plan.devices import Device
 from gptworks.plan.layout import ONE_DEVICE, Layout
-from gptworks.plan.memory import Setting, training_peak
+from gptworks.plan.memory import training_peak
 from gptworks.plan.objectives import other_models_bytes
+from gptworks.plan.setting import Setting
 from gptworks.plan.trained import trained
 
 
@@ -134,6 +135,12 @@ def _tensor_refusal(model: ModelConfig, tensor: int) -> Refusal | None:
     if model.n_experts:
         return Refusal(
             f"train.parallel.tensor_parallel={tensor} does not divide experts (model.n_experts={model.n_experts})",
+            "use strategy=fsdp and tensor_parallel=1.",
+        )
+    if model.n_future_tokens > 1:
+        return Refusal(
+            f"train.parallel.tensor_parallel={tensor} does not divide the heads of model.n_future_tokens="
+            f"{model.n_future_tokens}",
             "use strategy=fsdp and tensor_parallel=1.",
         )
     if model.laboratory:

@@ -6,7 +6,8 @@ from gptworks.config import Recipe
 from gptworks.plan.arrange import Refusal, arrange, planned_precision, rank_setting
 from gptworks.plan.devices import Device
 from gptworks.plan.layout import Layout
-from gptworks.plan.memory import Setting, training_peak
+from gptworks.plan.memory import training_peak
+from gptworks.plan.setting import Setting
 
 LARGEST_BATCH = 4096
 """Sequences beyond which no larger micro-batch is tried."""

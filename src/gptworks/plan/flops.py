@@ -36,6 +36,9 @@ class ForwardFlops:
     head: int
     laboratory: int = 0
     """Gates, and projections of value embeddings."""
+    future: int = 0
+    """Heads of tokens beyond the next with the unembedding of each, which training alone computes: no part of the
+    totals."""
 
     @property
     def projections(self) -> int:
@@ -62,8 +65,8 @@ class ForwardFlops:
 
     @property
     def training_per_token_dense(self) -> float:
-        """Forward and backward: three times forward."""
-        return TRAINING_PER_FORWARD * self.per_token_dense
+        """Forward and backward: three times forward, with the heads of tokens beyond the next."""
+        return TRAINING_PER_FORWARD * (self.per_token_dense + self.future / self.length)
 
 
 def visible_pairs(length: int, window: int | None) -> int:
@@ -103,4 +106,5 @@ def forward_flops(config: ModelConfig, length: int | None = None) -> ForwardFlop
         mlp=2 * layer_tokens * config.d_model * (inner_width * (3 if config.gated else 2) + config.n_experts),
         head=2 * length * config.d_model * vocab_size,
         laboratory=2 * length * sum(laboratory_matrices(config)),
+        future=2 * length * config.d_model * (config.d_model + vocab_size) * (config.n_future_tokens - 1),
     )

@@ -72,3 +72,21 @@ def gate_stage(s: Shapes, n_gates: int) -> Stage:
     given, width = s.products(n_gates), s.products(s.config.d_model)
     matrix = n_gates * s.config.d_gate
     return Stage("gate of heads", {ATTENTION: 2 * given} | s.copies(matrix), given, width, merges=True, matrices=matrix)
+
+
+def future_stages(s: Shapes, n: int) -> list[Stage]:
+    """The heads of `n` tokens beyond the next (`gptworks.model.future`). What arrives are views of the gradient of all
+    that the loss read; what leaves is added to the gradient of the features."""
+    c, width = s.config, s.products(s.config.d_model)
+    matrix = c.d_model**2
+    return [
+        Stage(
+            f"head of token {i + 2}",
+            {RESIDUAL: width + (0 if i else width)} | s.copies(matrix),
+            leaves=width,
+            merges=i < n - 1,
+            scratch=width,
+            matrices=matrix,
+        )
+        for i in range(n)
+    ]

@@ -11,12 +11,12 @@ kernels take inside themselves, and what an allocator keeps between blocks of di
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from gptworks.config import ModelConfig, TrainConfig, computes_again
-from gptworks.config.objective import NEXT_TOKEN, ObjectiveSettings
-from gptworks.plan.laboratory import carried_gradients, smear_stage, value_table
-from gptworks.plan.layout import BUCKET_BYTES, ONE_DEVICE, Layout, rank_config, shards_of
+from gptworks.config import computes_again
+from gptworks.plan.laboratory import carried_gradients, future_stages, smear_stage, value_table
+from gptworks.plan.layout import BUCKET_BYTES, rank_config, shards_of
 from gptworks.plan.loss import loss_chunk_bytes
 from gptworks.plan.params import count_parameters
+from gptworks.plan.setting import Setting
 from gptworks.plan.shapes import ATTENTION, COPIES, RESIDUAL, Shapes, Stage
 from gptworks.plan.stages import (
     bias_bytes,
@@ -28,7 +28,7 @@ from gptworks.plan.stages import (
     rotary_tables_bytes,
 )
 from gptworks.plan.state import held_weights_bytes, optimizer_scratch_bytes, trained_state_bytes
-from gptworks.plan.trained import Trained, everything
+from gptworks.plan.trained import everything
 
 WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER = "weights", "weights_average", "gradients", "optimizer_state"
 LOSS, TEMPORARY, COMMUNICATION, TOKENS = "logits_and_loss", "temporary", "communication", "tokens"
@@ -43,58 +43,6 @@ INPUT_SHARED_BY = {
     "down": {"down"},
 }  # fmt: skip
 """The matrices that share the input that a stage saves."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """All that a step's memory depends on."""
-
-    model: ModelConfig
-    micro_batch_size: int
-    """Sequences on one device at a time."""
-    precision: str = "fp32"
-    """fp32, bf16 or fp16."""
-    on_cpu: bool = True
-    checkpointing: str = "none"
-    accumulates: bool = False
-    """Whether a step has several micro-batches, so that gradients stand during the forward pass."""
-    optimizer: str = "adamw"
-    optimizer_state: str = "fp32"
-    decays_cautiously: bool = False
-    shorter_lengths: tuple[int, ...] = ()
-    """Of rows into which the context's windows are cut in some steps."""
-    averages: bool = False
-    """Whether a moving average of the weights is kept."""
-    saves: bool = False
-    """Whether checkpoints are written while training goes on, from a copy in the host's memory."""
-    layout: Layout = ONE_DEVICE
-    trained: Trained | None = None
-    """The part of the model that is trained; None: all."""
-    objective: ObjectiveSettings = NEXT_TOKEN
-    several_texts: bool = False
-    """Whether rows hold texts one after the other, which a bias on the scores keeps apart."""
-    other_models_bytes: int = 0
-    """Weights of other models that the objective reads: a teacher, or the start."""
-
-    @staticmethod
-    def of(
-        model: ModelConfig, train: TrainConfig, precision: str, on_cpu: bool, trained: Trained | None = None
-    ) -> "Setting":
-        """The step that a recipe's training section asks for, on one device, with no checkpoint being written."""
-        return Setting(
-            model=model,
-            micro_batch_size=train.micro_batch_size,
-            precision=precision,
-            on_cpu=on_cpu,
-            checkpointing=train.activation_checkpointing,
-            accumulates=train.accumulation_steps > 1,
-            optimizer=train.optimizer,
-            optimizer_state=train.optimizer_state,
-            shorter_lengths=tuple(length for _, length in train.shorter_contexts),
-            decays_cautiously=train.cautious_weight_decay and train.weight_decay > 0,
-            averages=train.averages,
-            trained=trained,
-        )
 
 
 @dataclass(frozen=True)
@@ -149,6 +97,7 @@ class _Step:
             for kind, layer in kinds.items()
         }
         self.final_norm = norm_stage(self.shapes, "final norm")
+        self.future = future_stages(self.shapes, setting.n_future)
         self.held: Counter[str] = Counter()  # by part
         self.total_bytes = 0
         self.peak = Peak("start", {})
@@ -265,13 +214,16 @@ class _Step:
         """`gptworks.model.loss`: logits of a chunk of tokens at a time; gradients of features and head come with it."""
         shapes, vocabulary, width = self.shapes, self.model.vocab_size, self.model.d_model
         objective, taught = self.setting.objective, self.setting.objective.teacher_run is not None
-        features = shapes.products(width)
+        for stage in self.future:
+            self.hold_saved(stage)
+        n_tokens = 1 + len(self.future)  # predicted from each position
+        features = n_tokens * shapes.products(width)
         head = vocabulary * width if self.trained.head else 0  # a frozen matrix gets no gradient
         self.hold(LOSS, features)  # their gradient
         copy = shapes.product_bytes * vocabulary * width if shapes.autocast else 0
-        chunk = loss_chunk_bytes(shapes, vocabulary, head, taught)
+        chunk = loss_chunk_bytes(replace(shapes, batch_size=n_tokens * shapes.batch_size), vocabulary, head, taught)
         # the features that count stand as copies; a teacher, taken to be as wide, has features and a head too
-        also = objective.scores_targets * features + taught * (4 * features + copy)
+        also = (objective.scores_targets or n_tokens > 1) * features + taught * (4 * features + copy)
         self.mark("loss", chunk + copy + also, LOSS)
         self.hold(LOSS, 4 * head)
         for layer in filter(self._computes_again, self.layers):  # autocast has ended, and nothing else keeps these
@@ -282,6 +234,9 @@ class _Step:
         if not self.model.tie_embeddings:
             self.hold(LOSS, -4 * head)
             self._gain(head)
+        for stage in reversed(self.future):
+            self._go_back(stage, f"{stage.name}, backward")
+        self.hold(TEMPORARY, -features if self.future else 0)  # the sum of what came back remains
 
     def _backward(self) -> None:
         self._go_back(replace(self.final_norm, merges=False), "final norm, backward")

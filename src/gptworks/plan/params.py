@@ -192,6 +192,10 @@ def laboratory_groups(config: ModelConfig) -> Iterator[ParameterGroup]:
         yield ParameterGroup("value_projections", {"values.projection.weight": shape}, projected)
     if gated := tuple(sorted(tables + projected)):
         yield ParameterGroup("value_gates", {"values.gating.weight": (config.n_kv_heads, config.d_gate)}, gated)
+    if config.n_future_tokens > 1:
+        heads = range(config.n_future_tokens - 1)
+        square = (config.d_model, config.d_model)
+        yield ParameterGroup("future_heads", {f"future_heads.{i}.weight": square for i in heads})
     if config.attention_gate:
         yield ParameterGroup("attention_gates", {"attention.gating.weight": (config.n_heads, config.d_gate)}, layers)
 

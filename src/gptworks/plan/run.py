@@ -12,8 +12,9 @@ from gptworks.plan.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from gptworks.plan.devices import UTILIZATION, Device, this_cpu
 from gptworks.plan.fit import Alternative, alternatives, largest_micro_batch
 from gptworks.plan.inference import InferenceMemory, inference_memory
-from gptworks.plan.memory import Peak, Setting, training_peak
+from gptworks.plan.memory import Peak, training_peak
 from gptworks.plan.params import ParameterCount, count_parameters
+from gptworks.plan.setting import Setting
 from gptworks.plan.state import held_weights_bytes, trained_state_bytes
 from gptworks.plan.trained import Trained, everything
 from gptworks.plan.work import Work, training_work

@@ -80,7 +80,7 @@ class _Walk:
 
     def __init__(self, recipe: Recipe) -> None:
         self.model, self.adapter, self.freeze = recipe.model, recipe.adapter, recipe.freeze
-        self.length = recipe.model.context_length
+        self.length, self.n_future = recipe.model.context_length, len(recipe.train.future_weights)
         self.forward: Counter[str] = Counter()
         self.backward: Counter[str] = Counter()
         self.modules: dict[str, tuple[float, float]] = {}
@@ -98,8 +98,13 @@ class _Walk:
         moving |= self._norm("norm", moving)
         head = "token_embedding.weight" if m.tie_embeddings else "untied_head.weight"
         n = 2 * self.length * m.d_model * m.vocab_size
-        self._note("head", "head", n, n * moving + n * self._trains(head))
-        for part in ("adapter", "laboratory"):
+        heads, square = [f"future_heads.{i}" for i in range(self.n_future)], (m.d_model, m.d_model)
+        led = [self._linear("future_heads", name, square, moving, False, self.length) for name in heads]
+        back = n * (moving or any(led)) + n * self._trains(head)  # the losses of all tokens have one backward pass
+        self._note("head", "head", n, back)
+        for name in heads:
+            self._note("future_heads", name, n, back)
+        for part in ("adapter", "laboratory", "future_heads"):
             if not self.forward[part]:
                 del self.forward[part]
 

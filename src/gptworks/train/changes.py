@@ -257,6 +257,8 @@ _LENGTH = {f"train.{name}" for name in ENDS}
 def _same_rates(before: Recipe, now: Recipe, done: int) -> bool:
     """Whether a run of another length has had the same learning rates: they have not yet begun to follow the length."""
     trains, step = (before.train, now.train), done - 1
+    if any(train.future_weights_fall for train in trains):
+        return False
     if all(train.schedule == "constant" or done <= train.warmup_steps for train in trains):
         return True
     ends = [train.max_steps for train in trains if train.epochs is None and train.max_minutes is None]
@@ -266,6 +268,8 @@ def _same_rates(before: Recipe, now: Recipe, done: int) -> bool:
 
 def _why(recipe: Recipe, path: str) -> str:
     if path in _LENGTH:
+        if recipe.train.future_weights_fall:
+            return "with train.future_weights_fall, the weights of tokens beyond the next depend on the run's length"
         return f"with train.schedule={recipe.train.schedule}, the learning rate depends on the run's length"
     return Role.STEERING.words
 

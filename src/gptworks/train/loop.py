@@ -262,7 +262,9 @@ class Run:
         started = time.perf_counter()
         progress, settings, step = self.progress, self.settings, self.step
         self.state.writer.check()
-        factor = rate_factor(settings, progress.step, self.length.share_done(progress))
+        done = self.length.share_done(progress)
+        factor = rate_factor(settings, progress.step, done)
+        self.objective.begin_step(done)
         self.layer_norms.begin(progress.step)
         self.state.untying.begin(progress.step, self.state.average)
         micro_batches, n_targets, n_tokens = self._batches()

@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from gptworks.checkpoint import Report, all_checkpoints, checkpoints, choose_checkpoint, load_run, require_full_weights
-from gptworks.config import Recipe
+from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import UserError
-from gptworks.recipe import check_same_model
+from gptworks.model.future import FUTURE_HEADS
+from gptworks.recipe import check_same_model, load_recipe
 from gptworks.tokenizer import add_tokens, fingerprint, load_tokenizer, vocabulary_size
 from gptworks.train.distributed.agreed import agreed_checkpoint
 from gptworks.train.distributed.ranks import ALONE, Ranks
@@ -34,6 +36,12 @@ def check_start(recipe: Recipe, resume: bool = False) -> None:
         require_full_weights(checkpoint)
     _check_new_tokens(recipe, source)
     check_same_model(recipe.model, source)
+    ours, theirs = recipe.model.n_future_tokens, load_recipe(source).model.n_future_tokens
+    if recipe.adapter is not None and ours > theirs:
+        raise UserError(
+            f"model.n_future_tokens={ours} with an adapter, which trains no heads, and initialize_from={source} has "
+            f"{theirs}: leave model.n_future_tokens out."
+        )
 
 
 def _check_new_tokens(recipe: Recipe, source: Path) -> None:
@@ -86,7 +94,18 @@ def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report, ranks
                 f"set model.{field}={theirs}."
             )
     report(f"starting from {source}, step {loaded.checkpoint.step:,}")
-    return weights
+    return with_future_heads(weights, recipe.model, report)
+
+
+def with_future_heads(weights: dict[str, Tensor], model: ModelConfig, report: Report) -> dict[str, Tensor]:
+    """The weights with the heads of tokens beyond the next that the model has: new ones begin as in a new model."""
+    names = [f"{FUTURE_HEADS}{i}.weight" for i in range(model.n_future_tokens - 1)]
+    dropped = [name for name in weights if name.startswith(FUTURE_HEADS) and name not in names]
+    new = {name: torch.zeros(model.d_model, model.d_model) for name in names if name not in weights}
+    for changed, what in ((dropped, "left out"), (list(new), "new, zero at first")):
+        if changed:
+            report(f"model.n_future_tokens={model.n_future_tokens}: {', '.join(changed)} ({what})")
+    return {name: tensor for name, tensor in weights.items() if name not in dropped} | new
 
 
 def with_new_tokens(weights: dict[str, Tensor], n_before: int, n_now: int, n_rows: int) -> dict[str, Tensor]:

@@ -66,6 +66,7 @@ class TrainStep:
         """
         total = torch.zeros((), device=self.model.device)
         sums: dict[str, Tensor] = {}
+        counts: dict[str, Tensor] = {}
         expert_tokens: Tensor | None = None
         exchange = "gradients of all ranks" if self.ranks.size > 1 else "backward"
         self.model.train()
@@ -81,14 +82,17 @@ class TrainStep:
             total += losses.loss
             for name, value in losses.figures.items():
                 sums[name] = sums.get(name, 0) + value
+            for name, value in losses.counts.items():
+                counts[name] = counts.get(name, 0) + value
             if losses.expert_tokens is not None:
                 expert_tokens = losses.expert_tokens if expert_tokens is None else expert_tokens + losses.expert_tokens
         with self.stopwatch.part(exchange):
             self.parallel.finish_gradients()
         if expert_tokens is not None:
             expert_tokens = self.parallel.all_reduce(expert_tokens)
-        means = {name: self.parallel.all_reduce(value) / max(1, n_targets) for name, value in sums.items()}
-        figures = {name: float(f"{value.item():.5g}") for name, value in means.items()}
+        numbers = {name: self.parallel.all_reduce(value).item() for name, value in sums.items()}
+        divisors = {name: self.parallel.all_reduce(value).item() for name, value in counts.items()}
+        figures = {name: float(f"{n / max(1, divisors.get(name, n_targets)):.5g}") for name, n in numbers.items()}
         return StepLosses((self.parallel.all_reduce(total) / max(1, n_targets)).item(), figures, expert_tokens)
 
     def gradient_norm(self) -> float:

@@ -14,6 +14,7 @@ from gptworks.errors import UserError, not_installed
 from gptworks.files import make_folder, replacing
 from gptworks.interop.gguf.architectures import APPROXIMATE_GELU, add_settings, choose_architecture, their_tensors
 from gptworks.interop.gguf.vocabulary import add_vocabulary, read_vocabulary
+from gptworks.interop.left_out import leave_out_heads
 from gptworks.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def export_gguf(
         raise UserError(f"quantization={quantization}: it must be one of {', '.join(get_args(GGUFType))}.")
     gguf = _require_gguf()
     loaded = load_run(run, checkpoint, full=True, report=report)
+    notes = leave_out_heads(loaded.model)
     config, weights = loaded.model.config, loaded.model.state_dict()
     architecture = choose_architecture(config)
     vocabulary = template = None
@@ -71,7 +73,7 @@ def export_gguf(
         words = load_tokenizer(loaded.tokenizer_folder)
         vocabulary = read_vocabulary(words, config.vocab_size)
         template = load_chat_template(loaded.tokenizer_folder, words)
-    notes = [APPROXIMATE_GELU] if config.mlp == "gelu" else []
+    notes += [APPROXIMATE_GELU] if config.mlp == "gelu" else []
     if vocabulary is not None and vocabulary.note:
         notes.append(vocabulary.note)
 

@@ -24,6 +24,7 @@ from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.tensors import our_tensors, their_tensors
 from gptworks.interop.huggingface.verify import Verification, logit_bound, require, verify_folder
+from gptworks.interop.left_out import leave_out_heads
 from gptworks.model import GPT
 from gptworks.model.lora import remove_lora
 from gptworks.tokenizer import encodings, load_tokenizer, prompt_ids, special_tokens, tokenizer_from_json
@@ -81,10 +82,11 @@ def export_huggingface(
     loaded = load_run(run, checkpoint, full=True, merge=merge, report=report)
     if not merge:
         remove_lora(loaded.model)
+    heads = leave_out_heads(loaded.model)
     config, tokenizer = loaded.model.config, load_tokenizer(loaded.tokenizer_folder)
     family, adapted = choose_family(config, tokenizer)
     weights, changes = adapt_weights(family, config, adapted, loaded.model.state_dict())
-    notes = (*changes, *_left_out(config, adapted))
+    notes = (*changes, *heads, *_left_out(config, adapted))
     theirs = _rounded(their_tensors(family.places, adapted, weights), DTYPES[precision])
     with new_folder(out, sum(tensor.nbytes for tensor in theirs.values())) as aside:
         report(f"writing a {family.architecture} of {sum(w.numel() for w in weights.values()):,} parameters")

@@ -75,7 +75,7 @@ class Objective:
         self.recipe, self.context_length = recipe, recipe.model.context_length
         self.train_shards = TokenShards(data_folder, "train", verify=verify)
         self.validation_shards = TokenShards(data_folder, "validation", verify=verify)
-        self._routing = Routing.of(recipe.train)
+        self._routing, self._future_weights = Routing.of(recipe.train), recipe.train.future_weights
         self._open()
 
     def _open(self) -> None:
@@ -102,7 +102,7 @@ class Objective:
     @classmethod
     def loss_without_data(cls, settings: ObjectiveSettings, train: TrainConfig) -> LossFunction:
         """The loss of batches of inputs and targets alone, by which a step is traced and measured."""
-        return partial(next_token, routing=Routing.of(train))
+        return partial(next_token, routing=Routing.of(train), future_weights=train.future_weights)
 
     def begin(self, run: RunContext) -> None:
         """Called once, before the first step of each session.
@@ -110,6 +110,10 @@ class Objective:
         Raises:
             UserError: something that the objective needs is missing or cannot be used.
         """
+
+    def begin_step(self, share_done: float) -> None:
+        """Called before each step with how much of the run is done, from 0 to 1."""
+        self._future_weights = self.recipe.train.future_weights_at(share_done)
 
     def generate(self, position: int, micro_steps: Sequence[int], batches: list[Batch]) -> tuple[list[Batch], int, int]:
         """The micro-batches of the step at a position from what `batch` made, their count and their tokens.
@@ -194,7 +198,7 @@ class Objective:
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
         """Sums over the batch."""
-        return next_token(model, batch, self._routing)
+        return next_token(model, batch, self._routing, self._future_weights)
 
     def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
         """The loss on held-out text, and other figures for the metrics, by name."""

@@ -1,7 +1,7 @@
 """The cross-entropy of the next token, and what the losses of all objectives have in common."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -12,7 +12,8 @@ from torch import Tensor
 from gptworks.config import IGNORED, TrainConfig
 from gptworks.data.permutation import Int64s
 from gptworks.model import GPT
-from gptworks.model.loss import linear_cross_entropy
+from gptworks.model.future import future_features
+from gptworks.model.loss import linear_cross_entropies, linear_cross_entropy
 from gptworks.model.moe import balance_loss, expert_tokens, z_loss
 
 Batch = tuple[Tensor, ...]
@@ -32,6 +33,8 @@ class Losses:
     """Tokens that each expert of each layer got, int64 [L, E]."""
     figures: dict[str, Tensor] = field(default_factory=dict)
     """Other sums, whose means are reported by their names."""
+    counts: dict[str, Tensor] = field(default_factory=dict)
+    """What such a sum is over, where that is not the batch's targets."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,49 @@ class Routing:
 LossFunction = Callable[[GPT, Batch], Losses]
 
 
-def next_token(model: GPT, batch: Batch, routing: Routing = Routing()) -> Losses:
-    """Cross-entropy of each target, in nats; with experts, the two losses of each layer's router beside it."""
+def next_token(model: GPT, batch: Batch, routing: Routing = Routing(), future_weights: Sequence[float] = ()) -> Losses:
+    """Cross-entropy of each target, in nats; with experts, the two losses of each layer's router beside it.
+
+    Args:
+        future_weights: of the same of each token beyond the next, nearest first; none: the model's heads of these are
+            left alone. As in DeepSeek-V3 (2024, section 2.2), their sums too are divided by the next tokens' count.
+    """
     inputs, targets, *positions = batch
     router_logits: list[Tensor] = []
     features = model.features(inputs, None, router_logits, *positions)
-    loss = linear_cross_entropy(features, model.head_weight, targets, model.config.logit_softcap)
-    return with_routing(loss, loss, router_logits, model, counted(batch), routing)
+    head, softcap = model.head_weight, model.config.logit_softcap
+    if not future_weights:
+        loss = linear_cross_entropy(features, head, targets, softcap)
+        return with_routing(loss, loss, router_logits, model, counted(batch), routing)
+    wanted = future_targets(targets, 1 + len(future_weights), *positions)
+    by_token = torch.stack([features, *future_features(model.future_heads, features)])  # K B T C
+    total, (loss, *others) = linear_cross_entropies(by_token, head, wanted, (1.0, *future_weights), softcap)
+    names = [f"loss_of_token_{ahead}" for ahead in range(2, 2 + len(others))]
+    losses = with_routing(
+        total, loss, router_logits, model, counted(batch), routing, dict(zip(names, others, strict=True))
+    )
+    return replace(losses, counts=dict(zip(names, (wanted[1:] != IGNORED).sum((1, 2)), strict=True)))
+
+
+def future_targets(targets: Tensor, n_tokens: int, text_positions: Tensor | None = None) -> Tensor:
+    """Targets of the next token [B, T] → those of the next `n_tokens`, [n_tokens, B, T]; −100 where a row ends before.
+
+    A target that carries no loss for the token before it carries none here.
+
+    Args:
+        text_positions: int64 [B, T], where rows hold several texts: each token's place in its own. A target is of the
+            same text as the token that it is predicted from.
+    """
+    ahead_of = [targets]
+    for ahead in range(1, n_tokens):
+        n_there = max(0, targets.size(1) - ahead)
+        wanted = torch.full_like(targets, IGNORED)
+        wanted[:, :n_there] = targets[:, ahead:]
+        if text_positions is not None:
+            other = text_positions[:, ahead:] != text_positions[:, :n_there] + ahead
+            wanted[:, :n_there].masked_fill_(other, IGNORED)
+        ahead_of.append(wanted)
+    return torch.stack(ahead_of)
 
 
 def with_routing(

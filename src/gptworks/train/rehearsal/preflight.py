@@ -16,7 +16,8 @@ from gptworks.plan.advice import changes_that_fit
 from gptworks.plan.arrange import rank_setting
 from gptworks.plan.devices import Device
 from gptworks.plan.layout import ONE_DEVICE, Layout
-from gptworks.plan.memory import Peak, Setting, training_peak
+from gptworks.plan.memory import Peak, training_peak
+from gptworks.plan.setting import Setting
 from gptworks.units import readable
 
 KEPT_SHARE = 1.5

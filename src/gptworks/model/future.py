@@ -1,0 +1,26 @@
+"""Heads of the tokens beyond the next: for each a small residual layer, and the unembedding that all share.
+
+Gloeckle et al. (2024) train them from the trunk's output with one unembedding; the layer is that of Cai et al. (2024,
+section 2.1.1), which begins as identity. What the trunk itself predicts, the next token, does not depend on them.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptworks.config import ModelConfig
+
+FUTURE_HEADS = "future_heads."
+"""What the names of their weights begin with."""
+
+
+def build_future_heads(config: ModelConfig) -> nn.ModuleList:
+    """A matrix [C, C] of zeros for each token beyond the next."""
+    heads = [nn.Linear(config.d_model, config.d_model, bias=False) for _ in range(config.n_future_tokens - 1)]
+    for head in heads:
+        nn.init.zeros_(head.weight)
+    return nn.ModuleList(heads)
+
+
+def future_features(heads: nn.ModuleList, features: Tensor) -> list[Tensor]:
+    """The trunk's features [..., C] → those of each token beyond the next, nearest first, [..., C] each."""
+    return [features + F.silu(head(features)) for head in heads]
