@@ -70,7 +70,8 @@ def gradients(cases: list[dict], ranks: Ranks) -> list[dict]:
         def accumulate(model: GPT, micro_step: int, recipe=recipe, inputs=inputs, targets=targets, size=size) -> None:
             part = slice(micro_step * size, (micro_step + 1) * size)
             with choose_precision(recipe.train.precision, CPU).autocast():
-                loss = next_token(model, (inputs[part], targets[part])).objective / targets.numel()
+                rows, weights = (inputs[part], targets[part]), recipe.train.future_weights
+                loss = next_token(model, rows, future_weights=weights).objective / targets.numel()
             if micro_step % 2 == 0 and (of_even := getattr(model.blocks[1], "of_even", None)) is not None:
                 loss = loss + of_even.sum() / 7  # of two ranks, the first has these
             if micro_step < 2 and (of_first := getattr(model.blocks[0], "of_first", None)) is not None:
@@ -182,7 +183,7 @@ def memory(cases: list[dict], ranks: Ranks) -> list[int]:
                 for i in parallel.micro_steps:
                     inputs, targets = batch(config, parallel.micro_batch_size)
                     with precision.autocast():
-                        losses = next_token(model, (inputs, targets))
+                        losses = next_token(model, (inputs, targets), future_weights=recipe.train.future_weights)
                     if i == parallel.micro_steps[-1]:
                         parallel.begin_all_reduce(nullcontext)
                     (losses.objective / targets.numel()).backward()

@@ -22,6 +22,7 @@ NARROW = {"vocab_size": 300, "context_length": 32, "d_model": 512, "n_heads": 8,
 LABORATORY = {
     "residual_scalars": True, "unet_skips": True, "value_residual": True, "value_embeddings": ("table", "projected"),
     "attention_gate": True, "smear": True, "gate_channels": 32, "bigram_vocab_size": 3000,
+    "n_future_tokens": 3,
 }  # fmt: skip
 GELU = {"norm": "layernorm", "mlp": "gelu", "tie_embeddings": False, "attention_bias": True, "mlp_bias": True}
 

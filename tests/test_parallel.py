@@ -99,10 +99,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "laboratory": {
         "n_kv_heads": 2, "residual_scalars": True, "unet_skips": True, "value_residual": True, "smear": True,
         "value_embeddings": ("table", "projected"), "attention_gate": True, "gate_channels": 7, "bigram_vocab_size": 61,
+        "n_future_tokens": 3,
     },
     "laboratory, own head, experts": {
         "n_experts": 3, "n_kv_heads": 1, "tie_embeddings": False, "norm_placement": "both", "logit_softcap": 9.0,
         "value_embeddings": ("projected", "table"), "unet_skips": True, "bigram_vocab_size": 31,
+        "n_future_tokens": 2,
     },
     "repeated": {"layer_repeats": (1, 2), "smear": True, "bigram_vocab_size": 61},
 }  # fmt: skip
