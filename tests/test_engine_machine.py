@@ -37,7 +37,7 @@ from gptworks.infer import Engine, SamplingSettings, room
 from gptworks.infer.request import Request
 from gptworks.infer.sampling import Sampler, adjust, sample
 from gptworks.infer.scheduler import QueueFull
-from gptworks.infer.speculate import DraftModel, PromptLookup
+from gptworks.infer.speculate import DraftModel, HeadsDraft, PromptLookup
 from gptworks.model import GPT
 from gptworks.model.backend import Chunk
 from gptworks.native import backend as native
@@ -73,7 +73,7 @@ ARRIVALS = st.tuples(
 
 @cache
 def model_of(kind: str) -> GPT:
-    shape: dict[str, Any] = {"context_length": CONTEXT, "d_model": 32, "init_std": 0.25}
+    shape: dict[str, Any] = {"context_length": CONTEXT, "d_model": 32, "init_std": 0.25, "n_future_tokens": 3}
     kinds: dict[str, dict[str, Any]] = {
         "windowed": {"window": 6, "window_pattern": ["full", "window"]},
         "learned": {"position": "learned"},
@@ -195,8 +195,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(
         way=st.sampled_from(ways()), kind=st.sampled_from(["windowed", "learned"]),
-        n_slots=st.sampled_from([4, 3, 6, None, 2, 1]), drafter=st.sampled_from([None, None, "lookup", "model"]),
-        max_waiting=st.sampled_from([None, None, 3]), prefill_tokens=st.sampled_from([PREFILL, 2 * PREFILL, CONTEXT]),
+        n_slots=st.sampled_from([4, 3, 6, None, 2, 1]), max_waiting=st.sampled_from([None, None, 3]),
+        drafter=st.sampled_from([None, None, "lookup", "model", "heads"]),
+        prefill_tokens=st.sampled_from([PREFILL, 2 * PREFILL, CONTEXT]),
     )  # fmt: skip
     def begin(
         self,
@@ -210,7 +211,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.way, self.kind, self.max_waiting = way, kind, max_waiting
         drafters = {
             None: lambda: None, "lookup": lambda: PromptLookup(3, 2),
-            "model": lambda: DraftModel(model_of("draft"), 2, backend="torch"),
+            "model": lambda: DraftModel(model_of("draft"), 2, backend="torch"), "heads": lambda: HeadsDraft(2),
         }  # fmt: skip
         self.engine = Engine(
             model_of(kind), TOKENIZER, backend=way.backend, reuse=way.reuse, n_slots=n_slots, max_waiting=max_waiting,

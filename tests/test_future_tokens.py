@@ -15,9 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 from gptworks.checkpoint import checkpoints, load_run
+from gptworks.cli.use import drafter_of
 from gptworks.config import ModelConfig, TrainConfig
 from gptworks.device import choose_precision
 from gptworks.errors import UserError
+from gptworks.infer.speculate import HeadsDraft, PromptLookup
 from gptworks.interop.gguf import export_gguf
 from gptworks.interop.huggingface import export_huggingface
 from gptworks.model import GPT
@@ -221,6 +223,8 @@ def test_runs_start_from_others_with_more_fewer_and_no_heads(
     assert len(more) == 2 and "future_heads.1.weight (new, zero at first)" in said
     none, said = tuned("none", 1, "more")
     assert not none and "future_heads.0.weight, future_heads.1.weight (left out)" in said
+    drafters = [drafter_of(tmp_path / name, 2, None, "cpu", "torch") for name in ("more", "none")]
+    assert list(map(type, drafters)) == [HeadsDraft, PromptLookup]
     kept, _ = tuned("adapter", None, adapter={"rank": 2})
     assert torch.equal(kept["future_heads.0.weight"], base)
     with pytest.raises(UserError, match="n_future_tokens=3 with an adapter"):

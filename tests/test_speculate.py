@@ -1,5 +1,6 @@
 """Draft tokens change how fast a text comes and nothing else: not a token, not a probability."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from gptworks.errors import UserError
 from gptworks.infer import Engine, SamplingSettings
 from gptworks.infer.sampling import Sampler
-from gptworks.infer.speculate import Draftable, Drafter, DraftModel, PromptLookup
+from gptworks.infer.speculate import Draftable, Drafter, DraftModel, HeadsDraft, PromptLookup
 from gptworks.infer.text import Sample
+from gptworks.model import GPT
+from gptworks.quantize.convert import quantize_model
 from test_engine import CONTEXT, byte_tokenizer, chain_model, char_tokenizer, random_model, writing
 from test_sampling import assert_drawn_from
 
@@ -35,10 +38,23 @@ MODEL = random_model(TOKENIZER, init_std=0.2).double().eval()
 """In float64: what is computed beside a text, or in other parts, changes no draw on any processor."""
 
 
+@torch.no_grad()
+def model_with_heads(**settings: Any) -> GPT:
+    """The same with random heads of two tokens beyond the next."""
+    model = random_model(TOKENIZER, init_std=0.2, n_future_tokens=3, **settings).eval()
+    for head in model.future_heads:
+        head.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(3))
+    return model
+
+
 @pytest.mark.parametrize(
-    "drafter",
-    [lambda: PromptLookup(4, 2), lambda: DraftModel(noisy_twin(MODEL, 0.02), 3, backend="torch")],
-    ids=["lookup", "model"],
+    ("model", "drafter"),
+    [
+        (MODEL, lambda: PromptLookup(4, 2)),
+        (MODEL, lambda: DraftModel(noisy_twin(MODEL, 0.02), 3, backend="torch")),
+        (model_with_heads().double(), HeadsDraft),
+    ],
+    ids=["lookup", "model", "heads"],
 )
 @pytest.mark.parametrize(
     "settings",
@@ -50,13 +66,13 @@ MODEL = random_model(TOKENIZER, init_std=0.2).double().eval()
     ],
     ids=str,
 )  # fmt: skip
-def test_texts_are_those_without_drafts(drafter: Any, settings: dict[str, Any]) -> None:
+def test_texts_are_those_without_drafts(model: GPT, drafter: Any, settings: dict[str, Any]) -> None:
     """Over several windows, for several samples at once, whose drafts are partly right."""
     sampling = SamplingSettings(**settings, max_tokens=3 * CONTEXT)
-    one = engine(MODEL, drafter=drafter())
+    one = engine(model, drafter=drafter())
     for prompt in ("abcabcabc", "j", "hhhh"):
         made = one.complete(prompt, sampling, n_samples=3, overflow="slide")
-        expected = engine(MODEL).complete(prompt, sampling, n_samples=3, overflow="slide")
+        expected = engine(model).complete(prompt, sampling, n_samples=3, overflow="slide")
         assert [(c.text, c.token_ids, c.finish_reason) for c in made] == [
             (c.text, c.token_ids, c.finish_reason) for c in expected
         ]
@@ -162,3 +178,47 @@ def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
     for make in (lambda: PromptLookup(0), lambda: PromptLookup(3, 1), lambda: DraftModel(MODEL, 0)):
         with pytest.raises(UserError):
             make()
+
+
+class Noted(HeadsDraft):
+    """Notes the texts and their drafts."""
+
+    def __init__(self, n_tokens: int) -> None:
+        super().__init__(n_tokens)
+        self.noted: list[tuple[list[int], list[int]]] = []
+
+    def draft(self, texts: Sequence[Draftable]) -> list[list[int]]:
+        drafts = super().draft(texts)
+        self.noted += [(list(text.tokens), draft) for text, draft in zip(texts, drafts, strict=True)]
+        return drafts
+
+
+@pytest.mark.parametrize("weights", ["fp32", "int8"])
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_heads_draft_what_they_find_likeliest_after_the_last_token_computed(backend: Any, weights: Any) -> None:
+    """With either backend; the text is that without drafts."""
+    model = model_with_heads(logit_divisor=0.5, norm="rmsnorm", d_model=32)
+    model = model if weights == "fp32" else quantize_model(model, weights)
+    drafter = Noted(2)
+    prompts, settings = ["abcab", "jihg", "a"], SamplingSettings(temperature=0, max_tokens=8)
+    one = Engine(model, TOKENIZER, backend=backend, drafter=drafter)
+    plain = Engine(model, TOKENIZER, backend=backend)
+    for prompt in prompts:
+        assert one.generate(prompt, settings) == plain.generate(prompt, settings)
+    drafted = [(tokens, draft) for tokens, draft in drafter.noted if draft]
+    assert len(drafted) == len(drafter.noted) > 10
+    for tokens, draft in drafted:
+        with torch.no_grad():
+            features = model.features(torch.tensor([tokens[:-1]]))[0, -1]
+            for head, token in zip(model.future_heads, draft, strict=False):
+                y = head(features)
+                logits = model.logits(features + y * torch.sigmoid(y))
+                assert logits[token] >= logits.max() - 1e-3
+    assert {len(draft) for _, draft in drafted} == {1, 2}, "at a text's end one is wanted"
+
+
+def test_a_model_without_heads_is_refused_as_its_own_drafter() -> None:
+    with pytest.raises(UserError, match=r"n_future_tokens=1"):
+        engine(MODEL, drafter=HeadsDraft(2))
+    with pytest.raises(UserError, match="n_tokens=0"):
+        HeadsDraft(0)

@@ -88,8 +88,8 @@ def serve(
     for name, folder in runs.items():
         notice(f"loading {name} from {folder}")
         engine = load_engine(
-            folder, checkpoint, device, n_slots=slots, slot_tokens=context,
-            drafter=drafter_of(speculative, None, device, backend), backend=backend, cache=cache, weights=weights,
+            folder, checkpoint, device, n_slots=slots, slot_tokens=context, backend=backend, cache=cache,
+            drafter=drafter_of(folder, speculative, None, device, backend), weights=weights,
         )  # fmt: skip
         cache_bytes = engine.warm_up(promised_bytes=promised_bytes)
         notice(f"{slots} slots of {engine.context:,} tokens: {readable(cache_bytes, 'B')} of keys and values when full")

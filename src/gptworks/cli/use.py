@@ -89,7 +89,10 @@ def generate(
     speculative: Speculative = 0,
     draft_model: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="With --speculative: a smaller model that drafts. Default: prompt lookup."),
+        typer.Option(
+            metavar="RUN",
+            help="With --speculative: a smaller model that drafts. Default: the run's own heads, or prompt lookup.",
+        ),
     ] = None,
     weights: KeptWeights = "auto",
     backend: Backend = "auto",
@@ -125,7 +128,7 @@ def generate(
             refuse_unused("is for --json: add it, or", logprobs=logprobs)
         if samples == 1:
             refuse_unused("is for several texts: give --samples or --input, or", slots=slots)
-    drafter = drafter_of(speculative, draft_model, device, backend, weights)
+    drafter = drafter_of(run, speculative, draft_model, device, backend, weights)
     engine = load_engine(
         run, checkpoint, device, overrides, n_slots=slots, drafter=drafter, backend=backend, cache=cache,
         weights=weights,
@@ -184,20 +187,30 @@ def _completion_json(completion: "Completion") -> dict[str, Any]:
 
 
 def drafter_of(
-    n_tokens: int, model: Path | None, device: DeviceName, backend: BackendName, weights: LoadedWeights = "auto"
+    run: Path,
+    n_tokens: int,
+    model: Path | None,
+    device: DeviceName,
+    backend: BackendName,
+    weights: LoadedWeights = "auto",
 ) -> "Drafter | None":
-    """What drafts `n_tokens` tokens at a time: a smaller model, or prompt lookup. None for 0.
+    """What drafts `n_tokens` tokens at a time: a smaller model, the run's own heads of tokens beyond the next if it has
+    any, or prompt lookup. None for 0.
 
     A model that is quantized stays as it is, whatever `weights` says: drafts change no text.
     """
     from gptworks.checkpoint import choose_checkpoint
     from gptworks.infer.engine import load
-    from gptworks.infer.speculate import DraftModel, PromptLookup
+    from gptworks.infer.speculate import DraftModel, HeadsDraft, PromptLookup
+    from gptworks.recipe import load_recipe
 
     if not n_tokens:
         return None
     if model is None:
-        return PromptLookup(n_tokens)
+        n_heads = load_recipe(run).model.n_future_tokens - 1
+        if 0 < n_heads < n_tokens:
+            notice(f"the run's heads draft {n_heads} of {n_tokens} tokens at a time (model.n_future_tokens).")
+        return HeadsDraft(n_tokens) if n_heads else PromptLookup(n_tokens)
     if weights != "auto" and choose_checkpoint(model).is_quantized:
         weights = "auto"
     draft = load(model, device=device, weights=weights, report=notice).model

@@ -32,7 +32,7 @@ class Admission:
                 f"together. Give the tokenizer that the model was trained with."
             )
         if room.drafter is not None:
-            room.drafter.check(self.n_ids)
+            room.drafter.check(self.n_ids, room.model)
         self._tokenizer, self._room, self._special = tokenizer, room, special_tokens(tokenizer)
         self._numbers = itertools.count()
         self._constraints: Constraints | None = None

@@ -123,7 +123,7 @@ class Room:
             self._weights = None if self.model.training else _versions(self.model)  # a backend may have moved them
             self.scheduler.invariant = backend.invariant
             if self.drafter is not None:
-                self.drafter.reset(n_slots, capacity)
+                self.drafter.reset(backend)
         elif n_slots > backend.n_slots or capacity > backend.capacity:
             n_slots, capacity = max(n_slots, backend.n_slots), max(capacity, backend.capacity)
             self.backend = None  # a backend that fails to grow is of no use

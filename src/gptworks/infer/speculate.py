@@ -17,6 +17,7 @@ from gptworks.infer.scheduler import PREFILL_TOKENS, n_common_tokens
 from gptworks.infer.text import Sample
 from gptworks.model import GPT
 from gptworks.model.backend import Backend, Chunk
+from gptworks.model.future import future_features
 from gptworks.native.choice import choose_backend
 
 
@@ -37,15 +38,15 @@ class Drafter:
         """For each text, at most `n_wanted` tokens that may follow it."""
         raise NotImplementedError
 
-    def check(self, n_ids: int) -> None:
-        """Called once by the engine with the number of its tokenizer's ids.
+    def check(self, n_ids: int, model: GPT) -> None:
+        """Called once by the engine with the number of its tokenizer's ids, and its model.
 
         Raises:
-            UserError: it cannot draft for that tokenizer.
+            UserError: it cannot draft for these.
         """
 
-    def reset(self, n_slots: int, capacity: int) -> None:
-        """The engine has `n_slots` slots of `capacity` tokens now, and what the slots held is gone."""
+    def reset(self, backend: Backend) -> None:
+        """The engine computes with this backend now, whose slots hold nothing."""
 
     def grow(self, n_slots: int, capacity: int) -> None:
         """The engine has more or longer slots now, and what the slots held is still there."""
@@ -78,6 +79,13 @@ class PromptLookup(Drafter):
         return []
 
 
+def _drawn(logits: Tensor, texts: Sequence[Draftable], ahead: int) -> list[int]:
+    """A token of each row [n, V], drawn with the random number that will check draft token number `ahead`."""
+    settings = [text.sample.settings for text in texts]
+    shares = [1.0 if text.sample.settings.greedy else text.sample.sampler.share(ahead) for text in texts]
+    return pick(logits, settings, shares)
+
+
 def _last_place(tokens: list[int], n: int) -> int | None:
     """Where the last n tokens stood before, most recently."""
     if len(tokens) <= n:
@@ -108,7 +116,7 @@ class DraftModel(Drafter):
         self._held: list[list[int]] = []  # by slot, as in the engine
         self._n_ids = 0
 
-    def check(self, n_ids: int) -> None:
+    def check(self, n_ids: int, model: GPT) -> None:
         if n_ids > self.model.config.vocab_size:
             raise UserError(
                 f"the draft model's vocabulary is {self.model.config.vocab_size} and the tokenizer has {n_ids} tokens: "
@@ -116,11 +124,11 @@ class DraftModel(Drafter):
             )
         self._n_ids = n_ids
 
-    def reset(self, n_slots: int, capacity: int) -> None:
+    def reset(self, backend: Backend) -> None:
         self._backend = None  # its memory is free before the new one's is taken
-        room = min(capacity, self.model.config.context_length)
-        self._backend = choose_backend(self.model, n_slots, room, name=self._backend_name)
-        self._held = [[] for _ in range(n_slots)]
+        room = min(backend.capacity, self.model.config.context_length)
+        self._backend = choose_backend(self.model, backend.n_slots, room, name=self._backend_name)
+        self._held = [[] for _ in range(backend.n_slots)]
 
     def grow(self, n_slots: int, capacity: int) -> None:
         assert self._backend is not None
@@ -139,9 +147,7 @@ class DraftModel(Drafter):
             if not live:
                 break
             logits = self._read([(text.slot, text.tokens + draft) for text, draft in live])
-            settings = [text.sample.settings for text, _ in live]
-            shares = [1.0 if text.sample.settings.greedy else text.sample.sampler.share(ahead) for text, _ in live]
-            for (_, draft), token in zip(live, pick(logits, settings, shares), strict=True):
+            for (_, draft), token in zip(live, _drawn(logits, [text for text, _ in live], ahead), strict=True):
                 draft.append(token)
         return drafts
 
@@ -165,3 +171,56 @@ class DraftModel(Drafter):
         for slot, tokens in texts:
             self._held[slot] = tokens
         return logits
+
+
+class HeadsDraft(Drafter):
+    """The model's own heads of tokens beyond the next (model.n_future_tokens), as in Gloeckle et al. (2024): each draws
+    its draft token from the features that the last token was drawn from. No other model is run."""
+
+    def __init__(self, n_tokens: int = 4) -> None:
+        """
+        Args:
+            n_tokens: draft tokens at most; the model has a head for each, or there are fewer.
+
+        Raises:
+            UserError: n_tokens below 1.
+        """
+        if n_tokens < 1:
+            raise UserError(f"n_tokens={n_tokens}: it must be 1 or more.")
+        self.n_tokens, self._n_ids = n_tokens, 0
+        self._backend: Backend | None = None
+
+    def check(self, n_ids: int, model: GPT) -> None:
+        if model.config.n_future_tokens < 2:
+            raise UserError(
+                "the model has no heads of tokens beyond the next (model.n_future_tokens=1): draft by prompt lookup, "
+                "or with a smaller model."
+            )
+        self._n_ids = n_ids
+
+    def reset(self, backend: Backend) -> None:
+        self._backend, backend.features = backend, {}
+
+    def draft(self, texts: Sequence[Draftable]) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in texts]
+        found = [(text, draft, self._features(text)) for text, draft in zip(texts, drafts, strict=True)]
+        live = [(text, draft, x) for text, draft, x in found if x is not None]
+        if not live or self._backend is None:
+            return drafts
+        model = self._backend.model
+        with torch.inference_mode():
+            features = torch.stack([x for _, _, x in live]).to(model.dtype)  # B C
+            heads = model.future_heads[: self.n_tokens]
+            logits = model.logits(torch.stack(future_features(heads, features))).float().cpu()[..., : self._n_ids]
+        for ahead, row in enumerate(logits):
+            for (text, draft, _), token in zip(live, _drawn(row, [text for text, _, _ in live], ahead), strict=True):
+                if ahead < text.n_wanted:
+                    draft.append(token)
+        return drafts
+
+    def _features(self, text: Draftable) -> Tensor | None:
+        """The features [C] that a text's last token was drawn from; None: its slot was not computed since a copy."""
+        assert self._backend is not None and self._backend.features is not None
+        first, rows = self._backend.features.get(text.slot, (0, ()))
+        row = len(text.tokens) - 2 - first
+        return rows[row] if 0 <= row < len(rows) else None

@@ -44,10 +44,15 @@ class Backend(ABC):
 
     description: str
     """What computes, and with what, for people to read."""
+    model: GPT
     cache: SlotCache
     invariant: bool
     """Whether a token's numbers are the same, bit for bit, however its text was cut into chunks and whatever was
     computed beside it. Then any common beginning of two texts can be shared; else whole prefill chunks alone."""
+
+    features: dict[int, tuple[int, Tensor]] | None = None
+    """A dictionary is given, by slot, what the last logits were made from: the position of the first, and the features
+    [n_logits, C] of all. See `gptworks.infer.speculate.HeadsDraft`."""
 
     @abstractmethod
     def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
@@ -66,6 +71,15 @@ class Backend(ABC):
         """Copy the first n tokens' keys and values into another slot, where texts begin alike."""
         with torch.inference_mode():
             self.cache.copy(source, target, n_tokens)
+        if self.features is not None:
+            self.features.pop(target, None)
+
+    def _keep(self, chunks: Sequence[Chunk], features: Tensor) -> None:
+        """Keep the features [n, C] of the logits that the chunks wanted."""
+        parts = torch.split(features, [chunk.n_logits for chunk in chunks])
+        for chunk, part in zip(chunks, parts, strict=True):
+            if self.features is not None and chunk.n_logits:
+                self.features[chunk.slot] = chunk.start + len(chunk.tokens) - chunk.n_logits, part
 
     def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
         """Have more and longer slots. The first `held[i]` tokens of each slot i that there is stay.
@@ -118,6 +132,8 @@ class TorchBackend(Backend):
             features = self.model.features(tokens, self.cache.rows(parts, chunks[0].room if self._by_room else None))
             rows = features[0] if len(wanted) == end else features[0, wanted]
             logits = self.model.logits(rows).float().cpu()
+        if self.features is not None:
+            self._keep(chunks, rows)
         return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))
 
 

@@ -4,6 +4,8 @@ Gloeckle et al. (2024) train them from the trunk's output with one unembedding; 
 section 2.1.1), which begins as identity. What the trunk itself predicts, the next token, does not depend on them.
 """
 
+from collections.abc import Iterable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,6 +23,6 @@ def build_future_heads(config: ModelConfig) -> nn.ModuleList:
     return nn.ModuleList(heads)
 
 
-def future_features(heads: nn.ModuleList, features: Tensor) -> list[Tensor]:
+def future_features(heads: Iterable[nn.Module], features: Tensor) -> list[Tensor]:
     """The trunk's features [..., C] → those of each token beyond the next, nearest first, [..., C] each."""
     return [features + F.silu(head(features)) for head in heads]

@@ -68,6 +68,7 @@ class _Batch(ctypes.Structure):
     _fields_ = (
         ("n_rows", _INTEGER), ("n_texts", _INTEGER), ("n_wanted", _INTEGER), ("tokens", _POINTER),
         ("slots", _POINTER), ("positions", _POINTER), ("wanted", _POINTER), ("logits", _POINTER),
+        ("features", _POINTER),
     )  # fmt: skip
 
 
@@ -176,10 +177,14 @@ class NativeBackend(Backend):
             wanted += range(len(tokens) - chunk.n_logits, len(tokens))
         assert min(tokens) >= 0 and max(tokens) < self.vocab_size, f"tokens outside 0 … {self.vocab_size - 1}"
         logits = torch.empty(len(wanted), self.vocab_size)
+        features = None if self.features is None else torch.empty(len(wanted), self.model.config.d_model)
         numbers = [_integers(values) for values in (tokens, slots, positions, wanted)]
         addresses = [ctypes.addressof(array) for array in numbers]
         batch = _Batch(len(tokens), len(chunks), len(wanted), *addresses, logits.data_ptr())
+        batch.features = None if features is None else features.data_ptr()
         self._step(ctypes.byref(self._model), ctypes.byref(batch), torch.get_num_threads())
+        if features is not None:
+            self._keep(chunks, self.model.feature_scale(features))
         return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))
 
     # -------------------------------------------------------------------------------- the model as step.cpp sees it

@@ -48,6 +48,7 @@ struct Batch {
     const int64_t *tokens, *slots, *positions;  // of each row
     const int64_t *wanted;                      // rows that want logits
     float *logits;                              // [n_wanted, vocabulary]
+    float *features;                            // [n_wanted, d_model], what the head reads; or null: not asked for
 };
 
 // ------------------------------------------------------------------------------------------- between the products
@@ -472,7 +473,11 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
     }
     if (!b.n_wanted) return;
     Normalized last(b.n_wanted, s.d_model);
-    product(m.head, last.of(m, m.norm, x, b.wanted), b.logits, m.head.n, m.logit_scale, false, team);
+    last.of(m, m.norm, x, b.wanted);
+    if (b.features && team.thread == 0)
+        for (int64_t r = 0; r < b.n_wanted; r++)
+            std::copy_n(last.rows.x + r * s.d_model, m.d_model, b.features + r * m.d_model);
+    product(m.head, last.rows, b.logits, m.head.n, m.logit_scale, false, team);
 }
 
 }  // namespace
