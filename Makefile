@@ -65,7 +65,7 @@ test-trl: .venv/.installed-dev
 	$(BIN)/python -m pytest -m trl tests/test_preference.py
 
 test-memory: .venv/.installed-dev
-	$(BIN)/python -m pytest -m grid tests/test_memory.py
+	$(BIN)/python -m pytest -m grid tests/test_memory.py tests/test_memory_of_combinations.py
 
 test-arrangements: .venv/.installed-dev
 	$(BIN)/python -m pytest -m arrangements -rP tests/test_arrangements.py

@@ -62,7 +62,7 @@ class Scalars(nn.Module):
 
     def __init__(self, *initial: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.tensor(initial))
+        self.weight = nn.Parameter(torch.cat([torch.full((1,), value) for value in initial]))  # fake ones too
 
 
 class ResidualScalars(Scalars):

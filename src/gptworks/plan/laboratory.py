@@ -12,9 +12,10 @@ def entry_stages(s: Shapes, layer: int) -> Iterator[Stage]:
     """
     stream = s.floats(s.config.d_model)
     if s.config.layer_skips(layer):  # what is added has a gradient that waits for the layer that gave it
-        yield Stage("skip", arrives=stream, leaves=2 * stream, scratch=stream, vectors=1)
+        yield Stage("skip", arrives=stream, leaves=2 * stream, scratch=stream, vectors=1, own_scratch=stream)
     if s.config.residual_scalars:
-        yield Stage("scalars", {RESIDUAL: stream}, arrives=stream, leaves=stream, scratch=stream, vectors=2)
+        kept = {RESIDUAL: stream}
+        yield Stage("scalars", kept, stream, stream, scratch=stream, vectors=2, for_own=kept, own_scratch=stream)
 
 
 def handed_on_stages(s: Shapes, layer: int) -> list[Stage]:
@@ -48,17 +49,27 @@ def value_table(s: Shapes, layer: int) -> int:
     return c.vocab_size * c.n_kv_heads * c.d_head if c.layer_value_embedding(layer) == "table" else 0
 
 
+def kept_beside(s: Shapes, layer: int) -> int:
+    """Bytes that stand beside the stream for a block that is computed again: its tokens' vectors of a table, and of the
+    first block the values that it hands on."""
+    c, width = s.config, s.config.n_kv_heads * s.config.d_head
+    hands_on = c.value_residual and layer == 0
+    return (s.floats(width) if value_table(s, layer) else 0) + (s.products(width) if hands_on else 0)
+
+
 def value_stages(s: Shapes, layer: int) -> Iterator[Stage]:
     """What a layer makes of its values (`gptworks.model.stream.Values`)."""
     c, kind = s.config, s.config.layer_value_embedding(layer)
     width = c.n_kv_heads * c.d_head
     k = s.products(width)
     if c.value_residual and layer:
-        yield Stage("value residual", {ATTENTION: k}, arrives=k, leaves=k, scratch=k, vectors=2)
+        kept = {ATTENTION: k}
+        yield Stage("value residual", kept, arrives=k, leaves=k, scratch=k, vectors=2, for_own=kept, own_scratch=k)
     if kind == "projected":
         matrix, rounded = width * c.d_model, s.products(c.d_model) if s.autocast else 0
         stream = s.floats(c.d_model)
-        yield Stage("projection", {RESIDUAL: rounded} | s.copies(matrix), k, stream, merges=True, matrices=matrix)
+        kept = {RESIDUAL: rounded}
+        yield Stage("projection", kept | s.copies(matrix), k, stream, merges=True, matrices=matrix, for_own=kept)
     if kind != "none":
         yield gate_stage(s, c.n_kv_heads)
         wide = s.floats(width) if s.autocast and kind == "table" else 0

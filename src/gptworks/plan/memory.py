@@ -12,7 +12,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from gptworks.config import computes_again
-from gptworks.plan.laboratory import carried_gradients, future_stages, smear_stage, value_table
+from gptworks.plan.frozen import as_trained
+from gptworks.plan.laboratory import carried_gradients, future_stages, kept_beside, smear_stage, value_table
 from gptworks.plan.layout import BUCKET_BYTES, rank_config, shards_of
 from gptworks.plan.loss import loss_chunk_bytes
 from gptworks.plan.params import count_parameters
@@ -37,12 +38,6 @@ CHECKPOINT, ADAPTER, OTHER_MODELS = "checkpoint_being_written", "adapter_inputs"
 
 UNPACKED_ON_CPU, UNPACKED_ELSEWHERE = 2**18, 2**22
 """CPU_AT_ONCE and AT_ONCE of `gptworks.quantize.formats`, which importing would import torch."""
-
-INPUT_SHARED_BY = {
-    "query": {"query", "key", "value"}, "attention out": {"out"}, "gate": {"gate", "up"}, "up": {"up"},
-    "down": {"down"},
-}  # fmt: skip
-"""The matrices that share the input that a stage saves."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +86,10 @@ class _Step:
         self.bucket_bytes = 0  # of gradients that wait to be sent to the other ranks
         self.block_gradients_bytes = 0  # of a block's matrices, whole, before they are reduced
         self.packed = self.trained.base != "full"
+        no_copies = self.no_copies or self.packed
         kinds = {self.model.layer_kind(layer): layer for layer in range(self.model.n_layers)}
         self.blocks = {
-            kind: [self._as_trained(stage) for stage in block_stages(self.shapes, layer)]
+            kind: [as_trained(stage, self.trained, no_copies) for stage in block_stages(self.shapes, layer)]
             for kind, layer in kinds.items()
         }
         self.final_norm = norm_stage(self.shapes, "final norm")
@@ -189,16 +185,14 @@ class _Step:
             if self._computes_again(layer):
                 self._hold_copies(layer)  # autocast keeps them until it ends
                 self.hold(RESIDUAL, self.shapes.floats(self.model.d_model))
+                self.hold(ATTENTION, kept_beside(self.shapes, self.uses[layer]))
             else:
                 for stage in self._block(layer):
                     self.hold_saved(stage)
                 self.hold(ADAPTER, self._adapter_bytes)
             arriving = 2 * self.gathered_bytes - kept  # gathered, and as it arrived
             self.mark(f"layer {layer + 1}, forward", arriving, COMMUNICATION)
-            if self.packed:
-                product = self.shapes.product_bytes
-                largest = max(product * stage.matrices + self._unpacking_bytes(stage) for stage in self._block(layer))
-                self.mark(f"layer {layer + 1}, forward", largest)
+            self._mark_unpacked(layer, f"layer {layer + 1}, forward")
         if not self._keeps_bias:
             self.hold(ATTENTION, -bias_bytes(self.shapes))
         self.hold_saved(self.final_norm)
@@ -250,7 +244,10 @@ class _Step:
             for stage in reversed(self._block(layer)):
                 self._go_back(stage, f"{stage.name} of layer {layer + 1}, backward", layer)
             self.hold(ADAPTER, -self._adapter_bytes)
-            if table := value_table(self.shapes, layer):
+            if self._computes_again(layer):
+                self.hold(ATTENTION, -kept_beside(self.shapes, self.uses[layer]))
+            if f"value_embeddings.{layer}.weight" in self.trained.outside:
+                table = value_table(self.shapes, layer)
                 self.mark("value embedding, backward", 4 * table)
                 self._gain(table)
             if layer == self.layers[-1]:
@@ -269,7 +266,7 @@ class _Step:
     def _embedding_backward(self) -> None:
         self._go_back(embedding_stage(self.shapes), "embedding, backward")
         table = self.model.vocab_size * self.model.d_model
-        if self.model.position == "learned":
+        if "position_embedding.weight" in self.trained.outside:
             self._gain(self.model.context_length * self.model.d_model)
         if self._trains_pairs:
             self._go_back(bigram_stage(self.shapes), "bigram embedding, backward")
@@ -277,6 +274,9 @@ class _Step:
             self.mark("bigram embedding, backward", 4 * pairs + self.shapes.floats(self.model.d_model))
             self._gain(pairs, 1)
         self._go_back(smear_stage(self.shapes), "smear, backward")
+        if "token_embedding.weight" not in self.trained.outside:
+            self.hold(TEMPORARY, -self.held[TEMPORARY])
+            return
         self.mark("token embedding, backward", 4 * table)
         self.hold(TEMPORARY, -self.held[TEMPORARY])
         if self.model.tie_embeddings:  # the head's gradient has waited; the sum of the two is a third tensor
@@ -287,7 +287,7 @@ class _Step:
     @property
     def _trains_pairs(self) -> bool:
         """Whether there are embeddings of token pairs with gradients: beside an adapter they have none."""
-        return self.model.bigram_vocab_size > 0 and self.trained.embedding and not self.trained.rank
+        return "bigram_embedding.table.weight" in self.trained.outside
 
     def _gather(self, layer: int) -> None:
         """FSDP2 before a block's backward pass: the block, and the one whose turn is next, as it arrives."""
@@ -343,14 +343,19 @@ class _Step:
             self.mark(moment, gradient + stage.leaves)
             self.hold(TEMPORARY, -stage.leaves)
         runs = [use] if use is None else self._runs(use)
-        waiting = product * round(stage.matrices * self.trained.share)
+        layer = None if use is None else self.uses[use]
+        waiting = product * round(stage.matrices * self._share(layer))
         if use != runs[0]:
             self.hold(TEMPORARY, waiting if use == runs[-1] else 0)
             return
         if self.shapes.autocast and not self.no_copies and not self.trained.rank:
             self.mark(moment, (product + 4) * stage.matrices)
         self.hold(TEMPORARY, 0 if use == runs[-1] else -waiting)
-        self._gain(stage.matrices, stage.vectors)
+        self._gain(stage.matrices, stage.vectors, layer)
+
+    def _share(self, layer: int | None) -> float:
+        """Of the parameters of a block, those with a gradient; None: of what is outside the blocks, if any of it has."""
+        return float(bool(self.trained.outside)) if layer is None else self.trained.share_in(layer)
 
     @property
     def _keeps_bias(self) -> bool:
@@ -366,14 +371,14 @@ class _Step:
         kept = self.shapes.products(trained.inputs) + self.shapes.mask(trained.inputs) if trained.dropout else 0
         return round(share * (self.shapes.products(trained.rank * trained.n_adapted) + kept))
 
-    def _gain(self, matrices: int, vectors: int = 0) -> None:
+    def _gain(self, matrices: int, vectors: int = 0, layer: int | None = None) -> None:
         """New gradients are kept, or added to those of earlier micro-batches; sharded matrices whole, until reduced.
 
-        A vector or a router of a block is never in shares.
+        A vector or a router of a block is never in shares. The gradients of a block's adapters come with its matrices'.
         """
-        in_blocks = self.parameters.total - self.parameters.embedding
-        matrices = round(matrices * self.trained.share) + self.trained.added * matrices // in_blocks
-        vectors = round(vectors * self.trained.share)
+        added = 0 if layer is None else self.trained.added * matrices // self.parameters.block_matrices
+        matrices = round(matrices * self._share(layer)) + added
+        vectors = round(vectors * self._share(layer))
         if self.sharded:
             before_bytes = self.element_bytes * matrices
             self.block_gradients_bytes += before_bytes
@@ -388,18 +393,11 @@ class _Step:
             self.mark("gradients added up over ranks")
             self.bucket_bytes = 0
 
+    def _mark_unpacked(self, use: int, moment: str) -> None:
+        product = self.shapes.product_bytes * self.packed
+        self.mark(moment, max(product * stage.matrices + self._unpacking_bytes(stage) for stage in self._block(use)))
+
     def _unpacking_bytes(self, stage: Stage) -> int:
         """What unpacks a stage's matrix, some rows at a time; none where it is not packed."""
         at_once = UNPACKED_ON_CPU if self.shapes.on_cpu else UNPACKED_ELSEWHERE
         return (6 if self.shapes.autocast else 5) * min(stage.matrices, at_once) if self.packed else 0
-
-    def _as_trained(self, stage: Stage) -> Stage:
-        """What a stage saves where matrices are gathered as they are used, packed, or frozen: the input of a frozen
-        matrix is saved by its adapter alone, which with dropout has its own."""
-        saved = dict(stage.saved)
-        if self.no_copies or self.packed:
-            saved.pop(COPIES, None)
-        adapted = self.trained.targets & INPUT_SHARED_BY.get(stage.name, set())
-        if self.trained.rank and stage.name in INPUT_SHARED_BY and (self.trained.dropout or not adapted):
-            saved = {part: n_bytes for part, n_bytes in saved.items() if part == COPIES}
-        return replace(stage, saved=saved)

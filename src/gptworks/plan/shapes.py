@@ -28,6 +28,10 @@ class Stage:
     """More that its backward pass needs at its worst moment."""
     matrices: int = 0
     vectors: int = 0
+    for_own: Mapping[str, int] = field(default_factory=dict)
+    """Of what is saved, what the gradients of its own parameters alone need."""
+    own_scratch: int = 0
+    """The same of the scratch memory."""
 
 
 @dataclass(frozen=True)

@@ -332,14 +332,16 @@ def moe_stages(s: Shapes) -> Iterator[Stage]:
         share = expert_rows(math.ceil(share))
     gathered = round(width * c.n_experts * share / s.n_tokens)
     routing = s.n_tokens * (8 * c.n_experts + 40 * c.n_experts_per_token)
+    wide = s.floats(c.d_model) if s.autocast else 0
     yield Stage(
         "router",
-        {RESIDUAL: width, MLP: routing + (s.floats(c.d_model) if s.autocast else 0)},
+        {RESIDUAL: width, MLP: routing + wide},
         arrives=routing // 2,
         leaves=width,
         merges=True,
         scratch=s.floats(c.d_model),
         vectors=c.d_model * c.n_experts,
+        for_own={RESIDUAL: width, MLP: wide},
     )
     scratch = max(width, gathered - width)
     yield Stage("gather", {MLP: gathered}, gathered, leaves=width, merges=c.d_ff_shared > 0, scratch=scratch)

@@ -26,6 +26,11 @@ class Trained:
     head: bool
     """Whether the head's matrix, or the embedding that it is tied to, is trained."""
     embedding: bool
+    """Whether anything is that tokens are embedded with, so that the backward pass goes on to there."""
+    outside: frozenset[str] = frozenset()
+    """The trained tensors outside the blocks, by name."""
+    layer_shares: tuple[float, ...] = ()
+    """Of the parameters of each block, those that are trained; empty: all of each."""
     rank: int = 0
     """Of the adapter; 0: none."""
     dropout: bool = False
@@ -42,6 +47,10 @@ class Trained:
     """What AdamW with moments in 8 bits keeps so: elements, and scales of both moments."""
     n_still: int = 0
     """Runs of blocks, from the first on, that nothing trained stands before or in: their backward pass is left out."""
+
+    def share_in(self, layer: int) -> float:
+        """Of the parameters of a block, those that are trained."""
+        return self.layer_shares[layer] if self.layer_shares else 1.0
 
 
 def trains(parameter: str, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> bool:
@@ -67,6 +76,7 @@ def everything(count: ParameterCount) -> Trained:
         matrices=matrices,
         head=True,
         embedding=True,
+        outside=frozenset(name for group in count.groups.values() if not group.in_block for name in group.tensors),
         in_8_bits=moments_in_8_bits(map(prod, matrices)),
     )
 
@@ -85,6 +95,10 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
     shapes = count.shapes
     own = {name: prod(shape) for name, shape in shapes.items() if trains(name, adapter, freeze)}
     matrices = tuple(shapes[name] for name in own if name.startswith("blocks.") and len(shapes[name]) == 2)
+    blocks = [
+        {name: prod(shape) for name, shape in shapes.items() if name.startswith(f"blocks.{layer}.")}
+        for layer in range(model.n_layers)
+    ]
     part = Trained(
         parameters=sum(own.values()),
         added=0,
@@ -94,11 +108,13 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
         embedding=any(
             name.startswith(("token_embedding.", "position_embedding.", "bigram_embedding.", "smear.")) for name in own
         ),
+        outside=frozenset(name for name in own if not name.startswith("blocks.")),
+        layer_shares=tuple(sum(own.get(name, 0) for name in block) / sum(block.values()) for block in blocks),
         in_8_bits=moments_in_8_bits(map(prod, matrices)),
     )
     if adapter is None:
-        blocks = {int(name.split(".")[1]) for name in own if name.startswith(("blocks.", "value_embeddings."))}
-        moving = [use for use, layer in enumerate(model.layer_uses) if layer in blocks]
+        trained_in = {int(name.split(".")[1]) for name in own if name.startswith(("blocks.", "value_embeddings."))}
+        moving = [use for use, layer in enumerate(model.layer_uses) if layer in trained_in]
         return replace(part, n_still=0 if part.embedding else min(moving, default=len(model.layer_uses)))
     adapted = [
         shape for name, shape in shapes.items() if len(shape) == 2 and adapter.adapts(name.removesuffix(".weight"))
