@@ -354,7 +354,7 @@ class _Step:
         self._gain(stage.matrices, stage.vectors, layer)
 
     def _share(self, layer: int | None) -> float:
-        """Of the parameters of a block, those with a gradient; None: of what is outside the blocks, if any of it has."""
+        """Of a block's parameters, those with a gradient; None: all of what is outside the blocks, if any of it has."""
         return float(bool(self.trained.outside)) if layer is None else self.trained.share_in(layer)
 
     @property
