@@ -305,6 +305,11 @@ class TrainConfig(Section):
         """Tokens of a row in optimizer step number `step`, from 0."""
         return next((length for until, length in self.shorter_contexts if step < until), context_length)
 
+    def is_whole_step(self, step: int) -> bool:
+        """Whether optimizer step number `step`, from 0, is of the size that the last ones have."""
+        last_change = max((until for until, _ in (*self.smaller_batches, *self.shorter_contexts)), default=0)
+        return step >= max(last_change, self.untie_after_steps)
+
     def samples_by_length(self, steps: int, context_length: int) -> dict[int, int]:
         """Sequences of `context_length` tokens in the first `steps` optimizer steps, by the length of the rows into
         which they are cut."""

@@ -22,6 +22,7 @@ from gptworks.device import (
     choose_precision,
     cpu_threads,
     free_threads,
+    peak_growth_bytes,
     reset_peak,
 )
 from gptworks.errors import RunError, UserError
@@ -30,6 +31,7 @@ from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.plan.fit import layout_words
 from gptworks.plan.layout import Layout
+from gptworks.plan.memory import training_peak
 from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
 from gptworks.train.changes import change_words, changed, inexact, record
@@ -45,11 +47,13 @@ from gptworks.train.optim.schedule import rate_factor
 from gptworks.train.optim.trainable import check_trained, trainable_model
 from gptworks.train.prefetch import Prefetcher
 from gptworks.train.progress import Progress
+from gptworks.train.record.card import MemoryPeaks
 from gptworks.train.record.display import Display
 from gptworks.train.record.layer_norms import LayerNorms
 from gptworks.train.record.reporter import Reporter
 from gptworks.train.record.writers import check_writers
-from gptworks.train.rehearsal.preflight import check_memory, choose_allocation
+from gptworks.train.rehearsal.held import StepMemory
+from gptworks.train.rehearsal.preflight import check_memory, choose_allocation, run_setting
 from gptworks.train.run_folder import check_run_folder, open_run_folder
 from gptworks.train.saving import remove_newer
 from gptworks.train.signals import stop_signals
@@ -180,6 +184,7 @@ class Run:
         self.step = TrainStep(
             self.model, recipe.train, loss or self.objective.loss, self.precision, self.parallel, ranks
         )
+        self.step_memory = StepMemory(device.type == "cpu" and ranks.size == 1 and recipe.train.compile != "block")
         self.prefetcher = Prefetcher(self.objective, self.parallel, device)
         self.layer_norms = LayerNorms(self.model, self.parallel, recipe.train.log_every)
         held_out_sha256 = self.objective.validation_shards.manifest.validation_text_sha256 or ""
@@ -268,21 +273,22 @@ class Run:
         self.layer_norms.begin(progress.step)
         self.state.untying.begin(progress.step, self.state.average)
         micro_batches, n_targets, n_tokens = self._batches()
-        losses = step.accumulate(micro_batches, n_targets, (self.recipe.seed, progress.step))
-        with step.stopwatch.part("optimizer"):
-            norm = step.gradient_norm()
-            losses.loss, norm = self.ranks.broadcast([losses.loss, norm])
-            by_layer = self.layer_norms.finish()
-            skipped = anomaly(settings, progress.gradient, losses.loss, norm)
-            if skipped is None:
-                step.apply(norm, factor)
-                self.state.average.update(progress.step, self.length.total_steps(progress))
-                progress.gradient.take(norm)
-                progress.skipped_in_a_row = 0
-            else:
-                step.skip()
-                progress.skipped += 1
-                progress.skipped_in_a_row += 1
+        with self.step_memory.counted(settings.is_whole_step(progress.step)):
+            losses = step.accumulate(micro_batches, n_targets, (self.recipe.seed, progress.step))
+            with step.stopwatch.part("optimizer"):
+                norm = step.gradient_norm()
+                losses.loss, norm = self.ranks.broadcast([losses.loss, norm])
+                by_layer = self.layer_norms.finish()
+                skipped = anomaly(settings, progress.gradient, losses.loss, norm)
+                if skipped is None:
+                    step.apply(norm, factor)
+                    self.state.average.update(progress.step, self.length.total_steps(progress))
+                    progress.gradient.take(norm)
+                    progress.skipped_in_a_row = 0
+                else:
+                    step.skip()
+                    progress.skipped += 1
+                    progress.skipped_in_a_row += 1
         progress.samples += settings.batch_size_at(progress.step)
         progress.step += 1
         progress.tokens += n_tokens
@@ -406,7 +412,18 @@ class Run:
     def _describe(self, reason: str) -> None:
         self.state.writer.wait()
         talks = self.engine.chat_template is not None
-        self.reporter.end(self.progress, reason, self._memory_before_bytes, talks)
+        self.reporter.end(self.progress, reason, self._memory_peaks(), talks)
+
+    def _memory_peaks(self) -> MemoryPeaks:
+        """What was planned, and what was held."""
+        device, before_bytes = self.model.device, self._memory_before_bytes
+        setting = run_setting(self.recipe, device, self.precision, self.parallel.layout)
+        grown_bytes, step_bytes = peak_growth_bytes(device, before_bytes) or None, self.step_memory.peak_bytes
+        if device.type == "cuda":  # which counts what tensors hold
+            step_bytes, grown_bytes = grown_bytes, None
+        elif step_bytes is not None:
+            step_bytes += self.state.writer.copied_bytes
+        return MemoryPeaks(training_peak(setting).total_bytes, step_bytes, grown_bytes)
 
 
 def _refuse_damaged(run_dir: Path) -> None:

@@ -101,6 +101,8 @@ class CheckpointWriter:
         self.run_dir, self.keep, self.keep_every = run_dir, keep, keep_every
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: Future[None] | None = None
+        self.copied_bytes = 0
+        """Of the largest copy that was made."""
         self._known: dict[str, Signature] = {}
 
     def __enter__(self) -> Self:
@@ -126,6 +128,8 @@ class CheckpointWriter:
             kind: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
             for kind, named in tensors.items()
         }
+        copied_bytes = sum(tensor.nbytes for kind in copies.values() for tensor in kind.values())
+        self.copied_bytes = max(self.copied_bytes, copied_bytes)
         self._in_flight = self._pool.submit(self._write, step, copies, state)
 
     def _write(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:

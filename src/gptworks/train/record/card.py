@@ -31,9 +31,12 @@ class MemoryPeaks:
     """The most memory that a run held, as planned and as it was."""
 
     predicted_bytes: int
+    """Of tensors, in a step, and of the copy from which a checkpoint is written."""
     measured_bytes: int | None
-    """Since this process began with it: what tensors held on CUDA, the growth of resident memory on a CPU. None: not
-    known, as in a process that had freed as much before."""
+    """The same as it was: on CUDA over the whole run, on a CPU in one step of the run. None: it was not counted."""
+    grown_bytes: int | None = None
+    """By how much the resident memory of this process grew since it began with the run, on a CPU. None: not known, as
+    in a process that had freed as much before."""
 
 
 def write_model_card(
@@ -80,6 +83,7 @@ def write_model_card(
             best_validation_loss=progress.best_loss if math.isfinite(progress.best_loss) else None,
             predicted_memory_bytes=None if memory is None else memory.predicted_bytes,
             measured_memory_bytes=None if memory is None else memory.measured_bytes,
+            grown_memory_bytes=None if memory is None else memory.grown_bytes,
             training=training,
         )  # fmt: skip
         write_whole(recipe.run_dir / FILE, outcome.model_dump_json(indent=2) + "\n")
@@ -171,8 +175,12 @@ def _mixture(recipe: Recipe, epochs: Mapping[str, float]) -> dict[str, str]:
 def _memory(memory: MemoryPeaks | None) -> dict[str, str]:
     if memory is None:
         return {}
-    measured = "" if memory.measured_bytes is None else f"; measured {readable(memory.measured_bytes, 'B')}"
-    return {"memory at the peak": f"{readable(memory.predicted_bytes, 'B')} planned{measured}"}
+    words = f"{readable(memory.predicted_bytes, 'B')} of tensors planned"
+    if memory.measured_bytes is not None:
+        words += f", {readable(memory.measured_bytes, 'B')} measured"
+    if memory.grown_bytes is not None:
+        words += f"; the process grew by {readable(memory.grown_bytes, 'B')}, with code, files and freed memory"
+    return {"memory at the peak": words}
 
 
 def _source(source: object) -> str:

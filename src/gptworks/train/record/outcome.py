@@ -29,6 +29,9 @@ class RunOutcome(BaseModel):
     """null: there was no finite evaluation."""
     predicted_memory_bytes: int | None
     measured_memory_bytes: int | None
+    """Of tensors, as what is predicted is."""
+    grown_memory_bytes: int | None = None
+    """Of resident memory on a CPU: tensors, and code, files and freed memory that is kept."""
     training: dict[str, str]
     """The model card's section on the training: each fact by its name."""
 

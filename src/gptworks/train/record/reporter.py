@@ -7,10 +7,9 @@ import time
 import torch
 
 from gptworks.config import Recipe
-from gptworks.device import BusyCores, Precision, advice_on_threads, device_name, memory_figures, peak_growth_bytes
+from gptworks.device import BusyCores, Precision, advice_on_threads, device_name, memory_figures
 from gptworks.evaluate.loss import LossReport
 from gptworks.model.moe import busiest_load
-from gptworks.plan.memory import training_peak
 from gptworks.plan.params import count_parameters
 from gptworks.train.length import Length
 from gptworks.train.objectives.base import Objective
@@ -21,7 +20,6 @@ from gptworks.train.record.display import Display, clock
 from gptworks.train.record.metrics import MetricsLog, NoLog, Record, write_samples
 from gptworks.train.record.throughput import Throughput
 from gptworks.train.record.writers import open_log
-from gptworks.train.rehearsal.preflight import run_setting
 from gptworks.train.step import StepLosses, TrainStep
 from gptworks.units import epochs_words, significant
 
@@ -212,18 +210,13 @@ class Reporter:
         if self._ranks.is_rank_zero:
             write_samples(self.recipe.run_dir / "metrics.jsonl", self.recipe.run_dir / "samples.md")
 
-    def end(self, progress: Progress, reason: str, memory_before_bytes: int, talks: bool) -> None:
+    def end(self, progress: Progress, reason: str, memory: MemoryPeaks, talks: bool) -> None:
         """The run's end: the curves, the card, a line, and what one can do next. On the first rank.
 
         Args:
             talks: whether the model has a chat template.
         """
         self.log.close()
-        setting = run_setting(self.recipe, self._device, self.precision, self._layout)
-        memory = MemoryPeaks(
-            predicted_bytes=training_peak(setting).total_bytes,
-            measured_bytes=peak_growth_bytes(self._device, memory_before_bytes) or None,
-        )
         self._describe(progress, reason, memory)
         left = " Go on with --resume." if self.length.share_done(progress) < 1 else ""
         self.display.message(

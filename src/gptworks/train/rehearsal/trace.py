@@ -141,7 +141,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _run(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An operation; where it takes what a fake mask is true for, it takes all."""
-    if function in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default):
+    masks = function in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
+    if masks and isinstance(args[0], torch._subclasses.FakeTensor):
         x, indices, *rest = args
         if [index.dtype for index in indices] == [torch.bool]:
             args = (x, [torch.arange(len(x), device=x.device)], *rest)
