@@ -58,7 +58,9 @@ class ModelConfig(Section):
         description="Width of one head (D). Default: d_model / n_heads, which must then divide.",
     )
     mlp: Fixed[Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"]] = Field(
-        "swiglu", description="Activation; swiglu and geglu add a gate matrix (Shazeer, 2020)."
+        "swiglu",
+        description="Activation; relu2: ReLU squared (So et al., 2021); swiglu and geglu add a gate matrix (Shazeer, "
+        "2020).",
     )
     d_ff: Fixed[PositiveInt] = Field(
         default_factory=lambda data: _inner_width(data["d_model"], data["mlp"]),
@@ -70,7 +72,7 @@ class ModelConfig(Section):
     position: Fixed[Literal["learned", "rope", "none"]] = Field("rope", description="How positions enter the model.")
     rope_theta: Fixed[float] = Field(10_000.0, gt=1, description="Base of the rotary frequencies (Su et al., 2021).")
     rope_fraction: Fixed[float] = Field(
-        1.0, gt=0, le=1, description="Share of each head that is rotated, its first part."
+        1.0, gt=0, le=1, description="Share of each head that is rotated, its first part (GPT-NeoX)."
     )
     rope_pattern: Fixed[tuple[Literal["rope", "none"], ...]] = Field(
         ("rope",), min_length=1, description="Repeated over the layers: which are rotated (SmolLM3 leaves some out)."
@@ -107,8 +109,10 @@ class ModelConfig(Section):
     attention_softcap: Fixed[float | None] = Field(
         None, gt=0, description="Scores s become softcap · tanh(s / softcap) (Gemma 2). None: they stay as they are."
     )
-    logit_softcap: Fixed[float | None] = Field(None, gt=0, description="The same of logits.")
-    tie_embeddings: Fixed[bool] = Field(True, description="The head shares the token embedding's matrix.")
+    logit_softcap: Fixed[float | None] = Field(None, gt=0, description="The same of logits (Gemma 2).")
+    tie_embeddings: Fixed[bool] = Field(
+        True, description="The head shares the token embedding's matrix (Press & Wolf, 2017)."
+    )
     bigram_vocab_size: Fixed[int] = Field(
         0,
         ge=0,

@@ -158,7 +158,9 @@ class TrainConfig(Section):
     grad_clip: Steering[float] = Field(1.0, ge=0, description="Largest global gradient norm. 0: no clipping.")
 
     schedule: Steering[Literal["cosine", "wsd", "constant"]] = Field(
-        "wsd", description="After warmup: cosine to the end; or constant, then linear decay (WSD); or constant."
+        "wsd",
+        description="After warmup: cosine to the end (Loshchilov & Hutter, 2017); or constant, then linear decay (WSD; "
+        "Hu et al., 2024); or constant.",
     )
     warmup_steps: Steering[int] = Field(
         0,

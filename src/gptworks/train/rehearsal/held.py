@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from gptworks.train.rehearsal.trace import LiveBytes
 
 
-class StepBytes(LiveBytes):
+class StepBytes(LiveBytes):  # type: ignore[no-untyped-call]
     """Counts, besides what operations make, the storages that they find: weights, moments, tokens. These are taken to
     stand throughout."""
 
