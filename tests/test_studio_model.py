@@ -28,7 +28,8 @@ from tiny import plain_model
 
 QUERY = "blocks.1.attention.query.weight"
 MOE = plain_model(vocab_size=260, context_length=32, n_layers=3, d_model=16, n_heads=2, d_ff=24, n_experts=4,
-                  tie_embeddings=False, window=8, window_pattern=("full", "window"), mlp="swiglu")  # fmt: skip
+                  tie_embeddings=False, window=8, window_pattern=("full", "window"), mlp="swiglu",
+                  n_future_tokens=3)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,9 @@ def test_the_sheet_is_describes(run: str, http: httpx.Client, runs: Path) -> Non
     assert total("parameters") == data["parameters"]["total"] and sum(
         p["share"] for p in found["parts"]
     ) == pytest.approx(1)
-    assert total("forward") == pytest.approx(data["flops"]["forward_per_token"])
+    of_heads = data["flops"].get("future_heads_per_token", 0)  # which training alone computes
+    assert (of_heads > 0) == (run == "moe")
+    assert total("forward") == pytest.approx(data["flops"]["forward_per_token"] + of_heads)
     assert total("training") == pytest.approx(planned.flops_per_token)
     assert total("weights_bytes") == planned.weights_bytes and total("optimizer_bytes") == planned.optimizer_state_bytes
     assert total("kv_cache_bytes") == data["memory"]["kv_cache_fp16_bytes"]

@@ -80,6 +80,7 @@ class Sheet:
             (f"KV cache in fp16, {length:,} tokens", readable(self.kv_cache_bytes, "B")),
             ("forward, a token", readable(self.flops.per_token_dense, "FLOP")),
             ("forward, causal pairs alone", readable(self.flops.per_token_causal, "FLOP")),
+            *([("heads of later tokens", readable(self.flops.future / length, "FLOP"))] if self.flops.future else []),
             ("training, a token", readable(self.flops.training_per_token_dense, "FLOP")),
         ]
 
@@ -130,6 +131,7 @@ class Sheet:
                 "context_tokens": self.flops.length,
                 "forward_per_token": self.flops.per_token_dense,
                 "forward_per_token_causal": self.flops.per_token_causal,
+                **({"future_heads_per_token": self.flops.future / self.flops.length} if self.flops.future else {}),
                 "training_per_token": self.flops.training_per_token_dense,
                 "parts_per_token": self.flops_by_part,
             },

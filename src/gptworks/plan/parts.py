@@ -20,7 +20,7 @@ class Figures:
     adapter_parameters: int = 0
     """Of an adapter beside it."""
     forward: float = 0.0
-    """FLOPs a token over the full context, attention dense."""
+    """FLOPs a token over the full context, attention dense, in training: heads of tokens beyond the next too."""
     backward: float = 0.0
     """The same of the backward pass: less where something is frozen."""
     weights_bytes: int = 0
