@@ -106,6 +106,34 @@ def test_frozen_parts_and_adapters_cost_what_torch_counts(name: str, kind: str) 
     assert work.per_token * 32 == pytest.approx(counted[True])
 
 
+@pytest.mark.parametrize("checkpointing", ["block", "selective"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, WHOLE, {"window": 8, "window_pattern": ("window", "full")}, {"layer_repeats": (1, 3, 2)},
+        {"norm_placement": "after"}, {"n_experts": 4, "parallel_residual": True}, {"dropout_residual": 0.1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_computed_again_is_what_torch_counts_beyond_the_step(
+    changes: dict[str, Any], checkpointing: str
+) -> None:
+    model = {"vocab_size": 50, "context_length": 32, "n_layers": 3, "d_model": 48, "n_heads": 4, "mlp": "swiglu"}
+    recipe = parse_recipe({
+        "model": model | changes, "tokenizer": {"type": "char"}, "data": {"sources": [{"type": "python-stdlib"}]},
+        "train": {"max_steps": 1, "activation_checkpointing": checkpointing},
+    })  # fmt: skip
+    counted = []
+    for setting in ("none", checkpointing):
+        with torch.device("meta"):
+            built = GPT(recipe.model).train()
+            built.activation_checkpointing = setting
+            with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+                built(torch.zeros(1, 32, dtype=torch.long)).sum().backward()
+        counted.append(counter.get_total_flops())
+    assert training_work(recipe).again_per_token * 32 == pytest.approx(counted[1] - counted[0])
+
+
 def test_causal_pairs_by_counting_them() -> None:
     for length in (1, 2, 7, 12):
         for window in (None, 1, 3, 7, 12):

@@ -258,10 +258,12 @@ def test_the_loss_is_that_of_one_process(n_ranks: int, tmp_path: Path) -> None:
 
 IN_BF16: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "plain": ("fsdp", {}, {"optimizer": "adamw"}),
-    "laboratory": ("fsdp", MODELS["laboratory"], {"optimizer": "adamw"}),
-    "repeated, untied late": (
-        "ddp", MODELS["repeated"] | {"tie_embeddings": False}, {"optimizer": "normuon", "untie_after_steps": 7}
-    ),
+    "laboratory": ("fsdp", MODELS["laboratory"], {
+        "optimizer": "adamw", "average_last": 0.5, "rate_factors": {"embeddings": 0.5, "vectors": 2.0},
+    }),
+    "repeated, untied late": ("ddp", MODELS["repeated"] | {"tie_embeddings": False}, {
+        "optimizer": "normuon", "untie_after_steps": 7, "shorter_contexts": [[4, 8]],
+    }),
 }  # fmt: skip
 """Strategy, settings of the model and of training."""
 

@@ -153,7 +153,7 @@ def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Reme
         mild.append(_Remedy((f"train.{average}=0",), "no average of the weights"))
         yield (mild[-1],)
     further = {"none": ("selective", "block"), "selective": ("block",), "block": ()}[train.activation_checkpointing]
-    again = {"selective": "a sixth more work", "block": "a third more work"}
+    again = {"selective": "an eighth to a sixth more work", "block": "a quarter to a third more work"}
     blocks = [_Remedy((f"train.activation_checkpointing={kind}",), again[kind]) for kind in further]
     for block in blocks:
         yield (block,)
@@ -204,7 +204,7 @@ def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list
     if planned_precision(train.precision, device) == "fp16":
         strategy.append("train.precision=fp32")
     shares = _Remedy(tuple(strategy), "weights and state in shares, over a network")
-    same = _Remedy(("train.activation_checkpointing=block",), "a third more work")
+    same = _Remedy(("train.activation_checkpointing=block",), "a quarter to a third more work")
     now = arrange(recipe, n_ranks, device)
     in_shares = isinstance(now, Layout) and now.sharding == "fsdp"
     counts = [n * tensor for n in reversed(divisors(_whole_batch(recipe))) if n * tensor <= MOST_DEVICES]

@@ -5,7 +5,8 @@ A product y = x·W has in its backward pass a product of the same size for the g
 trained lies before it, and one for the gradient of W, where W is trained.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gptworks.config import Recipe, computes_again
@@ -45,9 +46,7 @@ def training_work(recipe: Recipe) -> Work:
     part = trained(model, recipe.adapter, recipe.freeze)
     n_still = 0 if part is None else part.n_still
     plain = forward_flops(model).per_token_dense + forward.get("adapter", 0.0)
-    per_layer = (plain - forward["head"]) / len(model.layer_uses)
-    layers = range(n_still, len(model.layer_uses))
-    again = per_layer * sum(computes_again(recipe.train.activation_checkpointing, layer) for layer in layers)
+    again = _computed_again(recipe, walk.modules, n_still)
     if (teacher := teacher_config(recipe)) is not None:
         forward["teacher"] = forward_flops(teacher, length).per_token_dense
     if rollouts := recipe.objective.rollouts:
@@ -60,9 +59,25 @@ def training_work(recipe: Recipe) -> Work:
     return Work(
         forward=forward,
         backward={name: backward.get(name, 0.0) for name in forward},
-        again_per_token=again,
+        again_per_token=again / length,
         before_first_step_per_token=plain if recipe.objective.scores_start else 0.0,
     )
+
+
+def _computed_again(recipe: Recipe, modules: Mapping[str, tuple[float, float]], n_still: int) -> float:
+    """FLOPs of a text's forward passes through blocks that are computed again, up to the last tensor that each saves:
+    an MLP's last product is not made where nothing behind it is saved."""
+    model, train = recipe.model, recipe.train
+    saves_behind = model.norm_placement != "before" or model.n_experts or model.dropout_residual or recipe.adapter
+    whole = saves_behind or train.parallel.tensor_parallel > 1
+    once: defaultdict[int, float] = defaultdict(float)
+    n_runs = Counter(model.layer_uses)
+    for name, (forward, _) in modules.items():
+        if name.startswith("blocks.") and (whole or not name.endswith(".mlp.down")):
+            layer = int(name.split(".")[1])
+            once[layer] += forward / n_runs[layer]
+    uses = list(enumerate(model.layer_uses))[n_still:]
+    return sum(once[layer] for use, layer in uses if computes_again(train.activation_checkpointing, use))
 
 
 def work_of_modules(recipe: Recipe) -> dict[str, tuple[float, float]]:
