@@ -79,7 +79,7 @@ def test_frozen_parts_and_adapters_cost_what_torch_counts(name: str, kind: str) 
         "parallel": {"parallel_residual": True, "residual_scalars": True},
         "windowed": {"window": 8, "window_pattern": ("full", "window")},
         "stream": WHOLE | {"value_embeddings": ("projected", "table"), "norm_placement": "both",
-                                    "n_experts": 4, "bigram_vocab_size": 9, "tie_embeddings": False},
+                           "n_experts": 4, "bigram_vocab_size": 9, "tie_embeddings": False},
         "looped": {"layer_repeats": 2}, "repeated": {"layer_repeats": (1, 3, 2), "bigram_vocab_size": 9},
     }[kind]  # fmt: skip
     model = {"vocab_size": 50, "context_length": 32, "n_layers": 3, "d_model": 48, "n_heads": 4} | changes
