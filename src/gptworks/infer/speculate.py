@@ -79,6 +79,12 @@ class PromptLookup(Drafter):
         return []
 
 
+def _at_least_one(n_tokens: int) -> int:
+    if n_tokens < 1:
+        raise UserError(f"n_tokens={n_tokens}: it must be 1 or more.")
+    return n_tokens
+
+
 def _drawn(logits: Tensor, texts: Sequence[Draftable], ahead: int) -> list[int]:
     """A token of each row [n, V], drawn with the random number that will check draft token number `ahead`."""
     settings = [text.sample.settings for text in texts]
@@ -109,9 +115,7 @@ class DraftModel(Drafter):
         Raises:
             UserError: n_tokens below 1.
         """
-        if n_tokens < 1:
-            raise UserError(f"n_tokens={n_tokens}: it must be 1 or more.")
-        self.model, self.n_tokens, self._backend_name = model, n_tokens, backend
+        self.model, self.n_tokens, self._backend_name = model, _at_least_one(n_tokens), backend
         self._backend: Backend | None = None
         self._held: list[list[int]] = []  # by slot, as in the engine
         self._n_ids = 0
@@ -185,9 +189,7 @@ class HeadsDraft(Drafter):
         Raises:
             UserError: n_tokens below 1.
         """
-        if n_tokens < 1:
-            raise UserError(f"n_tokens={n_tokens}: it must be 1 or more.")
-        self.n_tokens, self._n_ids = n_tokens, 0
+        self.n_tokens, self._n_ids = _at_least_one(n_tokens), 0
         self._backend: Backend | None = None
 
     def check(self, n_ids: int, model: GPT) -> None:
@@ -205,8 +207,9 @@ class HeadsDraft(Drafter):
         drafts: list[list[int]] = [[] for _ in texts]
         found = [(text, draft, self._features(text)) for text, draft in zip(texts, drafts, strict=True)]
         live = [(text, draft, x) for text, draft, x in found if x is not None]
-        if not live or self._backend is None:
+        if not live:
             return drafts
+        assert self._backend is not None
         model = self._backend.model
         with torch.inference_mode():
             features = torch.stack([x for _, _, x in live]).to(model.dtype)  # B C
