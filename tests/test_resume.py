@@ -23,6 +23,8 @@ from gptworks.model import GPT
 from gptworks.plan.flops import forward_flops
 from gptworks.plan.run import plan
 from gptworks.recipe import load_recipe, parse_recipe, with_vocab_size
+from gptworks.runs.data import data_of
+from gptworks.train import cut
 from gptworks.train.loop import train
 from gptworks.train.objectives.next_token import Batch, Losses, next_token
 from gptworks.train.record.metrics import MEASURED, read_metrics
@@ -167,8 +169,9 @@ def test_batches_that_grow_are_a_run_whose_batch_size_is_changed(tmp_path: Path)
         assert samples_of_step(recipe, whole, step) == samples_of_step(by_hand, by_hand.run_dir, step)
 
 
-def test_contexts_that_grow_cut_the_same_windows(tmp_path: Path) -> None:
-    """The rows that a run of whole contexts reads, in pieces; it resumes bit for bit, and its plan has less work."""
+def test_contexts_that_grow_read_rows_of_the_same_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All first rows of a block of windows, then all second ones; it resumes bit for bit; its plan has less work."""
+    monkeypatch.setattr(cut, "BLOCK", 16)
     tree = tiny.recipe_tree(tmp_path, max_steps=8, log_every=1)
     growing = tree | {"train": tree["train"] | {"shorter_contexts": [[3, 8], [6, 16]]}}
     seen: dict[str, list[torch.Tensor]] = {}
@@ -180,10 +183,21 @@ def test_contexts_that_grow_cut_the_same_windows(tmp_path: Path) -> None:
             return next_token(model, batch)
 
         train(parse_recipe(one | {"run_dir": str(tmp_path / name)}), objective=noting)
-    lengths = [rows.size(-1) for rows in seen["growing"]]
-    assert lengths == [8] * 6 + [16] * 6 + [32] * 4  # two micro-batches a step
-    for whole, cut in zip(seen["whole"], seen["growing"], strict=True):
-        assert torch.equal(whole, cut.reshape(whole.shape))
+    windows, steps = torch.cat(seen["whole"], 1), [torch.cat(seen["growing"][i : i + 2], 1) for i in range(0, 16, 2)]
+    assert windows.shape == (2, 64, 32)
+    for length, first, last in ((8, 0, 3), (16, 3, 6), (32, 6, 8)):
+        n = 32 // length
+        blocks = [windows[:, at : at + 16].unflatten(2, (n, length)) for at in range(0, 64, 16)]
+        rows = torch.cat([block[:, :, number] for block in blocks for number in range(n)], 1)
+        read = steps[first:last]
+        assert [len(step[0]) for step in read] == [8 * n] * len(read)
+        assert torch.equal(torch.cat(read, 1), rows[:, first * 8 * n : last * 8 * n])
+    opened = data_of(tmp_path / "growing")
+    for step in (1, 3, 4, 7):
+        samples, shown = opened.rows_of_step(step, 0, 1000)
+        assert samples.n_samples == len(shown) == len(steps[step - 1][0])
+        assert torch.equal(torch.stack([row.inputs for _, row in shown]), steps[step - 1][0])
+        assert all(row.ids.tolist() == [*row.inputs.tolist(), int(row.targets[-1])] for _, row in shown)
     ended = assert_resumes_exactly(growing, at_step=4)
     vocab_size = load_recipe(ended).model.vocab_size
     plans = [plan(with_vocab_size(parse_recipe(one), vocab_size)) for one in (tree, growing)]

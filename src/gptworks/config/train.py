@@ -80,7 +80,8 @@ class TrainConfig(Section):
     shorter_contexts: Fixed[tuple[tuple[PositiveInt, PositiveInt], ...]] = Field(
         (),
         description="Texts that grow (Li et al., 2022): pairs of a step and the length in tokens up to it, ascending "
-        "in both. Windows of the context are cut into rows of this length, so a step has as many tokens as any other.",
+        "in both. Windows of the context are cut into rows of this length, so a step has as many tokens as any other; "
+        "the rows of a step come from different windows.",
     )
     micro_batch_size: Free[PositiveInt] = Field(
         default_factory=_least_batch,

@@ -76,6 +76,17 @@ class Row:
             len(inputs) - at, answer,
         )  # fmt: skip
 
+    def part(self, first: int, n: int) -> Self:
+        """The n inputs from the one at `first` on, of a row of neighbouring tokens, as if they stood alone."""
+        ends = [*(one.at for one in self.pieces[1:]), len(self.ids)]
+        pieces = [
+            Piece(one.document, one.first + max(first - one.at, 0), max(one.at - first, 0))
+            for one, end in zip(self.pieces, ends, strict=True)
+            if first < end and one.at <= first + n
+        ]
+        part = slice(first, first + n)
+        return self.of(self.inputs[part], self.targets[part], None, [(n, pieces)])
+
 
 def pieces_of(starts: Int64s, first: int, n: int) -> list[Piece]:
     """The pieces of documents that the n tokens of a split from `first` on are of, given where documents start."""

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from gptworks.data.spelling import Speller
 from gptworks.errors import UserError
 from gptworks.recipe import load_dataset_recipe, load_recipe
 from gptworks.tokenizer import StreamDecoder, fingerprint, load_tokenizer, token_bytes
+from gptworks.train.cut import cut_windows
 from gptworks.train.objectives.base import Objective
 from gptworks.train.objectives.choose import choose_objective
 from gptworks.train.samples import StepSamples, samples_of_step, steps_done
@@ -181,15 +182,27 @@ class RunData:
         Raises:
             UserError: the run has not come to the step, or it has no such sample.
         """
-        samples = self.step(step)
-        if first >= samples.n_samples:
-            raise UserError(f"sample {first} is not in the batch, which has {samples.n_samples}, from 0.")
+        samples, n_cut = self.step(step), self._n_cut(step)
+        runs = cut_windows(samples.position, samples.n_samples, n_cut)
+        places = [(position + i, part) for position, part, n_samples in runs for i in range(n_samples)]
+        if first >= len(places):
+            raise UserError(f"sample {first} is not in the batch, which has {len(places)}, from 0.")
         rows: list[tuple[Sample, Row]] = []
-        for sample in range(first, min(first + n, samples.n_samples)):
+        for sample, (position, part) in enumerate(places[first : first + n], first):
             check()
-            epoch, number = self.objective.item(samples.position + sample)
-            rows += [(Sample(sample, epoch, number), row) for row in self.rows(number, epoch)]
-        return samples, rows
+            epoch, number = self.objective.item(position)
+            found = self.rows(number, epoch)
+            if n_cut > 1:
+                length = self.objective.context_length // n_cut
+                found = [row.part(part * length, length) for row in found]
+            rows += [(Sample(sample, epoch, number), row) for row in found]
+        return replace(samples, n_samples=len(places)), rows
+
+    def _n_cut(self, step: int) -> int:
+        """Into how many rows a step's windows were cut."""
+        assert self.recipe is not None
+        whole = self.objective.context_length
+        return whole // self.recipe.train.length_at(step - 1, whole)
 
     def tokens_of(self, document: Document) -> list[Tree]:
         """The tokens of a part of a document, as they are printed."""

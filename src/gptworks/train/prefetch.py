@@ -4,6 +4,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from gptworks.train.cut import cut_windows
 from gptworks.train.distributed.parallel import Parallel
 from gptworks.train.objectives.base import Objective
 from gptworks.train.objectives.next_token import Batch
@@ -30,11 +31,22 @@ class Prefetcher:
         return batches, sum(map(self._objective.count, made)), sum(batch[0].numel() for batch in made)
 
     def _make(self, position: int, step: int) -> list[Batch]:
-        micro_steps = self._parallel.micro_steps_of(self._train.batch_size_at(step))
-        made = [self._objective.batch(position, i, self._parallel.micro_batch_size) for i in micro_steps]
+        micro_steps, size = (
+            self._parallel.micro_steps_of(self._train.batch_size_at(step)),
+            self._parallel.micro_batch_size,
+        )
         whole = self._objective.context_length
         if (length := self._train.length_at(step, whole)) < whole:
-            made = [tuple(x.view(-1, length) for x in batch) for batch in made]
+            made = [self._cut(position + i * size, size, length) for i in micro_steps]
+        else:
+            made = [self._objective.batch(position, i, size) for i in micro_steps]
         if self._device.type != "cuda":
             return made
         return [tuple(x.pin_memory() for x in batch) for batch in made]
+
+    def _cut(self, first: int, size: int, length: int) -> Batch:
+        rows: list[Batch] = []
+        for sample, number, n in cut_windows(first, size, self._objective.context_length // length):
+            part = slice(number * length, (number + 1) * length)
+            rows.append(tuple(x[:, part] for x in self._objective.batch(sample, 0, n)))
+        return tuple(map(torch.cat, zip(*rows, strict=True)))
