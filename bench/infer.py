@@ -42,6 +42,8 @@ from gptworks.recipe import parse_recipe, save_recipe
 from gptworks.train.progress import Progress
 
 PROMPT, NEW, LONG_PROMPT, BATCHES = 64, 128, 512, (1, 8, 32)
+MOST_TOKENS = max(LONG_PROMPT, PROMPT * max(BATCHES))
+"""In one call."""
 PRESET = "gpt2"
 
 OURS = ("gptworks bf16", "gptworks int8", "gptworks int4")
@@ -126,11 +128,11 @@ class LlamaCpp(Engine):
         self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx, settings.n_seq_max = n_texts * (PROMPT + NEW) + LONG_PROMPT, n_texts
-        settings.n_batch = settings.n_ubatch = LONG_PROMPT
+        settings.n_batch, settings.n_ubatch = MOST_TOKENS, LONG_PROMPT
         settings.n_threads = settings.n_threads_batch = torch.get_num_threads()
         settings.kv_unified = True
         self.context = llama_cpp.llama_init_from_model(self.model, settings)
-        self.batch = llama_cpp.llama_batch_init(LONG_PROMPT, 0, n_texts)
+        self.batch = llama_cpp.llama_batch_init(MOST_TOKENS, 0, n_texts)
         self.n_vocabulary = preset(PRESET).vocab_size
 
     def start(self, prompts: list[list[int]]) -> list[int]:
