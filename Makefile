@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 .PHONY: help demo pipeline bands test test-browser test-notebooks notebooks test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-tries test-crashes test-schema test-overload test-engine test-planted test-guide test-processors test-margins wheel lint bench first-hour experiments league clean
 
 help:
-	@echo "make demo    train a small model on Python's own sources and talk to it (about 4 minutes on 2 cores, installation included)"
+	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
 	@echo "make pipeline  from text to an assistant: a small base model, instruction tuning, DPO, held-out questions (about 12 minutes)"
 	@echo "make test    run the tests, in a random order that the first line names (about 8 minutes on 2 cores)"
 	@echo "make test-margins  tests that a run learns, with ten seeds in two precisions (about 15 minutes on 2 cores)"
@@ -28,7 +28,7 @@ help:
 	@echo "make test-browser  the studio's page in a browser (needs chromium and npm; about 5 minutes on 2 cores)"
 	@echo "make wheel   a wheel in dist/ with the C++ built for this kind of processor, tried without a compiler (about 2 minutes on 2 cores)"
 	@echo "make lint    ruff, mypy and the import contract"
-	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about an hour on 2 cores)"
+	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about half an hour on 2 cores)"
 	@echo "make first-hour  init, train and tune on four folders of texts, beside the old defaults, nanoGPT's recipe and xz (over two hours)"
 	@echo "make experiments  changes beside the defaults, by regime and seed, for docs/experiments.md (goes on where it was; many hours)"
 	@echo "make league  the recipes of bench/league/ on the same bytes, five minutes of two cores each, for docs/league.md"
