@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
-	@echo "make pipeline  from text to an assistant: a small base model, instruction tuning, DPO, held-out questions (about 12 minutes)"
+	@echo "make pipeline  from text to an assistant: a small base model, instruction tuning, DPO, held-out questions (about 10 minutes)"
 	@echo "make test    run the tests, in a random order that the first line names (about 8 minutes on 2 cores)"
 	@echo "make test-margins  tests that a run learns, with ten seeds in two precisions (about 15 minutes on 2 cores)"
 	@echo "make test-processors  run the numeric tests as other processors would compute them (about 4 minutes each on 2 cores)"
