@@ -282,9 +282,13 @@ def test_motion_is_reduced_where_it_is_asked_for(new_page: Callable[..., Any], s
     assert moving == "none"
 
 
-def loads_when(page: Any, act: Callable[[], Any]) -> dict[str, Any]:
-    """What the page has loaded ahead when one acts."""
-    with page.expect_response(lambda answer: answer.url.endswith("/studio/load")) as caught:
+def loads_when(page: Any, act: Callable[[], Any], model: str | None = None) -> dict[str, Any]:
+    """What the page has loaded ahead when one acts: the first, or the first of this model."""
+
+    def is_it(answer: Any) -> bool:
+        return answer.url.endswith("/studio/load") and model in (None, answer.request.post_data_json["model"])
+
+    with page.expect_response(is_it) as caught:
         act()
     assert caught.value.json() == {"loaded": True}
     asked: dict[str, Any] = caught.value.request.post_data_json
@@ -308,7 +312,8 @@ def test_a_chosen_model_is_loaded_without_a_click(new_page: Callable[..., Any], 
         assert loads_when(page, walk) == {"model": "base", "checkpoint": 20}
         assert sent == [{"model": "base", "checkpoint": 20}], "only the checkpoint at which one stays"
         page.get_by_role("button", name="Side by side").click()
-        assert loads_when(page, lambda: choose(page, LONG, 2)) == {"model": "base", "checkpoint": 20}
+        assert loads_when(page, lambda: choose(page, LONG, 2), LONG) == {"model": LONG, "checkpoint": None}
+        assert {"model": "base", "checkpoint": 20} in sent[1:], "each column's, one after the other"
         with page.expect_response(lambda answer: answer.url.endswith("/studio/generate")) as caught:
             generate(page, "line 7:", max_tokens=3)
         assert '"loading"' not in caught.value.text()
