@@ -183,6 +183,8 @@ def test_contexts_that_grow_read_rows_of_the_same_windows(tmp_path: Path, monkey
             return next_token(model, batch)
 
         train(parse_recipe(one | {"run_dir": str(tmp_path / name)}), objective=noting)
+    lengths = [rows.size(-1) for rows in seen["growing"]]
+    assert lengths == [8] * 6 + [16] * 6 + [32] * 4  # two micro-batches a step
     windows, steps = torch.cat(seen["whole"], 1), [torch.cat(seen["growing"][i : i + 2], 1) for i in range(0, 16, 2)]
     assert windows.shape == (2, 64, 32)
     for length, first, last in ((8, 0, 3), (16, 3, 6), (32, 6, 8)):

@@ -182,8 +182,10 @@ class RunData:
         Raises:
             UserError: the run has not come to the step, or it has no such sample.
         """
-        samples, n_cut = self.step(step), self._n_cut(step)
-        runs = cut_windows(samples.position, samples.n_samples, n_cut)
+        samples, whole = self.step(step), self.objective.context_length
+        assert self.recipe is not None  # or there would be no step
+        length = self.recipe.train.length_at(step - 1, whole)
+        runs = cut_windows(samples.position, samples.n_samples, whole // length)
         places = [(position + i, part) for position, part, n_samples in runs for i in range(n_samples)]
         if first >= len(places):
             raise UserError(f"sample {first} is not in the batch, which has {len(places)}, from 0.")
@@ -192,17 +194,10 @@ class RunData:
             check()
             epoch, number = self.objective.item(position)
             found = self.rows(number, epoch)
-            if n_cut > 1:
-                length = self.objective.context_length // n_cut
+            if length < whole:
                 found = [row.part(part * length, length) for row in found]
             rows += [(Sample(sample, epoch, number), row) for row in found]
         return replace(samples, n_samples=len(places)), rows
-
-    def _n_cut(self, step: int) -> int:
-        """Into how many rows a step's windows were cut."""
-        assert self.recipe is not None
-        whole = self.objective.context_length
-        return whole // self.recipe.train.length_at(step - 1, whole)
 
     def tokens_of(self, document: Document) -> list[Tree]:
         """The tokens of a part of a document, as they are printed."""

@@ -31,11 +31,8 @@ class Prefetcher:
         return batches, sum(map(self._objective.count, made)), sum(batch[0].numel() for batch in made)
 
     def _make(self, position: int, step: int) -> list[Batch]:
-        micro_steps, size = (
-            self._parallel.micro_steps_of(self._train.batch_size_at(step)),
-            self._parallel.micro_batch_size,
-        )
-        whole = self._objective.context_length
+        micro_steps = self._parallel.micro_steps_of(self._train.batch_size_at(step))
+        size, whole = self._parallel.micro_batch_size, self._objective.context_length
         if (length := self._train.length_at(step, whole)) < whole:
             made = [self._cut(position + i * size, size, length) for i in micro_steps]
         else:
