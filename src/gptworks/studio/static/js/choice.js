@@ -1,7 +1,15 @@
 // A run, and one of its checkpoints.
 
 import { count, figure } from "./format.js";
-import { html } from "./ui.js";
+import { html, useLayoutEffect } from "./ui.js";
+
+/** Chooses the run that the address names, before anything is drawn: no other run is there for a moment. */
+export function useLinked(route, models, choose) {
+  const linked = route.join("/");
+  useLayoutEffect(() => {
+    if (models.some((model) => model.id === linked)) choose({ model: linked, checkpoint: null });
+  }, [linked]);
+}
 
 export function RunChoice({ models, chosen, choose, name }) {
   return html`<span class="choice"><select class="field" aria-label=${name} value=${chosen.model ?? ""} onChange=${(event) => choose({ model: event.target.value, checkpoint: null })}>

@@ -7,8 +7,8 @@ import { Step, Windows } from "./data/rows.js";
 import { Search } from "./data/search.js";
 import { Tokenizers } from "./data/tokenizers.js";
 import { count } from "./format.js";
-import { ModelChoice } from "./choice.js";
-import { html, useEffect, useState } from "./ui.js";
+import { ModelChoice, useLinked } from "./choice.js";
+import { html, useState } from "./ui.js";
 
 const VIEWS = { documents: "Documents", windows: "Windows", step: "A step", search: "Search", figures: "Figures", tokenizers: "Two tokenizers" };
 const START = { split: "train", document: 0, first: 0, window: 0, epoch: 0, step: 1, sample: 0, loss: false };
@@ -25,10 +25,7 @@ export function Part({ state, route }) {
     if (next.model !== chosen.model) set(START);
     pick(next);
   };
-  const linked = route.join("/");
-  useEffect(() => {
-    if (models.some((model) => model.id === linked)) choose({ model: linked, checkpoint: null });
-  }, [linked]);
+  useLinked(route, models, choose);
   const move = (changes) => set((was) => ({ ...was, ...changes }));
   const open = (key, place) => (move(place), setView(key));
   if (!usable.length) return html`<p class="notice">There is no run here whose data can be shown yet.</p>`;

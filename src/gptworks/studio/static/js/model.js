@@ -6,7 +6,7 @@ import { html, useEffect, useState } from "./ui.js";
 import { Architecture } from "./model/architecture.js";
 import { PartDetails } from "./model/details.js";
 import { Weights } from "./model/weights.js";
-import { ModelChoice, stepOptions } from "./choice.js";
+import { ModelChoice, stepOptions, useLinked } from "./choice.js";
 
 const usable = (models) => models.filter((model) => !model.problem);
 
@@ -18,10 +18,6 @@ export function Part({ state, route }) {
   const [key, setKey] = useState("token_embedding");
   const [tensor, setTensor] = useState({});
   const current = chosen.model ? chosen : { ...chosen, model: usable(models)[0]?.id ?? null };
-  const linked = route.join("/");
-  useEffect(() => {
-    if (models.some((model) => model.id === linked)) change({ model: linked, checkpoint: null });
-  }, [linked]);
   const { sheet, problem } = useSheet(current, layer);
   const change = (next) => {
     if (next.model !== current.model) {
@@ -30,6 +26,7 @@ export function Part({ state, route }) {
     }
     choose(next);
   };
+  useLinked(route, models, change);
   if (!usable(models).length) return html`<p class="notice">There is no run here yet whose model can be shown.</p>`;
   const part = sheet && (sheet.parts.find((one) => one.key === key) ?? sheet.parts[0]);
   const name = part && (part.tensors.find((one) => shortName(one.name) === tensor[part.key]) ?? part.tensors[0])?.name;

@@ -1,6 +1,7 @@
 // The part Play: write, and see what a model makes of it, token by token.
 
 import { cx, html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
+import { useLinked } from "./choice.js";
 import { Branches } from "./play/branches.js";
 import { Column } from "./play/column.js";
 import { Session } from "./play/session.js";
@@ -22,10 +23,7 @@ export function Part({ state, shown, route }) {
   }, []);
   const models = state.models;
   session.settle(models);
-  const linked = route.join("/");
-  useEffect(() => {
-    if (models.some((model) => model.id === linked)) session.setColumn(0, { model: linked, checkpoint: null });
-  }, [linked]);
+  useLinked(route, models, (choice) => session.setColumn(0, choice));
   const choice = session.columns.map(({ model, checkpoint }) => `${model}@${checkpoint}`).join("\n");
   const prepare = () => session.prepare(models);
   useEffect(() => void (shown && prepare()), [shown, choice]);

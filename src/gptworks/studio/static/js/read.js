@@ -3,7 +3,7 @@
 import { post } from "./api.js";
 import { count, figure } from "./format.js";
 import { taken } from "./shell.js";
-import { html, useEffect, useMemo, useRef, useState } from "./ui.js";
+import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
 import { ModelChoice } from "./choice.js";
 import { Along } from "./read/along.js";
 import { asked as wanted, Source } from "./read/source.js";
@@ -54,7 +54,7 @@ export function Part({ state, route, shown }) {
     if (abort.current === asked) setWork(null);
   };
   const linked = route.join("/");
-  useEffect(() => { // another part leads to a run, or to one token of a text
+  useLayoutEffect(() => { // another part leads to a run, or to one token of a text
     const brought = shown ? taken() : null;
     if (brought) {
       const { model, checkpoint, text: wrote, tokens, index: at } = brought;

@@ -7,7 +7,7 @@ import { Figures } from "./runs/figures.js";
 import { Comparison, Samples, StepDetails } from "./runs/findings.js";
 import { LeftOut, RunList } from "./runs/list.js";
 import { Tries } from "./runs/tries.js";
-import { html, useCallback, useEffect, useMemo, useRef, useState, useTheme } from "./ui.js";
+import { html, useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState, useTheme } from "./ui.js";
 
 const FIRST = 8;
 const NONE = [];
@@ -24,7 +24,7 @@ export function Part({ shown, route, state, refresh }) {
   useEffect(() => (shown ? follow((found, out) => setRuns({ runs: found, leftOut: out }), setProblem) : undefined), [shown]);
   const rows = useMemo(() => (runs ? [...runs.values()] : []), [runs]);
   const linked = route.join("/");
-  useEffect(() => { // a linked run may come into the list later
+  useLayoutEffect(() => { // a linked run may come into the list later
     if (!rows.length || (chosen && !linked)) return;
     const first = rows.find((row) => row.id === linked);
     setChosen(first ? [first.id] : (was) => was ?? [...rows].sort((a, b) => (b.state === "running") - (a.state === "running")).slice(0, FIRST).map((row) => row.id));

@@ -2,7 +2,7 @@
 
 import { get, post } from "./api.js";
 import { count } from "./format.js";
-import { html, useCallback, useEffect, useRef, useState } from "./ui.js";
+import { html, useCallback, useEffect, useLayoutEffect, useRef, useState } from "./ui.js";
 import { Changes, useChanges } from "./start/changes.js";
 import { Form } from "./start/form.js";
 import { Plan } from "./start/plan.js";
@@ -34,7 +34,7 @@ export function Part({ state, route, refresh, shown }) {
     say("");
     setName(free((chosen.recipe ?? chosen.run).split("/").at(-1), state.models));
   }, [state.models]);
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (!known || (origin && !linked)) return;
     const run = state.models.find((model) => model.id === linked && model.run);
     if (run) begin({ run: run.id }, run.checkpoints.some((one) => one.resumable) ? "fork" : "new");

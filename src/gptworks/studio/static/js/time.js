@@ -1,7 +1,7 @@
 // The part Through time: one text under each checkpoint of a run, and what the run learned between two of them.
 
 import { post } from "./api.js";
-import { RunChoice } from "./choice.js";
+import { RunChoice, useLinked } from "./choice.js";
 import { count, figure, percent, visible } from "./format.js";
 import { html, useEffect, useMemo, useRef, useState } from "./ui.js";
 import { asked, Source } from "./read/source.js";
@@ -21,10 +21,7 @@ export function Part({ state, route }) {
   const [said, say] = useState("");
   const abort = useRef(null);
   useEffect(() => () => abort.current?.abort(), []);
-  const linked = route.join("/");
-  useEffect(() => {
-    if (models.some((model) => model.id === linked)) pick(linked);
-  }, [linked]);
+  useLinked(route, models, ({ model }) => pick(model));
   if (!usable.length) return html`<p class="notice">There is no run with a checkpoint here yet.</p>`;
   const chosen = { model: picked ?? usable[0].id, checkpoint: "last" };
   const read = async (event) => {
