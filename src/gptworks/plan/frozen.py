@@ -3,19 +3,26 @@
 from collections import Counter
 from dataclasses import replace
 
-from gptworks.plan.shapes import COPIES, Stage
+from gptworks.plan.shapes import ADAPTER, COPIES, RESIDUAL, Shapes, Stage
 from gptworks.plan.trained import Trained
 
 INPUT_SHARED_BY = {
-    "query": {"query", "key", "value"}, "attention out": {"out"}, "gate": {"gate", "up"}, "up": {"up"},
-    "down": {"down"},
+    "query": {"query", "key", "value", "gating", "projection"}, "attention out": {"out"}, "gather": {"gate", "up"},
+    "gate": {"gate", "up"}, "up": {"up"}, "down": {"down"},
 }  # fmt: skip
-"""The matrices that share the input that a stage saves."""
+"""The modules that share the input that a stage saves."""
+
+MODULES = {
+    "attention out": "out", "QK-norm": "query_norm", "norm of the result": "norm1_after", "skip": "skip",
+    "value residual": "scalars", "gate of heads": "gating",
+}  # fmt: skip
+"""The modules of stages that are not named after them."""
 
 
-def as_trained(stage: Stage, trained: Trained, no_copies: bool) -> Stage:
-    """A stage as a run trains it. Beside an adapter the model's own parameters are frozen: the input of a matrix is
-    saved by its adapter alone, which with dropout has its own, and what only their gradients need is not.
+def as_trained(stage: Stage, trained: Trained, shapes: Shapes, layer: int, no_copies: bool) -> Stage:
+    """A stage of a block as a run trains it. What only the gradients of frozen parameters need is not saved: the input
+    of a matrix is where that matrix, or one that reads the same, is trained or has an adapter, which with dropout saves
+    its own.
 
     Args:
         no_copies: whether products take the matrices as they are held.
@@ -23,10 +30,41 @@ def as_trained(stage: Stage, trained: Trained, no_copies: bool) -> Stage:
     saved = dict(stage.saved)
     if no_copies:
         saved.pop(COPIES, None)
-    if not trained.rank:
-        return replace(stage, saved=saved)
-    adapted = trained.targets & INPUT_SHARED_BY.get(stage.name, set())
-    if stage.name in INPUT_SHARED_BY and (trained.dropout or not adapted):
+    readers = INPUT_SHARED_BY.get(stage.name, set())
+    saving = {module for module in readers if trained.moves(module, layer)}
+    saving |= set() if trained.dropout else trained.targets & readers
+    if readers and not saving:
         saved = {part: n_bytes for part, n_bytes in saved.items() if part == COPIES}
+    if trained.moves(MODULES.get(stage.name, stage.name), layer):
+        return replace(stage, saved=saved)
     saved = dict(Counter(saved) - Counter(stage.for_own))
-    return replace(stage, saved=saved, scratch=stage.scratch - stage.own_scratch)
+    if MODULES.get(stage.name, stage.name) in trained.targets:
+        saved[ADAPTER] = _adapter_bytes(stage, trained, shapes)
+    stage = replace(stage, saved=saved, scratch=stage.scratch - stage.own_scratch)
+    return stage if trained.rank else replace(stage, matrices=0, vectors=0)  # an adapter's come with its matrices'
+
+
+def as_first(stage: Stage, trained: Trained, shapes: Shapes, layer: int) -> Stage:
+    """A stage of the first block with a backward pass, as a run trains it, where nothing before it is trained: the
+    gradient of what enters is not made."""
+    is_norm_trained, saved = trained.moves("norm1", layer), dict(stage.saved)
+    if stage.name == "norm1":
+        if not is_norm_trained:
+            return replace(stage, saved={})
+        by_torch = shapes.on_cpu and shapes.config.norm == "rmsnorm"  # which keeps its result before the weight, too
+        saved[RESIDUAL] += by_torch * shapes.floats(shapes.config.d_model)
+    elif stage.name in ("query", "key", "value") and not is_norm_trained:
+        saved.pop(COPIES, None)
+        if trained.dropout and ADAPTER in saved:
+            saved[ADAPTER] -= shapes.mask(shapes.config.d_model)
+    return replace(stage, saved=saved)
+
+
+def _adapter_bytes(stage: Stage, trained: Trained, shapes: Shapes) -> int:
+    """What a matrix's adapter saves: r numbers for each of its tokens, and with dropout its input and mask too."""
+    c = shapes.config
+    width = stage.matrices // c.d_model if stage.name in ("attention out", "down") else c.d_model
+    own = shapes.products(width) + shapes.mask(width) if trained.dropout else 0
+    of_experts = c.n_experts and stage.name in ("gate", "up", "down")
+    share = c.n_experts_per_token / c.n_experts if of_experts else 1
+    return round(share * (shapes.products(trained.rank) + own))

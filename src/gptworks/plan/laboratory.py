@@ -36,10 +36,11 @@ def smear_stage(s: Shapes) -> Stage:
     return Stage("smear", {RESIDUAL: stream + read}, stream, stream, scratch=2 * stream, vectors=c.d_gate + 1)
 
 
-def carried_gradients(s: Shapes) -> int:
+def carried_gradients(s: Shapes, trains_embedding: bool) -> int:
     """Bytes of the gradients of what all blocks read: they wait from the last block on."""
     c = s.config
-    embedding = s.floats(c.d_model) if c.residual_scalars or "projected" in c.value_embeddings else 0
+    reads_embedding = c.residual_scalars or "projected" in c.value_embeddings
+    embedding = s.floats(c.d_model) if reads_embedding and trains_embedding else 0
     return embedding + (s.products(c.n_kv_heads * c.d_head) if c.value_residual else 0)
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from gptworks.config import computes_again
-from gptworks.plan.frozen import as_trained
+from gptworks.plan.frozen import as_first, as_trained
 from gptworks.plan.laboratory import carried_gradients, future_stages, kept_beside, smear_stage, value_table
 from gptworks.plan.layout import BUCKET_BYTES, rank_config, shards_of
 from gptworks.plan.loss import loss_chunk_bytes
@@ -26,6 +26,7 @@ from gptworks.plan.stages import (
     embedding_stage,
     is_blocked,
     norm_stage,
+    passing_bytes,
     rotary_tables_bytes,
 )
 from gptworks.plan.state import held_weights_bytes, optimizer_scratch_bytes, trained_state_bytes
@@ -33,7 +34,7 @@ from gptworks.plan.trained import everything
 
 WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER = "weights", "weights_average", "gradients", "optimizer_state"
 LOSS, TEMPORARY, COMMUNICATION, TOKENS = "logits_and_loss", "temporary", "communication", "tokens"
-CHECKPOINT, ADAPTER, OTHER_MODELS = "checkpoint_being_written", "adapter_inputs", "other_models"
+CHECKPOINT, OTHER_MODELS = "checkpoint_being_written", "other_models"
 """Parts beside the kinds of saved tensors in `gptworks.plan.stages`."""
 
 UNPACKED_ON_CPU, UNPACKED_ELSEWHERE = 2**18, 2**22
@@ -87,10 +88,14 @@ class _Step:
         self.block_gradients_bytes = 0  # of a block's matrices, whole, before they are reduced
         self.packed = self.trained.base != "full"
         no_copies = self.no_copies or self.packed
-        kinds = {self.model.layer_kind(layer): layer for layer in range(self.model.n_layers)}
+        modules = self.trained.modules or (None,) * self.model.n_layers
+        self.kinds = [(self.model.layer_kind(layer), modules[layer]) for layer in range(self.model.n_layers)]
         self.blocks = {
-            kind: [as_trained(stage, self.trained, no_copies) for stage in block_stages(self.shapes, layer)]
-            for kind, layer in kinds.items()
+            kind: [
+                as_trained(stage, self.trained, self.shapes, layer, no_copies)
+                for stage in block_stages(self.shapes, layer)
+            ]
+            for layer, kind in enumerate(self.kinds)
         }
         self.final_norm = norm_stage(self.shapes, "final norm")
         self.future = future_stages(self.shapes, setting.n_future)
@@ -152,15 +157,19 @@ class _Step:
         return (n_bytes - whole_bytes) // self.layout.data_parallel + whole_bytes if self.sharded else n_bytes
 
     def _block(self, use: int) -> list[Stage]:
-        stages = self.blocks[self.model.layer_kind(self.uses[use])]
+        stages = self.blocks[self.kinds[self.uses[use]]]
+        if use == self.layers[0] and not self.trained.embedding:
+            stages = [as_first(stage, self.trained, self.shapes, self.uses[use]) for stage in stages]
         makes = self.trained.rank or self._computes_again(use)  # autocast keeps no copies of what is frozen
         if not makes and use != self._first_kept(use):
-            return [replace(s, saved={**s.saved, COPIES: 0}) for s in stages]
-        if use or not self.trained.rank or self.trained.embedding:
-            return stages
-        # nothing trained stands before the first block, and its first matrices lead nowhere back
-        first = ("query", "key", "value")
-        return [replace(s, saved={**s.saved, COPIES: 0}) if s.name in first else s for s in stages]
+            return [replace(s, saved={**s.saved, COPIES: 0}) if s.matrices else s for s in stages]
+        return stages
+
+    def _reads_apart(self, use: int) -> bool:
+        """Whether a block's input is none of the tensors that its stages save: what it makes of it is."""
+        layer = self.uses[use]
+        scaled = self.model.residual_scalars and not self.trained.moves("scalars", layer)
+        return self.model.layer_skips(layer) or scaled
 
     def _first_kept(self, use: int) -> int | None:
         """The first run of a run's block that is not computed again, for which autocast's copies stay."""
@@ -180,6 +189,8 @@ class _Step:
         self.hold_saved(smear_stage(self.shapes), int(self.trained.embedding))
         kept = self.gathered_bytes if self.layout.sharding == "zero2" else 0
         self.hold(COMMUNICATION, kept * self.trained.n_still)
+        for use in range(self.trained.n_still):
+            self.mark(f"layer {use + 1}, forward", passing_bytes(self.shapes, self.uses[use]))
         for layer in self.layers:
             self.hold(COMMUNICATION, kept)
             if self._computes_again(layer):
@@ -189,7 +200,6 @@ class _Step:
             else:
                 for stage in self._block(layer):
                     self.hold_saved(stage)
-                self.hold(ADAPTER, self._adapter_bytes)
             arriving = 2 * self.gathered_bytes - kept  # gathered, and as it arrived
             self.mark(f"layer {layer + 1}, forward", arriving, COMMUNICATION)
             self._mark_unpacked(layer, f"layer {layer + 1}, forward")
@@ -202,7 +212,8 @@ class _Step:
             return
         if self._first_kept(layer) is not None or self._runs(layer)[0] != layer:  # another run's
             return
-        self.hold(COPIES, sign * sum(stage.saved.get(COPIES, 0) for stage in self._block(layer)))
+        copied = (stage.saved.get(COPIES, 0) for stage in self._block(layer) if stage.matrices)
+        self.hold(COPIES, sign * sum(copied))
 
     def _loss(self) -> None:
         """`gptworks.model.loss`: logits of a chunk of tokens at a time; gradients of features and head come with it."""
@@ -236,22 +247,21 @@ class _Step:
         self._go_back(replace(self.final_norm, merges=False), "final norm, backward")
         for layer in reversed(self.layers):
             self._gather(layer)
-            if self._computes_again(layer):  # the block's input is the first norm's now
-                self.hold(RESIDUAL, -self.shapes.floats(self.model.d_model))
+            if self._computes_again(layer):
+                self.hold(RESIDUAL, 0 if self._reads_apart(layer) else -self.shapes.floats(self.model.d_model))
                 for stage in self._block(layer):
                     self.hold_saved(stage)
-                self.hold(ADAPTER, self._adapter_bytes)
             for stage in reversed(self._block(layer)):
                 self._go_back(stage, f"{stage.name} of layer {layer + 1}, backward", layer)
-            self.hold(ADAPTER, -self._adapter_bytes)
             if self._computes_again(layer):
+                self.hold(RESIDUAL, -self.shapes.floats(self.model.d_model) if self._reads_apart(layer) else 0)
                 self.hold(ATTENTION, -kept_beside(self.shapes, self.uses[layer]))
             if f"value_embeddings.{layer}.weight" in self.trained.outside:
                 table = value_table(self.shapes, layer)
                 self.mark("value embedding, backward", 4 * table)
                 self._gain(table)
             if layer == self.layers[-1]:
-                self.hold(TEMPORARY, carried_gradients(self.shapes))
+                self.hold(TEMPORARY, carried_gradients(self.shapes, self.trained.embedding))
             if self.sharded:
                 self._reduce(self.shards.trained_block, self.gathered_bytes, f"layer {layer + 1}, gradients reduced")
         if self._keeps_bias:
@@ -335,7 +345,8 @@ class _Step:
         gradient = product * stage.matrices if self.packed or not self.trained.rank else 0  # or the matrix unpacked
         momentary = gradient + max(stage.leaves + stage.scratch, self._unpacking_bytes(stage))
         if stage.name.removeprefix("attention ") in self.trained.targets:  # what arrives is scaled, what leaves adds up
-            momentary = max(momentary, stage.arrives, 2 * stage.leaves)
+            dropped = 3 * stage.leaves - stage.arrives if self.trained.dropout else 0  # unmasked, masked, and the other
+            momentary = max(momentary, stage.arrives, 2 * stage.leaves, dropped)
         self.mark(moment, momentary)
         self.hold_saved(stage, -1)
         self.hold(TEMPORARY, stage.leaves - stage.arrives)
@@ -343,42 +354,32 @@ class _Step:
             self.mark(moment, gradient + stage.leaves)
             self.hold(TEMPORARY, -stage.leaves)
         runs = [use] if use is None else self._runs(use)
-        layer = None if use is None else self.uses[use]
-        waiting = product * round(stage.matrices * self._share(layer))
+        waiting = product * round(stage.matrices * self._share(in_block=use is not None))
         if use != runs[0]:
             self.hold(TEMPORARY, waiting if use == runs[-1] else 0)
             return
         if self.shapes.autocast and not self.no_copies and not self.trained.rank:
             self.mark(moment, (product + 4) * stage.matrices)
         self.hold(TEMPORARY, 0 if use == runs[-1] else -waiting)
-        self._gain(stage.matrices, stage.vectors, layer)
+        self._gain(stage.matrices, stage.vectors, in_block=use is not None)
 
-    def _share(self, layer: int | None) -> float:
-        """Of a block's parameters, those with a gradient; None: all of what is outside the blocks, if any of it has."""
-        return float(bool(self.trained.outside)) if layer is None else self.trained.share_in(layer)
+    def _share(self, in_block: bool) -> float:
+        """Of a stage's parameters, those with a gradient: in a block none beside an adapter, outside all, if any."""
+        return float(not self.trained.rank if in_block else bool(self.trained.outside))
 
     @property
     def _keeps_bias(self) -> bool:
         """Whether the backward pass needs the bias of rows of several texts."""
         return self.setting.checkpointing != "none" or not is_blocked(self.shapes)
 
-    @property
-    def _adapter_bytes(self) -> int:
-        """What the adapters of a block keep for the backward pass: r numbers for each of their tokens, and with dropout
-        their inputs and masks too."""
-        trained, config = self.trained, self.model
-        share = min(1.0, config.n_experts_per_token / config.n_experts) if config.n_experts else 1.0
-        kept = self.shapes.products(trained.inputs) + self.shapes.mask(trained.inputs) if trained.dropout else 0
-        return round(share * (self.shapes.products(trained.rank * trained.n_adapted) + kept))
-
-    def _gain(self, matrices: int, vectors: int = 0, layer: int | None = None) -> None:
+    def _gain(self, matrices: int, vectors: int = 0, in_block: bool = False) -> None:
         """New gradients are kept, or added to those of earlier micro-batches; sharded matrices whole, until reduced.
 
         A vector or a router of a block is never in shares. The gradients of a block's adapters come with its matrices'.
         """
-        added = 0 if layer is None else self.trained.added * matrices // self.parameters.block_matrices
-        matrices = round(matrices * self._share(layer)) + added
-        vectors = round(vectors * self._share(layer))
+        added = self.trained.added * matrices // self.parameters.block_matrices if in_block else 0
+        matrices = round(matrices * self._share(in_block)) + added
+        vectors = round(vectors * self._share(in_block))
         if self.sharded:
             before_bytes = self.element_bytes * matrices
             self.block_gradients_bytes += before_bytes

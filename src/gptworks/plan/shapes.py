@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from gptworks.config import ModelConfig
 
 RESIDUAL, ATTENTION, WEIGHTS_KEPT = "residual_stream_and_norms", "attention", "attention_weights"
-MLP, COPIES, DROPOUT = "mlp", "weight_copies", "dropout_masks"
+MLP, COPIES, DROPOUT, ADAPTER = "mlp", "weight_copies", "dropout_masks", "adapter_inputs"
 """Kinds of saved tensors."""
 
 

@@ -36,6 +36,25 @@ def block_stages(s: Shapes, layer: int) -> list[Stage]:
     return [*entry_stages(s, layer), *(stage for part in parts for stage in part), *handed_on_stages(s, layer)]
 
 
+def passing_bytes(s: Shapes, layer: int) -> int:
+    """What a block holds at its worst moment where it saves nothing, since nothing trained stands before or in it:
+    attention is the fused kernel then, or torch's products of all queries and keys."""
+    c, stream, width = s.config, s.floats(s.config.d_model), s.products(s.config.d_model)
+    window = s.config.layer_window(layer)
+    q, k = s.products(c.n_heads * c.d_head), s.products(c.n_kv_heads * c.d_head)
+    attention = 2 * q + 2 * k
+    if c.attention_softcap is not None or c.dropout_attention:
+        wide = 3 * s.floats(c.n_heads * c.d_head) if s.autocast and c.dropout_attention else 0
+        attention = q + wide + 3 * 4 * s.batch_size * c.n_heads * s.length**2
+    elif window is not None and s.length >= 2 * window:
+        attention += 8 * k  # in blocks, each of which stands twice
+    mlp = (4 if c.gated else 3 if c.mlp == "relu2" else 2) * s.products(c.d_ff)
+    if c.n_experts:  # what they are given and give, by expert and by token
+        mlp = (3 * c.n_experts_per_token + 1) * width
+    kept = c.unet_skips * (c.n_layers // 2) + 2 * c.residual_scalars + ("projected" in c.value_embeddings)
+    return (2 + kept) * stream + 2 * width + max(attention, mlp)
+
+
 def embedding_stage(s: Shapes) -> Stage:
     """The lookup saves the tokens alone; the timeline counts the table's gradient."""
     width = s.config.d_model

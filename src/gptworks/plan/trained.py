@@ -29,16 +29,12 @@ class Trained:
     """Whether anything is that tokens are embedded with, so that the backward pass goes on to there."""
     outside: frozenset[str] = frozenset()
     """The trained tensors outside the blocks, by name."""
-    layer_shares: tuple[float, ...] = ()
-    """Of the parameters of each block, those that are trained; empty: all of each."""
+    modules: tuple[frozenset[str], ...] | None = None
+    """The modules of each block with trained parameters of its own, by the last part of their names; None: all."""
     rank: int = 0
     """Of the adapter; 0: none."""
     dropout: bool = False
     """Whether each adapter keeps a copy of its input."""
-    inputs: int = 0
-    """Elements of the inputs of the adapters of a block, for each token."""
-    n_adapted: int = 0
-    """Adapters of a block."""
     targets: frozenset[str] = frozenset()
     """The layers of a block that have adapters, by the last part of their names."""
     base: str = "full"
@@ -48,9 +44,9 @@ class Trained:
     n_still: int = 0
     """Runs of blocks, from the first on, that nothing trained stands before or in: their backward pass is left out."""
 
-    def share_in(self, layer: int) -> float:
-        """Of the parameters of a block, those that are trained."""
-        return self.layer_shares[layer] if self.layer_shares else 1.0
+    def moves(self, module: str, layer: int) -> bool:
+        """Whether a block's module of this name has trained parameters of its own."""
+        return self.modules is None or module in self.modules[layer]
 
 
 def trains(parameter: str, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> bool:
@@ -95,10 +91,6 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
     shapes = count.shapes
     own = {name: prod(shape) for name, shape in shapes.items() if trains(name, adapter, freeze)}
     matrices = tuple(shapes[name] for name in own if name.startswith("blocks.") and len(shapes[name]) == 2)
-    blocks = [
-        {name: prod(shape) for name, shape in shapes.items() if name.startswith(f"blocks.{layer}.")}
-        for layer in range(model.n_layers)
-    ]
     part = Trained(
         parameters=sum(own.values()),
         added=0,
@@ -109,7 +101,10 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
             name.startswith(("token_embedding.", "position_embedding.", "bigram_embedding.", "smear.")) for name in own
         ),
         outside=frozenset(name for name in own if not name.startswith("blocks.")),
-        layer_shares=tuple(sum(own.get(name, 0) for name in block) / sum(block.values()) for block in blocks),
+        modules=tuple(
+            frozenset(name.split(".")[-2] for name in own if name.startswith(f"blocks.{layer}."))
+            for layer in range(model.n_layers)
+        ),
         in_8_bits=moments_in_8_bits(map(prod, matrices)),
     )
     if adapter is None:
@@ -126,8 +121,6 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
         added=added,
         rank=adapter.rank,
         dropout=adapter.dropout > 0,
-        inputs=sum(shape[1] for shape in adapted) // model.n_layers,
-        n_adapted=len(adapted) // model.n_layers,
         targets=frozenset(part for parts in ADAPTED_MODULES.values() for part in parts if adapter.adapts(part)),
         base=adapter.base,
         in_8_bits=moments_in_8_bits(adapter.rank * width for shape in adapted for width in shape),
