@@ -120,7 +120,8 @@ def _dots(found: Try, arm: str) -> Markup:
         f"pair {pair.number}, seed {pair.seed}: {value:+.4f}" for pair, value in zip(with_arm, values, strict=True)
     ]
     drawn.append(Series(placed, "", "series-1", "dots", titles))
-    return Chart(f"differences-{arm}", f"Difference {_PLACES[arm]}", drawn, "pair", found.loss_unit).svg()
+    title, of_pairs = f"Difference {_PLACES[arm]}", (0, max(1, len(values) - 1))
+    return Chart(f"differences-{arm}", title, drawn, "pair", found.loss_unit, x_range=of_pairs).svg()
 
 
 def _curves(found: Try) -> Markup:

@@ -1,0 +1,49 @@
+"""Pages that commands write, in a real browser: no width makes one scroll sideways, but for its tables and drawings."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser import Studio
+from gptworks.runs.history import read_history
+from gptworks.runs.paired import plan_try, run_try
+from gptworks.runs.paired_page import write_try_page
+from gptworks.runs.report import write_report
+from test_try import recipe  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.browser
+
+WIDTHS = (1280, 1000, 580, 360)
+
+
+@pytest.fixture
+def fits(new_page: Callable[..., Any]) -> Callable[[Path], None]:
+    """Holds that a page is no wider than the window, also where the reader's font is wide."""
+
+    def held(file: Path) -> None:
+        for width in WIDTHS:
+            page = new_page(viewport={"width": width, "height": 800}, bypass_csp=True)
+            page.goto(file.as_uri())
+            page.add_style_tag(content=":root { font-family: 'DejaVu Sans', Verdana, sans-serif }")
+            wide = page.evaluate("() => document.documentElement.scrollWidth")
+            assert wide <= width, f"{file.name} is {wide} pixels wide in a window of {width}"
+            tiles = page.locator(".figures > div")
+            cut = "(tiles) => tiles.filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.textContent)"
+            assert tiles.count() > 2
+            assert tiles.evaluate_all(cut) == [], f"figures run into each other in a window of {width}"
+
+    return held
+
+
+def test_a_report_fits_its_window(studio: Studio, tmp_path: Path, fits: Callable[[Path], None]) -> None:
+    write_report(read_history(studio.runs / "base"), tmp_path / "report.html")
+    fits(tmp_path / "report.html")
+
+
+def test_a_try_fits_its_window(recipe: Path, tmp_path: Path, fits: Callable[[Path], None]) -> None:  # noqa: F811
+    found = run_try(plan_try(recipe, ["train.micro_batch_size=2"], tmp_path / "try", 20, 0.005), recipe)
+    assert {"after", "in-time"} <= set(found.arms), "the widest table"
+    write_try_page(found)
+    fits(tmp_path / "try" / "try.html")
