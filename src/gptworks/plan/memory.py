@@ -171,6 +171,15 @@ class _Step:
         scaled = self.model.residual_scalars and not self.trained.moves("scalars", layer)
         return self.model.layer_skips(layer) or scaled
 
+    def _kept_beside(self, use: int) -> int:
+        """What stands beside the stream for a block that is computed again: also what an earlier block gave, where the
+        one after that saves none of it."""
+        after = self.model.n_layers - use
+        reads = self.model.layer_skips(use) and after != use
+        alone = reads and self._reads_apart(after) and not self._computes_again(after)
+        skipped = self.shapes.floats(self.model.d_model) if alone else 0
+        return kept_beside(self.shapes, self.uses[use]) + skipped
+
     def _first_kept(self, use: int) -> int | None:
         """The first run of a run's block that is not computed again, for which autocast's copies stay."""
         layer = self.uses[use]
@@ -196,7 +205,7 @@ class _Step:
             if self._computes_again(layer):
                 self._hold_copies(layer)  # autocast keeps them until it ends
                 self.hold(RESIDUAL, self.shapes.floats(self.model.d_model))
-                self.hold(ATTENTION, kept_beside(self.shapes, self.uses[layer]))
+                self.hold(ATTENTION, self._kept_beside(layer))
             else:
                 for stage in self._block(layer):
                     self.hold_saved(stage)
@@ -255,7 +264,7 @@ class _Step:
                 self._go_back(stage, f"{stage.name} of layer {layer + 1}, backward", layer)
             if self._computes_again(layer):
                 self.hold(RESIDUAL, -self.shapes.floats(self.model.d_model) if self._reads_apart(layer) else 0)
-                self.hold(ATTENTION, -kept_beside(self.shapes, self.uses[layer]))
+                self.hold(ATTENTION, -self._kept_beside(layer))
             if f"value_embeddings.{layer}.weight" in self.trained.outside:
                 table = value_table(self.shapes, layer)
                 self.mark("value embedding, backward", 4 * table)
