@@ -13,7 +13,7 @@ INPUT_SHARED_BY = {
 """The modules that share the input that a stage saves."""
 
 MODULES = {
-    "attention out": "out", "QK-norm": "query_norm", "norm of the result": "norm1_after", "skip": "skip",
+    "attention out": "out", "QK-norm": "query_norm", "norm of the result": "norm1_after",
     "value residual": "scalars", "gate of heads": "gating",
 }  # fmt: skip
 """The modules of stages that are not named after them."""
@@ -27,18 +27,18 @@ def as_trained(stage: Stage, trained: Trained, shapes: Shapes, layer: int, no_co
     Args:
         no_copies: whether products take the matrices as they are held.
     """
-    saved = dict(stage.saved)
+    saved, module = dict(stage.saved), MODULES.get(stage.name, stage.name)
     if no_copies:
         saved.pop(COPIES, None)
     readers = INPUT_SHARED_BY.get(stage.name, set())
-    saving = {module for module in readers if trained.moves(module, layer)}
+    saving = {reader for reader in readers if trained.moves(reader, layer)}
     saving |= set() if trained.dropout else trained.targets & readers
     if readers and not saving:
         saved = {part: n_bytes for part, n_bytes in saved.items() if part == COPIES}
-    if trained.moves(MODULES.get(stage.name, stage.name), layer):
+    if trained.moves(module, layer):
         return replace(stage, saved=saved)
     saved = dict(Counter(saved) - Counter(stage.for_own))
-    if MODULES.get(stage.name, stage.name) in trained.targets:
+    if module in trained.targets:
         saved[ADAPTER] = _adapter_bytes(stage, trained, shapes)
     stage = replace(stage, saved=saved, scratch=stage.scratch - stage.own_scratch)
     return stage if trained.rank else replace(stage, matrices=0, vectors=0)  # an adapter's come with its matrices'

@@ -95,7 +95,7 @@ class _Step:
                 as_trained(stage, self.trained, self.shapes, layer, no_copies)
                 for stage in block_stages(self.shapes, layer)
             ]
-            for layer, kind in enumerate(self.kinds)
+            for kind, layer in {kind: layer for layer, kind in enumerate(self.kinds)}.items()
         }
         self.final_norm = norm_stage(self.shapes, "final norm")
         self.future = future_stages(self.shapes, setting.n_future)
@@ -256,14 +256,15 @@ class _Step:
         self._go_back(replace(self.final_norm, merges=False), "final norm, backward")
         for layer in reversed(self.layers):
             self._gather(layer)
+            apart, stream = self._reads_apart(layer), self.shapes.floats(self.model.d_model)
             if self._computes_again(layer):
-                self.hold(RESIDUAL, 0 if self._reads_apart(layer) else -self.shapes.floats(self.model.d_model))
+                self.hold(RESIDUAL, 0 if apart else -stream)  # it is among what the stages save
                 for stage in self._block(layer):
                     self.hold_saved(stage)
             for stage in reversed(self._block(layer)):
                 self._go_back(stage, f"{stage.name} of layer {layer + 1}, backward", layer)
             if self._computes_again(layer):
-                self.hold(RESIDUAL, -self.shapes.floats(self.model.d_model) if self._reads_apart(layer) else 0)
+                self.hold(RESIDUAL, -stream if apart else 0)
                 self.hold(ATTENTION, -self._kept_beside(layer))
             if f"value_embeddings.{layer}.weight" in self.trained.outside:
                 table = value_table(self.shapes, layer)
@@ -363,7 +364,7 @@ class _Step:
             self.mark(moment, gradient + stage.leaves)
             self.hold(TEMPORARY, -stage.leaves)
         runs = [use] if use is None else self._runs(use)
-        waiting = product * round(stage.matrices * self._share(in_block=use is not None))
+        waiting = product * stage.matrices * self._has_gradients(in_block=use is not None)
         if use != runs[0]:
             self.hold(TEMPORARY, waiting if use == runs[-1] else 0)
             return
@@ -372,9 +373,9 @@ class _Step:
         self.hold(TEMPORARY, 0 if use == runs[-1] else -waiting)
         self._gain(stage.matrices, stage.vectors, in_block=use is not None)
 
-    def _share(self, in_block: bool) -> float:
-        """Of a stage's parameters, those with a gradient: in a block none beside an adapter, outside all, if any."""
-        return float(not self.trained.rank if in_block else bool(self.trained.outside))
+    def _has_gradients(self, in_block: bool) -> bool:
+        """Whether the matrices and vectors of a stage have gradients; of frozen ones a block's stage counts none."""
+        return not self.trained.rank if in_block else bool(self.trained.outside)
 
     @property
     def _keeps_bias(self) -> bool:
@@ -387,8 +388,9 @@ class _Step:
         A vector or a router of a block is never in shares. The gradients of a block's adapters come with its matrices'.
         """
         added = self.trained.added * matrices // self.parameters.block_matrices if in_block else 0
-        matrices = round(matrices * self._share(in_block)) + added
-        vectors = round(vectors * self._share(in_block))
+        if not self._has_gradients(in_block):
+            matrices = vectors = 0
+        matrices += added
         if self.sharded:
             before_bytes = self.element_bytes * matrices
             self.block_gradients_bytes += before_bytes

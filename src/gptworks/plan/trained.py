@@ -91,6 +91,11 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
     shapes = count.shapes
     own = {name: prod(shape) for name, shape in shapes.items() if trains(name, adapter, freeze)}
     matrices = tuple(shapes[name] for name in own if name.startswith("blocks.") and len(shapes[name]) == 2)
+    modules: list[set[str]] = [set() for _ in range(model.n_layers)]
+    for name in own:
+        if name.startswith("blocks."):
+            _, layer, *path = name.split(".")
+            modules[int(layer)].add(path[-2])
     part = Trained(
         parameters=sum(own.values()),
         added=0,
@@ -101,10 +106,7 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
             name.startswith(("token_embedding.", "position_embedding.", "bigram_embedding.", "smear.")) for name in own
         ),
         outside=frozenset(name for name in own if not name.startswith("blocks.")),
-        modules=tuple(
-            frozenset(name.split(".")[-2] for name in own if name.startswith(f"blocks.{layer}."))
-            for layer in range(model.n_layers)
-        ),
+        modules=tuple(map(frozenset, modules)),
         in_8_bits=moments_in_8_bits(map(prod, matrices)),
     )
     if adapter is None:
