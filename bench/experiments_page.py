@@ -5,20 +5,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from blocks import FEWEST_RUNS, Comparison, compare
 from changes import BASELINE
 from gptworks.files import write_whole
-from gptworks.runs.sequential import FEWEST_PAIRS, Verdict, verdict
 from gptworks.runs.step_time import StepTime, step_time
 from recorded import Result
 
-N_SEEDS = 5
-"""Pairs of a change at most, which decides how wide the intervals of fewer are (gptworks.runs.sequential)."""
+N_SEEDS = FEWEST_RUNS
+"""Runs of a change where nobody asks for others."""
 ROUNDS = 3
 """Measurements of a step without and with a change, in turns."""
 WORTH = 0.005
 """The smallest difference that matters, in nats per token: what `gptworks try` takes where nobody says."""
-
-WORDS = {"lower": "better", "higher": "worse", "same": "same", "open": "open"}
 
 
 @dataclass(frozen=True)
@@ -30,20 +28,22 @@ class Row:
     source: str
     parameters: int | None
     """None: no run of it ended."""
-    differences: dict[int, float]
-    """By seed: its last loss less the baseline's of the same seed, text and processor, in nats per token."""
+    comparison: Comparison | None
+    """Its last loss less the baseline's, in nats per token; None: no run of both with one seed, text and processor."""
     failures: dict[int, str]
     """By seed: why the run failed."""
     step_time: StepTime | None
     """For as many tokens as the baseline's step; None: not measured in turns."""
 
     @property
-    def verdict(self) -> Verdict:
-        return verdict([self.differences[seed] for seed in sorted(self.differences)], N_SEEDS, WORTH)
-
-    @property
-    def word(self) -> str:
-        return "failed" if self.failures else WORDS[self.verdict.answer]
+    def verdict(self) -> str:
+        if self.failures:
+            return "failed"
+        if (found := self.comparison) is None:
+            return "open"
+        if found.high < 0 or found.low > 0:
+            return "better" if found.high < 0 else "worse"
+        return "same" if -WORTH < found.low and found.high < WORTH else "open"
 
 
 @dataclass(frozen=True)
@@ -72,33 +72,33 @@ def _regime(name: str, lines: list[Result]) -> Regime:
     lines = [line for line in lines if line["settings"] == last[line["change"]]]
     runs = {(line["change"], line["seed"], line["processor"]): line for line in lines if line["kind"] == "run"}
     times = {line["change"]: line for line in lines if line["kind"] == "time"}
-    rows = [_row(change, runs, times.get(change)) for change in last if change != BASELINE]
-    rows.sort(key=lambda row: (bool(row.failures), not row.differences, row.verdict.value))
+    ended = [((line["seed"], line["processor"], line["data"]), line) for line in runs.values() if "failed" not in line]
+    found = compare([(line["change"], block, line["loss"]) for block, line in ended], BASELINE)
+    rows = [
+        _row(change, [run for run in runs.values() if run["change"] == change], times.get(change), found.get(change))
+        for change in last
+        if change != BASELINE
+    ]
+    rows.sort(key=lambda row: (bool(row.failures), row.comparison is None, row.comparison and row.comparison.value))
     baseline = {seed: run for (change, seed, _), run in runs.items() if change == BASELINE and "failed" not in run}
     return Regime(name, tuple(baseline[seed] for seed in sorted(baseline)), tuple(rows), tuple(runs.values()))
 
 
-def _row(change: str, runs: dict[tuple[str, int, str], Result], time: Result | None) -> Row:
-    differences, failures, found = {}, {}, time or {}
-    parameters = None
-    for (name, seed, processor), run in runs.items():
-        if name != change:
-            continue
-        found = run
-        if "failed" in run:
-            failures[seed] = run["failed"]
-            continue
-        parameters = run["parameters"]
-        baseline = runs.get((BASELINE, seed, processor), {"failed": "not trained"})
-        if "failed" not in baseline and baseline["data"] == run["data"]:
-            differences[seed] = run["loss"] - baseline["loss"]
+def _row(change: str, runs: list[Result], time: Result | None, comparison: Comparison | None) -> Row:
+    described = next(iter(runs), time)
+    assert described is not None
     ratios = [] if time is None else [
         after / before for before, after in zip(time["baseline_seconds"], time["seconds"], strict=True)
     ]  # fmt: skip
     return Row(
-        change, tuple(found["settings"]), found["source"], parameters, differences, failures,
+        change,
+        tuple(described["settings"]),
+        described["source"],
+        next((run["parameters"] for run in runs if "failed" not in run), None),
+        comparison,
+        {run["seed"]: run["failed"] for run in runs if "failed" in run},
         step_time(ratios, ROUNDS, 0.05) if ratios else None,
-    )  # fmt: skip
+    )
 
 
 def write_page(results: Sequence[Result], path: Path) -> None:
@@ -120,22 +120,18 @@ def _heading(regimes: list[Regime], results: Sequence[Result]) -> Iterator[str]:
     yield (
         "Each change of `bench/changes.py` is trained beside the defaults of gptworks, the baseline, on each regime of "
         "`bench/regimes/`: small recipes of a minute or two on two cores. A difference is the validation loss after "
-        "the last step, in nats per token, less the baseline's of the same seed, after as many tokens of the same "
-        "text: below zero is better. The interval holds the true difference with 95%, over all looks that up to "
-        f"{N_SEEDS} seeds allow; it needs {FEWEST_PAIRS}. **better**, **worse**: it lies on one side of zero. "
-        f"**same**: within ±{WORTH:g}. **open**: neither, or too few seeds. **failed**: a run did not end. A step's "
-        "time is measured in turns with the baseline's on one machine, for as many tokens."
+        "the last step, in nats per token, less the baseline's after as many tokens of the same text: below zero is "
+        "better. What a seed does to all runs is taken out (`bench/blocks.py`), and all intervals of a regime "
+        f"together hold their true differences with 95%; one needs {FEWEST_RUNS} seeds. **better**, **worse**: the "
+        f"interval lies on one side of zero. **same**: within ±{WORTH:g}. **open**: neither, or too few seeds. "
+        "**failed**: a run did not end. †: the change's runs scatter more than those of the others, so its interval "
+        "comes from its own pairs, with 95% by itself. A step's time is measured in turns with the baseline's on one "
+        "machine, for as many tokens."
     )
     yield ""
-    asked = [row for regime in regimes for row in regime.rows if len(row.differences) >= FEWEST_PAIRS]
-    n_runs = sum(len(regime.runs) for regime in regimes)
-    chance = (
-        f" {len(asked)} questions have {FEWEST_PAIRS} seeds or more: where no change did anything, chance alone would "
-        f"answer about {0.05 * len(asked):.1f} of them with better or worse."
-    )
     yield (
-        f"{n_runs:,} runs.{chance if asked else ''} Rates and schedules are the baseline's or the change's defaults, "
-        "not tuned for the change; and what holds at these sizes may not hold at others."
+        f"{sum(len(regime.runs) for regime in regimes):,} runs. Rates and schedules are the baseline's or the change's "
+        "defaults, not tuned for the change; and what holds at these sizes may not hold at others."
     )
     yield ""
     dates = sorted({line["date"] for line in results})
@@ -155,7 +151,7 @@ def _summary(regimes: list[Regime]) -> Iterator[str]:
     yield f"| change | settings | source | {' | '.join(rows)} |"
     yield "|---" * (3 + len(rows)) + "|"
     for name, row in changes.items():
-        words = (found[name].word if name in found else "" for found in rows.values())
+        words = (found[name].verdict if name in found else "" for found in rows.values())
         yield f"| {name} | {' '.join(f'`{one}`' for one in row.settings)} | {row.source} | {' | '.join(words)} |"
 
 
@@ -189,10 +185,11 @@ def _tables(regimes: list[Regime]) -> Iterator[str]:
 
 
 def _line(row: Row) -> str:
-    found = row.verdict
-    difference = f"{found.value:+.4f}" if row.differences else ""
-    interval = f"{found.low:+.4f} to {found.high:+.4f}" if math.isfinite(found.low) else ""
+    difference = interval = n = ""
+    if found := row.comparison:
+        difference, n = f"{found.value:+.4f}{' †' if found.apart else ''}", str(found.n)
+        interval = f"{found.low:+.4f} to {found.high:+.4f}" if math.isfinite(found.low) else ""
     time = "" if row.step_time is None else f"{row.step_time.ratio:.2f} × ({row.step_time.interval})"
     parameters = "" if row.parameters is None else f"{row.parameters:,}"
-    cells = (row.change, row.word, difference, interval, str(len(row.differences)), parameters, time)
+    cells = (row.change, row.verdict, difference, interval, n, parameters, time)
     return f"| {' | '.join(cells)} |"
