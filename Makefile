@@ -37,9 +37,9 @@ help:
 demo: .venv/.installed
 	$(BIN)/gptworks train demo --resume
 	@echo; echo "Completions:"
-	$(BIN)/gptworks generate runs/demo "def read_lines(path" --max-tokens 120 --temperature 0.6 --seed 1
+	$(BIN)/gptworks generate runs/demo "def read_lines(path" --max-tokens 120 --temperature 0.3 --frequency-penalty 0.5 --seed 1
 	@echo
-	$(BIN)/gptworks generate runs/demo "class Queue(" --max-tokens 120 --temperature 0.6 --seed 2
+	$(BIN)/gptworks generate runs/demo "class Queue(" --max-tokens 120 --temperature 0.3 --frequency-penalty 0.5 --seed 2
 	@echo; echo "Held-out text, and what compressors make of it:"
 	$(BIN)/gptworks evaluate runs/demo --compressors
 	@echo; echo "Go on with: $(BIN)/gptworks chat runs/demo"

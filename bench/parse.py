@@ -3,7 +3,8 @@
     python bench/parse.py runs/demo
 
 The model continues the beginnings of 50 functions, `def NAME(ARGUMENT` after two imports, one sample each with its own
-seed, by at most 160 tokens. A function ends before the first line that is not indented. One that has not ended by then
+seed, by at most 160 tokens, as `make demo` samples: at a low temperature, and with a frequency penalty, without which
+a model of this size goes round in circles. A function ends before the first line that is not indented. One that has not ended by then
 is cut after its last whole line: an open bracket or string counts against it. Each is then read by `ast.parse` of the
 Python that runs this script.
 """
@@ -56,24 +57,25 @@ def main() -> None:
     """Print the share, and with --show the functions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--temperature", type=float, default=0.3)
+    parser.add_argument("--frequency-penalty", type=float, default=0.5)
+    parser.add_argument("--first-seed", type=int, default=1, help="of the first function; each next has the next")
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--show", action="store_true", help="print the functions, too")
     arguments = parser.parse_args()
     engine = load(arguments.run)
     beginnings, n_parsed = FUNCTIONS.split(), 0
-    for seed, beginning in enumerate(beginnings, 1):
+    sampling = {"temperature": arguments.temperature, "frequency_penalty": arguments.frequency_penalty}
+    for seed, beginning in enumerate(beginnings, arguments.first_seed):
         (made,) = engine.complete(
-            f"{BEFORE}def {beginning}",
-            max_tokens=arguments.max_tokens,
-            temperature=arguments.temperature,
-            seed=seed,
+            f"{BEFORE}def {beginning}", max_tokens=arguments.max_tokens, seed=seed, **sampling
         )
         source = first_function(f"def {beginning}{made.text}", finished=made.finish_reason == "stop")
         n_parsed += parses(source)
         if arguments.show:
             print(f"# {'parses' if parses(source) else 'a syntax error'}\n{source.rstrip()}\n")
-    print(f"{n_parsed} of {len(beginnings)} functions parse, sampled at temperature {arguments.temperature:g}")
+    settings = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in sampling.items())
+    print(f"{n_parsed} of {len(beginnings)} functions parse, sampled at {settings}")
 
 
 if __name__ == "__main__":
