@@ -1,4 +1,4 @@
-"""Many changes beside one baseline, each trained once in several blocks: what a seed does to all runs is not a change's.
+"""Many changes beside one baseline, each trained once a block: what a seed does to all runs is no change's doing.
 
 A loss is its change's, plus its block's, plus noise: the additive model of randomized complete blocks, fitted by least
 squares, so that a run may be missing. The noise of all runs together tells how far chance reaches, which the two or

@@ -43,7 +43,7 @@ class Row:
             return "open"
         if found.high < 0 or found.low > 0:
             return "better" if found.high < 0 else "worse"
-        return "same" if -WORTH < found.low and found.high < WORTH else "open"
+        return "same" if found.low > -WORTH and found.high < WORTH else "open"
 
 
 @dataclass(frozen=True)

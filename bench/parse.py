@@ -3,10 +3,10 @@
     python bench/parse.py runs/demo
 
 The model continues the beginnings of 50 functions, `def NAME(ARGUMENT` after two imports, one sample each with its own
-seed, by at most 160 tokens, as `make demo` samples: at a low temperature, and with a frequency penalty, without which
-a model of this size goes round in circles. A function ends before the first line that is not indented. One that has not ended by then
-is cut after its last whole line: an open bracket or string counts against it. Each is then read by `ast.parse` of the
-Python that runs this script.
+seed, by at most 160 tokens, as `make demo` samples: at a low temperature, and with a frequency penalty, without which a
+model of this size goes round in circles. A function ends before the first line that is not indented. One that has not
+ended by then is cut after its last whole line: an open bracket or string counts against it. Each is then read by
+`ast.parse` of the Python that runs this script.
 """
 
 import argparse
@@ -67,9 +67,7 @@ def main() -> None:
     beginnings, n_parsed = FUNCTIONS.split(), 0
     sampling = {"temperature": arguments.temperature, "frequency_penalty": arguments.frequency_penalty}
     for seed, beginning in enumerate(beginnings, arguments.first_seed):
-        (made,) = engine.complete(
-            f"{BEFORE}def {beginning}", max_tokens=arguments.max_tokens, seed=seed, **sampling
-        )
+        (made,) = engine.complete(f"{BEFORE}def {beginning}", max_tokens=arguments.max_tokens, seed=seed, **sampling)
         source = first_function(f"def {beginning}{made.text}", finished=made.finish_reason == "stop")
         n_parsed += parses(source)
         if arguments.show:
