@@ -57,7 +57,7 @@ from gptworks.train.progress import Progress
 
 PRESET, PROMPT_CHARACTERS, NEW_TOKENS = "gpt2", 220, 64
 CONCURRENCY = (1, 8, 32, 128)
-REQUESTS_A_CLIENT = {1: 2, 8: 2, 32: 2, 128: 1}
+REQUESTS_A_CLIENT = {1: 3, 8: 6, 32: 3, 128: 2}
 KINDS: tuple[Weights, ...] = ("bf16", "int8")
 PATIENCE_SECONDS = 600
 IDLE_SECONDS = 4
