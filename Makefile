@@ -158,7 +158,7 @@ league: .venv/.installed
 	$(BIN)/python bench/league.py $(LEAGUE)
 
 # Without a network: BAND_SETTINGS="data.sources.0.path=tinyshakespeare.txt" BANDS=shakespeare-char
-BANDS ?= demo shakespeare-char
+BANDS ?= demo shakespeare-char shakespeare-experts
 bands: .venv/.installed
 	mkdir -p src/gptworks/runs/bands
 	set -e; for recipe in $(BANDS); do \
