@@ -54,11 +54,13 @@ def compare(runs: Runs, baseline: str) -> dict[str, Comparison]:
     if not pairs:
         return {}
     runs = [(change, block, loss) for change, block, loss in runs if change == baseline or change in pairs]
-    apart: set[str] = set()
-    while scattered := _most_scattered([run for run in runs if run[0] not in apart], baseline):
-        apart.add(scattered)
-    found = _fitted([run for run in runs if run[0] not in apart], baseline, pairs)
-    return found | {change: _alone(pairs[change]) for change in apart}
+    apart: dict[str, Comparison] = {}
+    fit, losses = _fit(runs, baseline), np.array([loss for _, _, loss in runs])
+    while scattered := _most_scattered(fit, losses):
+        apart[scattered] = _alone(pairs[scattered])
+        runs = [run for run in runs if run[0] != scattered]
+        fit, losses = _fit(runs, baseline), np.array([loss for _, _, loss in runs])
+    return _fitted(fit, losses, pairs) | apart
 
 
 def _pairs(runs: Runs, baseline: str) -> dict[str, list[float]]:
@@ -125,24 +127,22 @@ def _drawn(n: int) -> NDArray[np.float64]:
     return np.random.Generator(np.random.PCG64(0)).standard_normal((_DRAWN, n))
 
 
-def _most_scattered(runs: Runs, baseline: str) -> str | None:
+def _most_scattered(fit: _Fit, losses: NDArray[np.float64]) -> str | None:
     """The change whose noise is larger than that of the others, if any is."""
-    fit, losses = _fit(runs, baseline), np.array([loss for _, _, loss in runs])
     if fit.freedom == 0 or fit.noise(losses) < 1e-9:  # rounding, which has no size to compare
         return None
     scatter = fit.scatter(losses)
-    drawn = fit.scatter(_drawn(len(runs))).max(-1)
+    drawn = fit.scatter(_drawn(len(losses))).max(-1)
     return fit.names[scatter.argmax()] if scatter.max() > np.quantile(drawn, 1 - APART) else None
 
 
-def _fitted(runs: Runs, baseline: str, pairs: Mapping[str, Sequence[float]]) -> dict[str, Comparison]:
-    fit, losses = _fit(runs, baseline), np.array([loss for _, _, loss in runs])
+def _fitted(fit: _Fit, losses: NDArray[np.float64], pairs: Mapping[str, Sequence[float]]) -> dict[str, Comparison]:
     values = fit.effects @ losses
     lengths = np.sqrt((fit.effects**2).sum(1))  # a difference's standard error, where the noise is 1
     enough = [i for i, name in enumerate(fit.names) if i and len(pairs[name]) >= FEWEST_RUNS]
     margins = np.full(len(fit.names), math.inf)
     if enough and fit.freedom > 0:
-        drawn = _drawn(len(runs))
+        drawn = _drawn(len(losses))
         t = np.abs(drawn @ fit.effects[enough].T) / lengths[enough] / fit.noise(drawn)[:, None]
         margins[enough] = np.quantile(t.max(1), 1 - ERROR) * fit.noise(losses) * lengths[enough]
     return {
