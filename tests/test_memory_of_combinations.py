@@ -34,6 +34,8 @@ ADAPTED: dict[str, tuple[LoRAConfig | None, FreezeConfig | None, bool]] = {
     "frozen beginning": (None, FreezeConfig(first_blocks=1, embeddings=True), False),
     "frozen blocks": (None, FreezeConfig(first_blocks=3, embeddings=True), False),
     "frozen MLPs": (None, FreezeConfig(patterns=("*.mlp.*",)), False),
+    "frozen middle": (None, FreezeConfig(patterns=("blocks.1.*",)), False),
+    "frozen matrices": (None, FreezeConfig(patterns=("blocks.*.mlp.*", "blocks.*.attention.*")), False),
 }
 
 
