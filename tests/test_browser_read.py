@@ -161,7 +161,7 @@ def test_the_training_data_and_the_checkpoints(page: Any, studio: Studio) -> Non
     assert panels.locator("mark").first.text_content() == found["places"][0]["found"]
     page.get_by_role("button", name="Read the text at each checkpoint").click()
     slider = page.get_by_label("Checkpoint", exact=True)
-    page.get_by_text("its probability").wait_for()
+    page.locator(".steps").get_by_text("its probability").wait_for()  # said once all checkpoints are read
     loss = asked(studio, "text", text=TEXT, checkpoint=first_step(studio))["loss"]
     slider.press("Home")
     status = page.locator(".steps p[role=status]")
