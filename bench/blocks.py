@@ -55,12 +55,12 @@ def compare(runs: Runs, baseline: str) -> dict[str, Comparison]:
         return {}
     runs = [(change, block, loss) for change, block, loss in runs if change == baseline or change in pairs]
     apart: dict[str, Comparison] = {}
-    fit, losses = _fit(runs, baseline), np.array([loss for _, _, loss in runs])
-    while scattered := _most_scattered(fit, losses):
+    while True:
+        fit, losses = _fit(runs, baseline), np.array([loss for _, _, loss in runs])
+        if (scattered := _most_scattered(fit, losses)) is None:
+            return _fitted(fit, losses, pairs) | apart
         apart[scattered] = _alone(pairs[scattered])
         runs = [run for run in runs if run[0] != scattered]
-        fit, losses = _fit(runs, baseline), np.array([loss for _, _, loss in runs])
-    return _fitted(fit, losses, pairs) | apart
 
 
 def _pairs(runs: Runs, baseline: str) -> dict[str, list[float]]:
