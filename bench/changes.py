@@ -92,6 +92,7 @@ CHANGES = (
     _change("no-zero-init", "model.zero_init_projections=false", "Radford et al., 2019, without their scale"),
     _change("gpt2-init", "model.init=gpt2", "GPT-2, 2019"),
     _change("xavier-init", "model.init=xavier", "Glorot & Bengio, 2010"),
+    _change("induction-init", "model.init=induction", "Olsson et al., 2022, as weights to begin with"),
     _change("init-std-0-006", "model.init_std=0.006", "DeepSeek-V2, 2024"),
     # optimizer
     _change("adamw", "train.optimizer=adamw", "Loshchilov & Hutter, 2019"),

@@ -200,15 +200,17 @@ class ModelConfig(Section):
     dropout_attention: Fixed[Fraction] = 0.0
     dropout_residual: Fixed[Fraction] = 0.0
 
-    init: Fixed[Literal["normal", "gpt2", "xavier"]] = Field(
+    init: Fixed[Literal["normal", "gpt2", "xavier", "induction"]] = Field(
         "normal",
         description="normal: N(0, init_std). gpt2: the same, residual projections scaled by 1/sqrt(2L). "
-        "xavier: uniform (Glorot & Bengio, 2010), each matrix by its own fan.",
+        "xavier: uniform (Glorot & Bengio, 2010), each matrix by its own fan. induction: normal, but for a head in "
+        "each of the first two layers, which copy what followed the same token before (Olsson et al., 2022).",
     )
     init_std: Fixed[float] = Field(0.02, gt=0)
     zero_init_projections: Fixed[bool] = Field(
-        default_factory=derived("init", lambda init: init == "normal"),
-        description="Residual projections start at zero: blocks begin as identity. Default: true with init=normal.",
+        default_factory=derived("init", lambda init: init in ("normal", "induction")),
+        description="Residual projections start at zero: blocks begin as identity. Default: true with init=normal, and "
+        "with init=induction but for its two heads.",
     )
 
     @property
@@ -343,6 +345,7 @@ class ModelConfig(Section):
             )
         self._check_scaling()
         self._check_laboratory()
+        self._check_induction()
         if self.n_future_tokens > self.context_length:
             raise ValueError(
                 f"n_future_tokens={self.n_future_tokens} is more than context_length={self.context_length}: a row has "
@@ -417,6 +420,27 @@ class ModelConfig(Section):
             raise ValueError(
                 f"gate_channels={self.gate_channels} is more than d_model={self.d_model}: gates read the first of these"
             )
+
+    def _check_induction(self) -> None:
+        if self.init != "induction":
+            return
+        obstacles = {
+            f"n_layers={self.n_layers}": self.n_layers < 2,
+            "first two layers that are not both rotated": not (self.layer_rotates(0) and self.layer_rotates(1)),
+            f"{self.d_rotary} rotated elements a head": self.d_rotary < 4,
+            "rope_scaling": self.rope_scaling is not None,
+            "window_rope_theta": self.window_rope_theta is not None,
+            f"norm_placement={self.norm_placement}": self.norm_placement != "before",
+            "qk_norm=whole": self.qk_norm == "whole",
+            "layer_repeats": self.repeats_layers,
+            f"d_model={self.d_model}": self.d_model < 4,
+        }
+        for what, stands in obstacles.items():
+            if stands:
+                raise ValueError(
+                    f"init=induction with {what}: it lays two heads into the first two layers, of at least 4 rotated "
+                    f"elements each, behind norms of the block's input; choose another init"
+                )
 
     def _check_scaling(self) -> None:
         if "rope" not in self.rope_pattern:

@@ -26,6 +26,7 @@ from gptworks.model.attention import Attention, Rotary, texts_bias
 from gptworks.model.cache import SlotLayer, SlotRows
 from gptworks.model.embeddings import build_bigrams, build_smear, previous_tokens
 from gptworks.model.future import build_future_heads
+from gptworks.model.induction import begin_with_induction
 from gptworks.model.layers import (
     MLP,
     Dropout,
@@ -338,6 +339,9 @@ def initialize(model: GPT) -> None:
             nn.init.zeros_(projection.weight)
         elif config.init == "gpt2":  # Radford et al., 2019, section 2.3
             nn.init.normal_(projection.weight, std=config.init_std / math.sqrt(2 * len(config.layer_uses)))
+    if config.init == "induction":
+        first, second = [module for module in model.modules() if isinstance(module, Attention)][:2]
+        begin_with_induction(config, model.token_embedding.weight, model.head_weight, first, second)
 
 
 def residual_projections(model: GPT) -> list[nn.Linear]:

@@ -1,0 +1,96 @@
+"""`init: induction`: weights to begin with that copy already.
+
+A model goes on as its context did before, A B … A → B, by two heads one layer apart (Elhage et al., 2021; Olsson et
+al., 2022: induction heads). In the first layer, a head brings to each token the one before it. In the second, a head
+finds the token that stood behind the present one, and brings it to the output. Training finds the two late. So the
+first heads of these layers begin as the two, as mimetic initialization begins with what trained weights look like
+(Trockman & Kolter, 2023). All else begins as with `init: normal`, and all is trained.
+
+Of the C channels of the residual stream, the first is the same for every token; the next m tell tokens apart; the last
+m are for what the first head brings.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from gptworks.config import ModelConfig
+from gptworks.model.attention import Attention, frequencies
+
+STD = 0.1
+"""Of the embeddings, where they enter the first block."""
+
+CONSTANT = 0.5
+"""What all embeddings share, as a fraction of the length of what they do not."""
+
+LENGTHS = (1.6, 1.3)
+"""Of the first head's queries and of the second's, over √D. Keys have 1."""
+
+COPY_LOGIT = 4.0
+"""About the logit of a token to which the second head attends alone."""
+
+TIED_FACTOR = 3.0
+"""How much more the second head writes where the head is tied, so that a copy exceeds the present token's own logit."""
+
+
+def begin_with_induction(
+    config: ModelConfig, embedding: Tensor, head: Tensor, first: Attention, second: Attention
+) -> None:
+    """Write the two heads over weights that are as `init: normal` has them.
+
+    Args:
+        embedding: [V, C]. head: [V, C]; the embedding itself where they are tied.
+        first, second: attention of the first two layers.
+    """
+    compared = slow_elements(config)
+    width, m = config.d_model, len(compared)
+    tokens, before = torch.arange(1, 1 + m), torch.arange(width - m, width)
+    std = STD / config.embedding_scale
+    embedding.normal_(std=std)
+    embedding[:, before] = 0
+    embedding[:, 0] = std * CONSTANT * math.sqrt(width)
+
+    # the first head: queries and keys that are the same for all tokens and match best one token apart
+    angle, _ = frequencies(config, config.context_length, torch.device("cpu"))
+    fast = torch.arange(min(len(angle), max(2, len(angle) // 5)))
+    angle = angle[fast].to(embedding)
+    constant = CONSTANT * math.sqrt(width / (1 + CONSTANT**2))  # what the norm makes of the first channel
+    key = math.sqrt(config.d_head / len(fast)) / constant
+    first.query.weight[fast, 0] = LENGTHS[0] * key * angle.cos()
+    first.query.weight[config.d_rotary // 2 + fast, 0] = -LENGTHS[0] * key * angle.sin()
+    first.key.weight[fast, 0] = key
+    rows = torch.arange(m)
+    _move(first.value.weight, rows, tokens, 1.0)
+    _move(first.out.weight, before, rows, STD / config.residual_scale)
+
+    # the second head: queries are the present token, keys the token before; what it finds is copied
+    key = math.sqrt(config.d_head / m)
+    _move(second.query.weight, compared, tokens, LENGTHS[1] * key)
+    _move(second.key.weight, compared, before, key)
+    copied = torch.arange(1, 1 + min(config.d_head, width - 1 - m))
+    rows = torch.arange(len(copied))
+    tied = head is embedding
+    written = copied if tied else copied.flip(0)  # elsewhere than the present token's, which would copy itself
+    _move(second.value.weight, rows, copied, 1.0)
+    _move(second.out.weight, written, rows, (TIED_FACTOR if tied else 1.0) * STD / config.residual_scale)
+    if not tied:
+        head.zero_()
+        head[:, written] = embedding[:, copied] * (COPY_LOGIT / (len(copied) * std))
+    if config.qk_norm:
+        for attention, length in zip((first, second), LENGTHS, strict=True):
+            attention.query_norm.get_parameter("weight").fill_(length)
+
+
+def slow_elements(config: ModelConfig) -> Tensor:
+    """The elements of a head that turn least with distance, by which the second head compares: at most (C - 2) / 2."""
+    n_pairs = config.d_rotary // 2
+    slow = torch.arange(n_pairs // 2, n_pairs)
+    unturned = torch.arange(config.d_rotary, config.d_head)
+    return torch.cat((slow, n_pairs + slow, unturned))[: (config.d_model - 2) // 2]
+
+
+def _move(weight: Tensor, rows: Tensor, columns: Tensor, factor: float) -> None:
+    """Let each of the rows be one column's input, times a factor."""
+    weight[rows] = 0
+    weight[rows, columns] = factor
