@@ -292,6 +292,7 @@ class Search:
             ("n_layers", n_layers, ""),
             ("d_model", width, ""),
             ("n_heads", width // d_head, f"of {d_head}"),
+            ("init", "induction", "begins with two heads that copy, and learns faster"),
         ]
 
     def _data(self) -> list[Row]:
