@@ -2,8 +2,8 @@
 
 A model goes on as its context did before, A B … A → B, by two heads one layer apart (Elhage et al., 2021; Olsson et
 al., 2022: induction heads). In the first layer, a head brings to each token the one before it. In the second, a head
-finds the token that stood behind the present one, and brings it to the output. Training finds the two late. So the
-first heads of these layers begin as the two, as mimetic initialization begins with what trained weights look like
+finds where the present token stood before, and brings what followed it to the output. Training finds the two late. So
+the first heads of these layers begin as the two, as mimetic initialization begins with what trained weights look like
 (Trockman & Kolter, 2023). All else begins as with `init: normal`, and all is trained.
 
 Of the C channels of the residual stream, the first is the same for every token; the next m tell tokens apart; the last
