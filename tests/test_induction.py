@@ -1,5 +1,6 @@
 """`init: induction`: a model copies what followed before, and was trained for nothing."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.recipe import parse_model
+from tiny import gptworks, trained
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512, "context_length": 256, "n_layers": 3, "d_model": 128, "n_heads": 2, "tie_embeddings": False,
@@ -23,6 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "no QK-norm": {"qk_norm": False},
     "LayerNorm and biases": {"norm": "layernorm", "norm_bias": True, "attention_bias": True},
     "a quarter rotated": {"rope_fraction": 0.25},
+    "scaled positions": {"rope_scaling": {"type": "yarn", "factor": 2.0}},
     "parallel blocks": {"parallel_residual": True},
     "scales": {"embedding_scale": 11.3, "residual_scale": 0.5},
     "windows": {"window": 128, "window_pattern": ["window", "full"]},
@@ -67,6 +70,13 @@ def test_the_seed_decides_the_weights() -> None:
     assert not torch.equal(first["token_embedding.weight"], other["token_embedding.weight"])
 
 
+def test_a_trained_model_can_be_read_with_a_longer_context(tmp_path: Path) -> None:
+    """How a model began says nothing of what it may become."""
+    run = trained(tmp_path, steps=20, init="induction", position="rope")
+    longer = ["model.context_length=128", "model.rope_scaling.type=yarn", "model.rope_scaling.factor=2"]
+    assert "nats per token" in gptworks("evaluate", run, *longer).stdout
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -74,7 +84,6 @@ def test_the_seed_decides_the_weights() -> None:
         ({"position": "learned"}, "not both rotated"),
         ({"rope_pattern": ["rope", "none"]}, "not both rotated"),
         ({"rope_fraction": 0.03125}, "2 rotated elements"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
         ({"window": 64, "window_rope_theta": 1000.0}, "window_rope_theta"),
         ({"norm_placement": "after"}, "norm_placement=after"),
         ({"norm_placement": "both"}, "norm_placement=both"),

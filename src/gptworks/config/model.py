@@ -428,7 +428,6 @@ class ModelConfig(Section):
             f"n_layers={self.n_layers}": self.n_layers < 2,
             "first two layers that are not both rotated": not (self.layer_rotates(0) and self.layer_rotates(1)),
             f"{self.d_rotary} rotated elements a head": self.d_rotary < 4,
-            "rope_scaling": self.rope_scaling is not None,
             "window_rope_theta": self.window_rope_theta is not None,
             f"norm_placement={self.norm_placement}": self.norm_placement != "before",
             "qk_norm=whole": self.qk_norm == "whole",
