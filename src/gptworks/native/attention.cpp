@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "amx.h"
 #include "lanes.h"
 #include "threads.h"
 
@@ -63,6 +64,35 @@ struct Narrow {
 };
 #endif
 
+#ifdef AMX
+// A product (see below) of rows that fill tiles, over as many units as fill tiles.
+void product_on_tiles(int64_t rows, int64_t columns, int64_t k, const uint32_t *a, int64_t stride, const uint32_t *b,
+                      int64_t panel, float *c, int64_t c_stride, bool add) {
+    constexpr int64_t SIDE = amx::SIDE, LINE = PANEL * sizeof(uint32_t);
+    for (int64_t n = 0; n < columns; b += panel)
+        for (int64_t end = std::min(n + PANEL, columns), at = 0, step; n < end; n += step, at += step) {
+            step = std::min(2 * SIDE, end - n);
+            const char *const right[] = {(const char *)(b + at), (const char *)(b + at + SIDE)};
+            for (int64_t m = 0, height; m < rows; m += height) {
+                height = std::min(2 * SIDE, rows - m);
+                const auto run = [&](auto tall, auto wide) EACH {
+                    char *sums[tall * wide];
+                    for (int i = 0; i < tall * wide; i++)
+                        sums[i] = (char *)(c + (m + i / wide * SIDE) * c_stride + n + i % wide * SIDE);
+                    amx::product<false, tall, wide>((const char *)(a + m * stride), 4 * stride, right, LINE, SIDE * LINE, k / SIDE,
+                                                    sums, 4 * c_stride, add, nullptr);
+                };
+                typedef std::integral_constant<int, 1> One;
+                typedef std::integral_constant<int, 2> Two;
+                if (height > SIDE)
+                    step > SIDE ? run(Two{}, Two{}) : run(Two{}, One{});
+                else
+                    step > SIDE ? run(One{}, Two{}) : run(One{}, One{});
+            }
+        }
+}
+#endif
+
 template <class P, int N>
 INLINE void tile(const typename P::Unit *a, int64_t stride, const typename P::Unit *b, int64_t k, float *c,
                  int64_t c_stride, bool add) {
@@ -89,6 +119,15 @@ INLINE void tile(const typename P::Unit *a, int64_t stride, const typename P::Un
 template <class P>
 void product(int64_t rows, int64_t columns, int64_t k, const typename P::Unit *a, int64_t stride,
              const typename P::Unit *b, int64_t panel, float *c, int64_t c_stride, bool add) {
+#ifdef AMX
+    if constexpr (P::EACH_UNIT == 2)
+        if (amx::granted && rows % amx::SIDE == 0 && k >= amx::SIDE) {
+            product_on_tiles(rows, columns, k, a, stride, b, panel, c, c_stride, add);
+            const int64_t done = k / amx::SIDE * amx::SIDE;
+            if (done == k) return;
+            a += done, b += done * PANEL, k -= done, add = true;
+        }
+#endif
     for (int64_t n = 0; n < columns; b += panel)
         for (int64_t end = std::min(n + PANEL, columns), at = 0, step; n < end; n += step, at += step) {
             const int64_t count = std::min<int64_t>(AT_ONCE, (end - n) / LANES);
@@ -108,36 +147,6 @@ void product(int64_t rows, int64_t columns, int64_t k, const typename P::Unit *a
 }
 
 // ------------------------------------------------------------------------------------------------------- layouts
-
-// 16 × 16 units, turned.
-template <class Unit> INLINE void turn(const Unit *from, int64_t from_stride, Unit *to, int64_t to_stride) {
-#ifdef __AVX512F__
-    __m512i x[16], y[16];
-    repeat<16>([&](auto i) EACH { x[i] = _mm512_loadu_si512(from + i * from_stride); });
-    repeat<8>([&](auto i) EACH {
-        y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
-        y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
-    });
-    repeat<4>([&](auto i) EACH {
-        repeat<2>([&](auto j) EACH {
-            x[4 * i + 2 * j] = _mm512_unpacklo_epi64(y[4 * i + j], y[4 * i + j + 2]);
-            x[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(y[4 * i + j], y[4 * i + j + 2]);
-        });
-    });
-    repeat<4>([&](auto j) EACH {
-        const __m512i low = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88), high = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd);
-        const __m512i low2 = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);
-        const __m512i high2 = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
-        _mm512_storeu_si512(to + j * to_stride, _mm512_shuffle_i32x4(low, low2, 0x88));
-        _mm512_storeu_si512(to + (4 + j) * to_stride, _mm512_shuffle_i32x4(high, high2, 0x88));
-        _mm512_storeu_si512(to + (8 + j) * to_stride, _mm512_shuffle_i32x4(low, low2, 0xdd));
-        _mm512_storeu_si512(to + (12 + j) * to_stride, _mm512_shuffle_i32x4(high, high2, 0xdd));
-    });
-#else
-    for (int64_t i = 0; i < 16; i++)
-        for (int64_t j = 0; j < 16; j++) to[j * to_stride + i] = from[i * from_stride + j];
-#endif
-}
 
 // A matrix [rows, width] of one head as the products want it, padded with zeros.
 template <class P, class T> struct Source {
@@ -597,6 +606,9 @@ template <class P, class T> struct Backward {
 template <template <class, class> class Pass> void run(const Attention &a, int n_threads) {
     std::atomic<int64_t> next{0};
     parallel((int)std::min<int64_t>(n_threads, a.batch * a.groups), [&](const Team &) {
+#ifdef AMX
+        const amx::Registers registers;
+#endif
         for (int64_t i; (i = next++) < a.batch * a.groups;) {
             const int64_t batch = i / a.groups, group = i % a.groups;
             const bool plain = !a.bias.data && !a.softcap && !a.dropout;

@@ -4,8 +4,8 @@ Decoding, checking drafts and prefill are the same call, over all rows of all te
 row gets depends neither on the rows beside it nor on how its text was cut into chunks, bit for bit.
 
 Activations are float32, and are rounded where the processor multiplies narrower numbers: to bf16 for weights in bf16
-(AVX512_BF16), as torch does, and so are queries and attention weights for a cache in bf16; for weights of 8 and 4 bits
-to 16 bits with one scale a row, which is finer (AVX512_VNNI).
+(AVX512_BF16, AMX), as torch does, and so are queries and attention weights for a cache in bf16; for weights of 8 and 4 bits
+to 16 bits with one scale a row, which is finer (AVX512_VNNI; AMX for int8).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from gptworks.model.lora import has_adapter
 from gptworks.native.library import Unavailable, library
 from gptworks.units import counted
 
-STEP_TOKENS = 128
+STEP_TOKENS, STEP_TOKENS_WITH_AMX = 128, 512
 """Tokens of one chunk in a step: enough that reading the weights again for the next ones costs little."""
 
 # ------------------------------------------------------------------------- the structures of step.cpp, in its order
@@ -131,6 +131,7 @@ class NativeBackend(Backend):
             raise Unavailable(reason)
         kernels = library()
         self._step = kernels.functions.gptworks_step
+        self._step_tokens = STEP_TOKENS_WITH_AMX if kernels.has_amx else STEP_TOKENS
         n_threads = counted(torch.get_num_threads(), "thread")
         self.description = f"native ({kernels.instructions}, {kernels.origin}, {n_threads})"
         kind = model.token_embedding.weight.dtype
@@ -146,12 +147,13 @@ class NativeBackend(Backend):
 
     def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
         longest = max(len(chunk.tokens) for chunk in chunks)
-        if longest <= STEP_TOKENS:
+        at_once = self._step_tokens
+        if longest <= at_once:
             return self._compute(chunks)
         logits: list[list[Tensor]] = [[] for _ in chunks]
-        for first in range(0, longest, STEP_TOKENS):
+        for first in range(0, longest, at_once):
             here = [(i, chunk) for i, chunk in enumerate(chunks) if len(chunk.tokens) > first]
-            parts = [_part(chunk, first) for _, chunk in here]
+            parts = [_part(chunk, first, at_once) for _, chunk in here]
             for (i, _), part in zip(here, self._compute(parts), strict=True):
                 logits[i].append(part)
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in logits]
@@ -336,9 +338,9 @@ def large_block(n_bytes: int) -> mmap.mmap | None:
     return block
 
 
-def _part(chunk: Chunk, first: int) -> Chunk:
-    """The chunk's tokens from `first` on that one step computes, wanting those of its logits."""
-    tokens = chunk.tokens[first : first + STEP_TOKENS]
+def _part(chunk: Chunk, first: int, n: int) -> Chunk:
+    """`n` of the chunk's tokens, from `first` on, for one step, wanting those of its logits."""
+    tokens = chunk.tokens[first : first + n]
     after = len(chunk.tokens) - first - len(tokens)
     n_logits = min(len(tokens), max(0, chunk.n_logits - after))
     return Chunk(chunk.slot, chunk.start + first, tokens, n_logits, chunk.room)

@@ -101,10 +101,11 @@ def _say_once(message: str) -> None:
 def seconds_of_both(kind: torch.dtype) -> tuple[float, float]:
     """The seconds that the kernels and torch take for the request with weights of a kind, as measured on this machine.
 
-    Measured once for a build of the kernels, a release of torch, a number of threads and a kind, in about a second; the
+    Measured once for a build of the kernels, what they use, a release of torch, a number of threads and a kind, in about a second; the
     figures are kept beside the library.
     """
-    key = f"{library().sha256[:16]} torch {torch.__version__} threads {torch.get_num_threads()} {kind}"
+    kernels = library()
+    key = f"{kernels.sha256[:16]} {kernels.instructions} torch {torch.__version__} threads {torch.get_num_threads()} {kind}"
     folder = cache_folder()
     file = None if folder is None else folder / "choice.json"
     known: dict[str, list[float]] = {}

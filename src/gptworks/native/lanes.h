@@ -239,6 +239,36 @@ inline Lanes load(const Half *p) {
 #endif
 }
 
+// 16 × 16 units of four bytes, turned.
+template <class Unit> INLINE void turn(const Unit *from, int64_t from_stride, Unit *to, int64_t to_stride) {
+#ifdef __AVX512F__
+    __m512i x[16], y[16];
+    repeat<16>([&](auto i) EACH { x[i] = _mm512_loadu_si512(from + i * from_stride); });
+    repeat<8>([&](auto i) EACH {
+        y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+        y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+    });
+    repeat<4>([&](auto i) EACH {
+        repeat<2>([&](auto j) EACH {
+            x[4 * i + 2 * j] = _mm512_unpacklo_epi64(y[4 * i + j], y[4 * i + j + 2]);
+            x[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(y[4 * i + j], y[4 * i + j + 2]);
+        });
+    });
+    repeat<4>([&](auto j) EACH {
+        const __m512i low = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88), high = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd);
+        const __m512i low2 = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);
+        const __m512i high2 = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
+        _mm512_storeu_si512(to + j * to_stride, _mm512_shuffle_i32x4(low, low2, 0x88));
+        _mm512_storeu_si512(to + (4 + j) * to_stride, _mm512_shuffle_i32x4(high, high2, 0x88));
+        _mm512_storeu_si512(to + (8 + j) * to_stride, _mm512_shuffle_i32x4(low, low2, 0xdd));
+        _mm512_storeu_si512(to + (12 + j) * to_stride, _mm512_shuffle_i32x4(high, high2, 0xdd));
+    });
+#else
+    for (int64_t i = 0; i < 16; i++)
+        for (int64_t j = 0; j < 16; j++) to[j * to_stride + i] = from[i * from_stride + j];
+#endif
+}
+
 // The sums of four vectors' lanes.
 INLINE Quad sums(const Lanes (&v)[4]) {
     const Lanes a = v[0], b = v[1], c = v[2], d = v[3];

@@ -46,6 +46,12 @@ With OpenMP the kernels share torch's threads; without it they have threads of t
 MARCH = "GPTWORKS_NATIVE_MARCH"
 """Environment variable: build for this processor, such as haswell, instead of for the one that is here."""
 
+AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
+"""The features of a processor with which it is taken, if the system grants it."""
+
+_WITH_AMX = {None, "", "native", "sapphirerapids", "emeraldrapids", "graniterapids", "graniterapids-d"}
+"""Values of GPTWORKS_NATIVE_MARCH: another one stands for a processor without."""
+
 _OLDER_NAMES = {"znver4": ("cooperlake",), "sapphirerapids": ("cooperlake",)}
 """For compilers that do not know a processor yet: one with the instructions that the kernels use."""
 
@@ -67,6 +73,8 @@ class Library:
     """Of the file."""
     origin: str
     """`compiled here` or `from the package`."""
+    has_amx: bool
+    """Whether it multiplies weights in bf16 and int8 with AMX."""
 
     @property
     def has_wide_vectors(self) -> bool:
@@ -89,8 +97,9 @@ class Library:
         built = self._built_with
         if not self.has_wide_vectors:
             return "NEON" if platform.machine() in ("aarch64", "arm64") else "16-byte vectors"
-        more = ["VNNI"] * self.has_integer_products + ["BF16"] * self.has_bf16_products
-        return ("AVX-512" if built & 2 else "AVX2") + (f" with {' and '.join(more)}" if more else "")
+        more = ["VNNI"] * self.has_integer_products + ["BF16"] * self.has_bf16_products + ["AMX"] * self.has_amx
+        names = " and ".join(filter(None, (", ".join(more[:-1]), *more[-1:])))
+        return ("AVX-512" if built & 2 else "AVX2") + (f" with {names}" if names else "")
 
     @functools.cached_property
     def _built_with(self) -> int:
@@ -189,10 +198,15 @@ def _load(key: str, make: Callable[[], bytes], origin: str) -> Library:
             _declare(functions)
             for reason in reasons:
                 _LOG.warning("the kernels are kept for this process alone: %s", reason)
-            return Library(functions, digest, origin)
+            has_amx = _may_have_amx() and bool(functions.gptworks_take_amx())
+            return Library(functions, digest, origin, has_amx)
         except OSError as error:  # no room, no permission, or a file system from which no code is run
             reasons.append(f"{there}: {error.strerror or error}")
     raise Unavailable(f"no folder can keep the kernels ({'; '.join(reasons)}).")
+
+
+def _may_have_amx() -> bool:
+    return AMX <= cpu_flags() and os.environ.get(MARCH) in _WITH_AMX
 
 
 def _key(compiler: str) -> str:
@@ -267,8 +281,9 @@ def _declare(functions: ctypes.CDLL) -> None:
     ):
         function = getattr(functions, f"gptworks_{name}")
         function.argtypes, function.restype = arguments, None
-    functions.gptworks_built_with.argtypes = []
-    functions.gptworks_built_with.restype = ctypes.c_int
+    for name in ("built_with", "take_amx"):
+        function = getattr(functions, f"gptworks_{name}")
+        function.argtypes, function.restype = [], ctypes.c_int
 
 
 # ------------------------------------------------------------------------------------------------------- where it is

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "amx.h"
 #include "lanes.h"
 #include "threads.h"
 
@@ -24,46 +25,115 @@ constexpr int64_t CHUNK = 128;         // activations are padded with zeros to a
 constexpr int64_t FAR = 20480;         // bytes ahead that memory is asked for the second cache,
 constexpr int64_t NEAR = 2048;         // and this one for the first
 constexpr int64_t CACHED = 512 << 10;  // bytes of activations that a core's second cache keeps while weights pass
+constexpr int64_t GROUP = 16;          // activation rows that are rounded and laid out together
+constexpr int64_t DIVIDED = 32;        // from so many rows on, threads divide norms and rounding among them
+constexpr int64_t FEW = 3;             // so many rows are multiplied with int8 by vectors, more by AMX: the same to the bit
 
 int64_t padded(int64_t n) { return (n + CHUNK - 1) / CHUNK * CHUNK; }
 
-// Activations [n, stride], and what they are made into for a kind of weights, where the processor multiplies it:
+// What activations [n, stride] are made into for a kind of weights, where the processor multiplies it:
 // * bf16 for bf16 (AVX512_BF16);
 // * for int8 and int4 (AVX512_VNNI) fixed point of 16 bits with one scale a row, as two planes of signed bytes,
 //   x ≈ scale · (256 · high + low): finer than bf16, and sums of products are exact.
-struct Rows {
-    int64_t n, stride;
-    float *x;
-    int64_t prepared = FP32;
+struct Rounded {
     Buffer bytes;                   // [n, 2 · stride]: bf16; or low, then high
     std::vector<IntLanes> offsets;  // int4: for each 128 activations, what its weights' offset of 8 adds
     std::vector<float> scale;
     std::vector<int64_t> total;     // int8: sum of a row
+    Buffer turned;                  // AMX: of 16 rows at a time, [4-byte words][16]; of int8 all of low, then of high
 
-    Rows(int64_t n, int64_t stride, float *x) : n(n), stride(stride), x(x) {}
-    const int8_t *low(int64_t row) const { return (const int8_t *)bytes.data() + 2 * row * stride; }
+    void make_room(int64_t n, int64_t stride) {
+        bytes.resize(2 * n * stride / sizeof(Lanes));
+        offsets.resize(n * stride / CHUNK);
+        scale.resize(n);
+        total.resize(n);
+#ifdef AMX
+        if (amx::granted) turned.resize((n + GROUP - 1) / GROUP * GROUP * 2 * stride / sizeof(Lanes));
+#endif
+    }
+};
+
+// Activations [n, stride] as floats, and rounded. Each thread has rows of its own; or where they are many, all threads have
+// the same floats and the same room for what they are rounded to (`common`), and each prepares a share.
+struct Rows {
+    static constexpr int64_t NEW = -1;  // this thread has written its share of the floats, and did not wait for the others
+    int64_t n, stride;
+    float *x;
+    int64_t prepared = FP32;
+    bool is_rounded = false;
+    Rounded own, *common;
+
+    Rows(int64_t n, int64_t stride, float *x, Rounded *common = nullptr) : n(n), stride(stride), x(x), common(common) {}
+    Rounded &rounded() { return common ? *common : own; }
+    const Rounded &rounded() const { return common ? *common : own; }
+    const int8_t *low(int64_t row) const { return (const int8_t *)rounded().bytes.data() + 2 * row * stride; }
     const int8_t *high(int64_t row) const { return low(row) + stride; }
-    int64_t row_bytes() const { return (bytes.empty() ? 4 : 2) * stride; }
+    float scale(int64_t row) const { return rounded().scale[row]; }
+    int64_t row_bytes() const { return (is_rounded ? 2 : 4) * stride; }
 
-    void prepare(int64_t kind) {
+    // The rows that this thread writes.
+    std::pair<int64_t, int64_t> share(const Team &team) const {
+        if (!common) return {0, n};
+        const auto [first, last] = team.share((n + GROUP - 1) / GROUP);
+        return {first * GROUP, std::min(last * GROUP, n)};
+    }
+
+    void prepare(int64_t kind, const Team &team) {
         if (kind == prepared) return;
+        if (common && prepared != NEW && prepared != FP32) team.wait();  // until nobody reads what was rounded before
         prepared = kind;
+        const auto [from, to] = share(team);
+        round(from, to);
+        if (common) team.wait();
+    }
+
+    void round(int64_t from, int64_t to) {
+        is_rounded = false;
 #ifdef BF16_PRODUCTS
-        if (kind == BF16) {
-            bytes.resize(2 * n * stride / sizeof(Lanes));
-            for (int64_t i = 0; i < n * stride; i += LANES) store((BFloat *)bytes.data() + i, load(x + i));
+        if (prepared == BF16) {
+            is_rounded = true;
+            if (!common) own.make_room(n, stride);
+            BFloat *bytes = (BFloat *)rounded().bytes.data();
+            for (int64_t i = from * stride; i < to * stride; i += LANES) store(bytes + i, load(x + i));
         }
 #endif
 #ifdef INTEGER_PRODUCTS
-        if (kind == INT8 || kind == INT4) {
-            bytes.resize(2 * n * stride / sizeof(Lanes));
-            offsets.resize(n * stride / CHUNK);
-            scale.resize(n);
-            total.resize(n);
-            for (int64_t row = 0; row < n; row++) round(row);
+        if (prepared == INT8 || prepared == INT4) {
+            is_rounded = true;
+            if (!common) own.make_room(n, stride);
+            for (int64_t row = from; row < to; row++) round(row);
         }
 #endif
+#ifdef AMX
+        if (on_tiles())
+            for (int64_t row = from; row < to; row += GROUP) turn(row);
+#endif
     }
+
+#ifdef AMX
+    bool on_tiles() const { return amx::granted && (prepared == BF16 || (prepared == INT8 && n > FEW)); }
+
+    // The words of 16 rows for tiles: of bf16, or of a plane of bytes.
+    const char *tiles(int64_t row, int64_t plane = 0) const {
+        return (const char *)rounded().turned.data() + row * 2 * stride + plane * GROUP * stride;
+    }
+
+    void turn(int64_t row) {
+        const int64_t n_planes = prepared == INT8 ? 2 : 1, words = stride / (2 * n_planes);
+        alignas(64) uint32_t square[GROUP][LANES] = {};  // what lies behind the last row counts as 0
+        for (int64_t plane = 0; plane < n_planes; plane++) {
+            uint32_t *to = (uint32_t *)tiles(row, plane);
+            const uint32_t *from = (const uint32_t *)(low(row) + plane * stride);
+            for (int64_t i = 0; i < words; i += LANES)
+                if (row + GROUP <= n) {
+                    ::turn(from + i, stride / 2, to + i * GROUP, GROUP);
+                } else {
+                    for (int64_t r = 0; r < n - row; r++) std::memcpy(square[r], from + r * stride / 2 + i, sizeof square[r]);
+                    ::turn(square[0], LANES, to + i * GROUP, GROUP);
+                }
+        }
+    }
+#endif
 
 #ifdef INTEGER_PRODUCTS
     void round(int64_t row) {
@@ -75,7 +145,8 @@ struct Rows {
         float largest;
         std::memcpy(&largest, &top_bits, sizeof largest);
         largest = std::max(largest, 1e-30f);
-        scale[row] = top_bits < 0x7f800000 ? largest / 32639 : NAN;  // 127 · 256 + 127: high stays a signed byte
+        Rounded &out = rounded();
+        out.scale[row] = top_bits < 0x7f800000 ? largest / 32639 : NAN;  // 127 · 256 + 127: high stays a signed byte
         const __m512 factor = _mm512_set1_ps(32639 / largest);
         __m512i running = _mm512_setzero_si512();
         int8_t *const lows = (int8_t *)low(row), *const highs = lows + stride;
@@ -88,13 +159,13 @@ struct Rows {
             _mm_storeu_si128((__m128i *)(lows + to), _mm512_cvtepi32_epi8(low));
             _mm_storeu_si128((__m128i *)(highs + to), _mm512_cvtepi32_epi8(high));
         }
-        total[row] = _mm512_reduce_add_epi32(running);
+        out.total[row] = _mm512_reduce_add_epi32(running);
         if (prepared != INT4) return;
         const __m512i eight = _mm512_set1_epi8(8);
         for (int64_t i = 0; i < stride; i += CHUNK) {
             const IntLanes low = dot(dot(IntLanes{}, eight, lows + i), eight, lows + i + CHUNK / 2);
             const IntLanes high = dot(dot(IntLanes{}, eight, highs + i), eight, highs + i + CHUNK / 2);
-            offsets[(row * stride + i) / CHUNK] = -(low + (high << 8));
+            out.offsets[(row * stride + i) / CHUNK] = -(low + (high << 8));
         }
     }
 
@@ -236,8 +307,8 @@ struct Int8Tile {
             });
         repeat<N>([&](auto r) EACH {
             const __m256i both = _mm256_add_epi64(whole_sums(low[r]), _mm256_slli_epi64(whole_sums(high[r]), 8));
-            const __m256i exact = _mm256_sub_epi64(both, _mm256_set1_epi64x(128 * x.total[row + r]));
-            out[r] = (Quad)_mm256_cvtepi64_ps(exact) * x.scale[row + r];
+            const __m256i exact = _mm256_sub_epi64(both, _mm256_set1_epi64x(128 * x.rounded().total[row + r]));
+            out[r] = (Quad)_mm256_cvtepi64_ps(exact) * x.scale(row + r);
         });
     }
 };
@@ -267,14 +338,14 @@ struct Int4Tile {
                 const Lanes scales = (Lanes)_mm512_permutexvar_ps(spread, _mm512_castps128_ps512(four));
                 repeat<N>([&](auto r) EACH {
                     const int8_t *lows = x.low(row + r) + i, *highs = x.high(row + r) + i;
-                    const IntLanes offset = x.offsets[((row + r) * x.stride + i) / CHUNK];
+                    const IntLanes offset = x.rounded().offsets[((row + r) * x.stride + i) / CHUNK];
                     const IntLanes low = Rows::dot(Rows::dot(offset, first_ones, lows), second_ones, lows + CHUNK / 2);
                     const IntLanes high =
                         Rows::dot(Rows::dot(IntLanes{}, first_ones, highs), second_ones, highs + CHUNK / 2);
                     total[r][j] += __builtin_convertvector(low + (high << 8), Lanes) * scales;
                 });
             });
-        repeat<N>([&](auto r) EACH { out[r] = sums(total[r]) * x.scale[row + r]; });
+        repeat<N>([&](auto r) EACH { out[r] = sums(total[r]) * x.scale(row + r); });
     }
 };
 #else
@@ -375,13 +446,92 @@ void tiles(const Tile &tile, const Matrix &m, int64_t first_row, int64_t last_ro
     }
 }
 
+#ifdef AMX
+INLINE void add_planes(int32_t *low, const int32_t *high) {  // low + 256 · high, as floats in low's place
+    for (int64_t i = 0; i < amx::SIDE * amx::SIDE; i += 8) {
+        const auto wide = [](const int32_t *at) EACH { return _mm512_cvtepi32_epi64(_mm256_loadu_si256((const __m256i *)at)); };
+        const __m512i both = _mm512_add_epi64(wide(low + i), _mm512_slli_epi64(wide(high + i), 8));
+        _mm256_storeu_ps((float *)low + i, _mm512_cvtepi64_ps(both));
+    }
+}
+
+// Rows from … end of the matrix with all activations; see product. Weights are read as they lie: 16 rows are a column of
+// tiles, and what comes after them is asked for in order meanwhile.
+template <bool INTEGERS>
+void tiles_of_amx(const Matrix &m, const Rows &x, int64_t from, int64_t end, float *out, int64_t stride, float times, bool add) {
+    constexpr int64_t SIDE = amx::SIDE;
+    const int64_t row_bytes = m.k * (INTEGERS ? 1 : 2), steps = row_bytes / amx::ROW;
+    const int64_t at_once = INTEGERS ? SIDE : 2 * SIDE;  // activation rows: two tiles, or the two planes of one
+    const int64_t n_passes = (x.n + at_once - 1) / at_once;
+    thread_local Buffer last_rows;  // followed by zeros
+    alignas(64) float results[4][SIDE][SIDE], turned[SIDE][SIDE];
+    char *const c[] = {(char *)results[0], (char *)results[1], (char *)results[2], (char *)results[3]};
+    for (int64_t n = from, count; n < end; n += count) {
+        count = end - n >= 2 * SIDE ? 2 * SIDE : std::min(SIDE, end - n);
+        const bool two = count > SIDE;
+        const char *weights = (const char *)m.weight + n * row_bytes, *const after = weights + count * row_bytes;
+        if (count < SIDE) {
+            last_rows.assign(SIDE * row_bytes / sizeof(Lanes), Lanes{});
+            std::memcpy(last_rows.data(), weights, count * row_bytes);
+            weights = (const char *)last_rows.data();
+        }
+        const int64_t lines = std::min(2 * SIDE, end - n - count) * row_bytes / 64, n_steps = n_passes * steps;
+        amx::Ahead ahead{after, after + 64 * lines, (lines + n_steps - 1) / n_steps};
+        for (int64_t row = 0; row < x.n; row += at_once) {
+            const bool one = !INTEGERS && x.n - row <= SIDE;
+            const char *const b[] = {x.tiles(row), INTEGERS ? x.tiles(row, 1) : one ? nullptr : x.tiles(row + SIDE)};
+            const auto run = [&](auto rows, auto columns) EACH {
+                amx::product<INTEGERS, rows, columns>(weights, row_bytes, b, amx::ROW, amx::TILE, steps, c, amx::ROW, false, &ahead);
+            };
+            typedef std::integral_constant<int, 1> One;
+            typedef std::integral_constant<int, 2> Two;
+            if (two)
+                one ? run(Two{}, One{}) : run(Two{}, Two{});
+            else
+                one ? run(One{}, One{}) : run(One{}, Two{});
+            for (int64_t i = 0; i < (two ? 2 : 1); i++) {
+                const int64_t first = n + i * SIDE, width = std::min(SIDE, end - first) * sizeof(float);
+                const auto copy = [&](void *to, const void *from) EACH {
+                    if (width == sizeof(Lanes))
+                        std::memcpy(to, from, sizeof(Lanes));
+                    else
+                        std::memcpy(to, from, width);
+                };
+                Lanes scale = all(1), bias = {};
+                if (INTEGERS) copy(&scale, (const float *)m.scale + first);
+                if (m.bias) copy(&bias, m.bias + first);
+                for (int64_t j = 0; j < (INTEGERS || one ? 1 : 2); j++) {
+                    float(*sums)[SIDE] = results[i * (one ? 1 : 2) + j];
+                    if (INTEGERS) add_planes((int32_t *)sums, (const int32_t *)results[2 * i + 1]);
+                    turn((const uint32_t *)sums, SIDE, (uint32_t *)turned, SIDE);
+                    for (int64_t r = row + j * SIDE; r < std::min(x.n, row + (j + 1) * SIDE); r++) {
+                        float *to = out + r * stride + first;
+                        Lanes sum = load(turned[r % SIDE]), before = {};
+                        if (INTEGERS) sum = sum * x.scale(r);
+                        if (add) copy(&before, to);
+                        const Lanes value = (sum * scale + bias) * times + before;
+                        copy(to, &value);
+                    }
+                }
+            }
+        }
+    }
+}
+#endif
+
 // out[r][n] = (x[r] · weight[n] + bias[n]) · times, added to what is there if `add`; this thread's share of the n, which
 // it returns. Prepares x for this kind of weights.
 std::pair<int64_t, int64_t> product(const Matrix &m, Rows &x, float *out, int64_t stride, float times, bool add,
                                     const Team &team) {
-    x.prepare(m.kind);
+    x.prepare(m.kind, team);
     const auto [first, last] = team.share((m.n + UNIT - 1) / UNIT);
     const int64_t from = first * UNIT, end = std::min(last * UNIT, m.n);
+#ifdef AMX
+    if (x.on_tiles()) {
+        (m.kind == INT8 ? tiles_of_amx<true> : tiles_of_amx<false>)(m, x, from, end, out, stride, times, add);
+        return {from, end};
+    }
+#endif
     const auto run = [&, from = from, end = end](const auto &tile) {
         const int64_t at_once = std::max<int64_t>(CACHED / x.row_bytes() / tile.AT_ONCE, 1) * tile.AT_ONCE;
         for (int64_t row = 0; row < x.n; row += at_once)

@@ -405,25 +405,40 @@ struct Shared {  // what all threads write to, each its part
     int64_t n, d_model, d_qkv, d_heads, d_ff;  // strides
     Buffer x, qkv, attended, inner, gate;
 
-    Shared(const Model &m, int64_t n)
-        : n(n), d_model(padded(m.d_model)), d_qkv(padded((m.n_heads + 2 * m.n_groups) * m.d_head)),
+    struct Common {  // rows that all threads prepare together, where they are many
+        Buffer x;
+        Rounded rounded;
+    };
+    Common norm1, norm2, last;
+    Rounded of_attended, of_inner;
+
+    Shared(const Model &m, const Batch &b)
+        : n(b.n_rows), d_model(padded(m.d_model)), d_qkv(padded((m.n_heads + 2 * m.n_groups) * m.d_head)),
           d_heads(padded(m.n_heads * m.d_head)), d_ff(padded(m.d_ff)), x(n * d_model / LANES), qkv(n * d_qkv / LANES),
-          attended(n * d_heads / LANES), inner(n * d_ff / LANES), gate(m.layers->gate.weight ? n * d_ff / LANES : 0) {}
+          attended(n * d_heads / LANES), inner(n * d_ff / LANES), gate(m.layers->gate.weight ? n * d_ff / LANES : 0) {
+        for (const auto &[of, rows] : {std::pair(&norm1, n), std::pair(&norm2, n), std::pair(&last, b.n_wanted)})
+            if (rows >= DIVIDED) of->x.resize(rows * d_model / LANES), of->rounded.make_room(rows, d_model);
+        if (n >= DIVIDED) of_attended.make_room(n, d_heads), of_inner.make_room(n, d_ff);
+    }
 };
 
 float *data(Buffer &buffer) { return (float *)buffer.data(); }
 
-// The norm of some rows of the residual stream, in memory of this thread's own.
+// The norm of some rows of the residual stream: in memory of this thread's own, or divided among the threads.
 struct Normalized {
-    Buffer buffer;
+    Buffer own;
     Rows rows;
 
-    Normalized(int64_t n, int64_t stride) : buffer(n * stride / LANES), rows(n, stride, data(buffer)) {}
-    Rows &of(const Model &m, const Norm &norm, float *x, const int64_t *wanted = nullptr) {
-        for (int64_t r = 0; r < rows.n; r++)
+    Normalized(int64_t n, int64_t stride, Shared::Common &common)
+        : own(n < DIVIDED ? n * stride / LANES : 0),
+          rows(n, stride, data(n < DIVIDED ? own : common.x), n < DIVIDED ? nullptr : &common.rounded) {}
+
+    Rows &of(const Model &m, const Norm &norm, float *x, const Team &team, const int64_t *wanted = nullptr) {
+        const auto [from, to] = rows.share(team);
+        for (int64_t r = from; r < to; r++)
             normalize(norm, m.layer_norm, m.eps, m.d_model, x + (wanted ? wanted[r] : r) * rows.stride,
                       rows.x + r * rows.stride);
-        rows.prepared = FP32;
+        rows.prepared = rows.common ? Rows::NEW : FP32;
         return rows;
     }
 };
@@ -441,18 +456,23 @@ void mlp(const Model &m, const Layer &layer, Rows &in, Shared &s, const Team &te
 }
 
 void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
+#ifdef AMX
+    const amx::Registers registers;
+#endif
     float *x = data(s.x), *qkv = data(s.qkv);
     const int64_t d_query = m.n_heads * m.d_head, d_key = m.n_groups * m.d_head;
-    Normalized norm1(s.n, s.d_model), norm2(s.n, s.d_model);
+    Normalized norm1(s.n, s.d_model, s.norm1), norm2(s.n, s.d_model, s.norm2), last(b.n_wanted, s.d_model, s.last);
     Buffer scores(QUERIES * (m.capacity / LANES + 2));
-    Rows attended(s.n, s.d_heads, data(s.attended)), inner(s.n, s.d_ff, data(s.inner));
+    const bool divided = s.n >= DIVIDED;
+    Rows attended(s.n, s.d_heads, data(s.attended), divided ? &s.of_attended : nullptr);
+    Rows inner(s.n, s.d_ff, data(s.inner), divided ? &s.of_inner : nullptr);
 
     for (int64_t row = team.thread; row < s.n; row += team.n_threads)
         embed(m, b.tokens[row], b.positions[row], x + row * s.d_model);
     team.wait();
     for (const Layer *layer = m.layers; layer < m.layers + m.n_layers; layer++) {
-        Rows &in = norm1.of(m, layer->norm1, x);
-        if (m.parallel) norm2.of(m, layer->norm2, x);  // before `out` adds to x
+        Rows &in = norm1.of(m, layer->norm1, x, team);
+        if (m.parallel) norm2.of(m, layer->norm2, x, team);  // before `out` adds to x
         product(layer->query, in, qkv, s.d_qkv, 1, false, team);
         product(layer->key, in, qkv + d_query, s.d_qkv, 1, false, team);
         product(layer->value, in, qkv + d_query + d_key, s.d_qkv, 1, false, team);
@@ -464,7 +484,7 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
         product(layer->out, attended, x, s.d_model, m.residual_scale, true, team);
         if (!m.parallel) {
             team.wait();
-            norm2.of(m, layer->norm2, x);
+            norm2.of(m, layer->norm2, x, team);
         }
         mlp(m, *layer, norm2.rows, s, team);
         team.wait();
@@ -472,8 +492,8 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
         team.wait();
     }
     if (!b.n_wanted) return;
-    Normalized last(b.n_wanted, s.d_model);
-    last.of(m, m.norm, x, b.wanted);
+    last.of(m, m.norm, x, team, b.wanted);
+    last.rows.prepare(m.head.kind, team);
     if (b.features && team.thread == 0)
         for (int64_t r = 0; r < b.n_wanted; r++)
             std::copy_n(last.rows.x + r * s.d_model, m.d_model, b.features + r * m.d_model);
@@ -483,6 +503,19 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------- what is called
+
+// Takes AMX from now on, if the system grants it and it computes what it should; whether it does.
+extern "C" int gptworks_take_amx() {
+#ifdef AMX
+    if (amx::ask()) {
+        amx::granted = true;
+        amx::granted = amx::computes_rightly();
+    }
+    return amx::granted;
+#else
+    return 0;
+#endif
+}
 
 // What this library was built with: bit 1 vectors of 64 bytes, 2 of 32; 3 products of integers, 4 of bf16.
 extern "C" int gptworks_built_with() {
@@ -497,6 +530,6 @@ extern "C" int gptworks_built_with() {
 }
 
 extern "C" void gptworks_step(const Model *model, const Batch *batch, int n_threads) {
-    Shared shared(*model, batch->n_rows);
+    Shared shared(*model, *batch);
     parallel(n_threads, [&](const Team &team) { step(*model, *batch, shared, team); });
 }

@@ -1,0 +1,149 @@
+"""AMX in the native kernels, on any x86-64 under Linux: where the processor has none, an emulator computes its instructions.
+
+`make test-processors` runs the numeric tests with it.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from as_processors import built_emulator
+from gptworks.machine import cpu_flags
+from gptworks.native.library import AMX, MARCH, Unavailable, library
+
+NEEDED = {"avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"}
+
+pytestmark = pytest.mark.skipif(
+    platform.system() != "Linux" or not cpu_flags() >= NEEDED or shutil.which("g++") is None,
+    reason="AMX is taken under Linux, by kernels built with AVX-512 VNNI and BF16; and g++ builds its emulator",
+)
+
+Runs = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs Python lines in a process with AMX; what they put into `found`."""
+    if os.environ.get(MARCH):
+        pytest.skip("the kernels stand for another processor")
+    try:
+        if not library().has_bf16_products:
+            pytest.skip("the compiler knows no bf16")
+    except Unavailable as error:
+        pytest.skip(f"no native kernels here: {error}")
+    emulator = None if AMX <= cpu_flags() else built_emulator(tmp_path_factory.mktemp("emulator"))
+
+    def run(lines: str, **environment: str) -> dict[str, Any]:
+        preload = {} if emulator is None else {"LD_PRELOAD": str(emulator)}
+        script = f"import json\nfound = {{}}\n{SETUP}\n{lines}\nprint(json.dumps(found))"
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env=os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(Path(__file__).parent)} | preload | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return result
+
+    return run
+
+
+SETUP = """
+import ctypes, torch
+from gptworks.model.backend import Chunk
+from gptworks.native.backend import NativeBackend
+from gptworks.native.library import library
+from test_native import pack, text, variant
+
+def products():
+    count = getattr(ctypes.CDLL(None), "amx_emulator_products", None)
+    if count is None:
+        return None
+    count.restype = ctypes.c_int64
+    return count()
+"""
+
+
+def test_it_is_taken_where_the_processor_has_it_and_the_system_grants_it(run: Runs) -> None:
+    found = run("found['has'], found['instructions'] = library().has_amx, library().instructions")
+    assert found == {"has": True, "instructions": "AVX-512 with VNNI, BF16 and AMX"}
+    assert library().has_amx == (AMX <= cpu_flags())
+
+
+@pytest.mark.skipif(AMX <= cpu_flags(), reason="the processor's own AMX is right")
+@pytest.mark.parametrize("fault", ["REFUSES", "WRONG"])
+def test_where_it_is_refused_or_wrong_vectors_compute(run: Runs, fault: str) -> None:
+    lines = """
+found['has'], before = library().has_amx, products()
+backend = NativeBackend(pack(variant('llama'), 'bf16'), 1, 64)
+found['finite'] = backend.compute([Chunk(0, 0, text(40), 40)])[0].isfinite().all().item()
+found['more'] = products() - before
+"""
+    assert run(lines, **{f"AMX_EMULATOR_{fault}": "1"}) == {"has": False, "finite": True, "more": 0}
+
+
+@pytest.mark.parametrize("march", ["cooperlake", "haswell"])
+def test_kernels_that_stand_for_another_processor_leave_it(run: Runs, march: str) -> None:
+    assert run("found['has'] = library().has_amx", **{MARCH: march}) == {"has": False}
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_a_row_is_the_same_in_any_company(run: Runs, kind: str) -> None:
+    """One, few (int8: by vectors), a tile's rows, more, and so many that threads divide the norms: the same bits."""
+    lines = f"""
+backend = NativeBackend(pack(variant('qwen3', context_length=128), '{kind}'), 2, 128)
+ids = text(100)
+whole = backend.compute([Chunk(0, 0, ids, 100)])[0]
+found['used'] = products()
+found['different'] = []
+for sizes in ([1] * 100, [2] * 50, [3, 4, 5, 16, 17, 15, 32, 8], [31, 33, 36], [64, 36]):
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        parts, at = [], 0
+        for size in sizes:
+            parts.append(backend.compute([Chunk(1, at, ids[at:at + size], size)])[0])
+            at += size
+        if not torch.equal(torch.cat(parts), whole):
+            found['different'].append([sizes[0], threads])
+"""
+    found = run(lines)
+    assert found["used"] != 0
+    assert found["different"] == []
+
+
+def test_with_int8_it_computes_the_bits_of_vectors(run: Runs) -> None:
+    """Sums of whole numbers are exact, whoever adds them."""
+    lines = """
+backend = NativeBackend(pack(variant('gpt2', context_length=128), 'int8'), 1, 128)
+logits = backend.compute([Chunk(0, 0, text(70), 70)])[0]
+found['has'], found['logits'] = library().has_amx, logits.double().tolist()
+"""
+    tiles, vectors = run(lines), run(lines, **{MARCH: "cooperlake"})
+    assert (tiles["has"], vectors["has"]) == (True, False)
+    assert tiles["logits"] == vectors["logits"]
+
+
+def test_attention_uses_it_and_gives_the_same_bits_with_any_number_of_threads(run: Runs) -> None:
+    lines = """
+from gptworks.model.attention import attend
+generator = torch.Generator().manual_seed(0)
+q, k, v = (torch.randn(2, 3, 150, 64, generator=generator).bfloat16().requires_grad_() for _ in range(3))
+results = []
+for threads in (1, 2):
+    torch.set_num_threads(threads)
+    before, out = products(), attend(q, k, v)
+    results.append([out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))])
+    found['used'] = products() != before or products() is None
+found['same'] = all(torch.equal(a, b) for a, b in zip(*results))
+"""
+    assert run(lines) == {"used": True, "same": True}
