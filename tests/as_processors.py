@@ -3,8 +3,8 @@
     python tests/as_processors.py [NAME]... [-- PYTEST ARGUMENT...]
 
 oneDNN, torch and the native kernels are limited to the instructions of each processor in turn, so that one machine
-stands for several. A processor whose instructions this machine lacks is skipped by name; but AMX, which few machines have,
-is emulated for the native kernels (amx_emulator.cpp). Exits with 1 if a test failed.
+stands for several. A processor whose instructions this machine lacks is skipped by name; but AMX, which few machines
+have, is emulated for the native kernels (amx_emulator.cpp). Exits with 1 if a test failed.
 """
 
 import os

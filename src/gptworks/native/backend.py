@@ -4,8 +4,8 @@ Decoding, checking drafts and prefill are the same call, over all rows of all te
 row gets depends neither on the rows beside it nor on how its text was cut into chunks, bit for bit.
 
 Activations are float32, and are rounded where the processor multiplies narrower numbers: to bf16 for weights in bf16
-(AVX512_BF16, AMX), as torch does, and so are queries and attention weights for a cache in bf16; for weights of 8 and 4 bits
-to 16 bits with one scale a row, which is finer (AVX512_VNNI; AMX for int8).
+(AVX512_BF16, AMX), as torch does, and so are queries and attention weights for a cache in bf16; for weights of 8 and 4
+bits to 16 bits with one scale a row, which is finer (AVX512_VNNI; AMX for int8).
 """
 
 import contextlib

@@ -101,11 +101,12 @@ def _say_once(message: str) -> None:
 def seconds_of_both(kind: torch.dtype) -> tuple[float, float]:
     """The seconds that the kernels and torch take for the request with weights of a kind, as measured on this machine.
 
-    Measured once for a build of the kernels, what they use, a release of torch, a number of threads and a kind, in about a second; the
-    figures are kept beside the library.
+    Measured once for a build of the kernels, the instructions it uses, a release of torch, a number of threads and a
+    kind, in about a second; the figures are kept beside the library.
     """
     kernels = library()
-    key = f"{kernels.sha256[:16]} {kernels.instructions} torch {torch.__version__} threads {torch.get_num_threads()} {kind}"
+    build = f"{kernels.sha256[:16]} {kernels.instructions}"
+    key = f"{build} torch {torch.__version__} threads {torch.get_num_threads()} {kind}"
     folder = cache_folder()
     file = None if folder is None else folder / "choice.json"
     known: dict[str, list[float]] = {}

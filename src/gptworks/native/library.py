@@ -206,7 +206,7 @@ def _load(key: str, make: Callable[[], bytes], origin: str) -> Library:
 
 
 def _may_have_amx() -> bool:
-    return AMX <= cpu_flags() and os.environ.get(MARCH) in _WITH_AMX
+    return cpu_flags() >= AMX and os.environ.get(MARCH) in _WITH_AMX
 
 
 def _key(compiler: str) -> str:
