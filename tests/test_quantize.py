@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import hf
 import tiny
 from gptworks.checkpoint import checkpoints, load_run
+from gptworks.choices import Rounding
 from gptworks.cli import main
 from gptworks.config import ModelConfig, Recipe
 from gptworks.data.batches import evaluation_windows
@@ -347,11 +348,30 @@ def test_perplexity_is_kept(trained: Path, quantized: Path, tmp_path: Path) -> N
     assert measured.perplexities == (pytest.approx(before), pytest.approx(perplexity(tmp_path / "int8")))
 
 
-def test_calibration_brings_predictions_nearer(trained: Path, quantized: Path, tmp_path: Path) -> None:
-    nearest = quantize_run(trained, tmp_path / "nearest", "int4", rounding="nearest")
-    calibrated = json.loads((quantized / "quantization.json").read_text())
-    assert calibrated["kl_nats"] < 0.5 * nearest.divergence.kl_nats
-    assert (calibrated["rounding"], calibrated["calibration_tokens"]) == ("gptq", 2048)
+def test_the_rounding_is_calibrated_if_nothing_is_said(quantized: Path) -> None:
+    report = json.loads((quantized / "quantization.json").read_text())
+    assert (report["rounding"], report["calibration_tokens"]) == ("gptq", 2048)
+
+
+@pytest.mark.learning
+def test_calibration_brings_predictions_nearer(tmp_path: Path) -> None:
+    # for one such run 0.21 to 0.55 of the divergence, as measured for ten seeds: three are nearer their mean of 0.37
+    divergence: dict[Rounding, float] = {"nearest": 0.0, "gptq": 0.0}
+    for number in range(3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        tree = tiny.recipe_tree(folder, max_steps=100, evaluate_every=50, learning_rate=0.01)
+        train(parse_recipe(tree | {"seed": 10 * number + tree.get("seed", 0)}))
+        for rounding in divergence:
+            report = quantize_run(
+                folder / "run",
+                folder / rounding,
+                "int4",
+                rounding=rounding,
+                calibration_tokens=2048 if rounding == "gptq" else None,
+            )
+            divergence[rounding] += report.divergence.kl_nats
+    assert divergence["gptq"] < 0.6 * divergence["nearest"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
