@@ -62,11 +62,12 @@ struct Rows {
     int64_t prepared = FP32;
     bool is_rounded = false;
     Rounded own, *common;
+    const int8_t *bytes = nullptr;  // of the rounded rows: loops over them look for nothing else
 
     Rows(int64_t n, int64_t stride, float *x, Rounded *common = nullptr) : n(n), stride(stride), x(x), common(common) {}
     Rounded &rounded() { return common ? *common : own; }
     const Rounded &rounded() const { return common ? *common : own; }
-    const int8_t *low(int64_t row) const { return (const int8_t *)rounded().bytes.data() + 2 * row * stride; }
+    const int8_t *low(int64_t row) const { return bytes + 2 * row * stride; }
     const int8_t *high(int64_t row) const { return low(row) + stride; }
     float scale(int64_t row) const { return rounded().scale[row]; }
     int64_t row_bytes() const { return (is_rounded ? 2 : 4) * stride; }
@@ -87,20 +88,23 @@ struct Rows {
         if (common) team.wait();
     }
 
+    void make_room() {
+        if (!common) own.make_room(n, stride);
+        bytes = (const int8_t *)rounded().bytes.data();
+        is_rounded = true;
+    }
+
     void round(int64_t from, int64_t to) {
         is_rounded = false;
 #ifdef BF16_PRODUCTS
         if (prepared == BF16) {
-            is_rounded = true;
-            if (!common) own.make_room(n, stride);
-            BFloat *bytes = (BFloat *)rounded().bytes.data();
-            for (int64_t i = from * stride; i < to * stride; i += LANES) store(bytes + i, load(x + i));
+            make_room();
+            for (int64_t i = from * stride; i < to * stride; i += LANES) store((BFloat *)bytes + i, load(x + i));
         }
 #endif
 #ifdef INTEGER_PRODUCTS
         if (prepared == INT8 || prepared == INT4) {
-            is_rounded = true;
-            if (!common) own.make_room(n, stride);
+            make_room();
             for (int64_t row = from; row < to; row++) round(row);
         }
 #endif
