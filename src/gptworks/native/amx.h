@@ -19,7 +19,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-namespace __attribute__((visibility("hidden"))) amx {
+namespace [[gnu::visibility("hidden")]] amx {
 
 constexpr int64_t SIDE = 16;           // rows of a tile, and words of a row
 constexpr int64_t ROW = 64;            // bytes of a row

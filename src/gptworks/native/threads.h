@@ -74,7 +74,7 @@ struct Team {
 
 #ifndef _OPENMP
 // Threads of our own, for compilers without OpenMP. All sources share them; other libraries in the process do not.
-namespace __attribute__((visibility("hidden"))) workers {
+namespace [[gnu::visibility("hidden")]] workers {
 
 typedef std::function<void(int64_t)> Work;  // with the number of the thread
 
