@@ -34,13 +34,17 @@ export function Part({ state, shown, route }) {
   useAnnouncements(session, busy, say);
   useFollowing(chat && busy);
   const prompt = useRef(null);
+  const caret = useRef(null); // where it goes as soon as the prompt to be edited is shown
   const editPrompt = (before, whole) => {
+    caret.current = before.length;
     session.set({ prompt: whole });
-    requestAnimationFrame(() => {
-      prompt.current?.focus();
-      prompt.current?.setSelectionRange(before.length, before.length);
-    });
   };
+  useLayoutEffect(() => {
+    if (caret.current === null || !prompt.current) return;
+    prompt.current.focus();
+    prompt.current.setSelectionRange(caret.current, caret.current);
+    caret.current = null;
+  });
   if (!models.length) {
     return html`<p class="notice">There is no run here yet. Train one with <code>gptworks train</code>; it appears by itself.</p>`;
   }
