@@ -34,7 +34,7 @@ from gptworks.native.choice import choose_backend
 from gptworks.native.levels import LEVELS, Level
 from gptworks.native.library import Unavailable, library
 from serving import until
-from test_native import CONTEXT, VARIANTS, check, pack, text, variant
+from test_native import CONTEXT, VARIANTS, check, check_packed, pack, text, variant
 from tiny import plain_model
 
 assert VARIANTS
@@ -445,6 +445,19 @@ def test_a_processor_without_vector_instructions_computes_the_same(
         logits = native.NativeBackend(twin, 1, CONTEXT).compute([Chunk(0, 0, text(5), 5)])[0]
         assert logits.isnan().all()
     assert len(list(fresh.glob("kernels-*.so"))) == 1
+    check_threads(monkeypatch)
+
+
+def test_clang_builds_it_with_threads_of_its_own(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two OpenMP libraries in a process contend for its cores, and on a Mac they end it."""
+    compiler = shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no clang++ here")
+    monkeypatch.setattr(shutil, "which", lambda name: compiler if name == "clang++" else None)
+    for kind in ("bf16", "int8", "int4"):
+        check_packed(variant("qwen3"), kind)
+    [file] = fresh.glob("kernels-*.so")
+    assert b"libomp" not in file.read_bytes()
     check_threads(monkeypatch)
 
 

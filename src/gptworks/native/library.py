@@ -41,7 +41,9 @@ ATTEMPTS: tuple[tuple[str, ...], ...] = (
 )  # fmt: skip
 """Tried in this order: older compilers for ARM have another name for this processor, and Apple's has no OpenMP.
 
-With OpenMP the kernels share torch's threads; without it they have threads of their own (threads.h)."""
+With GCC's OpenMP the kernels share torch's threads. Without it they have threads of their own (threads.h), as they
+always do from clang: its OpenMP would stand beside torch's, which on a Mac ends the process.
+"""
 
 MARCH = "GPTWORKS_NATIVE_MARCH"
 """Environment variable: build for this processor, such as haswell, instead of for the one that is here."""
@@ -160,13 +162,19 @@ def forget() -> None:
     training_library.cache_clear()
 
 
-def attempts() -> tuple[tuple[str, ...], ...]:
-    """The compilers' options that are tried, in this order."""
-    march = os.environ.get(MARCH)
-    if not march:
-        return ATTEMPTS
-    names = (march, *_OLDER_NAMES.get(march, ()))
-    return tuple((f"-march={name}", *threads) for threads in (("-fopenmp",), ()) for name in names)
+def attempts(compiler: str) -> tuple[tuple[str, ...], ...]:
+    """The options that are tried with this compiler, in this order."""
+    wanted = ATTEMPTS
+    if march := os.environ.get(MARCH):
+        names = (march, *_OLDER_NAMES.get(march, ()))
+        wanted = tuple((f"-march={name}", *threads) for threads in (("-fopenmp",), ()) for name in names)
+    if b"clang" in _version(compiler):
+        wanted = tuple(options for options in wanted if "-fopenmp" not in options)
+    return wanted
+
+
+def _version(compiler: str) -> bytes:
+    return subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
 
 
 def _from_package() -> bytes | None:
@@ -211,10 +219,9 @@ def _may_have_amx() -> bool:
 
 def _key(compiler: str) -> str:
     """What a build depends on: source, options, compiler and processor."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     machine = " ".join([platform.platform(), platform.processor(), *sorted(cpu_flags())])
     texts = (file.read_bytes() for source in SOURCES for file in (source, *sorted(source.parent.glob("*.h"))))
-    parts = (*texts, version, machine.encode(), repr((FLAGS, attempts())).encode())
+    parts = (*texts, _version(compiler), machine.encode(), repr((FLAGS, attempts(compiler))).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -242,7 +249,7 @@ def build(compiler: str, options: tuple[tuple[str, ...], ...] | None = None) -> 
         folder = _make_private(Path(temporary))
         made = folder / "kernels.so"
         objects = [folder / f"{source.name}.o" for source in SOURCES]
-        for attempt in attempts() if options is None else options:
+        for attempt in attempts(compiler) if options is None else options:
 
             def run(*arguments: str | Path, options: tuple[str, ...] = attempt) -> str | None:
                 return _error_of([compiler, *FLAGS, *options, *arguments])
