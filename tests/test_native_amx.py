@@ -97,11 +97,14 @@ def test_kernels_that_stand_for_another_processor_leave_it(run: Runs, march: str
     assert run("found['has'] = library().has_amx", **{MARCH: march}) == {"has": False}
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int8"])
+@pytest.mark.parametrize("kind", ["bf16", "int8", "a cache in bf16"])
 def test_a_row_is_the_same_in_any_company(run: Runs, kind: str) -> None:
     """One, few (int8: by vectors), a tile's rows, more, and so many that threads divide the norms: the same bits."""
+    model = f"pack(variant('qwen3', context_length=128), '{kind}')"
+    if kind == "a cache in bf16":
+        model = "variant('gpt3, windowed', context_length=128, window=40, d_head=64)"
     lines = f"""
-backend = NativeBackend(pack(variant('qwen3', context_length=128), '{kind}'), 2, 128)
+backend = NativeBackend({model}, 2, 128, dtype=torch.bfloat16)
 ids = text(100)
 whole = backend.compute([Chunk(0, 0, ids, 100)])[0]
 found['used'] = products()
@@ -121,10 +124,54 @@ for sizes in ([1] * 100, [2] * 50, [3, 4, 5, 16, 17, 15, 32, 8], [31, 33, 36], [
     assert found["different"] == []
 
 
+@pytest.mark.parametrize(
+    "model",
+    ["'qwen3'", "'qwen3', n_heads=8, n_kv_heads=1", "'gpt3, windowed', d_head=64", "'modern', d_head=96, window=40"],
+)
+def test_attention_over_a_cache_in_bf16_is_near_the_models_own(run: Runs, model: str) -> None:
+    lines = f"""
+from test_native import CONTEXT, check, expected
+model = variant({model}, context_length=1200)
+check(model, NativeBackend(model, 3, CONTEXT, dtype=torch.bfloat16), near=0.02)
+found['used'] = products() != 0
+ids = text(1100)
+wanted = expected(model, ids, 3)
+backend = NativeBackend(model.float(), 1, 1200, dtype=torch.bfloat16)
+backend.compute([Chunk(0, 0, ids[:1090])])
+found['error'] = float((backend.compute([Chunk(0, 1090, ids[1090:], 3)])[0] - wanted).abs().max() / wanted.abs().max())
+"""
+    found = run(lines)
+    assert found["used"] and found["error"] < 0.02
+
+
+def test_what_is_no_number_stays_with_the_tokens_that_see_it(run: Runs) -> None:
+    lines = """
+found['wrong'] = []
+windowed = {'window': 20, 'window_pattern': ['window'], 'd_head': 64}
+for name, changes, end in (('qwen3', {}, 100), ('gpt3, windowed', windowed, 60)):
+    model = variant(name, context_length=128, n_layers=1, **changes)
+    head = [id for id in range(model.config.vocab_size) if id != 5]  # its row is the embedding's
+    ids = [id + (id == 5) for id in text(100)]
+    compute = lambda: NativeBackend(model, 1, 128, dtype=torch.bfloat16).compute([Chunk(0, 0, ids, 100)])[0][:, head]
+    ids[40] = 6
+    clean = compute()
+    ids[40] = 5
+    for value in (float('nan'), float('inf')):
+        model.token_embedding.weight.data[5] = value
+        logits = compute()
+        if not torch.equal(logits[:40], clean[:40]) or not torch.equal(logits[end:], clean[end:]):
+            found['wrong'].append([name, value, 'it reached another token'])
+        if logits[40:end].isfinite().any():
+            found['wrong'].append([name, value, 'it vanished'])
+found['used'] = products() != 0
+"""
+    assert run(lines) == {"wrong": [], "used": True}
+
+
 def test_with_int8_it_computes_the_bits_of_vectors(run: Runs) -> None:
     """Sums of whole numbers are exact, whoever adds them."""
     lines = """
-backend = NativeBackend(pack(variant('gpt2', context_length=128), 'int8'), 1, 128)
+backend = NativeBackend(pack(variant('gpt2', context_length=128), 'int8'), 1, 128, dtype=torch.float32)
 logits = backend.compute([Chunk(0, 0, text(70), 70)])[0]
 found['has'], found['logits'] = library().has_amx, logits.double().tolist()
 """

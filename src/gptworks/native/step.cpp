@@ -9,6 +9,7 @@
 // What a token gets never depends on its neighbours in the batch: each (weight row, activation row) has accumulators of
 // its own, filled in one order by one expression, whatever the number of rows. Nothing here may be built with -ffast-math.
 
+#include "cached_attention.h"
 #include "lanes.h"
 #include "products.h"
 #include "threads.h"
@@ -108,243 +109,15 @@ void prepare_head(const Model &m, const Layer &layer, const Norm &norm, int64_t 
     if (layer.rotates) rotate(m, position, x);
 }
 
-constexpr int64_t QUERIES = MANY_REGISTERS ? 4 : 1;  // that read keys and values together
-
-// Asks memory for n vectors of keys or values; none where there is nothing to ask for.
-template <class Cache> INLINE void fetch(const Cache *at, int64_t n, int64_t width) {
-    if (!at) return;
-    for (int64_t i = 0; i < n * width * (int64_t)sizeof(Cache); i += 64) __builtin_prefetch((const char *)at + i, 0, 2);
+// What is kept of a key/value head of one text.
+template <class Cache> HeadCache<Cache> head_cache(const Model &m, const Layer &layer, int64_t slot, int64_t group) {
+    const int64_t head = slot * m.n_groups + group, at = head * m.capacity * m.d_head;
+    HeadCache<Cache> cache{m.d_head, (Cache *)layer.keys + at, (Cache *)layer.values + at};
+    const int64_t scales_at = head * ((m.capacity + LANES - 1) / LANES * LANES);
+    if constexpr (HeadCache<Cache>::SCALED)
+        cache.key_scales = layer.key_scales + scales_at, cache.value_scales = layer.value_scales + scales_at;
+    return cache;
 }
-
-// A query of one head, the first and the last + 1 key that it sees, and where its output goes.
-struct Query {
-    float *q, *out;
-    int64_t from, to;
-};
-
-// Σ weight[s] · values[s] over the keys that each of N queries sees, WIDE vectors from element i on; scores begin at key
-// `first`. A key that a query does not see is not multiplied: it may be no number, and 0 times that is none either.
-template <int N, int WIDE, class Cache>
-void weigh(const Query *queries, const Lanes *factor, const float *scores, int64_t room, const Cache *values,
-           int64_t first, int64_t width, int64_t i, const Cache *next) {
-    Lanes total[N][WIDE] = {};
-    const auto add = [&](int64_t from, int64_t to, const auto &sees) EACH {
-        for (int64_t s = from; s < to; s++) {
-            fetch(next ? next + s * width : next, 1, width);
-            repeat<WIDE>([&](auto v) EACH {
-                const Lanes value = load(values + s * width + i + v * LANES);
-                repeat<N>([&](auto r) EACH {
-                    if (sees(queries[r], s)) total[r][v] += scores[r * room + s - first] * value;
-                });
-            });
-        }
-    };
-    const auto all_see = [](const Query &, int64_t) EACH { return true; };
-    const int64_t from = queries[0].from, to = queries[N - 1].to;
-    if constexpr (N == 1) {
-        add(from, to, all_see);
-    } else {
-        const auto sees = [](const Query &query, int64_t s) EACH { return s >= query.from && s < query.to; };
-        const int64_t all_from = queries[N - 1].from, all_to = std::max(queries[0].to, all_from);
-        add(from, all_from, sees);
-        add(all_from, all_to, all_see);
-        add(all_to, to, sees);
-    }
-    repeat<N>([&](auto r) EACH {
-        repeat<WIDE>([&](auto v) EACH { store(queries[r].out + i + v * LANES, total[r][v] * factor[r]); });
-    });
-}
-
-// Four keys times N queries: lanes that are yet to be added up.
-template <int N, class Cache>
-INLINE void score(const Query *queries, const Cache *const (&key)[TILE], int64_t width, Lanes (&total)[N][TILE]) {
-    for (int64_t i = 0; i < width; i += LANES) {
-        Lanes q[N];
-        repeat<N>([&](auto r) EACH { q[r] = load(queries[r].q + i); });
-        repeat<TILE>([&](auto j) EACH {
-            const Lanes elements = load(key[j] + i);
-            repeat<N>([&](auto r) EACH { total[r][j] += q[r] * elements; });
-        });
-    }
-}
-
-#ifdef BF16_PRODUCTS
-// A cache in bf16 is multiplied as it is, two numbers at once, by queries and weights that are rounded to bf16 as well.
-INLINE Lanes add_pairs(Lanes sum, __m512i a, __m512i b) {
-    return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-}
-
-template <int N>
-INLINE void score(const Query *queries, const BFloat *const (&key)[TILE], int64_t width, Lanes (&total)[N][TILE]) {
-    const auto add = [&](int64_t i, const auto &load_pairs) EACH {
-        __m512i q[N];
-        repeat<N>([&](auto r) EACH { q[r] = load_pairs((const BFloat *)queries[r].q + i); });
-        repeat<TILE>([&](auto j) EACH {
-            const __m512i elements = load_pairs(key[j] + i);
-            repeat<N>([&](auto r) EACH { total[r][j] = add_pairs(total[r][j], elements, q[r]); });
-        });
-    };
-    int64_t i = 0;
-    for (; i + 2 * LANES <= width; i += 2 * LANES) add(i, [](const BFloat *p) EACH { return _mm512_loadu_si512(p); });
-    if (i < width) add(i, [](const BFloat *p) EACH { return _mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)p)); });
-}
-
-// Values are taken in pairs of positions, the first one even. Of four vectors, each two come in another order.
-template <int N, int WIDE>
-void weigh(const Query *queries, const Lanes *factor, const float *scores, int64_t room, const BFloat *values,
-           int64_t first, int64_t width, int64_t i, const BFloat *next) {
-    static_assert(WIDE == 4 || WIDE == 1);
-    Lanes total[N][WIDE] = {};
-    const auto pair_up = [&](int64_t one, int64_t two, __m512i (&pairs)[WIDE]) EACH {
-        const BFloat *a = values + one * width + i, *b = values + two * width + i;
-        if constexpr (WIDE == 4) {
-            repeat<2>([&](auto half) EACH {
-                const __m512i of_a = _mm512_loadu_si512(a + 2 * LANES * half), of_b = _mm512_loadu_si512(b + 2 * LANES * half);
-                pairs[2 * half] = _mm512_unpacklo_epi16(of_a, of_b);
-                pairs[2 * half + 1] = _mm512_unpackhi_epi16(of_a, of_b);
-            });
-        } else {
-            const auto wide = [](const BFloat *p) EACH { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); };
-            pairs[0] = _mm512_or_si512(wide(a), _mm512_slli_epi32(wide(b), 16));
-        }
-    };
-    const auto weights = [&](int64_t r, int64_t s) EACH {
-        int32_t both;
-        std::memcpy(&both, (const BFloat *)(scores + r * room) + s - first, sizeof both);
-        return _mm512_set1_epi32(both);
-    };
-    const int64_t all_from = (queries[N - 1].from + 1) / 2 * 2, all_to = std::max(queries[0].to / 2 * 2, all_from);
-    const auto alone = [&](auto r, int64_t from, int64_t to) EACH {  // pairs of which this query may see one, or none
-        for (int64_t s = from; s < to; s += 2) {
-            const bool one = s >= queries[r].from && s < queries[r].to;
-            const bool two = s + 1 >= queries[r].from && s + 1 < queries[r].to;
-            if (!one && !two) continue;
-            const __m512i seen = _mm512_set1_epi32((one ? 0xffff : 0) | (two ? 0xffff0000 : 0));
-            __m512i pairs[WIDE];
-            pair_up(s, two ? s + 1 : s, pairs);
-            repeat<WIDE>([&](auto v) EACH { total[r][v] = add_pairs(total[r][v], pairs[v] & seen, weights(r, s)); });
-        }
-    };
-    repeat<N>([&](auto r) EACH { alone(r, queries[r].from / 2 * 2, all_from); });
-    for (int64_t s = all_from; s < all_to; s += 2) {
-        fetch(next ? next + s * width : next, 2, width);
-        __m512i pairs[WIDE];
-        pair_up(s, s + 1, pairs);
-        repeat<N>([&](auto r) EACH {
-            const __m512i both = weights(r, s);
-            repeat<WIDE>([&](auto v) EACH { total[r][v] = add_pairs(total[r][v], pairs[v], both); });
-        });
-    }
-    repeat<N>([&](auto r) EACH {
-        alone(r, all_to, queries[r].to);
-        float *out = queries[r].out + i;
-        if constexpr (WIDE == 4) {
-            const __m512i lower = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-            const __m512i upper = _mm512_add_epi32(lower, _mm512_set1_epi32(8));
-            repeat<2>([&](auto half) EACH {
-                const __m512 a = (__m512)(total[r][2 * half] * factor[r]), b = (__m512)(total[r][2 * half + 1] * factor[r]);
-                store(out + 2 * LANES * half, (Lanes)_mm512_permutex2var_ps(a, lower, b));
-                store(out + 2 * LANES * half + LANES, (Lanes)_mm512_permutex2var_ps(a, upper, b));
-            });
-        } else {
-            store(out, total[r][0] * factor[r]);
-        }
-    });
-}
-template <class Cache> constexpr bool ROUNDED = std::is_same_v<Cache, BFloat>;
-#else
-template <class Cache> constexpr bool ROUNDED = false;
-#endif
-
-template <class Cache> struct HeadCache {
-    static constexpr bool SCALED = std::is_same_v<Cache, int8_t>;  // a value is = integer · scale of its vector
-    int64_t width;
-    Cache *keys, *values;                                  // [capacity, d_head]
-    float *key_scales = nullptr, *value_scales = nullptr;  // [capacity]
-
-    HeadCache(const Model &m, const Layer &layer, int64_t slot, int64_t group) : width(m.d_head) {
-        const int64_t head = slot * m.n_groups + group, at = head * m.capacity * width;
-        keys = (Cache *)layer.keys + at, values = (Cache *)layer.values + at;
-        const int64_t scales_at = head * ((m.capacity + LANES - 1) / LANES * LANES);
-        if constexpr (SCALED) key_scales = layer.key_scales + scales_at, value_scales = layer.value_scales + scales_at;
-    }
-
-    void keep(int64_t position, const float *key, const float *value) const {
-        keep(key, keys + position * width, key_scales + (SCALED ? position : 0));
-        keep(value, values + position * width, value_scales + (SCALED ? position : 0));
-    }
-
-    void keep(const float *from, Cache *to, float *scale) const {
-        if constexpr (SCALED) {
-            float largest = 0;
-            bool finite = true;
-            for (int64_t i = 0; i < width; i++) {
-                largest = std::max(largest, std::abs(from[i]));
-                finite &= std::isfinite(from[i]);
-            }
-            *scale = finite ? largest / 127 : NAN;  // so that all values of the vector are none
-            for (int64_t i = 0; i < width; i++)
-                to[i] = finite && largest ? (Cache)std::lrint(from[i] / *scale) : (Cache)!finite;
-        } else {
-            for (int64_t i = 0; i < width; i += LANES) store(to + i, load(from + i));
-        }
-    }
-};
-
-// N queries of one text, in the order of their positions, over its keys and values [capacity, d_head]. They read the
-// keys together. scores: [N, room], room for `to` and 32 more. next: keys that come after these; null: nothing is far.
-template <int N, class Cache>
-void attend(const Model &m, const Query *queries, const HeadCache<Cache> &cache, float *scores, int64_t room,
-            const Cache *next) {
-    const int64_t width = m.d_head, to = queries[N - 1].to;
-    const int64_t from = queries[0].from / LANES * LANES;  // so that a key's lane follows from its position alone
-    const int64_t end = from + (to - from + LANES - 1) / LANES * LANES;
-    if constexpr (ROUNDED<Cache>)
-        for (int r = 0; r < N; r++)
-            for (int64_t i = 0; i < width; i += LANES) store((BFloat *)queries[r].q + i, load(queries[r].q + i));
-    for (int64_t s = from; s < end; s += TILE) {
-        Lanes total[N][TILE] = {};
-        const Cache *key[TILE];
-        repeat<TILE>([&](auto j) EACH { key[j] = cache.keys + std::min(s + j, to - 1) * width; });
-        fetch(next ? cache.values + s * width : next, TILE, width);
-        score<N>(queries, key, width, total);
-        repeat<N>([&](auto r) EACH {
-            Quad four = sums(total[r]) * m.scale, scale;
-            if constexpr (HeadCache<Cache>::SCALED) {
-                std::memcpy(&scale, cache.key_scales + s, sizeof scale);
-                four *= scale;
-            }
-            std::memcpy(scores + r * room + s - from, &four, sizeof four);
-        });
-    }
-    Lanes factor[N];
-    for (int r = 0; r < N; r++) {
-        float *own = scores + r * room;
-        std::fill(own, own + queries[r].from - from, -INFINITY);
-        std::fill(own + queries[r].to - from, own + end - from, -INFINITY);
-        Lanes top = load(own), total = {};
-        for (int64_t s = LANES; s < end - from; s += LANES) top = larger(top, load(own + s));
-        float largest = -INFINITY;
-        for (int i = 0; i < LANES; i++) largest = std::max(largest, top[i]);
-        for (int64_t s = 0; s < end - from; s += LANES) {
-            const Lanes score = load(own + s), e = choose(score == -INFINITY, Lanes{}, exponential(score - largest));
-            total += e;
-            if constexpr (HeadCache<Cache>::SCALED)
-                store(own + s, e * load(cache.value_scales + from + s));
-            else if constexpr (ROUNDED<Cache>)
-                store((BFloat *)own + s, e);
-            else
-                store(own + s, e);
-        }
-        factor[r] = all(1 / sum(total));
-    }
-    int64_t i = 0;
-    for (; i + 4 * LANES <= width; i += 4 * LANES, next = nullptr)
-        weigh<N, 4>(queries, factor, scores, room, cache.values, from, width, i, next);
-    for (; i < width; i += LANES, next = nullptr)
-        weigh<N, 1>(queries, factor, scores, room, cache.values, from, width, i, next);
-}
-
 
 // A row's new key and value of one head, into the cache. qkv: queries, keys, values of all heads.
 template <class Cache>
@@ -352,15 +125,16 @@ void remember(const Model &m, const Layer &layer, const Batch &b, int64_t row, i
     const int64_t width = m.d_head, position = b.positions[row];
     float *k = qkv + (m.n_heads + group) * width, *v = k + m.n_groups * width;
     prepare_head(m, layer, layer.key_norm, position, k);
-    HeadCache<Cache>(m, layer, b.slots[row], group).keep(position, k, v);
+    head_cache<Cache>(m, layer, b.slots[row], group).keep(position, k, v);
 }
 
 // A thread takes whole (rows of a text, key/value head) pairs: their queries, some at a time, over the keys they see.
 // Later rows see more keys, so threads take turns.
 template <class Cache>
-void attend(const Model &m, const Layer &layer, const Batch &b, float *qkv, int64_t stride, float *out,
-            int64_t out_stride, Buffer &scores, const Team &team) {
-    const int64_t width = m.d_head, heads = m.n_heads / m.n_groups, room = scores.size() / QUERIES * LANES;
+void attention(const Model &m, const Layer &layer, const Batch &b, float *qkv, int64_t stride, float *out,
+            int64_t out_stride, AttentionRoom &room, const Team &team) {
+    const int64_t width = m.d_head, heads = m.n_heads / m.n_groups, at_once = queries_at_once<Cache>(width);
+    const int64_t n_rows = at_once == QUERIES ? QUERIES : std::max<int64_t>(1, at_once / heads);
     const bool alone = b.n_rows == b.n_texts;  // no row's keys are another one's to see
     for (int64_t task = team.thread; task < b.n_rows * m.n_groups && !alone; task += team.n_threads) {
         const int64_t row = task / m.n_groups;
@@ -369,13 +143,13 @@ void attend(const Model &m, const Layer &layer, const Batch &b, float *qkv, int6
     if (!alone) team.wait();
     int64_t task = 0;
     for (int64_t row = 0, end; row < b.n_rows; row = end) {
-        for (end = row + 1; end < std::min(row + QUERIES, b.n_rows) && b.slots[end] == b.slots[row];) end++;
+        for (end = row + 1; end < std::min(row + n_rows, b.n_rows) && b.slots[end] == b.slots[row];) end++;
         for (int64_t group = 0; group < m.n_groups; group++, task++) {
             if (task % team.n_threads != team.thread) continue;
-            const HeadCache<Cache> cache(m, layer, b.slots[row], group);
+            const HeadCache<Cache> cache = head_cache<Cache>(m, layer, b.slots[row], group);
             const Cache *next = nullptr;  // this thread's next keys, where a head has few queries
             if (alone) next = cache.keys + team.n_threads * m.capacity * width;
-            Query queries[QUERIES];
+            Query queries[MOST_QUERIES];
             int64_t n = 0;
             for (int64_t r = row; r < end; r++) {
                 if (alone) remember<Cache>(m, layer, b, r, group, qkv + r * stride);
@@ -385,14 +159,8 @@ void attend(const Model &m, const Layer &layer, const Batch &b, float *qkv, int6
                     prepare_head(m, layer, layer.query_norm, position, q);
                     queries[n++] = {q, out + r * out_stride + head * width,
                                     std::max<int64_t>(0, position + 1 - layer.window), position + 1};
-                    if (n < QUERIES && !(r + 1 == end && head + 1 == (group + 1) * heads)) continue;
-                    float *own = (float *)scores.data();
-                    switch (std::exchange(n, 0)) {
-                    case 1: attend<1>(m, queries, cache, own, room, next); break;
-                    case 2: attend<2>(m, queries, cache, own, room, next); break;
-                    case 3: attend<3>(m, queries, cache, own, room, next); break;
-                    default: attend<4>(m, queries, cache, own, room, next);
-                    }
+                    if (n == at_once || (r + 1 == end && head + 1 == (group + 1) * heads))
+                        attend(queries, std::exchange(n, 0), m.scale, cache, room, next);
                 }
             }
         }
@@ -462,7 +230,7 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
     float *x = data(s.x), *qkv = data(s.qkv);
     const int64_t d_query = m.n_heads * m.d_head, d_key = m.n_groups * m.d_head;
     Normalized norm1(s.n, s.d_model, s.norm1), norm2(s.n, s.d_model, s.norm2), last(b.n_wanted, s.d_model, s.last);
-    Buffer scores(QUERIES * (m.capacity / LANES + 2));
+    AttentionRoom room(*std::max_element(b.positions, b.positions + s.n) + 1);
     const bool divided = s.n >= DIVIDED;
     Rows attended(s.n, s.d_heads, data(s.attended), divided ? &s.of_attended : nullptr);
     Rows inner(s.n, s.d_ff, data(s.inner), divided ? &s.of_inner : nullptr);
@@ -477,8 +245,10 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
         product(layer->key, in, qkv + d_query, s.d_qkv, 1, false, team);
         product(layer->value, in, qkv + d_query + d_key, s.d_qkv, 1, false, team);
         team.wait();
-        const auto attend_in = m.cache_kind == INT8 ? attend<int8_t> : m.cache_kind == BF16 ? attend<BFloat> : attend<float>;
-        attend_in(m, *layer, b, qkv, s.d_qkv, data(s.attended), s.d_heads, scores, team);
+        const auto attention_in = m.cache_kind == INT8   ? attention<int8_t>
+                                  : m.cache_kind == BF16 ? attention<BFloat>
+                                                         : attention<float>;
+        attention_in(m, *layer, b, qkv, s.d_qkv, data(s.attended), s.d_heads, room, team);
         team.wait();
         attended.prepared = inner.prepared = FP32;
         product(layer->out, attended, x, s.d_model, m.residual_scale, true, team);
