@@ -244,6 +244,19 @@ def test_how_a_text_is_cut_changes_no_bit(kind: str) -> None:
     assert torch.equal(torch.cat(parts), whole)
 
 
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "int8", "int4"])
+def test_few_rows_and_many_give_the_same_bits(kind: str) -> None:
+    """Many are multiplied in panels of weights, of which the last may be narrower; few with the weights as they lie."""
+    model = variant("llama", d_ff=112)
+    if kind != "fp32":
+        model = pack(model, kind)
+    backend = native.NativeBackend(model, 2, CONTEXT, dtype=torch.float32)
+    ids = text(57)
+    single = torch.cat([backend.compute([Chunk(1, i, [token])])[0] for i, token in enumerate(ids)])
+    for n in range(30, len(ids) + 1):  # the native code calls 32 many
+        assert torch.equal(backend.compute([Chunk(0, 0, ids[:n], n)])[0], single[:n]), n
+
+
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("d_head", [48, 80])
 def test_a_cache_in_bfloat16_however_a_text_is_cut(d_head: int, window: int | None) -> None:

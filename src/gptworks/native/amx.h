@@ -64,16 +64,6 @@ template <bool INTEGERS, int C, int A, int B> INLINE void multiply() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
 
-// Lines of memory that are soon read, in order, a few at each step.
-struct Ahead {
-    const char *at, *end;
-    int64_t at_once;
-
-    INLINE void fetch() {
-        for (int64_t i = 0; i < at_once && at < end; i++, at += 64) __builtin_prefetch(at, 0, 2);
-    }
-};
-
 // Rows and columns of tiles, multiplied over some steps and stored: tile (i, j) is a's i-th times b's j-th. a's tiles stand
 // below one another and a step is 64 bytes on; of each of b's, the next step's begins b_step bytes on.
 template <bool INTEGERS, int ROWS, int COLUMNS>

@@ -239,9 +239,20 @@ inline Lanes load(const Half *p) {
 #endif
 }
 
-// 16 × 16 units of four bytes, turned.
-template <class Unit> INLINE void turn(const Unit *from, int64_t from_stride, Unit *to, int64_t to_stride) {
+// Lines of memory that are soon read, in order, a few at each step.
+struct Ahead {
+    const char *at, *end;
+    int64_t at_once;
+
+    INLINE void fetch() {
+        for (int64_t i = 0; i < at_once && at < end; i++, at += 64) __builtin_prefetch(at, 0, 2);
+    }
+};
+
+// ROWS × 16 units of four bytes, turned.
+template <int64_t ROWS = LANES, class Unit> INLINE void turn(const Unit *from, int64_t from_stride, Unit *to, int64_t to_stride) {
 #ifdef __AVX512F__
+    static_assert(ROWS == LANES);
     __m512i x[16], y[16];
     repeat<16>([&](auto i) EACH { x[i] = _mm512_loadu_si512(from + i * from_stride); });
     repeat<8>([&](auto i) EACH {
@@ -264,12 +275,40 @@ template <class Unit> INLINE void turn(const Unit *from, int64_t from_stride, Un
         _mm512_storeu_si512(to + (12 + j) * to_stride, _mm512_shuffle_i32x4(high, high2, 0xdd));
     });
 #else
-    for (int64_t i = 0; i < 16; i++)
-        for (int64_t j = 0; j < 16; j++) to[j * to_stride + i] = from[i * from_stride + j];
+#ifdef __AVX2__
+    if constexpr (ROWS == LANES) {  // in quarters
+        for (int64_t j = 0; j < LANES; j += 8)
+            for (int64_t i = 0; i < LANES; i += 8) {
+                __m256 x[8], y[8];
+                repeat<8>([&](auto r) EACH { x[r] = _mm256_loadu_ps((const float *)(from + (i + r) * from_stride + j)); });
+                repeat<4>([&](auto r) EACH {
+                    y[2 * r] = _mm256_unpacklo_ps(x[2 * r], x[2 * r + 1]);
+                    y[2 * r + 1] = _mm256_unpackhi_ps(x[2 * r], x[2 * r + 1]);
+                });
+                repeat<4>([&](auto r) EACH {
+                    constexpr int first = r / 2 * 4 + r % 2;
+                    x[r / 2 * 4 + r % 2 * 2] = _mm256_shuffle_ps(y[first], y[first + 2], 0x44);
+                    x[r / 2 * 4 + r % 2 * 2 + 1] = _mm256_shuffle_ps(y[first], y[first + 2], 0xee);
+                });
+                repeat<4>([&](auto r) EACH {
+                    _mm256_storeu_ps((float *)(to + (j + r) * to_stride + i), _mm256_permute2f128_ps(x[r], x[4 + r], 0x20));
+                    _mm256_storeu_ps((float *)(to + (j + 4 + r) * to_stride + i), _mm256_permute2f128_ps(x[r], x[4 + r], 0x31));
+                });
+            }
+        return;
+    }
+#endif
+    for (int64_t i = 0; i < ROWS; i++)
+        for (int64_t j = 0; j < LANES; j++) to[j * to_stride + i] = from[i * from_stride + j];
 #endif
 }
 
-// The sums of four vectors' lanes.
+// The sums of four vectors' lanes. They are added in pairs, the pairs in pairs, and so on: of this order, two and two.
+#ifdef __AVX512F__
+constexpr int PAIRED[LANES] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};
+#else
+constexpr int PAIRED[LANES] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
+#endif
 INLINE Quad sums(const Lanes (&v)[4]) {
     const Lanes a = v[0], b = v[1], c = v[2], d = v[3];
 #ifdef __AVX512F__

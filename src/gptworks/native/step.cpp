@@ -185,8 +185,8 @@ struct Shared {  // what all threads write to, each its part
           d_heads(padded(m.n_heads * m.d_head)), d_ff(padded(m.d_ff)), x(n * d_model / LANES), qkv(n * d_qkv / LANES),
           attended(n * d_heads / LANES), inner(n * d_ff / LANES), gate(m.layers->gate.weight ? n * d_ff / LANES : 0) {
         for (const auto &[of, rows] : {std::pair(&norm1, n), std::pair(&norm2, n), std::pair(&last, b.n_wanted)})
-            if (rows >= DIVIDED) of->x.resize(rows * d_model / LANES), of->rounded.make_room(rows, d_model);
-        if (n >= DIVIDED) of_attended.make_room(n, d_heads), of_inner.make_room(n, d_ff);
+            if (rows >= MANY) of->x.resize(rows * d_model / LANES), of->rounded.make_room(rows, d_model);
+        if (n >= MANY) of_attended.make_room(n, d_heads), of_inner.make_room(n, d_ff);
     }
 };
 
@@ -198,15 +198,15 @@ struct Normalized {
     Rows rows;
 
     Normalized(int64_t n, int64_t stride, Shared::Common &common)
-        : own(n < DIVIDED ? n * stride / LANES : 0),
-          rows(n, stride, data(n < DIVIDED ? own : common.x), n < DIVIDED ? nullptr : &common.rounded) {}
+        : own(n < MANY ? n * stride / LANES : 0),
+          rows(n, stride, data(n < MANY ? own : common.x), n < MANY ? nullptr : &common.rounded) {}
 
     Rows &of(const Model &m, const Norm &norm, float *x, const Team &team, const int64_t *wanted = nullptr) {
         const auto [from, to] = rows.share(team);
         for (int64_t r = from; r < to; r++)
             normalize(norm, m.layer_norm, m.eps, m.d_model, x + (wanted ? wanted[r] : r) * rows.stride,
                       rows.x + r * rows.stride);
-        rows.prepared = rows.common ? Rows::NEW : FP32;
+        rows.made = rows.common ? Rows::NEW : Rows::NOTHING;
         return rows;
     }
 };
@@ -231,7 +231,7 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
     const int64_t d_query = m.n_heads * m.d_head, d_key = m.n_groups * m.d_head;
     Normalized norm1(s.n, s.d_model, s.norm1), norm2(s.n, s.d_model, s.norm2), last(b.n_wanted, s.d_model, s.last);
     AttentionRoom room(*std::max_element(b.positions, b.positions + s.n) + 1);
-    const bool divided = s.n >= DIVIDED;
+    const bool divided = s.n >= MANY;
     Rows attended(s.n, s.d_heads, data(s.attended), divided ? &s.of_attended : nullptr);
     Rows inner(s.n, s.d_ff, data(s.inner), divided ? &s.of_inner : nullptr);
 
@@ -250,7 +250,7 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
                                                          : attention<float>;
         attention_in(m, *layer, b, qkv, s.d_qkv, data(s.attended), s.d_heads, room, team);
         team.wait();
-        attended.prepared = inner.prepared = FP32;
+        attended.made = inner.made = Rows::NOTHING;
         product(layer->out, attended, x, s.d_model, m.residual_scale, true, team);
         if (!m.parallel) {
             team.wait();

@@ -1,0 +1,194 @@
+// A weight matrix, and the activation rows that meet it, in the form in which they are multiplied.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <type_traits>
+
+#include "amx.h"
+#include "lanes.h"
+#include "threads.h"
+
+namespace {
+
+enum Kind : int64_t { FP32, BF16, FP16, INT8, INT4 };
+
+struct Matrix {  // [n, k], row by row; see quantize/formats.py for the kinds
+    const void *weight, *scale;
+    const float *bias;
+    int64_t n, k, kind;
+
+    int64_t row_bytes() const { return kind == FP32 ? 4 * k : kind == INT8 ? k : kind == INT4 ? k / 2 : 2 * k; }
+};
+
+constexpr int64_t CHUNK = 128;    // activations are padded with zeros to a multiple of this
+constexpr int64_t MANY = 32;      // from so many rows on, threads divide norms and rounding, and panels.h multiplies
+constexpr int64_t FEW = 3;        // so many rows are multiplied with int8 by vectors, more by AMX: the same to the bit
+constexpr int64_t PANEL_ROWS = REGISTER == 64 ? 8 : MANY_REGISTERS || REGISTER == 32 ? 6 : 2;  // see panels.h
+constexpr int64_t GROUP = REGISTER == 64 ? LANES : PANEL_ROWS;  // activation rows that are laid out together
+
+int64_t padded(int64_t n) { return (n + CHUNK - 1) / CHUNK * CHUNK; }
+
+// The kind that activations are made into for weights of a kind.
+int64_t met_by(int64_t kind) {
+#ifdef BF16_PRODUCTS
+    if (kind == BF16) return kind;
+#endif
+#ifdef INTEGER_PRODUCTS
+    if (kind == INT8 || kind == INT4) return kind;
+#endif
+    return FP32;
+}
+
+// What activations [n, stride] are made into:
+// * bf16 for bf16 (AVX512_BF16);
+// * for int8 and int4 (AVX512_VNNI) fixed point of 16 bits with one scale a row, as two planes of signed bytes,
+//   x ≈ scale · (256 · high + low): finer than bf16, and sums of products are exact.
+struct Rounded {
+    Buffer bytes;                      // [n, 2 · stride]: bf16; or low, then high
+    std::vector<IntLanes> offsets;     // int4: for each 128 activations, what its weights' offset of 8 adds
+    std::vector<float> scale;
+    std::vector<int64_t> total;        // int8: sum of a row
+    std::unique_ptr<Lanes[]> laid_out;  // of GROUP rows at a time: [4-byte words][GROUP]; of int8 all of low, then of high
+
+    void make_room(int64_t n, int64_t stride) {
+        bytes.resize(2 * n * stride / sizeof(Lanes));
+        offsets.resize(n * stride / CHUNK);
+        scale.resize(n);
+        total.resize(n);
+        laid_out.reset(new Lanes[(n + GROUP - 1) / GROUP * GROUP * 4 * stride / sizeof(Lanes)]);
+    }
+};
+
+// Activations [n, stride] as floats, and as products want them. Each thread has rows of its own; or where they are many, all
+// threads have the same floats and the same room for what they are made into (`common`), and each makes a share.
+struct Rows {
+    static constexpr int64_t NOTHING = -1;  // is made of the floats yet
+    static constexpr int64_t NEW = -2;      // nor has this thread waited for the others' shares of them
+    int64_t n, stride;
+    float *x;
+    int64_t made = NOTHING;  // into what a kind of weights meets
+    Rounded own, *common;
+    const int8_t *bytes = nullptr;  // of the rounded rows: loops over them look for nothing else
+
+    Rows(int64_t n, int64_t stride, float *x, Rounded *common = nullptr) : n(n), stride(stride), x(x), common(common) {}
+    Rounded &rounded() { return common ? *common : own; }
+    const Rounded &rounded() const { return common ? *common : own; }
+    const int8_t *low(int64_t row) const { return bytes + 2 * row * stride; }
+    const int8_t *high(int64_t row) const { return low(row) + stride; }
+    float scale(int64_t row) const { return rounded().scale[row]; }
+    int64_t row_bytes() const { return (made == FP32 ? 4 : 2) * stride; }
+    int64_t n_planes() const { return made == INT8 ? 2 : 1; }
+    int64_t n_words() const { return row_bytes() / n_planes() / 4; }
+
+    // Whether they are multiplied by AMX, or in panels.
+#ifdef AMX
+    bool on_tiles() const { return amx::granted && (made == BF16 || (made == INT8 && n > FEW)); }
+#else
+    static constexpr bool on_tiles() { return false; }
+#endif
+    bool in_panels() const { return common && made != INT4 && !on_tiles(); }
+
+    // The words of a group of rows, laid out; of int8, those of a plane.
+    uint32_t *words(int64_t row, int64_t plane = 0) const {
+        return (uint32_t *)rounded().laid_out.get() + (row * n_planes() + plane * GROUP) * n_words();
+    }
+
+    // The rows that this thread writes.
+    std::pair<int64_t, int64_t> share(const Team &team) const {
+        if (!common) return {0, n};
+        const auto [first, last] = team.share((n + GROUP - 1) / GROUP);
+        return {first * GROUP, std::min(last * GROUP, n)};
+    }
+
+    void prepare(int64_t kind, const Team &team) {
+        kind = met_by(kind);
+        if (kind == made) return;
+        if (common && made >= 0) team.wait();  // until nobody reads what was made before
+        made = kind;
+        const auto [from, to] = share(team);
+        round(from, to);
+        if (on_tiles() || in_panels())
+            for (int64_t row = from; row < to; row += GROUP) lay_out(row);
+        if (common) team.wait();
+    }
+
+    void round(int64_t from, int64_t to) {
+        if (made == FP32) return;
+        if (!common) own.make_room(n, stride);
+        bytes = (const int8_t *)rounded().bytes.data();
+#ifdef BF16_PRODUCTS
+        if (made == BF16)
+            for (int64_t i = from * stride; i < to * stride; i += LANES) store((BFloat *)bytes + i, load(x + i));
+#endif
+#ifdef INTEGER_PRODUCTS
+        if (made == INT8 || made == INT4)
+            for (int64_t row = from; row < to; row++) round(row);
+#endif
+    }
+
+    // A group of rows, word by word: for tiles as the words come, for panels first the words that meet the first lane of
+    // vectors, then those of the second, and so on.
+    void lay_out(int64_t row) {
+        const int64_t apart = GROUP * (on_tiles() ? 1 : n_words() / LANES), next = on_tiles() ? LANES * GROUP : GROUP;
+        alignas(64) uint32_t last[GROUP][LANES] = {};  // what lies behind the last row counts as 0
+        for (int64_t plane = 0; plane < n_planes(); plane++) {
+            const uint32_t *from = made == FP32 ? (const uint32_t *)(x + row * stride) : (const uint32_t *)low(row) + plane * n_words();
+            const int64_t from_stride = made == FP32 ? stride : stride / 2;
+            uint32_t *to = words(row, plane);
+            for (int64_t i = 0; i < n_words(); i += LANES, to += next)
+                if (row + GROUP <= n) {
+                    turn<GROUP>(from + i, from_stride, to, apart);
+                } else {
+                    for (int64_t r = 0; r < n - row; r++) std::memcpy(last[r], from + r * from_stride + i, sizeof last[r]);
+                    turn<GROUP>(last[0], LANES, to, apart);
+                }
+        }
+    }
+
+#ifdef INTEGER_PRODUCTS
+    void round(int64_t row) {
+        const float *from = x + row * stride;
+        __m512i top = _mm512_setzero_si512();  // compared as integers: what is no number lies above all that are
+        for (int64_t i = 0; i < stride; i += LANES)
+            top = _mm512_max_epi32(top, (__m512i)magnitude(load(from + i)));
+        const int32_t top_bits = _mm512_reduce_max_epi32(top);
+        float largest;
+        std::memcpy(&largest, &top_bits, sizeof largest);
+        largest = std::max(largest, 1e-30f);
+        Rounded &out = rounded();
+        out.scale[row] = top_bits < 0x7f800000 ? largest / 32639 : NAN;  // 127 · 256 + 127: high stays a signed byte
+        const __m512 factor = _mm512_set1_ps(32639 / largest);
+        __m512i running = _mm512_setzero_si512();
+        int8_t *const lows = (int8_t *)low(row), *const highs = lows + stride;
+        for (int64_t i = 0; i < stride; i += LANES) {
+            const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from + i), factor));
+            const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(whole, 24), 24);
+            const __m512i high = _mm512_srai_epi32(_mm512_sub_epi32(whole, low), 8);
+            running = _mm512_add_epi32(running, whole);
+            const int64_t to = made == INT4 ? place(i) : i;
+            _mm_storeu_si128((__m128i *)(lows + to), _mm512_cvtepi32_epi8(low));
+            _mm_storeu_si128((__m128i *)(highs + to), _mm512_cvtepi32_epi8(high));
+        }
+        out.total[row] = _mm512_reduce_add_epi32(running);
+        if (made != INT4) return;
+        const __m512i eight = _mm512_set1_epi8(8);
+        for (int64_t i = 0; i < stride; i += CHUNK) {
+            const IntLanes low = dot(dot(IntLanes{}, eight, lows + i), eight, lows + i + CHUNK / 2);
+            const IntLanes high = dot(dot(IntLanes{}, eight, highs + i), eight, highs + i + CHUNK / 2);
+            out.offsets[(row * stride + i) / CHUNK] = -(low + (high << 8));
+        }
+    }
+
+    // Where the 16 activations from i on stand for int4: of 128, first those that meet low nibbles, then the others.
+    static int64_t place(int64_t i) { return i / CHUNK * CHUNK + i % 32 / 16 * (CHUNK / 2) + i % CHUNK / 32 * 16; }
+
+    static IntLanes dot(IntLanes sum, __m512i unsigned_bytes, const int8_t *signed_bytes) {
+        return (IntLanes)_mm512_dpbusd_epi32((__m512i)sum, unsigned_bytes, _mm512_loadu_si512(signed_bytes));
+    }
+#endif
+};
+
+}  // namespace
