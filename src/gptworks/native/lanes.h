@@ -361,7 +361,7 @@ INLINE Lanes gelu(Lanes x) {  // erf by Abramowitz & Stegun 7.1.26, within 1.5e-
     return x * choose(x < 0.0f, tail, 1.0f - tail);
 }
 
-enum Activation : int64_t { GELU, GELU_TANH, RELU2, SWIGLU, GEGLU };
+enum Activation : int64_t { NO_ACTIVATION = -1, GELU, GELU_TANH, RELU2, SWIGLU, GEGLU };
 
 INLINE Lanes activate(Lanes x, int64_t activation) {
     switch (activation) {

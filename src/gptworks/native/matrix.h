@@ -25,6 +25,7 @@ struct Matrix {  // [n, k], row by row; see quantize/formats.py for the kinds
 
 constexpr int64_t CHUNK = 128;    // activations are padded with zeros to a multiple of this
 constexpr int64_t MANY = 32;      // from so many rows on, threads divide norms and rounding, and panels.h multiplies
+constexpr int64_t MANY_BF16 = 48; // of bf16, from so many on: laying out a panel takes as long as multiplying it with 12 rows
 constexpr int64_t FEW = 3;        // so many rows are multiplied with int8 by vectors, more by AMX: the same to the bit
 constexpr int64_t PANEL_ROWS = REGISTER == 64 ? 8 : MANY_REGISTERS || REGISTER == 32 ? 6 : 2;  // see panels.h
 constexpr int64_t GROUP = REGISTER == 64 ? LANES : PANEL_ROWS;  // activation rows that are laid out together
@@ -89,7 +90,7 @@ struct Rows {
 #else
     static constexpr bool on_tiles() { return false; }
 #endif
-    bool in_panels() const { return common && made != INT4 && !on_tiles(); }
+    bool in_panels() const { return common && made != INT4 && !on_tiles() && (made != BF16 || n >= MANY_BF16); }
 
     // The words of a group of rows, laid out; of int8, those of a plane.
     uint32_t *words(int64_t row, int64_t plane = 0) const {

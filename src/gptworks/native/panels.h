@@ -17,13 +17,28 @@ constexpr int64_t PANEL_VECTORS = REGISTER == 64 ? 3 : 1;  // of 16 weight rows 
 constexpr int64_t PANEL_BYTES = 512 << 10;                 // of weights that a core's second cache keeps while activations pass
 constexpr int64_t TILES_BYTES = 1 << 20;                   // of activations, while weights pass: AMX is of larger caches
 
-// Where the sums of 16 columns go: out = (sum · scale + bias) · times, added to what is there if `add`.
+// Where sums go, and what they become: out = (sum · scale + bias) · times, added to what is there if `add`; then of an
+// activation, out = activation(out), or with a gate, out = activation(gate) · out.
 struct Result {
     float *out;
     int64_t stride;
-    float times;
-    bool add;
+    float times = 1;
+    bool add = false;
+    int64_t activation = NO_ACTIVATION;
+    const float *gate = nullptr;
+
+    // Rows and columns are complete, and in a cache still.
+    void finish(int64_t row_from, int64_t row_to, int64_t from, int64_t end) const {
+        if (activation == NO_ACTIVATION) return;
+        for (int64_t row = row_from; row < row_to; row++)
+            for (int64_t i = row * stride + from; i < row * stride + end; i += LANES) {
+                const Lanes x = load(out + i);
+                store(out + i, gate ? activate(load(gate + i), activation) * x : activate(x, activation));
+            }
+    }
 };
+
+// 16 columns of a result.
 struct Columns {
     int64_t first, width;
     Lanes scale = all(1), bias = {};
@@ -157,6 +172,7 @@ template <class Tile> void panels(const Tile &tile, const Matrix &m, const Rows 
                     else
                         columns[v].put(sums[r][v], row + r, to);
         }
+        to.finish(0, x.n, first, std::min(last, end));
     };
     for (int64_t first = from, vectors; first < end; first += vectors * LANES) {
         vectors = std::min(most, (end - first + LANES - 1) / LANES);
@@ -218,6 +234,7 @@ void tiles_of_amx(const Matrix &m, const Rows &x, int64_t row_from, int64_t row_
                     }
                 }
         }
+        to.finish(row_from, row_to, n, n + count);
     }
 }
 #endif

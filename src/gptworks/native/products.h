@@ -283,12 +283,9 @@ void tiles(const Tile &tile, const Matrix &m, int64_t first_row, int64_t last_ro
     }
 }
 
-// out[r][n] = (x[r] · weight[n] + bias[n]) · times, added to what is there if `add`; this thread's share of the n, which
-// it returns. Prepares x for this kind of weights.
-std::pair<int64_t, int64_t> product(const Matrix &m, Rows &x, float *out, int64_t stride, float times, bool add,
-                                    const Team &team) {
+// The products of all activation rows with this thread's share of the weight rows. Prepares x for this kind of weights.
+void product(const Matrix &m, Rows &x, const Result &to, const Team &team) {
     x.prepare(m.kind, team);
-    const Result to{out, stride, times, add};
     const auto [first, last] = team.share((m.n + UNIT - 1) / UNIT);
     const int64_t from = first * UNIT, end = std::min(last * UNIT, m.n);
     // Calls f with some activation rows after others, so many that they stay in the second cache.
@@ -301,14 +298,17 @@ std::pair<int64_t, int64_t> product(const Matrix &m, Rows &x, float *out, int64_
         in_parts(TILES_BYTES, 2 * amx::SIDE, [&, from = from, end = end](int64_t row_from, int64_t row_to) {
             (m.kind == INT8 ? tiles_of_amx<true> : tiles_of_amx<false>)(m, x, row_from, row_to, from, end, to);
         });
-        return {from, end};
+        return;
     }
 #endif
     const auto run = [&, from = from, end = end](const auto &tile) {
         typedef std::decay_t<decltype(tile)> Tile;
         if constexpr (!std::is_void_v<typename Tile::Words>)
             if (x.in_panels()) return panels(tile, m, x, from, end, to);
-        in_parts(CACHED, Tile::AT_ONCE, [&](int64_t row_from, int64_t row_to) { tiles(tile, m, row_from, row_to, from, end, to); });
+        in_parts(CACHED, Tile::AT_ONCE, [&](int64_t row_from, int64_t row_to) {
+            tiles(tile, m, row_from, row_to, from, end, to);
+            to.finish(row_from, row_to, from, end);
+        });
     };
     switch (m.kind) {
     case FP32: run(FloatTile<float>{(const float *)m.weight, m.k, x}); break;
@@ -317,7 +317,6 @@ std::pair<int64_t, int64_t> product(const Matrix &m, Rows &x, float *out, int64_
     case INT8: run(Int8Tile{(const int8_t *)m.weight, m.k, x}); break;
     case INT4: run(Int4Tile{(const uint8_t *)m.weight, (const Half *)m.scale, m.k, x}); break;
     }
-    return {from, end};
 }
 
 }  // namespace

@@ -211,18 +211,6 @@ struct Normalized {
     }
 };
 
-void mlp(const Model &m, const Layer &layer, Rows &in, Shared &s, const Team &team) {
-    float *inner = data(s.inner), *gate = data(s.gate);
-    const bool gated = layer.gate.weight;
-    if (gated) product(layer.gate, in, gate, s.d_ff, 1, false, team);
-    const auto [from, to] = product(layer.up, in, inner, s.d_ff, 1, false, team);
-    for (int64_t row = 0; row < s.n; row++)
-        for (int64_t i = row * s.d_ff + from; i < row * s.d_ff + to; i += LANES) {
-            const Lanes up = load(inner + i);
-            store(inner + i, gated ? activate(load(gate + i), m.activation) * up : activate(up, m.activation));
-        }
-}
-
 void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
 #ifdef AMX
     const amx::Registers registers;
@@ -241,9 +229,9 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
     for (const Layer *layer = m.layers; layer < m.layers + m.n_layers; layer++) {
         Rows &in = norm1.of(m, layer->norm1, x, team);
         if (m.parallel) norm2.of(m, layer->norm2, x, team);  // before `out` adds to x
-        product(layer->query, in, qkv, s.d_qkv, 1, false, team);
-        product(layer->key, in, qkv + d_query, s.d_qkv, 1, false, team);
-        product(layer->value, in, qkv + d_query + d_key, s.d_qkv, 1, false, team);
+        product(layer->query, in, {qkv, s.d_qkv}, team);
+        product(layer->key, in, {qkv + d_query, s.d_qkv}, team);
+        product(layer->value, in, {qkv + d_query + d_key, s.d_qkv}, team);
         team.wait();
         const auto attention_in = m.cache_kind == INT8   ? attention<int8_t>
                                   : m.cache_kind == BF16 ? attention<BFloat>
@@ -251,14 +239,16 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
         attention_in(m, *layer, b, qkv, s.d_qkv, data(s.attended), s.d_heads, room, team);
         team.wait();
         attended.made = inner.made = Rows::NOTHING;
-        product(layer->out, attended, x, s.d_model, m.residual_scale, true, team);
+        product(layer->out, attended, {x, s.d_model, m.residual_scale, true}, team);
         if (!m.parallel) {
             team.wait();
             norm2.of(m, layer->norm2, x, team);
         }
-        mlp(m, *layer, norm2.rows, s, team);
+        const float *gate = layer->gate.weight ? data(s.gate) : nullptr;
+        if (gate) product(layer->gate, norm2.rows, {data(s.gate), s.d_ff}, team);
+        product(layer->up, norm2.rows, {inner.x, s.d_ff, 1, false, m.activation, gate}, team);
         team.wait();
-        product(layer->down, inner, x, s.d_model, m.residual_scale, true, team);
+        product(layer->down, inner, {x, s.d_model, m.residual_scale, true}, team);
         team.wait();
     }
     if (!b.n_wanted) return;
@@ -267,7 +257,7 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
     if (b.features && team.thread == 0)
         for (int64_t r = 0; r < b.n_wanted; r++)
             std::copy_n(last.rows.x + r * s.d_model, m.d_model, b.features + r * m.d_model);
-    product(m.head, last.rows, b.logits, m.head.n, m.logit_scale, false, team);
+    product(m.head, last.rows, {b.logits, m.head.n, m.logit_scale}, team);
 }
 
 }  // namespace
