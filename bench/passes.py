@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gptworks.device import device_name, keep_freed_memory
 from gptworks.model import cpu
-from gptworks.model.attention import attend, causal_mask
+from gptworks.model.attention import attend, causal_mask, rotate
 from gptworks.model.loss import linear_cross_entropy
 from gptworks.train.optim.muon import Muon
 
@@ -36,7 +36,21 @@ def compare(name: str, ours: Callable[..., Tensor], theirs: Callable[..., Tensor
     gradient = torch.randn_like(ours(*inputs))
     needed = [tensor for tensor in inputs if tensor.requires_grad]
     times = [milliseconds(lambda: torch.autograd.grad(f(*inputs), needed, gradient)) for f in (theirs, ours)]  # noqa: B023
-    print(f"{name:<32} torch {times[0]:>7.2f} ms   gptworks {times[1]:>7.2f} ms   {times[0] / times[1]:>5.2f} ×")
+    print(f"{name:<34} torch {times[0]:>7.2f} ms   gptworks {times[1]:>7.2f} ms   {times[0] / times[1]:>5.2f} ×")
+
+
+def compare_rotation(batch: int, heads: int, length: int, width: int) -> None:
+    """Print the times of the rotary embedding in C++ and as operations of torch, which `rotate` uses elsewhere."""
+    x = torch.randn(batch, length, heads, width).bfloat16().requires_grad_()
+    angles = torch.randn(length, width // 2)
+    table = angles.cos().bfloat16(), angles.sin().bfloat16()
+
+    def by_torch(x: Tensor) -> Tensor:
+        a, b = x.transpose(1, 2).chunk(2, dim=-1)
+        return torch.cat((a * table[0] - b * table[1], b * table[0] + a * table[1]), dim=-1)
+
+    name = f"rotation, bf16, {batch} × {heads} × {length} × {width}"
+    compare(name, lambda x: rotate(x.transpose(1, 2), table), by_torch, x)
 
 
 def compare_losses(n_tokens: int, width: int, vocab_size: int) -> None:
@@ -59,7 +73,7 @@ def compare_muon(n: int, rows: int, columns: int) -> None:
         matrix.grad = torch.randn(rows, columns)
     theirs, ours = (milliseconds(kind(matrices, lr=1e-3).step) for kind in (torch.optim.Muon, Muon))
     name = f"Muon, {n} of {rows} × {columns}"
-    print(f"{name:<32} torch {theirs:>7.2f} ms   gptworks {ours:>7.2f} ms   {theirs / ours:>5.2f} ×")
+    print(f"{name:<34} torch {theirs:>7.2f} ms   gptworks {ours:>7.2f} ms   {theirs / ours:>5.2f} ×")
 
 
 @torch.no_grad()
@@ -70,7 +84,7 @@ def compare_band(length: int, window: int) -> None:
     theirs = milliseconds(lambda: F.scaled_dot_product_attention(q, k, v, mask))
     ours = milliseconds(lambda: attend(q, k, v, window=window))
     name = f"band of {window}, bf16, {length} tokens"
-    print(f"{name:<32} torch {theirs:>7.2f} ms   gptworks {ours:>7.2f} ms   {theirs / ours:>5.2f} ×")
+    print(f"{name:<34} torch {theirs:>7.2f} ms   gptworks {ours:>7.2f} ms   {theirs / ours:>5.2f} ×")
 
 
 def main() -> None:
@@ -90,6 +104,7 @@ def main() -> None:
         x,
         weight,
     )
+    compare_rotation(8, 3, 512, 64)
     compare("dropout 0.05, 8192 × 256", lambda x: cpu.dropout(x, 0.05), lambda x: F.dropout(x, 0.05), x)
     for n_tokens, width, vocab_size in ((2048, 768, 50_257), (4096, 128, 4096)):
         compare_losses(n_tokens, width, vocab_size)

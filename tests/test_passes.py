@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gptworks.config import IGNORED
 from gptworks.model import cpu
+from gptworks.model.attention import rotate
 from gptworks.native import passes
 from gptworks.native.library import training_library
 
@@ -102,6 +103,38 @@ def test_norms_equal_float64(width: int, dtype: torch.dtype, threads: int) -> No
         check(
             lambda x, w, out=out: cpu.rms_norm(x, w, 1e-5, out), lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), x, weight
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stored", ["B T H D", "B H T D"])
+@pytest.mark.parametrize("tables", ["T", "B 1 T"])
+@pytest.mark.parametrize("width, turned", [(64, 64), (80, 80), (16, 2), (40, 24)])
+def test_rotation_equals_float64(
+    width: int, turned: int, tables: str, stored: str, dtype: torch.dtype, threads: int
+) -> None:
+    batch, heads, length = 3, 5, 37
+    x = torch.randn((batch, length, heads, width) if stored == "B T H D" else (batch, heads, length, width))
+    angles = torch.randn((length, turned // 2) if tables == "T" else (batch, 1, length, turned // 2))
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    x = x.to(dtype).requires_grad_()
+
+    def ours(x: Tensor) -> Tensor:
+        heads_first = x.transpose(1, 2) if stored == "B T H D" else x
+        assert passes.rotates(heads_first, cos, sin)
+        return rotate(heads_first, (cos, sin))
+
+    def exact(x: Tensor) -> Tensor:
+        heads_first = x.transpose(1, 2) if stored == "B T H D" else x
+        return rotate(heads_first, (cos.double(), sin.double()))
+
+    check(ours, exact, x)
+
+
+def test_a_nan_stays_in_its_pair() -> None:
+    x, angles = torch.randn(2, 3, 7, 32), torch.randn(7, 8)
+    x[1, 2, 3, 5] = float("nan")
+    turned = rotate(x, (angles.cos(), angles.sin()))
+    assert turned.isnan().nonzero().tolist() == [[1, 2, 3, 5], [1, 2, 3, 13]]
 
 
 def test_norms_of_transposed_heads_equal_float64() -> None:

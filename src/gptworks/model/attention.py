@@ -15,6 +15,7 @@ from gptworks.model.cache import SlotLayer
 from gptworks.model.layers import Tables, build_head_norm, cap
 from gptworks.model.stream import build_gating
 from gptworks.native import attention as native
+from gptworks.native import passes
 
 
 def attend(
@@ -350,6 +351,8 @@ def frequencies(config: ModelConfig, length: int, device: torch.device | None = 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each pair (i, i + R/2) of the first R elements of x [..., T, D] by the angle of its position."""
     cos, sin = table
+    if passes.rotates(x, cos, sin):
+        return passes.rotate(x, cos, sin)
     turned, rest = x[..., : 2 * cos.size(-1)], x[..., 2 * cos.size(-1) :]
     a, b = turned.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)

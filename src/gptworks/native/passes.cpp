@@ -14,17 +14,33 @@ namespace {
 constexpr int64_t BLOCKS = 64;      // of rows, that are summed apart
 constexpr int64_t GRAIN = 1 << 14;  // elements for which a thread is worth waking
 
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#define MASKS
+INLINE __mmask16 lower(int64_t n) { return (__mmask16)((1u << n) - 1); }  // the first n lanes
+#endif
+
 // The first n lanes, n ≤ 16, from memory or to it; the others are zero.
 template <class T> INLINE Lanes read(const T *p, int64_t n) {
     if (n >= LANES) return load(p);
+#ifdef MASKS
+    if constexpr (sizeof(T) == 4) return (Lanes)_mm512_maskz_loadu_ps(lower(n), p);
+    if constexpr (sizeof(T) == 2)
+        return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lower(n), p)), 16);
+#endif
     T some[LANES] = {};
     for (int64_t i = 0; i < n; i++) some[i] = p[i];
     return load(some);
 }
 template <class T> INLINE void write(T *p, Lanes x, int64_t n) {
     if (n >= LANES) return store(p, x);
+#ifdef MASKS
+    if constexpr (sizeof(T) == 4) return _mm512_mask_storeu_ps(p, lower(n), (__m512)x);
+#endif
     T some[LANES];
     store(some, x);
+#ifdef MASKS
+    return _mm256_mask_storeu_epi16(p, lower(n), _mm256_loadu_si256((const __m256i *)some));
+#endif
     for (int64_t i = 0; i < n; i++) p[i] = some[i];
 }
 INLINE Lanes first(Lanes x, int64_t n) {
@@ -190,6 +206,39 @@ void normalize_backward(
     }
 }
 
+// -------------------------------------------------------------------------------------------------------- rotation
+
+// Of rows [outer][length][inner][width]: pairs (i, i + half) turn by the angle of their position, whose cosines and sines
+// are [length, half]; or where `per_table` is not 0, [.., length, half] with a table for so many of the outer. What lies
+// behind the pairs stays. `direction` −1 turns back.
+struct Rotation {
+    int64_t outer, length, inner, width, half, per_table, n_threads;
+    float direction;
+};
+
+template <class T> void rotate(const Rotation &o, const T *x, const T *cos, const T *sin, T *out) {
+    const int64_t n_positions = o.outer * o.length, rest = o.width - 2 * o.half;
+    parallel(threads_for(n_positions * o.inner * o.width, o.n_threads), [&](const Team &team) {
+        const auto [from, to] = team.share(n_positions);
+        for (int64_t p = from; p < to; p++) {
+            const int64_t table = o.per_table ? p / o.length / o.per_table : 0;
+            const int64_t angle = (table * o.length + p % o.length) * o.half;
+            for (int64_t row = p * o.inner; row < (p + 1) * o.inner; row++) {
+                const T *a = x + row * o.width, *b = a + o.half;
+                T *to_a = out + row * o.width, *to_b = to_a + o.half;
+                for (int64_t i = 0; i < o.half; i += LANES) {
+                    const int64_t n = o.half - i;
+                    const Lanes c = read(cos + angle + i, n), s = read(sin + angle + i, n) * o.direction;
+                    const Lanes first = read(a + i, n), second = read(b + i, n);
+                    write(to_a + i, first * c - second * s, n);
+                    write(to_b + i, second * c + first * s, n);
+                }
+                if (rest) std::memcpy((void *)(to_b + o.half), b + o.half, rest * sizeof(T));
+            }
+        }
+    });
+}
+
 // --------------------------------------------------------------------------------------------------- cross-entropy
 
 // Of rows of logits [n_rows, width]: −log softmax(row)[target], 0 where the target is negative. With `gradient`, the row
@@ -324,6 +373,17 @@ extern "C" void gptworks_add(
                 write((X *)out + i, read((const X *)x + i, n) + alpha * read((const Y *)branch + i, n), n);
             });
         });
+    });
+}
+
+extern "C" void gptworks_rotate(
+    int64_t outer, int64_t length, int64_t inner, int64_t width, int64_t half, int64_t per_table, int64_t n_threads,
+    int64_t dtype, float direction, const void *x, const void *cos, const void *sin, void *out
+) {
+    const Rotation rotation = {outer, length, inner, width, half, per_table, n_threads, direction};
+    typed(dtype, [&](auto type) {
+        typedef decltype(type) T;
+        rotate(rotation, (const T *)x, (const T *)cos, (const T *)sin, (T *)out);
     });
 }
 

@@ -156,6 +156,49 @@ class _Add(torch.autograd.Function):
         return d_out, (d_out if ctx.alpha == 1 else d_out * ctx.alpha).to(ctx.dtype), None
 
 
+def rotates(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether `rotate` takes these."""
+    of_each_row = cos.dim() == x.dim() == 4 and cos.size(1) == 1
+    return x.dtype == cos.dtype == sin.dtype and (cos.dim() == 2 or of_each_row) and serve(x, cos, sin)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`gptworks.model.attention.rotate`: the pairs (i, i + R/2) of the rows' first R elements turned by their position.
+
+    Args:
+        x: [..., T, D]. cos, sin: [T, R/2], or [B, 1, T, R/2] for x [B, H, T, D]; all of one dtype.
+    """
+    out: Tensor = _Rotation.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        d_out = gradients[0] if _is_dense(gradients[0]) else gradients[0].contiguous()
+        return _turned(d_out, *ctx.saved_tensors, -1.0), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    out = torch.empty_like(x)
+    length, width = x.shape[-2:]
+    inner = 1 if x.is_contiguous() else x.size(1)  # stored as [B, T, H, D]
+    per_table = 0 if cos.dim() == 2 else x.size(1) // inner
+    outer = x.numel() // (length * inner * width) if x.numel() else 0
+    shape = outer, length, inner, width, cos.size(-1), per_table
+    _call(
+        "rotate", *shape, torch.get_num_threads(), _CODES[x.dtype], direction,
+        x, cos.contiguous(), sin.contiguous(), out,
+    )  # fmt: skip
+    return out
+
+
 def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None = None, *, gradient: bool) -> Tensor:
     """−log softmax(logits)[target] of each row, float32 [n], 0 where the target is −100.
 
