@@ -46,7 +46,9 @@ MOST_TOKENS = max(LONG_PROMPT, PROMPT * max(BATCHES))
 """In one call."""
 PRESET = "gpt2"
 
-OURS = ("gptworks bf16", "gptworks int8", "gptworks int4")
+SMALLEST = "gptworks int4 head"
+"""With the head in int4 too."""
+OURS = ("gptworks bf16", "gptworks int8", "gptworks int4", SMALLEST)
 THEIRS = ("llama.cpp bf16", "llama.cpp q8_0", "llama.cpp q4_0")
 TRANSFORMERS = "transformers bf16"
 GOALS = (
@@ -172,7 +174,13 @@ def build(name: str, folder: Path) -> Engine:
         return Transformers()
     if name in THEIRS:
         return LlamaCpp(folder / f"{name.split()[1]}.gguf")
-    return Ours(quantize_model(GPT(preset(PRESET)).eval(), name.split()[1]))  # type: ignore[arg-type]
+    return Ours(rounded(name))
+
+
+def rounded(name: str) -> GPT:
+    """The model as one of our engines has it."""
+    kind: Any = name.split()[1]
+    return quantize_model(GPT(preset(PRESET)).eval(), kind, head="int4" if name == SMALLEST else "int8")
 
 
 def work(name: str, folder: Path, orders: Connection) -> None:
@@ -229,13 +237,11 @@ class Limits:
 
 def weight_bytes() -> dict[str, int]:
     """Bytes of the matrices that a step reads, by the engine's name. llama.cpp's formats take as many, within 6%."""
-    model = GPT(preset(PRESET))
     sizes = {}
-    for name, theirs in zip(OURS, THEIRS, strict=True):
-        matrices = packed_matrices(quantize_model(model, name.split()[1]))  # type: ignore[arg-type]
-        tensors = [tensor for _, matrix in matrices for tensor in matrix.buffers(recurse=False)]
-        sizes[name] = sizes[theirs] = sum(tensor.nbytes for tensor in tensors)
-    return sizes | {TRANSFORMERS: sizes[OURS[0]]}
+    for name in OURS:
+        tensors = [tensor for _, matrix in packed_matrices(rounded(name)) for tensor in matrix.buffers(recurse=False)]
+        sizes[name] = sum(tensor.nbytes for tensor in tensors)
+    return sizes | dict(zip(THEIRS, sizes.values(), strict=False)) | {TRANSFORMERS: sizes[OURS[0]]}
 
 
 def write_gguf(folder: Path) -> None:

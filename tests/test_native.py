@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gptworks.choices import HeadWeights
 from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.model.backend import Chunk, TorchBackend
@@ -283,9 +284,10 @@ def test_logits_of_a_long_chunk(n_logits: int) -> None:
     torch.testing.assert_close(short, expected(double, ids[:3], 1), rtol=0, atol=near)
 
 
-def test_a_quantized_model() -> None:
+@pytest.mark.parametrize("head", ["int8", "int4"])
+def test_a_quantized_model(head: HeadWeights) -> None:
     """The modules of gptworks.quantize, which torch runs with activations in float32."""
-    model = quantize_model(variant("qwen3"), "int4")
+    model = quantize_model(variant("qwen3"), "int4", head=head)
     ids = text(50)
     logits = native.NativeBackend(model, 2, CONTEXT, dtype=torch.float32).compute([Chunk(1, 0, ids, 50)])[0]
     with torch.inference_mode():

@@ -29,7 +29,7 @@ from gptworks.interop.gguf import export_gguf
 from gptworks.interop.huggingface import export_huggingface
 from gptworks.model import GPT
 from gptworks.quantize import run as quantize_module
-from gptworks.quantize.convert import matrix_kinds, pack, quantize_model
+from gptworks.quantize.convert import head_name, matrix_kinds, pack, quantize_model
 from gptworks.quantize.formats import Weights, dequantize, pack_int4, unpack_int4
 from gptworks.quantize.linear import QuantizedGPT, QuantizedLinear, packed_matrices
 from gptworks.quantize.rounding import gptq, round_int4, round_int8
@@ -150,6 +150,10 @@ def test_rows_that_are_no_whole_number_of_groups_are_refused_and_stay_int8_in_a_
     kinds = matrix_kinds(random_model(tiny.plain_model(**BASE | {"d_head": 24})), "int4")
     assert kinds["blocks.0.attention.out"] == "int8"
     assert kinds["blocks.0.attention.query"] == "int4"
+    with pytest.raises(
+        UserError, match=r"head=int4 with model\.d_model=48: a row of the head must be a multiple of 32"
+    ):
+        matrix_kinds(GPT(tiny.plain_model(**BASE | {"d_model": 48})), "int4", "int4")
 
 
 # ----------------------------------------------------------------------------------------------------------- GPTQ
@@ -245,6 +249,34 @@ def test_every_matrix_is_packed_but_routers_and_positions() -> None:
         }
         for name, parameter in quantized.named_parameters():
             assert torch.equal(parameter, model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(("name", "head"), [("gpt2", "token_embedding"), ("llama", "untied_head")])
+def test_a_head_in_int4_is_the_only_other_difference(name: str, head: str) -> None:
+    model = random_model(MODELS[name])
+    batches = [tokens(model.config), tokens(model.config)]
+    for calibration in ([], batches):
+        usual, smaller = (
+            quantized_tensors(quantize_model(model, "int4", calibration, head=kind)) for kind in ("int8", "int4")
+        )
+        changed = {key for key in usual if usual[key].dtype != smaller[key].dtype}
+        assert changed == {f"{head}.weight", f"{head}.scale"}
+        assert smaller[f"{head}.weight"].dtype == torch.uint8
+        # where the embedding is the head, the blocks' inputs are those of the run still: GPTQ rounds them alike
+        assert all(torch.equal(usual[key], smaller[key]) for key in usual.keys() - changed)
+
+
+def test_a_calibrated_head_gives_nearer_logits_than_the_nearest_values() -> None:
+    for config in MODELS.values():
+        model = random_model(config)
+        batches = [tokens(config, batch=8)]
+        quantized = quantize_model(model, "int4", batches, head="int4")
+        found: Any = quantized.get_submodule(head_name(model))
+        whole: Any = model.get_submodule(head_name(model))
+        features = quantized.features(batches[0]).flatten(0, 1)
+        nearest = dequantize(*pack(whole.weight.detach(), "int4"), torch.float32)
+        errors = [((matrix - whole.weight) @ features.T).square().sum() for matrix in (found.dequantized(), nearest)]
+        assert errors[0] < 0.9 * errors[1]
 
 
 def test_the_model_that_is_quantized_stays_as_it_was() -> None:
@@ -513,6 +545,8 @@ def test_a_quantized_run_is_not_quantized_trained_or_exported(
         ({"weights": "int8", "calibration_tokens": 9}, "only gptq uses it"),
         ({"weights": "int4", "calibration_tokens": 0}, "1 token or more"),
         ({"weights": "int8", "checkpoint": "77"}, "checkpoint `77`"),
+        ({"weights": "int8", "head": "int4"}, "head=int4 with weights=int8: it is for int4"),
+        ({"weights": "int4", "head": "int6"}, "head=int6: did you mean int"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(trained: Path, tmp_path: Path, settings: Any, said: str) -> None:

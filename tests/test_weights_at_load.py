@@ -186,6 +186,15 @@ def test_a_quantized_run_has_its_own_weights_alone(run: Path, text: Path) -> Non
         assert "take the run that it was made from" in str(done.exception)
 
 
+def test_a_run_whose_head_is_in_int4_too_has_weights_in_int4(run: Path, text: Path, tmp_path: Path) -> None:
+    quantize_run(run, tmp_path / "int4", "int4", rounding="nearest", head="int4", texts=[text])
+    found = load_run(tmp_path / "int4", weights="int4").model
+    assert isinstance(found, QuantizedGPT) and found.weights == "int4"
+    assert_equal(found.state_dict(), load_run(tmp_path / "int4").model.state_dict())
+    with pytest.raises(UserError, match=r"weights=int8: .*int4 is quantized already, to int4\. Leave"):
+        load_run(tmp_path / "int4", weights="int8")
+
+
 def test_weights_that_are_not_known_or_cannot_hold_a_number_are_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     for weights, said in (("int5", "weights=int5: did you mean int"), ("q", "one of auto, fp32, bf16, int8, int4")):

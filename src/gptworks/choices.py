@@ -14,6 +14,8 @@ Sharding = Literal["auto", "none", "zero2", "fsdp"]
 
 Weights = Literal["bf16", "fp16", "int8", "int4"]
 """How the matrices of a quantized run are kept."""
+HeadWeights = Literal["int8", "int4"]
+"""How the head is kept beside int4 matrices."""
 LoadedWeights = Literal["auto", "fp32", "bf16", "int8", "int4"]
 """How the matrices of a run are kept once it is loaded; auto: as the run keeps them."""
 Rounding = Literal["nearest", "gptq"]

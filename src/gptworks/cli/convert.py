@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gptworks.choices import ExportFormat, ExportPrecision, GGUFType, Rounding, Weights
+from gptworks.choices import ExportFormat, ExportPrecision, GGUFType, HeadWeights, Rounding, Weights
 from gptworks.cli.common import (
     AsJSON,
     Device,
@@ -133,6 +133,9 @@ def quantize(
         Rounding | None,
         typer.Option(help="gptq: for int4, calibrated on training text. Default: gptq for int4, else nearest."),
     ] = None,
+    head: Annotated[
+        HeadWeights, typer.Option(help="The head beside int4 matrices: int4 is smaller and faster, and less exact.")
+    ] = "int8",
     calibrate: Annotated[
         int | None, typer.Option(metavar="TOKENS", help="gptq: tokens of training text. Default: 32,768.")
     ] = None,
@@ -150,8 +153,8 @@ def quantize(
 
     with working(f"quantizing {run}"):
         made = quantize_run(
-            run, out, weights, rounding=rounding, calibration_tokens=calibrate, texts=text or (), checkpoint=checkpoint,
-            device=choose_device(device), prepare=prepare_with_progress, report=notice,
+            run, out, weights, rounding=rounding, head=head, calibration_tokens=calibrate, texts=text or (),
+            checkpoint=checkpoint, device=choose_device(device), prepare=prepare_with_progress, report=notice,
         )  # fmt: skip
     show(made, as_json)
     notice(f"wrote {out}")

@@ -181,8 +181,9 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
         d_out = gradients[0] if _is_dense(gradients[0]) else gradients[0].contiguous()
-        return _turned(d_out, *ctx.saved_tensors, -1.0), None, None
+        return _turned(d_out, cos, sin, -1.0), None, None
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:

@@ -1,8 +1,8 @@
 """A model → its quantized form, in memory.
 
 The blocks' matrices become what is asked for. Norms, biases, positions, gates and the routers of experts stay fp32:
-they are a thousandth of the weights. With int4, the embedding and the head are kept in int8, and so is a matrix whose
-rows are no whole number of groups.
+they are a thousandth of the weights. With int4, the embedding and the head are kept in int8, the head in int4 where that is
+asked for, and a matrix whose rows are no whole number of groups in int8 too.
 """
 
 import copy
@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from gptworks.choices import Weights
+from gptworks.choices import HeadWeights, Weights
 from gptworks.errors import UserError, nearest
 from gptworks.model import GPT
 from gptworks.quantize.formats import DTYPES, GROUP, KINDS, dequantize, empty, pack_int4, rows_at_once, unpacked
@@ -25,7 +25,12 @@ Packed = tuple[Tensor, Tensor | None]
 
 @torch.no_grad()
 def quantize_model(
-    model: GPT, weights: Weights, calibration: Sequence[Tensor] = (), step: Callable[[str], None] = lambda _: None
+    model: GPT,
+    weights: Weights,
+    calibration: Sequence[Tensor] = (),
+    step: Callable[[str], None] = lambda _: None,
+    *,
+    head: HeadWeights = "int8",
 ) -> QuantizedGPT:
     """A quantized copy of the model, on its device, in eval mode. What is not packed is shared with the model.
 
@@ -33,11 +38,13 @@ def quantize_model(
         calibration: batches of token ids, int64 [B, T], on which int4's rounding is calibrated (GPTQ). Empty: each
             weight is rounded to the nearest value.
         step: receives what is quantized next.
+        head: with int4 alone: how the head, and with it a tied embedding, is kept.
 
     Raises:
-        UserError: an unknown kind; the model is quantized already; a weight that the kind cannot hold.
+        UserError: an unknown kind, or one that the head cannot have; the model is quantized already; a weight that the
+            kind cannot hold.
     """
-    kinds = matrix_kinds(model, weights)
+    kinds = matrix_kinds(model, weights, head)
     if calibration and weights == "int4" and model.config.repeats_layers:
         raise UserError(
             "GPTQ rounds a block for the inputs that it gets, and model.layer_repeats runs blocks on several: take "
@@ -56,28 +63,53 @@ def quantize_model(
         quantized = QuantizedGPT(model.config, kinds)
     quantized.load_state_dict(tensors, assign=True)
     quantized.reset_tables()
-    return quantized.to(model.device).eval()
+    quantized = quantized.to(model.device).eval()
+    if packed and head == "int4":
+        step("the head")
+        name = head_name(model)
+        _calibrate_head(quantized.get_submodule(name), model.get_submodule(name), quantized, calibration)
+    return quantized
 
 
-def matrix_kinds(model: GPT, weights: Weights) -> dict[str, Weights]:
+def matrix_kinds(model: GPT, weights: Weights, head: HeadWeights = "int8") -> dict[str, Weights]:
     """How each matrix of the model is kept, by its module's name.
 
     Raises:
-        UserError: an unknown kind, or the model is quantized already.
+        UserError: an unknown kind, or one that the head cannot have; or the model is quantized already.
     """
     check_known(weights, get_args(Weights))
+    check_known(head, get_args(HeadWeights), of="head")
+    if head == "int4":
+        if weights != "int4":
+            raise UserError(f"head=int4 with weights={weights}: it is for int4. Leave it out.")
+        if model.config.d_model % GROUP:
+            raise UserError(
+                f"head=int4 with model.d_model={model.config.d_model}: a row of the head must be a multiple of {GROUP} "
+                "long. Leave it out."
+            )
     if isinstance(model, QuantizedGPT):
         raise UserError(f"the model is quantized to {model.weights} already: quantize the one that it was made from.")
 
     def kind(name: str, columns: int) -> Weights:
-        whole_groups = name.startswith("blocks.") and columns % GROUP == 0
-        return weights if weights != "int4" or whole_groups else "int8"
+        if weights != "int4":
+            return weights
+        if name == head_name(model):
+            return head
+        return "int4" if name.startswith("blocks.") and columns % GROUP == 0 else "int8"
 
     return {name: kind(name, module.weight.size(1)) for name, module in _packable(model).items()}
 
 
-def check_known(weights: str, known: Sequence[str]) -> None:
+def head_name(model: GPT) -> str:
+    """The name of the module that holds the head's matrix; of a tied one, the embedding's."""
+    return "token_embedding" if model.untied_head is None else "untied_head"
+
+
+def check_known(weights: str, known: Sequence[str], of: str = "weights") -> None:
     """Refuse a kind of weights that is not among those known.
+
+    Args:
+        of: the setting's name, for the message.
 
     Raises:
         UserError: it is not; the nearest one is named.
@@ -85,7 +117,7 @@ def check_known(weights: str, known: Sequence[str]) -> None:
     if weights not in known:
         near = nearest(weights, known)
         raise UserError(
-            f"weights={weights}: " + (f"did you mean {near}?" if near else f"it must be one of {', '.join(known)}.")
+            f"{of}={weights}: " + (f"did you mean {near}?" if near else f"it must be one of {', '.join(known)}.")
         )
 
 
@@ -201,6 +233,15 @@ def _calibrated(
             rounding.blocks[i] = rounded
             inputs = _inputs_of_block(rounding, batches, i + 1)
     return packed
+
+
+def _calibrate_head(packed: Any, whole: Any, model: QuantizedGPT, batches: Iterable[Tensor]) -> None:
+    """Round the model's head again, to int4 for the features that it gets where all else is rounded already."""
+    hessian = whole.weight.new_zeros(packed.columns, packed.columns)
+    for tokens in batches:
+        features = model.features(tokens.to(model.device)).flatten(0, -2).float()
+        hessian.addmm_(features.T, features)
+    packed.weight, packed.scale = _pack_rounded(gptq(whole.weight, hessian), "int4")
 
 
 def _inputs_of_block(model: GPT, batches: Iterable[Tensor], layer: int) -> list[tuple[Any, ...]]:

@@ -15,7 +15,7 @@ from gptworks.config import LoRAConfig
 from gptworks.errors import UserError
 from gptworks.model import GPT
 from gptworks.model.lora import is_adapter, merged_weight
-from gptworks.quantize.convert import check_known, matrix_kinds, packed_parts
+from gptworks.quantize.convert import check_known, head_name, matrix_kinds, packed_parts
 from gptworks.quantize.formats import unpacked
 from gptworks.tensors import TensorFile
 
@@ -35,7 +35,8 @@ def kinds_to_pack(model: GPT, weights: LoadedWeights, stored: Mapping[str, Weigh
     if weights == "auto":
         return {}
     asked = {} if weights == "fp32" else matrix_kinds(model, weights)
-    if stored and stored != asked:
+    beside = head_name(model)  # it may be smaller than what int4 gives it
+    if stored and {**stored, beside: None} != {**asked, beside: None}:
         raise UserError(
             f"weights={weights}: {run} is quantized already, to {', '.join(sorted(set(stored.values())))}. Leave "
             f"--weights out, or take the run that it was made from; its model-card.md names it."

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gptworks.checkpoint import LoadedRun, Report, load_run, save_checkpoint
-from gptworks.choices import Rounding, Weights
+from gptworks.choices import HeadWeights, Rounding, Weights
 from gptworks.config import NextTokenObjective, Recipe, TextSource, ValidationSplit
 from gptworks.data.batches import evaluation_windows
 from gptworks.data.opened import Prepared, find_of_run
@@ -42,6 +42,7 @@ def quantize_run(
     weights: Weights,
     *,
     rounding: Rounding | None = None,
+    head: HeadWeights = "int8",
     calibration_tokens: int | None = None,
     texts: Sequence[str | Path] = (),
     checkpoint: str = "best",
@@ -53,6 +54,7 @@ def quantize_run(
 
     Args:
         rounding: nearest, or gptq (int4 alone, calibrated on training text). Default: gptq for int4.
+        head: of int4: int8, or int4, which is smaller and decodes faster, and is further from the run.
         calibration_tokens: of training text; rounded up to whole windows. Default: CALIBRATION_TOKENS.
         texts: files, or folders of .txt and .md; the last tenth of each is held out. Default: the run's own text.
         prepare: gives the run's text as token shards.
@@ -67,14 +69,14 @@ def quantize_run(
     check_free(out)
     rounding = _check_rounding(weights, rounding, calibration_tokens)
     loaded = load_run(run, checkpoint, device=device, full=True, report=report)
-    matrix_kinds(loaded.model, weights)  # an unknown kind is refused before the text is prepared
+    matrix_kinds(loaded.model, weights, head)  # an unknown kind is refused before the text is prepared
     prepared = _prepared(loaded, run, texts, prepare)
     context = loaded.model.config.context_length
     batches = []
     if rounding == "gptq":
         batches = _calibration(TokenShards(prepared.folder, "train"), context, calibration_tokens or CALIBRATION_TOKENS)
     report(f"rounding to {weights}, {rounding}")
-    quantized = quantize_model(loaded.model, weights, batches, step=report)
+    quantized = quantize_model(loaded.model, weights, batches, step=report, head=head)
     report("comparing it with the run on held-out text")
     measured = make_report(
         loaded.model,
