@@ -1,8 +1,8 @@
 """A model → its quantized form, in memory.
 
 The blocks' matrices become what is asked for. Norms, biases, positions, gates and the routers of experts stay fp32:
-they are a thousandth of the weights. With int4, the embedding and the head are kept in int8, the head in int4 where that is
-asked for, and a matrix whose rows are no whole number of groups in int8 too.
+they are a thousandth of the weights. With int4, the embedding is kept in int8, and so is the head unless int4 is asked for it,
+and a matrix whose rows are no whole number of groups.
 """
 
 import copy
