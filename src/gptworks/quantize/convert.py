@@ -1,8 +1,8 @@
 """A model → its quantized form, in memory.
 
 The blocks' matrices become what is asked for. Norms, biases, positions, gates and the routers of experts stay fp32:
-they are a thousandth of the weights. With int4, the embedding is kept in int8, and so is the head unless int4 is asked for it,
-and a matrix whose rows are no whole number of groups.
+they are a thousandth of the weights. With int4, the embedding is kept in int8, and so is a matrix whose rows are no
+whole number of groups, and the head unless int4 is asked for it.
 """
 
 import copy
