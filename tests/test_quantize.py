@@ -150,9 +150,7 @@ def test_rows_that_are_no_whole_number_of_groups_are_refused_and_stay_int8_in_a_
     kinds = matrix_kinds(random_model(tiny.plain_model(**BASE | {"d_head": 24})), "int4")
     assert kinds["blocks.0.attention.out"] == "int8"
     assert kinds["blocks.0.attention.query"] == "int4"
-    with pytest.raises(
-        UserError, match=r"head=int4 with model\.d_model=48: a row .* a multiple of 32"
-    ):
+    with pytest.raises(UserError, match=r"head=int4 with model\.d_model=48: a row .* a multiple of 32"):
         matrix_kinds(GPT(tiny.plain_model(**BASE | {"d_model": 48})), "int4", "int4")
 
 
