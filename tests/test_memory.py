@@ -20,6 +20,7 @@ from gptworks.model import GPT, SlotCache, attention, cpu, lora
 from gptworks.model import loss as model_loss
 from gptworks.model.lora import remove_lora
 from gptworks.native import attention as native_attention
+from gptworks.native import passes as native_passes
 from gptworks.plan import loss as plan_loss
 from gptworks.plan import memory, stages, state
 from gptworks.plan import trained as planned_part
@@ -168,7 +169,7 @@ def test_variants(variant: str, precision: str, checkpointing: str, device: str)
 def test_variants_without_the_native_library(
     monkeypatch: pytest.MonkeyPatch, variant: str, precision: str, checkpointing: str
 ) -> None:
-    for module in (stages, native_attention):
+    for module in (stages, native_attention, native_passes):
         monkeypatch.setattr(module, "training_library", lambda: None)
     model = plain_model(**SMALL | VARIANTS[variant])
     assert abs(error(model, "cpu", precision, 2, activation_checkpointing=checkpointing)) < 0.05
