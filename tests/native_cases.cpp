@@ -40,7 +40,7 @@ bool agrees(std::FILE *file) {
     const Batch &batch = *(const Batch *)(base + h.batch);
     gptworks_step((const Model *)(base + h.model), &batch, 2);
     const int built = gptworks_built_with();
-    const bool rounded = h.kind == BF16 ? built & 16 : (h.kind == INT8 || h.kind == INT4) && built & 8;
+    const bool rounded = h.kind == BF16 ? built & 16 : (h.kind == INT8 || h.kind == INT4) && built & 40;
     const double near = rounded ? h.near_rounded : h.near;
     const float *expected = (const float *)(base + h.expected);
     double worst = 0;

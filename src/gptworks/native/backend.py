@@ -5,7 +5,7 @@ row gets depends neither on the rows beside it nor on how its text was cut into 
 
 Activations are float32, and are rounded where the processor multiplies narrower numbers: to bf16 for weights in bf16
 (AVX512_BF16, AMX), as torch does, and so are queries and attention weights for a cache in bf16; for weights of 8 and 4
-bits to 16 bits with one scale a row, which is finer (AVX512_VNNI; AMX for int8).
+bits to 16 bits with one scale a row, which is finer (AVX2, AVX512_VNNI; AMX for int8).
 """
 
 import contextlib

@@ -16,6 +16,8 @@
 #endif
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define INTEGER_PRODUCTS
+#elif defined(__AVX2__) && defined(__F16C__) && defined(__FMA__)
+#define WIDE_INTEGER_PRODUCTS  // of 16 bits
 #endif
 #ifdef __AVX512BF16__
 #define BF16_PRODUCTS

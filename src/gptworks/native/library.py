@@ -85,7 +85,7 @@ class Library:
 
     @property
     def has_integer_products(self) -> bool:
-        """Whether weights of 8 and 4 bits are multiplied as integers, with activations of 16 bits; else in float32."""
+        """Whether weights of 8 and 4 bits are multiplied as bytes, by which activations have two: AVX512_VNNI."""
         return bool(self._built_with & 8)
 
     @property

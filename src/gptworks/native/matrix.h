@@ -37,7 +37,7 @@ int64_t met_by(int64_t kind) {
 #ifdef BF16_PRODUCTS
     if (kind == BF16) return kind;
 #endif
-#ifdef INTEGER_PRODUCTS
+#if defined(INTEGER_PRODUCTS) || defined(WIDE_INTEGER_PRODUCTS)
     if (kind == INT8 || kind == INT4) return kind;
 #endif
     return FP32;
@@ -46,7 +46,8 @@ int64_t met_by(int64_t kind) {
 // What activations [n, stride] are made into:
 // * bf16 for bf16 (AVX512_BF16);
 // * for int8 and int4 (AVX512_VNNI) fixed point of 16 bits with one scale a row, as two planes of signed bytes,
-//   x ≈ scale · (256 · high + low): finer than bf16, and sums of products are exact.
+//   x ≈ scale · (256 · high + low): finer than bf16, and sums of products are exact;
+// * for int8 and int4 (AVX2 alone) the same fixed point, as integers of 16 bits.
 struct Rounded {
     Buffer bytes;                      // [n, 2 · stride]: bf16; or low, then high
     std::vector<IntLanes> offsets;     // int4: for each 128 activations, what its weights' offset of 8 adds
@@ -90,7 +91,12 @@ struct Rows {
 #else
     static constexpr bool on_tiles() { return false; }
 #endif
-    bool in_panels() const { return common && made != INT4 && !on_tiles() && (made != BF16 || n >= MANY_BF16); }
+    bool in_panels() const {
+#ifdef WIDE_INTEGER_PRODUCTS
+        if (made == INT8) return false;
+#endif
+        return common && made != INT4 && !on_tiles() && (made != BF16 || n >= MANY_BF16);
+    }
 
     // The words of a group of rows, laid out; of int8, those of a plane.
     uint32_t *words(int64_t row, int64_t plane = 0) const {
@@ -124,7 +130,7 @@ struct Rows {
         if (made == BF16)
             for (int64_t i = from * stride; i < to * stride; i += LANES) store((BFloat *)bytes + i, load(x + i));
 #endif
-#ifdef INTEGER_PRODUCTS
+#if defined(INTEGER_PRODUCTS) || defined(WIDE_INTEGER_PRODUCTS)
         if (made == INT8 || made == INT4)
             for (int64_t row = from; row < to; row++) round(row);
 #endif
@@ -148,6 +154,31 @@ struct Rows {
                 }
         }
     }
+
+    const int16_t *wide(int64_t row) const { return (const int16_t *)low(row); }
+
+#ifdef WIDE_INTEGER_PRODUCTS
+    void round(int64_t row) {
+        const float *from = x + row * stride;
+        __m256i top = _mm256_setzero_si256();  // compared as integers: what is no number lies above all that are
+        for (int64_t i = 0; i < stride; i += 8)
+            top = _mm256_max_epi32(top, _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(from + i)), _mm256_set1_epi32(0x7fffffff)));
+        int32_t tops[8];
+        _mm256_storeu_si256((__m256i *)tops, top);
+        const int32_t top_bits = *std::max_element(tops, tops + 8);
+        float largest;
+        std::memcpy(&largest, &top_bits, sizeof largest);
+        largest = std::max(largest, 1e-30f);
+        rounded().scale[row] = top_bits < 0x7f800000 ? largest / 32767 : NAN;
+        const __m256 factor = _mm256_set1_ps(32767 / largest);
+        int16_t *const to = (int16_t *)low(row);
+        const auto eight = [&](int64_t i) EACH { return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(from + i), factor)); };
+        for (int64_t i = 0; i < stride; i += 16) {
+            const __m256i pairs = _mm256_packs_epi32(eight(i), eight(i + 8));  // halves of each, in turns
+            _mm256_storeu_si256((__m256i *)(to + i), _mm256_permute4x64_epi64(pairs, 0xd8));
+        }
+    }
+#endif
 
 #ifdef INTEGER_PRODUCTS
     void round(int64_t row) {

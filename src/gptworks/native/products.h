@@ -22,6 +22,12 @@ template <int N> INLINE void prefetch(const void *at, int64_t line) {
 
 // Each kind of weights has a Tile: sums<N>(first, step, row, out) multiplies four weight rows, first, first + step …,
 // with N activation rows from `row` on; out[r][j] is the sum for weight row j.
+// Some can be `widened`: as a tile of `count` of its weight rows from n on, laid out in `room` for many activation rows.
+template <class Floats, class Tile> Floats as_floats(const Tile &tile, int64_t n, int64_t count, Buffer &room) {
+    for (int64_t i = 0; i < count * tile.k; i += LANES) room[i / LANES] = tile.lanes(n + i / tile.k, i % tile.k);
+    return {(const float *)room.data(), tile.k, tile.x};
+}
+
 template <class Weight> struct FloatTile {
     typedef Floats Words;
     static constexpr bool WIDENS = !std::is_same_v<Weight, float>;
@@ -33,6 +39,7 @@ template <class Weight> struct FloatTile {
 
     INLINE Lanes lanes(int64_t row, int64_t i) const { return load(weight + row * k + i); }
     INLINE void words(int64_t row, int64_t i, uint32_t *out) const { store((float *)out, lanes(row, i)); }
+    FloatTile<float> widened(int64_t n, int64_t count, Buffer &room) const { return as_floats<FloatTile<float>>(*this, n, count, room); }
 
     template <int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
         Lanes total[N][TILE] = {};
@@ -194,6 +201,112 @@ struct Int4Tile {
         repeat<N>([&](auto r) EACH { out[r] = sums(total[r]) * x.scale(row + r); });
     }
 };
+#elif defined(WIDE_INTEGER_PRODUCTS)
+// 32 weights, a group, at a time, as integers of 16 bits: their products' sums are exact. `group` gives a group's weights, in
+// two registers, and its scale.
+template <int N, class F> INLINE void sums_of_groups(int64_t k, const Rows &x, int64_t row, Quad *out, const F &group) {
+    __m256 total[N][TILE];
+    repeat<N>([&](auto r) EACH { repeat<TILE>([&](auto j) EACH { total[r][j] = _mm256_setzero_ps(); }); });
+    const auto at = [](const int16_t *p) EACH { return _mm256_loadu_si256((const __m256i *)p); };
+    for (int64_t i = 0; i < k; i += 32)
+        repeat<TILE>([&](auto j) EACH {
+            __m256i first_ones, second_ones;
+            const __m256 scales = _mm256_broadcastss_ps(group(j, i, first_ones, second_ones));
+            repeat<N>([&](auto r) EACH {
+                const int16_t *in = x.wide(row + r) + i;
+                const __m256i sum =
+                    _mm256_add_epi32(_mm256_madd_epi16(first_ones, at(in)), _mm256_madd_epi16(second_ones, at(in + 16)));
+                total[r][j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scales, total[r][j]);
+            });
+        });
+    repeat<N>([&](auto r) EACH {
+        const __m256 two = _mm256_hadd_ps(total[r][0], total[r][1]), others = _mm256_hadd_ps(total[r][2], total[r][3]);
+        const __m256 four = _mm256_hadd_ps(two, others);  // of each half
+        out[r] = (Quad)_mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)) * x.scale(row + r);
+    });
+}
+
+// Four weight rows that have 16 bits a weight already.
+struct WideTile {
+    static constexpr int64_t AT_ONCE = 3;
+    const __m256i *weight;  // [4][k / 16]
+    const float *scale;     // [4][k / 32]
+    int64_t k;
+    const Rows &x;
+
+    template <int N> INLINE void sums_of(int64_t, int64_t step, int64_t row, Quad *out) const {
+        sums_of_groups<N>(k, x, row, out, [&](int64_t j, int64_t i, __m256i &first_ones, __m256i &second_ones) EACH {
+            const int64_t at = (j * step * k + i) / 32;
+            first_ones = _mm256_loadu_si256(weight + 2 * at), second_ones = _mm256_loadu_si256(weight + 2 * at + 1);
+            return _mm_load_ss(scale + at);
+        });
+    }
+};
+
+template <class Tile> WideTile as_wide(const Tile &tile, int64_t n, int64_t count, Buffer &room) {
+    __m256i *to = (__m256i *)room.data();
+    float *scales = (float *)(to + TILE * tile.k / 16);
+    for (int64_t at = 0; at < count * tile.k; at += 32) {
+        __m256i first_ones, second_ones;
+        _mm_store_ss(scales + at / 32, tile.group(n * tile.k + at, first_ones, second_ones));
+        _mm256_storeu_si256(to + at / 16, first_ones), _mm256_storeu_si256(to + at / 16 + 1, second_ones);
+    }
+    return {to, scales, tile.k, tile.x};
+}
+
+struct Int8Tile {
+    typedef void Words;
+    static constexpr int64_t AT_ONCE = 3;
+    static constexpr bool WIDENS = true;
+    const int8_t *weight;
+    int64_t k;
+    const Rows &x;
+
+    WideTile widened(int64_t n, int64_t count, Buffer &room) const { return as_wide(*this, n, count, room); }
+
+    template <int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
+        const int8_t *w = weight + first * k;
+        sums_of_groups<N>(k, x, row, out, [&](int64_t j, int64_t i, __m256i &first_ones, __m256i &second_ones) EACH {
+            if (i % 64 == 0) prefetch<N>(w + TILE * i, j);
+            return group(first * k + j * step * k + i, first_ones, second_ones);
+        });
+    }
+
+    INLINE __m128 group(int64_t at, __m256i &first_ones, __m256i &second_ones) const {
+        const auto wide = [](const int8_t *p) EACH { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)); };
+        first_ones = wide(weight + at), second_ones = wide(weight + at + 16);
+        return _mm_set_ss(1);  // the row's comes last
+    }
+};
+
+struct Int4Tile {
+    typedef void Words;  // each 32 weights have a scale: no panels
+    static constexpr int64_t AT_ONCE = 3;
+    static constexpr bool WIDENS = true;
+    const uint8_t *weight;
+    const Half *scale;
+    int64_t k;
+    const Rows &x;
+
+    WideTile widened(int64_t n, int64_t count, Buffer &room) const { return as_wide(*this, n, count, room); }
+
+    template <int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
+        const uint8_t *w = weight + first * k / 2;
+        sums_of_groups<N>(k, x, row, out, [&](int64_t j, int64_t i, __m256i &first_ones, __m256i &second_ones) EACH {
+            if (i % CHUNK == 0) prefetch<N>(w + TILE * i / 2, j);
+            return group(first * k + j * step * k + i, first_ones, second_ones);
+        });
+    }
+
+    INLINE __m128 group(int64_t at, __m256i &first_ones, __m256i &second_ones) const {
+        const __m128i pairs = _mm_loadu_si128((const __m128i *)(weight + at / 2));
+        const auto wide = [](__m128i nibbles) EACH {
+            return _mm256_cvtepi8_epi16(_mm_sub_epi8(_mm_and_si128(nibbles, _mm_set1_epi8(15)), _mm_set1_epi8(8)));
+        };
+        first_ones = wide(pairs), second_ones = wide(_mm_srli_epi16(pairs, 4));
+        return _mm_cvtph_ps(_mm_cvtsi32_si128(scale[at / 32].bits));
+    }
+};
 #else
 typedef FloatTile<int8_t> Int8Tile;
 
@@ -228,6 +341,7 @@ struct Int4Tile {  // in float32
         return widen((Bytes)(i % 32 ? pairs >> 4 : pairs & 15) - 8) * (float)scale[group];
     }
     INLINE void words(int64_t row, int64_t i, uint32_t *out) const { store((float *)out, lanes(row, i)); }
+    FloatTile<float> widened(int64_t n, int64_t count, Buffer &room) const { return as_floats<FloatTile<float>>(*this, n, count, room); }
 };
 #endif
 
@@ -235,7 +349,7 @@ struct Int4Tile {  // in float32
 template <class Tile>
 void tiles(const Tile &tile, const Matrix &m, int64_t first_row, int64_t last_row, int64_t from, int64_t end,
            const Result &to) {
-    thread_local Buffer wide;  // four weight rows, made float32 once where many activation rows meet them
+    thread_local Buffer wide;  // four weight rows, widened once where many activation rows meet them
     const bool widens = Tile::WIDENS && last_row - first_row > Tile::AT_ONCE;
     if (widens) wide.resize(TILE * m.k / LANES);
     for (int64_t n = from, count; n < end; n += count) {
@@ -274,9 +388,7 @@ void tiles(const Tile &tile, const Matrix &m, int64_t first_row, int64_t last_ro
         };
         if constexpr (Tile::WIDENS)
             if (widens) {
-                for (int64_t j = 0; j < count; j++)
-                    for (int64_t i = 0; i < m.k; i += LANES) wide[(j * m.k + i) / LANES] = tile.lanes(n + j, i);
-                multiply(FloatTile<float>{(const float *)wide.data(), m.k, tile.x}, 0);
+                multiply(tile.widened(n, count, wide), 0);
                 continue;
             }
         multiply(tile, n);

@@ -277,11 +277,14 @@ extern "C" int gptworks_take_amx() {
 #endif
 }
 
-// What this library was built with: bit 1 vectors of 64 bytes, 2 of 32; 3 products of integers, 4 of bf16.
+// What this library was built with: bit 1 vectors of 64 bytes, 2 of 32; 3 products of bytes, 4 of bf16, 5 of integers of 16 bits.
 extern "C" int gptworks_built_with() {
     int bits = REGISTER == 64 ? 2 : REGISTER == 32 ? 4 : 0;
 #ifdef INTEGER_PRODUCTS
     bits |= 8;
+#endif
+#ifdef WIDE_INTEGER_PRODUCTS
+    bits |= 32;
 #endif
 #ifdef BF16_PRODUCTS
     bits |= 16;
