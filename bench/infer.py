@@ -8,6 +8,9 @@ threads; they take turns, and figures are of medians. Beside them stand the limi
 has to read every weight once a step, prefill to multiply by each.
 
 llama.cpp comes with the `peers` extra, to be built for this processor: CMAKE_ARGS="-DGGML_NATIVE=ON" pip install …
+One processor stands for another with AVX2 alone where llama.cpp is built for that one (GGML_NATIVE=OFF):
+`ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 GPTWORKS_NATIVE_MARCH=haswell`. Where torch emulates products in bf16,
+transformers is left out, and the limit is that of fp32.
 """
 
 import argparse
@@ -28,7 +31,7 @@ import torch
 from torch import Tensor
 
 from gptworks.checkpoint import save_checkpoint
-from gptworks.device import device_name
+from gptworks.device import choose_precision, device_name
 from gptworks.interop.gguf import export_gguf
 from gptworks.model import GPT
 from gptworks.model.backend import Backend, Chunk, TorchBackend
@@ -220,12 +223,13 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 class Limits:
-    """What this machine can do at best: bytes read a second, and FLOP/s of a large product in bf16."""
+    """What this machine can do at best: bytes read a second, and FLOP/s of a large product in its fastest precision."""
 
     def __init__(self) -> None:
         self.block = torch.ones(2**26)
         move_to_large_pages([self.block])
-        self.square = torch.randn(2048, 2048).bfloat16()
+        self.precision = choose_precision("auto", torch.device("cpu"))
+        self.square = torch.randn(2048, 2048).to(self.precision.dtype)
         self.bandwidths: list[float] = []
         self.rates: list[float] = []
 
@@ -269,11 +273,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
 
-    peers = [TRANSFORMERS] if importlib.util.find_spec("transformers") else []
+    limits = Limits()
+    peers = [TRANSFORMERS] if importlib.util.find_spec("transformers") and limits.precision.name == "bf16" else []
     peers += THEIRS if importlib.util.find_spec("llama_cpp") else []
     names = [*OURS, *peers]
     spawn = get_context("spawn")
-    limits = Limits()
     times: dict[tuple[str, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -305,7 +309,7 @@ def report(time_of: dict[tuple[str, int], float], names: list[str], limits: Limi
     print(f"{device_name(torch.device('cpu'))}, torch {torch.__version__}; GPT-2 124M")
     print(
         f"limits: {bandwidth / 1e9:.1f} GB/s read (median {statistics.median(limits.bandwidths) / 1e9:.1f}), "
-        f"{rate / 1e9:,.0f} GFLOP/s in bf16 (median {statistics.median(limits.rates) / 1e9:,.0f})"
+        f"{rate / 1e9:,.0f} GFLOP/s in {limits.precision.name} (median {statistics.median(limits.rates) / 1e9:,.0f})"
     )
     print(
         f"{'tokens/s':<18}{'batch 1':>9}{'of limit':>10}{'batch 8':>10}{'batch 32':>10}"
