@@ -155,14 +155,15 @@ struct Rows {
         }
     }
 
+#ifdef WIDE_INTEGER_PRODUCTS
     const int16_t *wide(int64_t row) const { return (const int16_t *)low(row); }
 
-#ifdef WIDE_INTEGER_PRODUCTS
     void round(int64_t row) {
         const float *from = x + row * stride;
+        const __m256i but_sign = _mm256_set1_epi32(0x7fffffff);
         __m256i top = _mm256_setzero_si256();  // compared as integers: what is no number lies above all that are
         for (int64_t i = 0; i < stride; i += 8)
-            top = _mm256_max_epi32(top, _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(from + i)), _mm256_set1_epi32(0x7fffffff)));
+            top = _mm256_max_epi32(top, _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(from + i)), but_sign));
         int32_t tops[8];
         _mm256_storeu_si256((__m256i *)tops, top);
         const int32_t top_bits = *std::max_element(tops, tops + 8);
