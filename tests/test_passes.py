@@ -130,6 +130,12 @@ def test_rotation_equals_float64(
     check(ours, exact, x)
 
 
+def test_what_has_no_memory_on_the_cpu_is_left_to_torch() -> None:
+    x, angles = torch.randn(2, 3, 7, 32, device="meta"), torch.randn(7, 8, device="meta")
+    assert not passes.serve(x) and not passes.rotates(x, angles, angles)
+    assert rotate(x, (angles, angles)).shape == x.shape
+
+
 def test_a_nan_stays_in_its_pair() -> None:
     x, angles = torch.randn(2, 3, 7, 32), torch.randn(7, 8)
     x[1, 2, 3, 5] = float("nan")

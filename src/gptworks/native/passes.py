@@ -20,11 +20,11 @@ _KINDS = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def serve(*tensors: Tensor | None) -> bool:
-    """Whether the C++ is there and computes on these tensors: their type, dtype and layout."""
+    """Whether the C++ is there and computes on these tensors: their type, device, dtype and layout."""
     return (
-        training_library() is not None
-        and not torch.compiler.is_compiling()
-        and all(x is None or (type(x) in _KINDS and x.dtype in _CODES and _is_dense(x)) for x in tensors)
+        not torch.compiler.is_compiling()
+        and training_library() is not None
+        and all(x is None or (type(x) in _KINDS and _is_readable(x)) for x in tensors)
     )
 
 
@@ -159,7 +159,7 @@ class _Add(torch.autograd.Function):
 def rotates(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether `rotate` takes these."""
     of_each_row = cos.dim() == x.dim() == 4 and cos.size(1) == 1
-    return x.dtype == cos.dtype == sin.dtype and (cos.dim() == 2 or of_each_row) and serve(x, cos, sin)
+    return serve(x, cos, sin) and x.dtype == cos.dtype == sin.dtype and (cos.dim() == 2 or of_each_row)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -223,6 +223,10 @@ def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None = None
     arguments = logits, targets.contiguous(), factors if factors is None else factors.contiguous(), nats
     _call("cross_entropy", n_rows, width, torch.get_num_threads(), *codes, *arguments)
     return nats
+
+
+def _is_readable(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in _CODES and _is_dense(x)
 
 
 def _is_dense(x: Tensor) -> bool:
