@@ -35,8 +35,8 @@ from gptworks.device import choose_precision, device_name
 from gptworks.interop.gguf import export_gguf
 from gptworks.model import GPT
 from gptworks.model.backend import Backend, Chunk, TorchBackend
-from gptworks.native.backend import move_to_large_pages
 from gptworks.native.choice import choose_backend
+from gptworks.native.placement import rooms_in_large_pages
 from gptworks.plan.flops import forward_flops
 from gptworks.presets import preset
 from gptworks.quantize.convert import quantize_model
@@ -97,7 +97,7 @@ class Ours(Engine):
     def _compute(self, parts: list[list[int]]) -> list[int]:
         chunks = [Chunk(slot, self.lengths[slot], part) for slot, part in enumerate(parts)]
         self.lengths = [length + len(part) for length, part in zip(self.lengths, parts, strict=True)]
-        return [int(logits[0].argmax()) for logits in self.backend.compute(chunks)]
+        return [int(logits[0].numpy().argmax()) for logits in self.backend.compute(chunks)]
 
 
 class Transformers(Engine):
@@ -119,8 +119,7 @@ class Transformers(Engine):
     def _compute(self, tokens: Tensor) -> list[int]:
         out = self.model(tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self.cache = out.past_key_values
-        ids: list[int] = out.logits[:, -1].argmax(-1).tolist()
-        return ids
+        return [int(logits.argmax()) for logits in out.logits[:, -1].float().numpy()]
 
 
 class LlamaCpp(Engine):
@@ -226,8 +225,8 @@ class Limits:
     """What this machine can do at best: bytes read a second, and FLOP/s of a large product in its fastest precision."""
 
     def __init__(self) -> None:
-        self.block = torch.ones(2**26)
-        move_to_large_pages([self.block])
+        (self.block,) = rooms_in_large_pages([(torch.float32, 2**26)])
+        self.block.fill_(1)
         self.precision = choose_precision("auto", torch.device("cpu"))
         self.square = torch.randn(2048, 2048).to(self.precision.dtype)
         self.bandwidths: list[float] = []

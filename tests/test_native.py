@@ -22,6 +22,7 @@ from gptworks.model.backend import Chunk, TorchBackend
 from gptworks.native import backend as native
 from gptworks.native import choice
 from gptworks.native.library import Unavailable, library
+from gptworks.native.placement import settle
 from gptworks.quantize.convert import quantize_model
 from hf import random_model
 from test_stream import ON
@@ -424,11 +425,11 @@ def test_weights_lie_in_large_pages_where_the_kernel_grants_them() -> None:
     free = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
     if free is None or int(free[1]) < 2**20:
         pytest.skip("too little memory is free for large pages")
-    weights = [torch.randn(2**21), torch.randn(2**20, 2)]
-    before = [tensor.clone() for tensor in weights]
-    native.move_to_large_pages(weights)
-    assert all(torch.equal(*pair) for pair in zip(weights, before, strict=True))
-    if not (large := large_page_bytes(weights[0].data_ptr() + 8 * 2**20)):
+    modules = [nn.Embedding(2**21, 1), nn.Embedding(2**20, 2)]
+    before = [module.weight.detach().clone() for module in modules]
+    settle(modules, ())
+    assert all(torch.equal(module.weight, weight) for module, weight in zip(modules, before, strict=True))
+    if not (large := large_page_bytes(modules[0].weight.data_ptr() + 8 * 2**20)):
         block = mmap.mmap(-1, 16 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         block.madvise(mmap.MADV_HUGEPAGE)
         block.write(bytes(16 * 2**20))

@@ -5,11 +5,12 @@ with step.cpp and compares. Debian's packages for AArch64: g++-aarch64-linux-gnu
 """
 
 import ctypes
+import functools
 import platform
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +35,34 @@ X86 = {
     "x86-64": set[str](),
     "haswell": AVX2,
     "skylake-avx512": AVX512,
+    "cascadelake": AVX512 | {"avx512_vnni"},
     "cooperlake": AVX512 | {"avx512_bf16", "avx512_vnni"},
     "znver4": AVX512 | {"avx512_bf16", "avx512_vnni", "avx512_vbmi2", "gfni", "avx512_vpopcntdq"},
     "sapphirerapids": AVX512 | {"avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile"},
 }
+IN_PANELS = {torch.bfloat16: "avx512_bf16", torch.int8: "avx512_vnni", torch.uint8: "avx512_vnni"}
+"""The kinds of matrices that are multiplied in panels by a processor with some instructions."""
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of them all."""
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[torch.dtype, ...]], Path]:
+    """A file of them all, with the matrices of some kinds in panels."""
     try:
         library()
     except Unavailable as error:
         pytest.skip(f"the cases are laid out by the native backend, which is not here: {error}")
-    written = [case_bytes(*case) for case in all_cases()]
-    file = tmp_path_factory.mktemp("cases") / "cases.bin"
-    file.write_bytes(struct.pack("<q", len(written)) + b"".join(written))
-    return file
+    folder = tmp_path_factory.mktemp("cases")
+
+    @functools.cache
+    def file_of(in_panels: tuple[torch.dtype, ...]) -> Path:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "kinds_in_panels", lambda kernels: in_panels)
+            written = [case_bytes(*case) for case in all_cases()]
+        file = folder / f"{len(in_panels)}.bin"
+        file.write_bytes(struct.pack("<q", len(written)) + b"".join(written))
+        return file
+
+    return file_of
 
 
 def all_cases() -> Iterator[tuple[str, GPT, GPT, str, torch.dtype, float, float]]:
@@ -169,7 +181,9 @@ def run(command: list[str | Path]) -> None:
 
 
 @pytest.mark.parametrize("name", X86)
-def test_kernels_built_for_a_processor_compute_what_the_model_does(name: str, cases: Path, tmp_path: Path) -> None:
+def test_kernels_built_for_a_processor_compute_what_the_model_does(
+    name: str, cases: Callable[[tuple[torch.dtype, ...]], Path], tmp_path: Path
+) -> None:
     compiler = shutil.which("g++")
     if compiler is None or platform.machine() != "x86_64":
         pytest.skip("no g++ here, or another kind of processor")
@@ -178,11 +192,14 @@ def test_kernels_built_for_a_processor_compute_what_the_model_does(name: str, ca
     known = subprocess.run([compiler, f"-march={name}", "-E", "-xc++", "/dev/null"], capture_output=True, check=False)
     if known.returncode:
         pytest.skip(f"this g++ does not know {name}")
-    run([compiled(compiler, [f"-march={name}"], tmp_path), cases])
+    in_panels = tuple(kind for kind, flag in IN_PANELS.items() if flag in X86[name])
+    run([compiled(compiler, [f"-march={name}"], tmp_path), cases(in_panels)])
 
 
-def test_kernels_built_for_aarch64_compute_what_the_model_does(cases: Path, tmp_path: Path) -> None:
+def test_kernels_built_for_aarch64_compute_what_the_model_does(
+    cases: Callable[[tuple[torch.dtype, ...]], Path], tmp_path: Path
+) -> None:
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
     if compiler is None or emulator is None:
         pytest.skip("no cross compiler or no emulator here: apt-get install g++-aarch64-linux-gnu qemu-user")
-    run([emulator, compiled(compiler, ["-static"], tmp_path), cases])
+    run([emulator, compiled(compiler, ["-static"], tmp_path), cases(())])

@@ -214,7 +214,7 @@ class HeadsDraft(Drafter):
         with torch.inference_mode():
             features = torch.stack([x for _, _, x in live]).to(model.dtype)  # B C
             heads = model.future_heads[: self.n_tokens]
-            logits = model.logits(torch.stack(future_features(heads, features))).float().cpu()[..., : self._n_ids]
+            logits = self._backend.logits(torch.stack(future_features(heads, features)))[..., : self._n_ids]
         for ahead, row in enumerate(logits):
             for (text, draft, _), token in zip(live, _drawn(row, [text for text, _, _ in live], ahead), strict=True):
                 if ahead < text.n_wanted:

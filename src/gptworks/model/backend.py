@@ -58,6 +58,11 @@ class Backend(ABC):
     def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
         """Compute the chunks and extend their slots; for each, float32 logits [n_logits, V], on the CPU."""
 
+    def logits(self, features: Tensor) -> Tensor:
+        """The logits of features [..., C], such as those kept: float32 [..., V], on the CPU."""
+        with torch.inference_mode():
+            return self.model.logits(features.to(self.model.dtype)).float().cpu()
+
     @property
     def n_slots(self) -> int:
         return self.cache.n_slots

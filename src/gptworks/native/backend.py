@@ -8,10 +8,8 @@ Activations are float32, and are rounded where the processor multiplies narrower
 bits to 16 bits with one scale a row, which is finer (AVX2, AVX512_VNNI; AMX for int8).
 """
 
-import contextlib
 import ctypes
-import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +20,8 @@ from gptworks.model import GPT, SlotCache
 from gptworks.model.backend import Backend, Chunk
 from gptworks.model.lora import has_adapter
 from gptworks.native.library import Unavailable, library
+from gptworks.native.placement import kinds_in_panels, matrices, panel_rows, settle
+from gptworks.quantize.panels import size_in_panels, to_panels
 from gptworks.units import counted
 
 STEP_TOKENS, STEP_TOKENS_WITH_AMX = 128, 512
@@ -35,7 +35,7 @@ _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 class _Matrix(ctypes.Structure):
     _fields_ = (
         ("weight", _POINTER), ("scale", _POINTER), ("bias", _POINTER),
-        ("n", _INTEGER), ("k", _INTEGER), ("kind", _INTEGER),
+        ("n", _INTEGER), ("k", _INTEGER), ("kind", _INTEGER), ("panel", _INTEGER),
     )  # fmt: skip
 
 
@@ -113,7 +113,8 @@ def refusal(model: GPT) -> str | None:
 
 
 class NativeBackend(Backend):
-    """Decodes in C++ on the CPU. Takes the weights where they are: they may change in place, not be replaced."""
+    """Decodes in C++ on the CPU. Places the model's matrices (placement.py) and reads them where they are from then on:
+    those in fp32 may change in place, and none may be replaced."""
 
     invariant = True
 
@@ -130,7 +131,7 @@ class NativeBackend(Backend):
         if reason := refusal(model):
             raise Unavailable(reason)
         kernels = library()
-        self._step = kernels.functions.gptworks_step
+        self._step, self._logits = kernels.functions.gptworks_step, kernels.functions.gptworks_logits
         self._step_tokens = STEP_TOKENS_WITH_AMX if kernels.has_amx else STEP_TOKENS
         n_threads = counted(torch.get_num_threads(), "thread")
         self.description = f"native ({kernels.instructions}, {kernels.origin}, {n_threads})"
@@ -139,9 +140,8 @@ class NativeBackend(Backend):
         self.cache = SlotCache(model.config, n_slots, capacity, dtype=dtype)
         self.vocab_size = model.config.vocab_size
         self._kept: list[Tensor] = []
-        weights = [module.weight for module in matrices(model)]
-        if len({weight.untyped_storage().data_ptr() for weight in weights}) > 1:  # not moved before
-            move_to_large_pages(weights)
+        self._in_panels = kinds_in_panels(kernels)
+        settle(list(matrices(model)), self._in_panels)
         self.model = model
         self._model = self._structure(model)
 
@@ -157,6 +157,14 @@ class NativeBackend(Backend):
             for (i, _), part in zip(here, self._compute(parts), strict=True):
                 logits[i].append(part)
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in logits]
+
+    def logits(self, features: Tensor) -> Tensor:
+        rows = features.float().reshape(-1, features.size(-1)).contiguous()
+        _check(rows, torch.float32, len(rows), self.model.config.d_model)
+        logits = torch.empty(len(rows), self.vocab_size)
+        threads = torch.get_num_threads()
+        self._logits(ctypes.byref(self._model), rows.data_ptr(), len(rows), logits.data_ptr(), threads)
+        return logits.view(*features.shape[:-1], -1)
 
     def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
         super().grow(n_slots, capacity, held)
@@ -249,26 +257,35 @@ class NativeBackend(Backend):
         return _Norm(self._vector(norm.weight, width), self._vector(getattr(norm, "bias", None), width))
 
     def _matrix(self, module: Any, rows: int, columns: int) -> _Matrix:
-        """A matrix [rows, columns], whose rows are padded to whole steps of a product."""
+        """A matrix [rows, columns]: in panels; or row by row, each padded to whole steps of a product."""
         if module is None:
             return _Matrix()
         weight: Tensor = module.weight.detach()
         scale: Any = getattr(module, "scale", None)
         kind, in_pairs = weight.dtype, weight.dtype == torch.uint8
-        _check(weight, kind, rows, columns // 2 if in_pairs else columns)
+        panel: int = getattr(module, "panel", 0)
+        if panel:
+            _check(weight, kind, size_in_panels(rows) * columns // (2 if in_pairs else 1))
+        else:
+            _check(weight, kind, rows, columns // 2 if in_pairs else columns)
         if kind in (torch.int8, torch.uint8):
             groups = (rows, columns // 32) if in_pairs else (rows,)
             _check(scale, torch.float16 if in_pairs else torch.float32, *groups)
-        n_missing = -(weight.size(1) * weight.element_size()) % _AT_ONCE_BYTES
-        if n_missing:
+        if kind in self._in_panels:
+            if not panel:  # a module that has no form for them
+                panel = panel_rows(kind, rows)
+                weight = to_panels(weight, panel)
+            if in_pairs:
+                scale = to_panels(scale, panel)
+        elif n_missing := -(weight.size(1) * weight.element_size()) % _AT_ONCE_BYTES:
             weight = F.pad(weight, (0, n_missing // weight.element_size()), value=0x88 if in_pairs else 0)
-        n_columns = weight.size(1) * (2 if in_pairs else 1)
-        if in_pairs:
-            scale = F.pad(scale, (0, n_columns // 32 - scale.size(1)))
+            columns = weight.size(1) * (2 if in_pairs else 1)
+            if in_pairs:
+                scale = F.pad(scale, (0, columns // 32 - scale.size(1)))
         return _Matrix(
             self._address(weight, kind, *weight.shape),
             None if scale is None else self._address(scale, scale.dtype, *scale.shape),
-            self._vector(getattr(module, "bias", None), rows), rows, n_columns, _KINDS[kind],
+            self._vector(getattr(module, "bias", None), rows), rows, columns, _KINDS[kind], panel,
         )  # fmt: skip
 
     def _vector(self, tensor: Tensor | None, *shape: int) -> int | None:
@@ -294,48 +311,6 @@ def _check(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> None:
     if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.device.type != "cpu":
         found = "no tensor" if tensor is None else f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
         raise TypeError(f"the native kernels need {dtype} {list(shape)} on the CPU and were given {found}")
-
-
-def matrices(model: GPT) -> Iterator[Any]:
-    """The modules with the matrices that a step reads, in the order in which it does."""
-    for module in model.blocks.modules():
-        weight = getattr(module, "weight", None)
-        if weight is not None and weight.dim() == 2:
-            yield module
-    yield model.token_embedding
-    if model.untied_head is not None:
-        yield model.untied_head
-
-
-def move_to_large_pages(tensors: Sequence[Tensor]) -> None:
-    """Give tensors other memory, with the same contents: one block in pages of 2 MiB, where the system grants them.
-
-    A step reads every weight once. With pages of 4 KiB the processor looks up 512 times as many addresses.
-    """
-    sizes = [-(-tensor.numel() * tensor.element_size() // 64) * 64 for tensor in tensors]
-    block = large_block(sum(sizes))
-    if block is None:
-        return
-    offset = 0
-    for tensor, size in zip(tensors, sizes, strict=True):
-        there = torch.frombuffer(block, dtype=tensor.dtype, count=tensor.numel(), offset=offset).view(tensor.shape)
-        there.copy_(tensor.detach())
-        tensor.data = there
-        offset += size
-
-
-def large_block(n_bytes: int) -> mmap.mmap | None:
-    """Zeroed memory for which pages of 2 MiB are asked; None where the system has no such request.
-
-    It is private: memory shared between processes has another switch (`shmem_enabled`), which is off nearly everywhere.
-    The kernel gives large pages to whole aligned stretches of 2 MiB, and grants or refuses them without a word.
-    """
-    if not hasattr(mmap, "MADV_HUGEPAGE") or n_bytes == 0:
-        return None
-    block = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        block.madvise(mmap.MADV_HUGEPAGE)
-    return block
 
 
 def _part(chunk: Chunk, first: int, n: int) -> Chunk:

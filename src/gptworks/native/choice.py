@@ -23,6 +23,7 @@ from gptworks.model.backend import Backend, Chunk, TorchBackend
 from gptworks.native import backend as native
 from gptworks.native.backend import NativeBackend
 from gptworks.native.library import Unavailable, cache_folder, library
+from gptworks.native.placement import matrices
 from gptworks.quantize.formats import KINDS
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices
 
@@ -80,7 +81,7 @@ def _native_backend(
         raise Unavailable(reason)
     if asked or os.environ.get("GPTWORKS_NATIVE") == "1":  # without a measurement
         return native.NativeBackend(model, n_slots, capacity, dtype=dtype), ""
-    ours, theirs = seconds_of_both(next(native.matrices(model)).weight.dtype)
+    ours, theirs = seconds_of_both(next(matrices(model)).weight.dtype)
     figures = f"a request takes {1e3 * ours:.0f} ms natively and {1e3 * theirs:.0f} ms with torch"
     if ours > MARGIN * theirs:
         return TorchBackend(model, n_slots, capacity, dtype=dtype), figures
@@ -126,8 +127,7 @@ def seconds_of_both(kind: torch.dtype) -> tuple[float, float]:
 
 def measure(kind: torch.dtype) -> tuple[float, float]:
     """The best of some tries of each, in turns. Draws nothing from torch's global generator."""
-    model = _model(kind)
-    backends: list[Backend] = [NativeBackend(model, 1, 256), TorchBackend(model, 1, 256)]
+    backends: list[Backend] = [NativeBackend(_model(kind), 1, 256), TorchBackend(_model(kind), 1, 256)]
     best = [float("inf")] * 2
     for _ in range(TRIES):
         for i, backend in enumerate(backends):
@@ -154,8 +154,8 @@ def _model(kind: torch.dtype) -> GPT:
         torch.manual_seed(0)
         if kind not in KINDS:
             return GPT(config).eval()
-        matrices = [name for name, module in GPT(config).named_modules() if hasattr(module, "weight")]
-        packed = [name for name in matrices if "norm" not in name and name != "position_embedding"]
+        names = [name for name, module in GPT(config).named_modules() if hasattr(module, "weight")]
+        packed = [name for name in names if "norm" not in name and name != "position_embedding"]
         model = QuantizedGPT(config, dict.fromkeys(packed, KINDS[kind]))
         for _, matrix in packed_matrices(model):
             if matrix.scale is None:

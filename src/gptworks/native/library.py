@@ -273,6 +273,10 @@ def _error_of(command: Sequence[str | Path]) -> str | None:
 def _declare(functions: ctypes.CDLL) -> None:
     functions.gptworks_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
     functions.gptworks_step.restype = None
+    functions.gptworks_logits.argtypes = [
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int,
+    ]  # fmt: skip
+    functions.gptworks_logits.restype = None
     functions.gptworks_muon_updates.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int]
     functions.gptworks_muon_updates.restype = None
     for attention in (functions.gptworks_attention, functions.gptworks_attention_backward):

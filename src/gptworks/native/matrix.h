@@ -15,22 +15,58 @@ namespace {
 
 enum Kind : int64_t { FP32, BF16, FP16, INT8, INT4 };
 
-struct Matrix {  // [n, k], row by row; see quantize/formats.py for the kinds
+constexpr int64_t GROUPED = 32;  // elements of a row that share a scale in int4
+
+struct Matrix {  // [n, k]; see quantize/formats.py for the kinds, panels.py for panels
     const void *weight, *scale;
     const float *bias;
     int64_t n, k, kind;
+    int64_t panel;  // weight rows of a panel; 0: the matrix lies row by row
 
     int64_t row_bytes() const { return kind == FP32 ? 4 * k : kind == INT8 ? k : kind == INT4 ? k / 2 : 2 * k; }
+    int64_t n_words() const { return row_bytes() / 4; }
+
+    // The panel that begins with this row, and its vectors of 16 rows: of the last panel, perhaps fewer.
+    const uint32_t *panel_from(int64_t row) const { return (const uint32_t *)weight + row * n_words(); }
+    int64_t vectors_from(int64_t row) const { return (std::min(panel, n - row) + LANES - 1) / LANES; }
+
+    // A word of four bytes of a row.
+    const void *word(int64_t row, int64_t at) const {
+        if (!panel) return (const uint32_t *)((const char *)weight + row * row_bytes()) + at;
+        const int64_t first = row / panel * panel;
+        return panel_from(first) + at * vectors_from(first) * LANES + row - first;
+    }
+
+    // The scales of int4: of a panel, for each group one of each row; and that of a row's group.
+    const Half *scales_from(int64_t row) const { return (const Half *)scale + row * (k / GROUPED); }
+    float group_scale(int64_t row, int64_t group) const {
+        if (!panel) return scales_from(row)[group];
+        const int64_t first = row / panel * panel;
+        return scales_from(first)[group * vectors_from(first) * LANES + row - first];
+    }
 };
 
 constexpr int64_t CHUNK = 128;    // activations are padded with zeros to a multiple of this
-constexpr int64_t MANY = 32;      // from so many rows on, threads divide norms and rounding, and panels.h multiplies
-constexpr int64_t MANY_BF16 = 48; // of bf16, from so many on: laying out a panel takes as long as multiplying it with 12 rows
+constexpr int64_t MANY = 32;      // from so many rows on, threads divide norms and rounding, and float32 is laid out in panels
 constexpr int64_t FEW = 3;        // so many rows are multiplied with int8 by vectors, more by AMX: the same to the bit
 constexpr int64_t PANEL_ROWS = REGISTER == 64 ? 8 : MANY_REGISTERS || REGISTER == 32 ? 6 : 2;  // see panels.h
 constexpr int64_t GROUP = REGISTER == 64 ? LANES : PANEL_ROWS;  // activation rows that are laid out together
 
 int64_t padded(int64_t n) { return (n + CHUNK - 1) / CHUNK * CHUNK; }
+
+#ifdef INTEGER_PRODUCTS
+// low + 256 · high + offset
+INLINE Lanes joined(IntLanes low, IntLanes high, int64_t offset) {
+    const auto half = [&](auto i) EACH {
+        const auto wide = [&](IntLanes x) EACH { return _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64((__m512i)x, i)); };
+        const __m512i both = _mm512_add_epi64(wide(low), _mm512_slli_epi64(wide(high), 8));
+        return _mm256_castps_pd(_mm512_cvtepi64_ps(_mm512_add_epi64(both, _mm512_set1_epi64(offset))));
+    };
+    typedef std::integral_constant<int, 0> Lower;
+    typedef std::integral_constant<int, 1> Upper;
+    return (Lanes)_mm512_insertf64x4(_mm512_castpd256_pd512(half(Lower{})), half(Upper{}), 1);
+}
+#endif
 
 // The kind that activations are made into for weights of a kind.
 int64_t met_by(int64_t kind) {
@@ -50,14 +86,14 @@ int64_t met_by(int64_t kind) {
 // * for int8 and int4 (AVX2 alone) the same fixed point, as integers of 16 bits.
 struct Rounded {
     Buffer bytes;                      // [n, 2 · stride]: bf16; or low, then high
-    std::vector<IntLanes> offsets;     // int4: for each 128 activations, what its weights' offset of 8 adds
+    std::vector<int32_t> offsets;      // int4: for each group of activations, what its weights' offset of 8 adds
     std::vector<float> scale;
     std::vector<int64_t> total;        // int8: sum of a row
     std::unique_ptr<Lanes[]> laid_out;  // of GROUP rows at a time: [4-byte words][GROUP]; of int8 all of low, then of high
 
     void make_room(int64_t n, int64_t stride) {
         bytes.resize(2 * n * stride / sizeof(Lanes));
-        offsets.resize(n * stride / CHUNK);
+        offsets.resize(n * stride / GROUPED);
         scale.resize(n);
         total.resize(n);
         laid_out.reset(new Lanes[(n + GROUP - 1) / GROUP * GROUP * 4 * stride / sizeof(Lanes)]);
@@ -80,23 +116,20 @@ struct Rows {
     const Rounded &rounded() const { return common ? *common : own; }
     const int8_t *low(int64_t row) const { return bytes + 2 * row * stride; }
     const int8_t *high(int64_t row) const { return low(row) + stride; }
+    const uint32_t *plane(int64_t row, int64_t i) const { return (const uint32_t *)(low(row) + i * stride); }
     float scale(int64_t row) const { return rounded().scale[row]; }
+    const int32_t *offsets(int64_t row) const { return &rounded().offsets[row * stride / GROUPED]; }
     int64_t row_bytes() const { return (made == FP32 ? 4 : 2) * stride; }
     int64_t n_planes() const { return made == INT8 ? 2 : 1; }
     int64_t n_words() const { return row_bytes() / n_planes() / 4; }
 
-    // Whether they are multiplied by AMX, or in panels.
+    // Whether they are laid out for AMX, or for panels of float32.
 #ifdef AMX
     bool on_tiles() const { return amx::granted && (made == BF16 || (made == INT8 && n > FEW)); }
 #else
     static constexpr bool on_tiles() { return false; }
 #endif
-    bool in_panels() const {
-#ifdef WIDE_INTEGER_PRODUCTS
-        if (made == INT8) return false;
-#endif
-        return common && made != INT4 && !on_tiles() && (made != BF16 || n >= MANY_BF16);
-    }
+    bool in_panels() const { return common && made == FP32; }
 
     // The words of a group of rows, laid out; of int8, those of a plane.
     uint32_t *words(int64_t row, int64_t plane = 0) const {
@@ -196,27 +229,21 @@ struct Rows {
         const __m512 factor = _mm512_set1_ps(32639 / largest);
         __m512i running = _mm512_setzero_si512();
         int8_t *const lows = (int8_t *)low(row), *const highs = lows + stride;
-        for (int64_t i = 0; i < stride; i += LANES) {
-            const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from + i), factor));
-            const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(whole, 24), 24);
-            const __m512i high = _mm512_srai_epi32(_mm512_sub_epi32(whole, low), 8);
-            running = _mm512_add_epi32(running, whole);
-            const int64_t to = made == INT4 ? place(i) : i;
-            _mm_storeu_si128((__m128i *)(lows + to), _mm512_cvtepi32_epi8(low));
-            _mm_storeu_si128((__m128i *)(highs + to), _mm512_cvtepi32_epi8(high));
+        for (int64_t i = 0; i < stride; i += GROUPED) {
+            __m512i of_group = _mm512_setzero_si512();
+            for (int64_t at = i; at < i + GROUPED; at += LANES) {
+                const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from + at), factor));
+                const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(whole, 24), 24);
+                const __m512i high = _mm512_srai_epi32(_mm512_sub_epi32(whole, low), 8);
+                of_group = _mm512_add_epi32(of_group, whole);
+                _mm_storeu_si128((__m128i *)(lows + at), _mm512_cvtepi32_epi8(low));
+                _mm_storeu_si128((__m128i *)(highs + at), _mm512_cvtepi32_epi8(high));
+            }
+            if (made == INT4) out.offsets[(row * stride + i) / GROUPED] = -8 * _mm512_reduce_add_epi32(of_group);
+            running = _mm512_add_epi32(running, of_group);
         }
         out.total[row] = _mm512_reduce_add_epi32(running);
-        if (made != INT4) return;
-        const __m512i eight = _mm512_set1_epi8(8);
-        for (int64_t i = 0; i < stride; i += CHUNK) {
-            const IntLanes low = dot(dot(IntLanes{}, eight, lows + i), eight, lows + i + CHUNK / 2);
-            const IntLanes high = dot(dot(IntLanes{}, eight, highs + i), eight, highs + i + CHUNK / 2);
-            out.offsets[(row * stride + i) / CHUNK] = -(low + (high << 8));
-        }
     }
-
-    // Where the 16 activations from i on stand for int4: of 128, first those that meet low nibbles, then the others.
-    static int64_t place(int64_t i) { return i / CHUNK * CHUNK + i % 32 / 16 * (CHUNK / 2) + i % CHUNK / 32 * 16; }
 
     static IntLanes dot(IntLanes sum, __m512i unsigned_bytes, const int8_t *signed_bytes) {
         return (IntLanes)_mm512_dpbusd_epi32((__m512i)sum, unsigned_bytes, _mm512_loadu_si512(signed_bytes));

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "panels.h"
+#include "tiles.h"
 
 namespace {
 
@@ -29,8 +30,7 @@ template <class Floats, class Tile> Floats as_floats(const Tile &tile, int64_t n
 }
 
 template <class Weight> struct FloatTile {
-    typedef Floats Words;
-    static constexpr bool WIDENS = !std::is_same_v<Weight, float>;
+    static constexpr bool WIDENS = !std::is_same_v<Weight, float>, IN_FLOATS = true;
     // Activation rows whose accumulators stay in registers. Other weights are made float32 first where rows are short.
     static constexpr int64_t AT_ONCE = WIDENS && !MANY_REGISTERS ? 1 : REGISTERS >= 32 ? 6 : 3;
     const Weight *weight;
@@ -38,7 +38,6 @@ template <class Weight> struct FloatTile {
     const Rows &x;
 
     INLINE Lanes lanes(int64_t row, int64_t i) const { return load(weight + row * k + i); }
-    INLINE void words(int64_t row, int64_t i, uint32_t *out) const { store((float *)out, lanes(row, i)); }
     FloatTile<float> widened(int64_t n, int64_t count, Buffer &room) const { return as_floats<FloatTile<float>>(*this, n, count, room); }
 
     template <int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
@@ -83,41 +82,6 @@ template <class Weight> struct FloatTile {
     }
 };
 
-#ifdef BF16_PRODUCTS
-struct BFloatTile {
-    typedef BFloats Words;
-    static constexpr int64_t AT_ONCE = 4;
-    static constexpr bool WIDENS = false;
-    const BFloat *weight;
-    int64_t k;
-    const Rows &x;
-
-    INLINE void words(int64_t row, int64_t i, uint32_t *out) const { std::memcpy(out, weight + row * k + 2 * i, sizeof(Lanes)); }
-
-    template <int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
-        Lanes total[N][TILE] = {};
-        const BFloat *w = weight + first * k;
-        const int8_t *in = x.low(row);
-        for (int64_t i = 0; i < k; i += 2 * LANES) {
-            __m512bh row_of_weights[TILE];
-            repeat<TILE>([&](auto j) EACH {
-                prefetch<N>(w + TILE * i, j);
-                row_of_weights[j] = (__m512bh)_mm512_loadu_si512(w + j * step * k + i);
-            });
-            repeat<N>([&](auto r) EACH {
-                const __m512bh activation = (__m512bh)_mm512_loadu_si512(in + 2 * (r * x.stride + i));
-                repeat<TILE>([&](auto j) EACH {
-                    total[r][j] = (Lanes)_mm512_dpbf16_ps((__m512)total[r][j], row_of_weights[j], activation);
-                });
-            });
-        }
-        repeat<N>([&](auto r) EACH { out[r] = sums(total[r]); });
-    }
-};
-#else
-typedef FloatTile<BFloat> BFloatTile;
-#endif
-
 #ifdef INTEGER_PRODUCTS
 INLINE __m256i whole_sums(const IntLanes (&v)[TILE]) {
     const __m512i a = (__m512i)v[0], b = (__m512i)v[1], c = (__m512i)v[2], d = (__m512i)v[3];
@@ -130,19 +94,12 @@ INLINE __m256i whole_sums(const IntLanes (&v)[TILE]) {
 
 // The product wants one side unsigned: weights + 128, whose share is 128 · the sum of the row's activations.
 struct Int8Tile {
-    typedef Integers Words;
     static constexpr int64_t AT_ONCE = 3;
-    static constexpr bool WIDENS = false;
+    static constexpr bool WIDENS = false, IN_FLOATS = false;
     const int8_t *weight;
     int64_t k;
     const Rows &x;
 
-    INLINE void words(int64_t row, int64_t i, uint32_t *out) const {
-        _mm512_store_si512(out, _mm512_xor_si512(_mm512_loadu_si512(weight + row * k + 4 * i), _mm512_set1_epi8(-128)));
-    }
-    INLINE Lanes joined(IntLanes low, IntLanes high, int64_t row) const {
-        return ::joined(low, high, -128 * x.rounded().total[row]) * x.scale(row);
-    }
 
     template <int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
         IntLanes low[N][TILE] = {}, high[N][TILE] = {};
@@ -162,43 +119,6 @@ struct Int8Tile {
             const __m256i exact = _mm256_sub_epi64(both, _mm256_set1_epi64x(128 * x.rounded().total[row + r]));
             out[r] = (Quad)_mm256_cvtepi64_ps(exact) * x.scale(row + r);
         });
-    }
-};
-
-// 128 weights at a time, four groups: the lanes of a quarter belong to one group and take its scale.
-struct Int4Tile {
-    typedef void Words;  // each 32 weights have a scale: no panels
-    static constexpr int64_t AT_ONCE = 4;
-    static constexpr bool WIDENS = false;
-    const uint8_t *weight;
-    const Half *scale;
-    int64_t k;
-    const Rows &x;
-
-    template <int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
-        Lanes total[N][TILE] = {};
-        const uint8_t *w = weight + first * k / 2;
-        const Half *s = scale + first * k / 32;
-        const __m512i nibble = _mm512_set1_epi8(15);
-        const __m512i spread = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
-        for (int64_t i = 0; i < k; i += CHUNK)
-            repeat<TILE>([&](auto j) EACH {
-                prefetch<N>(w + TILE * i / 2, j);
-                const __m512i pairs = _mm512_loadu_si512(w + j * step * k / 2 + i / 2);
-                const __m512i first_ones = _mm512_and_si512(pairs, nibble);
-                const __m512i second_ones = _mm512_and_si512(_mm512_srli_epi16(pairs, 4), nibble);
-                const __m128 four = _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)(s + j * step * k / 32 + i / 32)));
-                const Lanes scales = (Lanes)_mm512_permutexvar_ps(spread, _mm512_castps128_ps512(four));
-                repeat<N>([&](auto r) EACH {
-                    const int8_t *lows = x.low(row + r) + i, *highs = x.high(row + r) + i;
-                    const IntLanes offset = x.rounded().offsets[((row + r) * x.stride + i) / CHUNK];
-                    const IntLanes low = Rows::dot(Rows::dot(offset, first_ones, lows), second_ones, lows + CHUNK / 2);
-                    const IntLanes high =
-                        Rows::dot(Rows::dot(IntLanes{}, first_ones, highs), second_ones, highs + CHUNK / 2);
-                    total[r][j] += __builtin_convertvector(low + (high << 8), Lanes) * scales;
-                });
-            });
-        repeat<N>([&](auto r) EACH { out[r] = sums(total[r]) * x.scale(row + r); });
     }
 };
 #elif defined(WIDE_INTEGER_PRODUCTS)
@@ -255,9 +175,8 @@ template <class Tile> WideTile as_wide(const Tile &tile, int64_t n, int64_t coun
 }
 
 struct Int8Tile {
-    typedef void Words;
     static constexpr int64_t AT_ONCE = 3;
-    static constexpr bool WIDENS = true;
+    static constexpr bool WIDENS = true, IN_FLOATS = false;
     const int8_t *weight;
     int64_t k;
     const Rows &x;
@@ -280,9 +199,8 @@ struct Int8Tile {
 };
 
 struct Int4Tile {
-    typedef void Words;  // each 32 weights have a scale: no panels
     static constexpr int64_t AT_ONCE = 3;
-    static constexpr bool WIDENS = true;
+    static constexpr bool WIDENS = true, IN_FLOATS = false;
     const uint8_t *weight;
     const Half *scale;
     int64_t k;
@@ -311,9 +229,8 @@ struct Int4Tile {
 typedef FloatTile<int8_t> Int8Tile;
 
 struct Int4Tile {  // in float32
-    typedef Floats Words;
     static constexpr int64_t AT_ONCE = MANY_REGISTERS ? 3 : 1;
-    static constexpr bool WIDENS = true;
+    static constexpr bool WIDENS = true, IN_FLOATS = true;
     const uint8_t *weight;
     const Half *scale;
     int64_t k;
@@ -340,7 +257,6 @@ struct Int4Tile {  // in float32
         std::memcpy(&pairs, weight + 16 * group, sizeof pairs);
         return widen((Bytes)(i % 32 ? pairs >> 4 : pairs & 15) - 8) * (float)scale[group];
     }
-    INLINE void words(int64_t row, int64_t i, uint32_t *out) const { store((float *)out, lanes(row, i)); }
     FloatTile<float> widened(int64_t n, int64_t count, Buffer &room) const { return as_floats<FloatTile<float>>(*this, n, count, room); }
 };
 #endif
@@ -413,10 +329,17 @@ void product(const Matrix &m, Rows &x, const Result &to, const Team &team) {
         return;
     }
 #endif
+#ifdef BF16_PRODUCTS
+    if (m.panel && m.kind == BF16) return panels<OfWords<BFloats>>(m, x, to, team);
+#endif
+#ifdef INTEGER_PRODUCTS
+    if (m.panel && m.kind == INT8) return panels<OfWords<Integers>>(m, x, to, team);
+    if (m.kind == INT4) return panels<OfNibbles>(m, x, to, team);
+#endif
     const auto run = [&, from = from, end = end](const auto &tile) {
         typedef std::decay_t<decltype(tile)> Tile;
-        if constexpr (!std::is_void_v<typename Tile::Words>)
-            if (x.in_panels()) return panels(tile, m, x, from, end, to);
+        if constexpr (Tile::IN_FLOATS)
+            if (x.in_panels()) return momentary_panels(tile, m, x, from, end, to);
         in_parts(CACHED, Tile::AT_ONCE, [&](int64_t row_from, int64_t row_to) {
             tiles(tile, m, row_from, row_to, from, end, to);
             to.finish(row_from, row_to, from, end);
@@ -424,10 +347,12 @@ void product(const Matrix &m, Rows &x, const Result &to, const Team &team) {
     };
     switch (m.kind) {
     case FP32: run(FloatTile<float>{(const float *)m.weight, m.k, x}); break;
-    case BF16: run(BFloatTile{(const BFloat *)m.weight, m.k, x}); break;
+    case BF16: run(FloatTile<BFloat>{(const BFloat *)m.weight, m.k, x}); break;
     case FP16: run(FloatTile<Half>{(const Half *)m.weight, m.k, x}); break;
     case INT8: run(Int8Tile{(const int8_t *)m.weight, m.k, x}); break;
+#ifndef INTEGER_PRODUCTS
     case INT4: run(Int4Tile{(const uint8_t *)m.weight, (const Half *)m.scale, m.k, x}); break;
+#endif
     }
 }
 

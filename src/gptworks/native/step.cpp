@@ -80,12 +80,13 @@ void embed(const Model &m, int64_t token, int64_t position, float *out) {
         float x = 0;
         switch (e.kind) {
         case FP32: x = ((const float *)e.weight)[at]; break;
-        case BF16: x = ((const BFloat *)e.weight)[at]; break;
+        case BF16: x = ((const BFloat *)e.word(token, i / 2))[i % 2]; break;
         case FP16: x = ((const Half *)e.weight)[at]; break;
-        case INT8: x = ((const int8_t *)e.weight)[at] * ((const float *)e.scale)[token]; break;
+        case INT8: x = ((const int8_t *)e.word(token, i / 4))[i % 4] * ((const float *)e.scale)[token]; break;
         case INT4: {
-            const uint8_t byte = ((const uint8_t *)e.weight)[at / 32 * 16 + i % 16];
-            x = ((i % 32 < 16 ? byte & 15 : byte >> 4) - 8) * ((const Half *)e.scale)[at / 32];
+            const int64_t place = i / GROUPED * (GROUPED / 2) + i % (GROUPED / 2);
+            const uint8_t byte = ((const uint8_t *)e.word(token, place / 4))[place % 4];
+            x = ((i % GROUPED < GROUPED / 2 ? byte & 15 : byte >> 4) - 8) * e.group_scale(token, i / GROUPED);
         }
         }
         x *= m.embedding_scale;
@@ -295,4 +296,20 @@ extern "C" int gptworks_built_with() {
 extern "C" void gptworks_step(const Model *model, const Batch *batch, int n_threads) {
     Shared shared(*model, *batch);
     parallel(n_threads, [&](const Team &team) { step(*model, *batch, shared, team); });
+}
+
+// The logits [n, vocabulary] of rows [n, d_model] that the head reads; they are scaled already.
+extern "C" void gptworks_logits(const Model *model, const float *features, int64_t n, float *logits, int n_threads) {
+    const int64_t width = model->d_model, stride = padded(width);
+    Buffer x(n * stride / LANES);
+    for (int64_t row = 0; row < n; row++) std::copy_n(features + row * width, width, data(x) + row * stride);
+    Rounded common;
+    if (n >= MANY) common.make_room(n, stride);
+    parallel(n_threads, [&](const Team &team) {
+#ifdef AMX
+        const amx::Registers registers;
+#endif
+        Rows rows(n, stride, data(x), n >= MANY ? &common : nullptr);
+        product(model->head, rows, {logits, model->head.n}, team);
+    });
 }

@@ -17,6 +17,7 @@ from gptworks.model import GPT
 from gptworks.model.layers import cap, product_dtype
 from gptworks.model.lora import LowRank, adapted
 from gptworks.quantize.formats import KINDS, dequantize, empty, rows_at_once, unpacked
+from gptworks.quantize.panels import from_panels, rows_from_panels
 
 
 class PackedMatrix(nn.Module):
@@ -24,6 +25,8 @@ class PackedMatrix(nn.Module):
 
     weight: Tensor
     scale: Tensor | None
+    panel = 0
+    """Rows of a panel, where `weight` lies in panels (panels.py) and is flat: the native kernels want it so."""
 
     def __init__(self, kind: Weights, rows: int, columns: int) -> None:
         super().__init__()
@@ -38,14 +41,21 @@ class PackedMatrix(nn.Module):
     def kind(self) -> Weights:
         return KINDS[self.weight.dtype]
 
+    @property
+    def row_by_row(self) -> Tensor:
+        """The packed weight [N, …]; where it lies in panels, a copy."""
+        weight = self.weight
+        return from_panels(weight, self.rows, self.panel) if weight.dim() == 1 else weight
+
     def dequantized(self) -> Tensor:
         """The whole matrix [N, K], in this module's dtype."""
-        return dequantize(self.weight, self.scale, self.dtype)
+        return dequantize(self.row_by_row, self.scale, self.dtype)
 
     def product(self, x: Tensor) -> Tensor:
         """x [..., K] → x · matrixᵀ [..., N], in x's dtype."""
-        n_rows = self.rows if x.device.type != "cpu" else rows_at_once(self.weight, self.columns)
-        weights = torch.split(self.weight, n_rows)
+        weight = self.row_by_row
+        n_rows = self.rows if x.device.type != "cpu" else rows_at_once(weight, self.columns)
+        weights = torch.split(weight, n_rows)
         scales = [None] * len(weights) if self.scale is None else torch.split(self.scale, n_rows)
         parts = [F.linear(x, dequantize(w, s, x.dtype)) for w, s in zip(weights, scales, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -61,6 +71,11 @@ class PackedMatrix(nn.Module):
                 setattr(self, name, before.to(after.device))
         return self
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Row by row: panels are for one machine."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.row_by_row
+
     def extra_repr(self) -> str:
         return f"{self.kind}, {self.rows} × {self.columns}"
 
@@ -75,7 +90,7 @@ class QuantizedLinear(PackedMatrix):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] → [..., N], in x's dtype; where x has a gradient, in that of the products here."""
         if x.requires_grad and torch.is_grad_enabled():
-            y: Tensor = _Product.apply(x.to(product_dtype(x)), self.weight, self.scale)  # type: ignore[no-untyped-call]
+            y: Tensor = _Product.apply(x.to(product_dtype(x)), self.row_by_row, self.scale)  # type: ignore[no-untyped-call]
         else:
             y = self.product(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
@@ -88,7 +103,7 @@ class LoRAQuantizedLinear(LowRank, QuantizedLinear):
         """Takes over what the base holds."""
         with torch.device("meta"):
             super().__init__(base.kind, base.rows, base.columns, base.bias is not None)
-        self.weight, self.scale, self.bias = base.weight, base.scale, base.bias
+        self.weight, self.scale, self.bias = base.row_by_row, base.scale, base.bias
         self.attach(base.columns, base.rows, config, base.weight.device, base.dtype)
         self.train(base.training)
 
@@ -117,7 +132,9 @@ class QuantizedEmbedding(PackedMatrix):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [...] → [..., K]."""
-        return dequantize(self.weight[tokens], None if self.scale is None else self.scale[tokens], self.dtype)
+        weight = self.weight
+        rows = rows_from_panels(weight, tokens, self.rows, self.panel) if weight.dim() == 1 else weight[tokens]
+        return dequantize(rows, None if self.scale is None else self.scale[tokens], self.dtype)
 
 
 class QuantizedGPT(GPT):

@@ -117,14 +117,17 @@ def make_report(
     windows = list(windows)
     n_tokens = sum(int((targets != IGNORED).sum()) for _, targets in windows)
     prompt = windows[0][0][:_PROMPT_TOKENS].tolist()
+    n_bytes = (_bytes(model), _bytes(quantized))
+    divergence = measure_divergence(quantized, model, windows, lambda done: progress(done, n_tokens))
+    # Last: an engine lays matrices out for itself, and torch reads them more slowly then.
     speed, speed_after = (_decode_speed(Engine(one, tokenizer), prompt) for one in (model, quantized))
     return QuantizationReport(
         weights=weights,
         rounding=rounding,
         calibration_tokens=calibration_tokens,
         matrices=_parameters_by_kind(quantized),
-        n_bytes=(_bytes(model), _bytes(quantized)),
-        divergence=measure_divergence(quantized, model, windows, lambda done: progress(done, n_tokens)),
+        n_bytes=n_bytes,
+        divergence=divergence,
         tokens_per_second=(speed, speed_after),
     )
 

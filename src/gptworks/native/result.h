@@ -1,0 +1,54 @@
+// What becomes of the sums of a product.
+
+#pragma once
+
+#include "matrix.h"
+
+namespace {
+
+// Where sums go, and what they become: out = (sum · scale + bias) · times, added to what is there if `add`; then of an
+// activation, out = activation(out), or with a gate, out = activation(gate) · out.
+struct Result {
+    float *out;
+    int64_t stride;
+    float times = 1;
+    bool add = false;
+    int64_t activation = NO_ACTIVATION;
+    const float *gate = nullptr;
+
+    // Rows and columns are complete, and in a cache still.
+    void finish(int64_t row_from, int64_t row_to, int64_t from, int64_t end) const {
+        if (activation == NO_ACTIVATION) return;
+        for (int64_t row = row_from; row < row_to; row++)
+            for (int64_t i = row * stride + from; i < row * stride + end; i += LANES) {
+                const Lanes x = load(out + i);
+                store(out + i, gate ? activate(load(gate + i), activation) * x : activate(x, activation));
+            }
+    }
+};
+
+// 16 columns of a result.
+struct Columns {
+    int64_t first, width;
+    Lanes scale = all(1), bias = {};
+
+    Columns(const Matrix &m, int64_t first, int64_t end) : first(first), width(std::min(LANES, end - first)) {
+        if (m.kind == INT8) copy(&scale, (const float *)m.scale + first);
+        if (m.bias) copy(&bias, m.bias + first);
+    }
+    INLINE void put(Lanes sum, int64_t row, const Result &to) const {
+        float *at = to.out + row * to.stride + first;
+        Lanes before = {};
+        if (to.add) copy(&before, at);
+        const Lanes value = (sum * scale + bias) * to.times + before;
+        copy(at, &value);
+    }
+    INLINE void copy(void *to, const void *from) const {
+        if (width == LANES)
+            std::memcpy(to, from, sizeof(Lanes));
+        else
+            std::memcpy(to, from, width * sizeof(float));
+    }
+};
+
+}  // namespace

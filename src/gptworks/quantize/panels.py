@@ -1,0 +1,79 @@
+"""Packed matrices in panels, as AVX-512 multiplies them.
+
+A row is words of four bytes, or of two for the scales of int4. Of P rows come the first words, then the second ones,
+and so on; then those of the next P rows. The last panel has the rows that are left, rounded up to 16, with zeros. So a
+vector takes the same word of 16 rows, and memory is read in one stream.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+UNIT = 16
+"""Rows that a panel has, or a multiple."""
+
+
+def to_panels(matrix: Tensor, panel: int, out: Tensor | None = None) -> Tensor:
+    """Lay a matrix [N, K] out in panels of `panel` rows.
+
+    Returns a flat tensor of `size_in_panels(N) · K` elements: `out`, where it is given.
+    """
+    if out is None:
+        out = matrix.new_empty(size_in_panels(matrix.size(0)) * matrix.size(1))
+    words = _words(matrix.contiguous())
+    for first, panels in _panels(_words(out), len(words), panel):
+        n_panels, _, n_rows = panels.shape
+        rows = words[first : first + n_panels * n_rows]
+        if len(rows) < n_rows:
+            rows = torch.cat((rows, rows.new_zeros(n_rows - len(rows), rows.size(1))))
+        panels.copy_(rows.view(n_panels, n_rows, -1).transpose(1, 2))
+    return out
+
+
+def from_panels(flat: Tensor, rows: int, panel: int) -> Tensor:
+    """The matrix [rows, K] that `to_panels` laid out."""
+    matrix = flat.new_empty(rows, len(flat) // size_in_panels(rows))
+    words = _words(matrix)
+    for first, panels in _panels(_words(flat), rows, panel):
+        part = words[first : first + panels.size(0) * panels.size(2)]
+        part.copy_(panels.transpose(1, 2).flatten(0, 1)[: len(part)])
+    return matrix
+
+
+def rows_from_panels(flat: Tensor, which: Tensor, rows: int, panel: int) -> Tensor:
+    """The rows `which` [...] of a matrix [rows, K] in panels: [..., K]."""
+    words = _words(flat)
+    n_words = len(words) // size_in_panels(rows)
+    first = which // panel * panel
+    n_rows = (size_in_panels(rows) - first).clamp(max=panel)
+    start = first * n_words + which - first
+    at = start[..., None] + torch.arange(n_words, device=flat.device) * n_rows[..., None]
+    return words[at].view(flat.dtype)
+
+
+def size_in_panels(rows: int) -> int:
+    """The rows of a matrix in panels, with those that only fill up the last."""
+    return -(-rows // UNIT) * UNIT
+
+
+def panel_of(rows: int, n_threads: int, widest: int) -> int:
+    """The rows of a matrix's panels: `widest`, or fewer where the thread with most would keep the others waiting."""
+
+    def most_rows(panel: int) -> int:
+        return -(-rows // (panel * n_threads)) * panel
+
+    return next(panel for panel in range(widest, 0, -UNIT) if most_rows(panel) <= 1.1 * most_rows(UNIT))
+
+
+def _words(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16 if tensor.dtype == torch.float16 else torch.int32)
+
+
+def _panels(words: Tensor, rows: int, panel: int) -> Iterator[tuple[int, Tensor]]:
+    """The whole panels among words, and the narrower one behind them: the first row, and [panels, words, rows]."""
+    n_words, whole = len(words) // size_in_panels(rows), rows // panel * panel
+    if whole:
+        yield 0, words[: whole * n_words].view(-1, n_words, panel)
+    if rows > whole:
+        yield whole, words[whole * n_words :].view(1, n_words, -1)
