@@ -62,7 +62,8 @@ def ranks_of(n_ranks: int, *arguments: str | Path, fails: bool = False) -> str:
     ]  # fmt: skip
     with ThreadPoolExecutor(n_ranks) as pool:
         said = "".join(pool.map(lambda process: process.communicate(timeout=240)[1], started))
-    assert any(process.returncode for process in started) == fails, said[-6000:]
+    codes = [process.returncode for process in started]
+    assert any(codes) == fails, f"exit codes {codes}; {said[:3000]} … {said[-3000:]}"
     return said
 
 

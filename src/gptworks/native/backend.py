@@ -264,19 +264,19 @@ class NativeBackend(Backend):
         scale: Any = getattr(module, "scale", None)
         kind, in_pairs = weight.dtype, weight.dtype == torch.uint8
         panel: int = getattr(module, "panel", 0)
-        if panel:
-            _check(weight, kind, size_in_panels(rows) * columns // (2 if in_pairs else 1))
-        else:
-            _check(weight, kind, rows, columns // 2 if in_pairs else columns)
-        if kind in (torch.int8, torch.uint8):
-            groups = (rows, columns // 32) if in_pairs else (rows,)
-            _check(scale, torch.float16 if in_pairs else torch.float32, *groups)
+
+        def shape(n: int) -> tuple[int, ...]:
+            return (size_in_panels(rows) * n,) if panel else (rows, n)
+
+        _check(weight, kind, *shape(columns // 2 if in_pairs else columns))
+        if in_pairs:
+            _check(scale, torch.float16, *shape(columns // 32))
+        elif kind == torch.int8:
+            _check(scale, torch.float32, rows)
         if kind in self._in_panels:
             if not panel:  # a module that has no form for them
                 panel = panel_rows(kind, rows)
-                weight = to_panels(weight, panel)
-            if in_pairs:
-                scale = to_panels(scale, panel)
+                weight, scale = to_panels(weight, panel), to_panels(scale, panel) if in_pairs else scale
         elif n_missing := -(weight.size(1) * weight.element_size()) % _AT_ONCE_BYTES:
             weight = F.pad(weight, (0, n_missing // weight.element_size()), value=0x88 if in_pairs else 0)
             columns = weight.size(1) * (2 if in_pairs else 1)

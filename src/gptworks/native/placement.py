@@ -45,31 +45,40 @@ def settle(modules: Sequence[Any], in_panels: Container[torch.dtype]) -> None:
 
     A step reads every weight once. With pages of 4 KiB the processor looks up 512 times as many addresses.
     """
-    wants_panels = [isinstance(module, PackedMatrix) and module.weight.dtype in in_panels for module in modules]
+    panels = []
+    for module in modules:
+        kind = module.weight.dtype
+        in_panel = isinstance(module, PackedMatrix) and kind in in_panels
+        panels.append(panel_rows(kind, module.rows) if in_panel else 0)
     storages = {module.weight.untyped_storage().data_ptr() for module in modules}
-    placed = [(module.weight.dim() == 1) == wants for module, wants in zip(modules, wants_panels, strict=True)]
+    placed = [(module.weight.dim() == 1) == (panel > 0) for module, panel in zip(modules, panels, strict=True)]
     if len(storages) == 1 and all(placed):
         return
-    rooms = rooms_in_large_pages([_size(module, wants) for module, wants in zip(modules, wants_panels, strict=True)])
-    for module, wants, room in zip(modules, wants_panels, rooms, strict=True):
-        weight = module.row_by_row if isinstance(module, PackedMatrix) else module.weight.detach()
-        if wants:
-            module.panel = panel_rows(weight.dtype, len(weight))
-            module.weight = to_panels(weight, module.panel, room)
-        elif isinstance(module, PackedMatrix):
-            module.weight = room.view(weight.shape).copy_(weight)
-        else:
-            module.weight.data = room.view(weight.shape).copy_(weight)
+    parts = [_parts(module) for module in modules]
+    wanted = [
+        (part.dtype, (size_in_panels(len(part)) if panel else len(part)) * part.size(1))
+        for of_module, panel in zip(parts, panels, strict=True)
+        for part in of_module.values()
+    ]
+    rooms = iter(rooms_in_large_pages(wanted))
+    for module, of_module, panel in zip(modules, parts, panels, strict=True):
+        if isinstance(module, PackedMatrix):
+            module.panel = panel
+        for name, part in of_module.items():
+            room = next(rooms)
+            there = to_panels(part, panel, room) if panel else room.view(part.shape).copy_(part)
+            if isinstance(module, PackedMatrix):
+                setattr(module, name, there)
+            else:
+                module.weight.data = there
 
 
-def _size(module: Any, in_panels: bool) -> tuple[torch.dtype, int]:
-    """The elements of a module's matrix."""
-    weight: Tensor = module.weight
-    if weight.dim() == 1:
-        rows, columns = module.rows, len(weight) // size_in_panels(module.rows)
-    else:
-        rows, columns = weight.shape
-    return weight.dtype, (size_in_panels(rows) if in_panels else rows) * columns
+def _parts(module: Any) -> dict[str, Tensor]:
+    """What a step reads of a module, row by row: its matrix, and the scales of int4."""
+    if not isinstance(module, PackedMatrix):
+        return {"weight": module.weight.detach()}
+    weight, scale = module.row_by_row
+    return {"weight": weight} | ({"scale": scale} if scale is not None and scale.dim() == 2 else {})
 
 
 def rooms_in_large_pages(wanted: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:

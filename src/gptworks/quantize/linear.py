@@ -26,7 +26,7 @@ class PackedMatrix(nn.Module):
     weight: Tensor
     scale: Tensor | None
     panel = 0
-    """Rows of a panel, where `weight` lies in panels (panels.py) and is flat: the native kernels want it so."""
+    """Rows of a panel, where the matrix lies in panels (panels.py): `weight`, and the scale of int4, are flat then."""
 
     def __init__(self, kind: Weights, rows: int, columns: int) -> None:
         super().__init__()
@@ -42,21 +42,25 @@ class PackedMatrix(nn.Module):
         return KINDS[self.weight.dtype]
 
     @property
-    def row_by_row(self) -> Tensor:
-        """The packed weight [N, …]; where it lies in panels, a copy."""
-        weight = self.weight
-        return from_panels(weight, self.rows, self.panel) if weight.dim() == 1 else weight
+    def row_by_row(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and scale as `formats` says; where they lie in panels, copies."""
+        weight, scale = self.weight, self.scale
+        if weight.dim() == 1:
+            weight = from_panels(weight, self.rows, self.panel)
+        if scale is not None and weight.dtype == torch.uint8 and scale.dim() == 1:
+            scale = from_panels(scale, self.rows, self.panel)
+        return weight, scale
 
     def dequantized(self) -> Tensor:
         """The whole matrix [N, K], in this module's dtype."""
-        return dequantize(self.row_by_row, self.scale, self.dtype)
+        return dequantize(*self.row_by_row, self.dtype)
 
     def product(self, x: Tensor) -> Tensor:
         """x [..., K] → x · matrixᵀ [..., N], in x's dtype."""
-        weight = self.row_by_row
+        weight, scale = self.row_by_row
         n_rows = self.rows if x.device.type != "cpu" else rows_at_once(weight, self.columns)
         weights = torch.split(weight, n_rows)
-        scales = [None] * len(weights) if self.scale is None else torch.split(self.scale, n_rows)
+        scales = [None] * len(weights) if scale is None else torch.split(scale, n_rows)
         parts = [F.linear(x, dequantize(w, s, x.dtype)) for w, s in zip(weights, scales, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
@@ -74,7 +78,9 @@ class PackedMatrix(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Row by row: panels are for one machine."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = self.row_by_row
+        for name, tensor in zip(("weight", "scale"), self.row_by_row, strict=True):
+            if tensor is not None:
+                destination[prefix + name] = tensor
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {self.rows} × {self.columns}"
@@ -90,7 +96,7 @@ class QuantizedLinear(PackedMatrix):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] → [..., N], in x's dtype; where x has a gradient, in that of the products here."""
         if x.requires_grad and torch.is_grad_enabled():
-            y: Tensor = _Product.apply(x.to(product_dtype(x)), self.row_by_row, self.scale)  # type: ignore[no-untyped-call]
+            y: Tensor = _Product.apply(x.to(product_dtype(x)), *self.row_by_row)  # type: ignore[no-untyped-call]
         else:
             y = self.product(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
@@ -103,7 +109,7 @@ class LoRAQuantizedLinear(LowRank, QuantizedLinear):
         """Takes over what the base holds."""
         with torch.device("meta"):
             super().__init__(base.kind, base.rows, base.columns, base.bias is not None)
-        self.weight, self.scale, self.bias = base.row_by_row, base.scale, base.bias
+        (self.weight, self.scale), self.bias = base.row_by_row, base.bias
         self.attach(base.columns, base.rows, config, base.weight.device, base.dtype)
         self.train(base.training)
 
@@ -132,9 +138,12 @@ class QuantizedEmbedding(PackedMatrix):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [...] → [..., K]."""
-        weight = self.weight
-        rows = rows_from_panels(weight, tokens, self.rows, self.panel) if weight.dim() == 1 else weight[tokens]
-        return dequantize(rows, None if self.scale is None else self.scale[tokens], self.dtype)
+        weight, scale = self.weight, self.scale
+        weight = rows_from_panels(weight, tokens, self.rows, self.panel) if weight.dim() == 1 else weight[tokens]
+        if scale is not None:
+            in_panels = weight.dtype == torch.uint8 and scale.dim() == 1
+            scale = rows_from_panels(scale, tokens, self.rows, self.panel) if in_panels else scale[tokens]
+        return dequantize(weight, scale, self.dtype)
 
 
 class QuantizedGPT(GPT):
