@@ -427,7 +427,7 @@ def test_weights_lie_in_large_pages_where_the_kernel_grants_them() -> None:
         pytest.skip("too little memory is free for large pages")
     modules = [nn.Embedding(2**21, 1), nn.Embedding(2**20, 2)]
     before = [module.weight.detach().clone() for module in modules]
-    settle(modules, ())
+    settle(modules, {})
     assert all(torch.equal(module.weight, weight) for module, weight in zip(modules, before, strict=True))
     if not (large := large_page_bytes(modules[0].weight.data_ptr() + 8 * 2**20)):
         block = mmap.mmap(-1, 16 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -45,7 +45,7 @@ IN_PANELS = {torch.bfloat16: "avx512_bf16", torch.int8: "avx512_vnni", torch.uin
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[torch.dtype, ...]], Path]:
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[frozenset[torch.dtype]], Path]:
     """A file of them all, with the matrices of some kinds in panels."""
     try:
         library()
@@ -54,9 +54,10 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[torch.dty
     folder = tmp_path_factory.mktemp("cases")
 
     @functools.cache
-    def file_of(in_panels: tuple[torch.dtype, ...]) -> Path:
+    def file_of(in_panels: frozenset[torch.dtype]) -> Path:
+        widest = {kind: 32 if kind == torch.uint8 else 48 for kind in in_panels}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native, "kinds_in_panels", lambda kernels: in_panels)
+            patch.setattr(native, "widest_panels", lambda kernels: widest)
             written = [case_bytes(*case) for case in all_cases()]
         file = folder / f"{len(in_panels)}.bin"
         file.write_bytes(struct.pack("<q", len(written)) + b"".join(written))
@@ -182,7 +183,7 @@ def run(command: list[str | Path]) -> None:
 
 @pytest.mark.parametrize("name", X86)
 def test_kernels_built_for_a_processor_compute_what_the_model_does(
-    name: str, cases: Callable[[tuple[torch.dtype, ...]], Path], tmp_path: Path
+    name: str, cases: Callable[[frozenset[torch.dtype]], Path], tmp_path: Path
 ) -> None:
     compiler = shutil.which("g++")
     if compiler is None or platform.machine() != "x86_64":
@@ -192,14 +193,14 @@ def test_kernels_built_for_a_processor_compute_what_the_model_does(
     known = subprocess.run([compiler, f"-march={name}", "-E", "-xc++", "/dev/null"], capture_output=True, check=False)
     if known.returncode:
         pytest.skip(f"this g++ does not know {name}")
-    in_panels = tuple(kind for kind, flag in IN_PANELS.items() if flag in X86[name])
+    in_panels = frozenset(kind for kind, flag in IN_PANELS.items() if flag in X86[name])
     run([compiled(compiler, [f"-march={name}"], tmp_path), cases(in_panels)])
 
 
 def test_kernels_built_for_aarch64_compute_what_the_model_does(
-    cases: Callable[[tuple[torch.dtype, ...]], Path], tmp_path: Path
+    cases: Callable[[frozenset[torch.dtype]], Path], tmp_path: Path
 ) -> None:
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
     if compiler is None or emulator is None:
         pytest.skip("no cross compiler or no emulator here: apt-get install g++-aarch64-linux-gnu qemu-user")
-    run([emulator, compiled(compiler, ["-static"], tmp_path), cases(())])
+    run([emulator, compiled(compiler, ["-static"], tmp_path), cases(frozenset())])

@@ -64,15 +64,15 @@ template <bool INTEGERS, int C, int A, int B> INLINE void multiply() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
 
-// Rows and columns of tiles, multiplied over some steps and stored: tile (i, j) is a's i-th times b's j-th. a's tiles stand
-// below one another and a step is 64 bytes on; of each of b's, the next step's begins b_step bytes on.
+// One or two rows and columns of tiles, multiplied over some steps and stored: tile (i, j) is a's i-th times b's j-th. The next step's
+// begin 64 bytes on in a, and b_step bytes on in b.
 template <bool INTEGERS, int ROWS, int COLUMNS>
-INLINE void product(const char *a, int64_t a_stride, const char *const *b, int64_t b_stride, int64_t b_step, int64_t steps,
+INLINE void product(const char *const *a, int64_t a_stride, const char *const *b, int64_t b_stride, int64_t b_step, int64_t steps,
                     char *const *c, int64_t c_stride, bool add, Ahead *ahead) {
     static_assert(ROWS <= 2 && COLUMNS <= 2);
     repeat<ROWS * COLUMNS>([&](auto t) EACH { add ? load<t>(c[t], c_stride) : zero<t>(); });
     for (int64_t step = 0; step < steps; step++) {
-        repeat<ROWS>([&](auto i) EACH { load<4 + i>(a + i * SIDE * a_stride + step * ROW, a_stride); });
+        repeat<ROWS>([&](auto i) EACH { load<4 + i>(a[i] + step * ROW, a_stride); });
         repeat<COLUMNS>([&](auto j) EACH { load<6 + j>(b[j] + step * b_step, b_stride); });
         repeat<ROWS>([&](auto i) EACH {
             repeat<COLUMNS>([&](auto j) EACH { multiply<INTEGERS, i * COLUMNS + j, 4 + i, 6 + j>(); });
@@ -80,6 +80,13 @@ INLINE void product(const char *a, int64_t a_stride, const char *const *b, int64
         if (ahead) ahead->fetch();
     }
     repeat<ROWS * COLUMNS>([&](auto t) EACH { store<t>(c[t], c_stride); });
+}
+
+template <bool INTEGERS, class... Rest> INLINE void product(int64_t rows, int64_t columns, const Rest &...rest) {
+    if (rows == 1)
+        columns == 1 ? product<INTEGERS, 1, 1>(rest...) : product<INTEGERS, 1, 2>(rest...);
+    else
+        columns == 1 ? product<INTEGERS, 2, 1>(rest...) : product<INTEGERS, 2, 2>(rest...);
 }
 
 // Whether tiles compute what they should: products of small whole numbers, which are exact in any order.
@@ -106,13 +113,13 @@ inline bool computes_rightly() {
                 put(x.a[row] + i / each * 4, i % each, number(row, i));
                 put(x.b[row / SIDE][i / each / SIDE][i / each % SIDE] + row % SIDE * 4, i % each, number(row + 5, 3 * i));
             }
-        const char *const b[] = {(char *)x.b[0], (char *)x.b[1]};
+        const char *const a[] = {x.a[0], x.a[SIDE]}, *const b[] = {(char *)x.b[0], (char *)x.b[1]};
         char *const c[] = {(char *)x.c[0][0], (char *)x.c[0][1], (char *)x.c[1][0], (char *)x.c[1][1]};
         for (const bool add : {false, true})
             if (integers)
-                product<true, 2, 2>(x.a[0], 2 * ROW, b, ROW, TILE, 2, c, ROW, add, nullptr);
+                product<true, 2, 2>(a, 2 * ROW, b, ROW, TILE, 2, c, ROW, add, nullptr);
             else
-                product<false, 2, 2>(x.a[0], 2 * ROW, b, ROW, TILE, 2, c, ROW, add, nullptr);
+                product<false, 2, 2>(a, 2 * ROW, b, ROW, TILE, 2, c, ROW, add, nullptr);
         for (int64_t m = 0; m < 2 * SIDE; m++)
             for (int64_t n = 0; n < 2 * SIDE; n++) {
                 int32_t sum = 0, found = x.c[m / SIDE][n / SIDE][m % SIDE][n % SIDE];

@@ -75,19 +75,12 @@ void product_on_tiles(int64_t rows, int64_t columns, int64_t k, const uint32_t *
             const char *const right[] = {(const char *)(b + at), (const char *)(b + at + SIDE)};
             for (int64_t m = 0, height; m < rows; m += height) {
                 height = std::min(2 * SIDE, rows - m);
-                const auto run = [&](auto tall, auto wide) EACH {
-                    char *sums[tall * wide];
-                    for (int i = 0; i < tall * wide; i++)
-                        sums[i] = (char *)(c + (m + i / wide * SIDE) * c_stride + n + i % wide * SIDE);
-                    amx::product<false, tall, wide>((const char *)(a + m * stride), 4 * stride, right, LINE, SIDE * LINE, k / SIDE,
-                                                    sums, 4 * c_stride, add, nullptr);
-                };
-                typedef std::integral_constant<int, 1> One;
-                typedef std::integral_constant<int, 2> Two;
-                if (height > SIDE)
-                    step > SIDE ? run(Two{}, Two{}) : run(Two{}, One{});
-                else
-                    step > SIDE ? run(One{}, Two{}) : run(One{}, One{});
+                const int64_t tall = height > SIDE ? 2 : 1, wide = step > SIDE ? 2 : 1;
+                const char *const left[] = {(const char *)(a + m * stride), (const char *)(a + (m + SIDE) * stride)};
+                char *sums[4];
+                for (int64_t i = 0; i < tall * wide; i++)
+                    sums[i] = (char *)(c + (m + i / wide * SIDE) * c_stride + n + i % wide * SIDE);
+                amx::product<false>(tall, wide, left, 4 * stride, right, LINE, SIDE * LINE, k / SIDE, sums, 4 * c_stride, add, nullptr);
             }
         }
 }

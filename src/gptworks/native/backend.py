@@ -20,8 +20,8 @@ from gptworks.model import GPT, SlotCache
 from gptworks.model.backend import Backend, Chunk
 from gptworks.model.lora import has_adapter
 from gptworks.native.library import Unavailable, library
-from gptworks.native.placement import kinds_in_panels, matrices, panel_rows, settle
-from gptworks.quantize.panels import size_in_panels, to_panels
+from gptworks.native.placement import matrices, settle, widest_panels
+from gptworks.quantize.panels import panel_of, size_in_panels, to_panels
 from gptworks.units import counted
 
 STEP_TOKENS, STEP_TOKENS_WITH_AMX = 128, 512
@@ -140,8 +140,8 @@ class NativeBackend(Backend):
         self.cache = SlotCache(model.config, n_slots, capacity, dtype=dtype)
         self.vocab_size = model.config.vocab_size
         self._kept: list[Tensor] = []
-        self._in_panels = kinds_in_panels(kernels)
-        settle(list(matrices(model)), self._in_panels)
+        self._widest = widest_panels(kernels)
+        settle(list(matrices(model)), self._widest)
         self.model = model
         self._model = self._structure(model)
 
@@ -262,30 +262,29 @@ class NativeBackend(Backend):
             return _Matrix()
         weight: Tensor = module.weight.detach()
         scale: Any = getattr(module, "scale", None)
-        kind, in_pairs = weight.dtype, weight.dtype == torch.uint8
-        panel: int = getattr(module, "panel", 0)
-
-        def shape(n: int) -> tuple[int, ...]:
-            return (size_in_panels(rows) * n,) if panel else (rows, n)
-
-        _check(weight, kind, *shape(columns // 2 if in_pairs else columns))
-        if in_pairs:
-            _check(scale, torch.float16, *shape(columns // 32))
-        elif kind == torch.int8:
+        kind, panel = weight.dtype, getattr(module, "panel", 0)
+        each = 2 if kind == torch.uint8 else 1  # columns of an element
+        in_panels = kind in self._widest
+        line = 1 if in_panels and each == 2 else _AT_ONCE_BYTES // kind.itemsize
+        n_elements = -(-columns // (each * line)) * line
+        if panel:
+            _check(weight, kind, size_in_panels(rows) * n_elements)
+        else:
+            _check(weight, kind, rows, columns // each)
+        if kind == torch.int8:
             _check(scale, torch.float32, rows)
-        if kind in self._in_panels:
-            if not panel:  # a module that has no form for them
-                panel = panel_rows(kind, rows)
-                weight, scale = to_panels(weight, panel), to_panels(scale, panel) if in_pairs else scale
-        elif n_missing := -(weight.size(1) * weight.element_size()) % _AT_ONCE_BYTES:
-            weight = F.pad(weight, (0, n_missing // weight.element_size()), value=0x88 if in_pairs else 0)
-            columns = weight.size(1) * (2 if in_pairs else 1)
-            if in_pairs:
-                scale = F.pad(scale, (0, columns // 32 - scale.size(1)))
+        elif kind == torch.uint8:
+            _check(scale, torch.float16, *((size_in_panels(rows) * columns // 32,) if panel else (rows, columns // 32)))
+        if n_missing := 0 if panel else n_elements - columns // each:
+            weight = F.pad(weight, (0, n_missing), value=0x88 if each == 2 else 0)
+            scale = F.pad(scale, (0, n_missing // 16)) if each == 2 else scale
+        if in_panels and not panel:  # a module that has no form for them
+            panel = panel_of(rows, torch.get_num_threads(), self._widest[kind])
+            weight, scale = to_panels(weight, panel), to_panels(scale, panel) if each == 2 else scale
         return _Matrix(
             self._address(weight, kind, *weight.shape),
             None if scale is None else self._address(scale, scale.dtype, *scale.shape),
-            self._vector(getattr(module, "bias", None), rows), rows, columns, _KINDS[kind], panel,
+            self._vector(getattr(module, "bias", None), rows), rows, n_elements * each, _KINDS[kind], panel,
         )  # fmt: skip
 
     def _vector(self, tensor: Tensor | None, *shape: int) -> int | None:

@@ -307,13 +307,6 @@ inline bool pair_up(const BFloat *values, int64_t width, int64_t first, int64_t 
     return !not_numbers;
 }
 
-template <class... Arguments> void multiply_tiles(int64_t tall, int64_t wide, const Arguments &...arguments) {
-    if (tall == 1)
-        wide == 1 ? amx::product<false, 1, 1>(arguments...) : amx::product<false, 1, 2>(arguments...);
-    else
-        wide == 1 ? amx::product<false, 2, 1>(arguments...) : amx::product<false, 2, 2>(arguments...);
-}
-
 // n queries over the keys [from, end).
 struct OnTiles {
     const HeadCache<BFloat> &cache;
@@ -344,7 +337,8 @@ struct OnTiles {
                 keys = room.keys.data();
             }
             fetch(next ? cache.values + s * width : next, std::min(PAIRS, to - s), width);
-            multiply_tiles(2, wide, (const char *)keys, 2 * width, right, amx::ROW, amx::TILE, width / PAIRS, sums, amx::ROW,
+            const char *const left[] = {(const char *)keys, (const char *)(keys + amx::SIDE * width)};
+            amx::product<false>(2, wide, left, 2 * width, right, amx::ROW, amx::TILE, width / PAIRS, sums, amx::ROW,
                            false, nullptr);
             for (int64_t tile = 0; tile < 2 * wide; tile++) {
                 const int64_t first = tile % wide * LANES, some = std::min(LANES, n - first);
@@ -373,7 +367,9 @@ struct OnTiles {
                 many = std::min(VALUES_AT_ONCE, end - s);
                 const bool numbers = pair_up(cache.values + i, cache.width, s, s + many, first, last, room.values.data(), next);
                 if (!numbers && n > 1) return false;
-                multiply_tiles(tall, 2, (const char *)weights + 2 * (s - from), n > 1 ? 4 * stride : 0, right, amx::ROW,
+                const BFloat *const of_first = (const BFloat *)weights + s - from;
+                const char *const left[] = {(const char *)of_first, (const char *)(of_first + 2 * amx::SIDE * stride)};
+                amx::product<false>(tall, 2, left, n > 1 ? 4 * stride : 0, right, amx::ROW,
                                2 * amx::TILE, many / PAIRS, sums, amx::ROW, s > from, nullptr);
             }
             for (int64_t r = 0; r < n; r++) {

@@ -51,6 +51,7 @@ constexpr int64_t MANY = 32;      // from so many rows on, threads divide norms 
 constexpr int64_t FEW = 3;        // so many rows are multiplied with int8 by vectors, more by AMX: the same to the bit
 constexpr int64_t PANEL_ROWS = REGISTER == 64 ? 8 : MANY_REGISTERS || REGISTER == 32 ? 6 : 2;  // see panels.h
 constexpr int64_t GROUP = REGISTER == 64 ? LANES : PANEL_ROWS;  // activation rows that are laid out together
+constexpr int64_t TILE_ROWS = 16;                               // of AMX
 
 int64_t padded(int64_t n) { return (n + CHUNK - 1) / CHUNK * CHUNK; }
 
@@ -85,14 +86,17 @@ int64_t met_by(int64_t kind) {
 //   x ≈ scale · (256 · high + low): finer than bf16, and sums of products are exact;
 // * for int8 and int4 (AVX2 alone) the same fixed point, as integers of 16 bits.
 struct Rounded {
-    Buffer bytes;                      // [n, 2 · stride]: bf16; or low, then high
+    Buffer bytes;                      // [n, pitch], of which 2 · stride are bf16; or low, then high
     std::vector<int32_t> offsets;      // int4: for each group of activations, what its weights' offset of 8 adds
     std::vector<float> scale;
     std::vector<int64_t> total;        // int8: sum of a row
-    std::unique_ptr<Lanes[]> laid_out;  // of GROUP rows at a time: [4-byte words][GROUP]; of int8 all of low, then of high
+    std::unique_ptr<Lanes[]> laid_out;  // of GROUP rows at a time: floats [stride][GROUP]
+
+    // Bytes from a row to the next: a line more than it has, because caches keep few rows that are a power of two apart.
+    static int64_t pitch(int64_t stride) { return 2 * stride + 64; }
 
     void make_room(int64_t n, int64_t stride) {
-        bytes.resize(2 * n * stride / sizeof(Lanes));
+        bytes.resize((n + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS * pitch(stride) / sizeof(Lanes));
         offsets.resize(n * stride / GROUPED);
         scale.resize(n);
         total.resize(n);
@@ -105,7 +109,7 @@ struct Rounded {
 struct Rows {
     static constexpr int64_t NOTHING = -1;  // is made of the floats yet
     static constexpr int64_t NEW = -2;      // nor has this thread waited for the others' shares of them
-    int64_t n, stride;
+    int64_t n, stride, pitch = Rounded::pitch(stride);
     float *x;
     int64_t made = NOTHING;  // into what a kind of weights meets
     Rounded own, *common;
@@ -114,27 +118,21 @@ struct Rows {
     Rows(int64_t n, int64_t stride, float *x, Rounded *common = nullptr) : n(n), stride(stride), x(x), common(common) {}
     Rounded &rounded() { return common ? *common : own; }
     const Rounded &rounded() const { return common ? *common : own; }
-    const int8_t *low(int64_t row) const { return bytes + 2 * row * stride; }
+    const int8_t *low(int64_t row) const { return bytes + row * pitch; }
     const int8_t *high(int64_t row) const { return low(row) + stride; }
     const uint32_t *plane(int64_t row, int64_t i) const { return (const uint32_t *)(low(row) + i * stride); }
     float scale(int64_t row) const { return rounded().scale[row]; }
     const int32_t *offsets(int64_t row) const { return &rounded().offsets[row * stride / GROUPED]; }
     int64_t row_bytes() const { return (made == FP32 ? 4 : 2) * stride; }
-    int64_t n_planes() const { return made == INT8 ? 2 : 1; }
-    int64_t n_words() const { return row_bytes() / n_planes() / 4; }
 
-    // Whether they are laid out for AMX, or for panels of float32.
+    // Whether they are multiplied by AMX; or laid out for panels of float32.
 #ifdef AMX
     bool on_tiles() const { return amx::granted && (made == BF16 || (made == INT8 && n > FEW)); }
-#else
-    static constexpr bool on_tiles() { return false; }
 #endif
     bool in_panels() const { return common && made == FP32; }
 
-    // The words of a group of rows, laid out; of int8, those of a plane.
-    uint32_t *words(int64_t row, int64_t plane = 0) const {
-        return (uint32_t *)rounded().laid_out.get() + (row * n_planes() + plane * GROUP) * n_words();
-    }
+    // A group of rows, laid out.
+    float *group(int64_t row) const { return (float *)rounded().laid_out.get() + row * stride; }
 
     // The rows that this thread writes.
     std::pair<int64_t, int64_t> share(const Team &team) const {
@@ -150,7 +148,7 @@ struct Rows {
         made = kind;
         const auto [from, to] = share(team);
         round(from, to);
-        if (on_tiles() || in_panels())
+        if (in_panels())
             for (int64_t row = from; row < to; row += GROUP) lay_out(row);
         if (common) team.wait();
     }
@@ -161,7 +159,8 @@ struct Rows {
         bytes = (const int8_t *)rounded().bytes.data();
 #ifdef BF16_PRODUCTS
         if (made == BF16)
-            for (int64_t i = from * stride; i < to * stride; i += LANES) store((BFloat *)bytes + i, load(x + i));
+            for (int64_t row = from; row < to; row++)
+                for (int64_t i = 0; i < stride; i += LANES) store((BFloat *)low(row) + i, load(x + row * stride + i));
 #endif
 #if defined(INTEGER_PRODUCTS) || defined(WIDE_INTEGER_PRODUCTS)
         if (made == INT8 || made == INT4)
@@ -169,23 +168,19 @@ struct Rows {
 #endif
     }
 
-    // A group of rows, word by word: for tiles as the words come, for panels first the words that meet the first lane of
-    // vectors, then those of the second, and so on.
+    // A group of rows, word by word: first the words that meet the first lane of vectors, then those of the second, and so on.
     void lay_out(int64_t row) {
-        const int64_t apart = GROUP * (on_tiles() ? 1 : n_words() / LANES), next = on_tiles() ? LANES * GROUP : GROUP;
-        alignas(64) uint32_t last[GROUP][LANES] = {};  // what lies behind the last row counts as 0
-        for (int64_t plane = 0; plane < n_planes(); plane++) {
-            const uint32_t *from = made == FP32 ? (const uint32_t *)(x + row * stride) : (const uint32_t *)low(row) + plane * n_words();
-            const int64_t from_stride = made == FP32 ? stride : stride / 2;
-            uint32_t *to = words(row, plane);
-            for (int64_t i = 0; i < n_words(); i += LANES, to += next)
-                if (row + GROUP <= n) {
-                    turn<GROUP>(from + i, from_stride, to, apart);
-                } else {
-                    for (int64_t r = 0; r < n - row; r++) std::memcpy(last[r], from + r * from_stride + i, sizeof last[r]);
-                    turn<GROUP>(last[0], LANES, to, apart);
-                }
-        }
+        const int64_t apart = stride / LANES * GROUP;
+        alignas(64) float last[GROUP][LANES] = {};  // what lies behind the last row counts as 0
+        const float *from = x + row * stride;
+        float *to = group(row);
+        for (int64_t i = 0; i < stride; i += LANES, to += GROUP)
+            if (row + GROUP <= n) {
+                turn<GROUP>(from + i, stride, to, apart);
+            } else {
+                for (int64_t r = 0; r < n - row; r++) std::memcpy(last[r], from + r * stride + i, sizeof last[r]);
+                turn<GROUP>(last[0], LANES, to, apart);
+            }
     }
 
 #ifdef WIDE_INTEGER_PRODUCTS

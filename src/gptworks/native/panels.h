@@ -72,7 +72,8 @@ struct BFloats {
 };
 #endif
 
-struct Integers {  // the products want weights without sign, see Int8Tile; sums are exact
+// The product wants weights without sign: those + 128, whose share is 128 · the sum of the row's activations. Sums are exact.
+struct Integers {
     typedef IntLanes Sum;
     static constexpr int64_t PLANES = 2;
     static INLINE __m512i weights(__m512i words) { return _mm512_xor_si512(words, _mm512_set1_epi8(-128)); }
@@ -224,7 +225,7 @@ INLINE void multiply_laid_out(const float *panel, int64_t panel_apart, int64_t s
 // Rows from … end of the matrix with all activations; see product.
 template <class Tile>
 void momentary_panels(const Tile &tile, const Matrix &m, const Rows &x, int64_t from, int64_t end, const Result &to) {
-    const int64_t steps = m.k / LANES, apart = x.n_words() / LANES * GROUP;
+    const int64_t steps = m.k / LANES, apart = x.stride / LANES * GROUP;
     const int64_t most = std::clamp<int64_t>(PANEL_BYTES / (LANES * m.k * 4), 1, PANEL_VECTORS);
     thread_local Buffer room;
     room.resize(most * m.k + LANES);
@@ -245,7 +246,7 @@ void momentary_panels(const Tile &tile, const Matrix &m, const Rows &x, int64_t 
         Ahead ahead{after, after + 64 * lines, lines * PANEL_ROWS / (x.n * LANES) + 1};
         const Columns columns[] = {{m, first, end}, {m, std::min(first + LANES, end), end}, {m, std::min(first + 2 * LANES, end), end}};
         for (int64_t row = 0; row < x.n; row += PANEL_ROWS) {
-            const float *const group = (const float *)x.words(row / GROUP * GROUP) + row % GROUP;
+            const float *const group = x.group(row / GROUP * GROUP) + row % GROUP;
             Lanes sums[PANEL_ROWS][VECTORS];
             multiply_laid_out<VECTORS>(panel, panel_apart, steps, {group, group + PANEL_ROWS / 2}, apart, sums, ahead);
             for (int64_t r = 0; r < std::min(PANEL_ROWS, x.n - row); r++)

@@ -2,7 +2,7 @@
 
 import contextlib
 import mmap
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,22 +11,15 @@ from torch import Tensor
 from gptworks.model import GPT
 from gptworks.native.library import Library
 from gptworks.quantize.linear import PackedMatrix
-from gptworks.quantize.panels import panel_of, size_in_panels, to_panels
+from gptworks.quantize.panels import panel_of, size_in_panels, to_panels, whole_lines
 
 
-def kinds_in_panels(kernels: Library) -> tuple[torch.dtype, ...]:
-    """The kinds of matrices that are multiplied in panels. AMX reads rows of bf16 and int8 as they lie."""
-    kinds = {
-        torch.bfloat16: kernels.has_bf16_products and not kernels.has_amx,
-        torch.int8: kernels.has_integer_products and not kernels.has_amx,
-        torch.uint8: kernels.has_integer_products,
-    }
-    return tuple(kind for kind, in_panels in kinds.items() if in_panels)
-
-
-def panel_rows(kind: torch.dtype, rows: int) -> int:
-    """The rows of the panels of a matrix: those whose sums, and those of some activation rows, fill the registers."""
-    return panel_of(rows, torch.get_num_threads(), 32 if kind == torch.uint8 else 48)
+def widest_panels(kernels: Library) -> dict[torch.dtype, int]:
+    """The kinds of matrices that are multiplied in panels, and of each the most rows of a panel: as many as have sums,
+    together with some activation rows, in the processor's registers."""
+    most = 32 if kernels.has_amx else 48
+    widest = {torch.bfloat16: most} if kernels.has_bf16_products else {}
+    return widest | ({torch.int8: most, torch.uint8: 32} if kernels.has_integer_products else {})
 
 
 def matrices(model: GPT) -> Iterator[Any]:
@@ -40,21 +33,20 @@ def matrices(model: GPT) -> Iterator[Any]:
         yield model.untied_head
 
 
-def settle(modules: Sequence[Any], in_panels: Container[torch.dtype]) -> None:
-    """Put the matrices of modules into one block in large pages; packed ones of some kinds in panels.
+def settle(modules: Sequence[Any], widest: Mapping[torch.dtype, int]) -> None:
+    """Put the matrices of modules into one block in large pages; packed ones in panels, as `widest_panels` says.
 
     A step reads every weight once. With pages of 4 KiB the processor looks up 512 times as many addresses.
     """
     panels = []
     for module in modules:
-        kind = module.weight.dtype
-        in_panel = isinstance(module, PackedMatrix) and kind in in_panels
-        panels.append(panel_rows(kind, module.rows) if in_panel else 0)
+        most = widest.get(module.weight.dtype, 0) if isinstance(module, PackedMatrix) else 0
+        panels.append(panel_of(module.rows, torch.get_num_threads(), most) if most else 0)
     storages = {module.weight.untyped_storage().data_ptr() for module in modules}
     placed = [(module.weight.dim() == 1) == (panel > 0) for module, panel in zip(modules, panels, strict=True)]
     if len(storages) == 1 and all(placed):
         return
-    parts = [_parts(module) for module in modules]
+    parts = [_parts(module, panel > 0) for module, panel in zip(modules, panels, strict=True)]
     wanted = [
         (part.dtype, (size_in_panels(len(part)) if panel else len(part)) * part.size(1))
         for of_module, panel in zip(parts, panels, strict=True)
@@ -73,11 +65,12 @@ def settle(modules: Sequence[Any], in_panels: Container[torch.dtype]) -> None:
                 module.weight.data = there
 
 
-def _parts(module: Any) -> dict[str, Tensor]:
+def _parts(module: Any, in_panels: bool) -> dict[str, Tensor]:
     """What a step reads of a module, row by row: its matrix, and the scales of int4."""
     if not isinstance(module, PackedMatrix):
         return {"weight": module.weight.detach()}
     weight, scale = module.row_by_row
+    weight = whole_lines(weight) if in_panels else weight
     return {"weight": weight} | ({"scale": scale} if scale is not None and scale.dim() == 2 else {})
 
 

@@ -82,46 +82,7 @@ template <class Weight> struct FloatTile {
     }
 };
 
-#ifdef INTEGER_PRODUCTS
-INLINE __m256i whole_sums(const IntLanes (&v)[TILE]) {
-    const __m512i a = (__m512i)v[0], b = (__m512i)v[1], c = (__m512i)v[2], d = (__m512i)v[3];
-    const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-    const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-    const __m512i abcd = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-    const __m256i two = _mm256_add_epi32(_mm512_castsi512_si256(abcd), _mm512_extracti64x4_epi64(abcd, 1));
-    return _mm256_cvtepi32_epi64(_mm_add_epi32(_mm256_castsi256_si128(two), _mm256_extracti128_si256(two, 1)));
-}
-
-// The product wants one side unsigned: weights + 128, whose share is 128 · the sum of the row's activations.
-struct Int8Tile {
-    static constexpr int64_t AT_ONCE = 3;
-    static constexpr bool WIDENS = false, IN_FLOATS = false;
-    const int8_t *weight;
-    int64_t k;
-    const Rows &x;
-
-
-    template <int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
-        IntLanes low[N][TILE] = {}, high[N][TILE] = {};
-        const int8_t *w = weight + first * k;
-        const __m512i flip = _mm512_set1_epi8(-128);
-        for (int64_t i = 0; i < k; i += 64)
-            repeat<TILE>([&](auto j) EACH {
-                prefetch<N>(w + TILE * i, j);
-                const __m512i row_of_weights = _mm512_xor_si512(_mm512_loadu_si512(w + j * step * k + i), flip);
-                repeat<N>([&](auto r) EACH {
-                    low[r][j] = Rows::dot(low[r][j], row_of_weights, x.low(row + r) + i);
-                    high[r][j] = Rows::dot(high[r][j], row_of_weights, x.high(row + r) + i);
-                });
-            });
-        repeat<N>([&](auto r) EACH {
-            const __m256i both = _mm256_add_epi64(whole_sums(low[r]), _mm256_slli_epi64(whole_sums(high[r]), 8));
-            const __m256i exact = _mm256_sub_epi64(both, _mm256_set1_epi64x(128 * x.rounded().total[row + r]));
-            out[r] = (Quad)_mm256_cvtepi64_ps(exact) * x.scale(row + r);
-        });
-    }
-};
-#elif defined(WIDE_INTEGER_PRODUCTS)
+#if defined(WIDE_INTEGER_PRODUCTS)
 // 32 weights, a group, at a time, as integers of 16 bits: their products' sums are exact. `group` gives a group's weights, in
 // two registers, and its scale.
 template <int N, class F> INLINE void sums_of_groups(int64_t k, const Rows &x, int64_t row, Quad *out, const F &group) {
@@ -225,7 +186,7 @@ struct Int4Tile {
         return _mm_cvtph_ps(_mm_cvtsi32_si128(scale[at / 32].bits));
     }
 };
-#else
+#elif !defined(INTEGER_PRODUCTS)
 typedef FloatTile<int8_t> Int8Tile;
 
 struct Int4Tile {  // in float32
@@ -322,18 +283,13 @@ void product(const Matrix &m, Rows &x, const Result &to, const Team &team) {
         for (int64_t row = 0; row < x.n; row += at_once) f(row, std::min(row + at_once, x.n));
     };
 #ifdef AMX
-    if (x.on_tiles()) {
-        in_parts(TILES_BYTES, 2 * amx::SIDE, [&, from = from, end = end](int64_t row_from, int64_t row_to) {
-            (m.kind == INT8 ? tiles_of_amx<true> : tiles_of_amx<false>)(m, x, row_from, row_to, from, end, to);
-        });
-        return;
-    }
+    if (x.on_tiles()) return m.kind == INT8 ? panels_on_tiles<true>(m, x, to, team) : panels_on_tiles<false>(m, x, to, team);
 #endif
 #ifdef BF16_PRODUCTS
-    if (m.panel && m.kind == BF16) return panels<OfWords<BFloats>>(m, x, to, team);
+    if (m.kind == BF16) return panels<OfWords<BFloats>>(m, x, to, team);
 #endif
 #ifdef INTEGER_PRODUCTS
-    if (m.panel && m.kind == INT8) return panels<OfWords<Integers>>(m, x, to, team);
+    if (m.kind == INT8) return panels<OfWords<Integers>>(m, x, to, team);
     if (m.kind == INT4) return panels<OfNibbles>(m, x, to, team);
 #endif
     const auto run = [&, from = from, end = end](const auto &tile) {
@@ -347,10 +303,12 @@ void product(const Matrix &m, Rows &x, const Result &to, const Team &team) {
     };
     switch (m.kind) {
     case FP32: run(FloatTile<float>{(const float *)m.weight, m.k, x}); break;
-    case BF16: run(FloatTile<BFloat>{(const BFloat *)m.weight, m.k, x}); break;
     case FP16: run(FloatTile<Half>{(const Half *)m.weight, m.k, x}); break;
-    case INT8: run(Int8Tile{(const int8_t *)m.weight, m.k, x}); break;
+#ifndef BF16_PRODUCTS
+    case BF16: run(FloatTile<BFloat>{(const BFloat *)m.weight, m.k, x}); break;
+#endif
 #ifndef INTEGER_PRODUCTS
+    case INT8: run(Int8Tile{(const int8_t *)m.weight, m.k, x}); break;
     case INT4: run(Int4Tile{(const uint8_t *)m.weight, (const Half *)m.scale, m.k, x}); break;
 #endif
     }

@@ -46,10 +46,15 @@ class PackedMatrix(nn.Module):
         """Weight and scale as `formats` says; where they lie in panels, copies."""
         weight, scale = self.weight, self.scale
         if weight.dim() == 1:
-            weight = from_panels(weight, self.rows, self.panel)
+            weight = from_panels(weight, self.rows, self.panel)[:, : self._row_elements]
         if scale is not None and weight.dtype == torch.uint8 and scale.dim() == 1:
             scale = from_panels(scale, self.rows, self.panel)
         return weight, scale
+
+    @property
+    def _row_elements(self) -> int:
+        """Elements of a row of `weight`."""
+        return self.columns // 2 if self.weight.dtype == torch.uint8 else self.columns
 
     def dequantized(self) -> Tensor:
         """The whole matrix [N, K], in this module's dtype."""
@@ -139,11 +144,13 @@ class QuantizedEmbedding(PackedMatrix):
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [...] → [..., K]."""
         weight, scale = self.weight, self.scale
-        weight = rows_from_panels(weight, tokens, self.rows, self.panel) if weight.dim() == 1 else weight[tokens]
+        weight = self._rows_of(weight, tokens)[..., : self._row_elements]
         if scale is not None:
-            in_panels = weight.dtype == torch.uint8 and scale.dim() == 1
-            scale = rows_from_panels(scale, tokens, self.rows, self.panel) if in_panels else scale[tokens]
+            scale = self._rows_of(scale, tokens) if weight.dtype == torch.uint8 else scale[tokens]
         return dequantize(weight, scale, self.dtype)
+
+    def _rows_of(self, tensor: Tensor, tokens: Tensor) -> Tensor:
+        return rows_from_panels(tensor, tokens, self.rows, self.panel) if tensor.dim() == 1 else tensor[tokens]
 
 
 class QuantizedGPT(GPT):

@@ -8,10 +8,11 @@ vector takes the same word of 16 rows, and memory is read in one stream.
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 UNIT = 16
-"""Rows that a panel has, or a multiple."""
+"""Rows that a panel has, or a multiple; and words of rows in bf16 and int8, as a tile of AMX has."""
 
 
 def to_panels(matrix: Tensor, panel: int, out: Tensor | None = None) -> Tensor:
@@ -29,6 +30,13 @@ def to_panels(matrix: Tensor, panel: int, out: Tensor | None = None) -> Tensor:
             rows = torch.cat((rows, rows.new_zeros(n_rows - len(rows), rows.size(1))))
         panels.copy_(rows.view(n_panels, n_rows, -1).transpose(1, 2))
     return out
+
+
+def whole_lines(weight: Tensor) -> Tensor:
+    """A matrix [N, …] with zeros behind each row up to a multiple of 64 bytes, as panels of bf16 and int8 have. Of int4
+    the matrix itself."""
+    n_missing = 0 if weight.dtype == torch.uint8 else -weight.size(1) % (4 * UNIT // weight.element_size())
+    return F.pad(weight, (0, n_missing)) if n_missing else weight
 
 
 def from_panels(flat: Tensor, rows: int, panel: int) -> Tensor:
