@@ -30,19 +30,18 @@ struct Matrix {  // [n, k]; see quantize/formats.py for the kinds, panels.py for
     const uint32_t *panel_from(int64_t row) const { return (const uint32_t *)weight + row * n_words(); }
     int64_t vectors_from(int64_t row) const { return (std::min(panel, n - row) + LANES - 1) / LANES; }
 
-    // A word of four bytes of a row.
-    const void *word(int64_t row, int64_t at) const {
-        if (!panel) return (const uint32_t *)((const char *)weight + row * row_bytes()) + at;
-        const int64_t first = row / panel * panel;
-        return panel_from(first) + at * vectors_from(first) * LANES + row - first;
-    }
-
-    // The scales of int4: of a panel, for each group one of each row; and that of a row's group.
+    // The scales of int4 of the panel that begins with this row: for each group one of each row.
     const Half *scales_from(int64_t row) const { return (const Half *)scale + row * (k / GROUPED); }
-    float group_scale(int64_t row, int64_t group) const {
-        if (!panel) return scales_from(row)[group];
-        const int64_t first = row / panel * panel;
-        return scales_from(first)[group * vectors_from(first) * LANES + row - first];
+
+    // A row's words of four bytes and, of int4, its groups' scales, each so many words or scales after the one before.
+    struct Row {
+        const uint32_t *words;
+        const Half *scales;
+        int64_t apart;
+    };
+    Row row(int64_t row) const {
+        const int64_t first = panel ? row / panel * panel : row, at = row - first;
+        return {panel_from(first) + at, kind == INT4 ? scales_from(first) + at : nullptr, panel ? vectors_from(first) * LANES : 1};
     }
 };
 

@@ -75,18 +75,21 @@ void normalize(const Norm &norm, bool layer_norm, float eps, int64_t width, cons
 
 void embed(const Model &m, int64_t token, int64_t position, float *out) {
     const Matrix &e = m.embedding;
+    const Matrix::Row row = e.row(token);
+    const auto number = [&](auto type, int64_t i) EACH {  // the i-th of the row, of this type
+        constexpr int64_t OF_WORD = 4 / sizeof type;
+        return ((const decltype(type) *)(row.words + i / OF_WORD * row.apart))[i % OF_WORD];
+    };
     for (int64_t i = 0; i < m.d_model; i++) {
-        const int64_t at = token * e.k + i;
         float x = 0;
         switch (e.kind) {
-        case FP32: x = ((const float *)e.weight)[at]; break;
-        case BF16: x = ((const BFloat *)e.word(token, i / 2))[i % 2]; break;
-        case FP16: x = ((const Half *)e.weight)[at]; break;
-        case INT8: x = ((const int8_t *)e.word(token, i / 4))[i % 4] * ((const float *)e.scale)[token]; break;
+        case FP32: x = number(float(), i); break;
+        case BF16: x = number(BFloat(), i); break;
+        case FP16: x = number(Half(), i); break;
+        case INT8: x = number(int8_t(), i) * ((const float *)e.scale)[token]; break;
         case INT4: {
-            const int64_t place = i / GROUPED * (GROUPED / 2) + i % (GROUPED / 2);
-            const uint8_t byte = ((const uint8_t *)e.word(token, place / 4))[place % 4];
-            x = ((i % GROUPED < GROUPED / 2 ? byte & 15 : byte >> 4) - 8) * e.group_scale(token, i / GROUPED);
+            const uint8_t byte = number(uint8_t(), i / GROUPED * (GROUPED / 2) + i % (GROUPED / 2));
+            x = ((i % GROUPED < GROUPED / 2 ? byte & 15 : byte >> 4) - 8) * row.scales[i / GROUPED * row.apart];
         }
         }
         x *= m.embedding_scale;
