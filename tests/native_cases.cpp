@@ -1,5 +1,6 @@
 // Runs step.cpp on cases from a file and compares the logits with what Python expected; see test_native_processors.py.
 //
+//     native_cases          prints the most rows of a panel of each kind of weights
 //     native_cases FILE     prints a line for each case that differs, and exits with 1 if one did
 
 #include "step.cpp"
@@ -56,7 +57,11 @@ bool agrees(std::FILE *file) {
 
 }  // namespace
 
-int main(int, char **arguments) {
+int main(int n_arguments, char **arguments) {
+    if (n_arguments == 1) {
+        for (int64_t kind = FP32; kind <= INT4; kind++) std::printf("%lld\n", (long long)widest_panel(kind));
+        return 0;
+    }
     std::FILE *file = std::fopen(arguments[1], "rb");
     if (!file) return 2;
     int64_t n_cases, n_wrong = 0;

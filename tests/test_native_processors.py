@@ -22,9 +22,12 @@ from gptworks.model import GPT
 from gptworks.model.backend import Chunk, TorchBackend
 from gptworks.native import backend as native
 from gptworks.native.library import FLAGS, SOURCES, Unavailable, library
+from gptworks.native.placement import NUMBERS
 from test_native import KINDS, VARIANTS, copy_of, expected, pack, text, variant
 
 pytestmark = pytest.mark.processors
+
+Cases = Callable[[tuple[int, ...]], Path]
 
 LENGTHS = (30, 1, 3)
 """Tokens of the texts that are computed in one step: queries come in fours and alone."""
@@ -40,13 +43,11 @@ X86 = {
     "znver4": AVX512 | {"avx512_bf16", "avx512_vnni", "avx512_vbmi2", "gfni", "avx512_vpopcntdq"},
     "sapphirerapids": AVX512 | {"avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_tile"},
 }
-IN_PANELS = {torch.bfloat16: "avx512_bf16", torch.int8: "avx512_vnni", torch.uint8: "avx512_vnni"}
-"""The kinds of matrices that are multiplied in panels by a processor with some instructions."""
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[frozenset[torch.dtype]], Path]:
-    """A file of them all, with the matrices of some kinds in panels."""
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    """A file of them all, with matrices in panels of at most so many rows, by the number of their kind."""
     try:
         library()
     except Unavailable as error:
@@ -54,12 +55,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[frozenset[torch
     folder = tmp_path_factory.mktemp("cases")
 
     @functools.cache
-    def file_of(in_panels: frozenset[torch.dtype]) -> Path:
-        widest = {kind: 32 if kind == torch.uint8 else 48 for kind in in_panels}
+    def file_of(rows: tuple[int, ...]) -> Path:
+        widest = {dtype: rows[kind] for dtype, kind in NUMBERS.items() if rows[kind]}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(native, "widest_panels", lambda kernels: widest)
             written = [case_bytes(*case) for case in all_cases()]
-        file = folder / f"{len(in_panels)}.bin"
+        file = folder / "-".join(map(str, rows))
         file.write_bytes(struct.pack("<q", len(written)) + b"".join(written))
         return file
 
@@ -176,15 +177,18 @@ def compiled(compiler: str, options: list[str], folder: Path) -> Path:
     return program
 
 
+def panel_rows(command: list[str | Path]) -> tuple[int, ...]:
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return tuple(map(int, done.stdout.split()))
+
+
 def run(command: list[str | Path]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}exit code {done.returncode}"
 
 
 @pytest.mark.parametrize("name", X86)
-def test_kernels_built_for_a_processor_compute_what_the_model_does(
-    name: str, cases: Callable[[frozenset[torch.dtype]], Path], tmp_path: Path
-) -> None:
+def test_kernels_built_for_a_processor_compute_what_the_model_does(name: str, cases: Cases, tmp_path: Path) -> None:
     compiler = shutil.which("g++")
     if compiler is None or platform.machine() != "x86_64":
         pytest.skip("no g++ here, or another kind of processor")
@@ -193,14 +197,13 @@ def test_kernels_built_for_a_processor_compute_what_the_model_does(
     known = subprocess.run([compiler, f"-march={name}", "-E", "-xc++", "/dev/null"], capture_output=True, check=False)
     if known.returncode:
         pytest.skip(f"this g++ does not know {name}")
-    in_panels = frozenset(kind for kind, flag in IN_PANELS.items() if flag in X86[name])
-    run([compiled(compiler, [f"-march={name}"], tmp_path), cases(in_panels)])
+    program = compiled(compiler, [f"-march={name}"], tmp_path)
+    run([program, cases(panel_rows([program]))])
 
 
-def test_kernels_built_for_aarch64_compute_what_the_model_does(
-    cases: Callable[[frozenset[torch.dtype]], Path], tmp_path: Path
-) -> None:
+def test_kernels_built_for_aarch64_compute_what_the_model_does(cases: Cases, tmp_path: Path) -> None:
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
     if compiler is None or emulator is None:
         pytest.skip("no cross compiler or no emulator here: apt-get install g++-aarch64-linux-gnu qemu-user")
-    run([emulator, compiled(compiler, ["-static"], tmp_path), cases(frozenset())])
+    program = compiled(compiler, ["-static"], tmp_path)
+    run([emulator, program, cases(panel_rows([emulator, program]))])

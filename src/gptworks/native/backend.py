@@ -20,7 +20,7 @@ from gptworks.model import GPT, SlotCache
 from gptworks.model.backend import Backend, Chunk
 from gptworks.model.lora import has_adapter
 from gptworks.native.library import Unavailable, library
-from gptworks.native.placement import matrices, settle, widest_panels
+from gptworks.native.placement import NUMBERS, matrices, settle, widest_panels
 from gptworks.quantize.panels import panel_of, size_in_panels, to_panels
 from gptworks.units import counted
 
@@ -72,7 +72,6 @@ class _Batch(ctypes.Structure):
     )  # fmt: skip
 
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 _ACTIVATIONS = ("gelu", "gelu_tanh", "relu2", "swiglu", "geglu")
 _AT_ONCE_BYTES = 64
 """Bytes of a row that a product takes at once: rows are padded to a multiple."""
@@ -108,7 +107,7 @@ def refusal(model: GPT) -> str | None:
     for name in ("d_head", "d_model", "d_ff"):
         if (width := getattr(config, name)) % 16:
             return f"{name}={width} is no multiple of 16."
-    strange = {module.weight.dtype for module in model.modules() if hasattr(module, "weight")} - set(_KINDS)
+    strange = {module.weight.dtype for module in model.modules() if hasattr(module, "weight")} - set(NUMBERS)
     return f"it has no weights in {strange.pop()}." if strange else None
 
 
@@ -212,7 +211,7 @@ class NativeBackend(Backend):
             width, config.n_heads, config.n_kv_heads, config.d_head, config.d_ff,
             config.d_rotary, self.capacity, config.n_layers,
             _ACTIVATIONS.index(config.mlp), config.norm == "layernorm", config.parallel_residual,
-            _KINDS[self.cache.dtype],
+            NUMBERS[self.cache.dtype],
             config.norm_eps, config.score_scale, config.embedding_scale, config.residual_scale,
             1 / config.logit_divisor,
             self._matrix(model.token_embedding, vocabulary, width), self._matrix(head, vocabulary, width),
@@ -284,7 +283,7 @@ class NativeBackend(Backend):
         return _Matrix(
             self._address(weight, kind, *weight.shape),
             None if scale is None else self._address(scale, scale.dtype, *scale.shape),
-            self._vector(getattr(module, "bias", None), rows), rows, n_elements * each, _KINDS[kind], panel,
+            self._vector(getattr(module, "bias", None), rows), rows, n_elements * each, NUMBERS[kind], panel,
         )  # fmt: skip
 
     def _vector(self, tensor: Tensor | None, *shape: int) -> int | None:

@@ -271,6 +271,8 @@ def _error_of(command: Sequence[str | Path]) -> str | None:
 
 
 def _declare(functions: ctypes.CDLL) -> None:
+    functions.gptworks_widest_panel.argtypes = [ctypes.c_int64]
+    functions.gptworks_widest_panel.restype = ctypes.c_int64
     functions.gptworks_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
     functions.gptworks_step.restype = None
     functions.gptworks_logits.argtypes = [

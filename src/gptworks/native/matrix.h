@@ -70,9 +70,7 @@ INLINE Lanes joined(IntLanes low, IntLanes high, int64_t offset) {
 
 // The kind that activations are made into for weights of a kind.
 int64_t met_by(int64_t kind) {
-#ifdef BF16_PRODUCTS
     if (kind == BF16) return kind;
-#endif
 #if defined(INTEGER_PRODUCTS) || defined(WIDE_INTEGER_PRODUCTS)
     if (kind == INT8 || kind == INT4) return kind;
 #endif
@@ -80,7 +78,7 @@ int64_t met_by(int64_t kind) {
 }
 
 // What activations [n, stride] are made into:
-// * bf16 for bf16 (AVX512_BF16);
+// * bf16 for bf16 (AVX512_BF16; elsewhere they stay as they are);
 // * for int8 and int4 (AVX512_VNNI) fixed point of 16 bits with one scale a row, as two planes of signed bytes,
 //   x ≈ scale · (256 · high + low): finer than bf16, and sums of products are exact;
 // * for int8 and int4 (AVX2 alone) the same fixed point, as integers of 16 bits.

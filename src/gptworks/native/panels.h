@@ -4,8 +4,9 @@
 // added. In a panel a vector holds one word of each of 16 weight rows, and each word of an activation row is multiplied with all
 // of them: fewer loads, no sum across lanes, and memory is read in one stream.
 //
-// Where AVX-512 multiplies them, matrices of fewer than 32 bits lie in panels from the start (quantize/panels.py). Of float32,
-// which may be in training, some weight rows are laid out for the moment where many activation rows meet them.
+// Matrices in bf16, and those in int8 and int4 where AVX-512 multiplies bytes, lie in panels from the start
+// (quantize/panels.py). Of others, as of float32, which may be in training, some weight rows are laid out for the moment where
+// many activation rows meet them.
 
 #pragma once
 
@@ -14,19 +15,61 @@
 namespace {
 
 // ----------------------------------------------------------------------------------- matrices that lie in panels
-#ifdef INTEGER_PRODUCTS
 
 constexpr int64_t PANEL_STEP = 4;     // words that are multiplied before memory is asked for more
 constexpr int64_t PANEL_FAR = 8192;   // bytes ahead that it is asked for where weights pass once
 
+// Each kind multiplies a panel of 16 · VECTORS weight rows, the first one `first`, with the activation rows from … to, ROWS or
+// fewer. ahead: weights that come next; null: weights pass once, and memory is asked for those some bytes on.
+
+#ifndef BF16_PRODUCTS
+// bf16 in float32. A word has two neighbouring elements of a weight row; weights are widened a register at a time, so that the
+// sums stay in the others.
+struct OfPairs {
+    static constexpr bool FEW_SUMS = REGISTER == 16 && !MANY_REGISTERS;
+    static constexpr int64_t AT_ONCE = REGISTER == 64 ? 8 : FEW_SUMS ? 2 : 3, MOST_VECTORS = REGISTER == 64 ? 3 : FEW_SUMS ? 1 : 2;
+
+    template <int ROWS, int VECTORS>
+    static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to, const Columns *columns,
+                                const Result &out, Ahead *ahead) {
+        typedef float Floats __attribute__((vector_size(REGISTER)));
+        typedef uint32_t Words __attribute__((vector_size(REGISTER)));
+        constexpr int PARTS = 64 / REGISTER;
+        const float *in[ROWS];
+        for (int64_t r = 0; r < ROWS; r++) in[r] = x.x + std::min(from + r, to - 1) * x.stride;
+        const uint32_t *panel = m.panel_from(first);
+        Floats sum[ROWS][VECTORS * PARTS] = {};
+        for (int64_t word = 0; word < m.n_words(); word += PANEL_STEP) {
+            if (ahead) ahead->fetch();
+            repeat<PANEL_STEP>([&](auto step) EACH {
+                if (!ahead) repeat<VECTORS>([&](auto v) EACH { __builtin_prefetch((const char *)(panel + v * LANES) + PANEL_FAR, 0, 2); });
+                repeat<2>([&](auto second) EACH {
+                    repeat<VECTORS * PARTS>([&](auto part) EACH {
+                        Words words;
+                        std::memcpy(&words, panel + part * (REGISTER / 4), sizeof words);
+                        const Floats weights = (Floats)(second ? words & 0xffff0000 : words << 16);
+                        repeat<ROWS>([&](auto r) EACH { sum[r][part] += weights * in[r][2 * (word + step) + second]; });
+                    });
+                });
+                panel += VECTORS * LANES;
+            });
+        }
+        repeat<ROWS>([&](auto r) EACH {
+            if (from + r < to)
+                repeat<VECTORS>([&](auto v) EACH {
+                    columns[v].put(load((const float *)&sum[r][v * PARTS]), from + r, out);
+                });
+        });
+    }
+};
+#endif
+
+#ifdef INTEGER_PRODUCTS
 // A vector's words of four bytes, one of each of 16 weight rows. Memory is asked for what comes later.
 INLINE __m512i words(const uint32_t *at, bool once) {
     if (once) __builtin_prefetch((const char *)at + PANEL_FAR, 0, 2);
     return _mm512_loadu_si512(at);
 }
-
-// Each kind multiplies a panel of 16 · VECTORS weight rows, the first one `first`, with the activation rows from … to, ROWS or
-// fewer. ahead: weights that come next; null: weights pass once, and memory is asked for those some bytes on.
 
 // bf16; or int8 with activations of two planes of bytes. `Words` has the sums, and what two words add to one.
 template <class Words> struct OfWords {
@@ -145,6 +188,8 @@ struct OfNibbles {
     }
 };
 
+#endif
+
 // This thread's share of a matrix in panels with all activations; see product.
 template <class Kind> void panels(const Matrix &m, const Rows &x, const Result &to, const Team &team) {
     constexpr int64_t AT_ONCE = Kind::AT_ONCE;
@@ -167,7 +212,7 @@ template <class Kind> void panels(const Matrix &m, const Rows &x, const Result &
             if (rows == 1)
                 multiply(std::integral_constant<int, 1>{});
             else if (rows <= 4)
-                multiply(std::integral_constant<int, 4>{});
+                multiply(std::integral_constant<int, std::min<int64_t>(4, AT_ONCE)>{});
             else
                 multiply(std::integral_constant<int, AT_ONCE>{});
         }
@@ -178,12 +223,28 @@ template <class Kind> void panels(const Matrix &m, const Rows &x, const Result &
         if (vectors == 1)
             run(first, std::integral_constant<int, 1>{});
         else if (vectors == 2)
-            run(first, std::integral_constant<int, 2>{});
+            run(first, std::integral_constant<int, std::min<int64_t>(2, Kind::MOST_VECTORS)>{});
         else
             run(first, std::integral_constant<int, Kind::MOST_VECTORS>{});
     }
 }
+
+// The most rows of a panel of a kind of weights; 0: they lie row by row.
+int64_t widest_panel(int64_t kind) {
+#ifdef AMX
+    if (amx::granted && (kind == BF16 || kind == INT8)) return 2 * amx::SIDE;
 #endif
+#ifdef BF16_PRODUCTS
+    if (kind == BF16) return OfWords<BFloats>::MOST_VECTORS * LANES;
+#else
+    if (kind == BF16) return OfPairs::MOST_VECTORS * LANES;
+#endif
+#ifdef INTEGER_PRODUCTS
+    if (kind == INT8) return OfWords<Integers>::MOST_VECTORS * LANES;
+    if (kind == INT4) return OfNibbles::MOST_VECTORS * LANES;
+#endif
+    return 0;
+}
 
 // ------------------------------------------------------------------------- panels laid out for the moment, in float32
 

@@ -13,13 +13,14 @@ from gptworks.native.library import Library
 from gptworks.quantize.linear import PackedMatrix
 from gptworks.quantize.panels import panel_of, size_in_panels, to_panels, whole_lines
 
+NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
+"""The kinds of matrices by their dtype, as step.cpp numbers them."""
+
 
 def widest_panels(kernels: Library) -> dict[torch.dtype, int]:
-    """The kinds of matrices that are multiplied in panels, and of each the most rows of a panel: as many as have sums,
-    together with some activation rows, in the processor's registers."""
-    most = 32 if kernels.has_amx else 48
-    widest = {torch.bfloat16: most} if kernels.has_bf16_products else {}
-    return widest | ({torch.int8: most, torch.uint8: 32} if kernels.has_integer_products else {})
+    """The kinds of matrices that are multiplied in panels, and the most rows that a panel of each may have."""
+    widest = {dtype: kernels.functions.gptworks_widest_panel(kind) for dtype, kind in NUMBERS.items()}
+    return {dtype: rows for dtype, rows in widest.items() if rows}
 
 
 def matrices(model: GPT) -> Iterator[Any]:

@@ -287,6 +287,8 @@ void product(const Matrix &m, Rows &x, const Result &to, const Team &team) {
 #endif
 #ifdef BF16_PRODUCTS
     if (m.kind == BF16) return panels<OfWords<BFloats>>(m, x, to, team);
+#else
+    if (m.kind == BF16) return panels<OfPairs>(m, x, to, team);
 #endif
 #ifdef INTEGER_PRODUCTS
     if (m.kind == INT8) return panels<OfWords<Integers>>(m, x, to, team);
@@ -304,9 +306,6 @@ void product(const Matrix &m, Rows &x, const Result &to, const Team &team) {
     switch (m.kind) {
     case FP32: run(FloatTile<float>{(const float *)m.weight, m.k, x}); break;
     case FP16: run(FloatTile<Half>{(const Half *)m.weight, m.k, x}); break;
-#ifndef BF16_PRODUCTS
-    case BF16: run(FloatTile<BFloat>{(const BFloat *)m.weight, m.k, x}); break;
-#endif
 #ifndef INTEGER_PRODUCTS
     case INT8: run(Int8Tile{(const int8_t *)m.weight, m.k, x}); break;
     case INT4: run(Int4Tile{(const uint8_t *)m.weight, (const Half *)m.scale, m.k, x}); break;

@@ -296,6 +296,9 @@ extern "C" int gptworks_built_with() {
     return bits;
 }
 
+// The most rows of a panel of a kind of weights; 0: they lie row by row.
+extern "C" int64_t gptworks_widest_panel(int64_t kind) { return widest_panel(kind); }
+
 extern "C" void gptworks_step(const Model *model, const Batch *batch, int n_threads) {
     Shared shared(*model, *batch);
     parallel(n_threads, [&](const Team &team) { step(*model, *batch, shared, team); });
