@@ -181,6 +181,7 @@ struct Rows {
     }
 
 #ifdef WIDE_INTEGER_PRODUCTS
+    // Of each four the first, the third, the second and the fourth.
     const int16_t *wide(int64_t row) const { return (const int16_t *)low(row); }
 
     void round(int64_t row) {
@@ -200,8 +201,15 @@ struct Rows {
         int16_t *const to = (int16_t *)low(row);
         const auto eight = [&](int64_t i) EACH { return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(from + i), factor)); };
         for (int64_t i = 0; i < stride; i += 16) {
-            const __m256i pairs = _mm256_packs_epi32(eight(i), eight(i + 8));  // halves of each, in turns
-            _mm256_storeu_si256((__m256i *)(to + i), _mm256_permute4x64_epi64(pairs, 0xd8));
+            const __m256i halves = _mm256_packs_epi32(eight(i), eight(i + 8));  // of each, in turns
+            const __m256i sixteen = _mm256_permute4x64_epi64(halves, 0xd8);
+            _mm256_storeu_si256((__m256i *)(to + i), _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(sixteen, 0xd8), 0xd8));
+        }
+        if (made != INT4) return;
+        for (int64_t i = 0; i < stride; i += GROUPED) {
+            int32_t sum = 0;
+            for (int64_t at = i; at < i + GROUPED; at++) sum += to[at];
+            rounded().offsets[(row * stride + i) / GROUPED] = -8 * sum;
         }
     }
 #endif

@@ -4,7 +4,7 @@
 // added. In a panel a vector holds one word of each of 16 weight rows, and each word of an activation row is multiplied with all
 // of them: fewer loads, no sum across lanes, and memory is read in one stream.
 //
-// Matrices in bf16, and those in int8 and int4 where AVX-512 multiplies bytes, lie in panels from the start
+// Matrices in bf16, and those in int8 and int4 where integers are multiplied, lie in panels from the start
 // (quantize/panels.py). Of others, as of float32, which may be in training, some weight rows are laid out for the moment where
 // many activation rows meet them.
 
@@ -17,10 +17,10 @@ namespace {
 // ----------------------------------------------------------------------------------- matrices that lie in panels
 
 constexpr int64_t PANEL_STEP = 4;     // words that are multiplied before memory is asked for more
-constexpr int64_t PANEL_FAR = 8192;   // bytes ahead that it is asked for where weights pass once
+constexpr int64_t PANEL_FAR = 8192;   // bytes ahead that it is asked for where activations take one pass, not a panel ahead
 
 // Each kind multiplies a panel of 16 · VECTORS weight rows, the first one `first`, with the activation rows from … to, ROWS or
-// fewer. ahead: weights that come next; null: weights pass once, and memory is asked for those some bytes on.
+// fewer. ahead: weights that come later.
 
 #ifndef BF16_PRODUCTS
 // bf16 in float32. A word has two neighbouring elements of a weight row; weights are widened a register at a time, so that the
@@ -31,7 +31,7 @@ struct OfPairs {
 
     template <int ROWS, int VECTORS>
     static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to, const Columns *columns,
-                                const Result &out, Ahead *ahead) {
+                                const Result &out, Ahead &ahead) {
         typedef float Floats __attribute__((vector_size(REGISTER)));
         typedef uint32_t Words __attribute__((vector_size(REGISTER)));
         constexpr int PARTS = 64 / REGISTER;
@@ -40,9 +40,8 @@ struct OfPairs {
         const uint32_t *panel = m.panel_from(first);
         Floats sum[ROWS][VECTORS * PARTS] = {};
         for (int64_t word = 0; word < m.n_words(); word += PANEL_STEP) {
-            if (ahead) ahead->fetch();
+            ahead.fetch();
             repeat<PANEL_STEP>([&](auto step) EACH {
-                if (!ahead) repeat<VECTORS>([&](auto v) EACH { __builtin_prefetch((const char *)(panel + v * LANES) + PANEL_FAR, 0, 2); });
                 repeat<2>([&](auto second) EACH {
                     repeat<VECTORS * PARTS>([&](auto part) EACH {
                         Words words;
@@ -65,28 +64,22 @@ struct OfPairs {
 #endif
 
 #ifdef INTEGER_PRODUCTS
-// A vector's words of four bytes, one of each of 16 weight rows. Memory is asked for what comes later.
-INLINE __m512i words(const uint32_t *at, bool once) {
-    if (once) __builtin_prefetch((const char *)at + PANEL_FAR, 0, 2);
-    return _mm512_loadu_si512(at);
-}
-
 // bf16; or int8 with activations of two planes of bytes. `Words` has the sums, and what two words add to one.
 template <class Words> struct OfWords {
     static constexpr int64_t AT_ONCE = 8 / Words::PLANES, MOST_VECTORS = 3;
 
     template <int ROWS, int VECTORS>
     static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to, const Columns *columns,
-                                const Result &out, Ahead *ahead) {
+                                const Result &out, Ahead &ahead) {
         constexpr int ALL = ROWS * Words::PLANES;
         const uint32_t *in[ALL], *panel = m.panel_from(first);
         for (int64_t r = 0; r < ALL; r++) in[r] = x.plane(std::min(from + r % ROWS, to - 1), r / ROWS);
         typename Words::Sum sum[ALL][VECTORS] = {};
         for (int64_t word = 0; word < m.n_words(); word += PANEL_STEP) {
-            if (ahead) ahead->fetch();
+            ahead.fetch();
             repeat<PANEL_STEP>([&](auto step) EACH {
                 __m512i weights[VECTORS];
-                repeat<VECTORS>([&](auto v) EACH { weights[v] = Words::weights(words(panel + v * LANES, !ahead)); });
+                repeat<VECTORS>([&](auto v) EACH { weights[v] = Words::weights(_mm512_loadu_si512(panel + v * LANES)); });
                 repeat<ALL>([&](auto r) EACH {
                     const __m512i activation = _mm512_set1_epi32(in[r][word + step]);
                     repeat<VECTORS>([&](auto v) EACH { sum[r][v] = Words::add(sum[r][v], weights[v], activation); });
@@ -135,7 +128,7 @@ struct OfNibbles {
 
     template <int ROWS, int VECTORS>
     static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to, const Columns *columns,
-                                const Result &out, Ahead *ahead) {
+                                const Result &out, Ahead &ahead) {
         constexpr int64_t WORDS = GROUPED / 4;  // of a group's activations
         const uint32_t *in[ROWS][2], *panel = m.panel_from(first);
         const int32_t *offset[ROWS];
@@ -146,7 +139,7 @@ struct OfNibbles {
         Lanes total[ROWS][VECTORS] = {};
         const Half *scales = m.scales_from(first);
         for (int64_t group = 0; group < m.k / GROUPED; group++) {
-            if (ahead) ahead->fetch();
+            ahead.fetch();
             __m512i sum[2][ROWS][VECTORS];  // of the planes
             repeat<ROWS>([&](auto r) EACH {
                 repeat<VECTORS>([&](auto v) EACH {
@@ -156,7 +149,7 @@ struct OfNibbles {
             repeat<WORDS / 2>([&](auto word) EACH {
                 __m512i weights[2][VECTORS];
                 repeat<VECTORS>([&](auto v) EACH {
-                    const __m512i pairs = words(panel + v * LANES, !ahead), nibble = _mm512_set1_epi8(15);
+                    const __m512i pairs = _mm512_loadu_si512(panel + v * LANES), nibble = _mm512_set1_epi8(15);
                     weights[0][v] = _mm512_and_si512(pairs, nibble);
                     weights[1][v] = _mm512_and_si512(_mm512_srli_epi16(pairs, 4), nibble);
                 });
@@ -190,6 +183,68 @@ struct OfNibbles {
 
 #endif
 
+#ifdef WIDE_INTEGER_PRODUCTS
+// int8 and int4 as integers of 16 bits: of a word's bytes, or its nibbles, the first and third and then the second and fourth.
+template <bool NIBBLES> struct OfWide {
+    static constexpr int64_t AT_ONCE = 4, MOST_VECTORS = 1;
+    static constexpr int64_t TOGETHER = NIBBLES ? GROUPED / 8 : 64;  // words whose sums are exact; of int4 they share a scale
+
+    template <int ROWS, int VECTORS>
+    static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to, const Columns *columns,
+                                const Result &out, Ahead &ahead) {
+        constexpr int PARTS = 2 * VECTORS, EACH_WORD = NIBBLES ? 4 : 2;
+        const int32_t *in[ROWS], *offset[ROWS];
+        for (int64_t r = 0; r < ROWS; r++) {
+            const int64_t row = std::min(from + r, to - 1);
+            in[r] = (const int32_t *)x.wide(row), offset[r] = x.offsets(row);
+        }
+        const uint32_t *panel = m.panel_from(first);
+        const Half *scales = m.scales_from(first);
+        __m256 total[ROWS][PARTS];
+        const auto every = [](const auto &f) EACH { repeat<ROWS>([&](auto r) EACH { repeat<PARTS>([&](auto part) EACH { f(r, part); }); }); };
+        every([&](auto r, auto part) EACH { total[r][part] = _mm256_setzero_ps(); });
+        for (int64_t begin = 0; begin < m.n_words(); begin += TOGETHER) {
+            __m256i sum[ROWS][PARTS];
+            every([&](auto r, auto part) EACH { sum[r][part] = _mm256_set1_epi32(NIBBLES ? offset[r][begin / TOGETHER] : 0); });
+            for (int64_t word = begin; word < std::min(begin + TOGETHER, m.n_words()); word += PANEL_STEP) {
+                ahead.fetch();
+                repeat<PANEL_STEP>([&](auto step) EACH {
+                    repeat<EACH_WORD>([&](auto i) EACH {
+                        const int64_t pair = NIBBLES ? 4 * word + i / 2 * 8 + 2 * step + i % 2 : 2 * (word + step) + i;
+                        repeat<PARTS>([&](auto part) EACH {
+                            const __m256i words = _mm256_loadu_si256((const __m256i *)(panel + part * 8));
+                            __m256i weights;
+                            if (NIBBLES)
+                                weights = _mm256_and_si256(_mm256_srli_epi32(words, i % 2 * 8 + i / 2 * 4), _mm256_set1_epi32(0x000f000f));
+                            else
+                                weights = _mm256_srai_epi16(i ? words : _mm256_slli_epi16(words, 8), 8);
+                            repeat<ROWS>([&](auto r) EACH {
+                                const __m256i product = _mm256_madd_epi16(weights, _mm256_set1_epi32(in[r][pair]));
+                                sum[r][part] = _mm256_add_epi32(sum[r][part], product);
+                                asm("" : "+x"(sum[r][part]));  // GCC adds in another order, and has too few registers
+                            });
+                        });
+                    });
+                    panel += VECTORS * LANES;
+                });
+            }
+            repeat<PARTS>([&](auto part) EACH {
+                __m256 scale = _mm256_set1_ps(1);  // of int8 the row's comes last
+                if (NIBBLES) scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(scales + part * 8)));
+                repeat<ROWS>([&](auto r) EACH { total[r][part] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][part]), scale, total[r][part]); });
+            });
+            scales += VECTORS * LANES;
+        }
+        repeat<ROWS>([&](auto r) EACH {
+            if (from + r < to)
+                repeat<VECTORS>([&](auto v) EACH {
+                    columns[v].put(load((const float *)&total[r][2 * v]) * x.scale(from + r), from + r, out);
+                });
+        });
+    }
+};
+#endif
+
 // This thread's share of a matrix in panels with all activations; see product.
 template <class Kind> void panels(const Matrix &m, const Rows &x, const Result &to, const Team &team) {
     constexpr int64_t AT_ONCE = Kind::AT_ONCE;
@@ -198,16 +253,14 @@ template <class Kind> void panels(const Matrix &m, const Rows &x, const Result &
     const auto run = [&](int64_t first, auto vectors) {
         constexpr int VECTORS = vectors;
         const int64_t last = std::min(first + VECTORS * LANES, end), bytes = VECTORS * LANES * 4 * m.n_words();
-        const char *const next = (const char *)m.panel_from(first) + bytes;
+        const char *const panel = (const char *)m.panel_from(first), *const next = panel + bytes;
         Ahead ahead{next, last < end ? next + bytes : next, (PANEL_STEP * VECTORS + passes - 1) / passes};
+        if (passes == 1) ahead = {panel + PANEL_FAR, next + PANEL_FAR, PANEL_STEP * VECTORS};
         const Columns columns[] = {{m, first, end}, {m, std::min(first + LANES, end), end}, {m, std::min(first + 2 * LANES, end), end}};
         for (int64_t row = 0; row < x.n; row += AT_ONCE) {
             const int64_t rows_end = std::min(row + AT_ONCE, x.n), rows = rows_end - row;
             const auto multiply = [&](auto rows) {
-                const auto of = [&](Ahead *ahead) EACH {
-                    Kind::template multiply<rows, VECTORS>(m, first, x, row, rows_end, columns, to, ahead);
-                };
-                passes == 1 ? of(nullptr) : of(&ahead);
+                Kind::template multiply<rows, VECTORS>(m, first, x, row, rows_end, columns, to, ahead);
             };
             if (rows == 1)
                 multiply(std::integral_constant<int, 1>{});
@@ -242,6 +295,8 @@ int64_t widest_panel(int64_t kind) {
 #ifdef INTEGER_PRODUCTS
     if (kind == INT8) return OfWords<Integers>::MOST_VECTORS * LANES;
     if (kind == INT4) return OfNibbles::MOST_VECTORS * LANES;
+#elif defined(WIDE_INTEGER_PRODUCTS)
+    if (kind == INT8 || kind == INT4) return OfWide<true>::MOST_VECTORS * LANES;
 #endif
     return 0;
 }

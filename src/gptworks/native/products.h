@@ -82,111 +82,7 @@ template <class Weight> struct FloatTile {
     }
 };
 
-#if defined(WIDE_INTEGER_PRODUCTS)
-// 32 weights, a group, at a time, as integers of 16 bits: their products' sums are exact. `group` gives a group's weights, in
-// two registers, and its scale.
-template <int N, class F> INLINE void sums_of_groups(int64_t k, const Rows &x, int64_t row, Quad *out, const F &group) {
-    __m256 total[N][TILE];
-    repeat<N>([&](auto r) EACH { repeat<TILE>([&](auto j) EACH { total[r][j] = _mm256_setzero_ps(); }); });
-    const auto at = [](const int16_t *p) EACH { return _mm256_loadu_si256((const __m256i *)p); };
-    for (int64_t i = 0; i < k; i += 32)
-        repeat<TILE>([&](auto j) EACH {
-            __m256i first_ones, second_ones;
-            const __m256 scales = _mm256_broadcastss_ps(group(j, i, first_ones, second_ones));
-            repeat<N>([&](auto r) EACH {
-                const int16_t *in = x.wide(row + r) + i;
-                const __m256i sum =
-                    _mm256_add_epi32(_mm256_madd_epi16(first_ones, at(in)), _mm256_madd_epi16(second_ones, at(in + 16)));
-                total[r][j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scales, total[r][j]);
-            });
-        });
-    repeat<N>([&](auto r) EACH {
-        const __m256 two = _mm256_hadd_ps(total[r][0], total[r][1]), others = _mm256_hadd_ps(total[r][2], total[r][3]);
-        const __m256 four = _mm256_hadd_ps(two, others);  // of each half
-        out[r] = (Quad)_mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)) * x.scale(row + r);
-    });
-}
-
-// Four weight rows that have 16 bits a weight already.
-struct WideTile {
-    static constexpr int64_t AT_ONCE = 3;
-    const __m256i *weight;  // [4][k / 16]
-    const float *scale;     // [4][k / 32]
-    int64_t k;
-    const Rows &x;
-
-    template <int N> INLINE void sums_of(int64_t, int64_t step, int64_t row, Quad *out) const {
-        sums_of_groups<N>(k, x, row, out, [&](int64_t j, int64_t i, __m256i &first_ones, __m256i &second_ones) EACH {
-            const int64_t at = (j * step * k + i) / 32;
-            first_ones = _mm256_loadu_si256(weight + 2 * at), second_ones = _mm256_loadu_si256(weight + 2 * at + 1);
-            return _mm_load_ss(scale + at);
-        });
-    }
-};
-
-template <class Tile> WideTile as_wide(const Tile &tile, int64_t n, int64_t count, Buffer &room) {
-    __m256i *to = (__m256i *)room.data();
-    float *scales = (float *)(to + TILE * tile.k / 16);
-    for (int64_t at = 0; at < count * tile.k; at += 32) {
-        __m256i first_ones, second_ones;
-        _mm_store_ss(scales + at / 32, tile.group(n * tile.k + at, first_ones, second_ones));
-        _mm256_storeu_si256(to + at / 16, first_ones), _mm256_storeu_si256(to + at / 16 + 1, second_ones);
-    }
-    return {to, scales, tile.k, tile.x};
-}
-
-struct Int8Tile {
-    static constexpr int64_t AT_ONCE = 3;
-    static constexpr bool WIDENS = true, IN_FLOATS = false;
-    const int8_t *weight;
-    int64_t k;
-    const Rows &x;
-
-    WideTile widened(int64_t n, int64_t count, Buffer &room) const { return as_wide(*this, n, count, room); }
-
-    template <int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
-        const int8_t *w = weight + first * k;
-        sums_of_groups<N>(k, x, row, out, [&](int64_t j, int64_t i, __m256i &first_ones, __m256i &second_ones) EACH {
-            if (i % 64 == 0) prefetch<N>(w + TILE * i, j);
-            return group(first * k + j * step * k + i, first_ones, second_ones);
-        });
-    }
-
-    INLINE __m128 group(int64_t at, __m256i &first_ones, __m256i &second_ones) const {
-        const auto wide = [](const int8_t *p) EACH { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)); };
-        first_ones = wide(weight + at), second_ones = wide(weight + at + 16);
-        return _mm_set_ss(1);  // the row's comes last
-    }
-};
-
-struct Int4Tile {
-    static constexpr int64_t AT_ONCE = 3;
-    static constexpr bool WIDENS = true, IN_FLOATS = false;
-    const uint8_t *weight;
-    const Half *scale;
-    int64_t k;
-    const Rows &x;
-
-    WideTile widened(int64_t n, int64_t count, Buffer &room) const { return as_wide(*this, n, count, room); }
-
-    template <int N> INLINE void sums_of(int64_t first, int64_t step, int64_t row, Quad *out) const {
-        const uint8_t *w = weight + first * k / 2;
-        sums_of_groups<N>(k, x, row, out, [&](int64_t j, int64_t i, __m256i &first_ones, __m256i &second_ones) EACH {
-            if (i % CHUNK == 0) prefetch<N>(w + TILE * i / 2, j);
-            return group(first * k + j * step * k + i, first_ones, second_ones);
-        });
-    }
-
-    INLINE __m128 group(int64_t at, __m256i &first_ones, __m256i &second_ones) const {
-        const __m128i pairs = _mm_loadu_si128((const __m128i *)(weight + at / 2));
-        const auto wide = [](__m128i nibbles) EACH {
-            return _mm256_cvtepi8_epi16(_mm_sub_epi8(_mm_and_si128(nibbles, _mm_set1_epi8(15)), _mm_set1_epi8(8)));
-        };
-        first_ones = wide(pairs), second_ones = wide(_mm_srli_epi16(pairs, 4));
-        return _mm_cvtph_ps(_mm_cvtsi32_si128(scale[at / 32].bits));
-    }
-};
-#elif !defined(INTEGER_PRODUCTS)
+#if !defined(INTEGER_PRODUCTS) && !defined(WIDE_INTEGER_PRODUCTS)
 typedef FloatTile<int8_t> Int8Tile;
 
 struct Int4Tile {  // in float32
@@ -293,6 +189,9 @@ void product(const Matrix &m, Rows &x, const Result &to, const Team &team) {
 #ifdef INTEGER_PRODUCTS
     if (m.kind == INT8) return panels<OfWords<Integers>>(m, x, to, team);
     if (m.kind == INT4) return panels<OfNibbles>(m, x, to, team);
+#elif defined(WIDE_INTEGER_PRODUCTS)
+    if (m.kind == INT8) return panels<OfWide<false>>(m, x, to, team);
+    if (m.kind == INT4) return panels<OfWide<true>>(m, x, to, team);
 #endif
     const auto run = [&, from = from, end = end](const auto &tile) {
         typedef std::decay_t<decltype(tile)> Tile;
@@ -306,7 +205,7 @@ void product(const Matrix &m, Rows &x, const Result &to, const Team &team) {
     switch (m.kind) {
     case FP32: run(FloatTile<float>{(const float *)m.weight, m.k, x}); break;
     case FP16: run(FloatTile<Half>{(const Half *)m.weight, m.k, x}); break;
-#ifndef INTEGER_PRODUCTS
+#if !defined(INTEGER_PRODUCTS) && !defined(WIDE_INTEGER_PRODUCTS)
     case INT8: run(Int8Tile{(const int8_t *)m.weight, m.k, x}); break;
     case INT4: run(Int4Tile{(const uint8_t *)m.weight, (const Half *)m.scale, m.k, x}); break;
 #endif
