@@ -68,6 +68,12 @@ INLINE Lanes joined(IntLanes low, IntLanes high, int64_t offset) {
 }
 #endif
 
+#ifdef BF16_PRODUCTS
+constexpr bool ROUNDS_TO_BF16 = true;
+#else
+constexpr bool ROUNDS_TO_BF16 = false;
+#endif
+
 // The kind that activations are made into for weights of a kind.
 int64_t met_by(int64_t kind) {
     if (kind == BF16) return kind;
@@ -97,7 +103,7 @@ struct Rounded {
         offsets.resize(n * stride / GROUPED);
         scale.resize(n);
         total.resize(n);
-        laid_out.reset(new Lanes[(n + GROUP - 1) / GROUP * GROUP * 4 * stride / sizeof(Lanes)]);
+        if (n >= MANY) laid_out.reset(new Lanes[(n + GROUP - 1) / GROUP * GROUP * 4 * stride / sizeof(Lanes)]);
     }
 };
 
@@ -151,7 +157,7 @@ struct Rows {
     }
 
     void round(int64_t from, int64_t to) {
-        if (made == FP32) return;
+        if (made == FP32 || (made == BF16 && !ROUNDS_TO_BF16)) return;
         if (!common) own.make_room(n, stride);
         bytes = (const int8_t *)rounded().bytes.data();
 #ifdef BF16_PRODUCTS

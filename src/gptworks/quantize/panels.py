@@ -1,4 +1,4 @@
-"""Packed matrices in panels, as AVX-512 multiplies them.
+"""Packed matrices in panels, as the native kernels multiply them.
 
 A row is words of four bytes, or of two for the scales of int4. Of P rows come the first words, then the second ones,
 and so on; then those of the next P rows. The last panel has the rows that are left, rounded up to 16, with zeros. So a
