@@ -246,6 +246,19 @@ def test_how_a_text_is_cut_changes_no_bit(kind: str) -> None:
     assert torch.equal(torch.cat(parts), whole)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "one key head, multipliers"])
+def test_features_of_a_text_are_the_models(name: str) -> None:
+    """As embeddings are made of them; a long text takes several steps, and no logits are computed."""
+    model, ids = variant(name, context_length=200), text(150)
+    backend = native.NativeBackend(model, 2, 200)
+    with torch.inference_mode():
+        wanted = copy_of(model).double().features(torch.tensor([ids]))[0].float()
+    for n in (150, 1, 40):
+        found = backend.read(ids[:n])
+        torch.testing.assert_close(found, wanted[:n], rtol=0, atol=3e-6 * float(wanted.abs().max()))
+    assert torch.equal(backend.read(ids[:40]), backend.read(ids)[:40])
+
+
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "int8", "int4"])
 def test_few_rows_and_many_give_the_same_bits(kind: str) -> None:
     """Many are multiplied in panels of weights, of which the last may be narrower; few with the weights as they lie."""

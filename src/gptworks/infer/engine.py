@@ -44,7 +44,7 @@ from gptworks.infer.sampling_task import draft_tokens, draw_tokens
 from gptworks.infer.scheduler import PREFILL_TOKENS, QueueFull, Reuse
 from gptworks.infer.speculate import Drafter
 from gptworks.model import GPT
-from gptworks.model.backend import Chunk
+from gptworks.model.backend import Backend, Chunk
 from gptworks.quantize.linear import weights_of
 from gptworks.tokenizer import load_tokenizer
 
@@ -208,6 +208,10 @@ class Engine(Client):
     def weights(self) -> str:
         """How the matrices are kept: `fp32`, or as they are quantized, such as `int4, int8`."""
         return weights_of(self.model)
+
+    def reader(self) -> Backend:
+        """A backend of the model beside the engine's, for one thread: `read` gives the features of a text."""
+        return self._room.reader()
 
     @property
     def backend_description(self) -> str | None:

@@ -59,6 +59,11 @@ class Room:
         self._weights: object = None
         self.release()
 
+    def reader(self) -> Backend:
+        """A backend of one slot of its own, for texts that are read beside those that are generated."""
+        on_cpu = self.model.device.type == "cpu"  # there, memory that no text reaches is not taken
+        return choose_backend(self.model, 1, self.context if on_cpu else 1, name=self._backend_name)
+
     def window(self, ids: list[int]) -> list[int]:
         """The tokens that are read of a prompt: all, or those that a sliding window starts from."""
         return list(ids if len(ids) <= self.context else ids[-self.restart_tokens :])

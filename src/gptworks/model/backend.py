@@ -63,6 +63,11 @@ class Backend(ABC):
         with torch.inference_mode():
             return self.model.logits(features.to(self.model.dtype)).float().cpu()
 
+    def read(self, tokens: Sequence[int]) -> Tensor:
+        """The features [T, C] of a text's tokens, float32, on the CPU. What slot 0 held counts no more."""
+        with eval_mode(self.model), torch.inference_mode():
+            return self.model.features(torch.tensor([tokens], device=self.model.device))[0].float().cpu()
+
     @property
     def n_slots(self) -> int:
         return self.cache.n_slots

@@ -157,6 +157,15 @@ class NativeBackend(Backend):
                 logits[i].append(part)
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in logits]
 
+    def read(self, tokens: Sequence[int]) -> Tensor:
+        parts = []
+        for first in range(0, len(tokens), self._step_tokens):
+            part = tokens[first : first + self._step_tokens]
+            features = torch.empty(len(part), self.model.config.d_model)
+            self._run([Chunk(0, first, part, len(part))], None, features)
+            parts.append(self.model.feature_scale(features))
+        return torch.cat(parts)
+
     def logits(self, features: Tensor) -> Tensor:
         rows = features.float().reshape(-1, features.size(-1)).contiguous()
         _check(rows, torch.float32, len(rows), self.model.config.d_model)
@@ -172,6 +181,16 @@ class NativeBackend(Backend):
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
         """One step over all rows of the chunks; the logits that each wants, fp32 [n, V]."""
+        n_wanted = sum(chunk.n_logits for chunk in chunks)
+        logits = torch.empty(n_wanted, self.vocab_size)
+        features = None if self.features is None else torch.empty(n_wanted, self.model.config.d_model)
+        self._run(chunks, logits, features)
+        if features is not None:
+            self._keep(chunks, self.model.feature_scale(features))
+        return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))
+
+    def _run(self, chunks: Sequence[Chunk], logits: Tensor | None, features: Tensor | None) -> None:
+        """One step over all rows of the chunks. Fills what there is, a row for each logit that is wanted."""
         tokens: list[int] = []
         slots: list[int] = []
         positions: list[int] = []
@@ -185,16 +204,11 @@ class NativeBackend(Backend):
             positions += range(chunk.start, chunk.start + n)
             wanted += range(len(tokens) - chunk.n_logits, len(tokens))
         assert min(tokens) >= 0 and max(tokens) < self.vocab_size, f"tokens outside 0 … {self.vocab_size - 1}"
-        logits = torch.empty(len(wanted), self.vocab_size)
-        features = None if self.features is None else torch.empty(len(wanted), self.model.config.d_model)
         numbers = [_integers(values) for values in (tokens, slots, positions, wanted)]
         addresses = [ctypes.addressof(array) for array in numbers]
-        batch = _Batch(len(tokens), len(chunks), len(wanted), *addresses, logits.data_ptr())
-        batch.features = None if features is None else features.data_ptr()
+        filled = [None if tensor is None else tensor.data_ptr() for tensor in (logits, features)]
+        batch = _Batch(len(tokens), len(chunks), len(wanted), *addresses, *filled)
         self._step(ctypes.byref(self._model), ctypes.byref(batch), torch.get_num_threads())
-        if features is not None:
-            self._keep(chunks, self.model.feature_scale(features))
-        return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))
 
     # -------------------------------------------------------------------------------- the model as step.cpp sees it
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import mmap
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from gptworks.model import GPT
 from gptworks.native.library import Library
 from gptworks.quantize.linear import PackedMatrix
 from gptworks.quantize.panels import panel_of, size_in_panels, to_panels, whole_lines
+
+_PLACING = threading.Lock()
+"""Two backends of one model may be made at once."""
 
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 """The kinds of matrices by their dtype, as step.cpp numbers them."""
@@ -39,6 +43,11 @@ def settle(modules: Sequence[Any], widest: Mapping[torch.dtype, int]) -> None:
 
     A step reads every weight once. With pages of 4 KiB the processor looks up 512 times as many addresses.
     """
+    with _PLACING:
+        _settle(modules, widest)
+
+
+def _settle(modules: Sequence[Any], widest: Mapping[torch.dtype, int]) -> None:
     panels = []
     for module in modules:
         most = widest.get(module.weight.dtype, 0) if isinstance(module, PackedMatrix) else 0

@@ -48,7 +48,7 @@ struct Batch {
     int64_t n_rows, n_texts, n_wanted;
     const int64_t *tokens, *slots, *positions;  // of each row
     const int64_t *wanted;                      // rows that want logits
-    float *logits;                              // [n_wanted, vocabulary]
+    float *logits;                              // [n_wanted, vocabulary]; or null: not asked for
     float *features;                            // [n_wanted, d_model], what the head reads; or null: not asked for
 };
 
@@ -261,7 +261,7 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
     if (b.features && team.thread == 0)
         for (int64_t r = 0; r < b.n_wanted; r++)
             std::copy_n(last.rows.x + r * s.d_model, m.d_model, b.features + r * m.d_model);
-    product(m.head, last.rows, {b.logits, m.head.n, m.logit_scale}, team);
+    if (b.logits) product(m.head, last.rows, {b.logits, m.head.n, m.logit_scale}, team);
 }
 
 }  // namespace

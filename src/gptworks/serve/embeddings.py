@@ -7,22 +7,19 @@ import threading
 import torch
 
 from gptworks.errors import RunError
-from gptworks.model import GPT
-from gptworks.model.backend import eval_mode
+from gptworks.model.backend import Backend
 from gptworks.serve import openai
 from gptworks.serve.caller import Caller
 from gptworks.serve.service import Service
 
 
-def embed(model: GPT, ids: list[int]) -> list[float]:
+def embed(reader: Backend, ids: list[int]) -> list[float]:
     """The mean over a text's tokens of the last norm's output, divided by its length: C numbers.
 
     Raises:
         RunError: they are not numbers.
     """
-    with eval_mode(model), torch.inference_mode():
-        features = model.features(torch.tensor([ids], device=model.device))  # 1 T C
-        mean = features[0].float().mean(0)
+    mean = reader.read(ids).mean(0)
     if not mean.isfinite().all():
         raise RunError("the model's hidden states are not numbers (NaN).")
     numbers: list[float] = torch.nn.functional.normalize(mean, dim=0).tolist()
@@ -40,7 +37,7 @@ async def embeddings(service: Service, body: openai.EmbeddingRequest, caller: Ca
             if gone.is_set():
                 break
             ids = model.tokens.read(text, "input")
-            found.append((len(ids), embed(model.engine.model, ids)))
+            found.append((len(ids), embed(model.reader, ids)))
         return found
 
     try:

@@ -1,5 +1,6 @@
 """The models that are served: each an engine that steps in a thread of its own, under a name."""
 
+import functools
 import re
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from gptworks.chat_template import ChatTemplate
 from gptworks.errors import UserError
 from gptworks.infer.engine import Engine
 from gptworks.infer.loop import EngineLoop
+from gptworks.model.backend import Backend
 from gptworks.serve import openai
 from gptworks.serve.errors import APIError
 from gptworks.serve.settings import ServerSettings
@@ -26,6 +28,11 @@ class ServedModel:
     loop: EngineLoop
     tokens: Tokens
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @functools.cached_property
+    def reader(self) -> Backend:
+        """What computes embeddings, one text at a time; made by the first."""
+        return self.engine.reader()
 
     @property
     def chat_template(self) -> ChatTemplate:
