@@ -1,5 +1,8 @@
 """Matrices in panels: the layout itself, and a model some of whose matrices lie so."""
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -74,6 +77,23 @@ def test_torch_computes_a_model_in_panels_as_before(name: str, kind: str) -> Non
     settle(list(matrices(model)), {})
     assert all(matrix.weight.dim() == 2 for _, matrix in packed_matrices(model))
     assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["fp16", "int4"])
+def test_placing_frees_each_matrix_as_it_is_placed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a model would stand in memory twice while it is placed: in panels, or row by row as fp16."""
+    model = quantized(kind, "gpt2")
+    modules = list(matrices(model))
+    before, alive = [weakref.ref(module.weight) for module in modules], []
+    parts = placement._parts
+
+    def counting(*arguments: Any) -> dict[str, Tensor]:
+        alive.append(sum(weight() is not None for weight in before))
+        return parts(*arguments)
+
+    monkeypatch.setattr(placement, "_parts", counting)
+    settle(modules, ALL_KINDS)
+    assert alive[-len(modules) :] == list(range(len(modules), 0, -1))
 
 
 def test_a_model_in_panels_can_get_an_adapter() -> None:

@@ -250,10 +250,6 @@ struct Rows {
         }
         out.total[row] = _mm512_reduce_add_epi32(running);
     }
-
-    static IntLanes dot(IntLanes sum, __m512i unsigned_bytes, const int8_t *signed_bytes) {
-        return (IntLanes)_mm512_dpbusd_epi32((__m512i)sum, unsigned_bytes, _mm512_loadu_si512(signed_bytes));
-    }
 #endif
 };
 

@@ -180,7 +180,6 @@ struct OfNibbles {
         });
     }
 };
-
 #endif
 
 #ifdef WIDE_INTEGER_PRODUCTS

@@ -56,23 +56,28 @@ def _settle(modules: Sequence[Any], widest: Mapping[torch.dtype, int]) -> None:
     placed = [(module.weight.dim() == 1) == (panel > 0) for module, panel in zip(modules, panels, strict=True)]
     if len(storages) == 1 and all(placed):
         return
-    parts = [_parts(module, panel > 0) for module, panel in zip(modules, panels, strict=True)]
     wanted = [
         (part.dtype, (size_in_panels(len(part)) if panel else len(part)) * part.size(1))
-        for of_module, panel in zip(parts, panels, strict=True)
-        for part in of_module.values()
+        for module, panel in zip(modules, panels, strict=True)
+        for part in _parts(module, panel > 0).values()
     ]
     rooms = iter(rooms_in_large_pages(wanted))
-    for module, of_module, panel in zip(modules, parts, panels, strict=True):
+    for module, panel in zip(modules, panels, strict=True):
+        _place(module, panel, rooms)
+
+
+def _place(module: Any, panel: int, rooms: Iterator[Tensor]) -> None:
+    """Move a module's parts into the next rooms. What it had before is freed as this returns."""
+    parts = _parts(module, panel > 0)
+    if isinstance(module, PackedMatrix):
+        module.panel = panel
+    for name, part in parts.items():
+        room = next(rooms)
+        there = to_panels(part, panel, room) if panel else room.view(part.shape).copy_(part)
         if isinstance(module, PackedMatrix):
-            module.panel = panel
-        for name, part in of_module.items():
-            room = next(rooms)
-            there = to_panels(part, panel, room) if panel else room.view(part.shape).copy_(part)
-            if isinstance(module, PackedMatrix):
-                setattr(module, name, there)
-            else:
-                module.weight.data = there
+            setattr(module, name, there)
+        else:
+            module.weight.data = there
 
 
 def _parts(module: Any, in_panels: bool) -> dict[str, Tensor]:
