@@ -86,8 +86,10 @@ def expected(model: GPT, ids: Sequence[int], n_logits: int) -> Tensor:
 def check(model: GPT, backend: native.NativeBackend, near: float, rounded: bool = False) -> None:
     """Three texts of different lengths: begun together, gone on with one token, and with several.
 
-    rounded: what is multiplied by a matrix is rounded to bf16.
+    rounded: what is multiplied by a matrix is rounded to bf16. A number on the border of two may come out as the other
+    one, and changes what follows: texts are near then, and the row that differs least has met none.
     """
+    least = []
     texts = [text(1, 1), text(9, 2), text(30, 3)]
     double = copy_of(model)
     if rounded:
@@ -105,7 +107,10 @@ def check(model: GPT, backend: native.NativeBackend, near: float, rounded: bool 
         for chunk, logits in zip(chunks, backend.compute(chunks), strict=True):
             wanted = expected(double, texts[chunk.slot], n_logits)
             assert logits.shape == wanted.shape and logits.dtype == torch.float32
-            torch.testing.assert_close(logits, wanted, rtol=0, atol=near * float(wanted.abs().max()))
+            largest = float(wanted.abs().max())
+            torch.testing.assert_close(logits, wanted, rtol=0, atol=near * largest)
+            least.append(float((logits - wanted).abs().amax(-1).min()) / largest)
+    assert not rounded or min(least) < 1e-6
 
 
 def copy_of(model: GPT) -> GPT:
@@ -188,7 +193,7 @@ def check_packed(model: GPT, kind: str) -> None:
     """Weights of 8 and 4 bits meet activations of 16 bits, an error of some 2⁻¹⁶; those in bf16 meet bf16."""
     twin = pack(model, kind)
     rounded = kind == "bf16" and library().has_bf16_products
-    near = {"bf16": 1e-3 if rounded else 3e-6, "fp16": 3e-6, "int8": 3e-4, "int4": 3e-4}[kind]
+    near = {"bf16": 0.03 if rounded else 3e-6, "fp16": 3e-6, "int8": 3e-4, "int4": 3e-4}[kind]
     check(model, native.NativeBackend(twin, 3, CONTEXT, dtype=torch.float32), near, rounded)
 
 

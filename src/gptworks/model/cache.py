@@ -19,23 +19,30 @@ class Vectors:
     Written and read by slot, head and position, as a tensor is. What is read in int8 has the dtype that was written.
     """
 
+    @staticmethod
+    def room(n_tokens: int) -> int:
+        """The positions that so many tokens take."""
+        return n_tokens
+
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         # On a CPU, memory that no text has reached is never touched. Elsewhere products go over all of it, under a
         # mask, and what lay there before may be no numbers.
         make = torch.empty if device.type == "cpu" else torch.zeros
+        shape = (*shape[:2], self.room(shape[2]), shape[3])
         self.data = make(shape, dtype=dtype, device=device)
         self.dtype = torch.float32 if dtype == torch.int8 else dtype
-        self.scale = make((*shape[:2], _padded(shape[2])), device=device) if dtype == torch.int8 else None
+        self.scale = make(shape[:3], device=device) if dtype == torch.int8 else None
 
     def grown(self, n_slots: int, capacity: int, held: Sequence[int]) -> "Vectors":
         """More and longer slots, with the first `held[i]` tokens of each slot i that there is."""
         groups, width = self.data.size(1), self.data.size(3)
-        new = Vectors((n_slots, groups, capacity, width), self.data.dtype, self.data.device)
+        new = type(self)((n_slots, groups, capacity, width), self.data.dtype, self.data.device)
         new.dtype = self.dtype
         for slot, n_tokens in enumerate(held):
+            n = self.room(n_tokens)
             for mine, theirs in ((self.data, new.data), (self.scale, new.scale)):
                 if mine is not None and theirs is not None:
-                    theirs[slot, :, :n_tokens] = mine[slot, :, :n_tokens]
+                    theirs[slot, :, :n] = mine[slot, :, :n]
         return new
 
     def __setitem__(self, place: Any, x: Tensor) -> None:
@@ -51,18 +58,14 @@ class Vectors:
         if self.scale is None:
             return self.data[place]
         data = self.data[place]
-        return (data * self.scale[place][..., : data.size(-2), None]).to(self.dtype)
+        return (data * self.scale[place][..., None]).to(self.dtype)
 
     def copy(self, source: int, target: int, n_tokens: int) -> None:
         """Copy the first `n_tokens` of a slot into another."""
+        n = self.room(n_tokens)
         for tensor in (self.data, self.scale):
             if tensor is not None:
-                tensor[target, :, :n_tokens] = tensor[source, :, :n_tokens]
-
-
-def _padded(capacity: int) -> int:
-    """Scales of a slot of so many tokens: the native backend takes 16 at once."""
-    return -(-capacity // 16) * 16
+                tensor[target, :, :n] = tensor[source, :, :n]
 
 
 class SlotCache:
@@ -72,6 +75,9 @@ class SlotCache:
     a text can be rolled back to any length. Where a token's embedding depends on the one before it, the ids are kept
     too, int32.
     """
+
+    of_keys: type[Vectors] = Vectors
+    of_values: type[Vectors] = Vectors
 
     def __init__(
         self,
@@ -87,7 +93,9 @@ class SlotCache:
         self.n_slots, self.capacity = n_slots, min(capacity, config.context_length)
         self.dtype, self.device = dtype, torch.device(device)
         shape = (n_slots, config.n_kv_heads, self.capacity, config.d_head)
-        self.keys, self.values = ([Vectors(shape, dtype, self.device) for _ in config.layer_uses] for _ in range(2))
+        self.keys, self.values = (
+            [kind(shape, dtype, self.device) for _ in config.layer_uses] for kind in (self.of_keys, self.of_values)
+        )
         self.tokens = self._make_tokens() if config.reads_previous_token else None
 
     def _make_tokens(self) -> Tensor:
@@ -96,8 +104,8 @@ class SlotCache:
     def bytes_of(self, n_slots: int, capacity: int) -> int:
         """Bytes of all buffers of such a cache with so many slots of so many tokens."""
         config, capacity = self.config, min(capacity, self.config.context_length)
-        scales_bytes = 4 * _padded(capacity) if self.dtype == torch.int8 else 0
-        slot_bytes = config.n_kv_heads * (capacity * config.d_head * self.dtype.itemsize + scales_bytes)
+        vector_bytes = config.d_head * self.dtype.itemsize + (4 if self.dtype == torch.int8 else 0)
+        slot_bytes = config.n_kv_heads * self.of_keys.room(capacity) * vector_bytes
         tokens_bytes = 4 * capacity if config.reads_previous_token else 0
         return n_slots * (2 * len(config.layer_uses) * slot_bytes + tokens_bytes)
 

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptworks.model import GPT, SlotCache
+from gptworks.model import GPT
 from gptworks.model.backend import Backend, Chunk
 from gptworks.model.lora import has_adapter
+from gptworks.native.cache import BlockCache, KeyBlocks
 from gptworks.native.library import Unavailable, library
 from gptworks.native.placement import NUMBERS, matrices, settle, widest_panels
 from gptworks.quantize.panels import panel_of, size_in_panels, to_panels
@@ -136,7 +137,7 @@ class NativeBackend(Backend):
         self.description = f"native ({kernels.instructions}, {kernels.origin}, {n_threads})"
         kind = model.token_embedding.weight.dtype
         dtype = dtype or (torch.float32 if kind == torch.float32 else torch.bfloat16)
-        self.cache = SlotCache(model.config, n_slots, capacity, dtype=dtype)
+        self.cache = BlockCache(model.config, n_slots, capacity, dtype=dtype)
         self.vocab_size = model.config.vocab_size
         self._kept: list[Tensor] = []
         self._widest = widest_panels(kernels)
@@ -251,10 +252,9 @@ class NativeBackend(Backend):
             (attention.out, width, d_query), (mlp.gate, inner, width), (mlp.up, inner, width), (mlp.down, width, inner),
         )  # fmt: skip
         slots = self.cache.keys[i].data.size(0)
-        cached = []
+        cached, room = [], KeyBlocks.room(self.capacity)
         for vectors in (self.cache.keys[i], self.cache.values[i]):
-            cached.append(self._address(vectors.data, self.cache.dtype, slots, groups, self.capacity, d_head))
-            room = -(-self.capacity // 16) * 16
+            cached.append(self._address(vectors.data, self.cache.dtype, slots, groups, room, d_head))
             cached.append(self._address(vectors.scale, torch.float32, slots, groups, room))
         return _Layer(
             *(self._norm(*norm) for norm in norms),

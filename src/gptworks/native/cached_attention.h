@@ -1,7 +1,12 @@
 // Attention of new tokens over the keys and values that are kept: in float32, in bf16, or in int8 with a scale a vector.
 //
-// A query's result never depends on the queries that are computed with it: it has a row of scores of its own, weighted values
-// are added in the order of their positions, and a key that it does not see is not multiplied, for it may be no number.
+// Both its products have the keys or values as their right factor, in words of four bytes whose elements are summed over:
+//
+//     scores[query][key]  = Σ query[word] · keys[word][key]          a word: elements of a key beside each other
+//     out[query][element] = Σ weight[word] · values[word][element]   a word: an element of values beside each other
+//
+// A query's result never depends on the queries that are computed with it: each has sums of its own, which are added in the
+// order of words, and a value that it does not see is not multiplied, for it may be no number.
 
 #pragma once
 
@@ -16,16 +21,9 @@
 
 namespace {
 
-constexpr int64_t QUERIES = MANY_REGISTERS ? 4 : 1;  // that read keys and values together: by vectors,
-constexpr int64_t MOST_QUERIES = 32;                 // or by tiles
-constexpr int64_t AT_ONCE = 4;                       // keys that are multiplied together
-constexpr int64_t PAIRS = 2 * LANES;                 // elements, or keys, of a row of a tile
-
-// Asks memory for n vectors of keys or values; none where there is nothing to ask for.
-template <class Cache> INLINE void fetch(const Cache *at, int64_t n, int64_t width) {
-    if (!at) return;
-    for (int64_t i = 0; i < n * width * (int64_t)sizeof(Cache); i += 64) __builtin_prefetch((const char *)at + i, 0, 2);
-}
+constexpr int64_t BLOCK = LANES;                              // positions whose keys lie together
+constexpr int64_t QUERIES = REGISTER * REGISTERS > 256 ? 4 : 2;  // that read keys and values together: by vectors,
+constexpr int64_t MOST_QUERIES = 32;                          // or by tiles
 
 // A query of one head, the first and the last + 1 key that it sees, and where its output goes.
 struct Query {
@@ -33,188 +31,182 @@ struct Query {
     int64_t from, to;
 };
 
-// Σ weight[s] · values[s] over the keys that each of N queries sees, WIDE vectors from element i on; scores begin at key
-// `first`. A key that a query does not see is not multiplied: it may be no number, and 0 times that is none either.
-template <int N, int WIDE, class Cache>
-void weigh(const Query *queries, const Lanes *factor, const float *scores, int64_t room, const Cache *values,
-           int64_t first, int64_t width, int64_t i, const Cache *next) {
-    Lanes total[N][WIDE] = {};
-    const auto add = [&](int64_t from, int64_t to, const auto &sees) EACH {
-        for (int64_t s = from; s < to; s++) {
-            fetch(next ? next + s * width : next, 1, width);
-            repeat<WIDE>([&](auto v) EACH {
-                const Lanes value = load(values + s * width + i + v * LANES);
-                repeat<N>([&](auto r) EACH {
-                    if (sees(queries[r], s)) total[r][v] += scores[r * room + s - first] * value;
-                });
-            });
-        }
-    };
-    const auto all_see = [](const Query &, int64_t) EACH { return true; };
-    const int64_t from = queries[0].from, to = queries[N - 1].to;
-    if constexpr (N == 1) {
-        add(from, to, all_see);
-    } else {
-        const auto sees = [](const Query &query, int64_t s) EACH { return s >= query.from && s < query.to; };
-        const int64_t all_from = queries[N - 1].from, all_to = std::max(queries[0].to, all_from);
-        add(from, all_from, sees);
-        add(all_from, all_to, all_see);
-        add(all_to, to, sees);
-    }
-    repeat<N>([&](auto r) EACH {
-        repeat<WIDE>([&](auto v) EACH { store(queries[r].out + i + v * LANES, total[r][v] * factor[r]); });
-    });
-}
+// ------------------------------------------------------------------------------------------------ what is kept
 
-// Four keys times N queries: lanes that are yet to be added up.
-template <int N, class Cache>
-INLINE void score(const Query *queries, const Cache *const (&key)[AT_ONCE], int64_t width, Lanes (&total)[N][AT_ONCE]) {
-    for (int64_t i = 0; i < width; i += LANES) {
-        Lanes q[N];
-        repeat<N>([&](auto r) EACH { q[r] = load(queries[r].q + i); });
-        repeat<AT_ONCE>([&](auto j) EACH {
-            const Lanes elements = load(key[j] + i);
-            repeat<N>([&](auto r) EACH { total[r][j] += q[r] * elements; });
-        });
+// A key/value head of one text, in blocks of 16 positions. Keys: of a block the first words of its 16 keys, then the second
+// ones, and so on. Values: for each element a word of as many positions as it has numbers.
+template <class Cache> struct HeadCache {
+    static constexpr bool SCALED = std::is_same_v<Cache, int8_t>;  // a value is = integer · scale of its vector
+    static constexpr int64_t OF_WORD = 4 / sizeof(Cache);
+    int64_t width;                                         // d_head
+    Cache *keys, *values;                                  // [blocks, width / OF_WORD, 16, OF_WORD], [positions / OF_WORD, width, OF_WORD]
+    float *key_scales = nullptr, *value_scales = nullptr;  // [positions]
+
+    // The words of a block's keys, and those of the values from a position on that is a multiple of OF_WORD.
+    const uint32_t *keys_from(int64_t block) const { return (const uint32_t *)(keys + block * BLOCK * width); }
+    const uint32_t *values_from(int64_t position) const { return (const uint32_t *)(values + position * width); }
+
+    void keep(int64_t position, const float *key, const float *value) const {
+        const auto [of_key, of_value] = std::pair(scale_of(key), scale_of(value));
+        if (SCALED) key_scales[position] = of_key, value_scales[position] = of_value;
+        Cache *to_key = keys + position / BLOCK * BLOCK * width + position % BLOCK * OF_WORD;
+        Cache *to_value = values + position / OF_WORD * OF_WORD * width + position % OF_WORD;
+        for (int64_t i = 0; i < width; i += LANES) {
+            alignas(64) Cache sixteen[LANES];
+            store(key + i, of_key, sixteen);
+            for (int64_t word = 0; word < LANES / OF_WORD; word++)
+                std::memcpy(to_key + (i / OF_WORD + word) * BLOCK * OF_WORD, sixteen + word * OF_WORD, 4);
+            store(value + i, of_value, sixteen);
+            for (int64_t n = 0; n < LANES; n++) to_value[(i + n) * OF_WORD] = sixteen[n];
+        }
     }
-}
+
+    // What integers are to be multiplied by; no number if a number is none, so that all of the vector are.
+    float scale_of(const float *x) const {
+        if (!SCALED) return 1;
+        float largest = 0;
+        bool finite = true;
+        for (int64_t i = 0; i < width; i++) {
+            largest = std::max(largest, std::abs(x[i]));
+            finite &= std::isfinite(x[i]);
+        }
+        return finite ? largest / 127 : NAN;
+    }
+
+    static void store(const float *from, float scale, Cache *to) {
+        if constexpr (SCALED)
+            for (int64_t n = 0; n < LANES; n++) to[n] = scale > 0 ? (Cache)std::lrint(from[n] / scale) : (Cache)std::isnan(scale);
+        else
+            ::store(to, load(from));
+    }
+};
 
 #ifdef BF16_PRODUCTS
 // A cache in bf16 is multiplied as it is, two numbers at once, by queries and weights that are rounded to bf16 as well.
-INLINE Lanes add_pairs(Lanes sum, __m512i a, __m512i b) {
-    return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-}
-
-template <int N>
-INLINE void score(const Query *queries, const BFloat *const (&key)[AT_ONCE], int64_t width, Lanes (&total)[N][AT_ONCE]) {
-    const auto add = [&](int64_t i, const auto &load_pairs) EACH {
-        __m512i q[N];
-        repeat<N>([&](auto r) EACH { q[r] = load_pairs((const BFloat *)queries[r].q + i); });
-        repeat<AT_ONCE>([&](auto j) EACH {
-            const __m512i elements = load_pairs(key[j] + i);
-            repeat<N>([&](auto r) EACH { total[r][j] = add_pairs(total[r][j], elements, q[r]); });
-        });
-    };
-    int64_t i = 0;
-    for (; i + 2 * LANES <= width; i += 2 * LANES) add(i, [](const BFloat *p) EACH { return _mm512_loadu_si512(p); });
-    if (i < width) add(i, [](const BFloat *p) EACH { return _mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)p)); });
-}
-
-// 32 elements, of which one vector has each first four of eight and the other one the others.
-INLINE void put_in_order(Lanes first, Lanes others, float *out) {
-    const __m512i lower = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i upper = _mm512_add_epi32(lower, _mm512_set1_epi32(8));
-    store(out, (Lanes)_mm512_permutex2var_ps((__m512)first, lower, (__m512)others));
-    store(out + LANES, (Lanes)_mm512_permutex2var_ps((__m512)first, upper, (__m512)others));
-}
-
-// Values are taken in pairs of positions, the first one even. Of four vectors, each two come in another order.
-template <int N, int WIDE>
-void weigh(const Query *queries, const Lanes *factor, const float *scores, int64_t room, const BFloat *values,
-           int64_t first, int64_t width, int64_t i, const BFloat *next) {
-    static_assert(WIDE == 4 || WIDE == 1);
-    Lanes total[N][WIDE] = {};
-    const auto pair_up = [&](int64_t one, int64_t two, __m512i (&pairs)[WIDE]) EACH {
-        const BFloat *a = values + one * width + i, *b = values + two * width + i;
-        if constexpr (WIDE == 4) {
-            repeat<2>([&](auto half) EACH {
-                const __m512i of_a = _mm512_loadu_si512(a + 2 * LANES * half), of_b = _mm512_loadu_si512(b + 2 * LANES * half);
-                pairs[2 * half] = _mm512_unpacklo_epi16(of_a, of_b);
-                pairs[2 * half + 1] = _mm512_unpackhi_epi16(of_a, of_b);
-            });
-        } else {
-            const auto wide = [](const BFloat *p) EACH { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); };
-            pairs[0] = _mm512_or_si512(wide(a), _mm512_slli_epi32(wide(b), 16));
-        }
-    };
-    const auto weights = [&](int64_t r, int64_t s) EACH {
-        int32_t both;
-        std::memcpy(&both, (const BFloat *)(scores + r * room) + s - first, sizeof both);
-        return _mm512_set1_epi32(both);
-    };
-    const int64_t all_from = (queries[N - 1].from + 1) / 2 * 2, all_to = std::max(queries[0].to / 2 * 2, all_from);
-    const auto alone = [&](auto r, int64_t from, int64_t to) EACH {  // pairs of which this query may see one, or none
-        for (int64_t s = from; s < to; s += 2) {
-            const bool one = s >= queries[r].from && s < queries[r].to;
-            const bool two = s + 1 >= queries[r].from && s + 1 < queries[r].to;
-            if (!one && !two) continue;
-            const __m512i seen = _mm512_set1_epi32((one ? 0xffff : 0) | (two ? 0xffff0000 : 0));
-            __m512i pairs[WIDE];
-            pair_up(s, two ? s + 1 : s, pairs);
-            repeat<WIDE>([&](auto v) EACH { total[r][v] = add_pairs(total[r][v], pairs[v] & seen, weights(r, s)); });
-        }
-    };
-    repeat<N>([&](auto r) EACH { alone(r, queries[r].from / 2 * 2, all_from); });
-    for (int64_t s = all_from; s < all_to; s += 2) {
-        fetch(next ? next + s * width : next, 2, width);
-        __m512i pairs[WIDE];
-        pair_up(s, s + 1, pairs);
-        repeat<N>([&](auto r) EACH {
-            const __m512i both = weights(r, s);
-            repeat<WIDE>([&](auto v) EACH { total[r][v] = add_pairs(total[r][v], pairs[v], both); });
-        });
-    }
-    repeat<N>([&](auto r) EACH {
-        alone(r, all_to, queries[r].to);
-        float *out = queries[r].out + i;
-        if constexpr (WIDE == 4) {
-            repeat<2>([&](auto half) EACH {
-                put_in_order(total[r][2 * half] * factor[r], total[r][2 * half + 1] * factor[r], out + 2 * LANES * half);
-            });
-        } else {
-            store(out, total[r][0] * factor[r]);
-        }
-    });
-}
 template <class Cache> constexpr bool ROUNDED = std::is_same_v<Cache, BFloat>;
 #else
 template <class Cache> constexpr bool ROUNDED = false;
 #endif
 
-// What is kept of a key/value head of one text.
-template <class Cache> struct HeadCache {
-    static constexpr bool SCALED = std::is_same_v<Cache, int8_t>;  // a value is = integer · scale of its vector
-    int64_t width;                                         // d_head
-    Cache *keys, *values;                                  // [capacity, width]
-    float *key_scales = nullptr, *value_scales = nullptr;  // [capacity]
+// ---------------------------------------------------------------------------------------------------- by vectors
 
-    void keep(int64_t position, const float *key, const float *value) const {
-        keep(key, keys + position * width, key_scales + (SCALED ? position : 0));
-        keep(value, values + position * width, value_scales + (SCALED ? position : 0));
-    }
+template <int E, class Cache> INLINE Floats element(const Cache *, Words words) {  // the E-th of each word
+    if constexpr (sizeof(Cache) == 4)
+        return (Floats)words;
+    else if constexpr (sizeof(Cache) == 2)
+        return (Floats)(E ? words & 0xffff0000 : words << 16);
+    else
+        return __builtin_convertvector((Ints)(words << (24 - 8 * E)) >> 24, Floats);
+}
 
-    void keep(const float *from, Cache *to, float *scale) const {
-        if constexpr (SCALED) {
-            float largest = 0;
-            bool finite = true;
-            for (int64_t i = 0; i < width; i++) {
-                largest = std::max(largest, std::abs(from[i]));
-                finite &= std::isfinite(from[i]);
+// Sums of N rows of the left factor and 16 · VECTORS columns of the right one.
+template <int N, int VECTORS, class Cache> struct Sums {
+    static constexpr int OF_WORD = HeadCache<Cache>::OF_WORD;
+    typedef std::conditional_t<ROUNDED<Cache>, uint32_t, float> Left;  // a word; or an element
+    static constexpr int64_t LEFT_OF_WORD = ROUNDED<Cache> ? 1 : OF_WORD;
+    Floats sum[N][VECTORS * PARTS] = {};
+
+    // n words of each row. Those of the right factor lie `apart` words after one another, its vectors so many.
+    INLINE void add(const Left *const (&left)[N], const uint32_t *right, int64_t n, int64_t apart, int64_t vectors_apart,
+                    Ahead &ahead) {
+        for (int64_t word = 0; word < n; word++, right += apart) {
+            ahead.fetch();
+#ifdef BF16_PRODUCTS
+            if constexpr (ROUNDED<Cache>) {
+                __m512i words[VECTORS];
+                repeat<VECTORS>([&](auto v) EACH { words[v] = _mm512_loadu_si512(right + v * vectors_apart); });
+                repeat<N>([&](auto r) EACH {
+                    const __m512i all = _mm512_set1_epi32(left[r][word]);
+                    repeat<VECTORS>([&](auto v) EACH { add_pairs(sum[r][v], words[v], all); });
+                });
+                continue;
             }
-            *scale = finite ? largest / 127 : NAN;  // so that all values of the vector are none
-            for (int64_t i = 0; i < width; i++)
-                to[i] = finite && largest ? (Cache)std::lrint(from[i] / *scale) : (Cache)!finite;
-        } else {
-            for (int64_t i = 0; i < width; i += LANES) store(to + i, load(from + i));
+#endif
+            repeat<OF_WORD>([&](auto e) EACH {
+                repeat<VECTORS * PARTS>([&](auto part) EACH {
+                    const Floats elements = part_of(right, vectors_apart, part, e);
+                    repeat<N>([&](auto r) EACH { sum[r][part] += elements * (float)left[r][word * OF_WORD + e]; });
+                });
+            });
         }
     }
+
+    // Of words [first, end) of the R-th row the elements in [from, to) alone.
+    template <int R>
+    INLINE void add_some(const Left *left, const uint32_t *right, int64_t first, int64_t end, int64_t apart, int64_t from,
+                         int64_t to) {
+        for (int64_t word = first; word < end; word++) {
+            const auto sees = [&](int64_t e) EACH { return word * OF_WORD + e >= from && word * OF_WORD + e < to; };
+#ifdef BF16_PRODUCTS
+            if constexpr (ROUNDED<Cache>) {
+                const __m512i seen = _mm512_set1_epi32((sees(0) ? 0xffff : 0) | (sees(1) ? 0xffff0000 : 0));
+                if (!sees(0) && !sees(1)) continue;
+                repeat<VECTORS>([&](auto v) EACH {
+                    const __m512i words = _mm512_loadu_si512(right + word * apart + v * LANES);
+                    add_pairs(sum[R][v], _mm512_and_si512(words, seen), _mm512_set1_epi32(left[word]));
+                });
+                continue;
+            }
+#endif
+            repeat<OF_WORD>([&](auto e) EACH {
+                if (!sees(e)) return;
+                repeat<VECTORS * PARTS>([&](auto part) EACH {
+                    sum[R][part] += part_of(right + word * apart, LANES, part, e) * (float)left[word * OF_WORD + e];
+                });
+            });
+        }
+    }
+
+    INLINE Lanes at(int r, int v) const { return load((const float *)&sum[r][v * PARTS]); }
+
+  private:
+    template <class Part, class E>
+    static INLINE Floats part_of(const uint32_t *right, int64_t vectors_apart, Part part, E e) {
+        Words words;
+        std::memcpy(&words, right + part / PARTS * vectors_apart + part % PARTS * (REGISTER / 4), sizeof words);
+        return element<e>((const Cache *)nullptr, words);
+    }
+#ifdef BF16_PRODUCTS
+    static INLINE void add_pairs(Floats &sum, __m512i a, __m512i b) {
+        sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+    }
+#endif
 };
 
-// Of the scores of keys [from, end) makes weights; what their sums are still to be multiplied by. Weights of a cache in bf16
-// are rounded to bf16, in the first half of the row.
+// Calls run(i, V) for V vectors of 16 columns from column i on, until all n columns are done. Sums of N rows and V vectors stay
+// in registers.
+template <int N, class F> INLINE void by_columns(int64_t n, const F &run) {
+    constexpr int SUMS = REGISTERS / 2 / (N * PARTS), MOST = SUMS > 4 ? 4 : SUMS > 1 ? SUMS : 1;
+    int64_t i = 0;
+    for (; i + MOST * LANES <= n; i += MOST * LANES) run(i, std::integral_constant<int, MOST>{});
+    if constexpr (MOST > 2)
+        if (i + 2 * LANES <= n) run(i, std::integral_constant<int, 2>{}), i += 2 * LANES;
+    if constexpr (MOST > 1)
+        if (i < n) run(i, std::integral_constant<int, 1>{});
+}
+
+// Of products of a query with keys [from, end) makes weights; what their sums are still to be multiplied by. Weights of a cache
+// in bf16 are rounded to bf16, in the first half of the row.
 template <class Cache>
-Lanes softmax(const Query &query, const HeadCache<Cache> &cache, float *scores, int64_t from, int64_t end) {
+Lanes softmax(const Query &query, float scale, const HeadCache<Cache> &cache, float *scores, int64_t from, int64_t end) {
     std::fill(scores, scores + query.from - from, -INFINITY);
     std::fill(scores + query.to - from, scores + end - from, -INFINITY);
-    Lanes top = load(scores), total = {};
-    for (int64_t s = LANES; s < end - from; s += LANES) top = larger(top, load(scores + s));
+    const auto score = [&](int64_t s) EACH {
+        const Lanes product = load(scores + s);
+        if constexpr (HeadCache<Cache>::SCALED)  // of keys that are not seen they may be anything
+            return choose(product == -INFINITY, product, product * load(cache.key_scales + from + s) * scale);
+        else
+            return product * scale;
+    };
+    Lanes top = score(0), total = {};
+    for (int64_t s = LANES; s < end - from; s += LANES) top = larger(top, score(s));
     float largest = -INFINITY;
     for (int i = 0; i < LANES; i++) largest = std::max(largest, top[i]);
     for (int64_t s = 0; s < end - from; s += LANES) {
-        const Lanes score = load(scores + s), e = choose(score == -INFINITY, Lanes{}, exponential(score - largest));
+        const Lanes x = score(s), e = choose(x == -INFINITY, Lanes{}, exponential(x - largest));
         total += e;
         if constexpr (HeadCache<Cache>::SCALED)
-            store(scores + s, e * load(cache.value_scales + from + s));
+            store(scores + s, choose(x == -INFINITY, Lanes{}, e * load(cache.value_scales + from + s)));
         else if constexpr (ROUNDED<Cache>)
             store((BFloat *)scores + s, e);
         else
@@ -223,162 +215,140 @@ Lanes softmax(const Query &query, const HeadCache<Cache> &cache, float *scores, 
     return all(1 / sum(total));
 }
 
-// N queries by vectors. scores: [N, room].
+// scores: [N, room]. next: keys that come after these, or null.
 template <int N, class Cache>
 void attend_by_vectors(const Query *queries, float scale, const HeadCache<Cache> &cache, float *scores, int64_t room,
-            const Cache *next) {
-    const int64_t width = cache.width, to = queries[N - 1].to;
-    const int64_t from = queries[0].from / LANES * LANES;  // so that a key's lane follows from its position alone
-    const int64_t end = from + (to - from + LANES - 1) / LANES * LANES;
+                       const Cache *next) {
+    constexpr int64_t OF_WORD = HeadCache<Cache>::OF_WORD;
+    typedef typename Sums<N, 1, Cache>::Left Left;
+    constexpr int64_t LEFT_OF_WORD = Sums<N, 1, Cache>::LEFT_OF_WORD;
+    const int64_t width = cache.width, n_words = width / OF_WORD, to = queries[N - 1].to;
+    const int64_t from = queries[0].from / BLOCK * BLOCK, end = (to + BLOCK - 1) / BLOCK * BLOCK;
+    const auto soon = [&](const Cache *vectors, int64_t at_once) {
+        if (!next) return Ahead{};
+        return Ahead{(const char *)(vectors + from * width), (const char *)(vectors + to * width), at_once};
+    };
     if constexpr (ROUNDED<Cache>)
         for (int r = 0; r < N; r++)
             for (int64_t i = 0; i < width; i += LANES) store((BFloat *)queries[r].q + i, load(queries[r].q + i));
-    for (int64_t s = from; s < end; s += AT_ONCE) {
-        Lanes total[N][AT_ONCE] = {};
-        const Cache *key[AT_ONCE];
-        repeat<AT_ONCE>([&](auto j) EACH { key[j] = cache.keys + std::min(s + j, to - 1) * width; });
-        fetch(next ? cache.values + s * width : next, AT_ONCE, width);
-        score<N>(queries, key, width, total);
-        repeat<N>([&](auto r) EACH {
-            Quad four = sums(total[r]) * scale, of_keys;
-            if constexpr (HeadCache<Cache>::SCALED) {
-                std::memcpy(&of_keys, cache.key_scales + s, sizeof of_keys);
-                four *= of_keys;
-            }
-            std::memcpy(scores + r * room + s - from, &four, sizeof four);
-        });
-    }
+    const Left *left[N];
+    repeat<N>([&](auto r) EACH { left[r] = (const Left *)queries[r].q; });
+    Ahead values = soon(cache.values, 4), keys = soon(next, width / LANES);
+    by_columns<N>(end - from, [&](int64_t i, auto vectors) EACH {
+        Sums<N, vectors, Cache> sums;
+        sums.add(left, cache.keys_from((from + i) / BLOCK), n_words, BLOCK, n_words * BLOCK, values);
+        repeat<N>([&](auto r) EACH { repeat<vectors>([&](auto v) EACH { store(scores + r * room + i + v * LANES, sums.at(r, v)); }); });
+    });
     Lanes factor[N];
-    for (int r = 0; r < N; r++) factor[r] = softmax(queries[r], cache, scores + r * room, from, end);
-    int64_t i = 0;
-    for (; i + 4 * LANES <= width; i += 4 * LANES, next = nullptr)
-        weigh<N, 4>(queries, factor, scores, room, cache.values, from, width, i, next);
-    for (; i < width; i += LANES, next = nullptr)
-        weigh<N, 1>(queries, factor, scores, room, cache.values, from, width, i, next);
+    for (int r = 0; r < N; r++) factor[r] = softmax(queries[r], scale, cache, scores + r * room, from, end);
+
+    // Words in which each query sees all positions, and those before and behind.
+    const auto word_of = [&](int64_t position) EACH { return (position - from) / OF_WORD; };
+    const int64_t all_from = word_of(queries[N - 1].from + OF_WORD - 1), all_to = std::max(word_of(queries[0].to), all_from);
+    repeat<N>([&](auto r) EACH { left[r] = (const Left *)(scores + r * room); });
+    const Left *inner[N];
+    repeat<N>([&](auto r) EACH { inner[r] = left[r] + all_from * LEFT_OF_WORD; });
+    by_columns<N>(width, [&](int64_t i, auto vectors) EACH {
+        Sums<N, vectors, Cache> sums;
+        const uint32_t *const right = cache.values_from(from) + i;
+        const auto alone = [&](auto r, int64_t first, int64_t last) EACH {
+            sums.template add_some<r>(left[r], right, first, last, width, queries[r].from - from, queries[r].to - from);
+        };
+        repeat<N>([&](auto r) EACH { alone(r, word_of(queries[r].from), all_from); });
+        sums.add(inner, right + all_from * width, all_to - all_from, width, LANES, keys);
+        repeat<N>([&](auto r) EACH { alone(r, all_to, word_of(queries[r].to + OF_WORD - 1)); });
+        repeat<N>([&](auto r) EACH { repeat<vectors>([&](auto v) EACH { store(queries[r].out + i + v * LANES, sums.at(r, v) * factor[r]); }); });
+        keys = {};
+    });
 }
 
 #ifdef AMX
-// By tiles. Scores are keys times queries, because keys lie in memory as a left factor has to; they are turned into rows of the
-// queries. Their weights are the left factor of the values, which are laid out in pairs of positions.
+// ------------------------------------------------------------------------------------------------------ by tiles
 
-constexpr int64_t FEW_QUERIES = 4;       // that are picked out of a tile one by one
-constexpr int64_t VALUES_AT_ONCE = 512;  // positions that are laid out together
+constexpr int64_t POSITIONS = 2 * amx::SIDE;  // of the values that two tiles multiply; also elements of keys that they do
 
 struct alignas(64) Tile {
     float at[LANES][LANES];
 };
 
 struct TileRoom {
-    std::vector<uint32_t> rows;  // of 16 queries, in bf16
-    std::vector<Tile> queries;   // of each 16 queries [width / 32], in words of two elements
-    std::vector<BFloat> keys;    // the last ones, and zeros behind them: [32, width]
-    std::vector<Tile> values;    // [positions / 32][2], see pair_up
-    Tile sums[4];
+    std::vector<BFloat> queries;      // [32, width]
+    std::vector<uint32_t> values;     // of 32 positions, where a query does not see all: [16, width]
+    std::vector<float> sums;          // [32, width]
+    Tile products[2];
 
     void reserve(int64_t width) {
-        if (!rows.empty()) return;
-        rows.resize(LANES * width / 2);
-        queries.resize(2 * width / PAIRS);
-        keys.resize(PAIRS * width);
-        values.resize(2 * VALUES_AT_ONCE / PAIRS);
+        queries.resize(MOST_QUERIES * width), values.resize(POSITIONS / 2 * width), sums.resize(MOST_QUERIES * width);
     }
 };
 
-// 32 elements of the values of positions [first, end) as words of two positions: of each 32 positions two tiles, one with
-// each first four of eight elements and one with the others. What is not in [from, to) counts as 0. Whether all are numbers.
-inline bool pair_up(const BFloat *values, int64_t width, int64_t first, int64_t end, int64_t from, int64_t to, Tile *out,
-                    const BFloat *next) {
-    const __m512i exponent = _mm512_set1_epi16(0x7f80);
-    __mmask32 not_numbers = 0;
-    const auto value = [&](int64_t s) EACH {
-        if (s < from || s >= to) return _mm512_setzero_si512();
-        const __m512i x = _mm512_loadu_si512(values + s * width);
-        not_numbers |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent);
-        return x;
-    };
-    for (int64_t s = first; s < end; s += 2) {
-        fetch(next ? next + s * width : next, 2, width);
-        const __m512i a = value(s), b = value(s + 1);
-        Tile *const two = out + (s - first) / PAIRS * 2;
-        const int64_t row = (s - first) % PAIRS / 2;
-        _mm512_store_si512(two[0].at[row], _mm512_unpacklo_epi16(a, b));
-        _mm512_store_si512(two[1].at[row], _mm512_unpackhi_epi16(a, b));
-    }
-    return !not_numbers;
-}
-
-// n queries over the keys [from, end).
+// n queries over the keys [from, end), whose scores lie `stride` floats apart.
 struct OnTiles {
     const HeadCache<BFloat> &cache;
     TileRoom &room;
-    int64_t from, end;
-    char *sums[4] = {(char *)&room.sums[0], (char *)&room.sums[1], (char *)&room.sums[2], (char *)&room.sums[3]};
+    int64_t n, from, end, stride, width = cache.width, tall = (n + amx::SIDE - 1) / amx::SIDE;
 
-    void lay_out(const Query *queries, int64_t n) const {
-        const int64_t words = cache.width / 2;
-        for (int64_t first = 0; first < n; first += LANES) {
-            std::fill(room.rows.begin(), room.rows.end(), 0);
-            for (int64_t r = 0; r < std::min(LANES, n - first); r++)
-                for (int64_t i = 0; i < cache.width; i += LANES)
-                    store((BFloat *)&room.rows[r * words] + i, load(queries[first + r].q + i));
-            Tile *to = &room.queries[first / LANES * (words / LANES)];
-            for (int64_t i = 0; i < words; i += LANES, to++) turn(&room.rows[i], words, (uint32_t *)to, LANES);
+    // Products of queries and keys up to `to`.
+    void score(const Query *queries, int64_t to, float *scores, Ahead &ahead) const {
+        for (int64_t r = 0; r < n; r++)
+            for (int64_t i = 0; i < width; i += LANES) store(&room.queries[r * width] + i, load(queries[r].q + i));
+        const char *const left[] = {(const char *)&room.queries[0], (const char *)(&room.queries[0] + amx::SIDE * width)};
+        for (int64_t s = from; s < to; s += POSITIONS) {
+            const int64_t wide = s + BLOCK < to ? 2 : 1;
+            const char *const right[] = {(const char *)cache.keys_from(s / BLOCK), (const char *)cache.keys_from(s / BLOCK + wide - 1)};
+            char *out[4];
+            for (int64_t t = 0; t < tall * wide; t++)
+                out[t] = n == 1 ? (char *)&room.products[t] : (char *)(scores + t / wide * amx::SIDE * stride + s - from + t % wide * BLOCK);
+            amx::product<false>(tall, wide, left, n == 1 ? 0 : 2 * width, right, amx::ROW, amx::TILE, width / POSITIONS, out,
+                                n == 1 ? amx::ROW : 4 * stride, false, &ahead);
+            for (int64_t t = 0; n == 1 && t < wide; t++) store(scores + s - from + t * BLOCK, load(room.products[t].at[0]));
         }
     }
 
-    // Products of queries and keys, times `scale`. scores: [n, stride].
-    void score(int64_t n, int64_t to, float scale, float *scores, int64_t stride, const BFloat *next) const {
-        const int64_t width = cache.width, wide = (n + LANES - 1) / LANES;
-        const char *const right[] = {(char *)&room.queries[0], (char *)(&room.queries[0] + width / PAIRS)};
-        for (int64_t s = from; s < end; s += PAIRS) {
-            const BFloat *keys = cache.keys + s * width;
-            if (s + PAIRS > to) {
-                std::fill(std::copy(keys, keys + (to - s) * width, room.keys.begin()), room.keys.end(), BFloat());
-                keys = room.keys.data();
-            }
-            fetch(next ? cache.values + s * width : next, std::min(PAIRS, to - s), width);
-            const char *const left[] = {(const char *)keys, (const char *)(keys + amx::SIDE * width)};
-            amx::product<false>(2, wide, left, 2 * width, right, amx::ROW, amx::TILE, width / PAIRS, sums, amx::ROW,
-                           false, nullptr);
-            for (int64_t tile = 0; tile < 2 * wide; tile++) {
-                const int64_t first = tile % wide * LANES, some = std::min(LANES, n - first);
-                const Tile &sum = room.sums[tile];
-                float *to = scores + first * stride + s - from + tile / wide * LANES;
-                if (some <= FEW_QUERIES) {
-                    for (int64_t r = 0; r < some; r++)
-                        for (int64_t key = 0; key < LANES; key++) to[r * stride + key] = sum.at[key][r] * scale;
-                } else {
-                    Tile turned;
-                    turn(sum.at[0], LANES, turned.at[0], LANES);
-                    for (int64_t r = 0; r < some; r++) store(to + r * stride, load(turned.at[r]) * scale);
-                }
-            }
-        }
-    }
-
-    // Σ weight · value over the keys [first, last); weights: [n, stride] floats, in bf16 in the first half of each row.
+    // Σ weight · value over the keys in [first, last); weights: [n, stride] floats, in bf16 in the first half of each row.
     // False: not computed, because some values are no numbers, and a query may not see them.
-    bool weigh(const Query *queries, int64_t n, const Lanes *factor, const float *weights, int64_t stride, int64_t first,
-               int64_t last, const BFloat *next) const {
-        const int64_t tall = (n + LANES - 1) / LANES;
-        const char *const right[] = {(char *)&room.values[0], (char *)&room.values[1]};
-        for (int64_t i = 0; i < cache.width; i += PAIRS, next = nullptr) {
-            for (int64_t s = from, many; s < end; s += many) {
-                many = std::min(VALUES_AT_ONCE, end - s);
-                const bool numbers = pair_up(cache.values + i, cache.width, s, s + many, first, last, room.values.data(), next);
-                if (!numbers && n > 1) return false;
-                const BFloat *const of_first = (const BFloat *)weights + s - from;
-                const char *const left[] = {(const char *)of_first, (const char *)(of_first + 2 * amx::SIDE * stride)};
-                amx::product<false>(tall, 2, left, n > 1 ? 4 * stride : 0, right, amx::ROW,
-                               2 * amx::TILE, many / PAIRS, sums, amx::ROW, s > from, nullptr);
+    bool weigh(const Query *queries, const Lanes *factor, const float *weights, int64_t first, int64_t last, Ahead &ahead) const {
+        const int64_t all_from = (queries[n - 1].from + POSITIONS - 1) / POSITIONS * POSITIONS;
+        const int64_t all_to = queries[0].to / POSITIONS * POSITIONS;
+        for (int64_t s = from, many; s < end; s += many) {
+            const bool all_see = s >= all_from && s < all_to;
+            many = all_see ? all_to - s : POSITIONS;
+            const uint32_t *values = cache.values_from(s);
+            if (!all_see) {
+                if (!copy(s, first, last) && n > 1) return false;
+                values = room.values.data();
             }
-            for (int64_t r = 0; r < n; r++) {
-                const Tile *two = &room.sums[r / LANES * 2];
-                put_in_order(load(two[0].at[r % LANES]) * factor[r], load(two[1].at[r % LANES]) * factor[r],
-                             queries[r].out + i);
+            const BFloat *const of_first = (const BFloat *)weights + s - from;
+            const char *const left[] = {(const char *)of_first, (const char *)(of_first + 2 * amx::SIDE * stride)};
+            for (int64_t i = 0; i < width; i += 2 * amx::SIDE) {
+                const char *const right[] = {(const char *)(values + i), (const char *)(values + i + amx::SIDE)};
+                char *out[4];
+                for (int64_t t = 0; t < 2 * tall; t++) out[t] = (char *)&room.sums[t / 2 * amx::SIDE * width + i + t % 2 * amx::SIDE];
+                amx::product<false>(tall, 2, left, n == 1 ? 0 : 4 * stride, right, 4 * width, amx::SIDE * 4 * width,
+                                    many / POSITIONS, out, 4 * width, s > from, &ahead);
             }
         }
+        for (int64_t r = 0; r < n; r++)
+            for (int64_t i = 0; i < width; i += LANES) store(queries[r].out + i, load(&room.sums[r * width + i]) * factor[r]);
         return true;
+    }
+
+    // The values of 32 positions, those outside [first, last) as 0; whether all are numbers.
+    bool copy(int64_t s, int64_t first, int64_t last) const {
+        const __m512i exponent = _mm512_set1_epi16(0x7f80);
+        __mmask32 not_numbers = 0;
+        for (int64_t pair = 0; pair < POSITIONS / 2; pair++) {
+            const int64_t at = s + 2 * pair;
+            const bool one = at >= first && at < last, two = at + 1 >= first && at + 1 < last;
+            const __m512i seen = _mm512_set1_epi32((one ? 0xffff : 0) | (two ? 0xffff0000 : 0));
+            for (int64_t i = 0; i < width; i += LANES) {
+                __m512i words = _mm512_setzero_si512();
+                if (one || two) words = _mm512_and_si512(_mm512_loadu_si512(cache.values_from(at) + i), seen);
+                not_numbers |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(words, exponent), exponent);
+                _mm512_storeu_si512(&room.values[pair * width + i], words);
+            }
+        }
+        return !not_numbers;
     }
 };
 #endif
@@ -403,7 +373,7 @@ struct AttentionRoom {
 // How many queries are best computed together.
 template <class Cache> int64_t queries_at_once([[maybe_unused]] int64_t width) {
 #ifdef AMX
-    if (std::is_same_v<Cache, BFloat> && amx::granted && width % PAIRS == 0) return MOST_QUERIES;
+    if (std::is_same_v<Cache, BFloat> && amx::granted && width % POSITIONS == 0) return MOST_QUERIES;
 #endif
     return QUERIES;
 }
@@ -411,17 +381,22 @@ template <class Cache> int64_t queries_at_once([[maybe_unused]] int64_t width) {
 #ifdef AMX
 inline void attend_by_tiles(const Query *queries, int64_t n, float scale, const HeadCache<BFloat> &cache, AttentionRoom &room,
                             const BFloat *next) {
-    const int64_t from = queries[0].from / PAIRS * PAIRS, to = queries[n - 1].to, stride = room.n_scores;
+    const int64_t from = queries[0].from / POSITIONS * POSITIONS, to = queries[n - 1].to, stride = room.n_scores;
+    const int64_t end = (to + POSITIONS - 1) / POSITIONS * POSITIONS;
     room.tiles.reserve(cache.width);
-    const OnTiles on_tiles{cache, room.tiles, from, from + (to - from + PAIRS - 1) / PAIRS * PAIRS};
-    float *scores = room.rows(n == 1 ? 1 : (n + LANES - 1) / LANES * LANES);
-    on_tiles.lay_out(queries, n);
-    on_tiles.score(n, to, scale, scores, stride, next);
+    const auto soon = [&](const BFloat *vectors) {
+        return next ? Ahead{(const char *)(vectors + from * cache.width), (const char *)(vectors + to * cache.width), 32} : Ahead{};
+    };
+    Ahead values = soon(cache.values), keys = soon(next);
+    float *scores = room.rows(n == 1 ? 1 : (n + amx::SIDE - 1) / amx::SIDE * amx::SIDE);
+    const OnTiles on_tiles{cache, room.tiles, n, from, end, stride};
+    on_tiles.score(queries, to, scores, values);
     Lanes factor[MOST_QUERIES];
-    for (int64_t r = 0; r < n; r++) factor[r] = softmax(queries[r], cache, scores + r * stride, from, on_tiles.end);
-    if (on_tiles.weigh(queries, n, factor, scores, stride, queries[0].from, to, next)) return;
+    for (int64_t r = 0; r < n; r++) factor[r] = softmax(queries[r], scale, cache, scores + r * stride, from, end);
+    if (on_tiles.weigh(queries, factor, scores, queries[0].from, to, keys)) return;
     for (int64_t r = 0; r < n; r++)
-        on_tiles.weigh(queries + r, 1, factor + r, scores + r * stride, stride, queries[r].from, queries[r].to, nullptr);
+        OnTiles{cache, room.tiles, 1, from, end, stride}.weigh(queries + r, factor + r, scores + r * stride, queries[r].from,
+                                                               queries[r].to, keys);
 }
 #endif
 
@@ -435,12 +410,13 @@ void attend(const Query *queries, int64_t n, float scale, const HeadCache<Cache>
         if (queries_at_once<Cache>(cache.width) == MOST_QUERIES) return attend_by_tiles(queries, n, scale, cache, room, next);
 #endif
     float *scores = room.rows(n);
-    switch (n) {
-    case 1: return attend_by_vectors<1>(queries, scale, cache, scores, room.n_scores, next);
-    case 2: return attend_by_vectors<2>(queries, scale, cache, scores, room.n_scores, next);
-    case 3: return attend_by_vectors<3>(queries, scale, cache, scores, room.n_scores, next);
-    default: return attend_by_vectors<4>(queries, scale, cache, scores, room.n_scores, next);
-    }
+    const auto run = [&](auto some, int64_t first) {
+        attend_by_vectors<some>(queries + first, scale, cache, scores, room.n_scores, next);
+    };
+    if constexpr (QUERIES == 4)
+        if (n == 4) return run(std::integral_constant<int, 4>{}, 0);
+    if (n >= 2) run(std::integral_constant<int, 2>{}, 0);
+    if (n % 2) run(std::integral_constant<int, 1>{}, n - 1);
 }
 
 }  // namespace

@@ -50,6 +50,11 @@ constexpr int64_t REGISTER = 16, REGISTERS = 32;
 constexpr int64_t REGISTER = 16, REGISTERS = 16;
 #endif
 constexpr bool MANY_REGISTERS = REGISTER * REGISTERS >= 2048;
+constexpr int PARTS = 64 / REGISTER;  // registers of 16 lanes
+
+typedef float Floats __attribute__((vector_size(REGISTER)));
+typedef int32_t Ints __attribute__((vector_size(REGISTER)));
+typedef uint32_t Words __attribute__((vector_size(REGISTER)));
 
 #ifdef __AVX512F__
 typedef float Lanes __attribute__((vector_size(64)));
@@ -68,8 +73,6 @@ inline void store(float *p, Lanes x) { std::memcpy(p, &x, sizeof x); }
 #else
 // Where a register is shorter, 16 lanes are several registers. A vector type of 64 bytes would do, but the compiler keeps
 // one that no register holds in memory: products ran at an eighth of their speed.
-constexpr int PARTS = 64 / REGISTER;
-
 template <class T> struct Vector {
     typedef T Part __attribute__((vector_size(REGISTER)));
     Part part[PARTS];

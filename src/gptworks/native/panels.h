@@ -32,9 +32,6 @@ struct OfPairs {
     template <int ROWS, int VECTORS>
     static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to, const Columns *columns,
                                 const Result &out, Ahead &ahead) {
-        typedef float Floats __attribute__((vector_size(REGISTER)));
-        typedef uint32_t Words __attribute__((vector_size(REGISTER)));
-        constexpr int PARTS = 64 / REGISTER;
         const float *in[ROWS];
         for (int64_t r = 0; r < ROWS; r++) in[r] = x.x + std::min(from + r, to - 1) * x.stride;
         const uint32_t *panel = m.panel_from(first);

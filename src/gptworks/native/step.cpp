@@ -25,8 +25,8 @@ struct Norm {
 struct Layer {
     Norm norm1, norm2, query_norm, key_norm;
     Matrix query, key, value, out, gate, up, down;  // gate.weight null: the MLP has none
-    void *keys;                                     // [slots, groups, capacity, d_head]
-    float *key_scales;                              // int8: [slots, groups, capacity rounded up to 16]
+    void *keys;                                     // of each slot and group those of `room` positions, see HeadCache
+    float *key_scales;                              // int8: [slots, groups, room]
     void *values;
     float *value_scales;
     int64_t window;                                 // keys a query sees, its own included
@@ -42,6 +42,8 @@ struct Model {
     const float *cos, *sin;   // [capacity, d_rotary / 2], or null
     Norm norm;
     const Layer *layers;
+
+    int64_t room() const { return (capacity + BLOCK - 1) / BLOCK * BLOCK; }  // positions of a slot
 };
 
 struct Batch {
@@ -115,11 +117,10 @@ void prepare_head(const Model &m, const Layer &layer, const Norm &norm, int64_t 
 
 // What is kept of a key/value head of one text.
 template <class Cache> HeadCache<Cache> head_cache(const Model &m, const Layer &layer, int64_t slot, int64_t group) {
-    const int64_t head = slot * m.n_groups + group, at = head * m.capacity * m.d_head;
+    const int64_t first = (slot * m.n_groups + group) * m.room(), at = first * m.d_head;
     HeadCache<Cache> cache{m.d_head, (Cache *)layer.keys + at, (Cache *)layer.values + at};
-    const int64_t scales_at = head * ((m.capacity + LANES - 1) / LANES * LANES);
     if constexpr (HeadCache<Cache>::SCALED)
-        cache.key_scales = layer.key_scales + scales_at, cache.value_scales = layer.value_scales + scales_at;
+        cache.key_scales = layer.key_scales + first, cache.value_scales = layer.value_scales + first;
     return cache;
 }
 
@@ -132,40 +133,54 @@ void remember(const Model &m, const Layer &layer, const Batch &b, int64_t row, i
     head_cache<Cache>(m, layer, b.slots[row], group).keep(position, k, v);
 }
 
-// A thread takes whole (rows of a text, key/value head) pairs: their queries, some at a time, over the keys they see.
-// Later rows see more keys, so threads take turns.
-template <class Cache>
-void attention(const Model &m, const Layer &layer, const Batch &b, float *qkv, int64_t stride, float *out,
-            int64_t out_stride, AttentionRoom &room, const Team &team) {
-    const int64_t width = m.d_head, heads = m.n_heads / m.n_groups, at_once = queries_at_once<Cache>(width);
-    const int64_t n_rows = at_once == QUERIES ? QUERIES : std::max<int64_t>(1, at_once / heads);
-    const bool alone = b.n_rows == b.n_texts;  // no row's keys are another one's to see
-    for (int64_t task = team.thread; task < b.n_rows * m.n_groups && !alone; task += team.n_threads) {
-        const int64_t row = task / m.n_groups;
-        remember<Cache>(m, layer, b, row, task % m.n_groups, qkv + row * stride);
-    }
-    if (!alone) team.wait();
-    int64_t task = 0;
+// Rows [first, end) of one text, whose queries of a head a thread computes.
+struct RowGroup {
+    int64_t first, end;
+};
+
+// All rows, up to `at_once` in a group.
+std::vector<RowGroup> row_groups(const Batch &b, int64_t at_once) {
+    std::vector<RowGroup> groups;
     for (int64_t row = 0, end; row < b.n_rows; row = end) {
-        for (end = row + 1; end < std::min(row + n_rows, b.n_rows) && b.slots[end] == b.slots[row];) end++;
-        for (int64_t group = 0; group < m.n_groups; group++, task++) {
-            if (task % team.n_threads != team.thread) continue;
-            const HeadCache<Cache> cache = head_cache<Cache>(m, layer, b.slots[row], group);
-            const Cache *next = nullptr;  // this thread's next keys, where a head has few queries
-            if (alone) next = cache.keys + team.n_threads * m.capacity * width;
-            Query queries[MOST_QUERIES];
-            int64_t n = 0;
-            for (int64_t r = row; r < end; r++) {
-                if (alone) remember<Cache>(m, layer, b, r, group, qkv + r * stride);
-                for (int64_t head = group * heads; head < (group + 1) * heads; head++) {
-                    const int64_t position = b.positions[r];
-                    float *q = qkv + r * stride + head * width;
-                    prepare_head(m, layer, layer.query_norm, position, q);
-                    queries[n++] = {q, out + r * out_stride + head * width,
-                                    std::max<int64_t>(0, position + 1 - layer.window), position + 1};
-                    if (n == at_once || (r + 1 == end && head + 1 == (group + 1) * heads))
-                        attend(queries, std::exchange(n, 0), m.scale, cache, room, next);
-                }
+        for (end = row + 1; end < std::min(row + at_once, b.n_rows) && b.slots[end] == b.slots[row];) end++;
+        groups.push_back({row, end});
+    }
+    return groups;
+}
+
+// A piece of work is the queries of some rows of one key/value head: later rows see more keys, so threads take turns.
+template <class Cache>
+void attention(const Model &m, const Layer &layer, const Batch &b, float *qkv, int64_t stride, float *out, int64_t out_stride,
+               AttentionRoom &room, const Team &team) {
+    const int64_t width = m.d_head, heads = m.n_heads / m.n_groups, at_once = queries_at_once<Cache>(width);
+    const bool alone = b.n_rows == b.n_texts;  // no row's keys are another one's to see
+    if (!alone) {
+        for (int64_t task = team.thread; task < b.n_rows * m.n_groups; task += team.n_threads) {
+            const int64_t row = task / m.n_groups;
+            remember<Cache>(m, layer, b, row, task % m.n_groups, qkv + row * stride);
+        }
+        team.wait();
+    }
+    const auto rows = row_groups(b, at_once == QUERIES ? QUERIES : std::max<int64_t>(1, at_once / heads));
+    const int64_t n_groups = rows.size();
+    for (int64_t task = team.thread; task < n_groups * m.n_groups; task += team.n_threads) {
+        // Where a text has many rows, they read a head's keys and values while caches have them.
+        const int64_t group = alone ? task % m.n_groups : task / n_groups;
+        const auto [first, end] = rows[alone ? task / m.n_groups : task % n_groups];
+        const HeadCache<Cache> cache = head_cache<Cache>(m, layer, b.slots[first], group);
+        const Cache *next = nullptr;  // this thread's next keys, where a head has few queries
+        if (alone) next = cache.keys + team.n_threads * m.room() * width;
+        Query queries[MOST_QUERIES];
+        int64_t n = 0;
+        for (int64_t r = first; r < end; r++) {
+            if (alone) remember<Cache>(m, layer, b, r, group, qkv + r * stride);
+            for (int64_t head = group * heads; head < (group + 1) * heads; head++) {
+                const int64_t position = b.positions[r];
+                float *q = qkv + r * stride + head * width;
+                prepare_head(m, layer, layer.query_norm, position, q);
+                queries[n++] = {q, out + r * out_stride + head * width, std::max<int64_t>(0, position + 1 - layer.window), position + 1};
+                if (n == at_once || (r + 1 == end && head + 1 == (group + 1) * heads))
+                    attend(queries, std::exchange(n, 0), m.scale, cache, room, next);
             }
         }
     }
