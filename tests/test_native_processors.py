@@ -21,6 +21,7 @@ from gptworks.machine import cpu_flags
 from gptworks.model import GPT
 from gptworks.model.backend import Chunk, TorchBackend
 from gptworks.native import backend as native
+from gptworks.native.levels import LEVELS, Level
 from gptworks.native.library import FLAGS, SOURCES, Unavailable, library
 from gptworks.native.placement import NUMBERS
 from test_native import KINDS, VARIANTS, copy_of, expected, pack, text, variant
@@ -201,9 +202,10 @@ def test_kernels_built_for_a_processor_compute_what_the_model_does(name: str, ca
     run([program, cases(panel_rows([program]))])
 
 
-def test_kernels_built_for_aarch64_compute_what_the_model_does(cases: Cases, tmp_path: Path) -> None:
+@pytest.mark.parametrize("level", LEVELS["aarch64"], ids=lambda level: level.name)
+def test_kernels_built_for_aarch64_compute_what_the_model_does(level: Level, cases: Cases, tmp_path: Path) -> None:
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
     if compiler is None or emulator is None:
         pytest.skip("no cross compiler or no emulator here: apt-get install g++-aarch64-linux-gnu qemu-user")
-    program = compiled(compiler, ["-static"], tmp_path)
+    program = compiled(compiler, [*level.options, "-static"], tmp_path)
     run([emulator, program, cases(panel_rows([emulator, program]))])

@@ -14,8 +14,8 @@
 #ifdef __ARM_NEON
 #include <arm_neon.h>
 #endif
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#define INTEGER_PRODUCTS
+#if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || defined(__ARM_FEATURE_DOTPROD)
+#define INTEGER_PRODUCTS  // of 8 bits
 #elif defined(__AVX2__) && defined(__F16C__) && defined(__FMA__)
 #define WIDE_INTEGER_PRODUCTS  // of 16 bits
 #endif
@@ -50,6 +50,7 @@ constexpr int64_t REGISTER = 16, REGISTERS = 32;
 constexpr int64_t REGISTER = 16, REGISTERS = 16;
 #endif
 constexpr bool MANY_REGISTERS = REGISTER * REGISTERS >= 2048;
+constexpr bool FEW_REGISTERS = REGISTER * REGISTERS <= 256;
 constexpr int PARTS = 64 / REGISTER;  // registers of 16 lanes
 
 typedef float Floats __attribute__((vector_size(REGISTER)));
@@ -101,7 +102,7 @@ template <class To, class F> INLINE To by_part(const F &f) {
     template <class T> INLINE Vector<T> operator op(T a, Vector<T> b) {                                                \
         return by_part<Vector<T>>([&](auto i) EACH { return a op b.part[i]; });                                        \
     }
-OPERATOR(+) OPERATOR(-) OPERATOR(*) OPERATOR(/) OPERATOR(<<) OPERATOR(>>) OPERATOR(&)
+OPERATOR(+) OPERATOR(-) OPERATOR(*) OPERATOR(/) OPERATOR(<<) OPERATOR(>>) OPERATOR(&) OPERATOR(^)
 #undef OPERATOR
 template <class T> INLINE Vector<T> &operator+=(Vector<T> &a, Vector<T> b) { return a = a + b; }
 INLINE Lanes operator-(Lanes a) {
@@ -151,6 +152,11 @@ INLINE Lanes smaller(Lanes a, Lanes b) { return (Lanes)_mm512_min_ps((__m512)b, 
 INLINE Lanes larger(Lanes a, Lanes b) { return choose(b > a, b, a); }
 INLINE Lanes smaller(Lanes a, Lanes b) { return choose(b < a, b, a); }
 #endif
+INLINE int32_t bits_of(float x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
 INLINE Lanes magnitude(Lanes x) { return lanes_of(bits_of(x) & 0x7fffffff); }
 
 struct BFloat {
@@ -243,6 +249,34 @@ inline Lanes load(const Half *p) {
     return load(wide);
 #endif
 }
+
+INLINE Lanes to_floats(IntLanes x) {
+#ifdef __AVX512F__
+    return __builtin_convertvector(x, Lanes);
+#else
+    return by_part<Lanes>([&](auto i) EACH { return __builtin_convertvector(x.part[i], Floats); });
+#endif
+}
+
+#ifdef INTEGER_PRODUCTS
+// 16 words of four bytes, times the four bytes of another word, which have a sign; added to 16 sums. x86 takes the 16 words'
+// bytes without sign: with UNSIGNED_BYTES, signed ones come as those + 128.
+INLINE IntLanes add_bytes(IntLanes sums, IntLanes words, int32_t word) {
+#ifdef __AVX512F__
+    return (IntLanes)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)words, _mm512_set1_epi32(word));
+#else
+    return by_part<IntLanes>([&](auto i) EACH {
+        return (Ints)vdotq_s32((int32x4_t)sums.part[i], (int8x16_t)words.part[i], vreinterpretq_s8_s32(vdupq_n_s32(word)));
+    });
+#endif
+}
+#ifdef __AVX512F__
+constexpr bool UNSIGNED_BYTES = true;
+#else
+constexpr bool UNSIGNED_BYTES = false;
+#endif
+INLINE IntLanes load_words(const uint32_t *p) { return bits_of(load((const float *)p)); }
+#endif
 
 // Lines of memory that are soon read, in order, a few at each step.
 struct Ahead {

@@ -25,6 +25,9 @@ LEVELS = {
         Level("avx512", ("-march=x86-64-v4",), _V4),
         Level("avx2", ("-march=x86-64-v3",), _V3),
     ),
-    "aarch64": (Level("neon", ("-march=armv8-a",), frozenset({"asimd"})),),
+    "aarch64": (
+        Level("neondot", ("-march=armv8.2-a+dotprod",), frozenset({"asimd", "asimddp"})),
+        Level("neon", ("-march=armv8-a",), frozenset({"asimd"})),
+    ),
 }
 """By `platform.machine()`, the best first. Below AVX2 torch is faster."""

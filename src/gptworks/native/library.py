@@ -34,7 +34,8 @@ SOURCES = tuple(Path(__file__).with_name(name) for name in ("step.cpp", "optimiz
 BUILT = Path(__file__).with_name("built")
 """What a wheel carries: kernels-LEVEL-CHECKSUM.so."""
 
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-w")
+FLAGS = ("-O3", "-std=c++17", "-fno-schedule-insns", "-fPIC", "-pthread", "-w")
+"""On ARM GCC would load so far ahead that sums no longer fit in registers; on x86 it does not."""
 
 ATTEMPTS: tuple[tuple[str, ...], ...] = (
     ("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), (),
@@ -85,7 +86,8 @@ class Library:
 
     @property
     def has_integer_products(self) -> bool:
-        """Whether weights of 8 and 4 bits are multiplied as bytes, by which activations have two: AVX512_VNNI."""
+        """Whether weights of 8 and 4 bits are multiplied as bytes, by which activations have two: AVX512_VNNI, or ARM's
+        dot products."""
         return bool(self._built_with & 8)
 
     @property
@@ -98,7 +100,9 @@ class Library:
         """The widest instructions that it uses, as a person would name them."""
         built = self._built_with
         if not self.has_wide_vectors:
-            return "NEON" if platform.machine() in ("aarch64", "arm64") else "16-byte vectors"
+            if platform.machine() not in ("aarch64", "arm64"):
+                return "16-byte vectors"
+            return "NEON with dot products" if self.has_integer_products else "NEON"
         more = ["VNNI"] * self.has_integer_products + ["BF16"] * self.has_bf16_products + ["AMX"] * self.has_amx
         names = " and ".join(filter(None, (", ".join(more[:-1]), *more[-1:])))
         return ("AVX-512" if built & 2 else "AVX2") + (f" with {names}" if names else "")

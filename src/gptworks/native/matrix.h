@@ -48,25 +48,20 @@ struct Matrix {  // [n, k]; see quantize/formats.py for the kinds, panels.py for
 constexpr int64_t CHUNK = 128;    // activations are padded with zeros to a multiple of this
 constexpr int64_t MANY = 32;      // from so many rows on, threads divide norms and rounding, and float32 is laid out in panels
 constexpr int64_t FEW = 3;        // so many rows are multiplied with int8 by vectors, more by AMX: the same to the bit
-constexpr int64_t PANEL_ROWS = REGISTER == 64 ? 8 : MANY_REGISTERS || REGISTER == 32 ? 6 : 2;  // see panels.h
+constexpr int64_t PANEL_ROWS = REGISTER == 64 ? 8 : FEW_REGISTERS ? 2 : 6;  // see panels.h
 constexpr int64_t GROUP = REGISTER == 64 ? LANES : PANEL_ROWS;  // activation rows that are laid out together
 constexpr int64_t TILE_ROWS = 16;                               // of AMX
 
 int64_t padded(int64_t n) { return (n + CHUNK - 1) / CHUNK * CHUNK; }
 
-#ifdef INTEGER_PRODUCTS
 // low + 256 · high + offset
 INLINE Lanes joined(IntLanes low, IntLanes high, int64_t offset) {
-    const auto half = [&](auto i) EACH {
-        const auto wide = [&](IntLanes x) EACH { return _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64((__m512i)x, i)); };
-        const __m512i both = _mm512_add_epi64(wide(low), _mm512_slli_epi64(wide(high), 8));
-        return _mm256_castps_pd(_mm512_cvtepi64_ps(_mm512_add_epi64(both, _mm512_set1_epi64(offset))));
-    };
-    typedef std::integral_constant<int, 0> Lower;
-    typedef std::integral_constant<int, 1> Upper;
-    return (Lanes)_mm512_insertf64x4(_mm512_castpd256_pd512(half(Lower{})), half(Upper{}), 1);
+    int32_t lows[LANES], highs[LANES];
+    float out[LANES];
+    std::memcpy(lows, &low, sizeof lows), std::memcpy(highs, &high, sizeof highs);
+    for (int64_t i = 0; i < LANES; i++) out[i] = (float)(lows[i] + 256.0 * highs[i] + (double)offset);  // exact but for the last
+    return load(out);
 }
-#endif
 
 #ifdef BF16_PRODUCTS
 constexpr bool ROUNDS_TO_BF16 = true;
@@ -85,7 +80,7 @@ int64_t met_by(int64_t kind) {
 
 // What activations [n, stride] are made into:
 // * bf16 for bf16 (AVX512_BF16; elsewhere they stay as they are);
-// * for int8 and int4 (AVX512_VNNI) fixed point of 16 bits with one scale a row, as two planes of signed bytes,
+// * for int8 and int4 (AVX512_VNNI, ARM's dot products) fixed point of 16 bits with one scale a row, as two planes of signed bytes,
 //   x ≈ scale · (256 · high + low): finer than bf16, and sums of products are exact;
 // * for int8 and int4 (AVX2 alone) the same fixed point, as integers of 16 bits.
 struct Rounded {
@@ -223,32 +218,28 @@ struct Rows {
 #ifdef INTEGER_PRODUCTS
     void round(int64_t row) {
         const float *from = x + row * stride;
-        __m512i top = _mm512_setzero_si512();  // compared as integers: what is no number lies above all that are
-        for (int64_t i = 0; i < stride; i += LANES)
-            top = _mm512_max_epi32(top, (__m512i)magnitude(load(from + i)));
-        const int32_t top_bits = _mm512_reduce_max_epi32(top);
+        int32_t top = 0;  // compared as integers: what is no number lies above all that are
+        for (int64_t i = 0; i < stride; i++) top = std::max(top, bits_of(from[i]) & 0x7fffffff);
         float largest;
-        std::memcpy(&largest, &top_bits, sizeof largest);
+        std::memcpy(&largest, &top, sizeof largest);
         largest = std::max(largest, 1e-30f);
         Rounded &out = rounded();
-        out.scale[row] = top_bits < 0x7f800000 ? largest / 32639 : NAN;  // 127 · 256 + 127: high stays a signed byte
-        const __m512 factor = _mm512_set1_ps(32639 / largest);
-        __m512i running = _mm512_setzero_si512();
+        out.scale[row] = top < 0x7f800000 ? largest / 32639 : NAN;  // 127 · 256 + 127: high stays a signed byte
+        const float factor = 32639 / largest, magic = 0x1.8p23f;     // adding it rounds to a whole number, in the low bits
         int8_t *const lows = (int8_t *)low(row), *const highs = lows + stride;
+        int64_t total = 0;
         for (int64_t i = 0; i < stride; i += GROUPED) {
-            __m512i of_group = _mm512_setzero_si512();
-            for (int64_t at = i; at < i + GROUPED; at += LANES) {
-                const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from + at), factor));
-                const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(whole, 24), 24);
-                const __m512i high = _mm512_srai_epi32(_mm512_sub_epi32(whole, low), 8);
-                of_group = _mm512_add_epi32(of_group, whole);
-                _mm_storeu_si128((__m128i *)(lows + at), _mm512_cvtepi32_epi8(low));
-                _mm_storeu_si128((__m128i *)(highs + at), _mm512_cvtepi32_epi8(high));
+            int32_t of_group = 0;
+            for (int64_t at = i; at < i + GROUPED; at++) {
+                const int32_t whole = bits_of(from[at] * factor + magic) - 0x4b400000;
+                lows[at] = (int8_t)whole;
+                highs[at] = (int8_t)((whole - (int8_t)whole) >> 8);
+                of_group += whole;
             }
-            if (made == INT4) out.offsets[(row * stride + i) / GROUPED] = -8 * _mm512_reduce_add_epi32(of_group);
-            running = _mm512_add_epi32(running, of_group);
+            if (made == INT4) out.offsets[(row * stride + i) / GROUPED] = -8 * of_group;
+            total += of_group;
         }
-        out.total[row] = _mm512_reduce_add_epi32(running);
+        out.total[row] = total;
     }
 #endif
 };

@@ -26,8 +26,7 @@ constexpr int64_t PANEL_FAR = 8192;   // bytes ahead that it is asked for where 
 // bf16 in float32. A word has two neighbouring elements of a weight row; weights are widened a register at a time, so that the
 // sums stay in the others.
 struct OfPairs {
-    static constexpr bool FEW_SUMS = REGISTER == 16 && !MANY_REGISTERS;
-    static constexpr int64_t AT_ONCE = REGISTER == 64 ? 8 : FEW_SUMS ? 2 : 3, MOST_VECTORS = REGISTER == 64 ? 3 : FEW_SUMS ? 1 : 2;
+    static constexpr int64_t AT_ONCE = REGISTER == 64 ? 8 : REGISTER == 32 ? 3 : REGISTERS / 8, MOST_VECTORS = REGISTER == 64 ? 3 : REGISTER == 32 ? 2 : 1;
 
     template <int ROWS, int VECTORS>
     static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to, const Columns *columns,
@@ -63,7 +62,7 @@ struct OfPairs {
 #ifdef INTEGER_PRODUCTS
 // bf16; or int8 with activations of two planes of bytes. `Words` has the sums, and what two words add to one.
 template <class Words> struct OfWords {
-    static constexpr int64_t AT_ONCE = 8 / Words::PLANES, MOST_VECTORS = 3;
+    static constexpr int64_t AT_ONCE = (MANY_REGISTERS ? 8 : 4) / Words::PLANES, MOST_VECTORS = MANY_REGISTERS ? 3 : 1;
 
     template <int ROWS, int VECTORS>
     static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to, const Columns *columns,
@@ -75,11 +74,10 @@ template <class Words> struct OfWords {
         for (int64_t word = 0; word < m.n_words(); word += PANEL_STEP) {
             ahead.fetch();
             repeat<PANEL_STEP>([&](auto step) EACH {
-                __m512i weights[VECTORS];
-                repeat<VECTORS>([&](auto v) EACH { weights[v] = Words::weights(_mm512_loadu_si512(panel + v * LANES)); });
+                IntLanes weights[VECTORS];
+                repeat<VECTORS>([&](auto v) EACH { weights[v] = Words::weights(load_words(panel + v * LANES)); });
                 repeat<ALL>([&](auto r) EACH {
-                    const __m512i activation = _mm512_set1_epi32(in[r][word + step]);
-                    repeat<VECTORS>([&](auto v) EACH { sum[r][v] = Words::add(sum[r][v], weights[v], activation); });
+                    repeat<VECTORS>([&](auto v) EACH { sum[r][v] = Words::add(sum[r][v], weights[v], in[r][word + step]); });
                 });
                 panel += VECTORS * LANES;
             });
@@ -97,31 +95,29 @@ template <class Words> struct OfWords {
 struct BFloats {
     typedef Lanes Sum;
     static constexpr int64_t PLANES = 1;
-    static INLINE __m512i weights(__m512i words) { return words; }
-    static INLINE Sum add(Sum sum, __m512i weights, __m512i activation) {
-        return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)activation);
+    static INLINE IntLanes weights(IntLanes words) { return words; }
+    static INLINE Sum add(Sum sum, IntLanes weights, int32_t activation) {
+        return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(activation));
     }
     static INLINE Lanes joined(Sum sum, Sum, const Rows &, int64_t) { return sum; }
 };
 #endif
 
-// The product wants weights without sign: those + 128, whose share is 128 · the sum of the row's activations. Sums are exact.
+// Sums are exact. Of weights that are to come without sign, the 128 of each adds 128 · the sum of the row's activations.
 struct Integers {
     typedef IntLanes Sum;
     static constexpr int64_t PLANES = 2;
-    static INLINE __m512i weights(__m512i words) { return _mm512_xor_si512(words, _mm512_set1_epi8(-128)); }
-    static INLINE Sum add(Sum sum, __m512i weights, __m512i activation) {
-        return (Sum)_mm512_dpbusd_epi32((__m512i)sum, weights, activation);
-    }
+    static INLINE IntLanes weights(IntLanes words) { return UNSIGNED_BYTES ? words ^ (int32_t)0x80808080 : words; }
+    static INLINE Sum add(Sum sum, IntLanes weights, int32_t activation) { return add_bytes(sum, weights, activation); }
     static INLINE Lanes joined(Sum low, Sum high, const Rows &x, int64_t row) {
-        return ::joined(low, high, -128 * x.rounded().total[row]) * x.scale(row);
+        return ::joined(low, high, UNSIGNED_BYTES ? -128 * x.rounded().total[row] : 0) * x.scale(row);
     }
 };
 
 // int4. Each 32 elements of a weight row have a scale: their sums are exact, and are added in float32. A word has the low
 // nibbles of four elements and the high ones of those 16 further.
 struct OfNibbles {
-    static constexpr int64_t AT_ONCE = 4, MOST_VECTORS = 2;
+    static constexpr int64_t AT_ONCE = MANY_REGISTERS ? 4 : 2, MOST_VECTORS = MANY_REGISTERS ? 2 : 1;
 
     template <int ROWS, int VECTORS>
     static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to, const Columns *columns,
@@ -137,25 +133,21 @@ struct OfNibbles {
         const Half *scales = m.scales_from(first);
         for (int64_t group = 0; group < m.k / GROUPED; group++) {
             ahead.fetch();
-            __m512i sum[2][ROWS][VECTORS];  // of the planes
+            IntLanes sum[2][ROWS][VECTORS];  // of the planes
             repeat<ROWS>([&](auto r) EACH {
                 repeat<VECTORS>([&](auto v) EACH {
-                    sum[0][r][v] = _mm512_set1_epi32(offset[r][group]), sum[1][r][v] = _mm512_setzero_si512();
+                    sum[0][r][v] = IntLanes{} + offset[r][group], sum[1][r][v] = IntLanes{};
                 });
             });
             repeat<WORDS / 2>([&](auto word) EACH {
-                __m512i weights[2][VECTORS];
-                repeat<VECTORS>([&](auto v) EACH {
-                    const __m512i pairs = _mm512_loadu_si512(panel + v * LANES), nibble = _mm512_set1_epi8(15);
-                    weights[0][v] = _mm512_and_si512(pairs, nibble);
-                    weights[1][v] = _mm512_and_si512(_mm512_srli_epi16(pairs, 4), nibble);
-                });
-                repeat<ROWS>([&](auto r) EACH {
-                    repeat<2>([&](auto plane) EACH {
-                        repeat<2>([&](auto half) EACH {
-                            const __m512i activation = _mm512_set1_epi32(in[r][plane][group * WORDS + half * WORDS / 2 + word]);
+                repeat<2>([&](auto half) EACH {
+                    IntLanes weights[VECTORS];
+                    repeat<VECTORS>([&](auto v) EACH { weights[v] = load_words(panel + v * LANES) >> 4 * half & 0x0f0f0f0f; });
+                    repeat<ROWS>([&](auto r) EACH {
+                        repeat<2>([&](auto plane) EACH {
+                            const int32_t activation = in[r][plane][group * WORDS + half * WORDS / 2 + word];
                             repeat<VECTORS>([&](auto v) EACH {
-                                sum[plane][r][v] = _mm512_dpbusd_epi32(sum[plane][r][v], weights[half][v], activation);
+                                sum[plane][r][v] = add_bytes(sum[plane][r][v], weights[v], activation);
                             });
                         });
                     });
@@ -163,11 +155,8 @@ struct OfNibbles {
                 panel += VECTORS * LANES;
             });
             repeat<VECTORS>([&](auto v) EACH {
-                const Lanes scale = (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(scales + v * LANES)));
-                repeat<ROWS>([&](auto r) EACH {
-                    const __m512i both = _mm512_add_epi32(sum[0][r][v], _mm512_slli_epi32(sum[1][r][v], 8));
-                    total[r][v] += (Lanes)_mm512_cvtepi32_ps(both) * scale;
-                });
+                const Lanes scale = load(scales + v * LANES);
+                repeat<ROWS>([&](auto r) EACH { total[r][v] += to_floats(sum[0][r][v] + (sum[1][r][v] << 8)) * scale; });
             });
             scales += VECTORS * LANES;
         }
