@@ -22,7 +22,7 @@
 namespace {
 
 constexpr int64_t BLOCK = LANES;                              // positions whose keys lie together
-constexpr int64_t QUERIES = REGISTER * REGISTERS > 256 ? 4 : 2;  // that read keys and values together: by vectors,
+constexpr int64_t QUERIES = MANY_REGISTERS ? 8 : FEW_REGISTERS ? 2 : 4;  // that read keys and values together: by vectors,
 constexpr int64_t MOST_QUERIES = 32;                          // or by tiles
 
 // A query of one head, the first and the last + 1 key that it sees, and where its output goes.
@@ -410,13 +410,13 @@ void attend(const Query *queries, int64_t n, float scale, const HeadCache<Cache>
         if (queries_at_once<Cache>(cache.width) == MOST_QUERIES) return attend_by_tiles(queries, n, scale, cache, room, next);
 #endif
     float *scores = room.rows(n);
-    const auto run = [&](auto some, int64_t first) {
-        attend_by_vectors<some>(queries + first, scale, cache, scores, room.n_scores, next);
+    const auto run = [&](auto some) {
+        for (; n >= some; n -= some, queries += some) attend_by_vectors<some>(queries, scale, cache, scores, room.n_scores, next);
     };
-    if constexpr (QUERIES == 4)
-        if (n == 4) return run(std::integral_constant<int, 4>{}, 0);
-    if (n >= 2) run(std::integral_constant<int, 2>{}, 0);
-    if (n % 2) run(std::integral_constant<int, 1>{}, n - 1);
+    if constexpr (QUERIES >= 8) run(std::integral_constant<int, 8>{});
+    if constexpr (QUERIES >= 4) run(std::integral_constant<int, 4>{});
+    run(std::integral_constant<int, 2>{});
+    run(std::integral_constant<int, 1>{});
 }
 
 }  // namespace
