@@ -4,7 +4,6 @@ A word of four bytes has one number in fp32, two in bf16, four in int8. Keys: of
 then the second ones, and so on. Values: for each element a word of as many positions as it has numbers.
 """
 
-from abc import abstractmethod
 from typing import Any
 
 from torch import Tensor
@@ -22,9 +21,9 @@ class Blocks(Vectors):
     def room(n_tokens: int) -> int:
         return -(-n_tokens // BLOCK) * BLOCK
 
-    @abstractmethod
-    def _by_position(self, blocks: Tensor, of_word: int) -> Tensor:
-        """Blocks [..., blocks, 16 · D], of words of so many numbers, as vectors [..., positions, D]."""
+    def _by_position(self, blocks: Tensor) -> Tensor:
+        """Blocks [G, blocks, 16, D] as vectors [G, positions, D]."""
+        raise NotImplementedError
 
     def __setitem__(self, place: Any, x: Tensor) -> None:
         raise TypeError("the kernels write keys and values")
@@ -32,20 +31,25 @@ class Blocks(Vectors):
     def __getitem__(self, place: Any) -> Tensor:
         """Of one slot, by head and position."""
         slot, *places = place
-        vectors = self._by_position(self.data[slot].unflatten(1, (-1, BLOCK)).flatten(2), 4 // self.data.element_size())
+        groups, _, width = self.data[slot].shape
+        vectors = self._by_position(self.data[slot].view(groups, -1, BLOCK, width))
         if self.scale is not None:
             vectors = (vectors * self.scale[slot, ..., None]).to(self.dtype)
         return vectors[tuple(places)]
 
 
 class KeyBlocks(Blocks):
-    def _by_position(self, blocks: Tensor, of_word: int) -> Tensor:
-        return blocks.unflatten(-1, (-1, BLOCK, of_word)).transpose(-3, -2).flatten(-2).flatten(-3, -2)
+    def _by_position(self, blocks: Tensor) -> Tensor:
+        groups, n, _, width = blocks.shape
+        words = blocks.view(groups, n, -1, BLOCK, 4 // blocks.element_size())
+        return words.transpose(2, 3).reshape(groups, n * BLOCK, width)
 
 
 class ValueBlocks(Blocks):
-    def _by_position(self, blocks: Tensor, of_word: int) -> Tensor:
-        return blocks.unflatten(-1, (BLOCK // of_word, -1, of_word)).transpose(-2, -1).flatten(-4, -2)
+    def _by_position(self, blocks: Tensor) -> Tensor:
+        groups, n, _, width = blocks.shape
+        words = blocks.view(groups, -1, width, 4 // blocks.element_size())
+        return words.transpose(2, 3).reshape(groups, n * BLOCK, width)
 
 
 class BlockCache(SlotCache):
