@@ -21,9 +21,9 @@
 
 namespace {
 
-constexpr int64_t BLOCK = LANES;                              // positions whose keys lie together
-constexpr int64_t QUERIES = MANY_REGISTERS ? 8 : FEW_REGISTERS ? 2 : 4;  // that read keys and values together: by vectors,
-constexpr int64_t MOST_QUERIES = 32;                          // or by tiles
+constexpr int64_t BLOCK = LANES;  // positions whose keys lie together
+// Queries that read keys and values together: by vectors, and by tiles.
+constexpr int64_t QUERIES = MANY_REGISTERS ? 8 : FEW_REGISTERS ? 2 : 4, MOST_QUERIES = 32;
 
 // A query of one head, the first and the last + 1 key that it sees, and where its output goes.
 struct Query {
@@ -39,7 +39,8 @@ template <class Cache> struct HeadCache {
     static constexpr bool SCALED = std::is_same_v<Cache, int8_t>;  // a value is = integer · scale of its vector
     static constexpr int64_t OF_WORD = 4 / sizeof(Cache);
     int64_t width;                                         // d_head
-    Cache *keys, *values;                                  // [blocks, width / OF_WORD, 16, OF_WORD], [positions / OF_WORD, width, OF_WORD]
+    Cache *keys;                                           // [blocks, width / OF_WORD, 16, OF_WORD]
+    Cache *values;                                         // [positions / OF_WORD, width, OF_WORD]
     float *key_scales = nullptr, *value_scales = nullptr;  // [positions]
 
     // The words of a block's keys, and those of the values from a position on that is a multiple of OF_WORD.
@@ -53,10 +54,10 @@ template <class Cache> struct HeadCache {
         Cache *to_value = values + position / OF_WORD * OF_WORD * width + position % OF_WORD;
         for (int64_t i = 0; i < width; i += LANES) {
             alignas(64) Cache sixteen[LANES];
-            store(key + i, of_key, sixteen);
+            narrow(key + i, of_key, sixteen);
             for (int64_t word = 0; word < LANES / OF_WORD; word++)
                 std::memcpy(to_key + (i / OF_WORD + word) * BLOCK * OF_WORD, sixteen + word * OF_WORD, 4);
-            store(value + i, of_value, sixteen);
+            narrow(value + i, of_value, sixteen);
             for (int64_t n = 0; n < LANES; n++) to_value[(i + n) * OF_WORD] = sixteen[n];
         }
     }
@@ -73,11 +74,12 @@ template <class Cache> struct HeadCache {
         return finite ? largest / 127 : NAN;
     }
 
-    static void store(const float *from, float scale, Cache *to) {
+    static void narrow(const float *from, float scale, Cache *to) {
         if constexpr (SCALED)
-            for (int64_t n = 0; n < LANES; n++) to[n] = scale > 0 ? (Cache)std::lrint(from[n] / scale) : (Cache)std::isnan(scale);
+            for (int64_t n = 0; n < LANES; n++)
+                to[n] = scale > 0 ? (Cache)std::lrint(from[n] / scale) : (Cache)std::isnan(scale);
         else
-            ::store(to, load(from));
+            store(to, load(from));
     }
 };
 
@@ -90,7 +92,7 @@ template <class Cache> constexpr bool ROUNDED = false;
 
 // ---------------------------------------------------------------------------------------------------- by vectors
 
-template <int E, class Cache> INLINE Floats element(const Cache *, Words words) {  // the E-th of each word
+template <class Cache, int E> INLINE Floats element(Words words) {  // the E-th of each word
     if constexpr (sizeof(Cache) == 4)
         return (Floats)words;
     else if constexpr (sizeof(Cache) == 2)
@@ -161,10 +163,10 @@ template <int N, int VECTORS, class Cache> struct Sums {
 
   private:
     template <class Part, class E>
-    static INLINE Floats part_of(const uint32_t *right, int64_t vectors_apart, Part part, E e) {
+    static INLINE Floats part_of(const uint32_t *right, int64_t vectors_apart, Part part, E) {
         Words words;
         std::memcpy(&words, right + part / PARTS * vectors_apart + part % PARTS * (REGISTER / 4), sizeof words);
-        return element<e>((const Cache *)nullptr, words);
+        return element<Cache, E::value>(words);
     }
 #ifdef BF16_PRODUCTS
     static INLINE void add_pairs(Floats &sum, __m512i a, __m512i b) {
@@ -237,7 +239,9 @@ void attend_by_vectors(const Query *queries, float scale, const HeadCache<Cache>
     by_columns<N>(end - from, [&](int64_t i, auto vectors) EACH {
         Sums<N, vectors, Cache> sums;
         sums.add(left, cache.keys_from((from + i) / BLOCK), n_words, BLOCK, n_words * BLOCK, values);
-        repeat<N>([&](auto r) EACH { repeat<vectors>([&](auto v) EACH { store(scores + r * room + i + v * LANES, sums.at(r, v)); }); });
+        repeat<N>([&](auto r) EACH {
+            repeat<vectors>([&](auto v) EACH { store(scores + r * room + i + v * LANES, sums.at(r, v)); });
+        });
     });
     Lanes factor[N];
     for (int r = 0; r < N; r++) factor[r] = softmax(queries[r], scale, cache, scores + r * room, from, end);
@@ -257,7 +261,9 @@ void attend_by_vectors(const Query *queries, float scale, const HeadCache<Cache>
         repeat<N>([&](auto r) EACH { alone(r, word_of(queries[r].from), all_from); });
         sums.add(inner, right + all_from * width, all_to - all_from, width, LANES, keys);
         repeat<N>([&](auto r) EACH { alone(r, all_to, word_of(queries[r].to + OF_WORD - 1)); });
-        repeat<N>([&](auto r) EACH { repeat<vectors>([&](auto v) EACH { store(queries[r].out + i + v * LANES, sums.at(r, v) * factor[r]); }); });
+        repeat<N>([&](auto r) EACH {
+            repeat<vectors>([&](auto v) EACH { store(queries[r].out + i + v * LANES, sums.at(r, v) * factor[r]); });
+        });
         keys = {};
     });
 }
@@ -266,15 +272,16 @@ void attend_by_vectors(const Query *queries, float scale, const HeadCache<Cache>
 // ------------------------------------------------------------------------------------------------------ by tiles
 
 constexpr int64_t POSITIONS = 2 * amx::SIDE;  // of the values that two tiles multiply; also elements of keys that they do
+constexpr int64_t SOME = 8 * POSITIONS;       // of the values that are multiplied for all their elements before others are read
 
 struct alignas(64) Tile {
     float at[LANES][LANES];
 };
 
 struct TileRoom {
-    std::vector<BFloat> queries;      // [32, width]
-    std::vector<uint32_t> values;     // of 32 positions, where a query does not see all: [16, width]
-    std::vector<float> sums;          // [32, width]
+    std::vector<BFloat> queries;   // [32, width]
+    std::vector<uint32_t> values;  // of 32 positions, where a query does not see all: [16, width]
+    std::vector<float> sums;       // [32, width]
     Tile products[2];
 
     void reserve(int64_t width) {
@@ -292,13 +299,15 @@ struct OnTiles {
     void score(const Query *queries, int64_t to, float *scores, Ahead &ahead) const {
         for (int64_t r = 0; r < n; r++)
             for (int64_t i = 0; i < width; i += LANES) store(&room.queries[r * width] + i, load(queries[r].q + i));
-        const char *const left[] = {(const char *)&room.queries[0], (const char *)(&room.queries[0] + amx::SIDE * width)};
+        const char *const left[] = {(char *)&room.queries[0], (char *)(&room.queries[0] + amx::SIDE * width)};
         for (int64_t s = from; s < to; s += POSITIONS) {
-            const int64_t wide = s + BLOCK < to ? 2 : 1;
-            const char *const right[] = {(const char *)cache.keys_from(s / BLOCK), (const char *)cache.keys_from(s / BLOCK + wide - 1)};
+            const int64_t block = s / BLOCK, wide = s + BLOCK < to ? 2 : 1;
+            const char *const right[] = {(char *)cache.keys_from(block), (char *)cache.keys_from(block + wide - 1)};
             char *out[4];
-            for (int64_t t = 0; t < tall * wide; t++)
-                out[t] = n == 1 ? (char *)&room.products[t] : (char *)(scores + t / wide * amx::SIDE * stride + s - from + t % wide * BLOCK);
+            for (int64_t t = 0; t < tall * wide; t++) {
+                float *const there = scores + t / wide * amx::SIDE * stride + s - from + t % wide * BLOCK;
+                out[t] = n == 1 ? (char *)&room.products[t] : (char *)there;
+            }
             amx::product<false>(tall, wide, left, n == 1 ? 0 : 2 * width, right, amx::ROW, amx::TILE, width / POSITIONS, out,
                                 n == 1 ? amx::ROW : 4 * stride, false, &ahead);
             for (int64_t t = 0; n == 1 && t < wide; t++) store(scores + s - from + t * BLOCK, load(room.products[t].at[0]));
@@ -307,23 +316,25 @@ struct OnTiles {
 
     // Σ weight · value over the keys in [first, last); weights: [n, stride] floats, in bf16 in the first half of each row.
     // False: not computed, because some values are no numbers, and a query may not see them.
-    bool weigh(const Query *queries, const Lanes *factor, const float *weights, int64_t first, int64_t last, Ahead &ahead) const {
+    bool weigh(const Query *queries, const Lanes *factor, const float *weights, int64_t first, int64_t last,
+               Ahead &ahead) const {
         const int64_t all_from = (queries[n - 1].from + POSITIONS - 1) / POSITIONS * POSITIONS;
         const int64_t all_to = queries[0].to / POSITIONS * POSITIONS;
         for (int64_t s = from, many; s < end; s += many) {
             const bool all_see = s >= all_from && s < all_to;
-            many = all_see ? all_to - s : POSITIONS;
+            many = all_see ? std::min(all_to - s, SOME) : POSITIONS;
             const uint32_t *values = cache.values_from(s);
             if (!all_see) {
                 if (!copy(s, first, last) && n > 1) return false;
                 values = room.values.data();
             }
             const BFloat *const of_first = (const BFloat *)weights + s - from;
-            const char *const left[] = {(const char *)of_first, (const char *)(of_first + 2 * amx::SIDE * stride)};
+            const char *const left[] = {(char *)of_first, (char *)(of_first + 2 * amx::SIDE * stride)};
             for (int64_t i = 0; i < width; i += 2 * amx::SIDE) {
-                const char *const right[] = {(const char *)(values + i), (const char *)(values + i + amx::SIDE)};
+                const char *const right[] = {(char *)(values + i), (char *)(values + i + amx::SIDE)};
+                float *const sums = &room.sums[i];
                 char *out[4];
-                for (int64_t t = 0; t < 2 * tall; t++) out[t] = (char *)&room.sums[t / 2 * amx::SIDE * width + i + t % 2 * amx::SIDE];
+                for (int64_t t = 0; t < 2 * tall; t++) out[t] = (char *)(sums + t / 2 * amx::SIDE * width + t % 2 * amx::SIDE);
                 amx::product<false>(tall, 2, left, n == 1 ? 0 : 4 * stride, right, 4 * width, amx::SIDE * 4 * width,
                                     many / POSITIONS, out, 4 * width, s > from, &ahead);
             }
@@ -385,7 +396,7 @@ inline void attend_by_tiles(const Query *queries, int64_t n, float scale, const 
     const int64_t end = (to + POSITIONS - 1) / POSITIONS * POSITIONS;
     room.tiles.reserve(cache.width);
     const auto soon = [&](const BFloat *vectors) {
-        return next ? Ahead{(const char *)(vectors + from * cache.width), (const char *)(vectors + to * cache.width), 32} : Ahead{};
+        return next ? Ahead{(char *)(vectors + from * cache.width), (char *)(vectors + to * cache.width), 32} : Ahead{};
     };
     Ahead values = soon(cache.values), keys = soon(next);
     float *scores = room.rows(n == 1 ? 1 : (n + amx::SIDE - 1) / amx::SIDE * amx::SIDE);
@@ -411,7 +422,8 @@ void attend(const Query *queries, int64_t n, float scale, const HeadCache<Cache>
 #endif
     float *scores = room.rows(n);
     const auto run = [&](auto some) {
-        for (; n >= some; n -= some, queries += some) attend_by_vectors<some>(queries, scale, cache, scores, room.n_scores, next);
+        for (; n >= some; n -= some, queries += some)
+            attend_by_vectors<some>(queries, scale, cache, scores, room.n_scores, next);
     };
     if constexpr (QUERIES >= 8) run(std::integral_constant<int, 8>{});
     if constexpr (QUERIES >= 4) run(std::integral_constant<int, 4>{});

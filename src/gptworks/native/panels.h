@@ -26,7 +26,8 @@ constexpr int64_t PANEL_FAR = 8192;   // bytes ahead that it is asked for where 
 // bf16 in float32. A word has two neighbouring elements of a weight row; weights are widened a register at a time, so that the
 // sums stay in the others.
 struct OfPairs {
-    static constexpr int64_t AT_ONCE = REGISTER == 64 ? 8 : REGISTER == 32 ? 3 : REGISTERS / 8, MOST_VECTORS = REGISTER == 64 ? 3 : REGISTER == 32 ? 2 : 1;
+    static constexpr int64_t AT_ONCE = REGISTER == 64 ? 8 : REGISTER == 32 ? 3 : REGISTERS / 8;
+    static constexpr int64_t MOST_VECTORS = REGISTER == 64 ? 3 : REGISTER == 32 ? 2 : 1;
 
     template <int ROWS, int VECTORS>
     static INLINE void multiply(const Matrix &m, int64_t first, const Rows &x, int64_t from, int64_t to, const Columns *columns,

@@ -178,7 +178,8 @@ void attention(const Model &m, const Layer &layer, const Batch &b, float *qkv, i
                 const int64_t position = b.positions[r];
                 float *q = qkv + r * stride + head * width;
                 prepare_head(m, layer, layer.query_norm, position, q);
-                queries[n++] = {q, out + r * out_stride + head * width, std::max<int64_t>(0, position + 1 - layer.window), position + 1};
+                queries[n++] = {q, out + r * out_stride + head * width,
+                                std::max<int64_t>(0, position + 1 - layer.window), position + 1};
                 if (n == at_once || (r + 1 == end && head + 1 == (group + 1) * heads))
                     attend(queries, std::exchange(n, 0), m.scale, cache, room, next);
             }
