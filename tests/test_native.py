@@ -9,6 +9,7 @@ import mmap
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -87,9 +88,9 @@ def check(model: GPT, backend: native.NativeBackend, near: float, rounded: bool 
     """Three texts of different lengths: begun together, gone on with one token, and with several.
 
     rounded: what is multiplied by a matrix is rounded to bf16. A number on the border of two may come out as the other
-    one, and changes what follows: texts are near then, and the row that differs least has met none.
+    one, and changes what follows: texts are near then, half of the rows to a thousandth, and one has met none.
     """
-    least = []
+    differences = []
     texts = [text(1, 1), text(9, 2), text(30, 3)]
     double = copy_of(model)
     if rounded:
@@ -109,8 +110,9 @@ def check(model: GPT, backend: native.NativeBackend, near: float, rounded: bool 
             assert logits.shape == wanted.shape and logits.dtype == torch.float32
             largest = float(wanted.abs().max())
             torch.testing.assert_close(logits, wanted, rtol=0, atol=near * largest)
-            least.append(float((logits - wanted).abs().amax(-1).min()) / largest)
-    assert not rounded or min(least) < 1e-6
+            differences += ((logits - wanted).abs().amax(-1) / largest).tolist()
+    if rounded:
+        assert median(differences) < 1e-3 and min(differences) < 1e-6
 
 
 def copy_of(model: GPT) -> GPT:

@@ -1,17 +1,16 @@
 """Keys and values as the native kernels multiply them (cached_attention.h): in blocks of 16 positions.
 
-A word of four bytes has one number in fp32, two in bf16, four in int8. Keys: of a block the first words of its 16 keys,
-then the second ones, and so on. Values: for each element a word of as many positions as it has numbers.
+A word of four bytes has one number in fp32, two in bf16, four in int8. Keys lie in panels of 16 (quantize/panels.py);
+values have, for each element, a word of as many positions as it has numbers.
 """
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gptworks.model.cache import SlotCache, Vectors
-
-BLOCK = 16
-"""Positions of a block."""
+from gptworks.quantize.panels import UNIT, from_panels, size_in_panels
 
 
 class Blocks(Vectors):
@@ -19,10 +18,10 @@ class Blocks(Vectors):
 
     @staticmethod
     def room(n_tokens: int) -> int:
-        return -(-n_tokens // BLOCK) * BLOCK
+        return size_in_panels(n_tokens)
 
     def _by_position(self, blocks: Tensor) -> Tensor:
-        """Blocks [G, blocks, 16, D] as vectors [G, positions, D]."""
+        """Vectors [G, positions, D] in the order of their positions."""
         raise NotImplementedError
 
     def __setitem__(self, place: Any, x: Tensor) -> None:
@@ -31,8 +30,7 @@ class Blocks(Vectors):
     def __getitem__(self, place: Any) -> Tensor:
         """Of one slot, by head and position."""
         slot, *places = place
-        groups, _, width = self.data[slot].shape
-        vectors = self._by_position(self.data[slot].view(groups, -1, BLOCK, width))
+        vectors = self._by_position(self.data[slot])
         if self.scale is not None:
             vectors = (vectors * self.scale[slot, ..., None]).to(self.dtype)
         return vectors[tuple(places)]
@@ -40,16 +38,14 @@ class Blocks(Vectors):
 
 class KeyBlocks(Blocks):
     def _by_position(self, blocks: Tensor) -> Tensor:
-        groups, n, _, width = blocks.shape
-        words = blocks.view(groups, n, -1, BLOCK, 4 // blocks.element_size())
-        return words.transpose(2, 3).reshape(groups, n * BLOCK, width)
+        return torch.stack([from_panels(head.flatten(), len(head), UNIT) for head in blocks])
 
 
 class ValueBlocks(Blocks):
     def _by_position(self, blocks: Tensor) -> Tensor:
-        groups, n, _, width = blocks.shape
+        groups, _, width = blocks.shape
         words = blocks.view(groups, -1, width, 4 // blocks.element_size())
-        return words.transpose(2, 3).reshape(groups, n * BLOCK, width)
+        return words.transpose(2, 3).reshape(blocks.shape)
 
 
 class BlockCache(SlotCache):

@@ -25,6 +25,12 @@ constexpr int64_t BLOCK = LANES;  // positions whose keys lie together
 // Queries that read keys and values together: by vectors, and by tiles.
 constexpr int64_t QUERIES = MANY_REGISTERS ? 8 : FEW_REGISTERS ? 2 : 4, MOST_QUERIES = 32;
 
+// The lines of vectors [from, to) of keys or values; none where there are no vectors.
+template <class Cache> Ahead lines_of(const Cache *vectors, int64_t from, int64_t to, int64_t width, int64_t at_once) {
+    if (!vectors) return {};
+    return {(const char *)(vectors + from * width), (const char *)(vectors + to * width), at_once};
+}
+
 // A query of one head, the first and the last + 1 key that it sees, and where its output goes.
 struct Query {
     float *q, *out;
@@ -226,16 +232,13 @@ void attend_by_vectors(const Query *queries, float scale, const HeadCache<Cache>
     constexpr int64_t LEFT_OF_WORD = Sums<N, 1, Cache>::LEFT_OF_WORD;
     const int64_t width = cache.width, n_words = width / OF_WORD, to = queries[N - 1].to;
     const int64_t from = queries[0].from / BLOCK * BLOCK, end = (to + BLOCK - 1) / BLOCK * BLOCK;
-    const auto soon = [&](const Cache *vectors, int64_t at_once) {
-        if (!next) return Ahead{};
-        return Ahead{(const char *)(vectors + from * width), (const char *)(vectors + to * width), at_once};
-    };
     if constexpr (ROUNDED<Cache>)
         for (int r = 0; r < N; r++)
             for (int64_t i = 0; i < width; i += LANES) store((BFloat *)queries[r].q + i, load(queries[r].q + i));
     const Left *left[N];
     repeat<N>([&](auto r) EACH { left[r] = (const Left *)queries[r].q; });
-    Ahead values = soon(cache.values, 4), keys = soon(next, width / LANES);
+    Ahead values = lines_of(next ? cache.values : nullptr, from, to, width, 4);
+    Ahead keys = lines_of(next, from, to, width, width / LANES);
     by_columns<N>(end - from, [&](int64_t i, auto vectors) EACH {
         Sums<N, vectors, Cache> sums;
         sums.add(left, cache.keys_from((from + i) / BLOCK), n_words, BLOCK, n_words * BLOCK, values);
@@ -395,10 +398,8 @@ inline void attend_by_tiles(const Query *queries, int64_t n, float scale, const 
     const int64_t from = queries[0].from / POSITIONS * POSITIONS, to = queries[n - 1].to, stride = room.n_scores;
     const int64_t end = (to + POSITIONS - 1) / POSITIONS * POSITIONS;
     room.tiles.reserve(cache.width);
-    const auto soon = [&](const BFloat *vectors) {
-        return next ? Ahead{(char *)(vectors + from * cache.width), (char *)(vectors + to * cache.width), 32} : Ahead{};
-    };
-    Ahead values = soon(cache.values), keys = soon(next);
+    Ahead values = lines_of(next ? cache.values : nullptr, from, to, cache.width, 32);
+    Ahead keys = lines_of(next, from, to, cache.width, 32);
     float *scores = room.rows(n == 1 ? 1 : (n + amx::SIDE - 1) / amx::SIDE * amx::SIDE);
     const OnTiles on_tiles{cache, room.tiles, n, from, end, stride};
     on_tiles.score(queries, to, scores, values);

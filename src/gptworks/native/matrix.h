@@ -181,24 +181,24 @@ struct Rows {
             }
     }
 
+    // What a row is multiplied by, so that its largest number becomes `most`; sets its scale.
+    float to_integers(int64_t row, float most) {
+        int32_t top = 0;  // compared as integers: what is no number lies above all that are
+        for (int64_t i = 0; i < stride; i++) top = std::max(top, bits_of(x[row * stride + i]) & 0x7fffffff);
+        float largest;
+        std::memcpy(&largest, &top, sizeof largest);
+        largest = std::max(largest, 1e-30f);
+        rounded().scale[row] = top < 0x7f800000 ? largest / most : NAN;
+        return most / largest;
+    }
+
 #ifdef WIDE_INTEGER_PRODUCTS
     // Of each four the first, the third, the second and the fourth.
     const int16_t *wide(int64_t row) const { return (const int16_t *)low(row); }
 
     void round(int64_t row) {
         const float *from = x + row * stride;
-        const __m256i but_sign = _mm256_set1_epi32(0x7fffffff);
-        __m256i top = _mm256_setzero_si256();  // compared as integers: what is no number lies above all that are
-        for (int64_t i = 0; i < stride; i += 8)
-            top = _mm256_max_epi32(top, _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(from + i)), but_sign));
-        int32_t tops[8];
-        _mm256_storeu_si256((__m256i *)tops, top);
-        const int32_t top_bits = *std::max_element(tops, tops + 8);
-        float largest;
-        std::memcpy(&largest, &top_bits, sizeof largest);
-        largest = std::max(largest, 1e-30f);
-        rounded().scale[row] = top_bits < 0x7f800000 ? largest / 32767 : NAN;
-        const __m256 factor = _mm256_set1_ps(32767 / largest);
+        const __m256 factor = _mm256_set1_ps(to_integers(row, 32767));
         int16_t *const to = (int16_t *)low(row);
         const auto eight = [&](int64_t i) EACH { return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(from + i), factor)); };
         for (int64_t i = 0; i < stride; i += 16) {
@@ -218,14 +218,9 @@ struct Rows {
 #ifdef INTEGER_PRODUCTS
     void round(int64_t row) {
         const float *from = x + row * stride;
-        int32_t top = 0;  // compared as integers: what is no number lies above all that are
-        for (int64_t i = 0; i < stride; i++) top = std::max(top, bits_of(from[i]) & 0x7fffffff);
-        float largest;
-        std::memcpy(&largest, &top, sizeof largest);
-        largest = std::max(largest, 1e-30f);
+        const float factor = to_integers(row, 127 * 256 + 127);  // high stays a signed byte
+        const float magic = 0x1.8p23f;                            // adding it rounds to a whole number, in the low bits
         Rounded &out = rounded();
-        out.scale[row] = top < 0x7f800000 ? largest / 32639 : NAN;  // 127 · 256 + 127: high stays a signed byte
-        const float factor = 32639 / largest, magic = 0x1.8p23f;     // adding it rounds to a whole number, in the low bits
         int8_t *const lows = (int8_t *)low(row), *const highs = lows + stride;
         int64_t total = 0;
         for (int64_t i = 0; i < stride; i += GROUPED) {
