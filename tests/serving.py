@@ -4,6 +4,7 @@ import json
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -181,6 +182,25 @@ def head(length: int, path: str = "/v1/completions") -> bytes:
 def request(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
     content = json.dumps(body).encode()
     return head(len(content), path) + content
+
+
+@contextmanager
+def paused_after(n_steps: int) -> Iterator[None]:
+    """Texts stop growing after this many steps of their engines while the `with` lasts, however fast the machine is."""
+    step, taken, goes_on = Engine._step, Counter[Engine](), threading.Event()
+
+    def paused(engine: Engine) -> None:
+        if taken[engine] == n_steps:
+            assert goes_on.wait(120)
+        taken[engine] += 1
+        step(engine)
+
+    Engine._step = paused  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Engine._step = step  # type: ignore[method-assign]
+        goes_on.set()
 
 
 def until(holds: Callable[[], bool], seconds: float = 120) -> None:

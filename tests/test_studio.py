@@ -29,7 +29,7 @@ from gptworks.studio.state import uncached
 from gptworks.train.loop import train
 from gptworks.train.run_folder import is_in_use
 from histories import training
-from serving import KEY, Running, running_app, until
+from serving import KEY, Running, paused_after, running_app, until
 
 PROMPT = "line 7: the quick"
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -367,13 +367,15 @@ def test_origins_that_are_named_may_call(runs: Path) -> None:
 
 def test_a_client_that_goes_away_frees_its_slot_and_its_engine(server: Running, http: httpx.Client) -> None:
     body = {"model": "tuned/chat", "prompt": "a", "settings": {"max_tokens": 2900, "ignore_eos": True}}
-    with http.stream("POST", "/studio/generate", json=body) as response:
-        lines = response.iter_lines()
-        next(line for line in lines if '"token"' in line)
-        engine = server.engine("tuned/chat@1")
-        assert engine.statistics().running == 1
+    with paused_after(10):
+        with http.stream("POST", "/studio/generate", json=body) as response:
+            lines = response.iter_lines()
+            next(line for line in lines if '"token"' in line)
+            engine = server.engine("tuned/chat@1")
+            assert engine.statistics().running == 1
+        until(lambda: server.service.in_flight == 0)
     until(lambda: engine.statistics().running == 0 and engine.statistics().slots_used == 0)
-    until(lambda: server.service.in_flight == 0)
+    assert engine.statistics().cancelled == 1
 
 
 def test_two_clients_wait_for_one_load(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +409,7 @@ def test_nothing_is_loaded_ahead_where_requests_use_the_memory(runs: Path) -> No
     app = create_studio([runs], SETTINGS, device="cpu", backend="torch", max_idle_bytes=room)
     with running_app(app) as server, server.http() as http:
         large = {"model": "tuned/chat", "prompt": "a", "settings": {"max_tokens": 2900, "ignore_eos": True}}
-        with http.stream("POST", "/studio/generate", json=large) as response:
+        with paused_after(10), http.stream("POST", "/studio/generate", json=large) as response:
             lines = response.iter_lines()
             next(line for line in lines if '"token"' in line)
             assert http.post("/studio/load", json={"model": "demo"}).json() == {"loaded": False}
