@@ -1,4 +1,4 @@
-"""The passes of gptworks.model.cpu, float32 products and Muon beside torch's own, forward and backward, from one run.
+"""The passes of gptworks.model.cpu and Muon beside torch's own, forward and backward, from one run.
 
 python bench/passes.py
 """
@@ -15,7 +15,6 @@ from gptworks.device import device_name, keep_freed_memory
 from gptworks.model import cpu
 from gptworks.model.attention import attend, causal_mask, rotate
 from gptworks.model.loss import linear_cross_entropy
-from gptworks.model.products import linear
 from gptworks.train.optim.muon import Muon
 
 SHAPES = ((16, 6, 256, 64), (4, 12, 512, 64), (4, 12, 1024, 64), (8, 8, 1024, 64), (1, 16, 4096, 128))
@@ -111,10 +110,6 @@ def main() -> None:
         compare_losses(n_tokens, width, vocab_size)
     for n, rows, columns in ((16, 256, 256), (8, 1024, 256), (96, 256, 192)):
         compare_muon(n, rows, columns)
-    for n_rows, width, n_out in ((4096, 384, 1536), (2048, 3072, 768)):
-        x, weight = torch.randn(n_rows, width, requires_grad=True), torch.randn(n_out, width, requires_grad=True)
-        name = f"product, fp32, {n_rows} × {width} × {n_out}"
-        compare(name, lambda x, w: linear(x, w, None), F.linear, x, weight)
     h = torch.randn(8192, 1024).bfloat16().requires_grad_()
     compare("ReLU², bf16, 8192 × 1024", lambda x: cpu.activate(x, "relu2"), lambda x: F.relu(x).square(), h)
 

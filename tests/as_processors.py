@@ -21,7 +21,7 @@ TESTS = Path(__file__).parent
 NUMERIC = [
     "attention", "backend", "batch_generate", "concurrency", "cpu", "distillation", "engine", "engine_machine",
     "equivalence", "instruction", "lora", "loss", "model", "moe", "native", "native_attention", "native_optimizer",
-    "optim", "packing", "passes", "preference", "products",
+    "optim", "packing", "preference",
     "quantize", "resume", "reuse", "reward", "rope", "sampling", "speculate", "train", "training_evaluation",
 ]
 # fmt: on

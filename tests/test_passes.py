@@ -240,12 +240,3 @@ def test_cross_entropy_of_what_is_no_number_and_of_far_logits() -> None:
 def test_a_target_that_is_no_column_is_refused(target: int) -> None:
     with pytest.raises(IndexError, match=f"{target}.*there are 40 logits"):
         passes.cross_entropy(torch.randn(2, 40), torch.tensor([0, target]), gradient=True)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (16, 16), (17, 15), (300, 1000), (1000, 67), (5, 4096)], ids=str)
-def test_a_matrix_is_transposed(shape: tuple[int, int], threads: int) -> None:
-    whole = torch.randn(shape[0], shape[1] + 9)
-    part = whole[:, 4 : 4 + shape[1]]
-    for x in (part.contiguous(), part):
-        out = passes.transposed(x)
-        assert out.is_contiguous() and torch.equal(out, x.T)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptworks.config import ModelConfig
-from gptworks.model import cpu, products
+from gptworks.model import cpu
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -29,14 +29,6 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     if not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
-
-
-class Linear(nn.Linear):
-    """torch's linear layer, whose products are `gptworks.model.products`'."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., I] → [..., O]."""
-        return products.linear(x, self.weight, self.bias)
 
 
 class Norm(nn.Module):
@@ -177,9 +169,9 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, d_ff: int) -> None:
         super().__init__()
         self.kind = config.mlp
-        self.gate = Linear(config.d_model, d_ff, bias=config.mlp_bias) if config.gated else None
-        self.up = Linear(config.d_model, d_ff, bias=config.mlp_bias)
-        self.down = Linear(d_ff, config.d_model, bias=config.mlp_bias)
+        self.gate = nn.Linear(config.d_model, d_ff, bias=config.mlp_bias) if config.gated else None
+        self.up = nn.Linear(config.d_model, d_ff, bias=config.mlp_bias)
+        self.down = nn.Linear(d_ff, config.d_model, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] → [..., C]."""

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gptworks.config import IGNORED
 from gptworks.model.layers import cap, without_autocast
-from gptworks.model.products import matmul
 from gptworks.native import passes
 
 CPU_CACHE_BYTES = 8 * 2**20
@@ -249,10 +248,10 @@ def _sums_and_gradients(
     for start in range(0, len(features), chunk):
         rows = slice(start, min(start + chunk, len(features)))
         x = features[rows]  # N C
-        d_logits = matmul(x, head.T)
+        d_logits = x @ head.T
         total += into_gradient(d_logits, rows)
         if d_features is not None:
-            matmul(d_logits, head, out=d_features[rows])
+            torch.mm(d_logits, head, out=d_features[rows])
         if wants[1]:
             adds = d_weight is not None
             d_weight = torch.empty_like(weight, dtype=wide) if d_weight is None else d_weight
@@ -265,7 +264,7 @@ def _add_products(d_weight: Tensor, d_logits: Tensor, x: Tensor, adds: bool) -> 
     """Add d_logitsᵀ [V, N] · x [N, C] to d_weight [V, C], or write it there, some rows at a time."""
     n_rows = head_rows(x.device, len(d_weight))
     for part, to in zip(torch.split(d_logits.T, n_rows), torch.split(d_weight, n_rows), strict=True):
-        product = matmul(part, x)
+        product = part @ x
         to.add_(product) if adds else to.copy_(product)
         del product
 

@@ -295,7 +295,6 @@ def _declare(functions: ctypes.CDLL) -> None:
         ("norm_backward", [number] * 7 + [real] + [pointer] * 10),
         ("add", [number] * 4 + [real] + [pointer] * 3),
         ("rotate", [number] * 8 + [real] + [pointer] * 4),
-        ("transpose", [number] * 4 + [pointer] * 2),
         ("cross_entropy", [number] * 5 + [pointer] * 4),
     ):
         function = getattr(functions, f"gptworks_{name}")

@@ -239,24 +239,6 @@ template <class T> void rotate(const Rotation &o, const T *x, const T *cos, cons
     });
 }
 
-// --------------------------------------------------------------------------------------------------- transposition
-
-constexpr int64_t STRIP = 4 * LANES;  // columns that are turned together: whole lines are read and written
-
-// x [n_rows, width], whose rows begin `stride` apart → out [width, n_rows].
-void transpose(int64_t n_rows, int64_t width, int64_t stride, int64_t n_threads, const float *x, float *out) {
-    parallel(threads_for(n_rows * width, n_threads), [&](const Team &team) {
-        const auto [from, to] = team.share((width + STRIP - 1) / STRIP);
-        for (int64_t r = 0; r < n_rows; r += LANES)
-            for (int64_t c = from * STRIP; c < std::min(to * STRIP, width); c += LANES)
-                if (r + LANES <= n_rows && c + LANES <= width)
-                    turn(x + r * stride + c, stride, out + c * n_rows + r, n_rows);
-                else
-                    for (int64_t j = c; j < std::min(c + LANES, width); j++)
-                        for (int64_t i = r; i < std::min(r + LANES, n_rows); i++) out[j * n_rows + i] = x[i * stride + j];
-    });
-}
-
 // --------------------------------------------------------------------------------------------------- cross-entropy
 
 // Of rows of logits [n_rows, width]: −log softmax(row)[target], 0 where the target is negative. With `gradient`, the row
@@ -403,13 +385,6 @@ extern "C" void gptworks_rotate(
         typedef decltype(type) T;
         rotate(rotation, (const T *)x, (const T *)cos, (const T *)sin, (T *)out);
     });
-}
-
-// x [n_rows, width], whose rows begin `stride` apart → out [width, n_rows].
-extern "C" void gptworks_transpose(
-    int64_t n_rows, int64_t width, int64_t stride, int64_t n_threads, const float *x, float *out
-) {
-    transpose(n_rows, width, stride, n_threads, x, out);
 }
 
 // Where `gradient` is not 0, the logits become their gradient. See above.

@@ -225,15 +225,6 @@ def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None = None
     return nats
 
 
-def transposed(x: Tensor) -> Tensor:
-    """xᵀ of a float32 matrix [N, M], whose rows are contiguous: [M, N], laid out anew."""
-    if x.stride(1) != 1 or training_library() is None:
-        return x.T.contiguous()
-    out = x.new_empty(x.size(1), x.size(0))
-    _call("transpose", *x.shape, x.stride(0), torch.get_num_threads(), x, out)
-    return out
-
-
 def _is_readable(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in _CODES and _is_dense(x)
 
