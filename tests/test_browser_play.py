@@ -261,6 +261,11 @@ def test_a_long_text_is_appended_to_and_can_be_stopped(page: Any, studio: Studio
     statistics = service.models.get(f"{LONG}@1").engine.statistics
     until(lambda: statistics().running == statistics().slots_used == 0)
     assert statistics().cancelled == 1
+    with studio.http() as http:  # and tells so
+        assert "gptworks:num_requests_running" in (metrics := http.get("/metrics").text)
+        assert all(
+            line.endswith(" 0.0") for line in metrics.splitlines() if line.startswith("gptworks:num_requests_running")
+        )
 
 
 # --------------------------------------------------------------------------------------------------------- settings
