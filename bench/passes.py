@@ -1,4 +1,4 @@
-"""The passes of gptworks.model.cpu and Muon beside torch's own, forward and backward, from one run.
+"""The passes and float32 products of gptworks.model.cpu, and Muon, beside torch's own, forward and backward.
 
 python bench/passes.py
 """
@@ -110,6 +110,10 @@ def main() -> None:
         compare_losses(n_tokens, width, vocab_size)
     for n, rows, columns in ((16, 256, 256), (8, 1024, 256), (96, 256, 192)):
         compare_muon(n, rows, columns)
+    for n_rows, width, n_out in ((4096, 384, 1536), (2048, 3072, 768)):
+        x, weight = torch.randn(n_rows, width, requires_grad=True), torch.randn(n_out, width, requires_grad=True)
+        name = f"linear layer, fp32, {n_rows} × {width} × {n_out}"
+        compare(name, lambda x, w: cpu.linear(x, w, None), F.linear, x, weight)
     h = torch.randn(8192, 1024).bfloat16().requires_grad_()
     compare("ReLU², bf16, 8192 × 1024", lambda x: cpu.activate(x, "relu2"), lambda x: F.relu(x).square(), h)
 

@@ -38,6 +38,7 @@ from gptworks.data.opened import open_prepared
 from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.device import choose_device, choose_precision, device_name, keep_freed_memory
+from gptworks.model import cpu
 from gptworks.plan.flops import forward_flops
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import Run
@@ -150,10 +151,9 @@ def work(connection: Connection, *arguments: object) -> None:
 
 
 def product_rate(dtype: torch.dtype) -> float:
-    """FLOP/s of a large square matrix product here, the best of several."""
+    """FLOP/s of a large square matrix product here, the best of several, by torch or by `gptworks.model.cpu`."""
     a, b = (torch.randn(2048, 2048).to(dtype) for _ in range(2))
-    a @ b
-    return 2 * 2048**3 / min(seconds(lambda: a @ b) for _ in range(5))
+    return 2 * 2048**3 / min(seconds(lambda way=way: way(a, b)) for _ in range(6) for way in (torch.mm, cpu.product))
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -20,9 +20,9 @@ TESTS = Path(__file__).parent
 # fmt: off
 NUMERIC = [
     "attention", "backend", "batch_generate", "concurrency", "cpu", "distillation", "engine", "engine_machine",
-    "equivalence", "instruction", "lora", "loss", "model", "moe", "native", "native_attention", "native_optimizer",
-    "optim", "packing", "preference",
-    "quantize", "resume", "reuse", "reward", "rope", "sampling", "speculate", "train", "training_evaluation",
+    "equivalence", "gemm", "instruction", "lora", "loss", "model", "moe", "native", "native_attention",
+    "native_optimizer", "optim", "packing", "passes", "preference", "quantize", "resume", "reuse", "reward", "rope",
+    "sampling", "speculate", "train", "training_evaluation",
 ]
 # fmt: on
 """The tests whose results depend on arithmetic: the model, the training step, losses, learning, the engine, quantized

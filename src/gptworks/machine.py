@@ -2,6 +2,7 @@
 
 import functools
 import os
+import platform
 from pathlib import Path
 
 NATIVE_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -21,6 +22,12 @@ def cpu_name() -> str:
     """The processor's model as Linux gives it; empty elsewhere."""
     names = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
     return next(names, "")
+
+
+def is_amd() -> bool:
+    """Whether the processor is one of AMD's, as Linux or Windows names its maker."""
+    names = (line for line in _lines("/proc/cpuinfo") if line.startswith("vendor_id"))
+    return "AuthenticAMD" in next(names, platform.processor())
 
 
 def available_memory_bytes() -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gptworks.config import ModelConfig
 from gptworks.model import cpu
 from gptworks.model.cache import SlotLayer
-from gptworks.model.layers import Tables, build_head_norm, cap
+from gptworks.model.layers import Linear, Tables, build_head_norm, cap
 from gptworks.model.stream import build_gating
 from gptworks.native import attention as native
 from gptworks.native import passes
@@ -366,10 +366,10 @@ class Attention(nn.Module):
         self.d_head, self.window, self.dropout = config.d_head, window, config.dropout_attention
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         query_width, key_width = config.n_heads * config.d_head, config.n_kv_heads * config.d_head
-        self.query = nn.Linear(config.d_model, query_width, bias=config.qkv_bias)
-        self.key = nn.Linear(config.d_model, key_width, bias=config.qkv_bias)
-        self.value = nn.Linear(config.d_model, key_width, bias=config.qkv_bias)
-        self.out = nn.Linear(query_width, config.d_model, bias=config.out_bias)
+        self.query = Linear(config.d_model, query_width, bias=config.qkv_bias)
+        self.key = Linear(config.d_model, key_width, bias=config.qkv_bias)
+        self.value = Linear(config.d_model, key_width, bias=config.qkv_bias)
+        self.out = Linear(query_width, config.d_model, bias=config.out_bias)
         self.query_norm = build_head_norm(config, config.n_heads)
         self.key_norm = build_head_norm(config, config.n_kv_heads)
         self.gating = build_gating(config)

@@ -1,9 +1,10 @@
-"""The same arithmetic in fewer passes over memory, for training on a CPU.
+"""The same arithmetic in fewer passes over memory, and products by the faster library, for training on a CPU.
 
 There, a model of a few million parameters spends more time on the operations between its matrix products than on the
-products. Each function here computes what its plain twin does, which tests hold it to: `attention` for `attend`,
-`layer_norm` and `rms_norm` for torch's, `activate` for an activation, `gated` for one times a tensor, `dropout` for
-`F.dropout`. C++ (gptworks.native.passes) computes where it is built and the dtypes are its own; torch elsewhere.
+products. Each function here computes what its plain twin does, which tests hold it to: `linear` for `F.linear`,
+`product` for `torch.mm`, `attention` for `attend`, `layer_norm` and `rms_norm` for torch's, `activate` for an
+activation, `gated` for one times a tensor, `dropout` for `F.dropout`. C++ (`passes` and `gemm` in gptworks.native)
+computes where it is built and the dtypes are its own; torch elsewhere.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,12 +16,48 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gptworks.native import passes
+from gptworks.native import gemm, passes
 
 
 def trains(x: Tensor) -> bool:
     """Whether x is part of a training step on a CPU."""
     return x.device.type == "cpu" and x.requires_grad and torch.is_grad_enabled()
+
+
+# ------------------------------------------------------------------------------------------------- products
+
+
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a [M, K] · b [K, N], in `out` where it is given."""
+    return gemm.product(a, b, out=out) if gemm.serves(a, b) else torch.mm(a, b, out=out)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., I] · weightᵀ [I, O] + bias [O]: [..., O]."""
+    rows = x.reshape(-1, x.size(-1))
+    if not gemm.serves(rows, weight.T) or torch.is_autocast_enabled("cpu"):
+        return F.linear(x, weight, bias)
+    out: Tensor = _Linear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
+    return out.view(*x.shape[:-1], weight.size(0))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        wants_x, wants_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
+        return gemm.product(x, weight.T, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        d_out, (wants_x, wants_weight, wants_bias) = gradients[0], ctx.needs_input_grad
+        return (
+            gemm.product(d_out, weight) if wants_x else None,
+            gemm.product(d_out.T, x) if wants_weight else None,
+            d_out.sum(0) if wants_bias else None,
+        )
 
 
 # ------------------------------------------------------------------------------------------------ attention

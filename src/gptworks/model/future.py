@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptworks.config import ModelConfig
+from gptworks.model.layers import Linear
 
 FUTURE_HEADS = "future_heads."
 """What the names of their weights begin with."""
@@ -17,7 +18,7 @@ FUTURE_HEADS = "future_heads."
 
 def build_future_heads(config: ModelConfig) -> nn.ModuleList:
     """A matrix [C, C] of zeros for each token beyond the next."""
-    heads = [nn.Linear(config.d_model, config.d_model, bias=False) for _ in range(config.n_future_tokens - 1)]
+    heads = [Linear(config.d_model, config.d_model, bias=False) for _ in range(config.n_future_tokens - 1)]
     for head in heads:
         nn.init.zeros_(head.weight)
     return nn.ModuleList(heads)

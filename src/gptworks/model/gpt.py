@@ -30,6 +30,7 @@ from gptworks.model.induction import begin_with_induction
 from gptworks.model.layers import (
     MLP,
     Dropout,
+    Linear,
     Tables,
     add,
     build_norm,
@@ -189,7 +190,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(block(config, layer) for layer in range(config.n_layers))
         self.value_embeddings = build_tables(config)
         self.norm = build_norm(config)
-        self.untied_head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.untied_head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size, bias=False)
         self.head_is_embedding = False
         """Whether the embedding stands for an untied head, which training may untie late."""
         self.activation_checkpointing = "none"

@@ -31,6 +31,14 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False)
 
 
+class Linear(nn.Linear):
+    """torch's linear layer, whose products on a CPU are those of `gptworks.model.cpu`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., I] → [..., O]."""
+        return cpu.linear(x, self.weight, self.bias)
+
+
 class Norm(nn.Module):
     """A normalization over the last dimension."""
 
@@ -169,9 +177,9 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, d_ff: int) -> None:
         super().__init__()
         self.kind = config.mlp
-        self.gate = nn.Linear(config.d_model, d_ff, bias=config.mlp_bias) if config.gated else None
-        self.up = nn.Linear(config.d_model, d_ff, bias=config.mlp_bias)
-        self.down = nn.Linear(d_ff, config.d_model, bias=config.mlp_bias)
+        self.gate = Linear(config.d_model, d_ff, bias=config.mlp_bias) if config.gated else None
+        self.up = Linear(config.d_model, d_ff, bias=config.mlp_bias)
+        self.down = Linear(d_ff, config.d_model, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] → [..., C]."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gptworks.config import LoRAConfig
 from gptworks.model.gpt import GPT
-from gptworks.model.layers import Dropout
+from gptworks.model.layers import Dropout, Linear
 
 LORA_PARTS = ("lora_a", "lora_b")
 
@@ -41,7 +41,7 @@ class LowRank(nn.Module):
         return plain + self.factor * F.linear(small, self.lora_b)
 
 
-class LoRALinear(LowRank, nn.Linear):
+class LoRALinear(LowRank, Linear):
     """A linear layer with an adapter; `weight` and `bias` keep their names and are frozen."""
 
     def __init__(self, base: nn.Linear, config: LoRAConfig) -> None:
@@ -53,17 +53,17 @@ class LoRALinear(LowRank, nn.Linear):
         self.train(base.training)
 
     @torch.no_grad()
-    def merged(self) -> nn.Linear:
+    def merged(self) -> Linear:
         """One layer that computes the same."""
         return self._plain(merged_weight(self.weight, self.lora_a, self.lora_b, self.factor))
 
-    def base(self) -> nn.Linear:
+    def base(self) -> Linear:
         """The layer without the adapter."""
         return self._plain(self.weight)
 
-    def _plain(self, weight: Tensor) -> nn.Linear:
+    def _plain(self, weight: Tensor) -> Linear:
         with torch.device("meta"):
-            linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
+            linear = Linear(self.in_features, self.out_features, bias=self.bias is not None)
         linear.weight, linear.bias = nn.Parameter(weight.detach()), self.bias
         return linear.train(self.training)
 

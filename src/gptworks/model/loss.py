@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptworks.config import IGNORED
+from gptworks.model import cpu
 from gptworks.model.layers import cap, without_autocast
 from gptworks.native import passes
 
@@ -114,7 +115,7 @@ def token_nats(features: Tensor, weight: Tensor, targets: Tensor, softcap: float
     head, chunk = weight.to(features.dtype), chunk_tokens(features.device, weight.size(0))
 
     def nats(rows: slice) -> list[Tensor]:  # whose logits are gone before the next chunk's are made
-        return [_nats(cap(part, softcap), wanted[of]) for part, of in _in_cache(flat[rows] @ head.T, rows)]
+        return [_nats(cap(part, softcap), wanted[of]) for part, of in _in_cache(cpu.product(flat[rows], head.T), rows)]
 
     parts = [part for start in range(0, len(flat), chunk) for part in nats(slice(start, start + chunk))]
     return torch.cat(parts).view(targets.shape) if parts else _wide(features.new_zeros(targets.shape))
@@ -248,10 +249,10 @@ def _sums_and_gradients(
     for start in range(0, len(features), chunk):
         rows = slice(start, min(start + chunk, len(features)))
         x = features[rows]  # N C
-        d_logits = x @ head.T
+        d_logits = cpu.product(x, head.T)
         total += into_gradient(d_logits, rows)
         if d_features is not None:
-            torch.mm(d_logits, head, out=d_features[rows])
+            cpu.product(d_logits, head, out=d_features[rows])
         if wants[1]:
             adds = d_weight is not None
             d_weight = torch.empty_like(weight, dtype=wide) if d_weight is None else d_weight
@@ -264,7 +265,7 @@ def _add_products(d_weight: Tensor, d_logits: Tensor, x: Tensor, adds: bool) -> 
     """Add d_logitsᵀ [V, N] · x [N, C] to d_weight [V, C], or write it there, some rows at a time."""
     n_rows = head_rows(x.device, len(d_weight))
     for part, to in zip(torch.split(d_logits.T, n_rows), torch.split(d_weight, n_rows), strict=True):
-        product = part @ x
+        product = cpu.product(part, x)
         to.add_(product) if adds else to.copy_(product)
         del product
 

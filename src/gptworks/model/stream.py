@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptworks.config import ModelConfig
+from gptworks.model.layers import Linear
 
 
 class Beside(NamedTuple):
@@ -109,7 +110,7 @@ class Values(nn.Module):
         super().__init__()
         kind, width = config.layer_value_embedding(layer), config.n_kv_heads * config.d_head
         self.scalars = Scalars(0.5, 0.5) if config.value_residual and layer else None
-        self.projection = nn.Linear(config.d_model, width, bias=False) if kind == "projected" else None
+        self.projection = Linear(config.d_model, width, bias=False) if kind == "projected" else None
         self.gating = Gating(config.d_gate, config.n_kv_heads) if kind != "none" else None
         self.hands_on = config.value_residual and not layer
         """Whether later layers read this one's own values."""

@@ -61,7 +61,7 @@ typedef uint32_t Words __attribute__((vector_size(REGISTER)));
 typedef float Lanes __attribute__((vector_size(64)));
 typedef int32_t IntLanes __attribute__((vector_size(64)));
 
-inline Lanes all(float x) { return Lanes{} + x; }
+inline Lanes all(float x) { return x - Lanes{}; }  // not 0 + x, which the compiler has to add
 inline Lanes choose(IntLanes where, Lanes a, Lanes b) { return where ? a : b; }
 inline IntLanes bits_of(Lanes x) { return (IntLanes)x; }
 inline Lanes lanes_of(IntLanes bits) { return (Lanes)bits; }
@@ -119,7 +119,7 @@ COMPARISON(<) COMPARISON(>) COMPARISON(==) COMPARISON(!=)
 #undef COMPARISON
 
 INLINE Lanes all(float x) {
-    return by_part<Lanes>([&](auto) EACH { return Lanes::Part{} + x; });
+    return by_part<Lanes>([&](auto) EACH { return x - Lanes::Part{}; });
 }
 INLINE Lanes choose(IntLanes where, Lanes a, Lanes b) {
     return by_part<Lanes>([&](auto i) EACH { return where.part[i] ? a.part[i] : b.part[i]; });

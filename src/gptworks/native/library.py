@@ -28,7 +28,9 @@ from pathlib import Path
 from gptworks.machine import cpu_flags
 from gptworks.native.levels import LEVELS
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("step.cpp", "optimizer.cpp", "attention.cpp", "passes.cpp"))
+SOURCES = tuple(
+    Path(__file__).with_name(f"{name}.cpp") for name in ("step", "optimizer", "attention", "passes", "gemm")
+)
 """What is compiled; the headers beside them are part of it."""
 
 BUILT = Path(__file__).with_name("built")
@@ -296,6 +298,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         ("add", [number] * 4 + [real] + [pointer] * 3),
         ("rotate", [number] * 8 + [real] + [pointer] * 4),
         ("cross_entropy", [number] * 5 + [pointer] * 4),
+        ("gemm", [number] * 4 + ([pointer] + [number] * 2) * 2 + [pointer] * 2 + [number]),
     ):
         function = getattr(functions, f"gptworks_{name}")
         function.argtypes, function.restype = arguments, None

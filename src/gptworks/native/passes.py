@@ -16,16 +16,18 @@ from gptworks.native.library import training_library
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1}
 _FUNCTIONS = {"gelu": 0, "gelu_tanh": 1, "relu2": 2, "swiglu": 3, "geglu": 0, "geglu_tanh": 1}
-_KINDS = (Tensor, torch.nn.Parameter, FakeTensor)
+KINDS = (Tensor, torch.nn.Parameter, FakeTensor)
+"""Types of the tensors that the C++ takes."""
+
+
+def are_here() -> bool:
+    """Whether the C++ is there, and no graph is compiled, in which it could not be called."""
+    return not torch.compiler.is_compiling() and training_library() is not None
 
 
 def serve(*tensors: Tensor | None) -> bool:
     """Whether the C++ is there and computes on these tensors: their type, device, dtype and layout."""
-    return (
-        not torch.compiler.is_compiling()
-        and training_library() is not None
-        and all(x is None or (type(x) in _KINDS and _is_readable(x)) for x in tensors)
-    )
+    return are_here() and all(x is None or (type(x) in KINDS and _is_readable(x)) for x in tensors)
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
@@ -46,7 +48,7 @@ class _Activation(torch.autograd.Function):
         ctx.save_for_backward(x, up)
         ctx.function = function
         out = torch.empty_like(x)
-        _call("activate", function, _CODES[x.dtype], x.numel(), torch.get_num_threads(), x, up, out)
+        call("activate", function, _CODES[x.dtype], x.numel(), torch.get_num_threads(), x, up, out)
         return out
 
     @staticmethod
@@ -56,7 +58,7 @@ class _Activation(torch.autograd.Function):
         d_out, d_x = _laid_out_as(gradients[0], x), torch.empty_like(x)
         d_up = None if up is None else torch.empty_like(x)
         n_threads = torch.get_num_threads()
-        _call("activate_backward", ctx.function, _CODES[x.dtype], x.numel(), n_threads, d_out, x, up, d_x, d_up)
+        call("activate_backward", ctx.function, _CODES[x.dtype], x.numel(), n_threads, d_out, x, up, d_x, d_up)
         return d_x, d_up, None
 
 
@@ -109,7 +111,7 @@ class _Norm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         shape, codes, _ = ctx.codes
         n_threads = torch.get_num_threads()
-        _call("norm", *shape, n_threads, *codes, eps, alpha, x, branch, weight, bias, stream, out, mean, scale)
+        call("norm", *shape, n_threads, *codes, eps, alpha, x, branch, weight, bias, stream, out, mean, scale)
         return stream, out
 
     @staticmethod
@@ -127,7 +129,7 @@ class _Norm(torch.autograd.Function):
         d_bias = torch.empty_like(weight) if ctx.has_bias else None
         same = ctx.branch_dtype == x.dtype and alpha == 1
         d_branch = None if ctx.branch_dtype is None or same else torch.empty_like(x, dtype=ctx.branch_dtype)
-        _call(
+        call(
             "norm_backward", *shape, torch.get_num_threads(), *codes, alpha,
             d_out, d_stream, x, weight, mean, scale, d_x, d_branch, d_weight, d_bias,
         )  # fmt: skip
@@ -146,7 +148,7 @@ class _Add(torch.autograd.Function):
         ctx.dtype, ctx.alpha = branch.dtype, alpha
         out = torch.empty_like(x)
         codes = _CODES[x.dtype], _CODES[branch.dtype]
-        _call("add", x.numel(), torch.get_num_threads(), *codes, alpha, x, branch, out)
+        call("add", x.numel(), torch.get_num_threads(), *codes, alpha, x, branch, out)
         return out
 
     @staticmethod
@@ -193,7 +195,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     per_table = 0 if cos.dim() == 2 else x.size(1) // inner
     outer = x.numel() // (length * inner * width) if x.numel() else 0
     shape = outer, length, inner, width, cos.size(-1), per_table
-    _call(
+    call(
         "rotate", *shape, torch.get_num_threads(), _CODES[x.dtype], direction,
         x, cos.contiguous(), sin.contiguous(), out,
     )  # fmt: skip
@@ -221,7 +223,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None = None
             )
     codes = _CODES[logits.dtype], int(gradient)
     arguments = logits, targets.contiguous(), factors if factors is None else factors.contiguous(), nats
-    _call("cross_entropy", n_rows, width, torch.get_num_threads(), *codes, *arguments)
+    call("cross_entropy", n_rows, width, torch.get_num_threads(), *codes, *arguments)
     return nats
 
 
@@ -239,8 +241,8 @@ def _laid_out_as(x: Tensor, other: Tensor) -> Tensor:
     return x if x.stride() == other.stride() else torch.empty_like(other, dtype=x.dtype).copy_(x)
 
 
-def _call(name: str, *arguments: Any) -> None:
-    """Call a function of the library with tensors' addresses."""
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of the library with tensors' addresses; not on fake tensors."""
     library = training_library()
     assert library is not None
     given = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments if type(x) is not FakeTensor]

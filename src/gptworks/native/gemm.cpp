@@ -1,0 +1,191 @@
+// Matrix products in float32 for training: out [M, N] = a [M, K] · b [K, N] + bias [N]. Called by gemm.py.
+//
+// A tile of the results, AT_ONCE rows of WIDTH columns, stays in registers while K passes: each step of K reads WIDTH
+// elements of b and multiplies them with one element of each row of a. So b is laid out in panels of WIDTH columns first,
+// some of K and some columns at a time, which a core's second cache holds; and a, if its columns are what is contiguous, in
+// panels of AT_ONCE rows. (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008, sections 4, 5.)
+//
+// K is summed in order, in parts that depend on K alone: the bits of a result depend neither on the number of threads nor
+// on how many rows and columns there are.
+
+#include <algorithm>
+
+#include "lanes.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int64_t IN_REGISTER = REGISTER / 4;
+constexpr int64_t WIDTH = 2 * IN_REGISTER;                  // columns of a tile
+constexpr int64_t AT_ONCE = REGISTERS >= 32 ? 12 : 6;       // rows of a tile: its sums take three quarters of the registers
+constexpr int64_t DEPTH = 512, COLUMNS = 512, ROWS = 96;    // most of K, N and M that are laid out at once
+constexpr int64_t COST_OF_LAYING_OUT = 16;                  // an element, in multiplications
+
+// How long each of the fewest parts of n is that are no longer than `most`, in whole units.
+int64_t part_of(int64_t n, int64_t most, int64_t unit) {
+    const int64_t n_parts = std::max<int64_t>((n + most - 1) / most, 1);
+    return ((n + n_parts - 1) / n_parts + unit - 1) / unit * unit;
+}
+
+// A matrix, and how far its rows and its columns are apart; one of them is 1.
+struct Factor {
+    const float *at;
+    int64_t row, column;
+
+    Factor from(int64_t i, int64_t j) const { return {at + i * row + j * column, row, column}; }
+};
+
+INLINE Floats floats(const float *p) {
+    Floats x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+// N rows of a tile. a's rows are `a_row` apart, or they are a panel.
+template <int N, bool PANEL>
+void tile(int64_t depth, const float *a, int64_t a_row, const float *b, bool adds, const float *bias, float *out,
+          int64_t out_row, int64_t n_columns) {
+    const int64_t row = PANEL ? 1 : a_row;
+    Floats sums[N][2] = {};
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < depth; i++, a += PANEL ? AT_ONCE : 1, b += WIDTH) {
+        const Floats columns[2] = {floats(b), floats(b + IN_REGISTER)};
+        repeat<N>([&](auto r) EACH {
+            const Floats element = a[r * row] - Floats{};
+            repeat<2>([&](auto half) EACH { sums[r][half] += element * columns[half]; });
+        });
+    }
+    const auto finish = [&](auto r, float *to, const float *bias) EACH {
+        repeat<2>([&](auto half) EACH {
+            Floats sum = sums[r][half];
+            if (adds || bias) sum += floats((adds ? to : bias) + half * IN_REGISTER);
+            std::memcpy(to + half * IN_REGISTER, &sum, sizeof sum);
+        });
+    };
+    if (n_columns >= WIDTH) return repeat<N>([&](auto r) EACH { finish(r, out + r * out_row, bias); });
+    float last[WIDTH] = {}, last_bias[WIDTH] = {};
+    if (bias) std::memcpy(last_bias, bias, n_columns * sizeof(float));
+    repeat<N>([&](auto r) EACH {
+        std::memcpy(last, out + r * out_row, n_columns * sizeof(float));
+        finish(r, last, bias ? last_bias : nullptr);
+        std::memcpy(out + r * out_row, last, n_columns * sizeof(float));
+    });
+}
+
+typedef decltype(&tile<1, false>) Tile;
+template <bool PANEL, int... I> Tile tile_of(int64_t n_rows, std::integer_sequence<int, I...>) {
+    static constexpr Tile OF[] = {tile<I + 1, PANEL>...};
+    return OF[n_rows - 1];
+}
+Tile tile_of(int64_t n_rows, bool panel) {
+    constexpr auto EVERY = std::make_integer_sequence<int, AT_ONCE>();
+    return panel ? tile_of<true>(n_rows, EVERY) : tile_of<false>(n_rows, EVERY);
+}
+
+// Lays out `depth` rows of b and some columns as panels [columns / WIDTH, depth, WIDTH]; what the last one lacks is zero.
+void lay_out_columns(const Factor &b, int64_t depth, int64_t n_columns, float *out) {
+    constexpr int64_t TURNED = std::min(WIDTH, LANES);
+    for (int64_t j = 0; j < n_columns; j += WIDTH, out += depth * WIDTH) {
+        const int64_t width = std::min(WIDTH, n_columns - j);
+        const float *from = b.at + j * b.column;
+        if (width < WIDTH) std::fill_n(out, depth * WIDTH, 0.0f);
+        if (b.column == 1) {
+            for (int64_t i = 0; i < depth; i++)
+                if (width == WIDTH)
+                    std::memcpy(out + i * WIDTH, from + i * b.row, WIDTH * sizeof(float));
+                else
+                    std::memcpy(out + i * WIDTH, from + i * b.row, width * sizeof(float));
+            continue;
+        }
+        const int64_t whole = b.row == 1 ? depth / LANES * LANES : 0;
+        for (int64_t n = 0, count; n < width; n += count) {
+            count = width - n < TURNED ? 1 : TURNED;
+            const int64_t turned = count == TURNED ? whole : 0;
+            for (int64_t i = 0; i < turned; i += LANES)
+                turn<TURNED>(from + n * b.column + i, b.column, out + i * WIDTH + n, WIDTH);
+            for (int64_t i = turned; i < depth; i++)
+                for (int64_t c = n; c < n + count; c++) out[i * WIDTH + c] = from[i * b.row + c * b.column];
+        }
+    }
+}
+
+// Lays out some rows of a, and `depth` of its columns, as panels [rows / AT_ONCE, depth, AT_ONCE]. A few columns at a time,
+// so that the first cache keeps each line of them until all of it is read.
+void lay_out_rows(const Factor &a, int64_t depth, int64_t n_rows, float *out) {
+    constexpr int64_t FEW = 8;
+    for (int64_t first = 0; first < depth; first += FEW)
+        for (int64_t i = 0; i < n_rows; i += AT_ONCE) {
+            const int64_t count = std::min(AT_ONCE, n_rows - i), end = std::min(first + FEW, depth);
+            for (int64_t k = first; k < end; k++) {
+                const float *from = a.at + k * a.column + i * a.row;
+                float *to = out + i * depth + k * AT_ONCE;
+                if (count == AT_ONCE)
+                    std::memcpy(to, from, AT_ONCE * sizeof(float));
+                else
+                    std::memcpy(to, from, count * sizeof(float));
+            }
+        }
+}
+
+// How many parts of the rows, and of the columns, the threads take, so that they end soonest.
+std::pair<int64_t, int64_t> grid(int64_t m, int64_t n, int64_t n_threads) {
+    std::pair<int64_t, int64_t> best{1, n_threads};
+    int64_t least = INT64_MAX;
+    for (int64_t down = 1; down <= n_threads; down++) {
+        if (n_threads % down) continue;
+        const int64_t across = n_threads / down;
+        const int64_t rows = (m + down * AT_ONCE - 1) / (down * AT_ONCE) * AT_ONCE;
+        const int64_t columns = (n + across * WIDTH - 1) / (across * WIDTH) * WIDTH;
+        const int64_t cost = rows * columns + COST_OF_LAYING_OUT * (rows + columns);
+        if (cost < least) least = cost, best = {down, across};
+    }
+    return best;
+}
+
+// Some rows and columns of the results, by one thread.
+void multiply(int64_t m, int64_t n, int64_t k, const Factor &a, const Factor &b, const float *bias, float *out,
+              int64_t out_row) {
+    thread_local Buffer of_a, of_b;
+    const bool turns = a.column != 1;
+    const int64_t depth = part_of(k, DEPTH, 1), columns = part_of(n, COLUMNS, WIDTH), rows = part_of(m, ROWS, AT_ONCE);
+    of_b.resize(std::max<int64_t>(of_b.size(), depth * columns / LANES + 1));
+    if (turns) of_a.resize(std::max<int64_t>(of_a.size(), depth * rows / LANES + 1));
+    float *b_panels = (float *)of_b.data(), *a_panels = (float *)of_a.data();
+    for (int64_t j = 0; j < n; j += columns)
+        for (int64_t i = 0; i < k; i += depth) {
+            const int64_t some = std::min(depth, k - i), width = std::min(columns, n - j);
+            lay_out_columns(b.from(i, j), some, width, b_panels);
+            for (int64_t r = 0; r < m; r += rows) {
+                const int64_t height = std::min(rows, m - r);
+                if (turns) lay_out_rows(a.from(r, i), some, height, a_panels);
+                for (int64_t c = 0; c < width; c += WIDTH)
+                    for (int64_t t = 0; t < height; t += AT_ONCE)
+                        tile_of(std::min(AT_ONCE, height - t), turns)(
+                            some, turns ? a_panels + t * some : a.from(r + t, i).at, a.row, b_panels + c * some, i > 0,
+                            bias && !i ? bias + j + c : nullptr, out + (r + t) * out_row + j + c, out_row, width - c
+                        );
+            }
+        }
+}
+
+}  // namespace
+
+// Without a bias it is a null pointer. K is 1 at least.
+extern "C" void gptworks_gemm(
+    int64_t m, int64_t n, int64_t k, int64_t n_threads, const float *a, int64_t a_row, int64_t a_column, const float *b,
+    int64_t b_row, int64_t b_column, const float *bias, float *out, int64_t out_row
+) {
+    const Factor left{a, a_row, a_column}, right{b, b_row, b_column};
+    const int64_t row_units = (m + AT_ONCE - 1) / AT_ONCE, column_units = (n + WIDTH - 1) / WIDTH;
+    parallel((int)n_threads, [&](const Team &team) {
+        const auto [down, across] = grid(m, n, team.n_threads);
+        const Team of_rows{team.thread / across, down, nullptr}, of_columns{team.thread % across, across, nullptr};
+        const auto [first_row, last_row] = of_rows.share(row_units);
+        const auto [first_column, last_column] = of_columns.share(column_units);
+        const int64_t r = first_row * AT_ONCE, r_end = std::min(last_row * AT_ONCE, m);
+        const int64_t c = first_column * WIDTH, c_end = std::min(last_column * WIDTH, n);
+        if (r < r_end && c < c_end)
+            multiply(r_end - r, c_end - c, k, left.from(r, 0), right.from(0, c), bias ? bias + c : nullptr,
+                     out + r * out_row + c, out_row);
+    });
+}
