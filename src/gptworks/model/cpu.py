@@ -32,7 +32,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return gemm.product(a, b, out=out) if gemm.serves(a, b) else torch.mm(a, b, out=out)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., I] · weightᵀ [I, O] + bias [O]: [..., O]."""
     rows = x.reshape(-1, x.size(-1))
     if not gemm.serves(rows, weight.T) or torch.is_autocast_enabled("cpu"):

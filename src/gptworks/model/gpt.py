@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gptworks.config import ModelConfig, computes_again
+from gptworks.model import cpu
 from gptworks.model.attention import Attention, Rotary, texts_bias
 from gptworks.model.cache import SlotLayer, SlotRows
 from gptworks.model.embeddings import build_bigrams, build_smear, previous_tokens
@@ -292,7 +293,7 @@ class GPT(nn.Module):
 
     def logits(self, features: Tensor) -> Tensor:
         """[..., C] → [..., V]."""
-        return cap(F.linear(features, self.head_weight), self.config.logit_softcap)
+        return cap(cpu.linear(features, self.head_weight), self.config.logit_softcap)
 
     def forward(self, tokens: Tensor, cache: SlotRows | None = None) -> Tensor:
         """Token ids [B, T] → logits [B, T, V]: at each position, the scores of the token that follows."""

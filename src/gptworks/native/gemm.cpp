@@ -109,22 +109,40 @@ void lay_out_columns(const Factor &b, int64_t depth, int64_t n_columns, float *o
     }
 }
 
-// Lays out some rows of a, and `depth` of its columns, as panels [rows / AT_ONCE, depth, AT_ONCE]. A few columns at a time,
-// so that the first cache keeps each line of them until all of it is read.
-void lay_out_rows(const Factor &a, int64_t depth, int64_t n_rows, float *out) {
-    constexpr int64_t FEW = 8;
+// Rows of a as tiles read them.
+struct Left {
+    const float *at;
+    int64_t row;  // how far apart they are; panels are AT_ONCE times that
+    bool panels;
+};
+
+// Whether the rows of a tile, so far apart, push one another out of the first cache: lines that are multiples of 4 KiB
+// apart share a set of it, which has 8 lines in many processors.
+constexpr bool collide(int64_t row) { return AT_ONCE > 8 && row % 1024 == 0; }
+
+// Some rows of a, and `depth` of its columns: where they are, or in `room` as panels [rows / AT_ONCE, depth, AT_ONCE], or
+// closer together there.
+Left lay_out_rows(const Factor &a, int64_t depth, int64_t n_rows, float *room) {
+    if (a.column == 1) {
+        if (!collide(a.row)) return {a.at, a.row, false};
+        const int64_t row = depth + LANES;
+        for (int64_t i = 0; i < n_rows; i++) std::memcpy(room + i * row, a.at + i * a.row, depth * sizeof(float));
+        return {room, row, false};
+    }
+    constexpr int64_t FEW = 8;  // columns at a time: the first cache keeps each line of them until all of it is read
     for (int64_t first = 0; first < depth; first += FEW)
         for (int64_t i = 0; i < n_rows; i += AT_ONCE) {
             const int64_t count = std::min(AT_ONCE, n_rows - i), end = std::min(first + FEW, depth);
             for (int64_t k = first; k < end; k++) {
                 const float *from = a.at + k * a.column + i * a.row;
-                float *to = out + i * depth + k * AT_ONCE;
+                float *to = room + i * depth + k * AT_ONCE;
                 if (count == AT_ONCE)
                     std::memcpy(to, from, AT_ONCE * sizeof(float));
                 else
                     std::memcpy(to, from, count * sizeof(float));
             }
         }
+    return {room, depth, true};
 }
 
 // How many parts of the rows, and of the columns, the threads take, so that they end soonest.
@@ -146,22 +164,21 @@ std::pair<int64_t, int64_t> grid(int64_t m, int64_t n, int64_t n_threads) {
 void multiply(int64_t m, int64_t n, int64_t k, const Factor &a, const Factor &b, const float *bias, float *out,
               int64_t out_row) {
     thread_local Buffer of_a, of_b;
-    const bool turns = a.column != 1;
     const int64_t depth = part_of(k, DEPTH, 1), columns = part_of(n, COLUMNS, WIDTH), rows = part_of(m, ROWS, AT_ONCE);
+    of_a.resize(std::max<int64_t>(of_a.size(), (depth + LANES) * rows / LANES + 1));
     of_b.resize(std::max<int64_t>(of_b.size(), depth * columns / LANES + 1));
-    if (turns) of_a.resize(std::max<int64_t>(of_a.size(), depth * rows / LANES + 1));
-    float *b_panels = (float *)of_b.data(), *a_panels = (float *)of_a.data();
+    float *right = (float *)of_b.data();
     for (int64_t j = 0; j < n; j += columns)
         for (int64_t i = 0; i < k; i += depth) {
             const int64_t some = std::min(depth, k - i), width = std::min(columns, n - j);
-            lay_out_columns(b.from(i, j), some, width, b_panels);
+            lay_out_columns(b.from(i, j), some, width, right);
             for (int64_t r = 0; r < m; r += rows) {
                 const int64_t height = std::min(rows, m - r);
-                if (turns) lay_out_rows(a.from(r, i), some, height, a_panels);
+                const Left left = lay_out_rows(a.from(r, i), some, height, (float *)of_a.data());
                 for (int64_t c = 0; c < width; c += WIDTH)
                     for (int64_t t = 0; t < height; t += AT_ONCE)
-                        tile_of(std::min(AT_ONCE, height - t), turns)(
-                            some, turns ? a_panels + t * some : a.from(r + t, i).at, a.row, b_panels + c * some, i > 0,
+                        tile_of(std::min(AT_ONCE, height - t), left.panels)(
+                            some, left.at + t * left.row, left.row, right + c * some, i > 0,
                             bias && !i ? bias + j + c : nullptr, out + (r + t) * out_row + j + c, out_row, width - c
                         );
             }

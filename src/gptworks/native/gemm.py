@@ -23,11 +23,11 @@ LEAST_ROWS = 8
 def serves(a: Tensor, b: Tensor) -> bool:
     """Whether the C++ multiplies a [M, K] and b [K, N], and sooner than torch."""
     return (
-        a.numel() * b.size(1) >= LEAST
+        all(type(x) in KINDS and x.device.type == "cpu" and x.dtype == torch.float32 for x in (a, b))
+        and a.numel() * b.size(1) >= LEAST
         and len(a) >= LEAST_ROWS
-        and is_faster()
-        and all(type(x) in KINDS and x.device.type == "cpu" and x.dtype == torch.float32 for x in (a, b))
         and are_here()
+        and is_faster()
     )
 
 
