@@ -8,10 +8,12 @@ import ctypes
 import errno
 import grp
 import hashlib
+import io
 import json
 import os
 import platform
 import pwd
+import re
 import shutil
 import subprocess
 import tempfile
@@ -22,10 +24,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from gptworks.errors import UserError
 from gptworks.infer.engine import load
-from gptworks.model import GPT
+from gptworks.model import GPT, cpu
 from gptworks.model.backend import Chunk, TorchBackend
 from gptworks.native import backend as native
 from gptworks.native import choice
@@ -33,9 +36,12 @@ from gptworks.native import library as native_library
 from gptworks.native.choice import choose_backend
 from gptworks.native.levels import LEVELS, Level
 from gptworks.native.library import Unavailable, library
+from gptworks.recipe import parse_recipe
+from gptworks.train.loop import train
+from gptworks.train.record.display import Display
 from serving import until
 from test_native import CONTEXT, VARIANTS, check, check_packed, pack, text, variant
-from tiny import plain_model
+from tiny import plain_model, recipe_tree
 
 assert VARIANTS
 
@@ -112,6 +118,21 @@ def test_a_compiler_that_fails_leaves_nothing_and_is_not_asked_again(
         assert isinstance(choose_backend(model, 1, 8), TorchBackend)
     with pytest.raises(UserError, match="backend=native cannot compute this model here"):
         choose_backend(model, 1, 8, name="native")
+
+
+def test_training_says_once_that_torch_computes_it_and_evaluation_says_nothing(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert cpu.linear(torch.ones(256, 256), torch.ones(256, 256)).sum() == 256**3
+    assert not caplog.messages
+    out = io.StringIO()
+    recipe = parse_recipe(recipe_tree(tmp_path, max_steps=3, device="cpu"))
+    train(recipe, display=Display(Console(file=out, width=200)))
+    [said] = [line for line in out.getvalue().splitlines() if "C++" in line]
+    assert re.fullmatch(
+        r"training's C\+\+ is not used: there is no C\+\+ compiler .* torch computes instead, slower\.", said
+    )
 
 
 def test_a_processor_of_another_name_is_built_for(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,16 +150,22 @@ def _library() -> Library | str:
 
 @functools.cache
 def training_library() -> Library | None:
-    """The library for what training computes between its products; None: torch computes it, and one line says why.
-
-    torch is taken where there is no library, and where the processor's vectors have 16 bytes.
-    """
+    """The library for what the model computes in training and evaluation; None: torch computes it, because there is no
+    library (see `torch_trains_because`), or the processor's vectors have 16 bytes."""
     try:
         found = library()
-    except Unavailable as error:
-        _LOG.warning("training's C++ is not used: %s torch computes instead, slower.", str(error))
+    except Unavailable:
         return None
     return found if found.has_wide_vectors else None
+
+
+def torch_trains_because() -> str | None:
+    """Why torch alone computes a training step on this CPU; None: the C++ does, or would be no faster."""
+    try:
+        library()
+    except Unavailable as error:
+        return str(error)
+    return None
 
 
 def forget() -> None:

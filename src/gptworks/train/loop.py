@@ -29,6 +29,7 @@ from gptworks.errors import RunError, UserError
 from gptworks.files import write_sums
 from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
+from gptworks.native.library import torch_trains_because
 from gptworks.plan.fit import layout_words
 from gptworks.plan.layout import Layout
 from gptworks.plan.memory import training_peak
@@ -107,6 +108,8 @@ def train(
     cores, is_new = BusyCores(), not (recipe.run_dir / "recipe.yaml").exists()
     device = choose_device(recipe.train.device)
     precision = choose_precision(recipe.train.precision, device)
+    if device.type == "cpu" and ranks.is_rank_zero and (why := torch_trains_because()):
+        display.message(f"training's C++ is not used: {why} torch computes instead, slower.")
     prepared = ranks.rank_zero_first(lambda: prepare(recipe))
     ranks.from_rank_zero(lambda: check_records(recipe, prepared, display.message))
     recipe = with_vocab_size(recipe, vocabulary_size(prepared.tokenizer))
