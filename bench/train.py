@@ -37,8 +37,7 @@ from gptworks.config import Recipe
 from gptworks.data.opened import open_prepared
 from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
-from gptworks.device import choose_device, choose_precision, device_name, keep_freed_memory
-from gptworks.model import cpu
+from gptworks.device import choose_device, choose_precision, device_name, keep_freed_memory, product_rate
 from gptworks.plan.flops import forward_flops
 from gptworks.recipe import parse_recipe
 from gptworks.train.loop import Run
@@ -150,12 +149,6 @@ def work(connection: Connection, *arguments: object) -> None:
     connection.send(step_seconds(*arguments))  # type: ignore[arg-type]
 
 
-def product_rate(dtype: torch.dtype) -> float:
-    """FLOP/s of a large square matrix product here, the best of several, by torch or by `gptworks.model.cpu`."""
-    a, b = (torch.randn(2048, 2048).to(dtype) for _ in range(2))
-    return 2 * 2048**3 / min(seconds(lambda way=way: way(a, b)) for _ in range(6) for way in (torch.mm, cpu.product))
-
-
 def seconds(work: Callable[[], object]) -> float:
     """Wall time of one call."""
     started = time.perf_counter()
@@ -178,7 +171,7 @@ def measure(
         recipe = with_vocabulary(recipe, shape.vocab_size)
         for name in list(times) * rounds:
             for rated, dtype in dtypes.items():
-                rates[rated].append(product_rate(dtype))
+                rates[rated].append(product_rate(torch.device("cpu"), dtype))
             ours, theirs = spawn.Pipe()
             process = spawn.Process(
                 target=work, args=(theirs, name, shape, recipe, prepared.folder, WARM_UP_STEPS + n_steps, litgpt)

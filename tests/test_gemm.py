@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from gptworks import machine
+from gptworks import device, machine
 from gptworks.model import GPT, cpu
 from gptworks.model.loss import linear_cross_entropy
 from gptworks.native import gemm
@@ -194,6 +194,12 @@ def test_a_model_trains_with_them(taken: Any) -> None:
         torch.testing.assert_close(
             gradient.double(), exact[name].double(), rtol=0, atol=1e-4 * exact[name].abs().max().item(), msg=name
         )
+
+
+def test_a_device_is_measured_by_the_products_that_training_does(taken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "PROBE_SECONDS", 0)
+    assert device.product_rate(torch.device("cpu"), torch.float32) > 1e8
+    assert set(taken) == {(2048, 2048, 2048)}
 
 
 def test_other_dtypes_and_autocast_are_torchs(taken: Any) -> None:

@@ -133,7 +133,9 @@ def test_compiled_blocks_train_and_evaluate_as_eager_ones() -> None:
     assert losses["none"][-1] < losses["none"][0] - 0.01
 
 
-def test_a_run_of_compiled_blocks_evaluates_and_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_compiled_blocks_evaluates_and_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
     """Traced and differentiated as where they are compiled, and then run without a compiler."""
     compiled = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled(self, backend="aot_eager", **options))
@@ -150,3 +152,4 @@ def test_a_run_of_compiled_blocks_evaluates_and_samples(tmp_path: Path, monkeypa
         losses[setting] = [row["loss"] for row in rows if "loss" in row]
         assert [row["text"] for row in rows if row["kind"] == "sample"]
     assert losses["block"] == pytest.approx(losses["none"], rel=1e-5)
+    assert not [str(warning.message) for warning in recwarn if "Dynamo" in str(warning.message)]

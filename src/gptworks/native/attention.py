@@ -36,7 +36,12 @@ class _Work(ctypes.Structure):
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether there are kernels for these tensors on this machine."""
     known = q.dtype in (torch.bfloat16, torch.float32) and q.dtype == k.dtype == v.dtype
-    return known and q.device.type == "cpu" and training_library() is not None
+    return known and q.device.type == "cpu" and _is_here()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _is_here() -> bool:
+    return training_library() is not None
 
 
 def attention(
@@ -105,6 +110,7 @@ def _in_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call(
     name: str,
     settings: tuple[int, float, float, float],
