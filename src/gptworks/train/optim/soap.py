@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gptworks.model.cpu import product
 from gptworks.train.optim.cautious import decay_where_agreed
 
 SIDES = ("left", "right")
@@ -55,16 +56,16 @@ class SOAP(torch.optim.Optimizer):
         state["step"] += 1
         n_steps = int(state["step"].item())
 
-        turned = left.mT @ gradient
-        turned = turned @ right
+        turned = product(left.mT, gradient)
+        turned = product(turned, right)
         state["exp_avg_sq"].mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
         del turned
-        update = left.mT @ state["exp_avg"].lerp_(gradient, 1 - beta1)
-        update = update @ right
+        update = product(left.mT, state["exp_avg"].lerp_(gradient, 1 - beta1))
+        update = product(update, right)
         root = (1 - beta2**n_steps) ** 0.5
         update.div_(state["exp_avg_sq"].sqrt().div_(root).add_(group["eps"])).div_(1 - beta1**n_steps)
-        update = left @ update
-        update = update @ right.mT
+        update = product(left, update)
+        update = product(update, right.mT)
         decay = group["lr"] * group["weight_decay"]
         if self._cautious:
             decay_where_agreed(parameter, update.clone(), decay)
@@ -73,8 +74,8 @@ class SOAP(torch.optim.Optimizer):
         parameter.add_(update, alpha=-group["lr"])
         del update
 
-        state["left"].lerp_(gradient @ gradient.mT, 1 - beta2)
-        state["right"].lerp_(gradient.mT @ gradient, 1 - beta2)
+        state["left"].lerp_(product(gradient, gradient.mT), 1 - beta2)
+        state["right"].lerp_(product(gradient.mT, gradient), 1 - beta2)
         if n_steps % self._frequency == 0:
             for axis, side in enumerate(SIDES):
                 refresh(state[side], state[f"{side}_basis"], state["exp_avg_sq"], axis)
@@ -83,9 +84,10 @@ class SOAP(torch.optim.Optimizer):
 def begun(gradient: Tensor, beta: float) -> dict[str, Tensor]:
     """The state after a matrix's first gradient [rows, columns]."""
     state = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(gradient), "exp_avg_sq": torch.zeros_like(gradient)}
-    for side, product in zip(SIDES, (gradient @ gradient.mT, gradient.mT @ gradient), strict=True):
-        state[side] = product.mul_(1 - beta)
-        state[f"{side}_basis"] = torch.linalg.eigh(product).eigenvectors.flip(1).contiguous()  # the largest first
+    grams = product(gradient, gradient.mT), product(gradient.mT, gradient)
+    for side, gram in zip(SIDES, grams, strict=True):
+        state[side] = gram.mul_(1 - beta)
+        state[f"{side}_basis"] = torch.linalg.eigh(gram).eigenvectors.flip(1).contiguous()  # the largest first
     return state
 
 
@@ -97,7 +99,7 @@ def refresh(average: Tensor, basis: Tensor, squares: Tensor, axis: int) -> None:
         squares: the second moments in that basis, whose rows (axis 0) or columns belong to its vectors. They follow the
             vectors, which are put in order of their eigenvalues; changed.
     """
-    turned = average @ basis
+    turned = product(average, basis)
     order = (basis * turned).sum(dim=0).argsort(descending=True, stable=True)
     squares.copy_(squares.index_select(axis, order))
     basis.copy_(torch.linalg.qr(turned.index_select(1, order)).Q)
