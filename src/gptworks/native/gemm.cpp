@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t IN_REGISTER = REGISTER / 4;
 constexpr int64_t WIDTH = 2 * IN_REGISTER;                  // columns of a tile
 constexpr int64_t AT_ONCE = REGISTERS >= 32 ? 12 : 6;       // rows of a tile: its sums take three quarters of the registers
-constexpr int64_t DEPTH = 512, COLUMNS = 512, ROWS = 96;    // most of K, N and M that are laid out at once
+constexpr int64_t DEPTH = 768, COLUMNS = 384, ROWS = 96;    // most of K, N and M that are laid out at once
 constexpr int64_t COST_OF_LAYING_OUT = 16;                  // an element, in multiplications
 
 // How long each of the fewest parts of n is that are no longer than `most`, in whole units.
@@ -51,7 +51,7 @@ void tile(int64_t depth, const float *a, int64_t a_row, const float *b, bool add
     for (int64_t i = 0; i < depth; i++, a += PANEL ? AT_ONCE : 1, b += WIDTH) {
         const Floats columns[2] = {floats(b), floats(b + IN_REGISTER)};
         repeat<N>([&](auto r) EACH {
-            const Floats element = a[r * row] - Floats{};
+            const Floats element = a[r * row] - Floats{};  // in each lane
             repeat<2>([&](auto half) EACH { sums[r][half] += element * columns[half]; });
         });
     }
