@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gptworks.choices import HeadWeights, Weights
 from gptworks.errors import UserError, nearest
 from gptworks.model import GPT
+from gptworks.model.cpu import product
 from gptworks.quantize.formats import DTYPES, GROUP, KINDS, dequantize, empty, pack_int4, rows_at_once, unpacked
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices
 from gptworks.quantize.rounding import Rounded, gptq, round_int4, round_int8
@@ -240,7 +241,7 @@ def _calibrate_head(packed: Any, whole: Any, model: QuantizedGPT, batches: Itera
     hessian = whole.weight.new_zeros(packed.columns, packed.columns)
     for tokens in batches:
         features = model.features(tokens.to(model.device)).flatten(0, -2).float()
-        hessian.addmm_(features.T, features)
+        hessian += product(features.T, features)
     packed.weight, packed.scale = _pack_rounded(gptq(whole.weight, hessian), "int4")
 
 
@@ -269,7 +270,7 @@ def _hessians(block: nn.Module, matrices: dict[str, nn.Linear], inputs: list[tup
 
         def add(_: nn.Module, given: tuple[Tensor], total: Tensor = total) -> None:
             x = given[0].flatten(0, -2).float()
-            total.addmm_(x.T, x)
+            total += product(x.T, x)
 
         hooks.append(module.register_forward_pre_hook(add))
     try:
