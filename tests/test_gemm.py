@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from gptworks import device, machine
 from gptworks.model import GPT, cpu
 from gptworks.model.loss import linear_cross_entropy
-from gptworks.native import gemm
+from gptworks.native import gemm, passes
 from gptworks.native.library import training_library
 from gptworks.train.rehearsal.trace import LiveBytes
 from tiny import plain_model
@@ -200,6 +200,30 @@ def test_a_device_is_measured_by_the_products_that_training_does(taken: Any, mon
     monkeypatch.setattr(device, "PROBE_SECONDS", 0)
     assert device.product_rate(torch.device("cpu"), torch.float32) > 1e8
     assert set(taken) == {(2048, 2048, 2048)}
+
+
+@pytest.mark.parametrize("learned", [0, 1])
+def test_a_plain_product_that_is_differentiated_has_a_gradient(taken: Any, learned: int) -> None:
+    factors = [torch.randn(64, 32), torch.randn(32, 16)]
+    factors[learned].requires_grad_()
+    cpu.product(*factors).sum().backward()
+    assert factors[learned].grad is not None
+    with torch.no_grad():
+        cpu.product(*factors)
+    assert taken == [(64, 16, 32)]
+
+
+def test_factors_that_do_not_fit_get_torchs_error(taken: Any) -> None:
+    for multiply in (cpu.product, lambda a, b: cpu.linear(a, b.T)):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            multiply(torch.ones(64, 32), torch.ones(16, 8))
+    assert not taken
+
+
+def test_where_torch_multiplies_no_library_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "is_faster", lambda: False)
+    monkeypatch.setattr(passes, "training_library", lambda: pytest.fail("it is asked for"))
+    assert cpu.linear(torch.ones(256, 256), torch.ones(256, 256)).sum() == 256**3
 
 
 def test_other_dtypes_and_autocast_are_torchs(taken: Any) -> None:

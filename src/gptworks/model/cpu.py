@@ -1,4 +1,4 @@
-"""The same arithmetic in fewer passes over memory, and products by the faster library, for training on a CPU.
+"""The same arithmetic in fewer passes over memory for training on a CPU, and products by the faster library.
 
 There, a model of a few million parameters spends more time on the operations between its matrix products than on the
 products. Each function here computes what its plain twin does, which tests hold it to: `linear` for `F.linear`,
@@ -28,16 +28,16 @@ def trains(x: Tensor) -> bool:
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a [M, K] · b [K, N], in `out` where it is given."""
-    return gemm.product(a, b, out=out) if gemm.serves(a, b) else torch.mm(a, b, out=out)
+    """a [M, K] · b [K, N], in `out` where it is given. Where it is differentiated, torch's: see `linear`."""
+    differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    return torch.mm(a, b, out=out) if differentiated or not gemm.serves(a, b) else gemm.product(a, b, out=out)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., I] · weightᵀ [I, O] + bias [O]: [..., O]."""
-    rows = x.reshape(-1, x.size(-1))
-    if not gemm.serves(rows, weight.T) or torch.is_autocast_enabled("cpu"):
+    if not gemm.serves(x, weight.T) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
-    out: Tensor = _Linear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
+    out: Tensor = _Linear.apply(x.reshape(-1, x.size(-1)), weight, bias)  # type: ignore[no-untyped-call]
     return out.view(*x.shape[:-1], weight.size(0))
 
 

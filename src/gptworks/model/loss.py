@@ -159,7 +159,7 @@ def distillation_loss(
     teacher_head = teacher_weight.detach().to(y.dtype)
 
     def into_gradient(logits: Tensor, rows: slice) -> Tensor:
-        taught = y[rows] @ teacher_head.T
+        taught = cpu.product(y[rows], teacher_head.T)
         return _sum(
             distilled(part, taught[of.start - rows.start : of.stop - rows.start], wanted[of])
             for part, of in _in_cache(logits, rows)

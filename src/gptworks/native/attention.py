@@ -41,6 +41,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _is_here() -> bool:
+    """Apart, because Dynamo would trace through the cache, and warn."""
     return training_library() is not None
 
 

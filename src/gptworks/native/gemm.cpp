@@ -1,4 +1,4 @@
-// Matrix products in float32 for training: out [M, N] = a [M, K] · b [K, N] + bias [N]. Called by gemm.py.
+// Matrix products in float32: out [M, N] = a [M, K] · b [K, N] + bias [N]. Called by gemm.py.
 //
 // A tile of the results, AT_ONCE rows of WIDTH columns, stays in registers while K passes: each step of K reads WIDTH
 // elements of b and multiplies them with one element of each row of a. So b is laid out in panels of WIDTH columns first,
@@ -97,7 +97,7 @@ void lay_out_columns(const Factor &b, int64_t depth, int64_t n_columns, float *o
                     std::memcpy(out + i * WIDTH, from + i * b.row, width * sizeof(float));
             continue;
         }
-        const int64_t whole = b.row == 1 ? depth / LANES * LANES : 0;
+        const int64_t whole = depth / LANES * LANES;
         for (int64_t n = 0, count; n < width; n += count) {
             count = width - n < TURNED ? 1 : TURNED;
             const int64_t turned = count == TURNED ? whole : 0;

@@ -21,13 +21,15 @@ LEAST_ROWS = 8
 
 
 def serves(a: Tensor, b: Tensor) -> bool:
-    """Whether the C++ multiplies a [M, K] and b [K, N], and sooner than torch."""
+    """Whether the C++ multiplies the rows of a [..., K] with b [K, N], and sooner than torch."""
     return (
         all(type(x) in KINDS and x.device.type == "cpu" and x.dtype == torch.float32 for x in (a, b))
+        and a.size(-1) == b.size(0)
         and a.numel() * b.size(1) >= LEAST
-        and len(a) >= LEAST_ROWS
-        and are_here()
+        and a.numel() >= LEAST_ROWS * b.size(0)
+        and not torch.compiler.is_compiling()
         and is_faster()
+        and are_here()  # the last: it builds the library
     )
 
 
