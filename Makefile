@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-browser test-notebooks notebooks test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-tries test-crashes test-schema test-overload test-engine test-planted test-guide test-processors test-margins wheel lint bench first-hour experiments league clean
+.PHONY: help demo pipeline bands test test-random test-browser test-notebooks notebooks test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-tries test-crashes test-schema test-overload test-engine test-planted test-guide test-processors test-margins wheel lint bench first-hour experiments league clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
 	@echo "make pipeline  from text to an assistant: a small base model, instruction tuning, DPO, held-out questions (about 10 minutes)"
-	@echo "make test    run the tests, in a random order that the first line names (about 8 minutes on 2 cores)"
+	@echo "make test    run the tests, the same at every run (about 8 minutes on 2 cores)"
+	@echo "make test-random  run the tests in a random order with drawn examples; SEED=N repeats, MINUTES=60 repeats with other seeds"
 	@echo "make test-margins  tests that a run learns, with ten seeds in two precisions (about 15 minutes on 2 cores)"
 	@echo "make test-processors  run the numeric tests as other processors would compute them (about 4 minutes each on 2 cores)"
 	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
@@ -49,7 +50,10 @@ pipeline: .venv/.installed
 	@echo; echo "Go on with: $(BIN)/gptworks chat runs/miniature-preference"
 
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-random: .venv/.installed-dev
+	$(BIN)/python tests/draw.py $(if $(SEED),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES))
 
 # Without GGML_NATIVE: llama.cpp's AMX code ends with a fault where a virtual machine shows AMX and does not grant it.
 test-gguf: .venv/.installed-dev

@@ -1,8 +1,16 @@
-"""Fixtures shared by the tests."""
+"""Fixtures shared by the tests, and what they draw.
+
+`make test` draws nothing: hypothesis derives its examples from the tests, and every generator has the same seed before
+each fixture and each test, so that neither the order of tests nor the worker changes what a test sees.
+`make test-random` draws: it sets GPTWORKS_DRAWN_SEED.
+"""
 
 import os
+import random
 from pathlib import Path
 
+import hypothesis
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +22,29 @@ __all__ = ["chromium", "new_page", "page", "studio"]
 os.environ.setdefault("GPTWORKS_NATIVE", "1")  # where both can compute, no measurement decides which does
 os.fsync = lambda descriptor: None  # a disk's waits; test_crash_consistency.py holds what is flushed, unpatched
 torch.set_num_threads(1)  # at the sizes of tests, threads wait for one another more than they work
+
+DRAWN_SEED = os.environ.get("GPTWORKS_DRAWN_SEED")
+
+hypothesis.settings.register_profile("fixed", max_examples=60, derandomize=True, database=None, deadline=None)
+hypothesis.settings.register_profile("drawn", max_examples=1000, database=None, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("fixed" if DRAWN_SEED is None else "drawn")
+
+
+def seed_generators() -> None:
+    seed = int(DRAWN_SEED or 0)
+    random.seed(seed)
+    np.random.seed(seed)  # libraries draw from it
+    torch.manual_seed(seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    seed_generators()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    seed_generators()
 
 
 @pytest.fixture(scope="session")

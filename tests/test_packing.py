@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -36,13 +36,15 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
     return TokenShards(prepare(parse_recipe(tree)).folder, "train")
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=60))
 def test_every_item_has_a_place_and_no_row_is_too_long(lengths: list[int]) -> None:
     rows = pack(np.array(lengths), 12)
     assert sorted(item for row in rows for item in row) == list(range(len(lengths)))
     assert all(sum(lengths[item] for item in row) <= 12 for row in rows)
-    assert len(rows) <= 11 / 9 * -(-sum(lengths) // 12) + 1 + len([n for n in lengths if n > 6])
+    filled = sorted(sum(lengths[item] for item in row) for row in rows)
+    assert (
+        len(rows) == 1 or filled[0] + filled[1] > 12
+    )  # a row is begun only where no other has room for its first item
 
 
 def test_rows_hold_the_examples_and_their_answers(shards: TokenShards) -> None:

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gptworks.infer.scheduler import Copy, Job, Reuse, Scheduler, n_common_tokens
@@ -125,7 +125,6 @@ texts = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     arrivals=st.lists(st.lists(texts, max_size=4), max_size=8),
     n_slots=st.integers(1, 5),
@@ -143,7 +142,6 @@ def test_texts_come_and_go_and_each_is_what_it_would_be_alone(
     assert scheduler.n_slots_used == 0 and not scheduler.running and not scheduler.waiting
 
 
-@settings(max_examples=60, deadline=None)
 @given(arrivals=st.lists(st.lists(texts, max_size=3), max_size=8), n_slots=st.integers(1, 4))
 def test_exact_reuse_shares_only_what_would_be_computed_in_the_same_chunks(
     arrivals: list[list[Text]], n_slots: int
