@@ -37,7 +37,7 @@ RECIPES = {
     "a number for a key": ("1: 2\n", "has the key 1"),
     "code": ("!!python/object/apply:os.system ['true']", "could not determine a constructor"),
     "a zero byte": ('run_dir: "a\\0b"\n', "zero byte"),
-    "half a character": ('name: "\\ud800"\n', "`name`"),
+    "half a character": ('name: "\\ud800"\n', "line 1, column 10: "),
     "a day that is none": ("name: 2020-13-45\n", "not readable YAML"),
     "two documents": ("a: 1\n---\nb: 2\n", "not readable YAML"),
     "a key that is a list": ("? [1, 2]\n: 3\n", "unhashable key"),

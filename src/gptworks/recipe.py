@@ -155,8 +155,6 @@ def read_recipe(path: str | PathLike[str]) -> tuple[Path, dict[str, Any]]:
         raise UserError(
             f"{path} holds {type(tree).__name__}, not a mapping with the sections model, tokenizer, data, train."
         )
-    if strange := next((key for key in tree if not isinstance(key, str)), None):
-        raise UserError(f"{path} has the key {strange!r}: keys are names, such as model.")
     return path, tree
 
 

@@ -1,41 +1,125 @@
-"""Untrusted YAML files, read as plain data within limits."""
+"""Untrusted YAML, read as plain data within limits. Nothing else in the package parses YAML.
 
-from collections.abc import Hashable
+The limits are checked while nodes are composed, before any value is made: an alias counts as all that it stands for,
+wherever it is used, and so a merge key counts as all the keys that it brings.
+"""
+
 from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.composer import Composer
+from yaml.constructor import SafeConstructor
+from yaml.parser import Parser
+from yaml.reader import Reader
+from yaml.resolver import Resolver
+from yaml.scanner import Scanner
 
 from gptworks.errors import UserError
 from gptworks.files import read_text
+
+try:  # libyaml reads four times as fast
+    from yaml.cyaml import CParser as _Parser  # type: ignore[attr-defined]
+except ImportError:
+
+    class _Parser(Reader, Scanner, Parser):  # type: ignore[no-redef]
+        def __init__(self, text: str) -> None:
+            Reader.__init__(self, text)
+            Scanner.__init__(self)
+            Parser.__init__(self)
+
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 100_000
 """Values in a file, each alias counted wherever it is used."""
 MAX_DEPTH = 64
+"""Sections and lists inside one another, aliases followed."""
+MAX_DIGITS = 400
+"""Characters of a number: Python reads longer ones in quadratic time. No number of a recipe has 20."""
+
+_TAG = "tag:yaml.org,2002:"
+_PLAIN = {None, *(_TAG + kind for kind in ("null", "bool", "int", "float", "timestamp", "str", "seq", "map"))}
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses duplicate keys and unlimited nesting, which YAML allows."""
+class _Loader(Composer, _Parser, SafeConstructor, Resolver):
+    """Refuses what YAML allows and no file of ours needs: keys given twice, keys that are not names, deep nesting,
+    aliases that stand for too much, numbers of any length, and tags that make other types."""
 
-    depth = 0
+    yaml_constructors = {  # noqa: RUF012
+        tag: make for tag, make in SafeConstructor.yaml_constructors.items() if tag in _PLAIN
+    }
+
+    def __init__(self, text: str) -> None:
+        _Parser.__init__(self, text)
+        Composer.__init__(self)
+        SafeConstructor.__init__(self)
+        Resolver.__init__(self)
+        self.n_nodes = 0
+        """Values composed, what aliases stand for included."""
+        self._depth = self._deepest = 0
+        self._sizes: dict[str, tuple[int, int]] = {}  # of each whole anchored value: its values, its levels
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise yaml.YAMLError(f"it is nested more than {MAX_DEPTH} deep")
+        """The next node.
+
+        Raises:
+            YAMLError: it is too deep, too large or contains itself.
+        """
+        event: Any = self.peek_event()
+        n_before, deepest_before = self.n_nodes, self._deepest
+        self._depth += 1
+        if isinstance(event, yaml.AliasEvent) and event.anchor in self.anchors:
+            if event.anchor not in self._sizes:
+                raise _fault("a value contains itself by an alias", event)
+            n_values, n_levels = self._sizes[event.anchor]
+        else:
+            n_values = n_levels = 1
+        self.n_nodes += n_values
+        self._deepest = self._depth + n_levels - 1
+        if self._deepest > MAX_DEPTH:
+            raise _fault(f"it is nested more than {MAX_DEPTH} deep", event)
+        if self.n_nodes > MAX_NODES:
+            raise _fault(f"it has more than {MAX_NODES:,} values, aliases counted wherever they are used", event)
         node = super().compose_node(parent, index)
-        self.depth -= 1
+        if event.anchor is not None:
+            self._sizes[event.anchor] = self.n_nodes - n_before, self._deepest - self._depth + 1
+        self._deepest = max(self._deepest, deepest_before)
+        self._depth -= 1
         return node
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-        given = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE]
-        if twice := next((key for i, key in enumerate(given) if key in given[:i]), None):
-            raise yaml.YAMLError(f"the key `{twice}` stands twice in one section, line {node.start_mark.line + 1}")
-        return super().construct_mapping(node, deep)
+    def compose_scalar_node(self, anchor: Any) -> Any:
+        node = super().compose_scalar_node(anchor)
+        if "\0" in node.value:
+            raise _fault(f"the text {node.value[:40]!r} has a zero byte, which no path and no name can have", node)
+        if node.tag in (_TAG + "int", _TAG + "float") and len(node.value) > MAX_DIGITS:
+            raise _fault(f"a number of {len(node.value):,} digits; one may have {MAX_DIGITS}", node)
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node, names = super().compose_mapping_node(anchor), set()
+        for key, _ in node.value:
+            if key.tag == _TAG + "merge":
+                continue
+            if not isinstance(key, yaml.ScalarNode):
+                raise _fault("a list or section is an unhashable key: keys are names", key)
+            if key.tag != _TAG + "str":
+                raise _fault(
+                    f"it has the key {key.value[:40] or 'null'}: keys are names; put it into quotation marks", key
+                )
+            if key.value in names:
+                raise _fault(f"the key `{key.value[:40]}` stands twice in one section", key)
+            names.add(key.value)
+        return node
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, OverflowError, LookupError, AttributeError):  # the text does not fit its tag
+            raise _fault(f"{str(node.value)[:40]!r} is not of the type {node.tag.removeprefix(_TAG)}", node) from None
 
 
-_MERGE = "tag:yaml.org,2002:merge"
+def _fault(why: str, place: Any) -> yaml.YAMLError:
+    return yaml.MarkedYAMLError(problem=why, problem_mark=place.start_mark)
 
 
 def read_yaml(path: Path) -> Any:
@@ -50,32 +134,28 @@ def read_yaml(path: Path) -> Any:
 
 def parse_yaml(text: str, origin: str) -> Any:
     """The data of a YAML text; see `read_yaml`."""
+    return _load(text, origin, _Loader.get_single_data)
+
+
+def compose_yaml(text: str, origin: str) -> yaml.Node | None:
+    """The nodes of a YAML text, each with its place in it and whatever its tag; None: it is empty. See `read_yaml`."""
+    node: yaml.Node | None = _load(text, origin, _Loader.get_single_node)
+    return node
+
+
+def _load(text: str, origin: str, get: Any) -> Any:
     try:
-        tree = yaml.load(text, _Loader)
-        _count(tree, {}, set())
-    except (yaml.YAMLError, RecursionError, ValueError, OverflowError, TypeError) as error:
-        why = "it is nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        raise UserError(f"{origin} is not readable YAML: {why[:400]}") from None
-    return tree
-
-
-def _count(value: Any, known: dict[int, int], above: set[int]) -> int:
-    """The number of values in a tree. An alias is one object in several places; a bomb has exponentially many.
-
-    Raises:
-        ValueError: more than MAX_NODES, or a value that contains itself.
-    """
-    if isinstance(value, str) and "\0" in value:
-        raise ValueError(f"the text {value[:40]!r} has a zero byte, which no path and no name can have")
-    if not isinstance(value, dict | list | set | tuple):
-        return 1
-    if id(value) in above:
-        raise ValueError("a value contains itself by an alias")
-    if id(value) not in known:
-        inner = [*value.keys(), *value.values()] if isinstance(value, dict) else [*value]
-        above.add(id(value))
-        known[id(value)] = 1 + sum(_count(item, known, above) for item in inner)
-        above.discard(id(value))
-    if known[id(value)] > MAX_NODES:
-        raise ValueError(f"its aliases make it more than {MAX_NODES:,} values")
-    return known[id(value)]
+        loader = _Loader(text)
+        try:
+            return get(loader)
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        why = place + " ".join(f"{error.problem or error.context}".split())
+        if mark is not None and "cannot start any token" in why and "\t" in text.splitlines()[mark.line]:
+            why += ": indent with spaces, not with tabs"
+    except (yaml.YAMLError, UnicodeError) as error:
+        why = " ".join(str(error).split())
+    raise UserError(f"{origin} is not readable YAML: {why[:400]}")

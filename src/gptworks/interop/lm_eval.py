@@ -20,9 +20,11 @@ from gptworks.errors import UserError, not_installed
 from gptworks.evaluate.metrics import means
 from gptworks.evaluate.results import Evaluation, Measured
 from gptworks.evaluate.scoring import SLOTS, complete_all, score_pairs
+from gptworks.files import read_text
 from gptworks.infer.engine import Engine, load
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.tokenizer import document_frame, encode_text, special_tokens, tokenizer_from_json
+from gptworks.yaml_files import MAX_BYTES, compose_yaml
 
 try:
     from lm_eval import evaluator
@@ -208,12 +210,11 @@ def run_harness(
 
 def _name_in(path: Path) -> str:
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        node = compose_yaml(read_text(path, MAX_BYTES), str(path))  # its tags may call functions of its own
     except FileNotFoundError:
         raise UserError(f"--harness {path}: no such file.") from None
-    except yaml.YAMLError:  # it calls functions of its own
-        tree = None
-    return str(tree["task"]) if isinstance(tree, dict) and "task" in tree else path.stem
+    named = [value for key, value in (node.value if isinstance(node, yaml.MappingNode) else []) if key.value == "task"]
+    return str(named[0].value) if named and isinstance(named[0], yaml.ScalarNode) else path.stem
 
 
 def _evaluation(name: str, found: dict[str, Any], run: str, step: int) -> Evaluation:

@@ -22,7 +22,7 @@ from gptworks.plan.devices import find_device, this_cpu
 from gptworks.recipe import apply_overrides, load_recipe, parse_recipe
 from gptworks.studio.form import GIVEN_BY_THE_START, form, text_of
 from gptworks.train.rehearsal.estimate import estimate
-from gptworks.yaml_files import parse_yaml
+from gptworks.yaml_files import compose_yaml, parse_yaml
 
 Tree = dict[str, Any]
 _UNMEASURED = "the run shows this machine's speed once it trains"
@@ -96,7 +96,7 @@ def read_text(text: str) -> Tree:
     tree = parse_yaml(text, "recipe")
     if tree is None:
         return {}
-    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+    if not isinstance(tree, dict):
         raise UserError("the recipe is not a mapping with the sections model, tokenizer, data, train.")
     return tree
 
@@ -207,8 +207,8 @@ def _changed_lines(text: str, path: str, value: Any) -> Iterable[str]:
     """Ways to write a changed setting into a text, of which one may be right: in its place, or after the last line of
     its section; a value of None is taken out."""
     try:
-        node = yaml.compose(text, yaml.SafeLoader)
-    except yaml.YAMLError:
+        node = compose_yaml(text, "recipe")
+    except UserError:
         return
     *sections, name = path.split(".")
     for section in sections:

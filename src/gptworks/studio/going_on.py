@@ -10,11 +10,11 @@ from gptworks.checkpoint import checkpoints
 from gptworks.config import ENDS, Recipe
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.studio.checking import read_text
 from gptworks.studio.form import text_of
 from gptworks.studio.library import RunFolder
 from gptworks.train.changes import changed, check_changes, inexact, settings_at
 from gptworks.train.record.outcome import read_outcome
-from gptworks.yaml_files import parse_yaml
 
 Changes = list[dict[str, Any]]
 
@@ -47,7 +47,7 @@ def allowed_changes(run: RunFolder, text: str, forked_at: int | None = None) -> 
 def going_on(run: RunFolder, text: str, forked_at: int | None = None) -> GoingOn:
     """What a recipe changes in a run, or in a fork from a step, and why it cannot go on so."""
     before = load_recipe(run.folder, [] if forked_at is None else settings_at(run.folder, forked_at))
-    tree = parse_yaml(text, "recipe") | {"name": before.name, "run_dir": str(run.folder)}
+    tree = read_text(text) | {"name": before.name, "run_dir": str(run.folder)}
     now = parse_recipe(tree)
     found = changed(before, now)
     newest = next((checkpoint.step for checkpoint in checkpoints(run.folder)), 0)
