@@ -179,12 +179,10 @@ def test_a_full_failing_or_refusing_disk_leaves_the_old_file_and_nothing_half_wr
     path = tmp_path / "report.html"
     write_whole(path, "old")
 
-    def fails(self: Path, *_: object, **__: object) -> int:
-        with self.open("wb") as file:
-            file.write(b"half")
-        raise OSError(number, os.strerror(number), str(self))
+    def fails(_: int) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(Path, "write_text", fails)
+    monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(RunError, match=rf"report\.html could not be written: {os.strerror(number)} \(.*report.html"):
         write_whole(path, "new")
     whole = naming_disk_errors("the whole", tmp_path, "Do it again.")
@@ -192,8 +190,8 @@ def test_a_full_failing_or_refusing_disk_leaves_the_old_file_and_nothing_half_wr
         write_whole(path, "new")
     monkeypatch.undo()
     assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {"report.html": "old"}
-    with pytest.raises(ZeroDivisionError), replacing(path) as aside:
-        aside.write_text("half")
+    with pytest.raises(ZeroDivisionError), replacing(path) as file:
+        file.write(b"half")
         1 / 0  # noqa: B018
     with pytest.raises(FileNotFoundError), replacing(path):  # of something else than what is written
         (tmp_path / "other").read_text()

@@ -445,7 +445,7 @@ def test_a_measurement_is_made_once_and_kept_for_later_processes(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     (fresh / "choice.json").unlink()
-    monkeypatch.setattr("gptworks.files.sync", full)
+    monkeypatch.setattr(os, "fsync", full)
     assert choice.seconds_of_both(kind) == (1.0, 2.0), "what cannot be kept is measured again next time"
 
 

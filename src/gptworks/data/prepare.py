@@ -31,7 +31,7 @@ from gptworks.data.shards import TOKENIZER_FOLDER
 from gptworks.data.sources.choose import check_sources
 from gptworks.data.write import missing_jobs, work_on, write_dataset
 from gptworks.errors import UserError
-from gptworks.files import make_folder, naming_disk_errors
+from gptworks.files import make_folder, naming_disk_errors, remove_leftovers
 
 
 def prepare(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, total_bytes: None) -> Prepared:
@@ -254,7 +254,7 @@ def _remove_stale(cache_dir: Path) -> None:
 
 def _remove_unless_useful(folder: Path) -> None:
     """Remove the work on a dataset where the dataset is made, or where no part of the work is finished."""
-    shutil.rmtree(folder.with_name(f".{folder.name}.writing"), ignore_errors=True)
+    remove_leftovers(folder)
     useful = finished(_work(folder)) or [*_work(folder).glob(f"{CLEANED}/[!.]*")] or (_work(folder) / _SHARED).exists()
     if folder.exists() or not useful:
         shutil.rmtree(_work(folder), ignore_errors=True)

@@ -79,6 +79,6 @@ def _sample_job(
             most = -largest
     in_order = sorted((number, -key, text) for key, number, text in kept)
     lines = [(key, len(text.encode("utf-8")), text) for _, key, text in in_order if key < most]
-    with replacing(file) as aside, aside.open("w", encoding="utf-8") as out:
+    with replacing(file) as out:
         for line in [*lines, (most, 0, "")] if most < below else lines:
-            out.write(json.dumps(line) + "\n")
+            out.write(f"{json.dumps(line)}\n".encode())

@@ -204,7 +204,7 @@ class SearchIndex:
             parts.append(b"".join(map(self._table.__getitem__, spelled.tolist())))
         text = b"".join(parts)
         header = sealed_json({**block.header, "n_bytes": size, "n_borders": n_borders}).encode("utf-8")
-        with replacing(block.file) as aside, aside.open("wb") as file:
+        with replacing(block.file) as file:
             file.write(header.ljust(_HEADER_BYTES))
             divsufsort(text).astype("<u4", copy=False).tofile(file)
             np.concatenate(places).tofile(file)

@@ -11,7 +11,7 @@ from gptworks.chat_template import load_chat_template
 from gptworks.checkpoint import Report, load_run
 from gptworks.choices import GGUFType
 from gptworks.errors import UserError, not_installed
-from gptworks.files import make_folder, replacing
+from gptworks.files import replacing_by_name
 from gptworks.interop.gguf.architectures import APPROXIMATE_GELU, add_settings, choose_architecture, their_tensors
 from gptworks.interop.gguf.vocabulary import add_vocabulary, read_vocabulary
 from gptworks.interop.left_out import leave_out_heads
@@ -77,7 +77,7 @@ def export_gguf(
     if vocabulary is not None and vocabulary.note:
         notes.append(vocabulary.note)
 
-    with replacing(out) as aside, closing(gguf.GGUFWriter(aside, architecture.name)) as writer:
+    with replacing_by_name(out) as aside, closing(gguf.GGUFWriter(aside, architecture.name)) as writer:
         writer.add_type("model")
         writer.add_name(loaded.recipe.name)
         how_much = "ALL" if quantization == "f32" else "MOSTLY"
@@ -95,7 +95,6 @@ def export_gguf(
             block_weights, block_bytes = gguf.GGML_QUANT_SIZES[kind]
             n_bytes = tensor.numel() // block_weights * block_bytes
             writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), n_bytes, raw_dtype=kind)
-        make_folder(out.absolute().parent)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()

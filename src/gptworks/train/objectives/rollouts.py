@@ -32,8 +32,8 @@ class RolloutStore:
         self._folder.mkdir(exist_ok=True)
         for micro_step, batch in made.items():
             named = {str(i): x.contiguous() for i, x in enumerate(batch)}
-            with replacing(self._path(number, micro_step)) as aside:
-                aside.write_bytes(save(named | {"prompts": torch.tensor(prompts[micro_step])}))
+            with replacing(self._path(number, micro_step)) as file:
+                file.write(save(named | {"prompts": torch.tensor(prompts[micro_step])}))
             oldest = self._path(max(0, number - self._n_kept), micro_step)
             for old in self._folder.glob(f"round-*-{micro_step}.safetensors"):
                 if old.name < oldest.name:

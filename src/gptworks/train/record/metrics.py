@@ -42,8 +42,8 @@ class MetricsLog:
         So are records of rollbacks beyond the first `resume_rollbacks`: one that was interrupted is made again too.
         Writers are given the records that stay, and then each that is written.
         """
-        with replacing(path) as aside, aside.open("w", encoding="utf-8") as file:
-            file.writelines(_line(record) for record in self._kept(path, resume_step, resume_rollbacks))
+        with replacing(path) as file:
+            file.writelines(_line(record).encode("utf-8") for record in self._kept(path, resume_step, resume_rollbacks))
         self.path = path
         self._writers = writers
         for record in read_metrics(path) if writers else ():

@@ -1,0 +1,82 @@
+"""sha256 sums: of a file, of the files in a folder, and of a JSON text's own contents."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from gptworks.errors import UserError
+from gptworks.files.read import check_regular, read_regular
+from gptworks.files.write import write_whole
+
+
+def sha256_file(path: Path) -> str:
+    """The sha256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sealed_json(tree: dict[str, Any]) -> str:
+    """A mapping as JSON text that carries the sha256 of its own contents."""
+    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode("ascii")).hexdigest()
+    return json.dumps({**tree, "sha256": digest}, indent=2, ensure_ascii=False) + "\n"
+
+
+def unsealed_json(data: bytes) -> dict[str, Any]:
+    """The mapping of a `sealed_json` text.
+
+    Raises:
+        ValueError: it is no such text, or a byte of it has changed.
+    """
+    tree = json.loads(data)
+    if not isinstance(tree, dict) or "sha256" not in tree:
+        raise ValueError("it carries no sha256 of its own")
+    contents = {key: value for key, value in tree.items() if key != "sha256"}
+    if sealed_json(contents).encode("utf-8") != data:
+        raise ValueError("its sha256 is not that of its contents")
+    return contents
+
+
+SUMS_FILE = "sums.json"
+
+
+def write_sums(folder: Path) -> None:
+    """Write the sha256 of each file of a folder into its `sums.json`, for `check_sums`."""
+    sums = {path.name: sha256_file(path) for path in sorted(folder.iterdir()) if path.name != SUMS_FILE}
+    write_whole(folder / SUMS_FILE, sealed_json({"files": sums}))
+
+
+def check_sums(folder: Path, max_bytes: int) -> None:
+    """Compare a folder's files with its `sums.json`; without one, nothing is checked. Files it does not name may be
+    there.
+
+    Args:
+        max_bytes: the largest size of a file.
+
+    Raises:
+        UserError: a file is missing, was changed or is no regular file, or `sums.json` is damaged.
+    """
+    path = folder / SUMS_FILE
+    try:
+        sums = unsealed_json(read_regular(path, 1 << 20)).get("files")
+        if not isinstance(sums, dict) or any(Path(name).name != name for name in sums):
+            raise ValueError("it does not list the files beside it")
+    except (FileNotFoundError, NotADirectoryError):  # the folder was written by an earlier version
+        return
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({error}): restore it from a copy, or delete it. {_ACCEPT}") from None
+    for name, expected in sums.items():
+        file = folder / name
+        try:
+            check_regular(file, max_bytes)
+            state = None if sha256_file(file) == expected else "is not the file that was written"
+        except FileNotFoundError:
+            state = "is missing"
+        if state is not None:
+            raise UserError(
+                f"{file} {state}: {path} has the sha256 of each file beside it. Restore the file from a copy. If you "
+                f"changed it on purpose, delete {path}. {_ACCEPT}"
+            )
+
+
+_ACCEPT = "Without it, the files beside it are taken as they are."

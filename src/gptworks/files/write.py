@@ -1,0 +1,312 @@
+"""Writing that neither a crash nor a planted link can spoil.
+
+A file is written under a random name that did not exist, flushed, and renamed over the old one, all in a folder that is
+opened once and held. Nothing is written through a link: where the target is one, the link is replaced. A temporary
+file stays locked as long as its writer lives; what a killed writer left is removed by the next one of the same name.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from gptworks.errors import UserError
+from gptworks.files.disk import DISK_FAILS, naming_disk_errors
+
+_ADVICE = "Nothing of it is left behind; make room or permission there and try again."
+_TOKEN_BYTES = 6
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file, or the names in a folder, where the system lets a folder be opened."""
+    with contextlib.suppress(PermissionError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, whose names a crash does not lose."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        with _held(folder.parent) as parent:
+            _sync(parent)
+
+
+def link_or_copy(file: Path, to: Path) -> None:
+    """Give a file a second name, or copy it to where the file system takes none."""
+    try:
+        to.hardlink_to(file)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in DISK_FAILS:
+            raise
+        shutil.copyfile(file, to)
+        sync(to)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
+    """A file to write to, which replaces `path` at the end: a reader sees the old file or the new, never a part. If the
+    writing fails, the old file stays. The mode is that of the old file, or the umask's.
+
+    Args:
+        private: only the owner may read it.
+
+    Raises:
+        UserError: `path` is a FIFO, socket or device.
+        RunError: the disk is full, fails or refuses.
+    """
+    with naming_disk_errors(f"{path} could not be written", path, _ADVICE), _held(path.parent) as folder:
+        mode = 0o600 if private else _mode_of(path, folder)
+        with _named(path):
+            name, descriptor = _new_file(path.name, folder, 0o666 if mode is None else mode)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                yield file
+                with _named(path):
+                    file.flush()
+                    if mode is not None:
+                        os.fchmod(descriptor, mode)
+                    os.fsync(descriptor)
+                    os.replace(name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=folder)
+            raise
+        with _named(path):
+            _sync(folder)
+
+
+@contextlib.contextmanager
+def replacing_by_name(path: Path) -> Iterator[Path]:
+    """As `replacing`, for a library that opens what it writes by name: the path is in a folder that is the owner's.
+    Missing folders above `path` are made."""
+    with naming_disk_errors(f"{path} could not be written", path, _ADVICE):
+        make_folder(path.absolute().parent)
+        with _held(path.parent) as folder, _new_private_folder(path, folder) as (name, aside, _):
+            mode = _mode_of(path, folder)
+            yield path.with_name(name) / path.name
+            with _named(path):
+                descriptor = os.open(path.name, os.O_RDONLY | _NO_SURPRISE, dir_fd=aside)
+                try:
+                    if mode is not None:
+                        os.fchmod(descriptor, mode)
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                os.replace(path.name, path.name, src_dir_fd=aside, dst_dir_fd=folder)
+                _sync(folder)
+
+
+def write_whole(path: Path, text: str, *, private: bool = False) -> None:
+    """Replace a small UTF-8 file at once; see `replacing`.
+
+    Raises:
+        UserError, RunError: as `replacing`.
+    """
+    data = text.encode("utf-8")
+    with replacing(path, private=private) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def new_folder(out: Path, needed_bytes: int | None = None) -> Iterator[Path]:
+    """A folder to fill, the owner's until it becomes `out` at the end, flushed: it is there whole or not at all.
+
+    Args:
+        out: nothing, or an empty folder; see `check_free`.
+        needed_bytes: what will be written, for the message; None: not known.
+
+    Raises:
+        RunError: the disk is full, fails or refuses.
+    """
+    place = out.absolute()
+    advice = "Nothing half-written is kept. Make room or permission there, or give another place, and do it again."
+    with naming_disk_errors(f"{out} could not be written", out, advice, needed_bytes):
+        make_folder(place.parent)
+        with _held(place.parent) as folder, _new_private_folder(place, folder) as (name, aside, mode):
+            path = out.with_name(name)
+            yield path
+            for each in path.rglob("*"):
+                if not each.is_symlink():
+                    sync(each)
+            with _named(out):
+                os.fchmod(aside, mode)
+                os.fsync(aside)
+                with contextlib.suppress(FileNotFoundError):
+                    os.rmdir(place.name, dir_fd=folder)
+                os.rename(name, place.name, src_dir_fd=folder, dst_dir_fd=folder)
+                try:
+                    _sync(folder)
+                except OSError:  # a crash may still lose its name: then it is not done, and can be done again
+                    os.rename(place.name, name, src_dir_fd=folder, dst_dir_fd=folder)
+                    raise
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what killed writers of `path` have left next to it. What another process is writing stays."""
+    with contextlib.suppress(OSError), _held(path.parent) as folder:
+        _remove_leftovers(path.name, folder)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a folder and what is in it, or a file. A link is deleted, and not what it leads to.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def check_free(out: Path) -> None:
+    """Refuse a place that holds something.
+
+    Raises:
+        UserError: it is a file, or a folder that is not empty.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not an empty folder: give another place, or delete it.")
+
+
+# --------------------------------------------------------------------------------------------- names in a held folder
+
+_NO_SURPRISE = os.O_NOFOLLOW | os.O_NONBLOCK
+"""Flags: follow no link, wait for no FIFO."""
+_MOST_NAME_BYTES = 200
+"""Of a file's name in that of its temporary file; file systems take 255."""
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[int]:
+    """A descriptor of a folder, by which it is the same one whatever its path becomes."""
+    with _named(folder):
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except PermissionError:  # names can be made in a folder that cannot be listed, where the system has O_PATH
+            if not hasattr(os, "O_PATH"):
+                raise
+            descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Give a system's error the whole path: a call in a held folder knows the last name of it, or none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
+
+
+def _sync(descriptor: int) -> None:
+    """Flush a held folder's names; without effect where it was opened with O_PATH."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+
+
+def _mode_of(path: Path, folder: int) -> int | None:
+    """The mode of the file that is to be replaced; None where there is none, or a link.
+
+    Raises:
+        UserError: it is a FIFO, socket or device, which nothing may replace.
+    """
+    try:
+        found = os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode
+    except OSError:
+        return None
+    if not (stat.S_ISREG(found) or stat.S_ISLNK(found) or stat.S_ISDIR(found)):
+        raise UserError(f"{path} is a FIFO, socket or device: give a name for a regular file.")
+    return found & 0o777 if stat.S_ISREG(found) else None
+
+
+def _stem(name: str) -> str:
+    """What the names of a file's temporary files begin with."""
+    encoded = os.fsencode(name)
+    short = name if len(encoded) <= _MOST_NAME_BYTES else hashlib.sha256(encoded).hexdigest()
+    return f".writing-{short}."
+
+
+def _new_file(name: str, folder: int, mode: int) -> tuple[str, int]:
+    """A new file to write to, locked while it is open: its name and descriptor."""
+    _remove_leftovers(name, folder)
+    while True:
+        aside = _stem(name) + secrets.token_hex(_TOKEN_BYTES)
+        descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_SURPRISE, mode, dir_fd=folder)
+        if _lock(descriptor):
+            return aside, descriptor
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _new_private_folder(path: Path, folder: int) -> Iterator[tuple[str, int, int]]:
+    """A new folder next to `path` which the owner alone may enter, locked: its name, its descriptor, and the mode that
+    the umask gives a folder. At the end it is deleted if it still has that name."""
+    with _named(path):
+        _remove_leftovers(path.name, folder)
+        while True:
+            name = _stem(path.name) + secrets.token_hex(_TOKEN_BYTES)
+            os.mkdir(name, dir_fd=folder)
+            descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _NO_SURPRISE, dir_fd=folder)
+            if _lock(descriptor):
+                break
+            os.close(descriptor)
+        mode = os.fstat(descriptor).st_mode & 0o777
+        os.fchmod(descriptor, 0o700)
+    try:
+        yield name, descriptor, mode
+    finally:
+        shutil.rmtree(name, ignore_errors=True, dir_fd=folder)
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock what was just made, which the system undoes when its process ends; false where it was removed meanwhile."""
+    with contextlib.suppress(OSError):  # a file system without locks: what is left there stays
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return os.fstat(descriptor).st_nlink > 0
+
+
+def _remove_leftovers(name: str, folder: int) -> None:
+    """Remove temporary files and folders of this name that no process holds, if they are this user's own."""
+    pattern = re.compile(re.escape(_stem(name)) + rf"[0-9a-f]{{{2 * _TOKEN_BYTES}}}")
+    try:
+        found = [each for each in os.listdir(folder) if pattern.fullmatch(each)]
+    except OSError:  # it cannot be listed
+        return
+    for each in found:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(each, os.O_RDONLY | _NO_SURPRISE, dir_fd=folder)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                status = os.fstat(descriptor)
+                if status.st_uid != os.geteuid():
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    os.unlink(each, dir_fd=folder)
+                elif stat.S_ISDIR(status.st_mode):
+                    shutil.rmtree(each, ignore_errors=True, dir_fd=folder)
+            finally:
+                os.close(descriptor)
