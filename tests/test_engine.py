@@ -20,7 +20,8 @@ from gptworks.infer.sampling import Sampler, sample
 from gptworks.infer.text import StopStrings
 from gptworks.model import GPT
 from gptworks.recipe import parse_recipe, save_recipe
-from gptworks.tokenizer import save_tokenizer, special_tokens, train_tokenizer, vocabulary_size
+from gptworks.special_tokens import special_tokens
+from gptworks.tokenizer import save_tokenizer, train_tokenizer, vocabulary_size
 from tiny import plain_model
 
 LETTERS = "abcdefghij"

@@ -41,7 +41,7 @@ from gptworks.model.backend import Chunk
 from gptworks.native import backend as native
 from gptworks.native.choice import choose_backend
 from gptworks.native.library import Unavailable
-from gptworks.tokenizer import special_tokens
+from gptworks.special_tokens import special_tokens
 from test_engine import char_tokenizer, random_model
 
 CONTEXT, PREFILL = 40, 8

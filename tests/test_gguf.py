@@ -30,7 +30,8 @@ from gptworks.interop.gguf.architectures import ARCHITECTURES, choose_architectu
 from gptworks.interop.gguf.vocabulary import PATTERNS, read_vocabulary
 from gptworks.model.attention import Rotary, rotate
 from gptworks.presets import PRESETS, preset
-from gptworks.tokenizer import prompt_ids, special_tokens, tokenizer_from_json, train_tokenizer, vocabulary_size
+from gptworks.special_tokens import special_tokens
+from gptworks.tokenizer import prompt_ids, tokenizer_from_json, train_tokenizer, vocabulary_size
 
 VOCABULARY = hf.VOCABULARY
 BASE: dict[str, Any] = {"vocab_size": VOCABULARY, "context_length": 256, "n_layers": 2, "d_model": 64, "n_heads": 4}
@@ -341,7 +342,7 @@ def test_characters_in_the_file() -> None:
     assert vocabulary.tokens == ("<|endoftext|>", "<unk>", "\n", "▁", "a", "b", "€")
     assert vocabulary.types[:3] == (gguf.TokenType.CONTROL, gguf.TokenType.UNKNOWN, gguf.TokenType.NORMAL)
     assert vocabulary.special_ids == {"bos": 0, "eos": 0, "unk": 1}
-    assert vocabulary.note and "<unk>" in vocabulary.note
+    assert "<unk>" in vocabulary.notes[0]
 
 
 def test_without_a_tokenizer(tmp_path: Path) -> None:

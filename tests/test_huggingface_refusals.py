@@ -478,10 +478,9 @@ def test_tensors_of_other_numbers_are_refused(folder: Path, tmp_path: Path) -> N
         import_huggingface(folder, tmp_path / "out")
 
 
-def test_notes_say_where_text_is_read_or_ended_otherwise(folder: Path, tmp_path: Path) -> None:
-    change(folder, eos_token_id=5)
+def test_a_note_says_where_nothing_ends_a_text(folder: Path, tmp_path: Path) -> None:
     imported = import_huggingface(folder, tmp_path / "out")
-    assert imported.notes == ("generation ends at no token; config.json has `eos_token_id`=5",)
+    assert imported.notes == ("the folder states no token that ends a text: generation stops at its length only",)
     assert imported.notes[0] in (tmp_path / "out" / "model-card.md").read_text()
     assert load_run(tmp_path / "out").checkpoint.step == 0
 

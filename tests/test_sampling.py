@@ -42,7 +42,7 @@ def draw(logits: Tensor, settings: SamplingSettings, history: list[list[int]] | 
 
 def adjusted(logits: Tensor, settings: SamplingSettings, prompt: list[int], generated: list[int], eos: int) -> Tensor:
     """One row of logits as it is after bias, penalties and bans."""
-    sampler = Sampler(settings, prompt, end_of_text=eos)
+    sampler = Sampler(settings, prompt, ends=(eos,))
     for token in generated:
         sampler.push(token)
     return adjust(logits, [sampler])
@@ -229,7 +229,7 @@ def test_a_text_does_not_depend_on_those_beside_it(scale: float) -> None:
     rows = torch.stack([random_logits(i, rows=len(MIXED), vocabulary=1000, scale=scale) for i in range(10)])
 
     def texts(order: list[int]) -> dict[int, list[int]]:
-        samplers = {i: Sampler(MIXED[i], [1, 2, 3], end_of_text=0) for i in order}
+        samplers = {i: Sampler(MIXED[i], [1, 2, 3], ends=(0,)) for i in order}
         made: dict[int, list[int]] = {i: [] for i in order}
         for step in rows:
             for i, token in zip(order, sample(step[order], [samplers[i] for i in order]), strict=True):
@@ -364,7 +364,7 @@ def test_processed_log_probabilities_are_what_is_drawn_from(scale: float) -> Non
     wanted = [SamplingSettings(**{"temperature": 0.9, "seed": 4} | one, processed_logprobs=400) for one in PROCESSED]
 
     def samplers() -> list[Sampler]:
-        made = [Sampler(settings, prompt, i, eos) for i, settings in enumerate(wanted)]
+        made = [Sampler(settings, prompt, i, (eos,)) for i, settings in enumerate(wanted)]
         for sampler in made:
             for token in generated:
                 sampler.push(token)

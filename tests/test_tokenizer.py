@@ -16,6 +16,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 import gptworks
 from gptworks.config import BPETokenizer, CharTokenizer, FileTokenizer, GPT2Tokenizer, WordTokenizer
 from gptworks.errors import UserError
+from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import (
     SEPARATOR,
     StreamDecoder,
@@ -26,7 +27,6 @@ from gptworks.tokenizer import (
     load_tokenizer,
     prompt_ids,
     save_tokenizer,
-    special_tokens,
     token_bytes,
     train_tokenizer,
     vocabulary_size,

@@ -7,7 +7,8 @@ rendered in Jinja's sandbox in a process of its own, with limits of time and mem
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from gptworks.confined import Confined, Exceeded, Limits, Refused, Task
 from gptworks.confined.template import environment
 from gptworks.errors import UserError, nearest
 from gptworks.files import read_text
-from gptworks.tokenizer import encode_text, special_token_names, special_tokens
+from gptworks.json_files import read_json
+from gptworks.special_tokens import TOKENIZER_CONFIG, special_tokens
+from gptworks.tokenizer import encode_text, special_token_names
 
-TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 MAX_TEMPLATE_BYTES = 1 << 20
 LIMITS = Limits(seconds=2, n_bytes=1 << 28)
 """For compiling a template that is not one of ours, and for rendering a conversation with it."""
@@ -129,7 +132,7 @@ class ChatTemplate:
         return self._special.split(text, maxsplit=1)[0] if self._special.pattern else text
 
     def end_token_ids(self) -> tuple[int, ...]:
-        """What ends an assistant's turn: the special token that the template writes after it, and the tokenizer's eos.
+        """What ends an assistant's turn: the special token that the template writes after it, and what ends any text.
 
         Empty where there is neither.
         """
@@ -137,9 +140,8 @@ class ChatTemplate:
 
     @cached_property
     def _end_token_ids(self) -> tuple[int, ...]:
-        eos = special_tokens(self.tokenizer).eos
-        ends = [] if (written := self.written_end()) is None else [written]
-        return tuple(dict.fromkeys(ends if eos is None else [*ends, eos]))
+        written = [] if (found := self.written_end()) is None else [found]
+        return tuple(dict.fromkeys([*written, *special_tokens(self.tokenizer).ends]))
 
     def written_end(self) -> int | None:
         """The special token that the template writes after an assistant's answer; None: it writes none."""
@@ -257,6 +259,66 @@ def load_chat_template(tokenizer_folder: Path, tokenizer: Tokenizer) -> ChatTemp
     return ChatTemplate(read_text(file, MAX_TEMPLATE_BYTES), tokenizer) if file.exists() else None
 
 
+@dataclass(frozen=True)
+class FolderTemplates:
+    """The chat templates of a folder of transformers."""
+
+    named: Mapping[str, str]
+    """By name. A single one is `default`; `tool_use` is for conversations with tools."""
+    source: str
+    """Where they are, for messages."""
+
+    @property
+    def default(self) -> str | None:
+        """The template of a conversation; None: the folder has none, or only ones for other purposes."""
+        return self.named.get("default")
+
+
+def read_templates(folder: Path) -> FolderTemplates:
+    """The chat templates of a folder, with the precedence that transformers 5 gives its files.
+
+    chat_template.jinja and additional_chat_templates/NAME.jinja count first, and what tokenizer_config.json has does
+    not count then: one template, or a list of `name` and `template`. Last comes chat_template.json, which
+    transformers reads for processors only.
+
+    Raises:
+        UserError: a file is not readable, too large, or holds something else than templates.
+    """
+    files = {"default": folder / TEMPLATE_FILE}
+    files |= {file.stem: file for file in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
+    named = {name: read_text(file, MAX_TEMPLATE_BYTES) for name, file in files.items() if file.exists()}
+    if named:
+        return FolderTemplates(named, TEMPLATE_FILE if "default" in named else TEMPLATE_FOLDER)
+    for name in (TOKENIZER_CONFIG, "chat_template.json"):
+        given = read_json(folder / name).get("chat_template") if (folder / name).exists() else None
+        if given is not None:
+            return FolderTemplates(_named(given, name), name)
+    return FolderTemplates({}, "")
+
+
+def _named(given: Any, file: str) -> dict[str, str]:
+    """The templates of a setting: one, or a list of them with names."""
+    listed = [{"name": "default", "template": given}] if isinstance(given, str) else given
+    rule = "one template, or a list of `name` and `template`, is expected."
+    if not isinstance(listed, list):
+        raise UserError(f"{file} has `chat_template` of a wrong type, {type(given).__name__}: {rule}")
+    named: dict[str, str] = {}
+    for entry in listed:
+        name, template = (entry.get(key) if isinstance(entry, dict) else None for key in ("name", "template"))
+        if not isinstance(name, str) or not isinstance(template, str) or not _FILE_NAME.fullmatch(name):
+            raise UserError(f"{file} has `chat_template` with the entry {str(entry)[:100]}: {rule}")
+        if name in named:
+            raise UserError(f"{file} has two chat templates of the name `{name}`: keep the right one.")
+        if len(template.encode("utf-8", "replace")) > MAX_TEMPLATE_BYTES:
+            raise UserError(f"{file} has a chat template `{name}` of more than {MAX_TEMPLATE_BYTES} bytes.")
+        named[name] = template
+    return named
+
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+"""A template's name, which an export makes a file's name."""
+
+
 def find_chat_template(config: TokenizerConfig) -> str | None:
     """The source of the template that a recipe's tokenizer section names; None: it has none.
 
@@ -265,8 +327,7 @@ def find_chat_template(config: TokenizerConfig) -> str | None:
     """
     if config.chat_template is None:
         path = config.path if isinstance(config, FileTokenizer | GPT2Tokenizer) else None
-        file = None if path is None else path.expanduser() / TEMPLATE_FILE
-        return read_text(file, MAX_TEMPLATE_BYTES) if file is not None and file.exists() else None
+        return None if path is None or not path.expanduser().is_dir() else read_templates(path.expanduser()).default
     if config.chat_template in BUILT_IN:
         return BUILT_IN[config.chat_template]
     file = Path(config.chat_template).expanduser()

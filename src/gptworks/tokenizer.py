@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,9 +18,18 @@ from tokenizers import AddedToken, Encoding, Regex, Tokenizer, decoders, models,
 from gptworks.config import BPETokenizer, CharTokenizer, DatasetTokenizer, FileTokenizer, TokenizerConfig, WordTokenizer
 from gptworks.errors import UserError
 from gptworks.files import SUMS_FILE, check_sums, read_regular, read_text, write_whole
+from gptworks.special_tokens import (
+    SEPARATOR,
+    TOKENIZER_CONFIG,
+    Stated,
+    attach,
+    our_config,
+    read_stated,
+    special_tokens,
+    stated_of,
+)
 
 TOKENIZER_FILE = "tokenizer.json"
-SEPARATOR = "<|endoftext|>"
 MAX_TOKENIZER_BYTES = 1 << 28
 """Of a tokenizer.json or a file of ranks; those with 260,000 tokens and their merges have 35 MB."""
 
@@ -37,11 +45,6 @@ BPE_PATTERNS = {
 _WORD_PATTERN = r"\b\w+\b|[^\w\s]"
 _WORD_SPECIALS = ("<pad>", "<unk>", "<bos>", "<eos>")
 _GPT2_RANKS = 50_256
-
-_BOS = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", "[BOS]")
-_EOS = ("<eos>", "</s>", SEPARATOR, "<|end_of_text|>", "<|im_end|>", "<｜end▁of▁sentence｜>", "[EOS]")
-_UNK = ("<unk>", "[UNK]", "<|unk|>")
-_PAD = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
 
 
 # ----------------------------------------------------------------------------------------------------- make
@@ -212,16 +215,18 @@ def _printable(token: bytes) -> str:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer.json, or the one in a folder.
+    """Read a tokenizer.json, or the one in a folder, with the special tokens that the folder's other files state.
 
     Raises:
-        UserError: it is missing or broken, or a file beside it is not the one whose sum a run has kept.
+        UserError: it is missing or broken, a file does not state a token in a way that can be read, or a file next to
+            it is not the one whose sum a run has kept.
     """
     path = Path(path).expanduser()
     file = path / TOKENIZER_FILE if path.is_dir() else path
     try:
         check_sums(file.parent, MAX_TOKENIZER_BYTES)
-        return tokenizer_from_json(read_text(file, MAX_TOKENIZER_BYTES))
+        tokenizer = tokenizer_from_json(read_text(file, MAX_TOKENIZER_BYTES))
+        return attach(tokenizer, read_stated(path, tokenizer) if path.is_dir() else None)
     except FileNotFoundError:
         raise UserError(f"{file}: no such file. Give a {TOKENIZER_FILE}, or a folder that holds one.") from None
     except UserError:
@@ -308,17 +313,28 @@ def _plain_text(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json, and tokenizer_config.json so that `transformers.AutoTokenizer` reads the folder. Sums of
-    what was there before are removed."""
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        **special_token_names(tokenizer),
-    }
+    """Write tokenizer.json, and tokenizer_config.json so that `transformers.AutoTokenizer` reads the folder; where the
+    special tokens are those that a folder stated, also generation_config.json. Sums of what was there are removed."""
+    stated = stated_of(tokenizer)
+    files = {TOKENIZER_CONFIG: our_config(special_token_names(tokenizer))} if stated is None else stated.files()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SUMS_FILE).unlink(missing_ok=True)
     write_whole(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
-    write_whole(folder / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    for name, contents in files.items():
+        write_whole(folder / name, json.dumps(contents, indent=2, ensure_ascii=False) + "\n")
+
+
+def pack_tokenizer(tokenizer: Tokenizer) -> str:
+    """A tokenizer with its special tokens as text, for another process: `unpack_tokenizer` reads it."""
+    stated = stated_of(tokenizer)
+    return json.dumps(stated and stated.to_json()) + "\n" + tokenizer.to_str()
+
+
+def unpack_tokenizer(text: str) -> Tokenizer:
+    """The tokenizer that `pack_tokenizer` was given."""
+    stated, _, tokenizer = text.partition("\n")
+    tree = json.loads(stated)
+    return attach(tokenizer_from_json(tokenizer), None if tree is None else Stated.from_json(tree))
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
@@ -359,52 +375,23 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 # ------------------------------------------------------------------------------------------- special tokens
 
 
-@dataclass(frozen=True)
-class SpecialTokens:
-    """Ids of the special tokens a tokenizer has, found by their well-known names."""
-
-    bos: int | None
-    eos: int | None
-    unk: int | None
-    pad: int | None
-    separator: bool
-    """Whether `eos` is GPT-2's `<|endoftext|>` standing alone: one token that separates documents."""
-
-
-def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
-    """The special tokens of a tokenizer. A name in the plain vocabulary does not count, only an added special token."""
-    ids = {token.content: index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-
-    def first(names: tuple[str, ...]) -> int | None:
-        return next((ids[name] for name in names if name in ids), None)
-
-    bos, eos = first(_BOS), first(_EOS)
-    separator = bos is None and eos is not None and tokenizer.id_to_token(eos) == SEPARATOR
-    return SpecialTokens(bos, eos, first(_UNK), first(_PAD), separator)
-
-
 def special_token_names(tokenizer: Tokenizer) -> dict[str, str]:
     """The special tokens under the names that `transformers` and its chat templates have for them: bos_token, …"""
-    special = special_tokens(tokenizer)
-    bos = special.eos if special.separator else special.bos
-    ids = {"bos_token": bos, "eos_token": special.eos, "unk_token": special.unk, "pad_token": special.pad}
-    return {name: tokenizer.id_to_token(token_id) or "" for name, token_id in ids.items() if token_id is not None}
+    return dict(special_tokens(tokenizer).names)
 
 
 def document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """The ids put before and after each document: bos and eos, or a lone separator before it."""
-    special = special_tokens(tokenizer)
-    before, after = (special.eos, None) if special.separator else (special.bos, special.eos)
-    return [] if before is None else [before], [] if after is None else [after]
+    before, after = special_tokens(tokenizer).document
+    return list(before), list(after)
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids a model continues: the text, after bos where there is one. An empty text starts a new document."""
-    prefix, _ = document_frame(tokenizer)
+    special = special_tokens(tokenizer)
     if not text:
-        return prefix
-    ids = encode_text(tokenizer, text)
-    return ids if special_tokens(tokenizer).separator else prefix + ids
+        return list(special.start)
+    return [*special.before, *encode_text(tokenizer, text), *special.after]
 
 
 # --------------------------------------------------------------------------------------------------- stream

@@ -20,7 +20,8 @@ from gptworks.data.encoders import Encoder
 from gptworks.data.shards import Ids, Split
 from gptworks.data.sources.base import Piece
 from gptworks.errors import RunError
-from gptworks.tokenizer import encode_text, special_tokens, token_spellings
+from gptworks.special_tokens import special_tokens
+from gptworks.tokenizer import encode_text, token_spellings
 
 _BATCH_BYTES = 1 << 20
 _MOST_THREADS = 8

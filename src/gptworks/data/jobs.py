@@ -25,7 +25,7 @@ from gptworks.data.sources.choose import choose_source
 from gptworks.data.split import split_documents
 from gptworks.errors import UserError
 from gptworks.files import link_or_copy, new_folder, read_regular, sealed_json, unsealed_json
-from gptworks.tokenizer import document_frame, tokenizer_from_json
+from gptworks.tokenizer import document_frame, unpack_tokenizer
 
 _JOB_FILE, _HELD_OUT_FILE = "job.json", "held-out.text"
 _MAX_JOB_BYTES = 1 << 24
@@ -61,7 +61,8 @@ class Job:
 class JobSettings:
     """What decides the shards of a job, besides its text."""
 
-    tokenizer_json: str
+    tokenizer: str
+    """As `pack_tokenizer` writes it."""
     validation: ValidationSplit
     shard_tokens: int
     dtype: Dtype
@@ -128,7 +129,7 @@ class _JobWriter:
 
     def __init__(self, folder: Path, settings: JobSettings, fast: bool, advance: Advance) -> None:
         self._folder, self._settings, self._advance = folder, settings, advance
-        self._tokenizer = tokenizer_from_json(settings.tokenizer_json)
+        self._tokenizer = unpack_tokenizer(settings.tokenizer)
         self._encoder = choose_encoder(self._tokenizer) if fast else plain_encoder(self._tokenizer)
         self._encode = PartEncoder(self._tokenizer)
 

@@ -7,7 +7,8 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, decoders
 
 from gptworks.errors import UserError
-from gptworks.tokenizer import encode_text, special_tokens, token_spellings, vocabulary_size
+from gptworks.special_tokens import special_tokens
+from gptworks.tokenizer import encode_text, token_spellings, vocabulary_size
 
 BORDER = b"\xff"
 """What special tokens spell, and the border between documents that have none: no UTF-8 text holds this byte."""

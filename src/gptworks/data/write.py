@@ -15,7 +15,7 @@ from gptworks.data.shard_writer import split_writers, write_manifest
 from gptworks.data.shards import FORMAT_VERSION, TOKENIZER_FOLDER, Dtype, Manifest, Origin, Split, SplitFiles, dtype_for
 from gptworks.errors import UserError
 from gptworks.files import link_or_copy, new_folder, sha256_file
-from gptworks.tokenizer import fingerprint, load_tokenizer, vocabulary_size
+from gptworks.tokenizer import fingerprint, load_tokenizer, pack_tokenizer, vocabulary_size
 
 
 def work_on(work: Path, recipe: AnyRecipe, report: Report, part: tuple[int, int] = (1, 1)) -> None:
@@ -29,7 +29,7 @@ def work_on(work: Path, recipe: AnyRecipe, report: Report, part: tuple[int, int]
     validation = split_by(data, texts.sources)
     tokenizer = keep_tokenizer(work / TOKENIZER_FOLDER, recipe, [(data, 1.0, texts)], report)
     dtype = dtype_for(vocabulary_size(tokenizer))
-    settings = JobSettings(tokenizer.to_str(), validation, data.shard_tokens, dtype)
+    settings = JobSettings(pack_tokenizer(tokenizer), validation, data.shard_tokens, dtype)
     advance = adding_up(report, "shards", texts.total_bytes if part == (1, 1) else None)
     run_jobs(work, texts.jobs[k - 1 :: n], settings, data.processes, advance, lambda line: report(line, 0, None))
 

@@ -27,7 +27,8 @@ from gptworks.plan.fit import divisors
 from gptworks.plan.run import Measured, Plan
 from gptworks.plan.run import plan as plan_recipe
 from gptworks.recipe import load_recipe, parse_recipe, run_name, with_vocab_size
-from gptworks.tokenizer import load_tokenizer, special_tokens
+from gptworks.special_tokens import special_tokens
+from gptworks.tokenizer import load_tokenizer
 from gptworks.train.objectives.choose import choose_objective
 from gptworks.train.rehearsal.measure import measure_speed
 from gptworks.train.rehearsal.preflight import this_device

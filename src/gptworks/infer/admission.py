@@ -17,7 +17,8 @@ from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.sampling_task import SamplingTask
 from gptworks.infer.scoring_task import ScoringTask
 from gptworks.infer.text import Sample
-from gptworks.tokenizer import encodings, prompt_ids, special_tokens, vocabulary_size
+from gptworks.special_tokens import special_tokens
+from gptworks.tokenizer import encodings, prompt_ids, vocabulary_size
 
 
 class Admission:
@@ -92,7 +93,7 @@ class Admission:
         if not generates:
             return ScoringTask(next(self._numbers), ids, 1, listener, scores)
         samples = [
-            Sample(i, ids, settings, self._tokenizer, self._special.eos, None if grammar is None else grammar.begin())
+            Sample(i, ids, settings, self._tokenizer, self._special.ends, None if grammar is None else grammar.begin())
             for i in range(n_samples)
         ]
         return SamplingTask(next(self._numbers), ids, samples, overflow, scores, listener)
@@ -111,7 +112,7 @@ class Admission:
                 raise UserError("the prompt has no tokens: give at least one.")
             return list(prompt)
         ids = prompt_ids(self._tokenizer, prompt)
-        if prompt and ids == prompt_ids(self._tokenizer, ""):
+        if prompt and len(ids) == len(self._special.before) + len(self._special.after):
             raise UserError(f"the prompt {prompt!r} has no token this tokenizer knows: give other text.")
         if not ids:
             raise UserError("the prompt is empty and this tokenizer has no token to begin a document: give some text.")

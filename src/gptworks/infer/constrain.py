@@ -26,7 +26,8 @@ from gptworks.errors import UserError, not_installed
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.scheduler import QueueFull
 from gptworks.infer.schema import check_regex, check_schema
-from gptworks.tokenizer import encode_text, special_tokens, token_spellings, vocabulary_size
+from gptworks.special_tokens import special_tokens
+from gptworks.tokenizer import encode_text, token_spellings, vocabulary_size
 
 _SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As `json.dumps` writes it. Where any white space may stand, a small model may write nothing else."""
@@ -201,15 +202,15 @@ def _setup(tokenizer: Tokenizer, n_tokens: int) -> dict[str, Any]:
     if spellings is not None:
         added = tokenizer.get_added_tokens_decoder()
         tokens = [token.decode("latin-1") for token in spellings]
-        eos = n_tokens if special.eos is None else special.eos
+        eos = n_tokens if special.end is None else special.end
         return {
-            "tokens": tokens if special.eos is not None else [*tokens, "<end>"],
+            "tokens": tokens if special.end is not None else [*tokens, "<end>"],
             "bos": special.bos,
             "eos": eos,
             "special": [eos, *(index for index, token in added.items() if token.special)],
         }
-    if isinstance(tokenizer.decoder, decoders.Sequence) and special.eos is not None:  # SentencePiece
-        return {"json": tokenizer.to_str(), "n_tokens": n_tokens, "eos": special.eos}
+    if isinstance(tokenizer.decoder, decoders.Sequence) and special.end is not None:  # SentencePiece
+        return {"json": tokenizer.to_str(), "n_tokens": n_tokens, "eos": special.end}
     raise UserError(
         "json_schema and regex need a tokenizer whose tokens spell text by themselves (bpe, char, gpt2), "
         "not words that are joined by spaces."

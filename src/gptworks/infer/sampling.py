@@ -137,17 +137,17 @@ class Sampler:
     """One text's settings, its own source of chance, and what its settings need to know of its tokens."""
 
     def __init__(
-        self, settings: SamplingSettings, prompt: Sequence[int] = (), index: int = 0, end_of_text: int | None = None
+        self, settings: SamplingSettings, prompt: Sequence[int] = (), index: int = 0, ends: tuple[int, ...] = ()
     ) -> None:
         """
         Args:
             prompt: the tokens that the text continues.
             index: of the sample within its request; with a seed, each has its own random numbers.
-            end_of_text: the token that settings.min_tokens holds back.
+            ends: tokens that end the text, which settings.min_tokens holds back.
         """
         self.settings = settings
         self.n_generated = 0
-        self.end_of_text = end_of_text
+        self.ends = ends
         self._chance = random.Random() if settings.seed is None else random.Random(f"{settings.seed}/{index}")
         self._drawn: deque[float] = deque()
         self.seen = Counter(prompt) if settings.repetition_penalty != 1 else None
@@ -177,8 +177,7 @@ class Sampler:
         """Tokens that may not come next."""
         if self.n_generated >= self.settings.min_tokens:
             return ()
-        ends = () if self.end_of_text is None or self.settings.ignore_eos else (self.end_of_text,)
-        return ends + self.settings.stop_token_ids
+        return (() if self.settings.ignore_eos else self.ends) + self.settings.stop_token_ids
 
     @property
     def adjusts(self) -> bool:

@@ -12,7 +12,7 @@ from gptworks.infer.sampling import Sampler, SamplingSettings
 from gptworks.tokenizer import StreamDecoder
 
 FinishReason = Literal["stop", "length", "context"]
-"""stop: the end-of-text token, a stop string, or a constraint that is complete. length: max_tokens. context: the
+"""stop: a token that ends the text, a stop string, or a constraint that is complete. length: max_tokens. context: the
 context is full."""
 
 DECODER_CONTEXT_TOKENS = 16
@@ -45,14 +45,16 @@ class Sample:
         prompt: Sequence[int],
         settings: SamplingSettings,
         tokenizer: Tokenizer,
-        end_of_text: int | None,
+        ends: tuple[int, ...],
         constraint: Constraint | None = None,
     ) -> None:
-        self.index, self.settings, self.end_of_text, self.constraint = index, settings, end_of_text, constraint
+        self.index, self.settings, self.constraint = index, settings, constraint
+        self.ends = () if settings.ignore_eos else ends
+        """Tokens that end the text, besides those that the settings name."""
         self.ids = list(prompt)
         """The prompt and what was generated."""
         self.n_generated = 0
-        self.sampler = Sampler(settings, prompt, index, end_of_text)
+        self.sampler = Sampler(settings, prompt, index, self.ends)
         self.finish_reason: FinishReason | None = None
         self._stops = StopStrings(settings.stop)
         self._decoder = StreamDecoder(tokenizer)
@@ -62,7 +64,7 @@ class Sample:
     def push(self, token_id: int) -> Piece:
         """Take the next token."""
         settings = self.settings
-        if (token_id == self.end_of_text and not settings.ignore_eos) or token_id in settings.stop_token_ids:
+        if token_id in self.ends or token_id in settings.stop_token_ids:
             return self.finish("stop")
         self.ids.append(token_id)
         self.n_generated += 1

@@ -20,7 +20,7 @@ from gptworks.checkpoint import Report
 from gptworks.errors import RunError, UserError
 from gptworks.files import naming_disk_errors
 from gptworks.interop.huggingface.importing import read_folder_config
-from gptworks.interop.imported import read_json
+from gptworks.json_files import read_json
 from gptworks.tokenizer import load_tokenizer
 
 _ID = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)

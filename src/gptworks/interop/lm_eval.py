@@ -23,7 +23,8 @@ from gptworks.evaluate.scoring import SLOTS, complete_all, score_pairs
 from gptworks.files import read_text
 from gptworks.infer.engine import Engine, load
 from gptworks.infer.sampling import SamplingSettings
-from gptworks.tokenizer import document_frame, encode_text, special_tokens, tokenizer_from_json
+from gptworks.special_tokens import special_tokens
+from gptworks.tokenizer import document_frame, encode_text, pack_tokenizer, unpack_tokenizer
 from gptworks.yaml_files import MAX_BYTES, compose_yaml
 
 try:
@@ -64,14 +65,14 @@ class GptworksLM(TemplateLM):  # type: ignore[misc]
         options: Any = {"backend": backend, "n_slots": SLOTS}
         self.engine = run if isinstance(run, Engine) else load(run, checkpoint, device=device, **options)
         self.max_gen_toks = int(max_gen_toks)
-        self._tokenizer = tokenizer_from_json(self.engine.tokenizer.to_str())
+        self._tokenizer = unpack_tokenizer(pack_tokenizer(self.engine.tokenizer))
         self._tokenizer.encode_special_tokens = False  # as in transformers, a special token's name is that token
         self._special = special_tokens(self._tokenizer)
         self._begin = [] if self._special.separator else document_frame(self._tokenizer)[0]
 
     @property
     def eot_token_id(self) -> int | None:
-        return self._special.eos
+        return self._special.end
 
     @property
     def prefix_token_id(self) -> int:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from torch import Tensor
 
 from gptworks.errors import UserError
-from gptworks.interop.imported import read_json
+from gptworks.json_files import read_json
 
 CONFIG_FILE = "adapter_config.json"
 

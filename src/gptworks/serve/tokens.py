@@ -8,14 +8,8 @@ from tokenizers import Tokenizer
 from gptworks.data.spelling import Speller
 from gptworks.serve.errors import invalid
 from gptworks.serve.settings import ServerSettings
-from gptworks.tokenizer import (
-    StreamDecoder,
-    document_frame,
-    encode_text,
-    special_tokens,
-    token_bytes,
-    vocabulary_size,
-)
+from gptworks.special_tokens import special_tokens
+from gptworks.tokenizer import StreamDecoder, prompt_ids, token_bytes, vocabulary_size
 
 
 class Tokens:
@@ -45,12 +39,9 @@ class Tokens:
             UserError: the tokenizer cannot read it.
         """
         self.check_bytes(len(text.encode()), param)
-        before, _ = document_frame(self.tokenizer)
-        ids = encode_text(self.tokenizer, text) if text else []
-        if text and not ids:
+        special, ids = special_tokens(self.tokenizer), prompt_ids(self.tokenizer, text)
+        if text and len(ids) == len(special.before) + len(special.after):
             raise invalid(param, "it has no token that this model's tokenizer knows.")
-        if not text or not special_tokens(self.tokenizer).separator:
-            ids = before + ids
         if not ids:
             raise invalid(param, "it is empty, and this model has no token to begin a text.")
         return self.check(ids, param)

@@ -12,7 +12,7 @@ from gptworks.data.conversations.preferences import Pair
 from gptworks.data.conversations.reading import Conversation, is_held_out
 from gptworks.data.shard_writer import ShardWriter
 from gptworks.data.shards import ALTERED, EMPTY, NO_END, SWAPPED, UNANSWERED, Origin, Split
-from gptworks.tokenizer import special_tokens
+from gptworks.special_tokens import special_tokens
 
 
 def write_examples(

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from gptworks.chat_template import ChatTemplate, Message
 from gptworks.data.encode import Advance, batches_of, encode_in_order
 from gptworks.errors import UserError
-from gptworks.tokenizer import tokenizer_from_json
+from gptworks.tokenizer import pack_tokenizer, unpack_tokenizer
 
 _BATCH_CHARACTERS = 1 << 17  # rendering takes ten times as long as encoding
 
@@ -62,15 +62,15 @@ def encode_records(
         UserError: the template refuses a conversation; the message names the record.
     """
     batches = batches_of(iter(records), _characters, _BATCH_CHARACTERS)
-    return encode_in_order(batches, _examples_encoder, (template.tokenizer.to_str(), template.source), processes)
+    return encode_in_order(batches, _examples_encoder, (pack_tokenizer(template.tokenizer), template.source), processes)
 
 
 def _characters(record: Record) -> int:
     return sum(len(message["content"]) for conversation in record.conversations for message in conversation)
 
 
-def _examples_encoder(tokenizer_json: str, source: str, _: Advance) -> Callable[[list[AnyRecord]], list[list[Example]]]:
-    template = ChatTemplate(source, tokenizer_from_json(tokenizer_json))
+def _examples_encoder(tokenizer: str, source: str, _: Advance) -> Callable[[list[AnyRecord]], list[list[Example]]]:
+    template = ChatTemplate(source, unpack_tokenizer(tokenizer))
 
     def encode(records: list[AnyRecord]) -> list[list[Example]]:
         return [_encode_record(template, record) for record in records]

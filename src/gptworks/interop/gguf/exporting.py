@@ -71,11 +71,10 @@ def export_gguf(
     vocabulary = template = None
     if tokenizer:
         words = load_tokenizer(loaded.tokenizer_folder)
-        vocabulary = read_vocabulary(words, config.vocab_size)
         template = load_chat_template(loaded.tokenizer_folder, words)
+        vocabulary = read_vocabulary(words, config.vocab_size, None if template is None else template.written_end())
     notes += [APPROXIMATE_GELU] if config.mlp == "gelu" else []
-    if vocabulary is not None and vocabulary.note:
-        notes.append(vocabulary.note)
+    notes += vocabulary.notes if vocabulary is not None else ()
 
     with replacing_by_name(out) as aside, closing(gguf.GGUFWriter(aside, architecture.name)) as writer:
         writer.add_type("model")
@@ -87,8 +86,6 @@ def export_gguf(
         add_vocabulary(writer, vocabulary)
         if template is not None:
             writer.add_chat_template(template.source)
-            if (end := template.written_end()) is not None:
-                writer.add_eot_token_id(end)
         kinds = {}
         for name, tensor in their_tensors(architecture, config, {name: x.to("meta") for name, x in weights.items()}):
             kinds[name] = kind = stored_as(name, tuple(tensor.shape), quantization)

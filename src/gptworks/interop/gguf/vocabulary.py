@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from gptworks.errors import UserError
-from gptworks.tokenizer import document_frame, special_tokens
+from gptworks.special_tokens import special_tokens
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -37,6 +37,12 @@ _RUNS_OF_UNKNOWN = "llama.cpp takes several unknown characters in a row for one 
 _UNNORMALIZED = "llama.cpp does not bring text to Unicode's NFC form before it reads it, as the run does"
 
 
+_KNOWN_ENDS = frozenset(
+    {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"}
+)
+"""Tokens at which llama.cpp ends a text because of their names."""
+
+
 class TokenType(IntEnum):
     """What llama.cpp may do with a token."""
 
@@ -58,14 +64,18 @@ class Vocabulary:
     types: tuple[TokenType, ...]
     merges: tuple[str, ...]
     special_ids: Mapping[str, int]
-    """bos, eos, unk and pad, as far as there are such."""
+    """bos, eos, unk and pad, and other tokens that end a text: eot and eom; as far as there are such."""
     begins_with_bos: bool
-    note: str | None
-    """On which texts llama.cpp's ids differ from ours after all."""
+    ends_with_eos: bool
+    notes: tuple[str, ...]
+    """On which texts llama.cpp's ids differ from ours after all, and where it does not end a text."""
 
 
-def read_vocabulary(tokenizer: Tokenizer, n_rows: int) -> Vocabulary:
+def read_vocabulary(tokenizer: Tokenizer, n_rows: int, turn_end: int | None = None) -> Vocabulary:
     """The tokenizer for a model of `n_rows` token ids, the last of them perhaps unused.
+
+    Args:
+        turn_end: the token that the chat template writes after an answer.
 
     Raises:
         UserError: llama.cpp has no tokenizer that gives the same ids.
@@ -74,7 +84,7 @@ def read_vocabulary(tokenizer: Tokenizer, n_rows: int) -> Vocabulary:
     characters = _is_by_character(tree)
     pattern = None if characters else _bpe_pattern(tree)
     special = special_tokens(tokenizer)
-    if special.eos is None:
+    if special.end is None:
         raise _refusal("it has no token that ends a text, for which llama.cpp then takes some other one")
     added = {token["id"]: token["special"] for token in tree["added_tokens"]}
     names = {index: name for name, index in tokenizer.get_vocab(with_added_tokens=True).items()}
@@ -92,8 +102,19 @@ def read_vocabulary(tokenizer: Tokenizer, n_rows: int) -> Vocabulary:
             types.append(TokenType.CONTROL if added[index] else TokenType.USER_DEFINED)
         else:
             types.append(TokenType.NORMAL)
-    bos = special.eos if special.separator else special.bos
-    ids = {"bos": bos, "eos": special.eos, "unk": special.unk, "pad": special.pad}
+    if len(special.before) > 1 or len(special.after) > 1 or (special.after and special.after != (special.end,)):
+        raise _refusal(f"it puts {list(special.before)} before and {list(special.after)} after a text")
+    bos = special.before[0] if special.before else special.eos if special.separator else special.bos
+    ids = {"bos": bos, "eos": special.end, "unk": special.unk, "pad": special.pad, "eot": turn_end}
+    others = [end for end in special.ends if end not in (special.end, turn_end)]
+    others.sort(key=lambda end: names.get(end) in _KNOWN_ENDS)
+    for slot in ("eot", "eom"):
+        if ids.get(slot) is None and others:
+            ids[slot] = others.pop(0)
+    unsaid = [names.get(end, str(end)) for end in others if names.get(end) not in _KNOWN_ENDS]
+    notes = [_RUNS_OF_UNKNOWN] if characters else [_UNNORMALIZED] if tree["normalizer"] else []
+    if unsaid:
+        notes.append(f"llama.cpp does not end a text at {', '.join(unsaid)}: its files name three end tokens at most")
     return Vocabulary(
         model="t5" if characters else "gpt2",
         pattern=pattern,
@@ -101,8 +122,9 @@ def read_vocabulary(tokenizer: Tokenizer, n_rows: int) -> Vocabulary:
         types=tuple(types),
         merges=tuple(pair if isinstance(pair, str) else " ".join(pair) for pair in tree["model"].get("merges", ())),
         special_ids={name: index for name, index in ids.items() if index is not None},
-        begins_with_bos=not special.separator and bool(document_frame(tokenizer)[0]),
-        note=_RUNS_OF_UNKNOWN if characters else _UNNORMALIZED if tree["normalizer"] else None,
+        begins_with_bos=bool(special.before),
+        ends_with_eos=bool(special.after),
+        notes=tuple(notes),
     )
 
 
@@ -177,5 +199,5 @@ def add_vocabulary(writer: "GGUFWriter", vocabulary: Vocabulary | None) -> None:
     for name, index in vocabulary.special_ids.items():
         getattr(writer, f"add_{name}_token_id")(index)
     writer.add_add_bos_token(vocabulary.begins_with_bos)
-    writer.add_add_eos_token(False)
+    writer.add_add_eos_token(vocabulary.ends_with_eos)
     writer.add_add_space_prefix(False)

@@ -42,19 +42,37 @@ from gptworks.interop.huggingface.tensors import (
 
 # ------------------------------------------------------------------------------------------- settings in common
 
-HARMLESS = frozenset({
-    "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "name_or_path", "_name_or_path",
-    "tokenizer_class", "prefix", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
-    "decoder_start_token_id", "attn_implementation", "_attn_implementation_autoset", "output_hidden_states",
-    "output_attentions", "return_dict", "use_return_dict", "torchscript", "id2label", "label2id", "num_labels",
-    "problem_type", "task_specific_params", "finetuning_task", "chunk_size_feed_forward", "is_decoder",
-    "classifier_dropout", "gradient_checkpointing", "pretraining_tp", "output_router_logits",
-    "router_aux_loss_coef", "router_jitter_noise", "max_length", "min_length", "do_sample", "num_beams",
-    "temperature", "top_k", "top_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
-    "num_return_sequences", "is_llama_config", "transformers.js_config",
-})  # fmt: skip
-"""Settings of any `config.json` that change no logits: names, token ids, generation, what training alone uses. Others
-that no clause takes are refused by name: they may belong to a newer class that computes something else."""
+_HARMLESS_FOR: dict[str, frozenset[str]] = {
+    "a name, a place or a version": frozenset({
+        "architectures", "transformers_version", "name_or_path", "_name_or_path", "transformers.js_config",
+        "tokenizer_class", "prefix", "finetuning_task", "is_llama_config", "unsloth_version", "unsloth_fixed",
+        "model_name",
+    }),
+    "tokens: read by special_tokens.py, or of other kinds of model": frozenset({
+        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "unk_token_id",
+        "mask_token_id", "cls_token_id",
+    }),
+    "how it is computed, not what": frozenset({
+        "dtype", "torch_dtype", "use_cache", "cache_implementation", "attn_implementation", "pretraining_tp",
+        "_attn_implementation_autoset", "_attn_implementation", "torchscript", "chunk_size_feed_forward",
+        "gradient_checkpointing", "output_hidden_states", "output_attentions", "output_router_logits", "return_dict",
+        "use_return_dict", "use_flash_attn", "use_bfloat16",
+    }),
+    "training only": frozenset({
+        "router_aux_loss_coef", "router_jitter_noise", "classifier_dropout", "id2label", "label2id", "num_labels",
+        "problem_type", "task_specific_params", "is_decoder", "tf_legacy_loss", "loss_type",
+    }),
+    "generation, which each request says": frozenset({
+        "max_length", "min_length", "do_sample", "num_beams", "temperature", "top_k", "top_p", "repetition_penalty",
+        "length_penalty", "no_repeat_ngram_size", "num_return_sequences", "early_stopping", "num_beam_groups",
+        "diversity_penalty", "typical_p", "encoder_no_repeat_ngram_size", "output_scores", "return_dict_in_generate",
+        "remove_invalid_values",
+    }),
+}  # fmt: skip
+"""Why a setting of any `config.json` changes no logits → its names."""
+HARMLESS = frozenset().union(*_HARMLESS_FOR.values())
+"""Settings that change no logits. Others that no clause takes are refused by name: they may belong to a newer class
+that computes something else."""
 
 _SUMMARY = frozenset({"summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
                       "summary_first_dropout"})  # fmt: skip

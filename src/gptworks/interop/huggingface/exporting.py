@@ -1,9 +1,8 @@
 """A run as a Hugging Face folder, written aside, compared with the model by stock transformers, and then renamed."""
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, processors
 from torch import Tensor
 
-from gptworks.chat_template import load_chat_template
+from gptworks.chat_template import TEMPLATE_FOLDER, ChatTemplate, load_chat_template, save_chat_template
 from gptworks.checkpoint import Report, load_run
 from gptworks.choices import ExportPrecision
 from gptworks.config import ModelConfig
@@ -22,12 +21,14 @@ from gptworks.interop.huggingface.adapt import adapt_weights
 from gptworks.interop.huggingface.card import write_card
 from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.family import Family
+from gptworks.interop.huggingface.original import Original, read_original
 from gptworks.interop.huggingface.tensors import our_tensors, their_tensors
 from gptworks.interop.huggingface.verify import Verification, logit_bound, require, verify_folder
 from gptworks.interop.left_out import leave_out_heads
 from gptworks.model import GPT
 from gptworks.model.lora import remove_lora
-from gptworks.tokenizer import encodings, load_tokenizer, prompt_ids, special_tokens, tokenizer_from_json
+from gptworks.special_tokens import Stated, our_config, special_tokens, stated_of
+from gptworks.tokenizer import encodings, load_tokenizer, prompt_ids, special_token_names, tokenizer_from_json
 
 SHARD_BYTES = 5_000_000_000
 """A file of tensors is closed before it grows beyond this."""
@@ -84,14 +85,16 @@ def export_huggingface(
         remove_lora(loaded.model)
     heads = leave_out_heads(loaded.model)
     config, tokenizer = loaded.model.config, load_tokenizer(loaded.tokenizer_folder)
+    template, original = load_chat_template(loaded.tokenizer_folder, tokenizer), read_original(loaded.tokenizer_folder)
     family, adapted = choose_family(config, tokenizer)
     weights, changes = adapt_weights(family, config, adapted, loaded.model.state_dict())
     notes = (*changes, *heads, *_left_out(config, adapted))
     theirs = _rounded(their_tensors(family.places, adapted, weights), DTYPES[precision])
     with new_folder(out, sum(tensor.nbytes for tensor in theirs.values())) as aside:
         report(f"writing a {family.architecture} of {sum(w.numel() for w in weights.values()):,} parameters")
-        _write_settings(aside, family, config, loaded.tokenizer_folder, tokenizer, precision)
-        _write_tokenizer(aside, loaded.tokenizer_folder, tokenizer, config)
+        _write_settings(aside, family, config, tokenizer, template, original, precision)
+        _write_tokenizer(aside, tokenizer, config)
+        _write_templates(aside, template, original)
         write_tensors(aside, theirs, SHARD_BYTES)
         verification = None
         if verify:
@@ -100,7 +103,9 @@ def export_huggingface(
             if precision != "fp32":
                 _check_adapted(loaded.model, model_of(adapted, weights))
                 reference = model_of(adapted, our_tensors(family.places, adapted, theirs))
-            verification = verify_folder(aside, reference, tokenizer, loaded.recipe.train.sample_prompts)
+            verification = verify_folder(
+                aside, reference, tokenizer, loaded.recipe.train.sample_prompts, template, original
+            )
         parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
         export = Export(out, family.architecture, precision, parameters, loaded.checkpoint.step, verification, notes)
         write_card(aside, export, loaded.recipe, family)
@@ -150,24 +155,35 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _write_settings(
-    folder: Path, family: Family, config: ModelConfig, source: Path, tokenizer: Tokenizer, precision: str
+    folder: Path,
+    family: Family,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    original: Original | None,
+    precision: str,
 ) -> None:
-    """The model's settings, and those of generation, which ends where a turn does by the chat template."""
-    special = special_tokens(tokenizer)
-    ids = {
-        "bos_token_id": special.eos if special.separator else special.bos,
-        "eos_token_id": special.eos,
-        "pad_token_id": special.pad,
-    }
+    """The model's settings, and those of generation.
+
+    An import ends where the folder that it was made of ends; any other model also where a turn does by its chat
+    template.
+    """
+    stated, special = stated_of(tokenizer), special_tokens(tokenizer)
+    ends = special.ends if template is None or original is not None else template.end_token_ids()
+    if stated is None:
+        bos = special.eos if special.separator else special.bos
+        generation = Stated({}, ends, bos, special.pad).generation_config()
+        ids = {"bos_token_id": bos, "eos_token_id": special.eos, "pad_token_id": special.pad}
+    else:
+        generation = replace(stated, ends=ends).generation_config()
+        ids = {name: generation.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     dtype = str(DTYPES[precision]).removeprefix("torch.")
     _write_json(folder / "config.json", family.write(config) | ids | {"dtype": dtype, "use_cache": True})
-    template = load_chat_template(source, tokenizer)
-    ends = [] if template is None else list(template.end_token_ids())
-    _write_json(folder / "generation_config.json", ids | ({"eos_token_id": ends} if len(ends) > 1 else {}))
+    _write_json(folder / "generation_config.json", generation)
 
 
-def _write_tokenizer(folder: Path, source: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
-    """The run's tokenizer, with the special tokens that gptworks puts before a text, and its chat template."""
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """The run's tokenizer, with the special tokens that gptworks puts before a text."""
     exported = tokenizer_from_json(tokenizer.to_str())
     prefix, sample = prompt_ids(tokenizer, ""), "a"
     if encodings(exported, [sample], add_special_tokens=True)[0].ids != prompt_ids(tokenizer, sample):
@@ -176,12 +192,19 @@ def _write_tokenizer(folder: Path, source: Path, tokenizer: Tokenizer, config: M
             single=[*starts, "$A"], pair=[*starts, "$A", "$B"], special_tokens=[*zip(starts, prefix, strict=False)]
         )
     (folder / "tokenizer.json").write_text(exported.to_str(pretty=True), encoding="utf-8")
-    settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
-    _write_json(folder / "tokenizer_config.json", settings | {"model_max_length": config.context_length})
-    names = {name: value for name, value in settings.items() if name.endswith("_token") and isinstance(value, str)}
+    names = special_token_names(tokenizer)
+    settings = our_config(names) | {"model_max_length": config.context_length}
+    _write_json(folder / "tokenizer_config.json", settings)
     _write_json(folder / "special_tokens_map.json", names)
-    if (source / "chat_template.jinja").exists():
-        shutil.copy(source / "chat_template.jinja", folder)
+
+
+def _write_templates(folder: Path, template: ChatTemplate | None, original: Original | None) -> None:
+    """The chat template, and those others that the folder had which the run was imported from."""
+    if template is not None:
+        save_chat_template(template, folder)
+    for name, source in original.templates.items() if original is not None else ():
+        (folder / TEMPLATE_FOLDER).mkdir(exist_ok=True)
+        (folder / TEMPLATE_FOLDER / f"{name}.jinja").write_text(source, encoding="utf-8", newline="")
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int) -> None:

@@ -5,7 +5,6 @@ refused by their names.
 """
 
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from gptworks.chat_template import ChatTemplate, FolderTemplates, read_templates, save_chat_template
 from gptworks.checkpoint import Report
 from gptworks.config import DataConfig, FileTokenizer, ModelConfig, Recipe
 from gptworks.errors import UserError, nearest
@@ -24,14 +24,18 @@ from gptworks.evaluate.run import PLACEHOLDER_SOURCES
 from gptworks.files import check_free, new_folder
 from gptworks.interop.huggingface.architectures import FAMILIES, HARMLESS
 from gptworks.interop.huggingface.family import Family
+from gptworks.interop.huggingface.keys import GENERATION_KEYS, TOKENIZER_CONFIG_KEYS, TOKENS_MAP_KEYS
+from gptworks.interop.huggingface.original import Original, original_of
 from gptworks.interop.huggingface.settings import Settings, Values
 from gptworks.interop.huggingface.tensors import expected_tensors, tensor_places, their_shape
-from gptworks.interop.huggingface.verify import load_theirs, verify_import
-from gptworks.interop.imported import further_training, read_json, write_run
+from gptworks.interop.huggingface.verify import load_their_tokenizer, load_theirs, quiet, require, verify_import
+from gptworks.interop.imported import further_training, write_run
+from gptworks.json_files import read_json
 from gptworks.plan.params import count_parameters
 from gptworks.recipe import parse_model, run_name
+from gptworks.special_tokens import special_tokens, stated_of
 from gptworks.tensors import stored_tensors
-from gptworks.tokenizer import encodings, load_tokenizer, prompt_ids, save_tokenizer, special_tokens, vocabulary_size
+from gptworks.tokenizer import load_tokenizer, save_tokenizer, vocabulary_size
 
 _BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
 """Masks and frequencies that older versions saved beside the weights; they follow from the settings."""
@@ -75,15 +79,21 @@ def import_huggingface(
     values = _read_config_file(folder)
     family, model = read_config(values)
     files = _tensor_files(folder)
-    tokenizer = _read_tokenizer(folder, model)
+    tokenizer, templates = _read_tokenizer(folder, model), read_templates(folder)
+    template = None if templates.default is None else ChatTemplate(templates.default, tokenizer)
+    original = original_of(tokenizer, templates)
     recipe = _recipe(run_dir, model)
     report(f"reading a {family.architecture} of {count_parameters(model).total:,} parameters")
     tensors = read_tensors(files, family, model)
-    notes = tuple(_notes(values, tokenizer))
+    notes = tuple(
+        dict.fromkeys((*_notes(folder, tokenizer, templates), *(_differences(folder, original) if verify else ())))
+    )
     imported = Import(run_dir, family.architecture, model, count_parameters(model).total, source, notes, None)
     with new_folder(run_dir) as aside:
         save_tokenizer(tokenizer, aside / "tokenizer")
-        _copy_chat_template(folder, aside / "tokenizer")
+        original.write(aside / "tokenizer")
+        if template is not None:
+            save_chat_template(template, aside / "tokenizer")
         write_run(aside, recipe, tensors, _card(recipe, imported))
         difference = verify_import(aside, "transformers", lambda: load_theirs(folder), report) if verify else None
     return replace(imported, logit_difference=difference)
@@ -238,30 +248,59 @@ def _read_tokenizer(folder: Path, model: ModelConfig) -> Tokenizer:
             f"{folder / 'tokenizer.json'} has {n_ids} tokens and config.json `vocab_size`={model.vocab_size}: "
             f"they do not belong together."
         )
+    special = special_tokens(tokenizer)
+    if wrong := [token for token in (*special.before, *special.after) if token >= n_ids]:
+        raise UserError(
+            f"{folder / 'tokenizer.json'} has a post_processor that adds the id {wrong[0]}, and {n_ids} tokens: it "
+            f"belongs to another vocabulary."
+        )
     return tokenizer
 
 
-def _copy_chat_template(folder: Path, target: Path) -> None:
-    """The chat template is a file of its own; older folders have it in tokenizer_config.json."""
-    if (folder / "chat_template.jinja").exists():
-        shutil.copy(folder / "chat_template.jinja", target)
-    elif (folder / "tokenizer_config.json").exists():
-        template = read_json(folder / "tokenizer_config.json").get("chat_template")
-        if isinstance(template, str):
-            (target / "chat_template.jinja").write_text(template, encoding="utf-8")
+def _notes(folder: Path, tokenizer: Tokenizer, templates: FolderTemplates) -> Iterator[str]:
+    """What the folder states and gptworks does not follow, and what its reader should know."""
+    stated = stated_of(tokenizer)
+    yield from stated.notes if stated is not None else ()
+    for keys in (TOKENIZER_CONFIG_KEYS, TOKENS_MAP_KEYS, GENERATION_KEYS):
+        if (folder / keys.file).exists():
+            yield from keys.notes(read_json(folder / keys.file))
+    special = special_tokens(tokenizer)
+    if not special.ends:
+        yield "the folder states no token that ends a text: generation stops at its length only"
+    if special.after:
+        yield f"a prompt is followed by {list(special.after)}, which the post-processor of tokenizer.json adds"
+    others = [name for name in templates.named if name != "default"]
+    if others and templates.default is None:
+        yield (
+            f"{templates.source} has the chat templates {', '.join(others)}, and none is `default`: the run has no "
+            f"chat template. Name one with tokenizer.chat_template."
+        )
+    elif others:
+        yield f"chats use the chat template `default`; {', '.join(others)} of {templates.source} are kept for exports"
+    if templates.source == "chat_template.json":
+        yield "the chat template is that of chat_template.json, which transformers reads for processors only"
 
 
-def _notes(values: Values, tokenizer: Tokenizer) -> Iterator[str]:
-    """Where gptworks places special tokens otherwise than the folder does."""
-    special, sample = special_tokens(tokenizer), "a"
-    ends = values.get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [ends]
-    if special.eos not in ends:
-        ours = "no token" if special.eos is None else f"`{tokenizer.id_to_token(special.eos)}`"
-        yield f"generation ends at {ours}; config.json has `eos_token_id`={values.get('eos_token_id')}"
-    theirs = encodings(tokenizer, [sample], add_special_tokens=True)[0].ids
-    if theirs != (ours_ids := prompt_ids(tokenizer, sample)):
-        yield f"a prompt `{sample}` is read as {ours_ids}; tokenizer.json makes it {theirs}"
+def _differences(folder: Path, original: Original) -> list[str]:
+    """Where transformers, if it is installed, reads texts otherwise than tokenizer.json says, in words."""
+    try:
+        require("transformers")
+    except UserError:
+        return []
+    with quiet():
+        try:
+            theirs = load_their_tokenizer(folder)
+        except Exception as error:
+            return [
+                f"AutoTokenizer of transformers does not load the folder: {type(error).__name__}: {str(error)[:200]}"
+            ]
+        for text, ids in original.texts.items():
+            if (read := theirs(text)["input_ids"]) != ids:
+                return [
+                    f"AutoTokenizer of transformers reads {text!r} as {read[:12]}, by {type(theirs).__name__}; "
+                    f"tokenizer.json makes it {ids[:12]}, and counts here"
+                ]
+    return []
 
 
 # ------------------------------------------------------------------------------------------------------- the run

@@ -15,9 +15,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from gptworks.chat_template import ChatTemplate
 from gptworks.checkpoint import Report, load_run
 from gptworks.config import ModelConfig
 from gptworks.errors import RunError, UserError, not_installed
+from gptworks.interop.huggingface.original import Original, sha256
 from gptworks.model import GPT, SlotCache
 from gptworks.tokenizer import load_tokenizer, prompt_ids
 
@@ -32,6 +34,17 @@ TEXTS = (
     "Zoë naïvely paid 1,234.50 € for 東京 🗼 — twice!\n\n\tWhy?",
 )
 """Samples for the tokenizer: words, code with indentation, and characters of several bytes."""
+
+
+CHATS = (
+    [{"role": "user", "content": " Hi  there\n"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "Why?"},
+    ],
+)
 
 
 @dataclass(frozen=True)
@@ -84,12 +97,21 @@ def quiet() -> Iterator[None]:
 
 
 @torch.no_grad()
-def verify_folder(folder: Path, model: GPT, tokenizer: Tokenizer, texts: Sequence[str] = ()) -> Verification:
+def verify_folder(
+    folder: Path,
+    model: GPT,
+    tokenizer: Tokenizer,
+    texts: Sequence[str] = (),
+    template: ChatTemplate | None = None,
+    original: Original | None = None,
+) -> Verification:
     """Compare a folder with our model and tokenizer.
 
     Args:
         model: has the weights that the folder's tensors stand for, in fp32 and in eval mode.
         texts: compared beside `TEXTS`.
+        template: the run's chat template, whose rendering is compared.
+        original: what the folder that the run was imported from makes of texts, and where it ends them.
 
     Raises:
         RunError: something differs; it is named.
@@ -99,7 +121,7 @@ def verify_folder(folder: Path, model: GPT, tokenizer: Tokenizer, texts: Sequenc
     special = [token.content for token in tokenizer.get_added_tokens_decoder().values()]  # theirs reads them as such
     texts = [text for text in dict.fromkeys((*TEXTS, *texts)) if text and not any(name in text for name in special)]
     with quiet():
-        their_tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        their_tokenizer = load_their_tokenizer(folder)
         theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
@@ -108,6 +130,9 @@ def verify_folder(folder: Path, model: GPT, tokenizer: Tokenizer, texts: Sequenc
                 raise RunError(f"transformers finds {problem.replace('_', ' ')} in the export: {sorted(names)[0]}.")
         theirs.eval()
         _compare_texts(tokenizer, their_tokenizer, texts)
+        _compare_chats(template, their_tokenizer)
+        if original is not None:
+            _compare_original(original, their_tokenizer, theirs.generation_config)
         sequences = _sequences(model, tokenizer, texts)
         difference, largest = _compare_logits(model, theirs, sequences, "the export", "the model")
         n_greedy, n_ties = _compare_greedy(model, theirs, _prompt(sequences[-1], model.config))
@@ -137,6 +162,11 @@ def load_theirs(folder: Path) -> Any:
     return require("transformers").AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
     )
+
+
+def load_their_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a Hugging Face folder as transformers loads it, without its code."""
+    return require("transformers").AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def verify_import(run_dir: Path, library: str, load: Callable[[], Any], report: Report) -> float | None:
@@ -181,6 +211,44 @@ def _compare_texts(ours: Tokenizer, theirs: Any, texts: Sequence[str]) -> None:
             raise RunError(f"the exported tokenizer reads {text!r} as {their_ids[:12]} and ours as {our_ids[:12]}.")
         if ours.decode(our_ids) != theirs.decode(their_ids, skip_special_tokens=True):
             raise RunError(f"the exported tokenizer writes the ids of {text!r} otherwise than ours.")
+
+
+def _compare_chats(ours: ChatTemplate | None, theirs: Any) -> None:
+    if ours is None:
+        return
+    for chat in CHATS:
+        try:
+            expected = ours.render(chat, add_generation_prompt=True)
+        except UserError:  # a template that wants other turns
+            continue
+        try:
+            written = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        except Exception as error:
+            raise RunError(f"the exported chat template fails in transformers: {str(error)[:300]}.") from None
+        if written != expected:
+            raise RunError(f"the exported chat template renders {written[:200]!r} and ours {expected[:200]!r}.")
+
+
+def _compare_original(original: Original, tokenizer: Any, generation: Any) -> None:
+    """Compare what stock transformers makes of an export with the folder that the run was imported from.
+
+    Raises:
+        RunError: it reads a text, ends generation, or writes a chat otherwise than the original does.
+    """
+    for text, ids in original.texts.items():
+        if (read := tokenizer(text)["input_ids"]) != ids:
+            raise RunError(f"the export reads {text!r} as {read[:12]}, and the imported folder as {ids[:12]}.")
+    ends = generation.eos_token_id
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if ends != original.ends:
+        raise RunError(f"generation of the export ends at {ends}, and that of the imported folder at {original.ends}.")
+    for role, name in original.names.items():
+        if (written := getattr(tokenizer, role)) != name:
+            raise RunError(f"the export has `{role}`={written!r}, and the imported folder {name!r}.")
+    written = tokenizer.chat_template
+    source = written.get("default") if isinstance(written, dict) else written
+    if sha256(source) != original.template:
+        raise RunError("the export has another chat template than the imported folder.")
 
 
 def _sequences(model: GPT, tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:

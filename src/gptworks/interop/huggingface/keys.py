@@ -1,0 +1,132 @@
+"""The keys that mean something in the files next to config.json: read, harmless for a reason, or named in a note.
+
+config.json has its own list: the clauses of each architecture, and `HARMLESS` (architectures.py).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gptworks.special_tokens import GENERATION_CONFIG, ROLES, TOKENIZER_CONFIG, TOKENS_MAP
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of one file. One that is in no list is named in a note too."""
+
+    file: str
+    honoured: frozenset[str]
+    harmless: Mapping[str, frozenset[str]]
+    """Why it changes nothing here → keys."""
+    noted: Mapping[str, frozenset[str]]
+    """What gptworks does not do → keys. Null, false and empty values ask for nothing."""
+
+    def notes(self, values: Mapping[str, Any]) -> Iterator[str]:
+        """What is stated and is not followed, in words."""
+        known = self.honoured.union(*self.harmless.values())
+        for key in sorted(values.keys() - known):
+            if values[key] in (None, False, [], {}):
+                continue
+            reason = next((why for why, keys in self.noted.items() if key in keys), "gptworks does not know it")
+            yield f"{self.file} has `{key}`={str(values[key])[:60]}: {reason}"
+
+
+def _keys(*names: str) -> frozenset[str]:
+    return frozenset(name for line in names for name in line.split())
+
+
+_TEXT_KEYS = _keys("name_or_path tokenizer_file special_tokens_map_file vocab_file merges_file files_loaded auto_map")
+
+TOKENIZER_CONFIG_KEYS = Keys(
+    TOKENIZER_CONFIG,
+    _keys(*ROLES, "chat_template add_bos_token add_eos_token added_tokens_decoder tokenizer_class"),
+    {
+        "a name, a place or a version": _TEXT_KEYS | _keys(
+            "processor_class transformers_version backend is_local local_files_only _commit_hash trust_remote_code "
+            "tokenizer_type model_type fast_tokenizer_files"
+        ),
+        "tokenizer.json says how text is split, and it is what is read": _keys(
+            "add_prefix_space legacy sp_model_kwargs errors trim_offsets do_lower_case strip_accents "
+            "tokenize_chinese_chars keep_accents remove_space model_specific_special_tokens additional_special_tokens "
+            "extra_special_tokens spaces_between_special_tokens from_slow use_fast fix_mistral_regex unk_id"
+        ),
+        "the model's context and the request decide how long a text may be": _keys(
+            "model_max_length max_length max_len stride truncation truncation_strategy truncation_side"
+        ),
+        "texts are not padded": _keys("padding padding_side pad_to_multiple_of pad_token_type_id pad_token_type"),
+        "transformers ignores it of a BPE, and gptworks of any tokenizer": _keys("clean_up_tokenization_spaces"),
+        "a default of code that is not run": _keys(
+            "use_default_system_prompt model_input_names verbose init_inputs return_token_type_ids "
+            "chat_control_tokens response_schema response_template"
+        ),
+        "names of tokens for images and sounds, which no model here reads": _keys(
+            "image_token audio_token video_token boi_token eoi_token soi_token boa_token eoa_token vision_start_token "
+            "vision_end_token image_token_id"
+        ),
+    },
+    {
+        "special tokens in a text are read as text": _keys("split_special_tokens"),
+        "decoded text is kept as it is": _keys(
+            "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+        ),
+    },
+)  # fmt: skip
+
+TOKENS_MAP_KEYS = Keys(
+    TOKENS_MAP,
+    _keys(*ROLES),
+    {"tokenizer.json has all tokens": _keys("additional_special_tokens extra_special_tokens")} | {
+        reason: keys for reason, keys in TOKENIZER_CONFIG_KEYS.harmless.items() if reason.startswith("names of tokens")
+    },
+    {},
+)  # fmt: skip
+
+GENERATION_KEYS = Keys(
+    GENERATION_CONFIG,
+    _keys("bos_token_id eos_token_id pad_token_id"),
+    {
+        "a name or a version": _keys(
+            "transformers_version _from_model_config _name_or_path model_type trust_remote_code"
+        ),
+        "how a text is drawn, which each request says (an export gives it back)": _keys(
+            "do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty "
+            "no_repeat_ngram_size num_beams num_beam_groups diversity_penalty length_penalty early_stopping "
+            "num_return_sequences penalty_alpha dola_layers renormalize_logits remove_invalid_values max_time"
+        ),
+        "how long a text may be, which each request says (an export gives it back)": _keys(
+            "max_length max_new_tokens min_length min_new_tokens max_context_size max_window_size chat_format"
+        ),
+        "how transformers computes, and what it returns": _keys(
+            "use_cache cache_implementation cache_config max_cache_len compile_config disable_compile low_memory "
+            "prefill_chunk_size return_dict_in_generate output_attentions output_hidden_states output_scores "
+            "output_logits return_legacy_cache continuous_batching_config use_mtp is_assistant num_assistant_tokens "
+            "num_assistant_tokens_schedule assistant_confidence_threshold assistant_early_exit assistant_lookbehind "
+            "target_lookbehind assistant_ensemble_weight prompt_lookup_num_tokens max_matching_ngram_size "
+            "speculation_type"
+        ),
+        "of models with an encoder": _keys(
+            "decoder_start_token_id encoder_no_repeat_ngram_size encoder_repetition_penalty"
+        ),
+    },
+    {
+        "gptworks does not stop there; give `stop` with a request": _keys("stop_strings"),
+        "gptworks forbids, forces and prefers no tokens of itself; give `logit_bias` with a request": _keys(
+            "suppress_tokens begin_suppress_tokens bad_words_ids sequence_bias forced_bos_token_id forced_eos_token_id "
+            "force_words_ids constraints exponential_decay_length_penalty"
+        ),
+        "gptworks does not compute it": _keys("guidance_scale watermarking_config token_healing"),
+    },
+)  # fmt: skip
+
+TOKENIZER_KEYS: Mapping[str, str] = {
+    "version": "harmless: there is one",
+    "truncation": "harmless: texts are not cut by their tokenizer",
+    "padding": "harmless: texts are not padded",
+    "added_tokens": "honoured",
+    "normalizer": "honoured",
+    "pre_tokenizer": "honoured",
+    "post_processor": "honoured: what it puts before and after a text",
+    "decoder": "honoured",
+    "model": "honoured",
+}
+"""tokenizer.json, whose library refuses other keys."""

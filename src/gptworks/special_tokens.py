@@ -1,0 +1,327 @@
+"""Special tokens: which tokens begin, end and pad a text, what stands for the unknown, and where a model stops.
+
+A tokenizer that gptworks trains has well-known names, by which they are found. A folder of transformers states them in
+several files, whose precedence is that of transformers 5:
+
+tokenizer.json          its post-processor puts tokens around a text; `add_bos_token` and `add_eos_token` of
+                        tokenizer_config.json do not count.
+tokenizer_config.json   bos_token, eos_token, unk_token, pad_token, …: a text, or a mapping with `content`; null: none.
+special_tokens_map.json the same, and it wins, where tokenizer_config.json has no `added_tokens_decoder`.
+generation_config.json  the ids that end generation (`eos_token_id`, one or a list), begin and pad it.
+config.json             the same ids, where there is no generation_config.json.
+
+What a folder states is kept in a run's `tokenizer/` in the same files, so that one function reads both.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from gptworks.errors import UserError
+from gptworks.json_files import read_json
+
+SEPARATOR = "<|endoftext|>"
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The special tokens that transformers has names for, which its chat templates may write."""
+
+TOKENIZER_CONFIG, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
+GENERATION_CONFIG, MODEL_CONFIG = "generation_config.json", "config.json"
+OUR_CLASS = "PreTrainedTokenizerFast"
+"""The class that a run's tokenizer_config.json names: it takes tokenizer.json as it is."""
+
+_BOS = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", "[BOS]")
+_EOS = ("<eos>", "</s>", SEPARATOR, "<|end_of_text|>", "<|im_end|>", "<｜end▁of▁sentence｜>", "[EOS]")
+_UNK = ("<unk>", "[UNK]", "<|unk|>")
+_PAD = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")
+
+_GPT2 = dict.fromkeys(("bos_token", "eos_token", "unk_token"), SEPARATOR)
+_CLASS_DEFAULTS: dict[str, dict[str, str]] = {
+    "GPT2Tokenizer": _GPT2,
+    "GPTNeoXTokenizer": _GPT2 | {"pad_token": "<|padding|>"},
+    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), SEPARATOR),
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "GemmaTokenizer": {
+        "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>",
+    },
+}  # fmt: skip
+"""The special tokens of a class of transformers for which its files state none."""
+_CLASS_OF_MODEL = {
+    **dict.fromkeys(("gpt2", "gpt_neo", "starcoder2"), "GPT2Tokenizer"),
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "GemmaTokenizer"),
+    "gpt_neox": "GPTNeoXTokenizer",
+}
+"""The class that transformers takes for a model type where tokenizer_config.json names none."""
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids of the special tokens of a tokenizer."""
+
+    bos: int | None
+    eos: int | None
+    unk: int | None
+    """What stands for a text that the tokenizer does not know; None: it knows every text."""
+    pad: int | None
+    separator: bool
+    """Whether `eos` is one token that separates documents, as GPT-2's `<|endoftext|>`: it is bos too, or there is no
+    bos, and nothing is put before a text."""
+    ends: tuple[int, ...]
+    """Generation ends at any of these."""
+    before: tuple[int, ...]
+    """Put before the text of a prompt."""
+    after: tuple[int, ...]
+    """Put after the text of a prompt; empty but for the rare tokenizer that says so (`add_eos_token`)."""
+    start: tuple[int, ...]
+    """What an empty prompt is: the beginning of a document. Empty: the tokenizer has no token for it."""
+    document: tuple[tuple[int, ...], tuple[int, ...]]
+    """Put before and after each document."""
+    names: Mapping[str, str]
+    """bos_token, … as chat templates and transformers have them."""
+
+    @property
+    def end(self) -> int | None:
+        """The token that ends a document and generation; of several, the tokenizer's own eos."""
+        return self.eos if self.eos in self.ends or not self.ends else self.ends[0]
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What the files of a folder state of a tokenizer's special tokens."""
+
+    names: Mapping[str, str]
+    """By role. A role that is missing has no token."""
+    ends: tuple[int, ...]
+    """Generation ends at any of these."""
+    bos: int | None = None
+    """What generation without a prompt begins with; often the tokenizer's bos."""
+    pad: int | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """generation_config.json, without those ids: settings of sampling, which an export gives back."""
+    notes: tuple[str, ...] = ()
+    """What was stated and is not followed, in words."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"names": dict(self.names), "ends": list(self.ends), "bos": self.bos, "pad": self.pad,
+                "generation": dict(self.generation)}  # fmt: skip
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> "Stated":
+        return cls(tree["names"], tuple(tree["ends"]), tree["bos"], tree["pad"], tree["generation"])
+
+    def files(self) -> dict[str, dict[str, Any]]:
+        """The files of a run's tokenizer folder that state it, besides tokenizer.json: name → contents."""
+        return {TOKENIZER_CONFIG: our_config(self.names), GENERATION_CONFIG: self.generation_config()}
+
+    def generation_config(self) -> dict[str, Any]:
+        """generation_config.json, ids included."""
+        ends: Any = list(self.ends) if len(self.ends) > 1 else next(iter(self.ends), None)
+        ids = {"bos_token_id": self.bos, "eos_token_id": ends, "pad_token_id": self.pad}
+        return {"_from_model_config": False, **self.generation, **{k: v for k, v in ids.items() if v is not None}}
+
+
+# ------------------------------------------------------------------------------------------------- of a tokenizer
+
+
+def by_name(tokenizer: Tokenizer) -> SpecialTokens:
+    """The special tokens by their well-known names. A name in the plain vocabulary does not count."""
+    ids = {token.content: index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+
+    def first(names: tuple[str, ...]) -> int | None:
+        return next((ids[name] for name in names if name in ids), None)
+
+    bos, eos, unk, pad = first(_BOS), first(_EOS), first(_UNK), first(_PAD)
+    separator = bos is None and eos is not None and tokenizer.id_to_token(eos) == SEPARATOR
+    begin, end = _some(eos if separator else bos), _some(eos)
+    found = {"bos_token": begin, "eos_token": end, "unk_token": _some(unk), "pad_token": _some(pad)}
+    names = {role: tokenizer.id_to_token(token) or "" for role, tokens in found.items() for token in tokens}
+    before, document = (() if separator else begin), (begin, () if separator else end)
+    return SpecialTokens(bos, eos, unk, pad, separator, end, before, (), begin, document, names)
+
+
+def as_stated(tokenizer: Tokenizer, stated: Stated) -> SpecialTokens:
+    """The special tokens that a folder states, around a text as the tokenizer's post-processor puts them."""
+    ids = {role: tokenizer.token_to_id(name) for role, name in stated.names.items()}
+    bos, eos, pad = (ids.get(role) for role in ("bos_token", "eos_token", "pad_token"))
+    before, after = post_processed(tokenizer)
+    one_token = bos == eos or (bos is None and stated.names.get("eos_token") == SEPARATOR)
+    separator = eos is not None and one_token and not before and not after
+    first = stated.bos if bos is None else bos
+    start = before or _some(eos if separator and first is None else first)
+    document = (before or (_some(eos) if separator else ()), after or (() if separator else _some(eos)))
+    pad = stated.pad if pad is None else pad
+    unk = tokenizer.token_to_id(name) if (name := getattr(tokenizer.model, "unk_token", None)) else None
+    return SpecialTokens(bos, eos, unk, pad, separator, stated.ends, before, after, start, document, stated.names)
+
+
+def post_processed(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that a tokenizer's post-processor puts before and after a text.
+
+    Raises:
+        UserError: it does something else to a text.
+    """
+    if tokenizer.post_processor is None:
+        return (), ()
+    return _around(json.loads(tokenizer.post_processor.__getstate__()))
+
+
+def _around(step: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The same of a step, as tokenizer.json has it."""
+    kind = step["type"]
+    if kind == "ByteLevel":  # it changes offsets only
+        return (), ()
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        return (step["cls"][1],), (step["sep"][1],)
+    if kind == "Sequence":
+        parts = [found for one in step["processors"] if (found := _around(one)) != ((), ())]
+        if len(parts) < 2:
+            return parts[0] if parts else ((), ())
+        kind = f"{kind} with {len(parts)} steps that add tokens"
+    if kind == "TemplateProcessing":
+        names = [piece.get("SpecialToken", {}).get("id") for piece in step["single"]]
+        if names.count(None) == 1:
+            sides = names[: names.index(None)], names[names.index(None) + 1 :]
+            before, after = ([i for name in side for i in step["special_tokens"][name]["ids"]] for side in sides)
+            return tuple(before), tuple(after)
+        kind = f"{kind} with `single` of {names.count(None)} texts"
+    raise UserError(f"tokenizer.json has the post_processor {kind}: gptworks puts tokens before and after one text.")
+
+
+def _some(token: int | None) -> tuple[int, ...]:
+    return () if token is None else (token,)
+
+
+# --------------------------------------------------------------------------------------------------- of a folder
+
+
+def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
+    """What a folder states of its tokenizer's special tokens; None: nothing, or what `by_name` finds.
+
+    Raises:
+        UserError: a file is not readable JSON, or a value has a wrong type.
+    """
+    config, by_map = _optional(folder / TOKENIZER_CONFIG), _optional(folder / TOKENS_MAP)
+    generation, model = _optional(folder / GENERATION_CONFIG), _optional(folder / MODEL_CONFIG)
+    if not by_map and not generation and not model and _is_ours(config):
+        return None
+    names, notes = _names(config, by_map, str(model.get("model_type")), tokenizer)
+    source, name = (generation, GENERATION_CONFIG) if generation else (model, MODEL_CONFIG)
+    most = model.get("vocab_size")
+    limit = most if isinstance(most, int) and not isinstance(most, bool) else None
+    found = {key: _ids(source, name, key, limit, notes) for key in ("eos_token_id", "bos_token_id", "pad_token_id")}
+    ends = found["eos_token_id"]
+    if not ends and generation and (ends := _ids(model, MODEL_CONFIG, "eos_token_id", limit, notes)):
+        notes.append(f"{GENERATION_CONFIG} has no `eos_token_id`: generation ends at that of {MODEL_CONFIG}")
+    eos = tokenizer.token_to_id(names["eos_token"]) if "eos_token" in names else None
+    if not ends and eos is not None:
+        ends = (eos,)
+    elif eos is not None and eos not in ends:
+        shown = " or ".join(f"`{tokenizer.id_to_token(end)}`" for end in ends)
+        notes.append(f"generation ends at {shown} ({name}), and the tokenizer's eos_token is `{names['eos_token']}`")
+    notes += _adding(config, tokenizer, names)
+    if not names and not any(found.values()) and not ends:
+        return None
+    bos, pad = (next(iter(found[key]), None) for key in ("bos_token_id", "pad_token_id"))
+    kept = {key: value for key, value in generation.items() if key not in found}
+    return Stated(names, ends, bos, pad, kept, tuple(notes))
+
+
+def our_config(names: Mapping[str, str]) -> dict[str, Any]:
+    """tokenizer_config.json of a run: transformers takes tokenizer.json as it is, with these special tokens."""
+    return {"tokenizer_class": OUR_CLASS, "clean_up_tokenization_spaces": False, **names}
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _is_ours(config: Mapping[str, Any]) -> bool:
+    """Whether this is what a run has for a tokenizer whose special tokens are found by name, or nothing."""
+    if not config:
+        return True
+    return {key: value for key, value in config.items() if key not in ROLES} == our_config({})
+
+
+def _names(
+    config: Mapping[str, Any], by_map: Mapping[str, Any], model_type: str, tokenizer: Tokenizer
+) -> tuple[dict[str, str], list[str]]:
+    """The tokens by role, and notes on those that the tokenizer does not have."""
+    wins = {} if "added_tokens_decoder" in config else by_map
+    kind = str(config.get("tokenizer_class") or _CLASS_OF_MODEL.get(model_type)).removesuffix("Fast")
+    defaults = _CLASS_DEFAULTS.get(kind, {})
+    names: dict[str, str] = {}
+    notes: list[str] = []
+    for role in ROLES:
+        file, given = next(
+            ((file, found[role]) for file, found in ((TOKENS_MAP, wins), (TOKENIZER_CONFIG, config)) if role in found),
+            ("", None),
+        )
+        name = given.get("content") if isinstance(given, dict) else given
+        if file and name is not None and not isinstance(name, str):
+            raise UserError(f"{file} has `{role}`={str(given)[:100]}: a token's text, or a mapping with `content`, is "
+                            f"expected.")  # fmt: skip
+        name = name if file else defaults.get(role)
+        if name and tokenizer.token_to_id(name) is not None:
+            names[role] = name
+        elif name and file:
+            notes.append(f"`{role}` of {file}, `{name[:100]}`, is not a token of tokenizer.json and is left out")
+    return names, notes
+
+
+def _ids(source: Mapping[str, Any], file: str, key: str, n_rows: int | None, notes: list[str]) -> tuple[int, ...]:
+    """The token ids that a setting has: none, one, or a list. Those that no model row has are noted and left out."""
+    given = source.get(key)
+    values = given if isinstance(given, list) else [] if given is None else [given]
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise UserError(f"{file} has `{key}`={str(given)[:100]}: a token id, or a list of them, is expected.")
+    there = [value for value in dict.fromkeys(values) if value >= 0 and (n_rows is None or value < n_rows)]
+    gone = [value for value in values if value not in there]
+    if any(value != -1 for value in gone):
+        notes.append(f"{file} has `{key}`={str(given)[:100]}, and the model has ids from 0 to {(n_rows or 0) - 1}: "
+                     f"{gone[0]} is left out")  # fmt: skip
+    return tuple(there)
+
+
+def _adding(config: Mapping[str, Any], tokenizer: Tokenizer, names: Mapping[str, str]) -> list[str]:
+    """Notes on flags that say otherwise than the post-processor does."""
+    notes = []
+    before, after = post_processed(tokenizer)
+    for flag, role, found in (("add_bos_token", "bos_token", before), ("add_eos_token", "eos_token", after)):
+        given = config.get(flag)
+        if given is not None and not isinstance(given, bool):
+            raise UserError(f"{TOKENIZER_CONFIG} has `{flag}`={str(given)[:100]}: true or false is expected.")
+        if given is not None and given != (role in names and tokenizer.token_to_id(names[role]) in found):
+            notes.append(f"{TOKENIZER_CONFIG} has `{flag}`={str(given).lower()}, and the post-processor of "
+                         f"tokenizer.json does otherwise: it counts, as in transformers 5")  # fmt: skip
+    return notes
+
+
+# ------------------------------------------------------------------------------------------------- with a tokenizer
+
+
+def attach(tokenizer: Tokenizer, stated: Stated | None) -> Tokenizer:
+    """The tokenizer, which now has the special tokens that a folder states; None: those found by name."""
+    vars(tokenizer).pop(_KEY, None)
+    if stated is not None:
+        vars(tokenizer)[_KEY] = stated, as_stated(tokenizer, stated)
+    return tokenizer
+
+
+def stated_of(tokenizer: Tokenizer) -> Stated | None:
+    """What was attached."""
+    found = vars(tokenizer).get(_KEY)
+    return found and found[0]
+
+
+def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
+    """The special tokens of a tokenizer: those that its folder states, or by their well-known names."""
+    found = vars(tokenizer).get(_KEY)
+    return by_name(tokenizer) if found is None else found[1]
+
+
+_KEY = "gptworks_special_tokens"
