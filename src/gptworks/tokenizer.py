@@ -8,7 +8,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -259,9 +259,14 @@ def library_panics(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if not is_panic(error):
             raise
         raise UserError(f"{what}: the tokenizers library gave up: {_one_line(error)}") from None
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether it is a panic of a library in Rust, which is no `Exception`."""
+    return type(error).__name__ == "PanicException"
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -401,10 +406,12 @@ class StreamDecoder:
     """Text from tokens as they come. What is pushed and flushed, joined, equals `tokenizer.decode` of all the ids.
 
     A character split over tokens is held back until it is whole. Each step decodes a few tokens, however long the text.
+
+    Its methods raise a UserError where the library cannot decode the tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._decode: Callable[[list[int]], str] = tokenizer.decode
+        self._tokenizer = tokenizer
         self._context: list[int] = []  # the tokens shown last: what follows them may depend on them (a joining space)
         self._held: list[int] = []
 
@@ -423,6 +430,15 @@ class StreamDecoder:
         """The text held back, with replacement characters for what stayed unfinished."""
         shown = self._decode(self._context)
         return self._show(self._decode(self._context + self._held)[len(shown) :], self._held, [])
+
+    def _decode(self, ids: list[int]) -> str:
+        try:
+            text: str = self._tokenizer.decode(ids)
+        except BaseException as error:
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
+            raise UserError(f"this tokenizer cannot decode the tokens {ids}: {_one_line(error)}") from None
+        return text
 
     def _show(self, new: str, shown: list[int], held: list[int]) -> str:
         if new:  # special tokens decode to nothing and are no context

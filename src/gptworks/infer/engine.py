@@ -21,12 +21,13 @@ positions so stay those the model was trained with, and each token is computed a
 A request's tokens do not depend on the requests beside it, as far as the backend's numbers do not (see `Backend`).
 """
 
+import contextlib
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tokenizers import Tokenizer
@@ -35,6 +36,7 @@ from gptworks.chat_template import ChatTemplate, load_chat_template
 from gptworks.checkpoint import Report, load_run
 from gptworks.choices import BackendName, LoadedWeights
 from gptworks.device import choose_device
+from gptworks.errors import RunError
 from gptworks.infer.admission import Admission
 from gptworks.infer.client import Client
 from gptworks.infer.request import OpenRequests, Prompt, Request, Statistics
@@ -47,6 +49,27 @@ from gptworks.model import GPT
 from gptworks.model.backend import Backend, Chunk
 from gptworks.quantize.linear import weights_of
 from gptworks.tokenizer import load_tokenizer
+
+
+class EngineFailed(RunError):
+    """The engine is dead: every request it had has ended with this, and it takes no more."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        """The name of the error's type."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        kind = type(error).__name__
+        what = kind + (f": {error}" if str(error) else "")
+        made = cls(kind, f"the engine failed and takes no more requests ({what}). Start the program again.")
+        made.__cause__ = error
+        return made
+
+    def again(self) -> "EngineFailed":
+        """The same, to be raised: one object raised by many threads would mix their tracebacks."""
+        return EngineFailed(self.kind, str(self))
 
 
 class Engine(Client):
@@ -93,6 +116,8 @@ class Engine(Client):
         self._requests = OpenRequests(self._room)
         self._inbox: deque[tuple[bool, Request]] = deque()  # (submitted, not cancelled)
         self._inbox_lock, self._stepping = threading.Lock(), threading.Lock()
+        self.failure: EngineFailed | None = None
+        """Why the engine is dead, where it is; see `fail`."""
 
     def submit(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> Request:
         """Queue a request, with the arguments of `Admission.request`; `step` makes its pieces. From any thread.
@@ -110,8 +135,11 @@ class Engine(Client):
 
         Raises:
             QueueFull: `max_waiting` requests wait already.
+            EngineFailed: the engine is dead.
         """
         with self._inbox_lock:
+            if self.failure is not None:
+                raise self.failure.again()
             n_waiting = self._n_waiting()
             if self.max_waiting is not None and n_waiting >= self.max_waiting:
                 raise QueueFull(f"{n_waiting} requests are waiting already: try again later.")
@@ -120,34 +148,72 @@ class Engine(Client):
     def cancel(self, request: Request) -> None:
         """End a request where it is, without more pieces. From any thread; its slots are free by the next step."""
         with self._inbox_lock:
+            if self.failure is not None:
+                return
             self._inbox.append((False, request))
         if self._stepping.acquire(blocking=False):
             try:
-                self._receive()
-                self._rest()
+                with self._failing(lambda _: None):
+                    self._receive()
+                    self._rest()
             finally:
                 self._stepping.release()
 
-    def step(self, on_failure: Callable[[Exception], None] = lambda _: None) -> bool:
+    def step(self, on_failure: Callable[[BaseException], None] = lambda _: None) -> bool:
         """Take one step with all requests; return whether any is left.
 
-        on_failure: called with what the backend raised, before any request learns of it.
+        on_failure: called with what ended the step, before any request learns of it.
 
         Raises:
+            EngineFailed: the step ended in a way after which nothing can be computed; see `fail`.
             Exception: what the backend raised. Every request has then ended with it.
         """
         with self._stepping:
-            self._receive()
-            if self._requests:
-                try:
+            if self.failure is not None:
+                raise self.failure.again()
+            with self._failing(on_failure):
+                self._receive()
+                if self._requests:
                     self._step()
-                except Exception as error:
-                    on_failure(error)
+                self._rest()
+            return bool(self._requests or self._inbox)
+
+    def fail(self, error: BaseException) -> None:
+        """End the engine: every request, running or waiting, ends with an EngineFailed, and no more are taken."""
+        with self._inbox_lock:
+            self.failure = self.failure or EngineFailed.of(error)
+            waiting = [request for submitted, request in self._inbox if submitted]
+            self._inbox.clear()
+        self._requests.abandon_all(self.failure)
+        for request in waiting:
+            request.fail(self.failure)
+            request.close()
+
+    @contextlib.contextmanager
+    def _failing(self, on_failure: Callable[[BaseException], None]) -> Iterator[None]:
+        """Whatever ends the work inside ends its requests: none is left without an answer.
+
+        After an `Exception` the next requests may succeed: nothing computed counts any more. After a MemoryError or
+        what is no `Exception`, such as a panic of a library in Rust, the engine is dead; an interrupt only ends what
+        there is, as Python's prompt goes on after it.
+        """
+        try:
+            yield
+        except BaseException as error:
+            try:
+                on_failure(error)
+            finally:
+                if isinstance(error, KeyboardInterrupt):
+                    self._requests.fail_all(RunError("the engine was interrupted."))
+                    self._room.forget()
+                elif isinstance(error, Exception) and not isinstance(error, MemoryError):
                     self._requests.fail_all(error)
                     self._room.forget()
-                    raise
-            self._rest()
-            return bool(self._requests or self._inbox)
+                else:
+                    self.fail(error)
+            if self.failure is not None and not isinstance(error, SystemExit | GeneratorExit):
+                raise self.failure.again() from error
+            raise
 
     def _step(self) -> None:
         """Make room, draft, admit, plan, compute, let each request use its logits, and draw the next tokens."""
@@ -169,10 +235,11 @@ class Engine(Client):
 
     def _receive(self) -> None:
         """Take in what was submitted and cancelled."""
-        with self._inbox_lock:
-            received = list(self._inbox)
-            self._inbox.clear()
-        for submitted, request in received:
+        while True:
+            with self._inbox_lock:  # one at a time: those after one that fails stay
+                if not self._inbox:
+                    return
+                submitted, request = self._inbox.popleft()
             if submitted:
                 self._requests.open(request)
             else:

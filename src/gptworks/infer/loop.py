@@ -7,6 +7,7 @@ with EngineLoop(engine) as loop:
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -17,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from gptworks.errors import RunError
-from gptworks.infer.engine import Engine
+from gptworks.infer.engine import Engine, EngineFailed
 from gptworks.infer.request import Prompt, Request
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import Piece
@@ -84,7 +85,14 @@ class EngineLoop:
     @property
     def alive(self) -> bool:
         """Whether requests are worked on."""
-        return self._thread.is_alive() and not self._ending
+        return self._thread.is_alive() and not self._ending and self.engine.failure is None
+
+    def check(self) -> EngineFailed | None:
+        """Why the engine is dead, where it is. Readers of one whose thread is gone without a word learn of it."""
+        has_begun = self._thread.ident is not None
+        if has_begun and not self._thread.is_alive() and not self._ending and self.engine.failure is None:
+            self._fail(RuntimeError("its thread has ended"))
+        return self.engine.failure
 
     def open(self, *, max_unread: int | None = None, patience: int = 1) -> "Stream":
         """A stream without requests yet. To be called where an asyncio loop runs.
@@ -96,17 +104,34 @@ class EngineLoop:
 
         Raises:
             EngineStopped: the loop is closed.
+            EngineFailed: the engine is dead.
         """
+        if (failure := self.check()) is not None:
+            raise failure.again()
         if self._ending:
             raise EngineStopped("the engine is stopping: no more requests are taken.")
         return Stream(self, max_unread, patience)
 
     def _run(self) -> None:
+        try:
+            self._steps()
+        except BaseException as error:  # whatever it is, nobody is left who would answer
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self.engine.failure is None:
+            _log_failure(error)
+            self.engine.fail(error)
+        self._wake_readers()
+
+    def _steps(self) -> None:
         while True:
             while self._left:
                 self._left.popleft().cancel()
             try:
                 busy = self.engine.step(on_failure=_log_failure)
+            except EngineFailed:
+                raise
             except Exception:  # every request has got the error, and later ones may succeed
                 busy = True
             self._wake_readers()
@@ -131,9 +156,10 @@ class EngineLoop:
                     stream.cancel()
 
 
-def _log_failure(error: Exception) -> None:
+def _log_failure(error: BaseException) -> None:
     _LOG.error("a step failed, and with it the requests that it was for", exc_info=error)
-    error.is_logged = True  # type: ignore[attr-defined]
+    with contextlib.suppress(AttributeError):  # a type of a library in C may take no attributes
+        error.is_logged = True  # type: ignore[attr-defined]
 
 
 def _wake_all(streams: list["Stream"]) -> None:

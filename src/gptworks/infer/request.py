@@ -1,5 +1,6 @@
 """A request to the engine: what its caller holds, what the engine asks of each kind, and the set of those in work."""
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -9,6 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from gptworks.errors import RunError
 from gptworks.infer.logprobs import PromptScores, TokenLogprob
 from gptworks.infer.room import Room
 from gptworks.infer.scheduler import Job, Work
@@ -16,6 +18,8 @@ from gptworks.infer.text import FinishReason, Piece, Sample
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
+
+_LOG = logging.getLogger("gptworks.engine")
 
 Overflow = Literal["error", "slide"]
 
@@ -67,6 +71,10 @@ class Statistics:
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else None
 
 
+class ListenerFailed(RunError):
+    """A request's listener raised an error; the request has ended with it."""
+
+
 Listener = Callable[[Piece | Exception], None]
 """Called in the thread that steps with each piece, or with an error, after which no more pieces come."""
 
@@ -104,14 +112,27 @@ class Request(ABC):
         return pieces
 
     def deliver(self, piece: Piece) -> None:
-        """For the engine: hand a piece to the listener, or keep it for `take`."""
-        (self._listener or self._pieces.append)(piece)
+        """For the engine: hand a piece to the listener, or keep it for `take`.
+
+        Raises:
+            ListenerFailed: the listener raised an error.
+        """
+        if self._listener is None:
+            self._pieces.append(piece)
+            return
+        try:
+            self._listener(piece)
+        except Exception as error:
+            raise ListenerFailed(f"the reader of a request failed: {type(error).__name__}: {error}") from error
 
     def fail(self, error: Exception) -> None:
-        """For the engine: no more pieces will come."""
+        """For the engine: no more pieces will come. A listener that raises does not keep others from learning of it."""
         self.error = error
         if self._listener is not None:
-            self._listener(error)
+            try:
+                self._listener(error)
+            except BaseException as raised:
+                _LOG.error("the reader of a request that failed raised an error itself", exc_info=raised)
 
     def close(self) -> None:
         """For the engine: the request has ended."""
@@ -213,10 +234,11 @@ class OpenRequests:
 
     def open(self, request: Request) -> None:
         """Take in a request that was submitted."""
-        if not self._open:
-            self.room.release_stale()
-        self._open[request.id] = request
+        is_first = not self._open
+        self._open[request.id] = request  # before anything that may fail, so that it learns of that
         self.statistics.requests += 1
+        if is_first:
+            self.room.release_stale()
         self.statistics.prompt_tokens += len(request.prompt_ids)
         self.add(request, {request.first_job(self.room): 0})
 
@@ -253,6 +275,14 @@ class OpenRequests:
         """End all requests with an error."""
         for request in list(self._open.values()):
             self.fail(request, error)
+
+    def abandon_all(self, error: Exception) -> None:
+        """End all requests with an error, for good: what they held is in no known state and is left as it is."""
+        for request in list(self._open.values()):
+            self.statistics.failed += 1
+            request.fail(error)
+            request.close()
+        self._open.clear()
 
     def _close(self, request: Request) -> None:
         for job in list(request.jobs):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gptworks.errors import RunError, UserError
 from gptworks.infer.logprobs import PromptScores, TokenLogprob, token_logprobs
-from gptworks.infer.request import Draw, Listener, OpenRequests, Overflow, Request
+from gptworks.infer.request import Draw, Listener, ListenerFailed, OpenRequests, Overflow, Request
 from gptworks.infer.sampling import sample
 from gptworks.infer.scheduler import Job, Work
 from gptworks.infer.speculate import Draftable
@@ -132,7 +132,10 @@ def draw_tokens(draws: list[Draw], requests: OpenRequests) -> None:
         ]
     for draw in draws:
         if not draw.request.done:
-            draw.request.on_drawn(draw, requests)
+            try:
+                draw.request.on_drawn(draw, requests)
+            except (UserError, ListenerFailed) as error:
+                requests.fail(draw.request, error)
 
 
 def _sample(draws: list[Draw], requests: OpenRequests) -> list[tuple[int, TokenLogprob | None]]:
@@ -175,7 +178,7 @@ def _push(draw: Draw, token: int, processed: TokenLogprob | None, requests: Open
     draw.n_drawn += 1
     try:
         piece = one.push(token)
-    except UserError as error:  # its constraint cannot go on
+    except UserError as error:  # its constraint cannot go on, or its tokens cannot be decoded
         requests.fail(draw.request, error)
         return
     if piece.token_id is not None:
@@ -185,4 +188,7 @@ def _push(draw: Draw, token: int, processed: TokenLogprob | None, requests: Open
             piece = replace(piece, processed=processed)
         draw.job.tokens.append(token)
         requests.statistics.generated_tokens += 1
-    draw.request.deliver(piece)
+    try:
+        draw.request.deliver(piece)
+    except ListenerFailed as error:
+        requests.fail(draw.request, error)

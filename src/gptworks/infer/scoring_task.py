@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from gptworks.infer.request import Draw, OpenRequests, Request
+from gptworks.infer.request import Draw, ListenerFailed, OpenRequests, Request
 from gptworks.infer.scheduler import Work
 from gptworks.infer.text import Piece
 
@@ -21,6 +21,10 @@ class ScoringTask(Request):
         self.scores.read(work, logits)
         requests.room.scheduler.commit(work)
         if work.is_last:
-            self.deliver(Piece(0, "", None, "length"))
-            requests.finish(self)
+            try:
+                self.deliver(Piece(0, "", None, "length"))
+            except ListenerFailed as error:
+                requests.fail(self, error)
+            else:
+                requests.finish(self)
         return []

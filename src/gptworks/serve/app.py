@@ -194,6 +194,8 @@ async def about(request: Request) -> Response:
 async def health(request: Request) -> Response:
     """200 if the server accepts requests; 503 if it is about to stop or an engine has stopped."""
     service = service_of(request)
+    if (failure := service.failure) is not None:
+        return JSONResponse({"status": "failed", "reason": failure}, 503)
     status = "draining" if service.draining else "ok" if service.healthy else "failed"
     return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 

@@ -42,6 +42,8 @@ _REQUESTS: tuple[type[openai.Wire], ...] = (
 
 class Health(BaseModel):
     status: Literal["ok", "draining", "failed"]
+    reason: str | None = None
+    """Why it has failed."""
 
 
 class About(BaseModel):

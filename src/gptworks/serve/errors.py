@@ -13,10 +13,12 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from gptworks.errors import RunError, UserError
+from gptworks.infer.engine import EngineFailed
 from gptworks.infer.loop import EngineStopped, SlowReader
 from gptworks.infer.scheduler import QueueFull
 
 RETRY_AFTER_SECONDS = 1
+ENGINE_FAILED = "the engine of a model has failed: the server ends, and its log says how it failed."
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
           429: "rate_limit_error"}  # fmt: skip
@@ -90,6 +92,8 @@ def as_api_error(error: Exception) -> APIError:
     """An error as the client sees it; an unforeseen one without its message."""
     if isinstance(error, APIError):
         return error
+    if isinstance(error, EngineFailed):  # its message is the log's
+        return APIError(503, ENGINE_FAILED, code="engine_failed")
     for kind, status, code in _FORESEEN:
         if isinstance(error, kind):
             return APIError(status, _shortened(str(error)), code=code)

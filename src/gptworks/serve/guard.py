@@ -14,7 +14,7 @@ from ipaddress import ip_address
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gptworks.serve.caller import Caller
-from gptworks.serve.errors import APIError
+from gptworks.serve.errors import ENGINE_FAILED, APIError
 from gptworks.serve.log import log_request
 from gptworks.serve.service import Service
 
@@ -109,6 +109,8 @@ class Guard:
         if self._keys and not is_open and not self._has_key(headers):
             raise APIError(401, "no valid API key: send `Authorization: Bearer KEY`.", code="invalid_api_key",
                            headers={"www-authenticate": "Bearer"})  # fmt: skip
+        if self._service.failure is not None:
+            raise APIError(503, ENGINE_FAILED, code="engine_failed")
         if self._service.draining:
             raise APIError(503, "the server is about to stop: try another, or again later.", code="draining")
         length = headers.get(b"content-length", b"0")

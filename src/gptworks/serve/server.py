@@ -3,11 +3,13 @@
 import contextlib
 import time
 from collections.abc import Callable
+from socket import socket
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
+from gptworks.errors import RunError
 from gptworks.serve.protocol import SWEEP_SECONDS, bounded_by, sweep
 from gptworks.serve.service import Service
 from gptworks.serve.settings import ServerSettings
@@ -20,8 +22,8 @@ _SPARE_FILES = 128
 
 
 class Server(uvicorn.Server):
-    """Serves until a signal comes; then lets requests finish and refuses others, up to the time for that. A second
-    signal ends it at once."""
+    """Serves until a signal comes, or an engine is dead; then lets requests finish and refuses others, up to the time
+    for that. A second signal ends it at once."""
 
     def __init__(self, config: uvicorn.Config, service: Service, started: Callable[[int], None]) -> None:
         super().__init__(config)
@@ -33,12 +35,23 @@ class Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
         self._service.draining = True
 
+    def run(self, sockets: list[socket] | None = None) -> None:
+        """Serve until the end.
+
+        Raises:
+            RunError: an engine has failed, so that the server ended by itself.
+        """
+        super().run(sockets)
+        if (failure := self._service.failure) is not None:
+            raise RunError(f"{failure}: the server has ended. The log above says how.")
+
     async def on_tick(self, counter: int) -> bool:
         service, now = self._service, time.monotonic()
         if counter == 0:
             self._tell_started(self.servers[0].sockets[0].getsockname()[1])
         if counter % round(SWEEP_SECONDS * _TICKS_PER_SECOND) == 0:
             sweep(self.server_state.connections)
+        service.draining = service.draining or service.failure is not None
         if service.draining:
             self._drain_ends = self._drain_ends or now + service.settings.drain_seconds
             if now > self._drain_ends:

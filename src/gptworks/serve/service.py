@@ -133,5 +133,13 @@ class Service:
         )
 
     @property
+    def failure(self) -> str | None:
+        """Which engine is dead, and of what kind of error, where one is: then nothing new is accepted."""
+        for model in self.models:
+            if (failure := model.loop.check()) is not None:
+                return f"the engine of {model.name} has failed ({failure.kind})"
+        return None
+
+    @property
     def healthy(self) -> bool:
         return all(model.loop.alive for model in self.models)

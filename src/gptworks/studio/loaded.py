@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from gptworks.checkpoint import Checkpoint
 from gptworks.choices import BackendName
 from gptworks.device import choose_device, memory_bytes
-from gptworks.errors import UserError
-from gptworks.infer.engine import Engine, load
+from gptworks.errors import RunError, UserError
+from gptworks.infer.engine import Engine, EngineFailed, load
 from gptworks.infer.loop import EngineStopped
 from gptworks.serve.caller import Caller
 from gptworks.serve.models import ServedModel
@@ -182,7 +182,10 @@ class Engines:
                 f"are available: close what else runs."
             )
         engine = load(wanted.run.folder, wanted.checkpoint.step, device=self._device, backend=self._backend)
-        engine.begin()
+        try:
+            engine.begin()
+        except EngineFailed as error:  # one that never served: the others go on
+            raise RunError(f"{wanted.name} could not be loaded: {error.kind}.") from error
         return engine
 
     def _to_free(self, wanted: Wanted, n_bytes: int) -> list[str]:
