@@ -11,13 +11,16 @@ import torch
 import transformers as t
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import hf
 from gptworks.checkpoint import load_run
 from gptworks.errors import RunError, UserError
 from gptworks.interop.huggingface import export_huggingface, exporting, import_huggingface, verify
 from gptworks.interop.huggingface.adapt import adapt_weights
+from gptworks.interop.huggingface.architectures import FAMILIES
 from gptworks.interop.huggingface.choice import choose_family
+from gptworks.interop.huggingface.kinds import REASONS, about
 from gptworks.tokenizer import load_tokenizer, prompt_ids
 from tiny import plain_model
 
@@ -405,6 +408,16 @@ def test_what_a_class_can_do_and_we_cannot_is_refused_by_its_name(
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(tree | values, default=str))
     with pytest.raises(UserError, match=message):
         import_huggingface(tmp_path / "theirs", tmp_path / "out")
+
+
+def test_a_model_type_that_is_not_read_is_named_by_its_kind_and_never_by_its_spelling() -> None:
+    known = CONFIG_MAPPING_NAMES.keys()
+    said = {kind: about(kind, FAMILIES) for kind in known - FAMILIES.keys()}
+    assert not [kind for kind, words in said.items() if "nearest" in words], "a model of transformers is not a typo"
+    assert "a state in place of attention" in said["mamba"] and "reads images" in said["llava"]
+    assert said["opt"] == said["cohere"] == said["olmo"] == "", "nothing rather than another family"
+    assert set(REASONS) <= known - FAMILIES.keys(), "each is the name of a model that gptworks does not read"
+    assert about("lama", FAMILIES) == " (nearest: `llama`)"
 
 
 def test_files_that_are_missing_damaged_or_can_run_code_are_refused(folder: Path, tmp_path: Path) -> None:

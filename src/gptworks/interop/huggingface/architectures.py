@@ -28,8 +28,10 @@ from gptworks.interop.huggingface.settings import (
 from gptworks.interop.huggingface.tensors import (
     HALVES,
     HEAD_BY_HEAD,
+    KEY_IN_PAIRS,
     LESS_ONE,
     PLAIN,
+    QUERY_IN_PAIRS,
     QUERY_KEY_VALUE,
     STACKED,
     STACKED_HALVES,
@@ -98,6 +100,13 @@ _BOTH_FLAGS = bias_flags(
     {"attention_bias": False, "mlp_bias": False},
     {(attention, mlp): (attention, mlp) for attention in (False, True) for mlp in (False, True)},
 )
+_SEED_FLAGS = bias_flags(
+    {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+    {
+        (qkv, out, mlp): ((True if out else "qkv") if qkv else ("out" if out else False), mlp)
+        for qkv in (False, True) for out in (False, True) for mlp in (False, True)
+    },
+)  # fmt: skip
 _MULTIPLIERS = optional(
     embedding_multiplier=("embedding_scale", 1.0),
     residual_multiplier=("residual_scale", 1.0),
@@ -151,6 +160,12 @@ _BETWEEN_NORMS = {theirs: ours for theirs, ours in _LLAMA_BLOCK.items() if not o
 _GATED_MLP = {"model.layers.{layer}.mlp.gate_proj": "blocks.{layer}.mlp.gate"} | _UP_DOWN
 _QUERY_KEY_VALUE = tuple(f"blocks.{{layer}}.attention.{name}" for name in ("query", "key", "value"))
 
+_NOT_ROTATED = {theirs: ours for theirs, ours in _LLAMA_BLOCK.items() if ours not in _QUERY_KEY_VALUE[:2]}
+_ROTATED_IN_PAIRS = (
+    Place("model.layers.{layer}.self_attn.q_proj", _QUERY_KEY_VALUE[:1], QUERY_IN_PAIRS),
+    Place("model.layers.{layer}.self_attn.k_proj", _QUERY_KEY_VALUE[1:2], KEY_IN_PAIRS),
+)
+
 
 def _like_llama(
     model_type: str,
@@ -166,6 +181,7 @@ def _like_llama(
     block: dict[str, str] = _LLAMA_BLOCK,
     norms: Layout = PLAIN,
     tied: bool = False,
+    dropout: float = 0.0,
     **more: Any,
 ) -> Family:
     """An architecture of Llama's kind: rotary positions, RMSNorm, its names of settings and tensors.
@@ -178,7 +194,8 @@ def _like_llama(
         model_type, architecture, "model.",
         (
             _SIZES, needed(**{width: "d_ff"}), heads, _ROPE, rope, fixed(norm="rmsnorm", norm_bias=False), mlp,
-            *clauses, *_ALONE, _more("rms_norm_eps", eps, tied=tied), _dropouts(attention_dropout="attention"),
+            *clauses, *_ALONE, _more("rms_norm_eps", eps, tied=tied),
+            _dropouts(dropout, attention_dropout="attention"),
         ),
         (*places(block | modules, norms), *joined),
         **more,
@@ -337,6 +354,14 @@ _ALL = (
         rope=rope(theta_absent=500_000.0, window_theta_absent=500_000.0, kinds=_FIXED_LENGTH),
         modules=_QK_NORMS | _GATED_MLP,
     ),
+    _like_llama(
+        "gemma", "GemmaForCausalLM", _ATTENTION_FLAG, EMBEDDING_ROOT,
+        only("hidden_activation", "gelu_pytorch_tanh", absent="gelu_pytorch_tanh"),
+        only("use_bidirectional_attention", False, absent=False),
+        heads=heads(kv_absent=16, width_absent=256), norms=LESS_ONE, tied=True,
+        mlp=activation("hidden_act", {"geglu_tanh": "gelu_pytorch_tanh"}, "gelu_pytorch_tanh",
+                       other_names={"gelu": "gelu_pytorch_tanh"}),  # what its first releases say
+    ),
     _gemma(
         "gemma2", "Gemma2ForCausalLM",
         nullable(final_logit_softcapping=("logit_softcap", 30.0), attn_logit_softcapping=("attention_softcap", 50.0)),
@@ -355,7 +380,7 @@ _ALL = (
     _like_llama("granite", "GraniteForCausalLM", _BOTH_FLAGS, SCALE_FACTOR, _MULTIPLIERS, heads=heads()),
     _like_llama(
         "smollm3", "SmolLM3ForCausalLM", _BOTH_FLAGS, SOME_ROTATE, heads=heads(kv_absent=4, whole=True), tied=True,
-        rope=rope(theta_absent=2_000_000.0),
+        rope=rope(theta_absent=2_000_000.0), harmless=frozenset({"max_window_layers"}),  # of nothing
     ),
     _like_llama(
         "phi3", "Phi3ForCausalLM", _NO_BIASES, window_everywhere(), _dropouts(resid_pdrop="residual"), *_PHI3_ALONE,
@@ -414,6 +439,38 @@ _ALL = (
                   ("blocks.{layer}.mlp.shared.gate", "blocks.{layer}.mlp.shared.up"), HALVES),
         ),
     ),
+    _like_llama(
+        "seed_oss", "SeedOssForCausalLM", _SEED_FLAGS, _dropouts(0.1, residual_dropout="residual"), dropout=0.1,
+        heads=heads(kv_absent=8, width_absent=128), exported=False,
+    ),
+    _like_llama(
+        "cwm", "CwmForCausalLM", only("attention_bias", False, absent=False),
+        bias_flags({"mlp_bias": False}, {(False,): (False, False), (True,): (False, True)}),
+        window_by_layer(switched=False, full_every=4, full_is=0, window_absent=8192),
+        heads=heads(kv_absent=8, width_absent=128, whole=True), eps=1e-5, exported=False,
+        rope=rope(theta_absent=1_000_000.0, absent={
+            "rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        }),
+    ),
+    _like_llama(
+        "ernie4_5", "Ernie4_5ForCausalLM",
+        bias_flags({"use_bias": False}, {(False,): (False, False), (True,): (True, True)}),
+        only("compression_ratio", 1.0, absent=1.0),
+        heads=heads(kv_absent=2, width_absent=128), eps=1e-5, tied=True, rope=rope(theta_absent=500_000.0),
+        block=_NOT_ROTATED, joined=_ROTATED_IN_PAIRS, exported=False,
+        harmless=frozenset({"use_flash_attention", "fuse_rms_norm", "max_sequence_length"}),  # how it is computed
+    ),
+    _like_llama(
+        "helium", "HeliumForCausalLM",
+        bias_flags({"attention_bias": False, "mlp_bias": False},
+                   {(attention, mlp): ("qkv" if attention else False, mlp)
+                    for attention in (False, True) for mlp in (False, True)}),
+        heads=heads(kv_absent=20, width_absent=128), eps=1e-8, rope=rope(theta_absent=100_000.0),
+        block=_NOT_ROTATED, joined=_ROTATED_IN_PAIRS, exported=False,
+    ),
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 """Every architecture by its `model_type`, in the order in which a model is tried on them."""
+EXPORTED = tuple(family for family in _ALL if family.exported)
+"""Those that models are written as."""

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
-from gptworks.interop.huggingface.architectures import FAMILIES
+from gptworks.interop.huggingface.architectures import EXPORTED
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.settings import biases
 
@@ -20,11 +20,11 @@ def choose_family(config: ModelConfig, tokenizer: Tokenizer) -> tuple[Family, Mo
         UserError: none does; the settings that the nearest ones lack are named.
     """
     split = _split_pattern(tokenizer)
-    families = [family for family in FAMILIES.values() if family.own_split in (None, split)]
+    families = [family for family in EXPORTED if family.own_split in (None, split)]
     obstacles = {family.model_type: family.obstacles(config) for family in families}
     fitting = [family for family in families if not obstacles[family.model_type]]
     if not fitting:
-        others = [family for family in FAMILIES.values() if family not in families and not family.obstacles(config)]
+        others = [family for family in EXPORTED if family not in families and not family.obstacles(config)]
         why = (
             f" `{others[0].model_type}` does, but AutoTokenizer splits text for it by a pattern of its own, which is "
             f"not this run's tokenizer's, so that it would read other tokens."

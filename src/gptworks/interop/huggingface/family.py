@@ -38,6 +38,8 @@ class Family:
     """Settings that are written and say nothing about the model."""
     own_split: str | None = None
     """The pattern by which AutoTokenizer splits text for this architecture, whatever the folder's tokenizer does."""
+    exported: bool = True
+    """False: an architecture before it holds the same models, and more programs read that one."""
     advice: str = ""
     """What readers of an exported folder should know."""
 

@@ -19,12 +19,13 @@ from torch import Tensor
 from gptworks.chat_template import ChatTemplate, FolderTemplates, read_templates, save_chat_template
 from gptworks.checkpoint import Report
 from gptworks.config import DataConfig, FileTokenizer, ModelConfig, Recipe
-from gptworks.errors import UserError, nearest
+from gptworks.errors import UserError
 from gptworks.evaluate.run import PLACEHOLDER_SOURCES
 from gptworks.files import check_free, new_folder
 from gptworks.interop.huggingface.architectures import FAMILIES, HARMLESS
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.keys import GENERATION_KEYS, TOKENIZER_CONFIG_KEYS, TOKENS_MAP_KEYS
+from gptworks.interop.huggingface.kinds import about
 from gptworks.interop.huggingface.original import Original, original_of
 from gptworks.interop.huggingface.settings import Settings, Values
 from gptworks.interop.huggingface.tensors import expected_tensors, tensor_places, their_shape
@@ -116,11 +117,8 @@ def read_config(values: Values) -> tuple[Family, ModelConfig]:
     """
     kind = str(values.get("model_type"))
     if kind not in FAMILIES:
-        near = nearest(kind, FAMILIES)
         raise UserError(
-            f"config.json has model_type `{kind}`"
-            + (f" (nearest: `{near}`)" if near else "")
-            + f": gptworks reads {', '.join(FAMILIES)}."
+            f"config.json has model_type `{kind}`{about(kind, FAMILIES)}. gptworks reads {', '.join(FAMILIES)}."
         )
     family, theirs = FAMILIES[kind], Settings(values)
     theirs.take("model_type")

@@ -64,12 +64,20 @@ def _check_layers(name: str, n_kinds: int, n_layers: int, kinds: set[str], known
 _LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
-def window_by_layer(*, switched: bool = True, full_every: int | None = None, pattern: str | None = None) -> Clause:
+def window_by_layer(
+    *,
+    switched: bool = True,
+    full_every: int | None = None,
+    full_is: int = -1,
+    pattern: str | None = None,
+    window_absent: int = 4096,
+) -> Clause:
     """A type for each layer.
 
     Args:
         switched: there is a switch besides, and a layer from which on all are windowed.
-        full_every: where no types are given, the last of so many layers is not windowed.
+        full_every: where no types are given, one of this many layers is not windowed.
+        full_is: which of them: 0 the first, -1 the last.
         pattern: their name of that number.
     """
     known = _LAYER_TYPES
@@ -86,10 +94,10 @@ def window_by_layer(*, switched: bool = True, full_every: int | None = None, pat
         n_layers, on, first = _n_layers(ours), True, 0
         if switched:
             on, first = theirs.take("use_sliding_window", False), theirs.take("max_window_layers", 28)
-        window, types = theirs.take("sliding_window", 4096), theirs.take("layer_types")
+        window, types = theirs.take("sliding_window", window_absent), theirs.take("layer_types")
         every = theirs.take(pattern, full_every) if pattern else full_every
         if not types and every is not None:
-            types = [known[(i + 1) % every == 0] for i in range(n_layers)]
+            types = [known[i % every == full_is % every] for i in range(n_layers)]
         types = types or [known[i < first] for i in range(n_layers)]
         _check_layers("layer_types", len(types), n_layers, set(types), known)
         return _windowed(window if on else None, [kind == known[0] for kind in types], ours)

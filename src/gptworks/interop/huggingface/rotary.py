@@ -1,5 +1,6 @@
 """Rotary positions and their scaling, in both directions. See settings.py for clauses."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from gptworks.config import ModelConfig, RopeScaling
@@ -20,6 +21,7 @@ def rope(
     window_theta: str | None = None,
     window_theta_absent: float | None = None,
     original_absent: int | None = None,
+    absent: Mapping[str, Any] | None = None,
 ) -> Clause:
     """Rotary positions and their scaling, and with them the context.
 
@@ -31,6 +33,7 @@ def rope(
         kinds: those of theirs that we have too.
         window_theta: what earlier versions call the base of windowed layers.
         window_theta_absent: the base of windowed layers where none is given; None: they turn as the others do.
+        absent: the parameters where none are given.
         original_absent: `original_max_position_embeddings` stands beside the parameters and wins; a missing one.
     """
 
@@ -59,6 +62,7 @@ def rope(
     def read(theirs: Settings, ours: Values) -> Values:
         given, context = theirs.take("rope_parameters") or {}, theirs.need("max_position_embeddings")
         scaled, base = theirs.take("rope_scaling") or {}, theirs.take(theta, theta_absent)
+        given = given or scaled or dict(absent or {})
         plain: Values = {"rope_theta": base, "rope_fraction": theirs.take(fraction, fraction_absent) if fraction else 1}
         if original_absent:
             plain["original"] = theirs.take("original_max_position_embeddings", original_absent)

@@ -6,6 +6,7 @@ reading it back gives another model: comparing the two shows what stands in the 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from gptworks.config import ModelConfig
@@ -193,11 +194,18 @@ _ACTIVATION_ALIASES = {
 """Names of transformers for one and the same function."""
 
 
-def activation(name: str, choices: Mapping[str, str], absent: str) -> Clause:
-    """The MLP's activation: ours → their name. One that they do not have is written as the first."""
+def activation(
+    name: str, choices: Mapping[str, str], absent: str, other_names: Mapping[str, str] = MappingProxyType({})
+) -> Clause:
+    """The MLP's activation: ours → their name. One that they do not have is written as the first.
+
+    Args:
+        other_names: a name that this architecture takes for another → that one.
+    """
 
     def read(theirs: Settings, ours: Values) -> Values:
         given = theirs.take(name, absent)
+        given = other_names.get(given, given)
         for our_name, their_name in choices.items():
             if _ACTIVATION_ALIASES.get(given, given) == _ACTIVATION_ALIASES.get(their_name, their_name):
                 return {"mlp": our_name}

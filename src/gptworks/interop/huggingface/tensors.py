@@ -65,6 +65,26 @@ STACKED_HALVES = Layout(
 """Gate and up of each expert, [E, 2·F, C]."""
 
 
+def _in_pairs(x: Tensor, n_heads: int) -> Tensor:
+    """Rows of each head, [n·D, ...], from elements i and i + D/2 apart to next to one another."""
+    return x.reshape(n_heads, 2, -1, *x.shape[1:]).transpose(1, 2).flatten(0, 2)
+
+
+def _apart(x: Tensor, n_heads: int) -> Tensor:
+    """`_in_pairs` undone."""
+    return x.reshape(n_heads, -1, 2, *x.shape[1:]).transpose(1, 2).flatten(0, 2)
+
+
+QUERY_IN_PAIRS = Layout(
+    lambda parts, config: _in_pairs(parts[0], config.n_heads), lambda whole, config: [_apart(whole, config.n_heads)]
+)
+"""Elements 2i and 2i + 1 of a head are rotated together there, i and i + D/2 here."""
+KEY_IN_PAIRS = Layout(
+    lambda parts, config: _in_pairs(parts[0], config.n_kv_heads),
+    lambda whole, config: [_apart(whole, config.n_kv_heads)],
+)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where modules of ours are in their files. `{layer}` and `{expert}` stand for every layer and every expert."""
