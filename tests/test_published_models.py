@@ -4,8 +4,12 @@ from typing import Any
 
 import pytest
 
+from gptworks.errors import UserError
+from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.importing import read_config
 from gptworks.presets import preset
+from hf import byte_tokenizer
+from released import RELEASED
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt2": {
@@ -96,3 +100,16 @@ def test_a_published_configuration_is_read(name: str) -> None:
     family, model = read_config(published)
     assert {setting: getattr(model, setting) for setting in expected} == expected
     assert not family.obstacles(model), "it goes out again as it came in"
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_released_configuration_is_read_or_refused_for_the_true_reason(name: str) -> None:
+    published, expected = RELEASED[name]
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            read_config(published)
+        return
+    _, model = read_config(published)
+    assert {setting: getattr(model, setting) for setting in expected} == expected
+    assert (model.vocab_size, model.mlp in ("gelu", "gelu_tanh")) == (published["vocab_size"], not model.gated)
+    choose_family(model, byte_tokenizer())  # it goes out again

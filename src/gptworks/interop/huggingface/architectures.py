@@ -62,6 +62,7 @@ _HARMLESS_FOR: dict[str, frozenset[str]] = {
     }),
     "training only": frozenset({
         "router_aux_loss_coef", "router_jitter_noise", "classifier_dropout", "id2label", "label2id", "num_labels",
+        "_num_labels",
         "problem_type", "task_specific_params", "is_decoder", "tf_legacy_loss", "loss_type",
     }),
     "generation, which each request says": frozenset({
@@ -322,6 +323,7 @@ _ALL = (
             Place("gpt_neox.layers.{layer}.attention.query_key_value", _QUERY_KEY_VALUE, HEAD_BY_HEAD),
         ),
         other_names={"lm_head": "embed_out"},
+        harmless=frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"}),  # of training, in older files
     ),
     _like_llama("llama", "LlamaForCausalLM", _BOTH_FLAGS, heads=heads(whole=True)),
     _like_llama(
@@ -456,7 +458,7 @@ _ALL = (
     _like_llama(
         "ernie4_5", "Ernie4_5ForCausalLM",
         bias_flags({"use_bias": False}, {(False,): (False, False), (True,): (True, True)}),
-        only("compression_ratio", 1.0, absent=1.0),
+        only("compression_ratio", 1.0, absent=1.0), own_code("modeling_ernie4_5.Ernie4_5_ForCausalLM"),
         heads=heads(kv_absent=2, width_absent=128), eps=1e-5, tied=True, rope=rope(theta_absent=500_000.0),
         block=_NOT_ROTATED, joined=_ROTATED_IN_PAIRS, exported=False,
         harmless=frozenset({"use_flash_attention", "fuse_rms_norm", "max_sequence_length"}),  # how it is computed

@@ -62,7 +62,8 @@ def rope(
     def read(theirs: Settings, ours: Values) -> Values:
         given, context = theirs.take("rope_parameters") or {}, theirs.need("max_position_embeddings")
         scaled, base = theirs.take("rope_scaling") or {}, theirs.take(theta, theta_absent)
-        given = given or scaled or dict(absent or {})
+        if not given and not scaled:
+            given = dict(absent or {})
         plain: Values = {"rope_theta": base, "rope_fraction": theirs.take(fraction, fraction_absent) if fraction else 1}
         if original_absent:
             plain["original"] = theirs.take("original_max_position_embeddings", original_absent)
