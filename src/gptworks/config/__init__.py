@@ -1,6 +1,7 @@
 """Every setting: typed, validated, frozen. Knows nothing of torch, nor of files (see recipe.py beside this folder)."""
 
 from gptworks.config.base import (
+    Bounded,
     Fraction,
     PositiveInt,
     PositiveTime,

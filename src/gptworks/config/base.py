@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, WithJsonSchema
+from pydantic_core import CoreSchema
 
 MOST_NAME_CHARACTERS = 200
 """Of a name that becomes a folder: systems allow 255 bytes."""
@@ -21,28 +22,85 @@ def _short(path: Any) -> Any:
 
 # Bounds that no real run reaches: they keep a slip of the keyboard from costing hours or all memory.
 PositiveInt = Annotated[int, Field(gt=0, le=10**9)]
-ShortPath = Annotated[Path, BeforeValidator(_short)]
+ShortPath = Annotated[
+    Path,
+    BeforeValidator(_short),
+    WithJsonSchema({"type": "string", "format": "path", "maxLength": MOST_PATH_CHARACTERS}),
+]
 PositiveTime = Annotated[float, Field(gt=0, le=10**9)]
 """30 years in seconds; what waits for longer cannot be asked of the system."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-MOST_NUMBER = 10**15
-"""In size, of any number: what is computed from one stays a finite number."""
 
 
-class Section(BaseModel):
+_INNER = {"schema", "fields", "choices", "items_schema", "keys_schema", "values_schema", "lax_schema", "strict_schema",
+          "json_schema", "python_schema", "steps"}  # fmt: skip
+"""Where a part of a core schema holds further ones."""
+_TIGHTER: dict[str, Callable[[Any, Any], Any]] = {
+    "le": min, "lt": min, "max_length": min, "ge": max, "gt": max, "min_length": max
+}  # fmt: skip
+
+
+def _tightest(metadata: list[Any]) -> list[Any]:
+    """A field's metadata with one bound of each kind."""
+    found: dict[str, Any] = {}
+    for one in metadata:
+        for name, tighter in _TIGHTER.items():
+            if hasattr(one, name):
+                best = found.setdefault(name, one)
+                found[name] = one if tighter(getattr(one, name), getattr(best, name)) != getattr(best, name) else best
+    kept = {id(one) for one in found.values()}
+    return [one for one in metadata if id(one) in kept or not any(hasattr(one, name) for name in _TIGHTER)]
+
+
+class Bounded(BaseModel):
+    """A model whose every number, text and list is bounded, at any depth, and whose JSON schema states the bounds.
+
+    What declares no bound gets the class's. Of a bound that is declared twice, in a type and in `Field`, the tighter
+    counts; pydantic would take the last.
+    """
+
+    most_number: ClassVar[int] = 10**15
+    """In size, of a number: what is computed from one stays a finite number."""
+    most_characters: ClassVar[int] = 100_000
+    """Of a text."""
+    most_items: ClassVar[int] = 10_000
+    """Of a list or a mapping."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        for field in cls.__pydantic_fields__.values():
+            field.metadata = _tightest(field.metadata)
+        schema = handler(source)
+        cls._bound(handler.resolve_ref_schema(schema))
+        return schema
+
+    @classmethod
+    def _bound(cls, part: Any) -> None:
+        """Bound what is not bounded yet, in a part of a core schema."""
+        if isinstance(part, list | tuple):
+            for inner in part:
+                cls._bound(inner)
+        if not isinstance(part, dict):
+            return
+        kind = part.get("type")
+        if kind in ("int", "float"):
+            if not {"le", "lt"} & part.keys():
+                part["le"] = cls.most_number
+            if not {"ge", "gt"} & part.keys():
+                part["ge"] = -cls.most_number
+        elif kind == "str":
+            part.setdefault("max_length", cls.most_characters)
+        elif kind in ("list", "dict") or (kind == "tuple" and "variadic_item_index" in part):
+            part.setdefault("max_length", cls.most_items)
+        for name in _INNER & part.keys():
+            by_name = name in ("fields", "choices") and isinstance(part[name], dict)
+            cls._bound([*part[name].values()] if by_name else part[name])
+
+
+class Section(Bounded):
     """A frozen group of settings that accepts only the keys it knows."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), str_max_length=100_000
-    )
-
-    @field_validator("*")
-    @classmethod
-    def _no_absurd_number(cls, value: Any) -> Any:
-        for one in value if isinstance(value, tuple) else (value,):
-            if isinstance(one, int | float) and abs(one) > MOST_NUMBER:
-                raise ValueError(f"a number may be at most {MOST_NUMBER:,} in size")
-        return value
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 def derived(name: str, function: Callable[[Any], Any] = lambda value: value) -> Any:

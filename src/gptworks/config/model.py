@@ -7,7 +7,9 @@ from pydantic import Field, model_validator
 from gptworks.config.base import Fixed, Fraction, PositiveInt, Repeat, Section, derived
 from gptworks.config.rope_scaling import RopeScaling
 
-Times = Annotated[int, Field(ge=1, le=1000)]
+MOST_LAYERS = 1000
+"""Of a model, those that are run again included."""
+Times = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
 
 
 GATED = ("swiglu", "geglu", "geglu_tanh")
@@ -43,8 +45,8 @@ class ModelConfig(Section):
     vocab_size: Repeat[int] = Field(
         0, ge=0, le=10_000_000, description="Number of token ids. 0: taken from the tokenizer."
     )
-    context_length: Fixed[PositiveInt] = Field(description="Longest sequence in tokens (T).")
-    n_layers: Fixed[PositiveInt] = Field(le=10_000, description="Number of blocks (L).")
+    context_length: Fixed[PositiveInt] = Field(le=1 << 22, description="Longest sequence in tokens (T).")
+    n_layers: Fixed[PositiveInt] = Field(le=MOST_LAYERS, description="Number of blocks (L).")
     d_model: Fixed[PositiveInt] = Field(le=1_000_000, description="Width of the residual stream (C).")
     n_heads: Fixed[PositiveInt] = Field(le=1_000_000, description="Query heads per layer (H).")
     n_kv_heads: Fixed[PositiveInt] = Field(
@@ -75,7 +77,10 @@ class ModelConfig(Section):
         1.0, gt=0, le=1, description="Share of each head that is rotated, its first part (GPT-NeoX)."
     )
     rope_pattern: Fixed[tuple[Literal["rope", "none"], ...]] = Field(
-        ("rope",), min_length=1, description="Repeated over the layers: which are rotated (SmolLM3 leaves some out)."
+        ("rope",),
+        min_length=1,
+        max_length=MOST_LAYERS,
+        description="Repeated over the layers: which are rotated (SmolLM3 leaves some out).",
     )
     rope_scaling: Fixed[RopeScaling | None] = Field(None, description="For a context longer than the one trained with.")
     window_rope_theta: Fixed[float | None] = Field(
@@ -116,7 +121,7 @@ class ModelConfig(Section):
     bigram_vocab_size: Fixed[int] = Field(
         0,
         ge=0,
-        le=1_000_000_000,
+        le=100_000_000,
         description="Rows of a table, indexed by a hash of each token and the one before it, whose vectors are added "
         "to the token embedding with a learned scale (Huang et al., 2025; modded-nanogpt). 0: none.",
     )
@@ -127,6 +132,7 @@ class ModelConfig(Section):
     window_pattern: Fixed[tuple[Literal["full", "window"], ...]] = Field(
         default_factory=lambda data: ("window",) if data["window"] else ("full",),
         min_length=1,
+        max_length=MOST_LAYERS,
         description="Repeated over the layers: which are windowed.",
     )
 
@@ -152,6 +158,7 @@ class ModelConfig(Section):
     value_embeddings: Fixed[tuple[Literal["none", "table", "projected"], ...]] = Field(
         ("none",),
         min_length=1,
+        max_length=MOST_LAYERS,
         description="Repeated over the layers: what is added to values, gated for each head. table: a vector of the "
         "token, from a table of the layer's own (modded-nanogpt, nanochat). projected: a projection of what entered "
         "the first block.",
@@ -170,7 +177,7 @@ class ModelConfig(Section):
         description="Gates read so many channels, the first ones (nanochat: 32, modded-nanogpt: 12). None: all.",
     )
 
-    layer_repeats: Fixed[Times | tuple[Times, ...]] = Field(
+    layer_repeats: Fixed[Times | Annotated[tuple[Times, ...], Field(max_length=MOST_LAYERS)]] = Field(
         1,
         description="How often blocks are run with the same weights. A number: the whole stack, so many times one "
         "after the other (Dehghani et al., 2018; with n_layers=1, Lan et al., 2019). A number for each block: that "
@@ -187,11 +194,9 @@ class ModelConfig(Section):
     )
 
     n_experts: Fixed[int] = Field(
-        0, ge=0, le=10_000, description="MLPs a layer, of which a router chooses for each token. 0: one, dense."
+        0, ge=0, le=4096, description="MLPs a layer, of which a router chooses for each token. 0: one, dense."
     )
-    n_experts_per_token: Fixed[PositiveInt] = Field(
-        2, le=10_000, description="Experts that a token is sent to (top-k)."
-    )
+    n_experts_per_token: Fixed[PositiveInt] = Field(2, le=4096, description="Experts that a token is sent to (top-k).")
     d_ff_shared: Fixed[int] = Field(
         0, ge=0, le=10_000_000, description="Inner width of one more expert that sees every token. 0: none."
     )
@@ -391,6 +396,11 @@ class ModelConfig(Section):
             raise ValueError(
                 f"layer_repeats has {len(self.layer_repeats)} numbers and n_layers={self.n_layers}: give one for each "
                 f"block, or a single number for the whole stack"
+            )
+        repeats = self.layer_repeats
+        if (n_run := self.n_layers * repeats if isinstance(repeats, int) else sum(repeats)) > MOST_LAYERS:
+            raise ValueError(
+                f"layer_repeats makes {n_run:,} layers of n_layers={self.n_layers}: at most {MOST_LAYERS:,} are run"
             )
         placed = [name for name in self.laboratory if name not in ("bigram_vocab_size", "layer_repeats", "smear")]
         if self.repeats_layers and placed:

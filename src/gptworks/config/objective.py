@@ -195,8 +195,8 @@ class RewardObjective(ObjectiveSettings):
         description="`path/to/file.py:function`, which is called as function(completion, prompt=..., answer=...), "
         "all text, and returns a number. It is run as it is.",
     )
-    group_size: Fixed[int] = Field(8, ge=2, le=1_000_000_000, description="Answers to each prompt.")
-    max_tokens: Measured[PositiveInt] = Field(128, description="Of an answer.")
+    group_size: Fixed[int] = Field(8, ge=2, le=1 << 16, description="Answers to each prompt.")
+    max_tokens: Measured[PositiveInt] = Field(128, le=1 << 22, description="Of an answer.")
     temperature: Measured[float] = Field(1.0, gt=0)
     clip: Fixed[float] = Field(
         0.2, gt=0, lt=1, description="How far an answer's tokens may become likelier at once (ε)."

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from gptworks.config.base import Fixed, PositiveInt, Section, derived
 
-Factors = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(max_length=1_000_000)]
+Factors = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(max_length=1 << 16)]
 
 
 class RopeScaling(Section):

@@ -23,7 +23,7 @@ class PythonStdlibSource(Section):
     type: Measured[Literal["python-stdlib"]]
 
 
-Sum = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Sum = Annotated[str, Field(pattern="^[0-9a-f]{64}$", max_length=64)]
 
 
 def _several(one: str | tuple[str, ...] | None) -> tuple[str, ...]:

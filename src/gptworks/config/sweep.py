@@ -1,6 +1,6 @@
 """What a sweep tries."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -17,8 +17,10 @@ class SweepRange(Section):
     )
     high: Free[int | float | None] = None
     log: Free[bool] = Field(False, description="Orders of magnitude are equally likely.")
-    step: Free[int | float | None] = Field(None, gt=0, description="Only low plus multiples of this are tried.")
-    choices: Free[tuple[bool | int | float | str | None, ...] | None] = None
+    step: Free[Annotated[int, Field(gt=0)] | Annotated[float, Field(gt=0)] | None] = Field(
+        None, description="Only low plus multiples of this are tried."
+    )
+    choices: Free[Annotated[tuple[bool | int | float | str | None, ...], Field(max_length=10_000)] | None] = None
 
     @property
     def whole(self) -> bool:
@@ -63,9 +65,11 @@ class SweepConfig(Section):
     ranges: Free[dict[str, SweepRange]] = Field(
         min_length=1, description="By the setting's path, such as train.learning_rate."
     )
-    n_trials: Free[PositiveInt] = Field(20, description="In all, however often the sweep goes on.")
+    n_trials: Free[PositiveInt] = Field(20, le=1_000_000, description="In all, however often the sweep goes on.")
     startup_trials: Free[PositiveInt] = Field(
-        5, description="Drawn at random and trained to the end; the sampler and the pruner learn from them."
+        5,
+        le=1_000_000,
+        description="Drawn at random and trained to the end; the sampler and the pruner learn from them.",
     )
     pruner: Free[Literal["median", "none"]] = Field(
         "median",

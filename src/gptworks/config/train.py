@@ -36,7 +36,9 @@ class ParallelConfig(Section):
         "state in equal shares (Zhao et al., 2023). auto: fsdp where a step of the whole model does not fit.",
     )
     tensor_parallel: Free[PositiveInt] = Field(
-        1, description="Devices that share each block's matrices: heads and inner width (Shoeybi et al., 2019)."
+        1,
+        le=65_536,
+        description="Devices that share each block's matrices: heads and inner width (Shoeybi et al., 2019).",
     )
     reshard_after_forward: Free[bool] = Field(
         True, description="fsdp: free a block's gathered weights after its forward pass and gather them again."
@@ -71,20 +73,23 @@ class TrainConfig(Section):
     epochs: Steering[float | None] = Field(None, gt=0, le=10**9)
     max_minutes: Steering[PositiveTime | None] = None
 
-    batch_size: Steering[PositiveInt] = Field(32, description="Sequences in one optimizer step.")
+    batch_size: Steering[PositiveInt] = Field(32, le=10_000_000, description="Sequences in one optimizer step.")
     smaller_batches: Fixed[tuple[tuple[PositiveInt, PositiveInt], ...]] = Field(
         (),
+        max_length=100,
         description="Batches that grow (Smith et al., 2018): pairs of a step and the batch_size up to it, ascending in "
         "both; from the last of these steps on it is batch_size. Rates stay as the schedule has them.",
     )
     shorter_contexts: Fixed[tuple[tuple[PositiveInt, PositiveInt], ...]] = Field(
         (),
+        max_length=100,
         description="Texts that grow (Li et al., 2022): pairs of a step and the length in tokens up to it, ascending "
         "in both. Windows of the context are cut into rows of this length, so a step has as many tokens as any other; "
         "the rows of a step come from different windows.",
     )
     micro_batch_size: Free[PositiveInt] = Field(
         default_factory=_least_batch,
+        le=10_000_000,
         description="Sequences in one forward and backward pass; divides batch_size. Gradients are accumulated. Where "
         "several devices train, each takes so many, or its whole part of the batch where that is less.",
     )
@@ -232,8 +237,8 @@ class TrainConfig(Section):
         "0: none.",
     )
     sample_every: Free[int] = Field(0, ge=0, le=1_000_000_000, description="Steps between samples. 0: none.")
-    sample_prompts: Free[tuple[str, ...]] = ("",)
-    sample_tokens: Free[PositiveInt] = 100
+    sample_prompts: Free[tuple[str, ...]] = Field(("",), max_length=1000)
+    sample_tokens: Free[PositiveInt] = Field(100, le=1 << 22)
 
     early_stopping_patience: Free[PositiveInt | None] = Field(None, description="Evaluations without improvement.")
     spike_deviations: Steering[float] = Field(

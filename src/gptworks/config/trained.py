@@ -20,7 +20,7 @@ class LoRAConfig(Section):
         description="How the blocks' frozen matrices are held. int8, int4: packed, and unpacked one at a time where "
         "they are multiplied (QLoRA; Dettmers et al., 2023).",
     )
-    rank: Fixed[PositiveInt] = Field(8, description="Rows of A and columns of B (r).")
+    rank: Fixed[PositiveInt] = Field(8, le=65_536, description="Rows of A and columns of B (r).")
     alpha: Fixed[float] = Field(
         default_factory=derived("rank", lambda rank: 2.0 * rank),
         gt=0,

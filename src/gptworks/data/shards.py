@@ -79,7 +79,7 @@ class Origin(Section):
 class SplitFiles(Section):
     """The shards of a split, in order, and their totals. `text_bytes` is the UTF-8 size of the text itself."""
 
-    shards: tuple[ShardFile, ...]
+    shards: Annotated[tuple[ShardFile, ...], Field(max_length=30_000)]
     tokens: int
     documents: int
     text_bytes: int

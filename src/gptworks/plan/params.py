@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from gptworks.config import ModelConfig
@@ -71,7 +72,7 @@ class ParameterCount:
         """All but those tables; an untied head, a matrix product like any other, is included."""
         return self.total - self.embedding
 
-    @property
+    @cached_property
     def block_matrices(self) -> int:
         """Weights of the blocks' linear layers: what Muon optimizes."""
         return sum(

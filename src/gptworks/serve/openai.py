@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+from gptworks.config import Bounded
 from gptworks.errors import nearest
 from gptworks.serve.settings import (
     MAX_BIASES,
@@ -20,6 +21,8 @@ from gptworks.serve.settings import (
     MAX_STOPS,
 )
 
+MAX_CHARACTERS = 1 << 24
+"""Of a text, whatever the server's limits on bytes are."""
 MAX_TOKENS = 1 << 20
 """The largest number of tokens a request may name; a model's context ends a text much earlier."""
 
@@ -47,9 +50,12 @@ REFUSED = {
 """Fields of OpenAI's API that are not supported, and why. They may be null."""
 
 
-class Wire(BaseModel):
+class Wire(Bounded):
     """A request, or a part of one. An error names one field: the answer is short, however long the body."""
 
+    most_number = 2**53
+    most_characters = MAX_CHARACTERS
+    most_items = 1 << 16
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, regex_engine="rust-regex")
 
     @model_validator(mode="before")
@@ -75,7 +81,7 @@ class Wire(BaseModel):
 def _prompts(value: Any) -> list[str] | list[list[int]]:
     """One text, several, a text's token ids, or several texts' ids: as a list of texts, or of ids."""
     if isinstance(value, str):
-        return [value]
+        return [_text(value)]
     if not isinstance(value, list) or not value:
         raise ValueError("it must be a text, a list of texts, a list of token ids, or a list of such lists, not empty")
     if all(type(item) is int for item in value):
@@ -83,10 +89,16 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
     if len(value) > MAX_PROMPTS:
         raise ValueError(f"{len(value)} prompts; at most {MAX_PROMPTS} go into one request")
     if all(isinstance(item, str) for item in value):
-        return value
+        return [_text(item) for item in value]
     if all(isinstance(item, list) and item and all(type(i) is int for i in item) for item in value):
         return [_ids(item) for item in value]
     raise ValueError("its parts must all be texts, all token ids, or all lists of token ids that are not empty")
+
+
+def _text(text: str) -> str:
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"a text of {len(text)} characters; at most {MAX_CHARACTERS}")
+    return text
 
 
 def _ids(ids: list[int]) -> list[int]:
@@ -95,11 +107,13 @@ def _ids(ids: list[int]) -> list[int]:
     return ids
 
 
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TOKEN_ID = {"type": "integer", "minimum": 0, "exclusiveMaximum": MAX_TOKENS}
+_TOKEN_IDS = {"type": "array", "items": _TOKEN_ID, "minItems": 1, "maxItems": MAX_TOKENS}
+_TEXT = {"type": "string", "maxLength": MAX_CHARACTERS}
 _PROMPT_SCHEMA = {
     "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
+        _TEXT,
+        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_PROMPTS},
         _TOKEN_IDS,
         {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
     ]
