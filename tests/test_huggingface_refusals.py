@@ -354,6 +354,7 @@ def change(folder: Path, **values: Any) -> None:
         ({"num_hidden_layers": 1}, r"has no place in a `llama`"),
         ({"tie_word_embeddings": True}, r"`lm_head\.weight` differs"),
         ({"intermediate_size": 47}, r"mlp\.gate_proj\.weight` has shape \(48, 32\)"),
+        ({"max_position_embeddings": 10**9}, "context_length.*less than or equal to 4194304"),
         ({"vocab_size": 100}, "256 tokens and config.json `vocab_size`=100"),
     ],
 )  # fmt: skip
