@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 import hf
 from gptworks.checkpoint import load_run
 from gptworks.config import ModelConfig
+from gptworks.infer.engine import load
+from gptworks.infer.speculate import PromptLookup
 from gptworks.interop.huggingface import export_huggingface, import_huggingface
 from gptworks.interop.huggingface.architectures import FAMILIES, HARMLESS
 from gptworks.interop.huggingface.choice import choose_family
@@ -273,6 +275,29 @@ def test_dynamic_scaling_is_read_with_the_context_that_it_reaches(tmp_path: Path
     found = export_huggingface(tmp_path / "run", tmp_path / "back").verification
     assert found is not None and found.greedy_tokens == 24 - 8  # theirs turns cached keys otherwise beyond
     assert json.loads((tmp_path / "back" / "config.json").read_text())["max_position_embeddings"] == 24
+
+
+@pytest.mark.parametrize("draft", [False, True])
+@torch.no_grad()
+def test_greedy_texts_that_outgrow_the_original_context_are_those_of_transformers(draft: bool, tmp_path: Path) -> None:
+    """transformers computes a text again with the long factors when it grows longer than the original context."""
+    theirs = hf.save_theirs(tmp_path / "theirs", THEIRS["phi3"][1])  # of 24 tokens
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "qkv_proj" in name:
+                parameter.mul_(4)
+    theirs.save_pretrained(tmp_path / "theirs")
+    import_huggingface(tmp_path / "theirs", tmp_path / "run")
+    engine = load(tmp_path / "run", drafter=PromptLookup(4, 2) if draft else None)
+    prompts = [hf.tokens(1, length, seed=seed) % 256 for seed, length in enumerate([4, 9, 16, 20, 23, 24, 25, 30] * 2)]
+    requests = [engine.submit(ids[0].tolist(), temperature=0, max_tokens=24) for ids in prompts]
+    while not all(request.done for request in requests):
+        engine.step()
+    ours = [[piece.token_id for piece in request.take() if piece.token_id is not None] for request in requests]
+    for ids, generated in zip(prompts, ours, strict=True):
+        expected = theirs.generate(ids, do_sample=False, max_new_tokens=24, suppress_tokens=[256, 257, 258, 259])
+        assert generated == expected[0, ids.size(1) :].tolist(), f"after {ids.size(1)} tokens"
+    assert len({tuple(text) for text in ours}) > 8
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -223,7 +223,7 @@ class Engine(Client):
         ready = requests.admit()
         plan = room.scheduler.plan()
         assert room.backend is not None
-        chunks = [Chunk(w.slot, w.start, w.tokens, w.n_logits, requests.most_tokens(w.job)) for w in plan]
+        chunks = [Chunk(w.slot, w.start, w.tokens, w.n_logits, requests.rotary_length(w.job)) for w in plan]
         computed = room.backend.compute(chunks) if chunks else []
         requests.statistics.steps += 1
         draws = []

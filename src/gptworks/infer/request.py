@@ -209,6 +209,14 @@ class OpenRequests:
         """Tokens that a job's text may come to in its slot."""
         return min(self.room.context, self.of(job).most_tokens(job))
 
+    def rotary_length(self, job: Job) -> int:
+        """The length that rotary scaling goes by: a text's own for LongRoPE, and for dynamic scaling what it may come
+        to, since every cached key was turned for it."""
+        turns_at = self.room.turns_at
+        if turns_at is None:
+            return self.most_tokens(job)
+        return turns_at if len(job.tokens) <= turns_at else self.room.model.config.context_length
+
     def make_room(self) -> None:
         """Have slots for all that is to be computed; what a job needs does not grow while it runs."""
         if not self._has_new_jobs:

@@ -56,6 +56,8 @@ class Room:
         scaling = model.config.rope_scaling
         by_length = scaling is not None and scaling.by_length  # a token's keys depend on the text's length
         self._reuse: Reuse = "off" if by_length else reuse
+        self.turns_at = model.config.original_context_length if scaling is not None and scaling.long_factors else None
+        """LongRoPE: a text that grows longer than this is computed again, with the long factors."""
         self._weights: object = None
         self.release()
 

@@ -80,15 +80,23 @@ class SamplingTask(Request):
                 room.scheduler.restart(job, one.ids[-room.restart_tokens :])
             else:
                 self.deliver(one.finish("context"))
+        elif one.finish_reason is None and 0 < job.n_computed <= (room.turns_at or 0) < len(job.tokens):
+            room.scheduler.restart(job, job.tokens)
         if one.finish_reason is not None:
             requests.drop(job)
             if all(other.finish_reason is not None for other in self.samples):
                 requests.finish(self)
 
-    def draftable(self, job: Job, capacity: int) -> Draftable | None:
-        """What a drafter needs to know of a running job; None: it is not generating, or about to end."""
-        one = self.samples[self.jobs[job]]
-        n_wanted = min(one.settings.max_tokens - one.n_generated - 1, capacity - len(job.tokens))
+    def draftable(self, job: Job, capacity: int, turns_at: int | None) -> Draftable | None:
+        """What a drafter needs to know of a running job; None: it is not generating, or about to end.
+
+        Args:
+            turns_at: as `Room.turns_at`.
+        """
+        one, length = self.samples[self.jobs[job]], len(job.tokens)
+        if turns_at is not None and length <= turns_at:
+            capacity = min(capacity, turns_at)  # what is longer is computed with other factors
+        n_wanted = min(one.settings.max_tokens - one.n_generated - 1, capacity - length)
         if not one.n_generated or n_wanted <= 0 or len(job.tokens) != job.n_computed + 1:
             return None
         assert job.slot is not None
@@ -104,7 +112,7 @@ def draft_tokens(requests: OpenRequests) -> None:
     texts: list[tuple[Job, Draftable]] = []
     for job in room.scheduler.running:
         task = requests.of(job)
-        text = task.draftable(job, room.backend.capacity) if isinstance(task, SamplingTask) else None
+        text = task.draftable(job, room.backend.capacity, room.turns_at) if isinstance(task, SamplingTask) else None
         if text is not None:
             texts.append((job, text))
     if not texts:

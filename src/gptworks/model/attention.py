@@ -301,8 +301,7 @@ class Rotary(Tables):
     def at(self, positions: slice | Tensor, text_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Tables for positions [...], each [..., R/2], of a text that has room for `text_length`.
 
-        The room matters to scaling by length alone. It is fixed before the first token, since every key that is already
-        cached was turned for it.
+        The room matters to scaling by length only. Every key that is already cached must have been turned for it.
         """
         scaling = self.config.rope_scaling
         if scaling is None or not scaling.by_length or text_length <= self.config.original_context_length:
