@@ -12,6 +12,8 @@ from gptworks.describe.plan_tables import plan_json, tables
 from gptworks.plan.devices import find_device
 from gptworks.plan.run import Plan, plan
 from gptworks.recipe import parse_recipe
+from gptworks.train.rehearsal import measure
+from gptworks.train.rehearsal.trace import Rehearsal
 
 H100 = find_device("h100")
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -140,3 +142,33 @@ def test_a_plan_whose_data_is_missing_is_printed_and_ends_with_an_error(tmp_path
     assert result.returncode == 2
     assert "text.txt: no such file or folder" in result.stderr and "unknown" in result.stderr
     assert "memory of a device" in result.stdout and "unknown" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"init": "induction", "n_layers": 2},
+        {"gate_channels": 80, "smear": True, "d_model": 96, "n_heads": 3},
+        {"n_experts": 2, "d_ff_shared": 32, "layer_repeats": 2, "bigram_vocab_size": 300},
+        {"value_residual": True, "unet_skips": True, "value_embeddings": ["none", "table"], "n_future_tokens": 3},
+        {"rope_scaling": {"type": "longrope", "factor": 2, "short_factors": [1.0] * 8, "long_factors": [2.0] * 8},
+         "window": 8, "norm_placement": "after", "qk_norm": "whole"},
+    ],
+    ids=lambda model: next(iter(model)),
+)  # fmt: skip
+def test_every_architecture_is_measured(model: dict[str, Any], tmp_path: Path) -> None:
+    """The step that warms torch up is of a small model, which keeps the rules whatever the recipe's model is."""
+    tree = tiny.recipe_tree(tmp_path, batch_size=2, micro_batch_size=2)
+    tree["model"] |= {"vocab_size": 64} | model
+    recipe = parse_recipe(tree)
+    assert measure._small(recipe.model).n_layers == 1
+    rehearsal = Rehearsal(recipe.model, recipe.train, precision="fp32")
+    assert measure._measure(rehearsal).tokens_per_second > 0
+
+
+def test_the_demo_is_measured_by_the_command() -> None:
+    one = ("train.batch_size=1", "train.micro_batch_size=1", "model.context_length=64")
+    result = tiny.gptworks("plan", "demo", *one, "--measure", "--json")
+    assert result.returncode == 0, result.stderr
+    measured = json.loads(result.stdout)["measured"]
+    assert measured["tokens_per_second"] > 0 and measured["kept_bytes"] > 0

@@ -14,6 +14,7 @@ from statistics import median
 import torch
 from pydantic import TypeAdapter
 
+from gptworks.config import ModelConfig
 from gptworks.device import keep_freed_memory, peak_growth_bytes, reset_peak, return_freed_memory, synchronize
 from gptworks.errors import RunError
 from gptworks.plan.run import Measured
@@ -72,16 +73,30 @@ def _in_new_process(rehearsal: Rehearsal, freed_memory: str) -> Measured:
 
 def _measure(rehearsal: Rehearsal) -> Measured:
     model, device = rehearsal.model, torch.device(rehearsal.device)
-    small = {"vocab_size": 64, "context_length": 64, "n_layers": 1, "d_model": 64, "n_heads": 2, "n_kv_heads": 2}
-    small |= {"d_head": 32, "d_ff": 64, "d_ff_shared": 64 if model.d_ff_shared else 0}
-    warm = model.model_copy(update=small | {"window": None, "window_pattern": ("full",), "rope_scaling": None})
-    plain = Rehearsal(warm, rehearsal.train, rehearsal.device, rehearsal.precision)
+    plain = Rehearsal(_small(model), rehearsal.train, rehearsal.device, rehearsal.precision)
     next(_step_seconds(plain))  # what torch loads at its first step belongs to no step
     before = reset_peak(device)
     seconds = next(_step_seconds(rehearsal))
     peak = peak_growth_bytes(device, before) or 0
     kept = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak
     return Measured(peak, kept, rehearsal.train.batch_size * model.context_length / seconds)
+
+
+WARM_FIELDS = (
+    "norm", "norm_bias", "norm_placement", "mlp", "mlp_bias", "position", "qk_norm", "attention_bias",
+    "attention_softcap", "logit_softcap", "tie_embeddings", "n_future_tokens", "n_experts", "n_experts_per_token",
+    "dropout_embedding", "dropout_attention", "dropout_residual",
+)  # fmt: skip
+"""Of a model, those settings that choose kernels and whose rules do not depend on its sizes."""
+
+
+def _small(model: ModelConfig) -> ModelConfig:
+    """A model of one narrow layer that loads what this one loads. It is made by `ModelConfig`, whose rules it keeps,
+    from a fixed list of settings: all others (an init or gates that need more layers or channels) have their defaults.
+    """
+    kept = {name: getattr(model, name) for name in WARM_FIELDS}
+    shared = {"d_ff_shared": 64} if model.d_ff_shared else {}
+    return ModelConfig(vocab_size=64, context_length=64, n_layers=1, d_model=64, n_heads=2, d_ff=64, **kept, **shared)
 
 
 def _step_seconds(rehearsal: Rehearsal) -> Iterator[float]:
