@@ -169,7 +169,8 @@ def test_variants(variant: str, precision: str, checkpointing: str, device: str)
 def test_variants_without_the_native_library(
     monkeypatch: pytest.MonkeyPatch, variant: str, precision: str, checkpointing: str
 ) -> None:
-    for module in (stages, native_attention, native_passes):
+    monkeypatch.setattr(stages, "trains_in_cpp", lambda: False)
+    for module in (native_attention, native_passes):
         monkeypatch.setattr(module, "training_library", lambda: None)
     model = plain_model(**SMALL | VARIANTS[variant])
     assert abs(error(model, "cpu", precision, 2, activation_checkpointing=checkpointing)) < 0.05

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -327,3 +328,29 @@ def test_the_readmes_example_is_right() -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     command = "`gptworks plan gpt3-175b --device h100 --world-size 1024`"
     assert f"{command} allocates nothing and answers: it does not fit" in readme
+
+
+def test_a_plan_compiles_nothing_and_one_for_another_device_does_not_ask_about_this_machines_compiler(
+    tmp_path: Path,
+) -> None:
+    """The same figures with a compiler, with one that would fail, and with none; torch's attention is another plan."""
+    folder, cache = tmp_path / "bin", tmp_path / "cache"
+    folder.mkdir()
+    called = tmp_path / "called"
+    for name in ("g++", "clang++", "c++"):
+        (folder / name).write_text(f"#!/bin/sh\necho $0 >> {called}\nexit 1\n", encoding="ascii")
+        (folder / name).chmod(0o755)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    recipe = tiny.write_recipe(tmp_path)
+    for where in (["--device", "h100"], ["model.vocab_size=64"]):
+        found = []
+        for environment in ({"PATH": str(folder)}, {"PATH": str(empty)}, {"GPTWORKS_NATIVE": "0"}):
+            own = {**os.environ, "XDG_CACHE_HOME": str(cache), **environment}
+            target = "gpt2" if where[0] == "--device" else str(recipe)
+            result = tiny.gptworks("plan", target, *where, "--json", env=own)
+            found.append(json.loads(result.stdout)["memory"]["parts"])
+        assert found[1] == found[2]
+        if where[0] == "--device":
+            assert found[0] == found[1]
+    assert not called.exists() and not cache.exists()

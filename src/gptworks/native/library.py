@@ -61,6 +61,10 @@ _OLDER_NAMES = {"znver4": ("cooperlake",), "sapphirerapids": ("cooperlake",)}
 """For compilers that do not know a processor yet: one with the instructions that the kernels use."""
 
 
+_NARROW = {"x86-64", "x86-64-v2", "core2", "nehalem", "westmere", "sandybridge", "ivybridge"}
+"""Values of GPTWORKS_NATIVE_MARCH without AVX2."""
+
+
 class Unavailable(Exception):
     """Why a backend cannot serve here. A user sees it where another is taken instead."""
 
@@ -138,7 +142,7 @@ def _library() -> Library | str:
     try:
         if (content := _from_package()) is not None:
             return _load(hashlib.sha256(content).hexdigest()[:16], lambda: content, "from the package")
-        compiler = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+        compiler = _compiler()
         if compiler is None:
             return "there is no C++ compiler (g++ or clang++), and the package brings no library for this processor."
         return _load(_key(compiler), lambda: _compiled(compiler), "compiled here")
@@ -157,6 +161,27 @@ def training_library() -> Library | None:
     except Unavailable:
         return None
     return found if found.has_wide_vectors else None
+
+
+def trains_in_cpp() -> bool:
+    """Whether training on this CPU will compute in C++, as far as that is known without compiling or loading anything:
+    a plan asks. After `library` has been called, what it found; before, whether there is a compiler or a built library,
+    and whether the processor has wide vectors. A compiler that fails later makes the difference."""
+    if _library.cache_info().currsize:
+        return training_library() is not None
+    if os.environ.get("GPTWORKS_NATIVE") == "0":
+        return False
+    if (march := os.environ.get(MARCH)) is None:
+        level = next((level for level in LEVELS.get(platform.machine(), ()) if level.flags <= cpu_flags()), None)
+        is_built = level is not None and any(BUILT.glob(f"kernels-{level.name}-*.so"))
+        is_wide = level is not None and "avx2" in level.flags
+    else:
+        is_built, is_wide = False, platform.machine() == "x86_64" and march not in _NARROW
+    return is_wide and (is_built or _compiler() is not None)
+
+
+def _compiler() -> str | None:
+    return next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
 
 
 def torch_trains_because() -> str | None:

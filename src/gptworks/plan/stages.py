@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from gptworks.config import expert_rows
-from gptworks.native.library import training_library
+from gptworks.native.library import trains_in_cpp
 from gptworks.plan.laboratory import entry_stages, gate_stage, handed_on_stages, value_stages
 from gptworks.plan.shapes import ATTENTION, DROPOUT, MLP, RESIDUAL, WEIGHTS_KEPT, Shapes, Stage
 
@@ -198,7 +198,7 @@ def bias_bytes(s: Shapes) -> int:
 
 def is_native(s: Shapes) -> bool:
     """Whether a layer trains on `gptworks.native.attention`, which keeps no weights."""
-    return s.on_cpu and training_library() is not None
+    return s.on_cpu and trains_in_cpp()
 
 
 def is_blocked(s: Shapes) -> bool:
