@@ -26,6 +26,7 @@ from commands import Process
 from gptworks.checkpoint import checkpoints, choose_checkpoint, save_checkpoint
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.train.distributed import agreed
 from gptworks.train.distributed.agreed import agreed_checkpoint
 from gptworks.train.distributed.parallel import check_parallel
 from gptworks.train.distributed.ranks import ALONE, Ranks
@@ -542,6 +543,38 @@ def test_a_rank_that_does_not_see_the_run_folder_is_named_and_none_starts_afresh
     assert "rank 1 of 2 does not see" in said
     assert "step-000004 as rank 0 does" in said
     assert [checkpoint.step for checkpoint in checkpoints(tmp_path / "run")] == [4]
+
+
+def test_a_run_folder_that_a_rank_does_not_see_is_noticed_before_the_first_step(tmp_path: Path) -> None:
+    case = {"path": str(tiny.write_recipe(tmp_path, max_steps=3)), "overrides": [], "blind": 1}
+    other = tmp_path / "run" / "on another disk"
+    (tmp_path / "cases").write_text(json.dumps([case]), encoding="utf-8")
+    said = ranks_of(2, "train", tmp_path / "cases", fails=True)
+    assert f"rank 1 of 2 does not see the run folder {tmp_path / 'run'}" in said
+    assert said.count("does not see") == 1
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert left <= {".lock"} and not other.exists()
+
+
+def test_a_run_folder_that_all_see_is_left_as_it_was_and_other_characters_are_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreed, "SHARED_SECONDS", 0.3)
+    folders = [tmp_path / "a", tmp_path / "a"], [tmp_path / "a", tmp_path / "b"]
+    for folder in {*folders[0], *folders[1]}:
+        folder.mkdir()
+    (tmp_path / "b" / agreed.SHARED).write_text("0" * 32, encoding="ascii")
+    for pair, found in zip(folders, ("", "rank 1 of 2"), strict=True):
+        meeting, board = threading.Barrier(2), dict[str, Any]()
+        with ThreadPoolExecutor(2) as pool:
+            looked = [
+                pool.submit(agreed.check_shared, InThreads(rank, meeting, board), folder)
+                for rank, folder in enumerate(pair)
+            ]
+            errors = [each.exception(60) for each in looked]
+        assert [isinstance(error, UserError) for error in errors] == [bool(found)] * 2
+        assert all(found in str(error) for error in errors if error)
+        assert not (tmp_path / "a" / agreed.SHARED).exists()
 
 
 class InThreads(Ranks):

@@ -36,6 +36,7 @@ from gptworks.plan.memory import training_peak
 from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
 from gptworks.train.changes import change_words, changed, inexact, record
+from gptworks.train.distributed.agreed import check_shared
 from gptworks.train.distributed.parallel import Parallel, StopAsked, check_parallel, choose_parallel, run_layout
 from gptworks.train.distributed.ranks import ALONE, Ranks
 from gptworks.train.generating import generating
@@ -221,6 +222,7 @@ class Run:
             self.ranks.from_rank_zero(lambda: self.length.check_resume(self.progress, before))
             report(f"resuming {folder} from step {self.progress.step:,}")
         else:
+            check_shared(self.ranks, folder)
             self.ranks.from_rank_zero(lambda: _refuse_damaged(folder))
             if resume:
                 report(f"{folder} has no checkpoint to go on from: starting from step 0")

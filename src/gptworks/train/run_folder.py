@@ -13,6 +13,7 @@ from gptworks.files import check_sums, make_folder
 from gptworks.recipe import load_recipe
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 from gptworks.train.changes import check_changes
+from gptworks.train.distributed.agreed import SHARED
 
 CONSOLE = "console.log"
 """What a run that the studio started has printed. It may stand in a folder in which a run begins."""
@@ -82,5 +83,5 @@ def check_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ())
             )
         check_changes(load_recipe(folder), recipe, change)
         check_sums(folder / "tokenizer", MAX_TOKENIZER_BYTES)
-    elif folder.is_dir() and any(path.name not in (".lock", CONSOLE) for path in folder.iterdir()):
+    elif folder.is_dir() and any(path.name not in (".lock", SHARED, CONSOLE) for path in folder.iterdir()):
         raise UserError(f"run_dir={folder} exists and holds other files, not a run: give another run_dir=.")
