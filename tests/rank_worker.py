@@ -1,4 +1,4 @@
-"""What tests of several processes do: `torchrun … rank_worker.py gradients|memory|muon|train JSON [TIMEOUT]`."""
+"""What tests of several processes do: `torchrun … rank_worker.py gradients|memory|traffic|muon|train JSON [TIME]`."""
 
 import hashlib
 import json
@@ -6,6 +6,7 @@ import sys
 import time
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from gptworks.train.loop import train
 from gptworks.train.objectives.next_token import Batch, Losses, next_token
 from gptworks.train.optim import muon
 from gptworks.train.optim.optimizer import Optimizer
+from gptworks.train.optim.trainable import trainable_model
+from gptworks.train.step import TrainStep
 
 CPU = torch.device("cpu")
 
@@ -196,6 +199,50 @@ def memory(cases: list[dict], ranks: Ranks) -> list[int]:
     return peaks
 
 
+class SentBytes(TorchDispatchMode):
+    """Counts the bytes of the whole tensors of each kind of collective, as NCCL's conventions take them: what is
+    gathered in all, what is reduced, what is broadcast."""
+
+    KINDS = (("all_gather", "allgather"), ("reduce_scatter", "reduce_scatter"), ("all_reduce", "allreduce"),
+             ("all_reduce", "all_reduce"), ("broadcast", "broadcast"))  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_bytes: dict[str, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        name = function.name()
+        if "c10d" in name and "wait" not in name:
+            kind = next((kind for kind, part in self.KINDS if part in name), None)
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            if kind is not None and max(tensor.numel() for tensor in tensors) > 8:  # no counts and losses
+                largest = max(tensor.nbytes for tensor in tensors)
+                self.n_bytes[kind] = self.n_bytes.get(kind, 0) + largest
+        return out
+
+
+def traffic(cases: list[dict], ranks: Ranks) -> list[dict[str, int]]:
+    """The bytes of the collectives of a step after the first, by kind."""
+    found = []
+    for case in cases:
+        recipe, layout = parse_recipe(case["recipe"]), Layout(**case["layout"])
+        precision, config, settings = choose_precision(recipe.train.precision, CPU), recipe.model, recipe.train
+        parallel = choose_parallel(recipe, ranks, CPU, layout)
+        model = parallel.place(trainable_model(config, recipe.adapter, recipe.freeze), CPU)
+        model.activation_checkpointing = settings.activation_checkpointing
+        loss = partial(next_token, future_weights=settings.future_weights)
+        step = TrainStep(model, settings, loss, precision, parallel, ranks)
+        for _ in range(2):
+            with SentBytes() as sent:
+                batches = [batch(config, parallel.micro_batch_size) for _ in parallel.micro_steps]
+                step.accumulate(batches, settings.batch_size * config.context_length)
+                step.apply(step.gradient_norm())
+        found.append(sent.n_bytes)
+        del model, step, parallel
+    return found
+
+
 def muon_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
     """Two steps of Muon by ranks that divide the matrices and then, resumed, two by one that has them all; the same the
     other way round; and four by one that has them all. Whether the weights and states of the first two are the bits of
@@ -294,7 +341,9 @@ if __name__ == "__main__":
     with join(float(sys.argv[3]) if len(sys.argv) > 3 else 60, CPU) as ranks:
         cases = json.loads(path.read_text(encoding="utf-8"))
         if what != "train":
-            results = {"gradients": gradients, "memory": memory, "muon": muon_steps}[what](cases, ranks)
+            results = {"gradients": gradients, "memory": memory, "traffic": traffic, "muon": muon_steps}[what](
+                cases, ranks
+            )
             if ranks.is_rank_zero:
                 path.with_suffix(".results").write_text(json.dumps(results), encoding="utf-8")
         else:

@@ -16,7 +16,7 @@ import torch
 from gptworks.errors import UserError
 from gptworks.machine import NATIVE_BF16, available_memory_bytes, cpu_flags, cpu_name
 from gptworks.model import cpu
-from gptworks.plan.devices import Device
+from gptworks.plan.devices import LOOPBACK, Device
 from gptworks.units import counted
 
 
@@ -242,6 +242,7 @@ def measured_device(device: torch.device) -> Device:
         bandwidth=2 * a.nbytes / _best_seconds(lambda: copy.copy_(a), device),
         source="measured",
         has_bf16=multiplies_bf16_natively(device),
+        **(LOOPBACK if device.type == "cpu" else {}),
     )
 
 

@@ -156,6 +156,14 @@ def plan(
     utilization: Annotated[
         float | None, typer.Option(help="Share of the device's FLOP/s that training reaches. Default: 0.4.")
     ] = None,
+    intra_node_gb_s: Annotated[
+        float | None, typer.Option(help="GB/s that a device sends to another of its node. Default: as printed.")
+    ] = None,
+    inter_node_gb_s: Annotated[
+        float | None, typer.Option(help="GB/s that the network card of each device sends to other nodes.")
+    ] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="Devices, and so ranks, of a node.")] = None,
+    host_memory_gib: Annotated[float | None, typer.Option(help="Memory of the host of a node.")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Count a step's memory on fake tensors too.")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Take two real steps on this machine too.")] = False,
     details: Annotated[
@@ -175,8 +183,9 @@ def plan(
 
     sheet = plan_recipe(
         target, *overrides or [], device=device, memory_gib=memory_gib, flops=flops, bandwidth=bandwidth,
-        world_size=world_size, sharding=sharding, tensor_parallel=tensor_parallel, utilization=utilization, trace=trace,
-        measure=measure, working=working,
+        world_size=world_size, sharding=sharding, tensor_parallel=tensor_parallel, utilization=utilization,
+        intra_node_gb_s=intra_node_gb_s, inter_node_gb_s=inter_node_gb_s, gpus_per_node=gpus_per_node,
+        host_memory_gib=host_memory_gib, trace=trace, measure=measure, working=working,
     )  # fmt: skip
     if as_json:
         print_json(plan_json(sheet))

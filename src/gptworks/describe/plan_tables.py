@@ -26,6 +26,10 @@ WORDS = {
     "teacher": "teacher's forward pass",
     "sampling_policy": "forward pass over the answers sampled",
     "reference": "forward pass of the start",
+    "weights_again": "weights for the backward pass",
+    "whole_gradients": "gradients of vectors",
+    "gradients_alike": "gradients of what each tensor rank has whole",
+    "updates": "Muon's updates",
 }
 """Of parts of memory and work, whose keys are identifiers, where they are more than the key."""
 _UNMEASURED = "--device this measures this machine's speed"
@@ -104,6 +108,7 @@ def _facts(plan: Plan, details: bool, unmeasured: str) -> list[tuple[str, str]]:
         ("step", ", ".join(_step(plan))),
         ("memory of a device", _fit(plan)),
         ("largest micro-batch that fits", f"{plan.largest_micro_batch_size:,} {samples}"),
+        *_many_ranks(plan),
         ("time", _time(plan, unmeasured)),
     ]
     if details:
@@ -167,6 +172,26 @@ def _device(plan: Plan) -> str:
     count = f"{layout.world_size:,} × " if layout.world_size > 1 else ""
     spread = f", {layout_words(layout)}" if layout.world_size > 1 else ""
     return f"{count}{d.name}: {', '.join(figures)} ({d.source}){spread}"
+
+
+def _many_ranks(plan: Plan) -> Iterator[tuple[str, str]]:
+    """The network of several devices, and the parts of a step's time."""
+    device, layout = plan.device, plan.setting.layout
+    if layout.world_size == 1:
+        return
+    within, between = readable(device.intra_node, "B"), readable(device.inter_node, "B")
+    nodes = f"{min(device.per_node, layout.world_size):,} of a node"
+    yield "network of a device", f"{within}/s to the {nodes}, {between}/s to others ({device.network_source})"
+    yield "each rank sends in a step", _sent(plan)
+    if (times := plan.step_time) is not None:
+        yield "computing a step", readable_seconds(times.compute)
+        yield "communication of a step", f"{readable_seconds(times.communication)} at these rates, latency not counted"
+        yield "not hidden by computing", readable_seconds(times.exposed)
+
+
+def _sent(plan: Plan) -> str:
+    parts = ", ".join(f"{words(what)} {readable(n, 'B')}" for what, n in plan.sent_bytes.items())
+    return f"{readable(sum(plan.sent_bytes.values()), 'B')} ({parts})"
 
 
 def _fit(plan: Plan) -> str:
@@ -283,6 +308,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         },
         "time": _named(plan, "seconds", "tokens_per_second")
         | {"utilization": None if plan.measured else plan.utilization},
+        "network": _network_json(plan),
         **_named(plan, "step_bytes", "traced_bytes"),
         "measured": None if plan.measured is None else vars(plan.measured),
         "inference": [
@@ -293,6 +319,23 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "disk": _named(plan, "weights_bytes", "optimizer_state_bytes", "checkpoint_bytes", "checkpoints_bytes")
         | _named(plan, "most_checkpoints", "shard_bytes_per_token", "shards_bytes")
         | {"most_weights_only_checkpoints": plan.most_weights_only},
+    }
+
+
+def _network_json(plan: Plan) -> dict[str, Any] | None:
+    """Null for one device."""
+    device, times = plan.device, plan.step_time
+    if plan.setting.layout.world_size == 1:
+        return None
+    return {
+        "intra_node_bytes_per_second": device.intra_node,
+        "inter_node_bytes_per_second": device.inter_node,
+        "devices_per_node": device.per_node,
+        "source": device.network_source,
+        "sent_bytes_per_step": plan.sent_bytes,
+        "compute_seconds_per_step": None if times is None else times.compute,
+        "communication_seconds_per_step": None if times is None else times.communication,
+        "exposed_seconds_per_step": None if times is None else times.exposed,
     }
 
 

@@ -14,7 +14,7 @@ from gptworks.describe.plan_tables import printed, tables
 from gptworks.errors import UserError, nearest, refuse_unused
 from gptworks.interface.overrides import overrides_of
 from gptworks.plan.assumed import preset_recipe
-from gptworks.plan.devices import UTILIZATION, Device, check_figures, custom_device, find_device, this_cpu
+from gptworks.plan.devices import UTILIZATION, Device, check_figures, custom_device, find_device, this_cpu, with_node
 from gptworks.plan.layout import parallel_overrides
 from gptworks.plan.run import Plan
 from gptworks.plan.run import plan as plan_recipe
@@ -58,6 +58,10 @@ def plan(
     sharding: Sharding | None = None,
     tensor_parallel: int | None = None,
     utilization: float | None = None,
+    intra_node_gb_s: float | None = None,
+    inter_node_gb_s: float | None = None,
+    gpus_per_node: int | None = None,
+    host_memory_gib: float | None = None,
     trace: bool = False,
     measure: bool = False,
     details: bool = False,
@@ -73,7 +77,10 @@ def plan(
         memory_gib, flops, bandwidth: of a device that has no name here; the last two in FLOP/s and bytes/s.
         world_size: how many devices.
         sharding, tensor_parallel: set train.parallel.
-        utilization: share of the device's FLOP/s that training reaches; None: 0.4.
+        utilization: share of the device's FLOP/s that training reaches while it computes; None: 0.4.
+        intra_node_gb_s, inter_node_gb_s: GB/s that a device sends within its node, and its network card to others.
+        gpus_per_node: devices, and so ranks, of a node.
+        host_memory_gib: memory of a node's host. None: those of the device's usual node, as the plan says.
         trace: count a step's memory on fake tensors too.
         measure: take two real steps on this machine too.
         details: show every figure.
@@ -87,11 +94,18 @@ def plan(
         refuse_unused("does nothing with --measure, which times a step", utilization=utilization)
     if (trace or measure) and world_size > 1:
         raise UserError("--trace and --measure follow one device's step: leave --world-size out.")
-    check_figures(memory_gib=memory_gib, flops=flops, bandwidth=bandwidth, utilization=utilization)
+    check_figures(
+        memory_gib=memory_gib, flops=flops, bandwidth=bandwidth, utilization=utilization,
+        intra_node_gb_s=intra_node_gb_s, inter_node_gb_s=inter_node_gb_s, gpus_per_node=gpus_per_node,
+        host_memory_gib=host_memory_gib,
+    )  # fmt: skip
     given = [*parallel_overrides(sharding, tensor_parallel), *overrides, *overrides_of(settings)]
     preset = recipe if is_preset(recipe) else None
     loaded = None if preset else load_recipe(recipe, given)
-    place = _device(device, memory_gib, flops, bandwidth, loaded)
+    place = with_node(
+        _device(device, memory_gib, flops, bandwidth, loaded), world_size, intra_node_gb_s, inter_node_gb_s,
+        gpus_per_node, host_memory_gib,
+    )  # fmt: skip
     share, missing = utilization or UTILIZATION, None
     if loaded is None:
         planned, reason = preset_recipe(str(preset), given, place, world_size)

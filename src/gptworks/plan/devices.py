@@ -5,7 +5,8 @@ printed number of gigabytes, 10⁹ bytes each; a GPU has up to 7% more, which it
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from gptworks.errors import UserError, nearest
 from gptworks.machine import NATIVE_BF16, available_memory_bytes, cpu_flags, cpu_name
@@ -30,6 +31,15 @@ class Device:
     bandwidth: float | None
     source: str
     has_bf16: bool = True
+    intra_node: float = 32e9
+    """Bytes/s that a device sends to another of its node, while it receives as many."""
+    inter_node: float = 12.5e9
+    """Bytes/s that a device's network card sends to other nodes: a node's cards over its devices."""
+    per_node: int = 8
+    """Devices of a node."""
+    host_bytes: int | None = None
+    """Memory of a node's host; None: not known, and not judged."""
+    network_source: str = "assumed: PCIe 4.0 ×16, 100 Gb/s Ethernet for each device"
 
     @property
     def on_cpu(self) -> bool:
@@ -40,11 +50,48 @@ class Device:
         return self.float_flops if precision == "fp32" else self.half_flops
 
 
+@dataclass(frozen=True)
+class _Node:
+    """What devices are built into: GB/s in one direction within the node and of each device's network card, devices,
+    GB of host memory."""
+
+    intra: float
+    inter: float
+    per_node: int
+    host: int
+    source: str
+
+
+_DGX_V100 = _Node(150, 6.25, 8, 512, "DGX-1: NVLink 2, 4 × 100 Gb/s for 8 GPUs, 512 GB of host memory")
+_DGX_A100 = _Node(300, 25, 8, 1000, "DGX A100: NVLink 3, 200 Gb/s HDR each, 1 TB of host memory")
+_DGX_A100_80 = _Node(300, 25, 8, 2000, "DGX A100: NVLink 3, 200 Gb/s HDR each, 2 TB of host memory")
+_DGX_H100 = _Node(450, 50, 8, 2000, "DGX H100: NVLink 4, 400 Gb/s NDR each, 2 TB of host memory")
+_DGX_B200 = _Node(900, 50, 8, 2000, "DGX B200: NVLink 5, 400 Gb/s each, 2 TB of host memory")
+_MI300X = _Node(448, 50, 8, 2000, "MI300X platform: Infinity Fabric; 400 Gb/s each and 2 TB of host memory assumed")
+_FRONTIER = _Node(200, 25, 4, 512, "Frontier: Infinity Fabric, 4 × 200 Gb/s, 512 GB of host memory")
+_PCIE5 = _Node(64, 25, 8, 1000, "PCIe 5.0 ×16; 200 Gb/s each and 1 TB of host memory assumed")
+_SERVER = _Node(32, 3.125, 4, 192, "PCIe 4.0 ×16; 4 to a node with 100 Gb/s and 192 GB of host memory assumed")
+_OLD_SERVER = _Node(16, 3.125, 4, 192, "PCIe 3.0 ×16; 4 to a node with 100 Gb/s and 192 GB of host memory assumed")
+_DESKTOP = _Node(32, 0.625, 2, 64, "PCIe 4.0 ×16; 2 to a node with 10 Gb/s and 64 GB of host memory assumed")
+_NEW_DESKTOP = _Node(64, 0.625, 2, 64, "PCIe 5.0 ×16; 2 to a node with 10 Gb/s and 64 GB of host memory assumed")
+"""Vendors print NVLink's and PCIe's rates for both directions together; these are of one."""
+
+
 def _gpu(
-    name: str, gigabytes: int, half: float, single: float, bandwidth: float, source: str, has_bf16: bool = True
+    name: str,
+    gigabytes: int,
+    half: float,
+    single: float,
+    bandwidth: float,
+    source: str,
+    node: _Node,
+    has_bf16: bool = True,
 ) -> Device:
     """A row of the table: GB, TFLOP/s, TFLOP/s, GB/s."""
-    return Device(name, "cuda", gigabytes * 10**9, half * 1e12, single * 1e12, bandwidth * 1e9, source, has_bf16)
+    return Device(
+        name, "cuda", gigabytes * 10**9, half * 1e12, single * 1e12, bandwidth * 1e9, source, has_bf16,
+        node.intra * 1e9, node.inter * 1e9, node.per_node, node.host * 10**9, node.source,
+    )  # fmt: skip
 
 
 def _apple(name: str, gigabytes: int, single: float, bandwidth: float) -> Device:
@@ -54,23 +101,25 @@ def _apple(name: str, gigabytes: int, single: float, bandwidth: float) -> Device
 
 
 DEVICES: dict[str, Device] = {
-    "a100-40gb": _gpu("NVIDIA A100 40GB", 40, 312, 19.5, 1555, "NVIDIA A100 datasheet"),
-    "a100-80gb": _gpu("NVIDIA A100 80GB SXM", 80, 312, 19.5, 2039, "NVIDIA A100 datasheet"),
-    "h100-sxm": _gpu("NVIDIA H100 SXM", 80, 989, 67, 3350, "NVIDIA H100 datasheet"),
-    "h100-pcie": _gpu("NVIDIA H100 PCIe", 80, 756, 51, 2000, "NVIDIA H100 datasheet"),
-    "h200": _gpu("NVIDIA H200 SXM", 141, 989, 67, 4800, "NVIDIA H200 datasheet"),
-    "b200": _gpu("NVIDIA B200, HGX", 180, 2250, 75, 7700, "NVIDIA HGX B200 datasheet"),
-    "l4": _gpu("NVIDIA L4", 24, 121, 30.3, 300, "NVIDIA L4 datasheet"),
-    "l40s": _gpu("NVIDIA L40S", 48, 362, 91.6, 864, "NVIDIA L40S datasheet"),
-    "a10": _gpu("NVIDIA A10", 24, 125, 31.2, 600, "NVIDIA A10 datasheet"),
-    "t4": _gpu("NVIDIA T4", 16, 65, 8.1, 300, "NVIDIA T4 datasheet", has_bf16=False),
-    "v100-16gb": _gpu("NVIDIA V100 16GB SXM2", 16, 125, 15.7, 900, "NVIDIA V100 datasheet", has_bf16=False),
-    "v100-32gb": _gpu("NVIDIA V100 32GB SXM2", 32, 125, 15.7, 900, "NVIDIA V100 datasheet", has_bf16=False),
-    "rtx-3090": _gpu("NVIDIA GeForce RTX 3090", 24, 71, 35.6, 936, "NVIDIA GA102 whitepaper"),
-    "rtx-4090": _gpu("NVIDIA GeForce RTX 4090", 24, 165.2, 82.6, 1008, "NVIDIA Ada whitepaper"),
-    "rtx-5090": _gpu("NVIDIA GeForce RTX 5090", 32, 209.5, 104.8, 1792, "NVIDIA RTX Blackwell whitepaper"),
-    "mi250x": _gpu("AMD Instinct MI250X", 128, 383, 47.9, 3277, "AMD MI250X data sheet"),
-    "mi300x": _gpu("AMD Instinct MI300X", 192, 1307, 163.4, 5300, "AMD MI300X data sheet"),
+    "a100-40gb": _gpu("NVIDIA A100 40GB", 40, 312, 19.5, 1555, "NVIDIA A100 datasheet", _DGX_A100),
+    "a100-80gb": _gpu("NVIDIA A100 80GB SXM", 80, 312, 19.5, 2039, "NVIDIA A100 datasheet", _DGX_A100_80),
+    "h100-sxm": _gpu("NVIDIA H100 SXM", 80, 989, 67, 3350, "NVIDIA H100 datasheet", _DGX_H100),
+    "h100-pcie": _gpu("NVIDIA H100 PCIe", 80, 756, 51, 2000, "NVIDIA H100 datasheet", _PCIE5),
+    "h200": _gpu("NVIDIA H200 SXM", 141, 989, 67, 4800, "NVIDIA H200 datasheet", _DGX_H100),
+    "b200": _gpu("NVIDIA B200, HGX", 180, 2250, 75, 7700, "NVIDIA HGX B200 datasheet", _DGX_B200),
+    "l4": _gpu("NVIDIA L4", 24, 121, 30.3, 300, "NVIDIA L4 datasheet", _SERVER),
+    "l40s": _gpu("NVIDIA L40S", 48, 362, 91.6, 864, "NVIDIA L40S datasheet", _SERVER),
+    "a10": _gpu("NVIDIA A10", 24, 125, 31.2, 600, "NVIDIA A10 datasheet", _SERVER),
+    "t4": _gpu("NVIDIA T4", 16, 65, 8.1, 300, "NVIDIA T4 datasheet", _OLD_SERVER, has_bf16=False),
+    "v100-16gb": _gpu("NVIDIA V100 16GB SXM2", 16, 125, 15.7, 900, "NVIDIA V100 datasheet", _DGX_V100, has_bf16=False),
+    "v100-32gb": _gpu("NVIDIA V100 32GB SXM2", 32, 125, 15.7, 900, "NVIDIA V100 datasheet", _DGX_V100, has_bf16=False),
+    "rtx-3090": _gpu("NVIDIA GeForce RTX 3090", 24, 71, 35.6, 936, "NVIDIA GA102 whitepaper", _DESKTOP),
+    "rtx-4090": _gpu("NVIDIA GeForce RTX 4090", 24, 165.2, 82.6, 1008, "NVIDIA Ada whitepaper", _DESKTOP),
+    "rtx-5090": _gpu(
+        "NVIDIA GeForce RTX 5090", 32, 209.5, 104.8, 1792, "NVIDIA RTX Blackwell whitepaper", _NEW_DESKTOP
+    ),
+    "mi250x": _gpu("AMD Instinct MI250X", 128, 383, 47.9, 3277, "AMD MI250X data sheet", _FRONTIER),
+    "mi300x": _gpu("AMD Instinct MI300X", 192, 1307, 163.4, 5300, "AMD MI300X data sheet", _MI300X),
     "m1": _apple("Apple M1", 16, 2.6, 68),
     "m1-pro": _apple("Apple M1 Pro", 32, 5.2, 200),
     "m1-max": _apple("Apple M1 Max", 64, 10.4, 400),
@@ -104,6 +153,29 @@ def find_device(name: str) -> Device:
     )
 
 
+def with_node(
+    device: Device,
+    n_ranks: int,
+    intra_node_gb_s: float | None = None,
+    inter_node_gb_s: float | None = None,
+    gpus_per_node: int | None = None,
+    host_memory_gib: float | None = None,
+) -> Device:
+    """The device in a node of these figures where they are given. Ranks on a CPU share one machine where nothing else
+    is said, and so its memory."""
+    given = {
+        "intra_node": None if intra_node_gb_s is None else intra_node_gb_s * 1e9,
+        "inter_node": None if inter_node_gb_s is None else inter_node_gb_s * 1e9,
+        "per_node": gpus_per_node or (n_ranks if device.kind != "cuda" else None),
+        "host_bytes": None if host_memory_gib is None else round(host_memory_gib * 2**30),
+    }
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if intra_node_gb_s or inter_node_gb_s or gpus_per_node or host_memory_gib:
+        every = None not in (intra_node_gb_s, inter_node_gb_s, gpus_per_node, host_memory_gib)
+        changes["network_source"] = "given" if every else f"some given; {device.network_source}"
+    return replace(device, **changes)
+
+
 def custom_device(memory_gib: float, flops: float | None, bandwidth: float | None) -> Device:
     """A device described by its figures: FLOP/s in the precision trained in, bytes/s."""
     return Device("custom", "cuda", round(memory_gib * 2**30), flops, flops, bandwidth, "given")
@@ -122,9 +194,15 @@ def check_figures(**figures: float | None) -> None:
 # --------------------------------------------------------------------------------------------- this machine
 
 
+LOOPBACK: dict[str, Any] = {
+    "intra_node": 1.5e9, "inter_node": 0.125e9, "network_source": "assumed: gloo over loopback, 1 Gb/s Ethernet",
+}  # fmt: skip
+"""Of ranks on CPUs."""
+
+
 def this_cpu() -> Device:
     """This machine's processor with the memory that is free for a run; its rates are unknown until measured."""
     return Device(
         cpu_name() or "this machine", "cpu", available_memory_bytes(), None, None, None,
-        "this machine", has_bf16=bool(cpu_flags() & NATIVE_BF16),
+        "this machine", has_bf16=bool(cpu_flags() & NATIVE_BF16), **LOOPBACK,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from gptworks.plan.devices import UTILIZATION, Device, this_cpu
 from gptworks.plan.fit import Alternative, alternatives, largest_micro_batch
 from gptworks.plan.inference import InferenceMemory, inference_memory
 from gptworks.plan.memory import Peak, training_peak
+from gptworks.plan.network import StepTime, collectives, machines, sent_bytes, step_time
 from gptworks.plan.params import ParameterCount, count_parameters
 from gptworks.plan.setting import Setting
 from gptworks.plan.state import held_weights_bytes, trained_state_bytes
@@ -213,9 +214,32 @@ class Plan:
 
     @property
     def _rate(self) -> float | None:
-        """FLOP/s of all devices together at the utilization."""
-        rate = self.device.flops(self.setting.precision)
-        return None if rate is None else rate * self.utilization * self.setting.layout.world_size
+        """FLOP/s of all devices together at the utilization. Ranks on the CPU of one machine share it."""
+        rate, layout = self.device.flops(self.setting.precision), self.setting.layout
+        n = machines(layout, self.device) if self.device.on_cpu else layout.world_size
+        return None if rate is None else rate * self.utilization * n
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches of a step on each rank."""
+        return max(1, self.train.batch_size // (self.setting.layout.data_parallel * self.setting.micro_batch_size))
+
+    @cached_property
+    def step_time(self) -> StepTime | None:
+        """Computing and communication of a whole step on each of many ranks; None where the device's rate is unknown.
+        Sampling is not in it."""
+        if self._rate is None:
+            return None
+        tokens = self.tokens_per_step
+        forward = sum(self.work.forward.values()) * tokens / self._rate
+        backward = (sum(self.work.backward.values()) + self.work.again_per_token) * tokens / self._rate
+        return step_time(self.setting, self.device, self.micro_steps, forward, backward)
+
+    @cached_property
+    def sent_bytes(self) -> dict[str, float]:
+        """What each rank sends, and receives, in a step, by what it is; empty for one rank."""
+        found = collectives(self.setting)
+        return {one.what: sent_bytes(one, self.setting.layout, self.micro_steps) for one in found}
 
     @property
     def sampling_seconds_per_step(self) -> float | None:
@@ -236,10 +260,9 @@ class Plan:
         if self.measured is not None:
             return self.measured.tokens_per_second
         sampling = self.sampling_seconds_per_step
-        if self._rate is None or sampling is None:
+        if self.step_time is None or sampling is None:
             return None
-        flops = self.flops_per_step + self.work.again_per_token * self.tokens_per_step
-        return self.tokens_per_step / (flops / self._rate + sampling)
+        return self.tokens_per_step / (self.step_time.total + sampling)
 
     @property
     def seconds(self) -> float | None:
