@@ -116,9 +116,9 @@ def test_files_are_summed_once_and_again_where_they_have_changed(
     summed: list[str] = []
     sum_file = checkpoint_module.sha256_file
 
-    def counted(path: Path) -> str:
+    def counted(path: Path, *, inside: Path | None = None) -> str:
         summed.append(path.name)
-        return sum_file(path)
+        return sum_file(path, inside=inside)
 
     monkeypatch.setattr(checkpoint_module, "sha256_file", counted)
     writer = CheckpointWriter(tmp_path, keep=2)

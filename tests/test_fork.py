@@ -163,7 +163,7 @@ def test_nothing_is_overwritten_and_nothing_half_made_is_left(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(shutil, "copyfile", full)
+    monkeypatch.setattr(shutil, "copyfileobj", full)
     with pytest.raises(RunError, match="No space left"):
         fork(run, 4, tmp_path / "new")
 

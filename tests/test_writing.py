@@ -1,6 +1,7 @@
 """Writing through the one door to files: no planted link, FIFO, device or leftover harms what is outside or inside."""
 
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -9,7 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from gptworks.cli import app
 from gptworks.errors import RunError, UserError
 from gptworks.files import new_folder, replacing, replacing_by_name, write_whole
 
@@ -163,3 +166,21 @@ def test_two_writers_of_one_file_do_not_remove_each_others_work(tmp_path: Path) 
         (one / "file").touch()
         (other / "file").touch()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a", "b", "choice.json"]
+
+
+def test_a_recipe_that_a_full_disk_refuses_leaves_nothing_and_can_be_written_again(tmp_path: Path) -> None:
+    """`gptworks init` and `gptworks tune`: a file of 0 bytes would stop the second try."""
+    out, limits = tmp_path / "recipe.yaml", resource.getrlimit(resource.RLIMIT_FSIZE)
+    command = ["init", "--like", "demo", "-o", str(out)]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        refused = CliRunner().invoke(app, command)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert isinstance(refused.exception, RunError) and "recipe.yaml could not be written: File too large" in str(
+        refused.exception
+    )
+    assert not list(tmp_path.iterdir())
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert out.stat().st_size > 100
+    assert "exists, and it is not overwritten" in str(CliRunner().invoke(app, command).exception)

@@ -20,7 +20,7 @@ from gptworks.config import FileTokenizer, GPT2Tokenizer, TokenizerConfig
 from gptworks.confined import Confined, Exceeded, Limits, Refused, Task
 from gptworks.confined.template import environment
 from gptworks.errors import UserError, nearest
-from gptworks.files import read_text
+from gptworks.files import read_text, write_whole
 from gptworks.json_files import read_json
 from gptworks.special_tokens import TOKENIZER_CONFIG, special_tokens
 from gptworks.tokenizer import encode_text, special_token_names
@@ -256,7 +256,9 @@ def load_chat_template(tokenizer_folder: Path, tokenizer: Tokenizer) -> ChatTemp
         UserError: it does not compile.
     """
     file = tokenizer_folder / TEMPLATE_FILE
-    return ChatTemplate(read_text(file, MAX_TEMPLATE_BYTES), tokenizer) if file.exists() else None
+    if not file.exists():
+        return None
+    return ChatTemplate(read_text(file, MAX_TEMPLATE_BYTES, inside=tokenizer_folder), tokenizer)
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,7 @@ def read_templates(folder: Path) -> FolderTemplates:
     """
     files = {"default": folder / TEMPLATE_FILE}
     files |= {file.stem: file for file in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
-    named = {name: read_text(file, MAX_TEMPLATE_BYTES) for name, file in files.items() if file.exists()}
+    named = {name: read_text(file, MAX_TEMPLATE_BYTES, inside=folder) for name, file in files.items() if file.exists()}
     if named:
         return FolderTemplates(named, TEMPLATE_FILE if "default" in named else TEMPLATE_FOLDER)
     for name in (TOKENIZER_CONFIG, "chat_template.json"):
@@ -341,4 +343,4 @@ def find_chat_template(config: TokenizerConfig) -> str | None:
 
 
 def save_chat_template(template: ChatTemplate, tokenizer_folder: Path) -> None:
-    (tokenizer_folder / TEMPLATE_FILE).write_text(template.source, encoding="utf-8", newline="")
+    write_whole(tokenizer_folder / TEMPLATE_FILE, template.source)

@@ -14,8 +14,8 @@ damage.
 """
 
 import json
+import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -31,14 +31,18 @@ from gptworks.choices import LoadedWeights, Weights
 from gptworks.config import LoRAConfig, ModelConfig, Recipe
 from gptworks.errors import RunError, UserError
 from gptworks.files import (
+    check_inside,
     check_regular,
-    make_folder,
+    new_folder,
+    open_regular,
     read_regular,
+    remove_tree,
     sealed_json,
     sha256_file,
     sync,
     unsealed_json,
     why_not_written,
+    write_new,
 )
 from gptworks.model import GPT
 from gptworks.model.lora import add_lora, has_adapter, merge_lora
@@ -59,6 +63,11 @@ class Checkpoint:
     """A checkpoint folder whose name says its step."""
 
     folder: Path
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder. No link may lead out of it."""
+        return self.folder.parents[1]
 
     @property
     def step(self) -> int:
@@ -89,22 +98,28 @@ class Checkpoint:
         described = self._described_files()
         for name in names or described:
             path, entry = self.folder / name, described[name]
-            if not path.is_file():
-                raise UserError(f"checkpoint {self.folder} is damaged: {path} is missing.")
-            if path.stat().st_size != entry["bytes"]:
-                raise UserError(
-                    f"{path} is damaged: {path.stat().st_size:,} bytes, its manifest says {entry['bytes']:,}."
-                )
-            if sha256_file(path) != entry["sha256"]:
+            try:
+                with open_regular(path, inside=self.run_dir) as file:
+                    n_bytes = os.fstat(file.fileno()).st_size
+                sha256 = sha256_file(path, inside=self.run_dir) if n_bytes == entry["bytes"] else ""
+            except (FileNotFoundError, NotADirectoryError):
+                raise UserError(f"checkpoint {self.folder} is damaged: {path} is missing.") from None
+            except UserError as error:  # a folder, a FIFO, a link that leads outside
+                raise UserError(f"checkpoint {self.folder} is damaged: {path} is missing. {error}") from None
+            if n_bytes != entry["bytes"]:
+                raise UserError(f"{path} is damaged: {n_bytes:,} bytes, its manifest says {entry['bytes']:,}.")
+            if sha256 != entry["sha256"]:
                 raise UserError(f"{path} is damaged: its sha256 differs from the manifest's.")
 
     def _described_files(self) -> dict[str, dict[str, Any]]:
         """Bytes and sha256 of each file, by the manifest."""
         manifest = self.folder / "manifest.json"
         try:
-            tree = unsealed_json(manifest.read_bytes())
-        except FileNotFoundError:
+            tree = unsealed_json(read_regular(manifest, MAX_JSON_BYTES, inside=self.run_dir))
+        except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"checkpoint {self.folder} is damaged: {manifest} is missing.") from None
+        except UserError:
+            raise
         except (ValueError, RecursionError) as error:
             raise UserError(f"{manifest} is damaged: {error}.") from None
         if tree.get("format") != FORMAT:
@@ -126,8 +141,8 @@ class Checkpoint:
         """The sha256 of its manifest, which distinguishes checkpoints of one step; None without a manifest."""
         path = self.folder / "manifest.json"
         try:
-            check_regular(path, MAX_JSON_BYTES)
-            return sha256_file(path)
+            check_regular(path, MAX_JSON_BYTES, inside=self.run_dir)
+            return sha256_file(path, inside=self.run_dir)
         except (OSError, UserError):
             return None
 
@@ -151,14 +166,14 @@ class Checkpoint:
 
     def model_tensors(self, wanted: Wanted | None = None) -> dict[str, Tensor]:
         """The weights by name; see `read_tensors`, which refuses those that are not as `wanted` says."""
-        return read_tensors(self.folder / "model.safetensors", wanted)
+        return read_tensors(self.folder / "model.safetensors", wanted, inside=self.run_dir)
 
     @property
     def is_quantized(self) -> bool:
         """Whether its matrices are packed, as `gptworks quantize` does it, not beneath an adapter, whose weights can be
         had; of a damaged file, false."""
         try:
-            stored = stored_tensors(self.folder / "model.safetensors")
+            stored = stored_tensors(self.folder / "model.safetensors", inside=self.run_dir)
         except UserError:
             return False
         return any(tensor.dtype != torch.float32 for tensor in stored.values()) and not has_adapter(stored)
@@ -172,10 +187,11 @@ class Checkpoint:
         if self.weights_only:
             raise UserError(
                 f"{self.folder} has weights only: training goes on from a checkpoint with the optimizer's state. "
-                f"`gptworks train {self.folder.parents[1]} --resume` takes the newest such checkpoint; "
-                f"initialize_from={self.folder.parents[1]} and another run_dir= start a new run from the best weights."
+                f"`gptworks train {self.run_dir} --resume` takes the newest such checkpoint; "
+                f"initialize_from={self.run_dir} and another run_dir= start a new run from the best weights."
             )
-        return read_tensors(self.folder / "optimizer.safetensors", wanted, owner="the run's optimizer")
+        path = self.folder / "optimizer.safetensors"
+        return read_tensors(path, wanted, inside=self.run_dir, owner="the run's optimizer")
 
     def state(self) -> dict[str, Any]:
         """The counters of the run, a JSON object.
@@ -185,7 +201,9 @@ class Checkpoint:
         """
         path = self.folder / "state.json"
         try:
-            state = json.loads(read_regular(path, MAX_JSON_BYTES))
+            state = json.loads(read_regular(path, MAX_JSON_BYTES, inside=self.run_dir))
+        except UserError:
+            raise
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path} is damaged: {error}. Restore it from a copy.") from None
         if not isinstance(state, dict):
@@ -216,32 +234,24 @@ def save_checkpoint(
     """
     parent = run_dir / "checkpoints"
     final = parent / f"{'weights' if optimizer_tensors is None else 'step'}-{step:06d}"
-    aside = parent / f".writing-{final.name}"
     parts = {"model": model_tensors} | ({} if optimizer_tensors is None else {"optimizer": optimizer_tensors})
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        make_folder(parent)
-        aside.mkdir()
-        for name, tensors in parts.items():
-            whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
-            save_file(whole, aside / f"{name}.safetensors", {"format": "pt"})
-        (aside / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
-        files = {
-            path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in sorted(aside.iterdir())
-        }
-        manifest = {"format": FORMAT, "step": step, "files": files}
-        (aside / "manifest.json").write_text(sealed_json(manifest), encoding="utf-8")
-        for path in aside.iterdir():
-            sync(path)
-        sync(aside)
-        if final.exists():  # a damaged one that a resumed run has come past again
-            remove_checkpoint(Checkpoint(final))
-        aside.rename(final)
-        sync(parent)
-    except (OSError, SafetensorError) as error:
+        with new_folder(final, inside=run_dir) as aside:
+            for name, tensors in parts.items():
+                whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
+                save_file(whole, aside / f"{name}.safetensors", {"format": "pt"})
+            write_new(aside / "state.json", json.dumps(state, indent=2))
+            files = {
+                path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+                for path in sorted(aside.iterdir())
+            }
+            write_new(aside / "manifest.json", sealed_json({"format": FORMAT, "step": step, "files": files}))
+            if final.exists():  # a damaged one that a resumed run has come past again
+                remove_checkpoint(Checkpoint(final))
+    except (OSError, SafetensorError, RunError) as error:
         needed_bytes = sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values())
-        reason = why_not_written(error, parent, needed_bytes)
-        shutil.rmtree(aside, ignore_errors=True)
+        cause = error.__cause__ if isinstance(error.__cause__, OSError | SafetensorError) else error
+        reason = why_not_written(cause, parent, needed_bytes)
         kept = ", ".join(checkpoint.folder.name for checkpoint in all_checkpoints(run_dir)) or "none"
         raise RunError(
             f"checkpoint at step {step} could not be written to {parent}: {reason}. Earlier ones kept: {kept}."
@@ -252,10 +262,10 @@ def save_checkpoint(
 def remove_checkpoint(checkpoint: Checkpoint) -> None:
     """Delete a checkpoint. A crash leaves it whole, or what is left of it under another name: never a damaged one."""
     aside = checkpoint.folder.with_name(f".removing-{checkpoint.folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)
+    remove_tree(aside)
     checkpoint.folder.rename(aside)
     sync(aside.parent)
-    shutil.rmtree(aside)
+    remove_tree(aside)
 
 
 def checkpoint_of_step(run_dir: Path, step: int) -> Checkpoint:
@@ -369,6 +379,7 @@ def load_run(
         require_full_weights(checkpoint)
     recipe = load_recipe(run_dir, overrides)
     model = load_model(checkpoint, recipe.model, device, adapter=recipe.adapter, merge=merge, weights=weights)
+    check_inside(run_dir / "tokenizer", run_dir)
     return LoadedRun(model, recipe, run_dir / "tokenizer", checkpoint)
 
 
@@ -380,7 +391,7 @@ def require_full_weights(checkpoint: Checkpoint) -> None:
     """
     if checkpoint.is_quantized:
         raise UserError(
-            f"{checkpoint.folder.parents[1]} is quantized: it can be used and evaluated, not trained, exported or "
+            f"{checkpoint.run_dir} is quantized: it can be used and evaluated, not trained, exported or "
             f"quantized again. Take the run that it was made from; its model-card.md names it."
         )
 
@@ -421,9 +432,9 @@ def load_model(
                 add_lora(plain, adapter)
         return {name: Expected.like(tensor) for name, tensor in model.state_dict().items()}
 
-    file = TensorFile(checkpoint.folder / "model.safetensors", wanted)
+    file = TensorFile(checkpoint.folder / "model.safetensors", wanted, inside=checkpoint.run_dir)
     adapted = has_adapter(file.stored)
-    if asked := kinds_to_pack(plain, weights, {} if adapted else kinds, str(checkpoint.folder.parents[1])):
+    if asked := kinds_to_pack(plain, weights, {} if adapted else kinds, str(checkpoint.run_dir)):
         assert merge, "an adapter beside packed weights is for training"
         with torch.device("meta"):
             model = QuantizedGPT(config, asked)

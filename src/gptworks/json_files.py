@@ -13,7 +13,7 @@ MAX_JSON_BYTES = 1 << 26
 
 
 def read_json(path: Path, fix: str = "") -> dict[str, Any]:
-    """The mapping in a JSON file.
+    """The mapping in a JSON file, which no link may take out of its folder.
 
     Args:
         fix: what to do if the file does not exist.
@@ -22,7 +22,7 @@ def read_json(path: Path, fix: str = "") -> dict[str, Any]:
         UserError: the file does not exist, or does not hold a readable mapping.
     """
     try:
-        text = read_text(path, MAX_JSON_BYTES)
+        text = read_text(path, MAX_JSON_BYTES, inside=path.parent)
         if text.startswith("\ufeff"):
             raise UserError(f"{path} begins with a byte order mark, which JSON does not allow: save it without one.")
         values = json.loads(text, object_pairs_hook=_without_repeats)

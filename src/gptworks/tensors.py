@@ -6,18 +6,19 @@ would be read beyond its end by code that computes addresses, and one NaN makes 
 
 import json
 import math
-import stat
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gptworks.errors import UserError
+from gptworks.files import open_regular
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -66,16 +67,18 @@ Wanted = Mapping[str, Expected] | Callable[[Mapping[str, Stored]], Mapping[str, 
 """The expected tensors by name, or a function of what the header says that returns them."""
 
 
-def stored_tensors(path: Path) -> dict[str, Stored]:
+def stored_tensors(path: Path, *, inside: Path | None = None) -> dict[str, Stored]:
     """The tensors in a safetensors file by name, from its header alone.
 
+    Args:
+        inside: a folder which no link may lead out of; see `gptworks.files.open_regular`.
+
     Raises:
-        UserError: it is missing, no regular file, or its header is damaged or contradicts the file's size.
+        UserError: it is missing, no regular file, outside, or its header is damaged or contradicts the file's size.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise UserError(f"{path} is no regular file: a safetensors file is expected. Restore it from a copy.")
-        _check_names(path)
+        with open_regular(path, inside=inside) as held:
+            _check_names(held)
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
@@ -98,19 +101,21 @@ class TensorFile:
         path: Path,
         wanted: Wanted | None,
         *,
+        inside: Path | None = None,
         owner: str = "the recipe's model",
         fix: str = "Restore the file from a copy, or use another checkpoint.",
     ) -> None:
         """
         Args:
             wanted: exactly these tensors; None: any that are finite and of a dtype that gptworks knows.
+            inside: see `stored_tensors`.
             owner: what expects them, for the message. fix: what a user can do about a tensor that is not as expected.
 
         Raises:
             UserError: the file is missing or damaged, or a tensor is missing, unexpected, or of another shape or dtype.
                 The tensor, what was found and what was expected are named.
         """
-        self.path, self.stored, self._fix = path, stored_tensors(path), fix
+        self.path, self.stored, self._fix = path, stored_tensors(path, inside=inside), fix
         self._expected = wanted(self.stored) if callable(wanted) else wanted
         for name in sorted({*self.stored, *(self._expected or {})}):
             found = self.stored.get(name)
@@ -146,9 +151,11 @@ class TensorFile:
         return tensors
 
 
-def read_tensors(path: Path, wanted: Wanted | None, **messages: str) -> dict[str, Tensor]:
+def read_tensors(
+    path: Path, wanted: Wanted | None, *, inside: Path | None = None, **messages: str
+) -> dict[str, Tensor]:
     """Every tensor of a safetensors file; arguments and errors: see `TensorFile`."""
-    return TensorFile(path, wanted, **messages).read()
+    return TensorFile(path, wanted, inside=inside, **messages).read()
 
 
 @contextmanager
@@ -184,13 +191,12 @@ def check_finite(name: str, tensor: Tensor, path: Path, *, least: float = -math.
             raise UserError(f"{path}: `{name}` holds {low:g}, and no element may be below {least:g}. {fix}")
 
 
-def _check_names(path: Path) -> None:
+def _check_names(file: BinaryIO) -> None:
     """Refuse a header that names a tensor twice, of which safetensors reads one."""
-    with path.open("rb") as file:
-        n_bytes = int.from_bytes(file.read(8), "little")
-        if n_bytes > min(_MOST_HEADER_BYTES, max(0, path.stat().st_size - 8)):
-            raise ValueError(f"its header is said to be of {n_bytes:,} bytes")
-        header = file.read(n_bytes)
+    n_bytes = int.from_bytes(file.read(8), "little")
+    if n_bytes > min(_MOST_HEADER_BYTES, max(0, os.fstat(file.fileno()).st_size - 8)):
+        raise ValueError(f"its header is said to be of {n_bytes:,} bytes")
+    header = file.read(n_bytes)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         known: set[str] = set()

@@ -225,7 +225,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     file = path / TOKENIZER_FILE if path.is_dir() else path
     try:
         check_sums(file.parent, MAX_TOKENIZER_BYTES)
-        tokenizer = tokenizer_from_json(read_text(file, MAX_TOKENIZER_BYTES))
+        tokenizer = tokenizer_from_json(read_text(file, MAX_TOKENIZER_BYTES, inside=path if file != path else None))
         return attach(tokenizer, read_stated(path, tokenizer) if path.is_dir() else None)
     except FileNotFoundError:
         raise UserError(f"{file}: no such file. Give a {TOKENIZER_FILE}, or a folder that holds one.") from None

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from gptworks.errors import UserError, nearest
+from gptworks.errors import RunError, UserError, nearest
+from gptworks.files import replacing_by_name
 from gptworks.infer.chat import ChatSession
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.units import counted
@@ -58,10 +59,8 @@ class Terminal:
         """Keep the newest lines, in a file that only its owner reads."""
         if self._readline is not None and (file := history_file()) is not None:
             self._readline.set_history_length(MOST_HISTORY_LINES)
-            with contextlib.suppress(OSError):
-                file.parent.mkdir(parents=True, exist_ok=True)
-                os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
-                self._readline.write_history_file(file)
+            with contextlib.suppress(OSError, RunError, UserError), replacing_by_name(file, private=True) as aside:
+                self._readline.write_history_file(aside)
 
     def read(self, prompt: str, prefilled: str = "") -> str:
         """A line, that begins as `prefilled`.

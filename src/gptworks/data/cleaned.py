@@ -11,6 +11,7 @@ Documents are cleaned in the processes that encode them later. One process compa
 """
 
 import io
+import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from gptworks.data.report import Report, adding_up
 from gptworks.data.sources.base import Piece, Source, Unit, document
 from gptworks.data.sources.choose import choose_source, total_bytes
 from gptworks.errors import UserError
-from gptworks.files import new_folder, read_regular, sealed_json, unsealed_json
+from gptworks.files import new_folder, open_new, open_regular, read_regular, sealed_json, unsealed_json, write_new
 
 CLEANED = "cleaned"
 _KEPT, _COUNTS = "kept", "counts.json"
@@ -58,7 +59,7 @@ class CleanedDocuments(Source):
 
     def texts(self, wanted: Iterable[bool]) -> Iterator[bytes]:
         """The wanted documents."""
-        with (self._folder / "documents").open("rb") as stream:
+        with open_regular(self._folder / "documents") as stream:
             for size, one in zip(self.sizes().tolist(), wanted, strict=True):
                 if one:
                     yield stream.read(size)
@@ -161,7 +162,7 @@ def _clean_job(work: Path, cleaner: Cleaner, duplicates: Duplicates, advance: Ad
     cleaner.take_counts()
     sizes = array("Q")
     with new_folder(_folder(work, job.number)) as aside:
-        with (aside / "documents").open("wb") as documents, (aside / "signatures").open("wb") as signatures:
+        with open_new(aside / "documents") as documents, open_new(aside / "signatures") as signatures:
             for text in _documents(job.pieces()):
                 if (cleaned := cleaner.clean(text)) is not None:
                     data = cleaned.encode("utf-8")
@@ -193,9 +194,10 @@ def _compare(work: Path, jobs: list[Job], duplicates: Duplicates) -> None:
     """Write which documents are kept, and the counts of the others."""
     with new_folder(work / _KEPT) as aside:
         joined = aside / "signatures"
-        with joined.open("wb") as stream:
+        with open_new(joined) as stream:
             for job in jobs:
-                stream.write((_folder(work, job.number) / "signatures").read_bytes())
+                with open_regular(_folder(work, job.number) / "signatures") as signatures:
+                    shutil.copyfileobj(signatures, stream)
         n_documents = joined.stat().st_size // (8 * duplicates.columns)
         shape = (n_documents, duplicates.columns)
         verdicts = np.zeros(0, dtype=np.uint8)
@@ -228,7 +230,7 @@ def _count(counts: dict[int, FilterCounts], source: CleanedDocuments, sizes: np.
 
 def _write_counts(file: Path, counts: Iterable[FilterCounts]) -> None:
     tree = {"filters": [one.model_dump(mode="json") for one in counts]}
-    file.write_text(sealed_json(tree), encoding="utf-8", newline="")
+    write_new(file, sealed_json(tree))
 
 
 def _read_counts(file: Path) -> tuple[FilterCounts, ...]:

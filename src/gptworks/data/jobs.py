@@ -6,7 +6,6 @@ and what each writes, depends on the sources alone: not on the number of process
 
 import contextlib
 import hashlib
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,17 @@ from gptworks.data.sources.base import Piece, Source, Unit
 from gptworks.data.sources.choose import choose_source
 from gptworks.data.split import split_documents
 from gptworks.errors import UserError
-from gptworks.files import link_or_copy, new_folder, read_regular, sealed_json, unsealed_json
+from gptworks.files import (
+    link_or_copy,
+    new_folder,
+    open_new,
+    open_regular,
+    read_regular,
+    remove_tree,
+    sealed_json,
+    unsealed_json,
+    write_new,
+)
 from gptworks.tokenizer import document_frame, unpack_tokenizer
 
 _JOB_FILE, _HELD_OUT_FILE = "job.json", "held-out.text"
@@ -142,16 +151,16 @@ class _JobWriter:
         """Write the shards of both splits, the held-out text, and what they are."""
         out = _folder(self._folder, job.number)
         if out.exists():
-            shutil.rmtree(out)  # damaged: otherwise it would not be done again
+            remove_tree(out)  # damaged: otherwise it would not be done again
         with new_folder(out) as aside:
             with (
                 split_writers(aside, self._settings.dtype, self._settings.shard_tokens) as writers,
-                (aside / _HELD_OUT_FILE).open("wb") as held_out,
+                open_new(aside / _HELD_OUT_FILE) as held_out,
             ):
                 encoder, round_trips = self._write_documents(writers, held_out, job)
                 splits = {split: writer.finish() for split, writer in writers.items()}
             done = Done(source=job.source, splits=splits, round_trips=round_trips)
-            (aside / _JOB_FILE).write_text(sealed_json(done.model_dump(mode="json")), encoding="utf-8", newline="")
+            write_new(aside / _JOB_FILE, sealed_json(done.model_dump(mode="json")))
         return encoder
 
     def _write_documents(self, writers: dict[Split, ShardWriter], held_out: BinaryIO, job: Job) -> tuple[Encoder, bool]:
@@ -228,7 +237,7 @@ def join_jobs(folder: Path, whole: Path) -> Joined:
         )
     digest = hashlib.sha256()
     for number in range(len(done)):
-        with (_folder(folder, number) / _HELD_OUT_FILE).open("rb") as text:
+        with open_regular(_folder(folder, number) / _HELD_OUT_FILE) as text:
             for chunk in iter(lambda text=text: text.read(_CHUNK_BYTES), b""):  # type: ignore[misc]
                 digest.update(chunk)
     sources = tuple(

@@ -6,7 +6,6 @@ copies of them on another file system. The weights are not in it but in the reci
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +40,15 @@ from gptworks.data.shards import (
     shares,
 )
 from gptworks.errors import UserError
-from gptworks.files import check_free, check_regular, link_or_copy, make_folder, naming_disk_errors, new_folder
+from gptworks.files import (
+    check_free,
+    check_regular,
+    copy_folder,
+    link_or_copy,
+    make_folder,
+    naming_disk_errors,
+    new_folder,
+)
 from gptworks.tokenizer import fingerprint, train_tokenizer
 
 Made = Callable[[AnyRecipe], Prepared | None]
@@ -261,12 +268,13 @@ def _manifest(members: Sequence[Member]) -> Manifest:
 
 def _write(members: Sequence[Member], manifest: Manifest, folder: Path) -> None:
     with new_folder(folder) as aside:
-        shutil.copytree(members[0].prepared.folder / TOKENIZER_FOLDER, aside / TOKENIZER_FOLDER)
+        prepared = members[0].prepared.folder
+        copy_folder(prepared / TOKENIZER_FOLDER, aside / TOKENIZER_FOLDER, inside=prepared)
         for split in SPLITS:
             taken = ((member.prepared.folder, one) for member in members for one in member.splits[split].shards)
             for (source, old), new in zip(taken, manifest.splits[split].shards, strict=True):
                 for name, to in zip(shard_files(old), shard_files(new), strict=True):
-                    check_regular(source / name)
+                    check_regular(source / name, inside=source)
                     link_or_copy((source / name).resolve(), aside / to)
         write_manifest(manifest, aside)
 

@@ -64,7 +64,7 @@ def open_prepared(folder: str | Path) -> Prepared:
         TokenShards(folder, split, verify=False)
     for name, expected in manifest.tokenizer_files.items():
         file = folder / TOKENIZER_FOLDER / name
-        if not file.is_file() or sha256_file(file) != expected:
+        if Path(name).name != name or not file.is_file() or sha256_file(file, inside=folder) != expected:
             raise UserError(
                 f"{file} is missing or not what was written: its sha256 is not the manifest's. {redo(folder)}"
             )

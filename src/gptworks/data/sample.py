@@ -15,7 +15,7 @@ from gptworks.config import ValidationSplit
 from gptworks.data.encode import Advance, encode_in_order
 from gptworks.data.jobs import Job
 from gptworks.data.split import split_documents
-from gptworks.files import replacing
+from gptworks.files import make_folder, open_regular, replacing
 
 _ALL = 1 << 64
 _LEAST_KEPT_BYTES = 1 << 23
@@ -26,7 +26,7 @@ def sample_texts(
     folder: Path, jobs: list[Job], validation: ValidationSplit, limit_bytes: int, processes: int, report: Advance
 ) -> Iterator[str]:
     """Random pieces of the training text, in order, of which there is more than `limit_bytes`: at most so much."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     sizes = [sum(unit.size_bytes for _, unit in job.units) for job in jobs]
     rate = min(1.0, 2 * limit_bytes / max(1, sum(sizes)))  # twice as much as is taken: sizes are those of files
     limits = [min(limit_bytes, max(_LEAST_KEPT_BYTES, int(4 * rate * size))) for size in sizes]
@@ -45,7 +45,7 @@ def sample_texts(
 
 def _lines(file: Path) -> Iterator[tuple[int, int, str]]:
     """The key, the size and the text of each piece; a piece of no size says that there were more from its key on."""
-    with file.open(encoding="utf-8") as lines:
+    with open_regular(file) as lines:
         for line in lines:
             key, size, text = json.loads(line)
             yield key, size, text

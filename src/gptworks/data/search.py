@@ -29,7 +29,7 @@ from gptworks.data.opened import Prepared
 from gptworks.data.shards import Ids, ShardFile, Split, TokenShards, redo
 from gptworks.data.spelling import BORDER, Spelling
 from gptworks.errors import UserError, not_installed
-from gptworks.files import check_regular, make_folder, naming_disk_errors, replacing, sealed_json, unsealed_json
+from gptworks.files import make_folder, naming_disk_errors, open_regular, replacing, sealed_json, unsealed_json
 
 FOLDER = "search"
 """Of the index, in the folder of the dataset."""
@@ -383,8 +383,7 @@ def _name(shard: ShardFile, number: int) -> str:
 def _opened(block: _Block) -> _Opened | None:
     """The file of a block, if it is there, whole, and of these tokens. Its contents are not verified."""
     try:
-        check_regular(block.file)
-        with block.file.open("rb") as file:
+        with open_regular(block.file) as file:
             header = unsealed_json(file.read(_HEADER_BYTES).rstrip(b" "))
             n_bytes, n_borders = int(header.pop("n_bytes")), int(header.pop("n_borders"))
             if header != block.header or not 0 < n_bytes <= MAX_BLOCK_BYTES:

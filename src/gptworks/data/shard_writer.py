@@ -21,7 +21,7 @@ from gptworks.data.shards import (
     SplitFiles,
     little_endian,
 )
-from gptworks.files import sealed_json, sync
+from gptworks.files import open_new, sealed_json, sync, write_new
 
 
 class ShardWriter:
@@ -49,7 +49,7 @@ class ShardWriter:
         """
         if self._open is None:
             self._name = f"{self._split}-{len(self._shards):05d}"
-            self._open = (self._folder / f"{self._name}.tokens").open("wb")
+            self._open = open_new(self._folder / f"{self._name}.tokens")
             self._digest, self._starts, self._tokens, self._text_bytes = hashlib.sha256(), array("Q"), 0, 0
             self._learned: list[bytes] = []
             self._examples = array("Q")
@@ -95,9 +95,7 @@ class ShardWriter:
             examples = np.asarray(self._examples, dtype="<u8").tobytes()
             files |= {"learned": b"".join(self._learned), "examples": examples}
         for ending, content in files.items():
-            file = self._folder / f"{self._name}.{ending}"
-            file.write_bytes(content)
-            sync(file)
+            write_new(self._folder / f"{self._name}.{ending}", content)
         sums = {ending: hashlib.sha256(content).hexdigest() for ending, content in files.items()}
         self._shards.append(
             ShardFile(
@@ -127,5 +125,4 @@ def split_writers(folder: Path, dtype: Dtype, shard_tokens: int) -> Iterator[dic
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:
     """Write manifest.json, durably. It is the last file of a folder."""
-    (folder / MANIFEST_FILE).write_text(sealed_json(manifest.model_dump(mode="json")), encoding="utf-8", newline="")
-    sync(folder / MANIFEST_FILE)
+    write_new(folder / MANIFEST_FILE, sealed_json(manifest.model_dump(mode="json")))

@@ -13,6 +13,7 @@ A shard is closed when it holds enough tokens; documents may go on in the next o
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from gptworks.config import Section
 from gptworks.errors import UserError
-from gptworks.files import read_regular, sha256_file, unsealed_json
+from gptworks.files import open_regular, read_regular, sha256_file, unsealed_json
 
 FORMAT_VERSION = 4
 _READ_FORMATS = (3, FORMAT_VERSION)
@@ -206,7 +207,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     file = folder / MANIFEST_FILE
     try:
-        data = read_regular(file, MAX_MANIFEST_BYTES)
+        data = read_regular(file, MAX_MANIFEST_BYTES, inside=folder)
         version = json.loads(data)["format_version"]
         if version in _READ_FORMATS:
             return Manifest.model_validate(unsealed_json(data))
@@ -343,7 +344,7 @@ class TokenShards:
             for name, expected in ((shard.file, shard.sha256), (shard.offsets_file, shard.offsets_sha256), *more):
                 if (known := (*_identity(self.folder / name), expected)) in _verified:
                     continue
-                actual = sha256_file(self.folder / name)
+                actual = sha256_file(self.folder / name, inside=self.folder)
                 if actual != expected:
                     raise UserError(
                         f"{self.folder / name} is corrupt: its sha256 is {actual[:12]}… and the manifest states "
@@ -367,9 +368,12 @@ class TokenShards:
 
     def _check_size(self, name: str, expected_bytes: int) -> None:
         file = self.folder / name
-        if not file.is_file():
-            raise UserError(f"{file} is missing. {redo(self.folder)}")
-        if (actual := file.stat().st_size) != expected_bytes:
+        try:
+            with open_regular(file, inside=self.folder) as opened:
+                actual = os.fstat(opened.fileno()).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(f"{file} is missing. {redo(self.folder)}") from None
+        if actual != expected_bytes:
             raise UserError(f"{file} has {actual} bytes and the manifest states {expected_bytes}. {redo(self.folder)}")
 
 

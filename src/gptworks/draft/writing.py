@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gptworks.errors import UserError
+from gptworks.errors import RunError, UserError
+from gptworks.files import write_new as write_file
 
 Row = tuple[str, Any, str]
 """A setting: its key, its value, and the reason for it, or nothing."""
@@ -51,11 +52,11 @@ def write_new(path: Path, text: str) -> None:
 
     Raises:
         UserError: there is one, or no folder to write it to.
+        RunError: the disk is full, fails or refuses; nothing is left of the file then.
     """
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except (FileExistsError, FileNotFoundError, NotADirectoryError):
+        write_file(path, text)
+    except (UserError, RunError):
         check_new(path)
         raise
 
@@ -66,7 +67,7 @@ def check_new(path: Path) -> None:
     Raises:
         UserError: see `write_new`.
     """
-    if path.exists():
+    if path.exists() or path.is_symlink():
         raise UserError(f"{path} exists, and it is not overwritten: give another file with -o.")
     if not path.parent.is_dir():
         raise UserError(f"{path.parent} is no folder: give a file in one that exists with -o.")

@@ -16,12 +16,15 @@ import numpy as np
 from gptworks.errors import UserError
 from gptworks.evaluate.bootstrap import Floats, interval
 from gptworks.evaluate.metrics import figure_of
-from gptworks.files import write_whole
+from gptworks.files import make_folder, read_regular, read_text, write_whole
 from gptworks.pages.tables import Table
 from gptworks.units import significant
 
 FOLDER = "evaluations"
 HEADING = "## Evaluations"
+MAX_BYTES = 1 << 28
+"""Of an evaluation, which has some hundred bytes an item."""
+MAX_CARD_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,10 @@ def number(value: float) -> str:
 def save_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
     """Write each into the run folder, over an earlier one of its name, and the card's section anew."""
     folder = run_dir / FOLDER
-    folder.mkdir(exist_ok=True)
+    make_folder(folder)
     for one in evaluations:
-        write_whole(folder / f"{one.name}.json", json.dumps(one.to_json(), indent=1, ensure_ascii=False) + "\n")
+        text = json.dumps(one.to_json(), indent=1, ensure_ascii=False) + "\n"
+        write_whole(folder / f"{one.name}.json", text, inside=run_dir)
     write_card_section(run_dir)
 
 
@@ -117,14 +121,16 @@ def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
     found = {}
     for path in sorted((run_dir / FOLDER).glob("*.json")):
         try:
-            tree = json.loads(path.read_text(encoding="utf-8"))
+            tree = json.loads(read_regular(path, MAX_BYTES, inside=run_dir))
             metrics = {
                 name: Measured(**{**one, "statistics": np.array(one["statistics"], dtype=np.float64)})
                 for name, one in tree.pop("metrics").items()
             }
             notes, items = tuple(tree.pop("notes")), tuple(tree.pop("items"))
             one = Evaluation(**tree, notes=notes, items=items, metrics=metrics)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except UserError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} is not an evaluation ({type(error).__name__}): delete it.") from None
         found[one.name] = one
     return found
@@ -136,7 +142,7 @@ def write_card_section(run_dir: Path) -> None:
     if not evaluations:
         return
     card = run_dir / "model-card.md"
-    text = card.read_text(encoding="utf-8") if card.exists() else f"# {run_dir.resolve().name}\n"
+    text = read_text(card, MAX_CARD_BYTES, inside=run_dir) if card.exists() else f"# {run_dir.resolve().name}\n"
     text = re.sub(rf"\n*^{HEADING}\n.*?(?=^## |\Z)", "\n\n", text, flags=re.MULTILINE | re.DOTALL).rstrip()
     notes = [f"* {one.name}: {note}" for one in evaluations.values() for note in one.notes]
     below = "\n" + "\n".join(notes) + "\n" if notes else ""

@@ -2,30 +2,44 @@
 `sums` checks them, and `disk` says why a disk refused."""
 
 from gptworks.files.disk import naming_disk_errors, why_not_written
-from gptworks.files.read import check_regular, read_regular, read_text
+from gptworks.files.read import check_inside, check_regular, open_folder, open_regular, read_regular, read_text
 from gptworks.files.sums import SUMS_FILE, check_sums, sealed_json, sha256_file, unsealed_json, write_sums
 from gptworks.files.write import (
     check_free,
+    copy_file,
+    copy_folder,
     link_or_copy,
     make_folder,
+    making,
     new_folder,
+    open_new,
+    open_to_append,
     remove_leftovers,
     remove_tree,
     replacing,
     replacing_by_name,
     sync,
+    write_new,
     write_whole,
 )
 
 __all__ = [
     "SUMS_FILE",
     "check_free",
+    "check_inside",
     "check_regular",
     "check_sums",
+    "copy_file",
+    "copy_folder",
     "link_or_copy",
     "make_folder",
+    "making",
     "naming_disk_errors",
     "new_folder",
+    "open_folder",
+    "open_new",
+    "open_regular",
+    "open_to_append",
     "read_regular",
     "read_text",
     "remove_leftovers",
@@ -37,6 +51,7 @@ __all__ = [
     "sync",
     "unsealed_json",
     "why_not_written",
+    "write_new",
     "write_sums",
     "write_whole",
 ]

@@ -1,26 +1,120 @@
-"""Reading: a regular file, bounded in bytes."""
+"""Reading what may come from elsewhere: a regular file, inside its folder, bounded in bytes.
 
+A FIFO would be waited for, a device read for ever, and a link could lead to any file of the reader's. Every name on the
+way from the folder to the file is opened by itself, without following a link, in the folder that is held open: so the
+file that was looked at is the one that is read. A link that stays inside the folder is followed; so is one of Hugging
+Face's cache, from `snapshots/REVISION/` to `blobs/`.
+"""
+
+import contextlib
+import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
 
 from gptworks.errors import UserError
 
+_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY
+"""Flags of a folder on the way, which need not be listed."""
+_MOST_LINKS = 40
 
-def check_regular(path: Path, max_bytes: int | None = None) -> None:
-    """Refuse what is no regular file, before a library opens it: a FIFO would be waited for, a device read for ever.
+
+def open_regular(path: Path, *, inside: Path | None = None, max_bytes: int | None = None) -> BufferedReader:
+    """Open a regular file to read its bytes.
 
     Args:
+        inside: a folder above `path` which no link may lead out of; None: the file is one that the user named.
         max_bytes: the largest size; None: any.
 
     Raises:
-        UserError: it is a folder, FIFO, socket or device, or too large.
-        OSError: it cannot be looked at; FileNotFoundError where there is none.
+        UserError: it is a folder, FIFO, socket or device, a link that leads outside, or too large.
+        OSError: it cannot be opened; FileNotFoundError where there is none.
     """
-    _check_regular(path, path.stat(), max_bytes)
+    descriptor = _open_anywhere(path) if inside is None else _open_inside(path, inside)
+    try:
+        check_kind(path, os.fstat(descriptor), max_bytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
 
 
-def _check_regular(path: Path, found: os.stat_result, max_bytes: int | None) -> None:
+def check_regular(path: Path, max_bytes: int | None = None, *, inside: Path | None = None) -> None:
+    """Refuse what `open_regular` would, before a library opens it by name.
+
+    Raises:
+        UserError, OSError: as `open_regular`.
+    """
+    open_regular(path, inside=inside, max_bytes=max_bytes).close()
+
+
+def read_regular(path: Path, max_bytes: int, *, inside: Path | None = None) -> bytes:
+    """The bytes of a regular file, at most `max_bytes` of them; see `open_regular`.
+
+    Raises:
+        UserError, OSError: as `open_regular`.
+    """
+    with open_regular(path, inside=inside, max_bytes=max_bytes) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:  # it grows
+        raise UserError(f"{path} has more than {max_bytes} bytes, which is what such a file may have.")
+    return data
+
+
+def read_text(path: Path, max_bytes: int, *, inside: Path | None = None) -> str:
+    """The text of a regular UTF-8 file, its line ends as they are; see `open_regular`.
+
+    Raises:
+        UserError, OSError: as `open_regular`; UserError also where it is not UTF-8.
+    """
+    try:
+        return read_regular(path, max_bytes, inside=inside).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no UTF-8 text: byte {error.start} cannot be read. Save it as UTF-8.") from None
+
+
+def check_inside(path: Path, inside: Path) -> None:
+    """Refuse a file or folder, before a library opens it by name, that a link takes out of the folder `inside`; what
+    is not there passes.
+
+    Raises:
+        UserError: as said.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.close(_open_inside(path, inside))
+
+
+def open_folder(path: Path, *, inside: Path | None = None) -> int:
+    """A descriptor of a folder, by which it is the same one whatever its path becomes.
+
+    Args:
+        inside: as of `open_regular`.
+
+    Raises:
+        UserError: a link leads out of `inside`.
+        OSError: it is no folder, or cannot be opened.
+    """
+    if inside is not None:
+        descriptor = _open_inside(path, inside)
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        return descriptor
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:  # names can be made in a folder that cannot be listed, where the system has O_PATH
+        return os.open(path, _FOLDER)
+
+
+def check_kind(path: Path, found: os.stat_result, max_bytes: int | None = None) -> None:
+    """Refuse, by its status, what is no regular file or too large.
+
+    Raises:
+        UserError: as said.
+    """
+    if stat.S_ISLNK(found.st_mode):
+        raise UserError(f"{path} is a link, and it is written through none: put a file there, or delete the link.")
     if not stat.S_ISREG(found.st_mode):
         kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a FIFO, socket or device"
         raise UserError(f"{path} is {kind}: give a regular file.")
@@ -28,29 +122,57 @@ def _check_regular(path: Path, found: os.stat_result, max_bytes: int | None) -> 
         raise UserError(f"{path} has {found.st_size} bytes; such a file may have {max_bytes}.")
 
 
-def read_regular(path: Path, max_bytes: int) -> bytes:
-    """The bytes of a regular file, at most `max_bytes` of them.
-
-    Raises:
-        UserError, OSError: as `check_regular`.
-    """
-    check_regular(path, max_bytes)
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # it may have become a FIFO since
-    with os.fdopen(descriptor, "rb") as file:
-        _check_regular(path, os.fstat(descriptor), max_bytes)
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:  # it grows
-        raise UserError(f"{path} has more than {max_bytes} bytes, which is what such a file may have.")
-    return data
+def _open_anywhere(path: Path) -> int:
+    """A descriptor of a file that the user named: links are followed."""
+    found = path.stat()  # opening a device may do something
+    if not stat.S_ISREG(found.st_mode):
+        check_kind(path, found)
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
 
-def read_text(path: Path, max_bytes: int) -> str:
-    """The text of a regular UTF-8 file, its line ends as they are.
-
-    Raises:
-        UserError, OSError: as `check_regular`; UserError also where it is no UTF-8.
-    """
+def _open_inside(path: Path, inside: Path) -> int:
+    """A descriptor of what `path` names, each name on the way from `inside` opened by itself."""
+    root, names = inside.resolve(), Path(os.path.normpath(path.relative_to(inside)))
     try:
-        return read_regular(path, max_bytes).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is no UTF-8 text: byte {error.start} cannot be read. Save it as UTF-8.") from None
+        for _ in range(_MOST_LINKS):
+            if names.is_absolute() and names.is_relative_to(root):
+                names = names.relative_to(root)
+            if names.is_absolute() or names.parts[:1] == (os.pardir,):
+                if root.parent.name != "snapshots" or names.parts[:-1] != (os.pardir, os.pardir, "blobs"):
+                    raise UserError(
+                        f"{path} leads out of {inside}, to {names}, and nothing outside is read or written. If you "
+                        "trust that, put it there in place of the link."
+                    )
+                root, names = root.parents[1], Path(*names.parts[2:])
+            descriptor, linked = _walk(root, names, path)
+            if linked is None:
+                return descriptor
+            names = Path(os.path.normpath(linked))
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    raise UserError(f"{path} is a link in a circle of links: put a file there.")
+
+
+def _walk(root: Path, names: Path, path: Path) -> tuple[int, Path | None]:
+    """A descriptor of what the names from the root on lead to; or at the first link, what it has them stand for."""
+    held, parts = os.open(root, _FOLDER), names.parts
+    try:
+        for n, name in enumerate(parts):
+            found = os.stat(name, dir_fd=held, follow_symlinks=False)
+            if stat.S_ISLNK(found.st_mode):
+                return -1, Path(*parts[:n], os.readlink(name, dir_fd=held), *parts[n + 1 :])
+            if n + 1 < len(parts):
+                flags = _FOLDER
+            else:
+                if not stat.S_ISDIR(found.st_mode):
+                    check_kind(path, found)
+                flags = os.O_RDONLY | os.O_NONBLOCK
+            below = os.open(name, flags | os.O_NOFOLLOW, dir_fd=held)
+            os.close(held)
+            held = below
+        result, held = held, -1
+        return result, None
+    finally:
+        if held >= 0:
+            os.close(held)

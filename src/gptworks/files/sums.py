@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.errors import UserError
-from gptworks.files.read import check_regular, read_regular
+from gptworks.files.read import check_regular, open_regular, read_regular
 from gptworks.files.write import write_whole
 
 
-def sha256_file(path: Path) -> str:
-    """The sha256 of a file's bytes, in hex."""
-    with path.open("rb") as file:
+def sha256_file(path: Path, *, inside: Path | None = None) -> str:
+    """The sha256 of a regular file's bytes, in hex; arguments and errors: see `open_regular`."""
+    with open_regular(path, inside=inside) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -47,8 +47,8 @@ def write_sums(folder: Path) -> None:
 
 
 def check_sums(folder: Path, max_bytes: int) -> None:
-    """Compare a folder's files with its `sums.json`; without one, nothing is checked. Files it does not name may be
-    there.
+    """Compare a folder's files with its `sums.json`; without one, nothing is checked. It may hold files that are not
+    named there.
 
     Args:
         max_bytes: the largest size of a file.
@@ -58,7 +58,7 @@ def check_sums(folder: Path, max_bytes: int) -> None:
     """
     path = folder / SUMS_FILE
     try:
-        sums = unsealed_json(read_regular(path, 1 << 20)).get("files")
+        sums = unsealed_json(read_regular(path, 1 << 20, inside=folder)).get("files")
         if not isinstance(sums, dict) or any(Path(name).name != name for name in sums):
             raise ValueError("it does not list the files beside it")
     except (FileNotFoundError, NotADirectoryError):  # the folder was written by an earlier version
@@ -68,8 +68,8 @@ def check_sums(folder: Path, max_bytes: int) -> None:
     for name, expected in sums.items():
         file = folder / name
         try:
-            check_regular(file, max_bytes)
-            state = None if sha256_file(file) == expected else "is not the file that was written"
+            check_regular(file, max_bytes, inside=folder)
+            state = None if sha256_file(file, inside=folder) == expected else "is not the file that was written"
         except FileNotFoundError:
             state = "is missing"
         if state is not None:

@@ -15,14 +15,18 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
+from io import BufferedRandom
 from pathlib import Path
 from typing import BinaryIO
 
-from gptworks.errors import UserError
+from gptworks.errors import RunError, UserError
 from gptworks.files.disk import DISK_FAILS, naming_disk_errors
+from gptworks.files.read import check_inside, check_kind, open_folder, open_regular
 
 _ADVICE = "Nothing of it is left behind; make room or permission there and try again."
-_TOKEN_BYTES = 6
+_PREFIX, _TOKEN_BYTES = ".writing-", 6
+"""Of the names of temporary files."""
+_COPIED_BYTES = 1 << 20
 
 
 def sync(path: Path) -> None:
@@ -58,18 +62,19 @@ def link_or_copy(file: Path, to: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, inside: Path | None = None, private: bool = False) -> Iterator[BinaryIO]:
     """A file to write to, which replaces `path` at the end: a reader sees the old file or the new, never a part. If the
     writing fails, the old file stays. The mode is that of the old file, or the umask's.
 
     Args:
+        inside: a folder above `path` which no link may lead out of; None: the place is one that the user named.
         private: only the owner may read it.
 
     Raises:
-        UserError: `path` is a FIFO, socket or device.
+        UserError: `path` is a FIFO, socket or device, or a link leads out of `inside`.
         RunError: the disk is full, fails or refuses.
     """
-    with naming_disk_errors(f"{path} could not be written", path, _ADVICE), _held(path.parent) as folder:
+    with naming_disk_errors(f"{path} could not be written", path, _ADVICE), _held(path.parent, inside) as folder:
         mode = 0o600 if private else _mode_of(path, folder)
         with _named(path):
             name, descriptor = _new_file(path.name, folder, 0o666 if mode is None else mode)
@@ -91,13 +96,13 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def replacing_by_name(path: Path) -> Iterator[Path]:
+def replacing_by_name(path: Path, *, private: bool = False) -> Iterator[Path]:
     """As `replacing`, for a library that opens what it writes by name: the path is in a folder that is the owner's.
     Missing folders above `path` are made."""
     with naming_disk_errors(f"{path} could not be written", path, _ADVICE):
         make_folder(path.absolute().parent)
         with _held(path.parent) as folder, _new_private_folder(path, folder) as (name, aside, _):
-            mode = _mode_of(path, folder)
+            mode = 0o600 if private else _mode_of(path, folder)
             yield path.with_name(name) / path.name
             with _named(path):
                 descriptor = os.open(path.name, os.O_RDONLY | _NO_SURPRISE, dir_fd=aside)
@@ -111,33 +116,35 @@ def replacing_by_name(path: Path) -> Iterator[Path]:
                 _sync(folder)
 
 
-def write_whole(path: Path, text: str, *, private: bool = False) -> None:
-    """Replace a small UTF-8 file at once; see `replacing`.
+def write_whole(path: Path, data: str | bytes, *, inside: Path | None = None, private: bool = False) -> None:
+    """Replace a small file, of UTF-8 where it is text, at once; see `replacing`.
 
     Raises:
         UserError, RunError: as `replacing`.
     """
-    data = text.encode("utf-8")
-    with replacing(path, private=private) as file:
-        file.write(data)
+    encoded = data.encode("utf-8") if isinstance(data, str) else data
+    with replacing(path, inside=inside, private=private) as file:
+        file.write(encoded)
 
 
 @contextlib.contextmanager
-def new_folder(out: Path, needed_bytes: int | None = None) -> Iterator[Path]:
+def new_folder(out: Path, needed_bytes: int | None = None, *, inside: Path | None = None) -> Iterator[Path]:
     """A folder to fill, the owner's until it becomes `out` at the end, flushed: it is there whole or not at all.
 
     Args:
         out: nothing, or an empty folder; see `check_free`.
         needed_bytes: what will be written, for the message; None: not known.
+        inside: as of `replacing`.
 
     Raises:
+        UserError: a link leads out of `inside`.
         RunError: the disk is full, fails or refuses.
     """
     place = out.absolute()
     advice = "Nothing half-written is kept. Make room or permission there, or give another place, and do it again."
     with naming_disk_errors(f"{out} could not be written", out, advice, needed_bytes):
         make_folder(place.parent)
-        with _held(place.parent) as folder, _new_private_folder(place, folder) as (name, aside, mode):
+        with _held(out.parent, inside) as folder, _new_private_folder(place, folder) as (name, aside, mode):
             path = out.with_name(name)
             yield path
             for each in path.rglob("*"):
@@ -154,6 +161,121 @@ def new_folder(out: Path, needed_bytes: int | None = None) -> Iterator[Path]:
                 except OSError:  # a crash may still lose its name: then it is not done, and can be done again
                     os.rename(place.name, name, src_dir_fd=folder, dst_dir_fd=folder)
                     raise
+
+
+def open_new(path: Path, *, inside: Path | None = None, private: bool = False) -> BufferedRandom:
+    """Open a file to write to where nothing is yet, not even a link.
+
+    Args:
+        inside, private: as of `replacing`.
+
+    Raises:
+        UserError: a link leads out of `inside`. OSError: the system refuses; FileExistsError where something is there.
+    """
+    with _held(path.parent, inside) as folder, _named(path):
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_SURPRISE
+        return os.fdopen(os.open(path.name, flags, 0o600 if private else 0o666, dir_fd=folder), "w+b")
+
+
+def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
+    """Open a regular file, made where nothing is, to add to its end; it can be read and cut as well.
+
+    Args:
+        inside: a folder above `path` which no link may lead out of; then `path` may be no link at all. None: the file
+            is one that the user named.
+
+    Raises:
+        UserError: it is a folder, FIFO, socket or device, or a link as said.
+        OSError: the system refuses.
+    """
+    with _held(path.parent, inside) as folder, _named(path):
+        with contextlib.suppress(FileNotFoundError):
+            check_kind(path, os.stat(path.name, dir_fd=folder, follow_symlinks=inside is None))
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | (os.O_NOFOLLOW if inside is not None else 0)
+        descriptor = os.open(path.name, flags, 0o666, dir_fd=folder)
+        try:
+            check_kind(path, os.fstat(descriptor))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return os.fdopen(descriptor, "a+b")
+
+
+@contextlib.contextmanager
+def making(path: Path, *, inside: Path | None = None, private: bool = False) -> Iterator[BinaryIO]:
+    """A new file to write to, flushed at the end, where nothing is yet. If the writing fails, it is removed.
+
+    Args:
+        inside, private: as of `replacing`.
+
+    Raises:
+        UserError: something is there, or a link leads out of `inside`.
+        RunError: the disk is full, fails or refuses.
+    """
+    with naming_disk_errors(f"{path} could not be written", path, _ADVICE), _held(path.parent, inside) as folder:
+        try:
+            opened = open_new(path, inside=inside, private=private)
+        except FileExistsError:
+            raise UserError(f"{path} exists, and it is not overwritten: give another place, or delete it.") from None
+        try:
+            with opened as file:
+                yield file
+                with _named(path):
+                    file.flush()
+                    os.fsync(file.fileno())
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(path.name, dir_fd=folder)
+            raise
+        with _named(path):
+            _sync(folder)
+
+
+def write_new(path: Path, data: str | bytes, *, inside: Path | None = None, private: bool = False) -> None:
+    """Write a small file, of UTF-8 where it is text, that does not exist yet; see `making`.
+
+    Raises:
+        UserError, RunError: as `making`.
+    """
+    encoded = data.encode("utf-8") if isinstance(data, str) else data
+    with making(path, inside=inside, private=private) as file:
+        file.write(encoded)
+
+
+def copy_file(file: Path, to: Path, max_bytes: int | None = None, *, inside: Path | None = None) -> None:
+    """Copy the bytes of a regular file to where nothing is yet; its mode is the umask's.
+
+    Args:
+        max_bytes, inside: of `file`; see `open_regular`.
+
+    Raises:
+        UserError, OSError: as `open_regular` and `making`. RunError: as `making`.
+    """
+    with open_regular(file, inside=inside, max_bytes=max_bytes) as source, making(to) as target:
+        n_bytes, free_bytes = os.fstat(source.fileno()).st_size, shutil.disk_usage(to.parent).free
+        if n_bytes > free_bytes:  # also of a sparse file, which takes no place where it is
+            raise RunError(
+                f"{file} has {n_bytes:,} bytes, and {free_bytes:,} are free at {to.parent}: make room there."
+            )
+        shutil.copyfileobj(source, target, _COPIED_BYTES)
+
+
+def copy_folder(folder: Path, to: Path, *, inside: Path | None = None) -> None:
+    """Copy the regular files of a folder to one that is not there yet. What is no file is left out: the folders that
+    this package writes hold no others.
+
+    Args:
+        inside: as of `open_regular`.
+
+    Raises:
+        UserError, OSError, RunError: as `copy_file`; OSError where `to` is there.
+    """
+    if inside is not None:
+        check_inside(folder, inside)
+    to.mkdir()
+    for file in sorted(folder.iterdir()):
+        if not file.is_dir() and not file.name.startswith(_PREFIX):
+            copy_file(file, to / file.name, inside=inside)
 
 
 def remove_leftovers(path: Path) -> None:
@@ -193,15 +315,9 @@ _MOST_NAME_BYTES = 200
 
 
 @contextlib.contextmanager
-def _held(folder: Path) -> Iterator[int]:
-    """A descriptor of a folder, by which it is the same one whatever its path becomes."""
+def _held(folder: Path, inside: Path | None = None) -> Iterator[int]:
     with _named(folder):
-        try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except PermissionError:  # names can be made in a folder that cannot be listed, where the system has O_PATH
-            if not hasattr(os, "O_PATH"):
-                raise
-            descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+        descriptor = open_folder(folder, inside=inside)
     try:
         yield descriptor
     finally:
@@ -246,7 +362,7 @@ def _stem(name: str) -> str:
     """What the names of a file's temporary files begin with."""
     encoded = os.fsencode(name)
     short = name if len(encoded) <= _MOST_NAME_BYTES else hashlib.sha256(encoded).hexdigest()
-    return f".writing-{short}."
+    return f"{_PREFIX}{short}."
 
 
 def _new_file(name: str, folder: int, mode: int) -> tuple[str, int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.errors import UserError
+from gptworks.files import open_regular, open_to_append
 from gptworks.infer.client import completions, run_many
 from gptworks.infer.engine import Engine
 from gptworks.infer.request import Overflow, Prompt, Request
@@ -83,10 +84,10 @@ def generate_file(
     def submit(task: _Task) -> Request:
         return engine.submit(encode(task.prompt), task.settings, n_samples=n_samples, overflow=overflow)
 
-    with target.open("a", encoding="utf-8") as out:
+    with open_to_append(target) as out:
         for task, ended in run_many(engine, lambda n: itertools.islice(left, n), submit, _IN_FLIGHT):
             outcome = _outcome(ended)
-            out.write(json.dumps({"id": task.id, **outcome}, ensure_ascii=False) + "\n")
+            out.write((json.dumps({"id": task.id, **outcome}, ensure_ascii=False) + "\n").encode("utf-8"))
             out.flush()
             if "error" in outcome:
                 progress.failed += 1
@@ -142,7 +143,7 @@ def _finished(target: Path) -> set[str | int]:
     if not target.exists():
         return set()
     finished, whole_bytes = set(), 0
-    with target.open("rb") as lines:
+    with open_regular(target) as lines:
         for number, line in enumerate(lines, 1):
             try:
                 if line.endswith(b"\n"):
@@ -154,6 +155,6 @@ def _finished(target: Path) -> set[str | int]:
                 raise UserError(
                     f"{target}, line {number}: not an output of this command. Give another --output."
                 ) from None
-    with target.open("rb+") as file:
+    with open_to_append(target) as file:
         file.truncate(whole_bytes)
     return finished

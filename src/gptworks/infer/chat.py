@@ -10,7 +10,7 @@ from gptworks.chat_template import Message
 from gptworks.config import ConversationsSource
 from gptworks.data.conversations.reading import iter_conversations
 from gptworks.errors import UserError
-from gptworks.files import check_regular
+from gptworks.files import check_regular, open_to_append
 from gptworks.infer.client import answer_settings
 from gptworks.infer.engine import Engine
 from gptworks.infer.sampling import SamplingSettings
@@ -116,10 +116,8 @@ class ChatSession:
         system = [{"role": "system", "content": self.system}] if self.system else []
         line = json.dumps({"messages": [*system, *self.said]}, ensure_ascii=False) + "\n"
         try:
-            if path.exists():
-                check_regular(path)
-            with path.open("a+b") as file:
-                if file.tell():
+            with open_to_append(path) as file:
+                if file.seek(0, 2):
                     file.seek(-1, 2)
                     line = line if file.read() == b"\n" else f"\n{line}"
                 file.write(line.encode("utf-8", "replace"))

@@ -16,6 +16,7 @@ from gptworks.data.prepare import prepare as prepare_data
 from gptworks.errors import UserError, refuse_unused
 from gptworks.evaluate.results import Evaluation, save_evaluations, table
 from gptworks.evaluate.task import load_task
+from gptworks.files import read_text
 from gptworks.pages.cell import cell
 from gptworks.pages.parts import paragraph
 from gptworks.pages.parts import table as html_table
@@ -214,10 +215,11 @@ def _listed(files: Files) -> list[Path]:
     return [Path(files)] if isinstance(files, str | PathLike) else [Path(one) for one in files]
 
 
+_MOST_TEXT_BYTES = 1 << 32
+
+
 def _read_text(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")  # line ends as they are
+        return read_text(path, _MOST_TEXT_BYTES)
     except OSError as error:
         raise UserError(f"{path}: {(error.strerror or str(error)).lower()}. Give a text file.") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: byte {error.start} is wrong.") from None

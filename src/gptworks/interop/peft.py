@@ -23,7 +23,7 @@ from torch import Tensor
 from gptworks.checkpoint import LoadedRun, Report, load_run
 from gptworks.config import ADAPTED_MODULES, LoRAConfig, ModelConfig
 from gptworks.errors import UserError
-from gptworks.files import check_free, new_folder
+from gptworks.files import check_free, copy_folder, new_folder, write_new
 from gptworks.interop.huggingface.choice import choose_family
 from gptworks.interop.huggingface.exporting import export_huggingface
 from gptworks.interop.huggingface.family import Family
@@ -219,7 +219,7 @@ def _write(folder: Path, pairs: dict[str, Pair], adapter: LoRAConfig, base: str,
         "alpha_pattern": {module: adapter.scale * rank for module, rank in ranks.items()},
         "inference_mode": True,
     }
-    (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_new(folder / CONFIG_FILE, json.dumps(settings, indent=2) + "\n")
 
 
 def _verify(folder: Path, base: Path, loaded: LoadedRun, tokenizer: Tokenizer) -> float:
@@ -264,7 +264,7 @@ def import_adapter(
         train = further_training(loaded.model.config, adapter=True)
         update = {"name": run_name(run_dir), "run_dir": run_dir, "adapter": adapter, "freeze": None, "train": train}
         recipe = loaded.recipe.model_copy(update=update)
-        shutil.copytree(loaded.tokenizer_folder, aside / "tokenizer")
+        copy_folder(loaded.tokenizer_folder, aside / "tokenizer", inside=loaded.tokenizer_folder.parent)
         card = f"# {recipe.name}\n\nA LoRA adapter that was imported, beside the model in `{base.name}`.\n"
         write_run(aside, recipe, weights | changed, card)
         difference = None
@@ -377,10 +377,11 @@ def _check_shapes(module: str, a: Tensor, b: Tensor, rank: int, shape: torch.Siz
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors, by their names without PEFT's prefix."""
     path = folder / TENSORS_FILE
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"{folder} has no {TENSORS_FILE}: gptworks reads safetensors alone.")
     tensors: dict[str, Tensor] = {}
-    held = read_tensors(path, None, owner="an adapter", fix="Save the adapter again, or take another one.")
+    fix = "Save the adapter again, or take another one."
+    held = read_tensors(path, None, inside=folder, owner="an adapter", fix=fix)
     for name, tensor in held.items():
         short = name.removeprefix(PREFIX)
         if short in tensors:

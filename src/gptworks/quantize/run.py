@@ -1,7 +1,6 @@
 """A run folder → a quantized one beside it, which is used like any other."""
 
 import json
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,8 +17,9 @@ from gptworks.data.prepare import prepare as prepare_data
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 from gptworks.evaluate.loss import batches_of
+from gptworks.evaluate.results import MAX_CARD_BYTES
 from gptworks.evaluate.run import PLACEHOLDER_SOURCES
-from gptworks.files import check_free, new_folder, write_sums, write_whole
+from gptworks.files import check_free, copy_folder, new_folder, read_text, write_sums, write_whole
 from gptworks.quantize.convert import matrix_kinds, quantize_model
 from gptworks.quantize.linear import QuantizedGPT
 from gptworks.quantize.report import QuantizationReport, make_report
@@ -151,7 +151,7 @@ def _write(out: Path, run: Path, loaded: LoadedRun, quantized: QuantizedGPT, mea
     origin = {"run": loaded.recipe.name, "folder": run.name, "step": step}
     with new_folder(out) as aside:
         save_recipe(loaded.recipe.model_copy(update={"run_dir": out}), aside / "recipe.yaml")
-        shutil.copytree(loaded.tokenizer_folder, aside / "tokenizer")
+        copy_folder(loaded.tokenizer_folder, aside / "tokenizer", inside=run)
         write_sums(aside / "tokenizer")
         save_checkpoint(aside, step, quantized.state_dict(), {}, loaded.checkpoint.state() | {"best_step": step})
         figures = json.dumps({"made_from": origin, **measured.to_json()}, indent=2)
@@ -162,6 +162,6 @@ def _write(out: Path, run: Path, loaded: LoadedRun, quantized: QuantizedGPT, mea
 def _card(run: Path, loaded: LoadedRun, measured: QuantizationReport) -> str:
     """The run's card, and below it what became of the weights."""
     card = run / "model-card.md"
-    before = card.read_text(encoding="utf-8") if card.exists() else f"# {loaded.recipe.name}\n"
+    before = read_text(card, MAX_CARD_BYTES, inside=run) if card.exists() else f"# {loaded.recipe.name}\n"
     origin = f"Made from the run in `{run}`, step {loaded.checkpoint.step:,}, whose weights are in fp32.\n"
     return f"{before.rstrip()}\n\n{measured.to_markdown()}\n{origin}"

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from gptworks.config import PositiveInt, Recipe, Section
 from gptworks.errors import UserError
-from gptworks.files import write_whole
+from gptworks.files import read_regular, write_whole
 from gptworks.runs.history import History
 from gptworks.runs.settings import decisive, differences, settings_fingerprint
 from gptworks.runs.statistics import binomial_quantile, t_quantile
@@ -169,6 +169,9 @@ def write_band(band: Band, path: Path) -> None:
     write_whole(path, f'{head},\n  "points": [\n{points}\n  ]\n}}\n')
 
 
+_MOST_BYTES = 1 << 26
+
+
 def read_band(path: Path) -> Band:
     """A band from its file.
 
@@ -176,10 +179,10 @@ def read_band(path: Path) -> Band:
         UserError: there is none, or it is no band.
     """
     try:
-        return Band.model_validate_json(path.read_text(encoding="utf-8"))
+        return Band.model_validate_json(read_regular(path, _MOST_BYTES))
     except FileNotFoundError:
         raise UserError(f"{path}: no such band. `gptworks compare --make-band {path} RUN RUN RUN` makes one.") from None
-    except (ValidationError, UnicodeDecodeError) as error:
+    except ValidationError as error:
         raise UserError(f"{path} is not a band: {str(error).splitlines()[0]}") from None
 
 

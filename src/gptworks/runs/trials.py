@@ -6,6 +6,7 @@ Beside a trial's run folder stand its recipe and its log, of the same name with 
 
 import contextlib
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import filelock
 
 from gptworks.config import Recipe, Role, settings
 from gptworks.errors import RunError, UserError
+from gptworks.files import open_regular, open_to_append
 from gptworks.recipe import save_recipe
 from gptworks.train.record.metrics import Record, read_metrics
 
@@ -45,7 +47,7 @@ def train_trial(
         return None
     command = [*TRAIN, str(place.with_suffix(".yaml")), "--resume"]
     with (
-        place.with_suffix(".log").open("a", encoding="utf-8") as log,
+        open_to_append(place.with_suffix(".log"), inside=place.parent) as log,
         # a session of its own: Ctrl-C reaches the parent alone, which stops the trial in its own way
         _process(
             subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -88,9 +90,14 @@ def evaluations(folder: Path) -> list[Record]:
     return [record for record in records if record.get("kind") == "validation" and math.isfinite(record["loss"])]
 
 
+_TAIL_BYTES = 1 << 16
+
+
 def last_line(place: Path) -> str:
     """What a trial printed last: why it failed."""
-    lines = place.with_suffix(".log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    with open_regular(place.with_suffix(".log"), inside=place.parent) as log:
+        log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
+        lines = log.read(_TAIL_BYTES).decode("utf-8", "replace").strip().splitlines()
     return lines[-1].removeprefix("error: ") if lines else "it said nothing"
 
 

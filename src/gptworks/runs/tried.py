@@ -12,13 +12,13 @@ from pydantic import TypeAdapter
 
 from gptworks.config import Recipe
 from gptworks.errors import UserError
-from gptworks.files import write_whole
+from gptworks.files import read_regular, write_whole
 from gptworks.recipe import load_recipe
 from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS, Verdict, verdict
 from gptworks.runs.step_time import StepTime, step_time
 
 TRY_FILE = "try.json"
-_FORMAT = 1
+_FORMAT, _MOST_BYTES = 1, 1 << 26
 
 LOSS_ERROR, SPEED_ERROR = 0.04, 0.01
 """How often, at most, a change that does nothing is called one that does by its losses, or is given a third run by its
@@ -170,12 +170,14 @@ def read_try(folder: Path) -> Try:
     """
     file = folder / TRY_FILE
     try:
-        state = json.loads(file.read_text(encoding="utf-8"))
+        state = json.loads(read_regular(file, _MOST_BYTES, inside=folder))
         written = state["design"]["format_version"]
         parts = _parts(state) if written == _FORMAT else None
     except FileNotFoundError:
         raise UserError(f"{folder} holds no try: there is no {TRY_FILE}.") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({type(error).__name__}): give another --folder.") from None
     if parts is None:
         raise UserError(f"{file} has format {written} and this gptworks reads {_FORMAT}.")

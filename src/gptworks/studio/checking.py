@@ -18,11 +18,12 @@ from gptworks.config.explain import faults, sections_at
 from gptworks.confined.child import Answer, serve
 from gptworks.describe.plan_tables import plan_json, tables
 from gptworks.errors import UserError
+from gptworks.files import read_text as read_file
 from gptworks.plan.devices import find_device, this_cpu
 from gptworks.recipe import apply_overrides, load_recipe, parse_recipe
 from gptworks.studio.form import GIVEN_BY_THE_START, form, text_of
 from gptworks.train.rehearsal.estimate import estimate
-from gptworks.yaml_files import compose_yaml, parse_yaml
+from gptworks.yaml_files import MAX_BYTES, compose_yaml, parse_yaml
 
 Tree = dict[str, Any]
 _UNMEASURED = "the run shows this machine's speed once it trains"
@@ -117,7 +118,7 @@ def beginning(origin: str) -> str:
     """The text of a recipe's file, as it stands; or that of a run's folder, without the settings that follow from the
     others."""
     if Path(origin).is_file():
-        return _without_given(Path(origin).read_text(encoding="utf-8"))
+        return _without_given(read_file(Path(origin), MAX_BYTES))
     recipe = load_recipe(origin)
     tree = recipe.model_dump(mode="json", exclude=set(GIVEN_BY_THE_START))
     for name in ("sources", "mixture"):

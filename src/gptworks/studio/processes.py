@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import stat
 import sys
 import threading
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 
 from gptworks.errors import UserError
+from gptworks.files import open_regular, open_to_append
 from gptworks.train.run_folder import CONSOLE, is_in_use
 
 MOST_LINES = 12
@@ -71,8 +71,7 @@ class Processes:
         """
         with self._lock:
             self.check_room()
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
-            with os.fdopen(os.open(folder / CONSOLE, flags, 0o644), "ab") as console:
+            with open_to_append(folder / CONSOLE, inside=folder) as console:
                 process = Popen(
                     [sys.executable, *COMMAND, "train", *arguments], stdin=DEVNULL, stdout=console, stderr=STDOUT,
                     start_new_session=True,
@@ -121,15 +120,10 @@ class Processes:
 def console_lines(folder: Path) -> list[str]:
     """The last lines that a run's process has printed."""
     try:
-        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-        descriptor = os.open(folder / CONSOLE, flags)
-        with os.fdopen(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                return []
-            file.seek(max(0, found.st_size - _TAIL_BYTES))
+        with open_regular(folder / CONSOLE, inside=folder) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             text = file.read(_TAIL_BYTES).decode("utf-8", "replace")
-    except OSError:
+    except (OSError, UserError):
         return []
     lines = [line.rpartition("\r")[2].rstrip() for line in text.split("\n")]
     return [line[:MOST_CHARACTERS] for line in lines if line][-MOST_LINES:]

@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 
 from gptworks.confined import Abandoned, Confined, Exceeded, Limits, Refused, Task
 from gptworks.errors import RunError, UserError
+from gptworks.files import write_new
 from gptworks.plan.devices import DEVICES
 from gptworks.recipes import shipped_paths, shipped_recipes
 from gptworks.serve import openai
@@ -358,10 +359,10 @@ def _start_new(processes: Processes, name: str, folder: Path, text: str) -> None
     file = folder.with_name(f"{name}.yaml")
     try:
         folder.mkdir()
-        with file.open("x", encoding="utf-8") as out:
-            out.write(text)
-    except FileExistsError as error:
-        raise APIError(409, f"{error.filename} exists, and nothing is overwritten: choose another name.") from None
+        write_new(file, text)
+    except (FileExistsError, UserError) as error:
+        taken = error.filename if isinstance(error, OSError) else file
+        raise APIError(409, f"{taken} exists, and nothing is overwritten: choose another name.") from None
     except OSError as error:
         raise RunError(f"{error.filename or file} could not be written: {error.strerror}.") from None
     processes.start(name, folder, ["--", str(file)])

@@ -99,7 +99,7 @@ def read_history(run_dir: Path) -> History:
     """
     path = run_dir / CHANGES
     try:
-        return TypeAdapter(History).validate_python(unsealed_json(read_regular(path, _MOST_BYTES)))
+        return TypeAdapter(History).validate_python(unsealed_json(read_regular(path, _MOST_BYTES, inside=run_dir)))
     except FileNotFoundError:
         return History()
     except (ValueError, RecursionError) as error:

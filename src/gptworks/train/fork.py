@@ -4,7 +4,6 @@ The new folder is what the other's was at that step, so that `--resume` goes on 
 bit as the other did.
 """
 
-import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 from gptworks.checkpoint import Checkpoint, all_checkpoints, checkpoint_of_step, checkpoints, require_full_weights
 from gptworks.config import Recipe
 from gptworks.errors import UserError
-from gptworks.files import check_free, check_regular, check_sums, link_or_copy, new_folder
+from gptworks.files import check_free, check_regular, check_sums, copy_file, copy_folder, link_or_copy, new_folder
 from gptworks.recipe import load_recipe, run_name, save_recipe
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 from gptworks.train.changes import (
@@ -28,7 +27,7 @@ from gptworks.train.changes import (
 )
 from gptworks.train.objectives.choose import OBJECTIVES
 from gptworks.train.progress import Progress
-from gptworks.train.record.metrics import MetricsLog
+from gptworks.train.record.metrics import LOG, MOST_LOG_BYTES, MetricsLog
 
 _one_at_a_time = threading.Lock()  # two of one name would write to one place
 
@@ -153,26 +152,25 @@ def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe
         to = aside / "checkpoints" / taken.folder.name
         to.mkdir(parents=True)
         for name in (*taken.files, "manifest.json"):
-            _link(taken.folder / name, to / name)
+            _link(taken.folder / name, to / name, source)
     check_sums(source / "tokenizer", MAX_TOKENIZER_BYTES)
-    for name in ("tokenizer", "metrics.jsonl", *OBJECTIVES[recipe.objective.type].kept_files):
-        _copy(source / name, aside / name)
-    MetricsLog(aside / "metrics.jsonl", checkpoint.step, resume_rollbacks=progress.rollbacks).close()
+    for name in ("tokenizer", LOG, *OBJECTIVES[recipe.objective.type].kept_files):
+        _copy(source, name, aside)
+    MetricsLog(aside / LOG, checkpoint.step, resume_rollbacks=progress.rollbacks).close()
 
 
-def _link(file: Path, to: Path) -> None:
+def _link(file: Path, to: Path, source: Path) -> None:
     """Give a file a second name, or copy it where the disk has no such names."""
-    check_regular(file)
+    check_regular(file, inside=source)
     link_or_copy(file.resolve(), to)
 
 
-def _copy(path: Path, to: Path) -> None:
+def _copy(source: Path, name: str, aside: Path) -> None:
     """Copy a file, or the files of a folder, if they are there."""
-    if path.is_dir():
-        to.mkdir()
-    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-        if file.is_file():
-            shutil.copyfile(file, to / file.name if path.is_dir() else to)
+    if name == "tokenizer" or (source / name).is_dir():
+        copy_folder(source / name, aside / name, inside=source)
+    elif (source / name).exists():
+        copy_file(source / name, aside / name, MOST_LOG_BYTES if name == LOG else None, inside=source)
 
 
 def _write_history(source: Path, aside: Path, checkpoint: Checkpoint, overrides: Sequence[str]) -> None:

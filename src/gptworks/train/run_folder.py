@@ -9,7 +9,7 @@ import filelock
 
 from gptworks.config import Recipe
 from gptworks.errors import RunError, UserError
-from gptworks.files import check_sums, make_folder
+from gptworks.files import check_inside, check_sums, make_folder
 from gptworks.recipe import load_recipe
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 from gptworks.train.changes import check_changes
@@ -70,11 +70,14 @@ def check_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ())
     """Refuse a run folder that this recipe must not write to, before any work is done.
 
     Raises:
-        UserError: see `open_run_folder`.
+        UserError: see `open_run_folder`; or a link in the folder leads out of it.
     """
     folder = recipe.run_dir
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run_dir={folder} is a file: give another run_dir=.")
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_symlink():
+            check_inside(path, folder)
     if (folder / "recipe.yaml").exists():
         if not resume:
             raise UserError(

@@ -1,6 +1,5 @@
 """Which checkpoints a run keeps, and the thread that writes them while training goes on."""
 
-import shutil
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from gptworks.checkpoint import Checkpoint, all_checkpoints, remove_checkpoint, save_checkpoint
 from gptworks.errors import RunError
+from gptworks.files import remove_tree
 
 Signature = tuple[tuple[str, int, int, int], ...]
 
@@ -54,7 +54,7 @@ def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: dict[str, S
                 known.pop(checkpoint.folder.name, None)
                 remove_checkpoint(checkpoint)
         for leftover in (run_dir / "checkpoints").glob(".*ing-*-*"):
-            shutil.rmtree(leftover)
+            remove_tree(leftover)
     except OSError as error:
         raise RunError(f"old checkpoints in {run_dir} could not be deleted: {error}.") from error
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gptworks.chat_template import TEMPLATE_FILE, ChatTemplate
+from gptworks.chat_template import MAX_TEMPLATE_BYTES, TEMPLATE_FILE, ChatTemplate
 from gptworks.config import DataFault, Recipe
 from gptworks.data.shards import EXAMPLE, Manifest, TokenShards
 from gptworks.errors import UserError
+from gptworks.files import read_text
 
 Int64s = npt.NDArray[np.int64]
 
@@ -87,7 +88,9 @@ def about_tokens(recipe: Recipe, manifest: Manifest, template: ChatTemplate) -> 
         if "text" not in recipe.objective.sources and recipe.objective.rollouts is None:
             text = "the model starts from random weights, and answers alone teach it no language. Set initialize_from."
             findings.append(Finding("no-base-run", text))
-    elif (there := base / "tokenizer" / TEMPLATE_FILE).exists() and there.read_bytes().decode() != template.source:
+    elif (there := base / "tokenizer" / TEMPLATE_FILE).exists() and template.source != read_text(
+        there, MAX_TEMPLATE_BYTES, inside=base
+    ):
         text = (
             f"{base} was trained with another chat template. Leave tokenizer.chat_template out, "
             f"or set it to {there}, to go on with that one."

@@ -22,6 +22,7 @@ from gptworks.data.sources.delimited import read_table
 from gptworks.data.sources.opening import about_unpacked_size, check_ratio, compression, open_file, plain_name, unpacked
 from gptworks.data.sources.records import MOST_LINE_BYTES, read_jsonl, record_document
 from gptworks.errors import UserError
+from gptworks.files import open_regular
 
 _MEMBERS = {"text": ("*.txt", "*.md", "*.text"), "jsonl": ("*.jsonl",), "csv": ("*.csv", "*.tsv")}
 """What is read where the settings name nothing, by `format`; compressed members too."""
@@ -148,7 +149,7 @@ def _check_path(file: Path, name: str) -> None:
 
 def _check_directory(file: Path) -> None:
     """Refuse a list of members that would fill the memory, which holds it whole."""
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         stream.seek(max(0, file.stat().st_size - (1 << 16) - 98))
         tail = stream.read()
     end, end_of_large = tail.rfind(b"PK\5\6"), tail.rfind(b"PK\6\6")

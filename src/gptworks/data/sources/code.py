@@ -8,8 +8,10 @@ from typing import Any
 
 from gptworks.config import LANGUAGES, CodeSource
 from gptworks.data.sources.base import Piece, Source, document, total_size
+from gptworks.data.sources.opening import MOST_SOURCE_BYTES
 from gptworks.data.sources.sums import contents
 from gptworks.errors import UserError, not_installed
+from gptworks.files import read_regular
 
 VENDORED = {
     "node_modules", "bower_components", "vendor", "third_party", "thirdparty", "site-packages", "dist-packages", "Pods",
@@ -62,7 +64,7 @@ class Code(Source):
                     yield path
 
     def read(self, file: Path) -> Iterator[Piece]:
-        content = file.read_bytes()
+        content = read_regular(file, MOST_SOURCE_BYTES)
         try:
             content.decode("utf-8")
         except UnicodeDecodeError:
@@ -89,7 +91,7 @@ def _rules(file: Path) -> Any:
     if file.stat().st_size > _MOST_IGNORE_BYTES:
         raise UserError(f"{file} is larger than {_MOST_IGNORE_BYTES:,} bytes: it is no list of patterns. Move it away.")
     try:
-        return GitIgnoreSpec.from_lines(file.read_text(encoding="utf-8", errors="replace").splitlines())
+        return GitIgnoreSpec.from_lines(read_regular(file, _MOST_IGNORE_BYTES).decode("utf-8", "replace").splitlines())
     except ValueError as error:
         raise UserError(f"{file}: {error}. Correct it, or set the source's `gitignore` to false.") from None
 

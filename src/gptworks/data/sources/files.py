@@ -16,7 +16,7 @@ from filelock import FileLock
 from gptworks.config.sources import FileSource
 from gptworks.data.sources.opening import plain_name
 from gptworks.errors import RunError, UserError
-from gptworks.files import make_folder, sha256_file, sync
+from gptworks.files import check_inside, make_folder, sha256_file, sync
 
 _CHUNK_BYTES = 1 << 20
 
@@ -49,6 +49,9 @@ def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
 def _files_of_folder(folder: Path, endings: tuple[str, ...]) -> list[Path]:
     everything = list(walk(folder))
     files = [file for file in everything if plain_name(file.name).endswith(endings) and file.is_file()]
+    for file in files:
+        if file.is_symlink():
+            check_inside(file, folder)
     if not files:
         found = Counter(file.suffix or "(none)" for file in everything).most_common(5)
         listed = ", ".join(f"{suffix} ({count})" for suffix, count in found) or "no files at all"

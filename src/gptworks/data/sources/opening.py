@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gptworks.errors import UserError, not_installed
+from gptworks.files import open_regular
 
 COMPRESSIONS = {".gz": "gzip", ".xz": "xz", ".bz2": "bzip2", ".zst": "zstandard"}
 """By the ending of a name."""
 _TARS = {"tgz": "gz", "txz": "xz", "tbz2": "bz2", "tzst": "zst"}
 
+MOST_SOURCE_BYTES = 1 << 28
+"""Of a file of source code, which is read whole."""
 FREE_BYTES = 1 << 28
 MOST_RATIO = 1000
 """Beyond FREE_BYTES, a file may unpack to so many times its size; text reaches 10, and repeated lines 100."""
@@ -50,7 +53,7 @@ def open_file(file: Path) -> BinaryIO:
     Raises:
         UserError: while it is read: its compressed data is broken, or a bomb.
     """
-    return unpacked(file.open("rb"), file)
+    return unpacked(open_regular(file), file)
 
 
 def unpacked(stream: BinaryIO, name: Path) -> BinaryIO:

@@ -13,6 +13,7 @@ from gptworks.data.sources.files import walk
 from gptworks.data.sources.opening import compression, open_file
 from gptworks.data.sources.sums import contents
 from gptworks.errors import UserError, not_installed
+from gptworks.files import open_regular
 
 RecordsSource = ConversationsSource | PreferencesSource
 
@@ -132,7 +133,7 @@ class Line:
     def __str__(self) -> str:
         before = 0
         if self.start:
-            with self.file.open("rb") as stream:
+            with open_regular(self.file) as stream:
                 chunks = iter(lambda: stream.read(min(PIECE_BYTES, self.start - stream.tell())), b"")
                 before = sum(chunk.count(b"\n") for chunk in chunks)
         return f"{self.file}:{before + self.number}"
@@ -182,7 +183,7 @@ def _line_borders(file: Path) -> Iterator[int]:
     """Where lines begin about every UNIT_BYTES; nowhere in a packed file, nor after a line that is too large."""
     if compression(file.name):
         return
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         size = stream.seek(0, os.SEEK_END)
         last = 0
         for at in range(UNIT_BYTES, size, UNIT_BYTES):

@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import os
-import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.data.sources.files import cache_folder
-from gptworks.files import read_regular, sha256_file
+from gptworks.errors import RunError
+from gptworks.files import make_folder, read_regular, sha256_file, write_whole
 
 REMEMBERED_BYTES = 1 << 20
 """The size from which on a sum is remembered: smaller files are read as fast."""
@@ -53,10 +52,7 @@ def _read() -> dict[str, str]:
 
 def _write(known: dict[str, str]) -> None:
     """Replace what is remembered. Of several processes at once, one wins: the others read their files again."""
-    with contextlib.suppress(OSError):  # a cache that cannot be written saves no time
+    with contextlib.suppress(OSError, RunError):  # a cache that cannot be written saves no time
         folder = cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor, aside = tempfile.mkstemp(dir=folder, prefix=".sums-")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(known, file)
-        Path(aside).replace(folder / "sums.json")
+        make_folder(folder)
+        write_whole(folder / "sums.json", json.dumps(known), private=True)

@@ -9,9 +9,10 @@ from typing import Any
 from gptworks.config import TextSource
 from gptworks.data.sources.base import Piece, Source, Unit, borders, document, total_size, units_between
 from gptworks.data.sources.files import local_files, walk
-from gptworks.data.sources.opening import compression, open_file, plain_name, unpacked_size
+from gptworks.data.sources.opening import MOST_SOURCE_BYTES, compression, open_file, plain_name, unpacked_size
 from gptworks.data.sources.sums import contents
 from gptworks.errors import UserError
+from gptworks.files import open_regular, read_regular
 
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -31,7 +32,7 @@ class Text(Source):
     def units(self) -> list[Unit]:
         found: list[Unit] = []
         for file in self.files():
-            with file.open("rb") as stream:
+            with open_regular(file) as stream:
                 found += units_between(file, () if compression(file.name) else borders(stream))
         return found
 
@@ -61,7 +62,7 @@ class PythonStdlib(Source):
         return stdlib_files()
 
     def read(self, file: Path) -> Iterator[Piece]:
-        content = file.read_bytes()
+        content = read_regular(file, MOST_SOURCE_BYTES)
         try:
             content.decode("utf-8")
         except UnicodeDecodeError:

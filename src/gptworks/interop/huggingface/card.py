@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from gptworks import __version__
 from gptworks.config import Recipe
+from gptworks.evaluate.results import MAX_CARD_BYTES
+from gptworks.files import read_text, write_new
 from gptworks.interop.huggingface.family import Family
 
 if TYPE_CHECKING:
@@ -45,9 +47,10 @@ def write_card(folder: Path, export: "Export", recipe: Recipe, family: Family) -
         text += "\n## Otherwise than in the run\n\n" + "".join(f"* {note}\n" for note in export.notes)
     run_card = recipe.run_dir / "model-card.md"
     if run_card.exists():
-        tables = re.findall(r"^## .*\n\n(?:\|.*\n)+", run_card.read_text(encoding="utf-8"), re.MULTILINE)
+        theirs = read_text(run_card, MAX_CARD_BYTES, inside=recipe.run_dir)
+        tables = re.findall(r"^## .*\n\n(?:\|.*\n)+", theirs, re.MULTILINE)
         text += "".join(f"\n{table}" for table in tables)
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    write_new(folder / "README.md", text)
 
 
 def _comparison(export: "Export") -> str:

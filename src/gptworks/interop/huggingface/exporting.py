@@ -16,7 +16,7 @@ from gptworks.checkpoint import Report, load_run
 from gptworks.choices import ExportPrecision
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
-from gptworks.files import check_free, new_folder
+from gptworks.files import check_free, new_folder, write_new
 from gptworks.interop.huggingface.adapt import adapt_weights
 from gptworks.interop.huggingface.card import write_card
 from gptworks.interop.huggingface.choice import choose_family
@@ -151,7 +151,7 @@ def _left_out(config: ModelConfig, adapted: ModelConfig) -> Iterator[str]:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_new(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def _write_settings(
@@ -191,7 +191,7 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) ->
         exported.post_processor = processors.TemplateProcessing(
             single=[*starts, "$A"], pair=[*starts, "$A", "$B"], special_tokens=[*zip(starts, prefix, strict=False)]
         )
-    (folder / "tokenizer.json").write_text(exported.to_str(pretty=True), encoding="utf-8")
+    write_new(folder / "tokenizer.json", exported.to_str(pretty=True))
     names = special_token_names(tokenizer)
     settings = our_config(names) | {"model_max_length": config.context_length}
     _write_json(folder / "tokenizer_config.json", settings)
@@ -204,7 +204,7 @@ def _write_templates(folder: Path, template: ChatTemplate | None, original: Orig
         save_chat_template(template, folder)
     for name, source in original.templates.items() if original is not None else ():
         (folder / TEMPLATE_FOLDER).mkdir(exist_ok=True)
-        (folder / TEMPLATE_FOLDER / f"{name}.jinja").write_text(source, encoding="utf-8", newline="")
+        write_new(folder / TEMPLATE_FOLDER / f"{name}.jinja", source)
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int) -> None:

@@ -226,7 +226,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             )
         raise UserError(f"{folder} holds no model.safetensors and no model.safetensors.index.json.")
     if single.exists():
-        return dict.fromkeys(stored_tensors(single), single)
+        return dict.fromkeys(stored_tensors(single, inside=folder), single)
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise UserError(f"{index} has no `weight_map` from tensors to files.")
@@ -234,7 +234,8 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     for path in sorted(set(files.values())):
         if path.parent != folder or not path.exists():
             raise UserError(f"{index} names {path.name}, which is not in {folder}.")
-        if absent := {tensor for tensor, held in files.items() if held == path} - set(stored_tensors(path)):
+        stored = stored_tensors(path, inside=folder)
+        if absent := {tensor for tensor, held in files.items() if held == path} - set(stored):
             raise UserError(f"{index} says that `{min(absent)}` is in {path.name}, and it is not.")
     return files
 

@@ -10,7 +10,7 @@ from gptworks.checkpoint import Checkpoint, Report, checkpoint_of_step, choose_c
 from gptworks.config import DistillationObjective, Recipe, TrainConfig
 from gptworks.config.objective import ObjectiveSettings
 from gptworks.errors import UserError
-from gptworks.files import sealed_json, unsealed_json, write_whole
+from gptworks.files import read_regular, sealed_json, unsealed_json, write_whole
 from gptworks.model import GPT
 from gptworks.model.loss import distillation_loss
 from gptworks.plan.objectives import teacher_config
@@ -46,6 +46,9 @@ def distillation(
     return with_routing(total, nats, router_logits, model, n_targets, routing, figures)
 
 
+_MOST_NOTE_BYTES = 1 << 16
+
+
 def _teacher_of_the_start(folder: Path, kept: Path, report: Report) -> Checkpoint:
     """The checkpoint of the teacher that the run began with; the best one if an older version kept no note of it.
 
@@ -53,10 +56,12 @@ def _teacher_of_the_start(folder: Path, kept: Path, report: Report) -> Checkpoin
         UserError: it is gone or has changed, or the note is damaged.
     """
     try:
-        note = unsealed_json(kept.read_bytes())
+        note = unsealed_json(read_regular(kept, _MOST_NOTE_BYTES, inside=kept.parent))
         checkpoint = checkpoint_of_step(folder, note["step"])
     except FileNotFoundError:
         return choose_checkpoint(folder, report=report)
+    except UserError:
+        raise
     except (ValueError, KeyError) as error:
         raise UserError(f"{kept} is damaged ({error}): restore it from a copy, or start anew.") from None
     if checkpoint.manifest_sha256 != note["manifest_sha256"]:

@@ -22,7 +22,7 @@ from gptworks.config.objective import ObjectiveSettings
 from gptworks.device import Precision
 from gptworks.errors import UserError
 from gptworks.evaluate.loss import Workers
-from gptworks.files import sealed_json, unsealed_json, write_whole
+from gptworks.files import read_regular, sealed_json, unsealed_json, write_whole
 from gptworks.model import GPT
 from gptworks.model.backend import eval_mode
 from gptworks.quantize.linear import weight_tensors
@@ -68,6 +68,11 @@ def preference(objective: PreferenceObjective, model: GPT, batch: Batch, routing
     return with_routing(loss, loss, router_logits, model, n_pairs, routing, figures)
 
 
+_MOST_NOTE_BYTES = 1 << 16
+_LOGPROB_BYTES = 8
+"""Of a pair: two answers in fp32."""
+
+
 class Preference(PairsObjective):
     """Pairs of answers beside the reference of each."""
 
@@ -103,7 +108,7 @@ class Preference(PairsObjective):
                 "weights": weights_fingerprint(run.model),
                 "tensors": hashlib.sha256(data).hexdigest(),
             }
-            path.write_bytes(data)
+            write_whole(path, data)
             write_whole(path.with_suffix(".json"), sealed_json(described))
 
     def _read_reference(self, path: Path) -> dict[str, Tensor]:
@@ -112,8 +117,12 @@ class Preference(PairsObjective):
         Raises:
             UserError: it is missing, damaged or of other data.
         """
+        n_pairs = sum(map(len, self._pairs.values()))
         try:
-            described, data = unsealed_json(path.with_suffix(".json").read_bytes()), path.read_bytes()
+            described, data = (
+                unsealed_json(read_regular(path.with_suffix(".json"), _MOST_NOTE_BYTES, inside=path.parent)),
+                read_regular(path, _LOGPROB_BYTES * n_pairs + _MOST_NOTE_BYTES, inside=path.parent),
+            )
             whole = hashlib.sha256(data).hexdigest() == described["tensors"]
             reference = load(data) if whole else {}
         except (OSError, ValueError, KeyError, SafetensorError, json.JSONDecodeError):

@@ -25,6 +25,7 @@ from gptworks.data.rows import Row
 from gptworks.device import Precision
 from gptworks.errors import RunError, UserError
 from gptworks.evaluate.loss import LossReport, Workers
+from gptworks.files import replacing_by_name
 from gptworks.infer.client import completions
 from gptworks.infer.engine import Engine
 from gptworks.infer.request import Completion
@@ -213,13 +214,14 @@ class Reward(Objective):
         start = copy.deepcopy(self._run.model).requires_grad_(False).eval()
         if self._run.is_new:
             if self._run.ranks.is_rank_zero:
-                save_file({name: p.detach().cpu() for name, p in weight_tensors(start).items()}, path)
+                with replacing_by_name(path) as aside:
+                    save_file({name: p.detach().cpu() for name, p in weight_tensors(start).items()}, aside)
             return start
         wanted = {name: Expected.like(tensor) for name, tensor in weight_tensors(start).items()}
         fix = (
             "It holds the weights that the run began with: restore it from a copy, or start anew with another run_dir=."
         )
-        start.load_state_dict(read_tensors(path, wanted, owner="the reference model", fix=fix))
+        start.load_state_dict(read_tensors(path, wanted, inside=path.parent, owner="the reference model", fix=fix))
         return start
 
     # ------------------------------------------------------------------------------------------------- rollouts

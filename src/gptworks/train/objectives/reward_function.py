@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from gptworks.errors import RunError, UserError
+from gptworks.files import read_regular, write_whole
 
 REWARD_FILE = "reward.py"
 """In the run folder: the file of the reward as the run began."""
@@ -69,16 +70,19 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
+_MOST_BYTES = 1 << 24
+
+
 def keep_reward_file(name: str, run_dir: Path, is_new: bool, writes: bool) -> None:
     """Copy the function's file into the run folder, or compare it with the copy there.
 
     Raises:
         UserError: it has changed since the run began.
     """
-    now, kept = Path(name.rpartition(":")[0]).read_bytes(), run_dir / REWARD_FILE
+    now, kept = read_regular(Path(name.rpartition(":")[0]), _MOST_BYTES), run_dir / REWARD_FILE
     if is_new and writes:
-        kept.write_bytes(now)
-    elif not is_new and kept.exists() and kept.read_bytes() != now:
+        write_whole(kept, now)
+    elif not is_new and kept.exists() and read_regular(kept, _MOST_BYTES, inside=run_dir) != now:
         raise UserError(
             f"objective.reward={name} has changed since the run began: put {kept} in its place, or start anew with "
             f"another run_dir=."

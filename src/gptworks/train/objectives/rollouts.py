@@ -32,7 +32,7 @@ class RolloutStore:
         self._folder.mkdir(exist_ok=True)
         for micro_step, batch in made.items():
             named = {str(i): x.contiguous() for i, x in enumerate(batch)}
-            with replacing(self._path(number, micro_step)) as file:
+            with replacing(self._path(number, micro_step), inside=self._folder.parent) as file:
                 file.write(save(named | {"prompts": torch.tensor(prompts[micro_step])}))
             oldest = self._path(max(0, number - self._n_kept), micro_step)
             for old in self._folder.glob(f"round-*-{micro_step}.safetensors"):
@@ -44,7 +44,7 @@ class RolloutStore:
         made = {}
         for micro_step, chosen in prompts.items():
             with contextlib.suppress(UserError, KeyError):
-                tensors = read_tensors(self._path(number, micro_step), None)
+                tensors = read_tensors(self._path(number, micro_step), None, inside=self._folder.parent)
                 if tensors.pop("prompts").tolist() == chosen:
                     made[micro_step] = tuple(tensors[str(i)] for i in range(len(tensors)))
         return made if len(made) == len(prompts) else None

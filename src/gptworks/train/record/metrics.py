@@ -6,15 +6,19 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic_core import from_json
 
 from gptworks.config import Recipe
-from gptworks.files import replacing, write_whole
+from gptworks.errors import UserError
+from gptworks.files import open_regular, open_to_append, replacing, write_whole
 
 Record = dict[str, Any]
+
+LOG = "metrics.jsonl"
 
 MEASURED = (
     "seconds", "tokens_per_second", "flops_per_second", "utilization", "seconds_by_part",
@@ -48,7 +52,7 @@ class MetricsLog:
         self._writers = writers
         for record in read_metrics(path) if writers else ():
             self._hand_on(record)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = open_to_append(path, inside=path.parent)
 
     @staticmethod
     def _kept(path: Path, resume_step: int, resume_rollbacks: int) -> Iterator[Record]:
@@ -62,7 +66,7 @@ class MetricsLog:
 
     def write(self, record: Record) -> None:
         """Append a record."""
-        self._file.write(_line(record))
+        self._file.write(_line(record).encode("utf-8"))
         self._file.flush()
         self._hand_on(record)
 
@@ -109,6 +113,11 @@ class Skipped:
         return f"lines of metrics.jsonl that were left out: {', '.join(parts)}"
 
 
+def open_log_file(path: Path) -> BufferedReader:
+    """A run's log, which no link may take out of the run's folder; errors: see `open_regular`."""
+    return open_regular(path, inside=path.parent, max_bytes=MOST_LOG_BYTES)
+
+
 def read_metrics(path: Path, skipped: Skipped | None = None) -> Iterator[Record]:
     """The records of a log, one at a time, each of the form that its kind has.
 
@@ -122,6 +131,8 @@ def read_metrics(path: Path, skipped: Skipped | None = None) -> Iterator[Record]
     reader.finish()
 
 
+MOST_LOG_BYTES = 1 << 34
+"""More than ten million steps write; a sparse file may say that it has more."""
 _MOST_LINE_BYTES = 1 << 22
 _BLOCK_BYTES = 1 << 18
 _KNOWN_BYTES = 256
@@ -145,10 +156,10 @@ class MetricsReader:
 
     def read(self) -> list[tuple[int, Record]]:
         """The records of the next 256 KiB, each with the byte at which its line begins."""
-        if not self.path.is_file():
+        if not self.path.exists():
             self.at_end = True
             return []
-        with self.path.open("rb") as file:
+        with open_log_file(self.path) as file:
             self._inode = os.fstat(file.fileno()).st_ino
             file.seek(self._offset)
             block = file.read(_BLOCK_BYTES)
@@ -183,9 +194,9 @@ class MetricsReader:
 
     def continues(self) -> bool:
         """Whether the file still begins with what was read. Where it does not, a new reader has to read it."""
-        if not self.path.is_file():
+        if not self.path.exists():
             return self._offset == 0
-        with self.path.open("rb") as file:
+        with open_log_file(self.path) as file:
             file.seek(self._offset - len(self._known))
             same = file.read(len(self._known)) == self._known
             return same and not self._was_no_line and self._inode in (None, os.fstat(file.fileno()).st_ino)
@@ -209,7 +220,7 @@ class MetricsReader:
 
 def read_record(path: Path, offset: int) -> Record | None:
     """The record whose line begins at a byte; None where none does."""
-    with path.open("rb") as file:
+    with open_log_file(path) as file:
         file.seek(offset)
         record = _parsed(file.readline(_MOST_LINE_BYTES))
     return None if isinstance(record, str) else record
@@ -217,10 +228,10 @@ def read_record(path: Path, offset: int) -> Record | None:
 
 def read_kinds(path: Path, *kinds: str) -> Iterator[Record]:
     """The records of rare kinds, in order: the other lines are not read as JSON. Memory: one line."""
-    if not path.is_file():
+    if not path.exists():
         return
     named = [f'"{kind}"'.encode() for kind in kinds]
-    with path.open("rb") as file:
+    with open_log_file(path) as file:
         while line := file.readline(_MOST_LINE_BYTES):
             record = _parsed(line) if any(name in line for name in named) else ""
             if not isinstance(record, str) and record["kind"] in kinds:
@@ -233,9 +244,9 @@ _SKIM_BYTES = 1 << 13
 
 def skim_metrics(path: Path, n: int) -> Iterator[tuple[int, Record]]:
     """At most n records at even distances in the file, each with the byte at which its line begins."""
-    if not path.is_file():
+    if not path.exists():
         return
-    with path.open("rb") as file:
+    with open_log_file(path) as file:
         size = file.seek(0, os.SEEK_END)
         for place in range(n):
             begin = file.seek(place * size // n)
@@ -253,16 +264,14 @@ _TAIL_BYTES = 1 << 16
 def last_step(path: Path) -> int:
     """The step of a log's last record; 0 without one."""
     try:
-        if not path.is_file():
-            return 0
-        with path.open("rb") as file:
+        with open_log_file(path) as file:
             size = file.seek(0, os.SEEK_END)
             for n_bytes in (_TAIL_BYTES, _MOST_LINE_BYTES):
                 start = file.seek(max(0, size - n_bytes))
                 for line in reversed(file.read(n_bytes).split(b"\n")[start > 0 :]):
                     if not isinstance(record := _parsed(line), str):
                         return int(record["step"])
-    except OSError:
+    except (OSError, UserError):
         pass
     return 0
 

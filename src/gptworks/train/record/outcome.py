@@ -42,7 +42,7 @@ def read_outcome(run_dir: Path) -> RunOutcome | str:
     try:
         if path.stat().st_size > _MOST_BYTES:
             return f"{FILE} is larger than {_MOST_BYTES:,} bytes: it is not the outcome of a run."
-        return RunOutcome.model_validate_json(read_regular(path, _MOST_BYTES))
+        return RunOutcome.model_validate_json(read_regular(path, _MOST_BYTES, inside=run_dir))
     except FileNotFoundError:
         return f"The run folder has no {FILE}: the run has not ended yet, or an older version of gptworks trained it."
     except (OSError, UserError, ValidationError):

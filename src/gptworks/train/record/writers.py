@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -10,7 +9,7 @@ from typing import Any
 
 from gptworks.config import Recipe
 from gptworks.errors import UserError, not_installed
-from gptworks.files import write_whole
+from gptworks.files import read_text, remove_tree, write_whole
 from gptworks.train.record.metrics import MetricsLog, Record, Writer
 
 
@@ -89,10 +88,10 @@ class WeightsAndBiases:
         folder.mkdir(parents=True, exist_ok=True)
         name = folder / "gptworks-run-id"
         if not name.exists():
-            write_whole(name, uuid.uuid4().hex[:12])
-        self._id = name.read_text(encoding="utf-8").strip()
+            write_whole(name, uuid.uuid4().hex[:12], inside=recipe.run_dir)
+        self._id = read_text(name, 64, inside=recipe.run_dir).strip()
         for old in folder.glob(f"offline-run-*-{self._id}"):
-            shutil.rmtree(old)
+            remove_tree(old)
         with _clear_errors():
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "gptworks"),

@@ -1,0 +1,143 @@
+"""One door to files: every call in the package that opens, reads, writes or copies a file by itself is in a list here,
+with the reason why it does not go through `gptworks.files`."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import gptworks
+
+ROOT = Path(gptworks.__file__).parent
+
+METHODS = {
+    "read_text", "read_bytes", "write_text", "write_bytes", "open", "touch", "hardlink_to", "symlink_to",
+}  # fmt: skip
+"""Of a pathlib.Path, or whatever has a method of this name."""
+FUNCTIONS = {
+    "open", "io.open", "io.FileIO", "os.open", "os.fdopen", "os.mkfifo", "os.link", "os.symlink", "os.truncate",
+    "urllib.request.urlopen", "urlopen", "zipfile.ZipFile", "tarfile.open", "mmap.mmap", "fileinput.input",
+    "tempfile.mkstemp", "tempfile.mkdtemp", "tempfile.NamedTemporaryFile", "tempfile.TemporaryDirectory",
+    "tempfile.TemporaryFile", "tempfile.SpooledTemporaryFile", "mkstemp", "mkdtemp", "NamedTemporaryFile",
+    "TemporaryDirectory", "shutil.copy", "shutil.copy2", "shutil.copyfile", "shutil.copytree", "shutil.move",
+    "np.memmap", "np.fromfile", "np.load", "np.save", "np.savez", "np.loadtxt", "np.savetxt", "torch.load",
+    "torch.save", "safe_open", "save_file", "load_file", "gzip.open", "bz2.open", "lzma.open", "gzip.GzipFile",
+    "sqlite3.connect", "filelock.FileLock", "FileLock",
+}  # fmt: skip
+DOOR = "files/"
+
+
+def calls() -> Iterator[tuple[str, str, str]]:
+    """Each such call: the file, the function around it, and what is called."""
+    for path in sorted(ROOT.rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        if not name.startswith(DOOR):
+            yield from ((name, where, what) for where, what in _calls(ast.parse(path.read_text(encoding="utf-8")), ""))
+
+
+def _calls(node: ast.AST, around: str) -> Iterator[tuple[str, str]]:
+    for child in ast.iter_child_nodes(node):
+        inner = around
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            inner = f"{around}.{child.name}".lstrip(".")
+        if isinstance(child, ast.Call) and (what := _opens(child.func)):
+            yield around, what
+        yield from _calls(child, inner)
+
+
+def _opens(called: ast.expr) -> str | None:
+    whole = ast.unparse(called)
+    if whole in FUNCTIONS:
+        return whole
+    if isinstance(called, ast.Attribute) and called.attr in METHODS:
+        return f".{called.attr}"
+    return None
+
+
+OURS = "its name is that of a file that was just checked by, or made in a folder of, `gptworks.files`"
+PACKAGE = "a file of the installed package"
+SYSTEM = "a file that the kernel makes, below /proc or /dev"
+LOCK = "filelock opens its lock file without following a link, and writes nothing there"
+STREAM = "it reads a stream that `gptworks.files` has opened"
+NO_FILE = "it opens no file: a stream of requests"
+CACHE = "the user's own cache of compiled kernels, in a folder whose owner and mode are checked"
+JAIL = "inside the new root of a process that is confined"
+
+LISTED = {
+    ("checkpoint.py", "save_checkpoint", "save_file"): OURS,
+    ("confined/child.py", "_statm", ".read_text"): SYSTEM,
+    ("confined/child.py", "serve", "os.fdopen"): "the pipe to the process that has started it",
+    ("data/cleaned.py", "CleanedDocuments.sizes", "np.fromfile"): OURS,
+    ("data/cleaned.py", "CleanedDocuments.verdicts", "np.fromfile"): OURS,
+    ("data/cleaned.py", "_compare", "np.memmap"): OURS,
+    ("data/mixture.py", "mixed", "FileLock"): LOCK,
+    ("data/prepare.py", "_lock", "FileLock"): LOCK,
+    ("data/search.py", "SearchIndex.build", "FileLock"): LOCK,
+    ("data/search.py", "_opened", "mmap.mmap"): STREAM,
+    ("data/shards.py", "TokenShards.__init__", "np.memmap"): OURS,
+    ("data/shards.py", "TokenShards._check_ids", "np.memmap"): OURS,
+    ("data/shards.py", "TokenShards.document_starts", "np.fromfile"): OURS,
+    ("data/shards.py", "TokenShards.examples", "np.fromfile"): OURS,
+    ("data/sources/archives.py", "_tar_members", "tarfile.open"): STREAM,
+    ("data/sources/archives.py", "_zip", "zipfile.ZipFile"): OURS,
+    ("data/sources/files.py", "_download", "FileLock"): LOCK,
+    ("data/sources/files.py", "_fetch", ".open"): "a part of a download, in the user's own cache",
+    ("data/sources/files.py", "_fetch", "urllib.request.urlopen"): "the one place that downloads",
+    ("data/sources/opening.py", "", "gzip.GzipFile"): STREAM,
+    ("device.py", "BusyCores._counts", ".read_text"): SYSTEM,
+    ("device.py", "_resident", ".read_text"): SYSTEM,
+    ("device.py", "memory_figures", "open"): SYSTEM,
+    ("device.py", "reset_peak", ".write_text"): SYSTEM,
+    ("evaluate/jail.py", "_build_root", "open"): JAIL,
+    ("evaluate/jail.py", "_build_root", "os.open"): JAIL,
+    ("evaluate/jail.py", "_build_root", "os.symlink"): JAIL,
+    ("evaluate/jail.py", "_write", "os.open"): SYSTEM,
+    ("infer/batch.py", "_tasks", ".open"): "the user's own prompts, which may come from a pipe",
+    ("infer/engine.py", "Engine._receive", ".open"): NO_FILE,
+    ("interop/huggingface/exporting.py", "_save", "save_file"): OURS,
+    ("interop/huggingface/importing.py", "read_tensors", "safe_open"): OURS,
+    ("interop/peft.py", "_write", "save_file"): OURS,
+    ("machine.py", "_lines", ".read_text"): SYSTEM,
+    ("native/choice.py", "seconds_of_both", ".read_bytes"): CACHE,
+    ("native/library.py", "_folders", "tempfile.mkdtemp"): CACHE,
+    ("native/library.py", "_from_package", ".read_bytes"): PACKAGE,
+    ("native/library.py", "_key", ".read_bytes"): PACKAGE,
+    ("native/library.py", "_trusted_bytes", ".open"): CACHE,
+    ("native/library.py", "_write", "tempfile.NamedTemporaryFile"): CACHE,
+    ("native/library.py", "build", ".read_bytes"): CACHE,
+    ("native/library.py", "build", "tempfile.TemporaryDirectory"): CACHE,
+    ("native/placement.py", "large_block", "mmap.mmap"): "memory, of no file",
+    ("recipes/__init__.py", "shipped_recipes", ".read_text"): PACKAGE,
+    ("runs/bands.py", "shipped_bands", ".read_text"): PACKAGE,
+    ("runs/paired.py", "run_try", "filelock.FileLock"): LOCK,
+    ("runs/sweep.py", "run_sweep", "filelock.FileLock"): LOCK,
+    ("runs/trials.py", "_alone", "filelock.FileLock"): LOCK,
+    ("serve/generate.py", "begin", ".open"): NO_FILE,
+    ("studio/page.py", "_file", ".read_bytes"): PACKAGE,
+    ("studio/processes.py", "_holds", ".read_text"): SYSTEM,
+    ("studio/processes.py", "_trains", ".read_bytes"): SYSTEM,
+    ("tensors.py", "TensorFile.read", "safe_open"): OURS,
+    ("tensors.py", "open_tensors", "safe_open"): OURS,
+    ("tensors.py", "stored_tensors", "safe_open"): OURS,
+    ("train/objectives/reward.py", "Reward._starting_model", "save_file"): OURS,
+    ("train/run_folder.py", "is_in_use", "os.open"): "a lock, opened without following a link and never read",
+    ("train/run_folder.py", "open_run_folder", "filelock.FileLock"): LOCK,
+}  # fmt: skip
+"""By file, function and call: why it does not go through the door."""
+
+
+def test_every_file_is_opened_through_the_door_or_is_listed_with_a_reason() -> None:
+    found = set(calls())
+    new, gone = sorted(found - LISTED.keys()), sorted(LISTED.keys() - found)
+    assert not new, f"use gptworks.files, or list it with its reason: {new}"
+    assert not gone, f"no such call is there any more: {gone}"
+
+
+def test_the_walk_sees_what_it_is_to_see() -> None:
+    source = """
+def f(path):
+    open(path); path.open("w"); shutil.copytree(path, "b"); os.open(path, 0)
+    class A:
+        def g(self): return [Path(x).read_bytes() for x in "ab"]
+"""
+    seen = set(_calls(ast.parse(source), ""))
+    assert seen == {("f", "open"), ("f", ".open"), ("f", "shutil.copytree"), ("f", "os.open"), ("f.A.g", ".read_bytes")}
