@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from gptworks.errors import UserError
 from gptworks.json_files import read_json
@@ -102,6 +102,8 @@ class Stated:
     pad: int | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
     """generation_config.json, without those ids: settings of sampling, which an export gives back."""
+    others: tuple[str, ...] = ()
+    """More tokens of the vocabulary that are special, whatever tokenizer.json says."""
     notes: tuple[str, ...] = ()
     """What was stated and is not followed, in words."""
 
@@ -146,14 +148,13 @@ def by_name(tokenizer: Tokenizer) -> SpecialTokens:
 def as_stated(tokenizer: Tokenizer, stated: Stated) -> SpecialTokens:
     """The special tokens that a folder states, around a text as the tokenizer's post-processor puts them."""
     ids = {role: tokenizer.token_to_id(name) for role, name in stated.names.items()}
-    bos, eos, pad = (ids.get(role) for role in ("bos_token", "eos_token", "pad_token"))
+    bos, eos = ids.get("bos_token", stated.bos), ids.get("eos_token", next(iter(stated.ends), None))
     before, after = post_processed(tokenizer)
-    one_token = bos == eos or (bos is None and stated.names.get("eos_token") == SEPARATOR)
+    one_token = bos == eos or (bos is None and eos is not None and tokenizer.id_to_token(eos) == SEPARATOR)
     separator = eos is not None and one_token and not before and not after
-    first = stated.bos if bos is None else bos
-    start = before or _some(eos if separator and first is None else first)
+    start = before or _some(eos if separator else bos)
     document = (before or (_some(eos) if separator else ()), after or (() if separator else _some(eos)))
-    pad = stated.pad if pad is None else pad
+    pad = ids.get("pad_token", stated.pad)
     unk = tokenizer.token_to_id(name) if (name := getattr(tokenizer.model, "unk_token", None)) else None
     return SpecialTokens(bos, eos, unk, pad, separator, stated.ends, before, after, start, document, stated.names)
 
@@ -223,11 +224,12 @@ def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
         shown = " or ".join(f"`{tokenizer.id_to_token(end)}`" for end in ends)
         notes.append(f"generation ends at {shown} ({name}), and the tokenizer's eos_token is `{names['eos_token']}`")
     notes += _adding(config, tokenizer, names)
+    others = _others(config, {} if "added_tokens_decoder" in config else by_map, tokenizer, notes)
     if not names and not any(found.values()) and not ends:
         return None
     bos, pad = (next(iter(found[key]), None) for key in ("bos_token_id", "pad_token_id"))
     kept = {key: value for key, value in generation.items() if key not in found}
-    return Stated(names, ends, bos, pad, kept, tuple(notes))
+    return Stated(names, ends, bos, pad, kept, others, tuple(notes))
 
 
 def our_config(names: Mapping[str, str]) -> dict[str, Any]:
@@ -261,7 +263,7 @@ def _names(
             ("", None),
         )
         name = given.get("content") if isinstance(given, dict) else given
-        if file and name is not None and not isinstance(name, str):
+        if given is not None and not isinstance(name, str):
             raise UserError(f"{file} has `{role}`={str(given)[:100]}: a token's text, or a mapping with `content`, is "
                             f"expected.")  # fmt: skip
         name = name if file else defaults.get(role)
@@ -287,6 +289,28 @@ def _ids(source: Mapping[str, Any], file: str, key: str, n_rows: int | None, not
     return tuple(there)
 
 
+def _others(
+    config: Mapping[str, Any], by_map: Mapping[str, Any], tokenizer: Tokenizer, notes: list[str]
+) -> tuple[str, ...]:
+    """The special tokens without a role, and notes on tokens that tokenizer.json does not have, or by another id."""
+    listed: list[Any] = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        for given in (config.get(key), by_map.get(key)):
+            listed += given.values() if isinstance(given, dict) else given if isinstance(given, list) else []
+    named = [token.get("content") if isinstance(token, dict) else token for token in listed]
+    texts = [name for name in dict.fromkeys(filter(None, named)) if isinstance(name, str)]
+    decoder = config.get("added_tokens_decoder")
+    if decoder is not None and not isinstance(decoder, dict):
+        raise UserError(f"{TOKENIZER_CONFIG} has `added_tokens_decoder` of a wrong type: id → token is expected.")
+    ids = {token.get("content"): index for index, token in (decoder or {}).items() if isinstance(token, dict)}
+    for name in dict.fromkeys([*texts, *(name for name in ids if isinstance(name, str))]):
+        there = tokenizer.token_to_id(name)
+        if there is None or (name in ids and ids[name] != str(there)):
+            has = "does not have it" if there is None else f"has it as {there}"
+            notes.append(f"{TOKENIZER_CONFIG} names the token `{name[:100]}`, and tokenizer.json {has}, which counts")
+    return tuple(name for name in texts if tokenizer.token_to_id(name) is not None)
+
+
 def _adding(config: Mapping[str, Any], tokenizer: Tokenizer, names: Mapping[str, str]) -> list[str]:
     """Notes on flags that say otherwise than the post-processor does."""
     notes = []
@@ -308,6 +332,9 @@ def attach(tokenizer: Tokenizer, stated: Stated | None) -> Tokenizer:
     """The tokenizer, which now has the special tokens that a folder states; None: those found by name."""
     vars(tokenizer).pop(_KEY, None)
     if stated is not None:
+        special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+        new = [name for name in (*stated.names.values(), *stated.others) if name not in special]
+        tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in dict.fromkeys(new)])
         vars(tokenizer)[_KEY] = stated, as_stated(tokenizer, stated)
     return tokenizer
 

@@ -274,6 +274,6 @@ def _template(run: Path) -> dict[str, Any]:
     tokenizer = load_tokenizer(run / "tokenizer")
     if all(tokenizer.token_to_id(token) is not None for token in CHATML_TOKENS):
         return {"chat_template": "chatml"}
-    if special_tokens(tokenizer).eos is None:
+    if "eos_token" not in special_tokens(tokenizer).names:
         return {"chat_template": "chatml", "added_tokens": list(CHATML_TOKENS)}
     return {"chat_template": "alpaca"}

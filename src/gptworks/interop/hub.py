@@ -26,7 +26,8 @@ from gptworks.tokenizer import load_tokenizer
 _ID = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 
 _SETTINGS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-             "special_tokens_map.json", "chat_template.jinja", "adapter_config.json")  # fmt: skip
+             "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+             "additional_chat_templates/*.jinja", "adapter_config.json")  # fmt: skip
 _INDEX, _WEIGHTS, _ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
 _USER: dict[str, Any] = {"library_name": "gptworks", "library_version": __version__}
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")

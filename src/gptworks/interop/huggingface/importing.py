@@ -81,13 +81,15 @@ def import_huggingface(
     family, model = read_config(values)
     files = _tensor_files(folder)
     tokenizer, templates = _read_tokenizer(folder, model), read_templates(folder)
-    template = None if templates.default is None else ChatTemplate(templates.default, tokenizer)
+    templates, template, broken = _compiled(templates, tokenizer)
     original = original_of(tokenizer, templates)
     recipe = _recipe(run_dir, model)
     report(f"reading a {family.architecture} of {count_parameters(model).total:,} parameters")
     tensors = read_tensors(files, family, model)
     notes = tuple(
-        dict.fromkeys((*_notes(folder, tokenizer, templates), *(_differences(folder, original) if verify else ())))
+        dict.fromkeys(
+            (*_notes(folder, tokenizer, templates), *broken, *(_differences(folder, original) if verify else ()))
+        )
     )
     imported = Import(run_dir, family.architecture, model, count_parameters(model).total, source, notes, None)
     with new_folder(run_dir) as aside:
@@ -254,6 +256,19 @@ def _read_tokenizer(folder: Path, model: ModelConfig) -> Tokenizer:
             f"belongs to another vocabulary."
         )
     return tokenizer
+
+
+def _compiled(
+    templates: FolderTemplates, tokenizer: Tokenizer
+) -> tuple[FolderTemplates, ChatTemplate | None, list[str]]:
+    """The default chat template, or why it is left out."""
+    if templates.default is None:
+        return templates, None, []
+    try:
+        return templates, ChatTemplate(templates.default, tokenizer), []
+    except UserError as error:
+        others = {name: source for name, source in templates.named.items() if name != "default"}
+        return FolderTemplates(others, templates.source), None, [f"{templates.source} is left out: {error}"]
 
 
 def _notes(folder: Path, tokenizer: Tokenizer, templates: FolderTemplates) -> Iterator[str]:

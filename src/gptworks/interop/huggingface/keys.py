@@ -39,7 +39,8 @@ _TEXT_KEYS = _keys("name_or_path tokenizer_file special_tokens_map_file vocab_fi
 
 TOKENIZER_CONFIG_KEYS = Keys(
     TOKENIZER_CONFIG,
-    _keys(*ROLES, "chat_template add_bos_token add_eos_token added_tokens_decoder tokenizer_class"),
+    _keys(*ROLES, "chat_template add_bos_token add_eos_token added_tokens_decoder tokenizer_class "
+          "additional_special_tokens extra_special_tokens"),
     {
         "a name, a place or a version": _TEXT_KEYS | _keys(
             "processor_class transformers_version backend is_local local_files_only _commit_hash trust_remote_code "
@@ -47,8 +48,8 @@ TOKENIZER_CONFIG_KEYS = Keys(
         ),
         "tokenizer.json says how text is split, and it is what is read": _keys(
             "add_prefix_space legacy sp_model_kwargs errors trim_offsets do_lower_case strip_accents "
-            "tokenize_chinese_chars keep_accents remove_space model_specific_special_tokens additional_special_tokens "
-            "extra_special_tokens spaces_between_special_tokens from_slow use_fast fix_mistral_regex unk_id"
+            "tokenize_chinese_chars keep_accents remove_space model_specific_special_tokens "
+            "spaces_between_special_tokens from_slow use_fast fix_mistral_regex unk_id"
         ),
         "the model's context and the request decide how long a text may be": _keys(
             "model_max_length max_length max_len stride truncation truncation_strategy truncation_side"
@@ -74,8 +75,8 @@ TOKENIZER_CONFIG_KEYS = Keys(
 
 TOKENS_MAP_KEYS = Keys(
     TOKENS_MAP,
-    _keys(*ROLES),
-    {"tokenizer.json has all tokens": _keys("additional_special_tokens extra_special_tokens")} | {
+    _keys(*ROLES, "additional_special_tokens extra_special_tokens"),
+    {
         reason: keys for reason, keys in TOKENIZER_CONFIG_KEYS.harmless.items() if reason.startswith("names of tokens")
     },
     {},

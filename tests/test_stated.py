@@ -1,0 +1,422 @@
+"""What a folder's files state of its tokens and templates is followed, or named in a note or a refusal."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as t
+from tokenizers import Tokenizer, processors
+
+import layouts
+from gptworks.chat_template import find_chat_template, load_chat_template, read_templates
+from gptworks.checkpoint import load_run
+from gptworks.config import FileTokenizer
+from gptworks.data.prepare import prepare
+from gptworks.data.shards import TokenShards
+from gptworks.errors import RunError, UserError
+from gptworks.infer.engine import load
+from gptworks.interop.huggingface import export_huggingface, import_huggingface
+from gptworks.interop.huggingface.importing import Import
+from gptworks.interop.huggingface.keys import (
+    GENERATION_KEYS,
+    TOKENIZER_CONFIG_KEYS,
+    TOKENIZER_KEYS,
+    TOKENS_MAP_KEYS,
+    Keys,
+)
+from gptworks.interop.huggingface.verify import quiet
+from gptworks.recipe import parse_recipe
+from gptworks.special_tokens import special_tokens, stated_of
+from gptworks.tokenizer import (
+    document_frame,
+    load_tokenizer,
+    pack_tokenizer,
+    prompt_ids,
+    save_tokenizer,
+    train_tokenizer,
+    unpack_tokenizer,
+)
+from tiny import recipe_tree
+
+LAYOUT = layouts.LAYOUTS["llama-3-instruct"]
+BEGIN, END, PAD, EOT = (
+    LAYOUT.tokenizer.token_to_id(f"<|{name}|>")
+    for name in ("begin_of_text", "end_of_text", "finetune_right_pad_id", "eot_id")
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layout") / "theirs"
+    layouts.write(folder, LAYOUT)
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "theirs"))
+
+
+def change(folder: Path, file: str, **values: Any) -> None:
+    """Set keys of a JSON file, or take them out (`...`)."""
+    path = folder / file
+    tree = (json.loads(path.read_text()) if path.exists() else {}) | values
+    path.write_text(json.dumps({key: value for key, value in tree.items() if value is not ...}))
+
+
+def imported(folder: Path) -> tuple[Import, Tokenizer]:
+    """An import without transformers, and the run's tokenizer."""
+    run = folder.parent / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    found = import_huggingface(folder, run, verify=False)
+    return found, load_tokenizer(run / "tokenizer")
+
+
+# ------------------------------------------------------------------------------------------ which file says what
+
+
+def test_generation_config_wins_over_config_and_the_tokenizers_eos_ends_documents(folder: Path) -> None:
+    change(folder, "config.json", eos_token_id=BEGIN)
+    change(folder, "generation_config.json", eos_token_id=[END, PAD])
+    found, tokenizer = imported(folder)
+    special = special_tokens(tokenizer)
+    assert (special.ends, special.eos, special.end) == ((END, PAD), EOT, END)
+    assert document_frame(tokenizer) == ([BEGIN], [EOT])
+    assert any("generation ends at `<|end_of_text|>` or `<|finetune" in note and "<|eot_id|>" in note
+               for note in found.notes)  # fmt: skip
+    assert t.GenerationConfig.from_pretrained(folder).eos_token_id == [END, PAD]
+
+
+def test_config_counts_where_there_is_no_generation_config(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    change(folder, "config.json", eos_token_id=[END, EOT])
+    assert special_tokens(imported(folder)[1]).ends == (END, EOT)
+    change(folder, "config.json", eos_token_id=None)
+    assert special_tokens(imported(folder)[1]).ends == (EOT,), "the tokenizer's, where no id is stated"
+
+
+def test_the_tokens_map_wins_where_tokenizer_config_lists_no_added_tokens(folder: Path) -> None:
+    """As in transformers 5, which reads it then."""
+    for decoder in (..., {str(EOT): {"content": "<|eot_id|>", "special": True}}):
+        change(folder, "special_tokens_map.json", eos_token="<|end_of_text|>")
+        change(folder, "tokenizer_config.json", eos_token="<|eot_id|>", added_tokens_decoder=decoder)
+        theirs = t.AutoTokenizer.from_pretrained(folder).eos_token_id
+        assert special_tokens(imported(folder)[1]).eos == theirs == (END if decoder is ... else EOT)
+
+
+def test_a_token_without_a_role_is_special_too_and_one_that_is_not_there_is_named(folder: Path) -> None:
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    tree["added_tokens"] = [token for token in tree["added_tokens"] if token["content"] != "<|python_tag|>"]
+    names = dict(tree["model"]["vocab"]) | {"<|python_tag|>": max(token["id"] for token in tree["added_tokens"]) + 1}
+    tree["model"]["vocab"] = names  # it is a token of the plain vocabulary now
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    change(folder, "tokenizer_config.json", additional_special_tokens=["<|python_tag|>", "<|nowhere|>"])
+    found, tokenizer = imported(folder)
+    added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
+    assert added["<|python_tag|>"] and "<|nowhere|>" not in added
+    assert any("`<|nowhere|>`, and tokenizer.json does not have it" in note for note in found.notes)
+
+
+def test_the_post_processor_decides_what_stands_around_a_text(folder: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    begin, end = ("<|begin_of_text|>", BEGIN), ("<|eot_id|>", EOT)
+    for single, specials, expected in (
+        ("$A", [], ([], [])),
+        (f"{begin[0]} $A {end[0]}", [begin, end], ([BEGIN], [EOT])),
+        (f"$A {end[0]}", [end], ([], [EOT])),
+    ):
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=specials)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        change(folder, "tokenizer_config.json", add_bos_token=True, add_eos_token=False)
+        found, ours = imported(folder)
+        theirs = t.AutoTokenizer.from_pretrained(folder)
+        assert prompt_ids(ours, "Hi there") == theirs("Hi there")["input_ids"]
+        special = special_tokens(ours)
+        assert (list(special.before), list(special.after)) == expected
+        assert ("`add_bos_token`=true" in str(found.notes)) == (expected[0] == [])
+        assert ("`add_eos_token`=false" in str(found.notes)) == (expected[1] == [EOT])
+        assert ("a prompt is followed by" in str(found.notes)) == bool(expected[1])
+
+
+# ------------------------------------------------------------------------------------------------------- the keys
+
+LISTS = (TOKENIZER_CONFIG_KEYS, TOKENS_MAP_KEYS, GENERATION_KEYS)
+HONOURED: dict[str, Any] = {
+    "chat_template": "{{ 'other' }}", "add_bos_token": False, "add_eos_token": True, "eos_token_id": [PAD],
+    "added_tokens_decoder": {"3": {"content": "<|nowhere|>"}}, "bos_token_id": END, "pad_token_id": END,
+    "additional_special_tokens": ["<|nowhere|>"], "extra_special_tokens": {"x": "<|nowhere|>"},
+    "tokenizer_class": "LlamaTokenizer",
+}  # fmt: skip
+"""Values that change what is read."""
+
+
+def facts(folder: Path) -> tuple[Any, ...]:
+    """All that is read of the files next to config.json."""
+    stated = stated_of(load_tokenizer(folder))
+    assert stated is not None
+    return stated.names, stated.ends, stated.bos, stated.pad, stated.notes, read_templates(folder).named
+
+
+@pytest.mark.parametrize("keys", LISTS, ids=[keys.file for keys in LISTS])
+def test_each_key_that_means_something_is_followed_harmless_or_named(keys: Keys, folder: Path) -> None:
+    file = folder / keys.file
+    if keys is TOKENIZER_CONFIG_KEYS:
+        (folder / "special_tokens_map.json").unlink()  # which would win
+    before, text = facts(folder), file.read_text()
+    for key in keys.honoured:
+        role = {"tokenizer_class": {"tokenizer_class": "LlamaTokenizer", "bos_token": ...}}.get(key)
+        if key == "tokenizer_class":  # its defaults count for roles that are not stated
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            tokenizer.add_special_tokens(["<s>"])
+            tokenizer.save(str(folder / "tokenizer.json"))
+        change(folder, keys.file, **role or {key: HONOURED.get(key, "<|end_of_text|>" if key == "bos_token" else None if
+                                                               key == "eos_token" else "<|python_tag|>")})  # fmt: skip
+        assert facts(folder) != before, key
+        file.write_text(text)
+    for key in sorted(set().union(*keys.harmless.values())):
+        change(folder, keys.file, **{key: 3})
+        assert facts(folder) == before and not list(keys.notes(json.loads(file.read_text()))), key
+        file.write_text(text)
+    for key in (*sorted(set().union(*keys.noted.values(), set())), "a_key_of_tomorrow"):
+        change(folder, keys.file, **{key: True})
+        (note,) = keys.notes(json.loads(file.read_text()))
+        assert note.startswith(f"{keys.file} has `{key}`=True: ")
+        assert note in imported(folder)[0].notes
+        file.write_text(text)
+
+
+def test_each_key_of_tokenizer_json_is_known_and_the_library_refuses_others(folder: Path) -> None:
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    assert tree.keys() == TOKENIZER_KEYS.keys()
+    change(folder, "tokenizer.json", a_key_of_tomorrow=1)
+    with pytest.raises(UserError, match="not a tokenizer of the Hugging Face"):
+        load_tokenizer(folder)
+
+
+# --------------------------------------------------------------------------------------------------- chat templates
+
+
+def test_templates_are_taken_from_where_transformers_takes_them(folder: Path) -> None:
+    """Files win over tokenizer_config.json, one template over a list only by being there."""
+
+    def both() -> tuple[Any, Any]:
+        theirs = t.AutoTokenizer.from_pretrained(folder).chat_template
+        named = dict(read_templates(folder).named)
+        return theirs, named if isinstance(theirs, dict) else named.get("default")
+
+    listed = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "two"}]
+    for setting, files, expected in (
+        (None, {}, None), ("text", {}, "text"), (listed, {}, {"default": "one", "tool_use": "two"}),
+        (listed, {"chat_template.jinja": "file"}, "file"), ("text", {"chat_template.jinja": "file"}, "file"),
+        (listed, {"additional_chat_templates/rag.jinja": "rag"}, {"rag": "rag"}),
+        (None, {"chat_template.jinja": "a", "additional_chat_templates/b.jinja": "c"}, {"default": "a", "b": "c"}),
+    ):  # fmt: skip
+        change(folder, "tokenizer_config.json", chat_template=setting or ...)
+        shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        for name, text in files.items():
+            (layouts.make((folder / name).parent) / (folder / name).name).write_text(text)
+        assert both() == (expected, expected)
+
+
+def test_a_list_without_a_default_leaves_the_run_without_a_template_and_says_so(folder: Path) -> None:
+    change(folder, "tokenizer_config.json", chat_template=[{"name": "rag", "template": "{{ messages }}"}])
+    found, tokenizer = imported(folder)
+    assert load_chat_template(found.run_dir / "tokenizer", tokenizer) is None
+    assert any("rag" in note and "none is `default`" in note for note in found.notes)
+    out = export_huggingface(found.run_dir, folder.parent / "out", verify=False).folder
+    assert t.AutoTokenizer.from_pretrained(out).chat_template == {"rag": "{{ messages }}"}
+
+
+def test_a_recipe_that_names_a_folder_sees_its_template_and_its_tokens(folder: Path) -> None:
+    config = FileTokenizer(type="file", path=folder)
+    assert find_chat_template(config) == layouts.HEADERS
+    tokenizer = train_tokenizer(config, [])
+    assert special_tokens(tokenizer).ends == (END, EOT)
+    assert document_frame(tokenizer) == ([BEGIN], [EOT])
+
+
+def test_a_template_that_does_not_compile_is_left_out_and_named(folder: Path) -> None:
+    change(folder, "tokenizer_config.json", chat_template="{% for %}")
+    found, _ = imported(folder)
+    assert not (found.run_dir / "tokenizer" / "chat_template.jinja").exists()
+    assert any("tokenizer_config.json is left out: the chat template does not compile" in note for note in found.notes)
+
+
+# ------------------------------------------------------------------------------------------------------ kept in runs
+
+
+def test_documents_of_a_dataset_end_with_the_token_that_the_folder_states(folder: Path, tmp_path: Path) -> None:
+    run, _ = imported(folder)
+    tree = recipe_tree(tmp_path) | {"tokenizer": {"type": "file", "path": str(run.run_dir / "tokenizer")}}
+    (tmp_path / "texts").mkdir()
+    for name in "ab":
+        (tmp_path / "texts" / f"{name}.txt").write_text(f"the text {name} ends. " * 40)
+    tree["data"] |= {"sources": [{"type": "text", "path": str(tmp_path / "texts")}],
+                     "validation": {"fraction": 0.1, "by": "tail"}}  # fmt: skip
+    prepared = prepare(parse_recipe(tree))
+    shards = [TokenShards(prepared.folder, split) for split in ("train", "validation")]
+    ids = [token for one in shards for token in one.read(0, one.n_tokens).tolist()]
+    ends = [i for i, token in enumerate(ids) if token == EOT]
+    assert len(ends) == 2 and ends[-1] == len(ids) - 1
+    assert ids[0] == ids[ends[0] + 1] == BEGIN
+
+
+def test_what_was_stated_survives_processes_added_tokens_and_a_second_saving(folder: Path, tmp_path: Path) -> None:
+    tokenizer = imported(folder)[1]
+    again = unpack_tokenizer(pack_tokenizer(tokenizer))
+    assert special_tokens(again) == special_tokens(tokenizer)
+    again.add_special_tokens(["<|im_end|>"])
+    save_tokenizer(again, tmp_path / "saved")
+    assert special_tokens(load_tokenizer(tmp_path / "saved")) == special_tokens(tokenizer)
+
+
+def test_tokenizers_of_earlier_runs_go_by_name_as_before(tmp_path: Path) -> None:
+    """Their tokenizer_config.json has the names, and nothing puts bos before a text but we."""
+    tokenizer = LAYOUT.tokenizer
+    tokenizer.post_processor = None
+    save_tokenizer(unpack_tokenizer(pack_tokenizer(tokenizer)), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    read = load_tokenizer(tmp_path)
+    assert stated_of(read) is None
+    assert document_frame(read) == ([BEGIN], [END]) and prompt_ids(read, "") == [BEGIN]
+
+
+def test_an_export_that_differs_from_the_imported_folder_is_refused(folder: Path, tmp_path: Path) -> None:
+    run = imported(folder)[0].run_dir
+    kept = run / "tokenizer" / "original.json"
+    true = kept.read_text()
+    (run / "tokenizer" / "sums.json").unlink()
+    for key, value, words in (
+        ("ends", [END], "ends at .* and that of the imported folder"),
+        ("texts", {"Hi": [1, 2]}, "reads 'Hi' as"),
+        ("names", {"eos_token": "<|end_of_text|>"}, "`eos_token`='<|eot_id|>'"),
+        ("template", "0" * 64, "another chat template"),
+    ):
+        kept.write_text(json.dumps(json.loads(true) | {key: value}))
+        with pytest.raises(RunError, match=words):
+            export_huggingface(run, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    kept.write_text('{"ends": []}')
+    with pytest.raises(UserError, match=r"original\.json is not what an import writes"):
+        export_huggingface(run, tmp_path / "out")
+    kept.write_text(true)
+    export_huggingface(run, tmp_path / "out")
+
+
+def test_min_tokens_and_ignore_eos_hold_for_every_token_that_ends(folder: Path) -> None:
+    run = import_huggingface(folder, folder.parent / "run", verify=False).run_dir
+    engine = load(run, backend="torch")
+    assert engine.complete(layouts.PROMPT, temperature=0, max_tokens=6)[0].finish_reason == "stop"
+    held = engine.complete(layouts.PROMPT, temperature=0, max_tokens=6, min_tokens=6)[0]
+    assert held.finish_reason == "length" and not {END, EOT} & set(held.token_ids)
+    ignored = engine.complete(layouts.PROMPT, temperature=0, max_tokens=6, ignore_eos=True)[0]
+    assert ignored.finish_reason == "length" and ignored.token_ids[0] == EOT
+    assert load_run(run).checkpoint.step == 0
+
+
+# ------------------------------------------------------------------------------------------------------ odd folders
+
+
+def _write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text, encoding="utf-8") and None
+
+
+def _change(file: str, **values: Any) -> Callable[[Path], None]:
+    return lambda folder: change(folder, file, **values)
+
+
+def _inside(folder: Path) -> None:
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    pieces = tree["post_processor"]["processors"][1]["single"]
+    pieces.append({"Sequence": {"id": "A", "type_id": 0}})
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+
+
+def _foreign_id(folder: Path) -> None:
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    tree["post_processor"]["processors"][1]["special_tokens"]["<|begin_of_text|>"]["ids"] = [600]
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+
+
+def _fifo(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    os.mkfifo(folder / "generation_config.json")
+
+
+@pytest.mark.parametrize(
+    ("breaks", "words"),
+    [
+        (_change("generation_config.json", eos_token_id="2"), "generation_config.json has `eos_token_id`=2: a token"),
+        (_change("generation_config.json", eos_token_id=[True]), "`eos_token_id`"),
+        (_change("generation_config.json", eos_token_id=[[3]]), "`eos_token_id`"),
+        (_change("generation_config.json", bos_token_id=1.5), "`bos_token_id`=1.5"),
+        (_change("generation_config.json", pad_token_id={}), "`pad_token_id`"),
+        (_change("tokenizer_config.json", added_tokens_decoder={}, eos_token=7), "`eos_token`=7"),
+        (_change("special_tokens_map.json", eos_token={"text": "x"}), "special_tokens_map.json has `eos_token`"),
+        (_change("tokenizer_config.json", add_bos_token="yes"), "`add_bos_token`=yes: true or false"),
+        (_change("tokenizer_config.json", added_tokens_decoder=[1]), "`added_tokens_decoder` of a wrong type"),
+        (_change("tokenizer_config.json", chat_template=5), "`chat_template` of a wrong type, int"),
+        (_change("tokenizer_config.json", chat_template=[{"template": "x"}]), "`chat_template` with the entry"),
+        (_change("tokenizer_config.json", chat_template=[{"name": "../../x", "template": "x"}]), "with the entry"),
+        (_change("tokenizer_config.json", chat_template=[{"name": "a", "template": "x"}] * 2), "two chat templates"),
+        (_change("tokenizer_config.json", chat_template=[{"name": "a", "template": "x" * (1 << 21)}]), "more than"),
+        (_write("generation_config.json", "[]"), "holds list, not a mapping"),
+        (_write("generation_config.json", "\ufeff{}"), "begins with a byte order mark"),
+        (_write("config.json", "\ufeff{}"), "begins with a byte order mark"),
+        (_write("tokenizer_config.json", '{"eos_token": "a", "eos_token": "b"}'), "'eos_token' is given twice"),
+        (_write("config.json", '{"model_type": "llama", "model_type": "gpt2"}'), "'model_type' is given twice"),
+        (_write("generation_config.json", '{"eos_token_id": ' + "9" * 5000 + "}"), "not readable JSON"),
+        (_write("generation_config.json", "[" * 100_000), "not readable JSON"),
+        (_write("generation_config.json", "not json"), "not readable JSON"),
+        (_inside, "post_processor TemplateProcessing with `single` of 2 texts"),
+        (_foreign_id, "post_processor that adds the id 600"),
+        (_fifo, "FIFO"),
+    ],
+)  # fmt: skip
+def test_files_that_state_nonsense_are_refused_by_name(
+    breaks: Callable[[Path], None], words: str, folder: Path
+) -> None:
+    breaks(folder)
+    with pytest.raises(UserError, match=words):
+        import_huggingface(folder, folder.parent / "run", verify=False)
+    assert not (folder.parent / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "ends", "words"),
+    [
+        ({"eos_token_id": [EOT, 10**30]}, (EOT,), "10\\d* is left out|1000\\d+ is left out"),
+        ({"eos_token_id": [5000]}, (END,), "generation_config.json has no `eos_token_id`|5000 is left out"),
+        ({"eos_token_id": -1}, (END,), "no `eos_token_id`: generation ends at that of config.json"),
+        ({"eos_token_id": []}, (END,), "no `eos_token_id`"),
+        ({"eos_token_id": [EOT, EOT, END]}, (EOT, END), ""),
+        ({"stop_strings": ["User:"]}, (END, EOT), "`stop_strings`.*give `stop` with a request"),
+        ({"suppress_tokens": [3]}, (END, EOT), "`suppress_tokens`.*`logit_bias`"),
+    ],
+)  # fmt: skip
+def test_odd_end_tokens_are_noted(changes: dict[str, Any], ends: tuple[int, ...], words: str, folder: Path) -> None:
+    change(folder, "generation_config.json", **changes)
+    found, tokenizer = imported(folder)
+    assert special_tokens(tokenizer).ends == ends
+    assert words == "" or any(re.search(words, note) for note in found.notes), found.notes
+
+
+def test_tokens_that_the_vocabulary_lacks_are_noted_and_left_out(folder: Path) -> None:
+    change(folder, "special_tokens_map.json", eos_token="</s>", pad_token="", bos_token=None)
+    found, tokenizer = imported(folder)
+    special = special_tokens(tokenizer)
+    assert "eos_token" not in special.names and special.eos == END, "the first of the ids that end generation"
+    assert "bos_token" not in special.names and special.bos == BEGIN
+    assert any("`eos_token` of special_tokens_map.json, `</s>`, is not a token" in note for note in found.notes)
