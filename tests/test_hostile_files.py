@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
 import resource
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +13,19 @@ import pytest
 import yaml
 
 import tiny
+from gptworks.checkpoint import checkpoints, choose_checkpoint
 from gptworks.data.opened import open_prepared
 from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
-from gptworks.files import sealed_json
+from gptworks.evaluate.results import Evaluation, read_evaluations, save_evaluations
+from gptworks.files import remove_tree, sealed_json
+from gptworks.interop.huggingface.exporting import export_huggingface
+from gptworks.interop.huggingface.importing import import_huggingface
 from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.runs.history import read_history
+from gptworks.runs.report import write_report
+from gptworks.train.loop import train
 
 LETTERS = "bcdefghij"
 BOMB = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
@@ -162,3 +172,138 @@ def test_a_recipe_where_a_run_belongs_is_told_so(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert f"{path} is a file, not a run folder" in refused.stderr
     assert yaml.safe_load(path.read_text())["run_dir"] in refused.stderr
+
+
+# ------------------------------------------------------------------------------------------------- received run folders
+
+
+@pytest.fixture(scope="module")
+def made_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("received")
+    settings = {"max_steps": 4, "sample_every": 2, "sample_prompts": ["line"], "sample_tokens": 4}
+    train(parse_recipe(tiny.recipe_tree(folder, **settings)))
+    return folder / "run"
+
+
+@pytest.fixture
+def received(made_run: Path, tmp_path: Path) -> Iterator[Path]:
+    """A run folder as someone may send it. What is outside of it stays as it is."""
+    shutil.copytree(made_run, tmp_path / "run")
+    outside = tmp_path / "outside"
+    (outside / "checkpoints" / "step-000004").mkdir(parents=True)
+    (outside / "authorized_keys").write_text("precious")
+    (outside / "checkpoints" / "step-000004" / "model.safetensors").write_text("precious")
+    before = _described(outside)
+    yield tmp_path / "run"
+    assert _described(outside) == before
+
+
+def _described(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    found = {path: path.lstat() for path in folder.rglob("*")}
+    return {
+        str(path): (one.st_mode, one.st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path, one in found.items()
+    }
+
+
+WRITTEN = (
+    "recipe.yaml", "changes.json", "outcome.json", "samples.md", "curves.svg", "model-card.md", "metrics.jsonl",
+    "report.html",
+)  # fmt: skip
+
+
+def test_no_planted_temporary_name_in_a_received_run_is_followed(received: Path) -> None:
+    """The names that were predictable, in front of a report and of a run that goes on."""
+    for name in WRITTEN:
+        for planted in (f".{name}.writing", f".writing-{name}"):
+            (received / planted).symlink_to(received.parent / "outside" / "authorized_keys")
+    for planted in (".writing-step-000006", ".removing-step-000004"):
+        (received / "checkpoints" / planted).symlink_to(received.parent / "outside" / "checkpoints")
+    write_report(read_history(received), received / "report.html")
+    train(load_recipe(received, ["train.max_steps=6"]), resume=True, change=["train.max_steps"])
+    assert next(iter(checkpoints(received))).step == 6
+    assert {name for name in WRITTEN if (received / name).stat().st_size} == set(WRITTEN)
+
+
+@pytest.mark.parametrize("name", [*WRITTEN[1:7], "checkpoints", "tokenizer", "tensorboard", "evaluations", ".lock"])
+def test_a_run_with_a_link_to_elsewhere_is_not_resumed(name: str, received: Path) -> None:
+    path, outside = received / name, received.parent / "outside"
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.symlink_to(outside / "checkpoints" if "." not in name else outside / "authorized_keys")
+    with pytest.raises(UserError, match=f"{re.escape(name)} leads out of .*run, to .*outside"):
+        train(load_recipe(received, ["train.max_steps=6"]), resume=True, change=["train.max_steps"])
+
+
+@pytest.mark.parametrize("kind", ["fifo", "/dev/zero", "sparse", "folder", "outside"])
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors", "optimizer.safetensors"])
+def test_a_checkpoint_file_of_another_kind_is_named_at_once(name: str, kind: str, received: Path) -> None:
+    newest = checkpoints(received)[0]
+    _plant(newest.folder / name, kind, received)
+    with pytest.raises(UserError, match=rf"{name}.*(is a FIFO|leads out of|bytes|is a folder|is missing)"):
+        choose_checkpoint(received, "4")
+    assert newest.manifest_sha256 is None or name != "manifest.json"
+    assert not newest.is_whole
+
+
+@pytest.mark.parametrize("kind", ["fifo", "/dev/zero", "sparse", "folder", "outside"])
+def test_evaluations_and_the_card_are_read_as_files_alone(kind: str, received: Path) -> None:
+    (received / "evaluations").mkdir()
+    _plant(received / "evaluations" / "a.json", kind, received)
+    with pytest.raises(UserError, match=r"a\.json (is a FIFO|leads out of|has \d+ bytes|is a folder|is not an eval)"):
+        read_evaluations(received)
+    remove_tree(received / "evaluations" / "a.json")
+    _plant(received / "model-card.md", kind, received)
+    [found] = [Evaluation("b", "text", "run", 4, 1, {})]
+    with pytest.raises(UserError, match=r"model-card\.md (is a FIFO|leads out of|has \d+ bytes|is a folder)"):
+        save_evaluations(received, [found])
+
+
+def _plant(path: Path, kind: str, run: Path) -> None:
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "sparse":
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    else:
+        path.symlink_to(kind if kind.startswith("/") else run.parent / "outside" / "authorized_keys")
+
+
+def test_an_import_copies_nothing_that_a_link_leads_to(trained_run: Path, tmp_path: Path) -> None:
+    export_huggingface(trained_run, tmp_path / "hf", verify=False)
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "hf" / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=r"chat_template\.jinja leads out of .*hf"):
+        import_huggingface(tmp_path / "hf", tmp_path / "imported", verify=False)
+    assert not (tmp_path / "imported").exists()
+
+
+def test_a_folder_of_texts_with_a_link_to_elsewhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(tiny.TEXT)
+    (tmp_path / "secret.txt").write_text("secret " * 1000)
+    (tmp_path / "texts" / "b.txt").symlink_to(tmp_path / "secret.txt")
+    tree = tiny.recipe_tree(tmp_path)
+    tree["data"]["sources"] = [{"type": "text", "path": str(tmp_path / "texts")}]
+    with pytest.raises(UserError, match=r"b\.txt leads out of .*texts"):
+        prepare(parse_recipe(tree))
+    (tmp_path / "texts" / "b.txt").unlink()
+    (tmp_path / "texts" / "b.txt").symlink_to("a.txt")
+    assert prepare(parse_recipe(tree)).manifest.splits["train"].documents == 2
+
+
+@pytest.mark.parametrize("kind", ["fifo", "/dev/zero", "sparse", "folder", "outside"])
+def test_the_files_of_a_dataset_are_files_inside_it(kind: str, shards: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "authorized_keys").write_text("precious")
+    for name in ("train-00000.tokens", "train-00000.offsets", "tokenizer/tokenizer.json", "manifest.json"):
+        folder = tmp_path / "copy"
+        shutil.copytree(shards, folder)
+        _plant(folder / name, kind, tmp_path / "run")
+        with pytest.raises(UserError, match=Path(name).name):
+            open_prepared(folder)
+        shutil.rmtree(folder)

@@ -119,6 +119,8 @@ def test_links_in_a_circle_are_named(place: SimpleNamespace) -> None:
     (place.run / "a").symlink_to("b")
     (place.run / "b").symlink_to("a")
     (place.run / "self").symlink_to("self/self")
+    with pytest.raises(OSError, match="symbolic links"):
+        read_regular(place.run / "a" / "file", 1000, inside=place.run / "a")
     for name in ("a", "self"):
         with pytest.raises(UserError, match=f"{name} is a link in a circle of links"):
             read_regular(place.run / name, 1000, inside=place.run)

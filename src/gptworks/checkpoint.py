@@ -32,7 +32,6 @@ from gptworks.config import LoRAConfig, ModelConfig, Recipe
 from gptworks.errors import RunError, UserError
 from gptworks.files import (
     check_inside,
-    check_regular,
     new_folder,
     open_regular,
     read_regular,
@@ -141,8 +140,7 @@ class Checkpoint:
         """The sha256 of its manifest, which distinguishes checkpoints of one step; None without a manifest."""
         path = self.folder / "manifest.json"
         try:
-            check_regular(path, MAX_JSON_BYTES, inside=self.run_dir)
-            return sha256_file(path, inside=self.run_dir)
+            return sha256_file(path, inside=self.run_dir, max_bytes=MAX_JSON_BYTES)
         except (OSError, UserError):
             return None
 

@@ -14,6 +14,7 @@ from gptworks.data.shards import FORMAT_VERSION, MANIFEST_FILE, read_manifest
 from gptworks.data.sources.choose import source_signature
 from gptworks.errors import UserError
 from gptworks.files import sha256_file
+from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 
 _PREFIX = "shards"
 _CONTENTS = ("format_version", "sources_signature", "clean_files", "tokenizer_files", "chat_template")
@@ -91,4 +92,4 @@ def _tokenizer_files(config: TokenizerConfig) -> list[str]:
     if not path.exists():
         raise UserError(f"tokenizer.path={config.path}: no such file or folder. Give a tokenizer.json, or its folder.")
     candidates = [path, *(path / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))]
-    return [sha256_file(file) for file in candidates if file.is_file()]
+    return [sha256_file(file, max_bytes=MAX_TOKENIZER_BYTES) for file in candidates if file.is_file()]

@@ -14,7 +14,7 @@ from gptworks.config import Recipe
 from gptworks.data.shards import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest, TokenShards, read_manifest, redo
 from gptworks.errors import UserError
 from gptworks.files import sha256_file
-from gptworks.tokenizer import StreamDecoder, fingerprint, load_tokenizer
+from gptworks.tokenizer import MAX_TOKENIZER_BYTES, StreamDecoder, fingerprint, load_tokenizer
 
 _DECODED_TOKENS = 1 << 16
 
@@ -64,7 +64,11 @@ def open_prepared(folder: str | Path) -> Prepared:
         TokenShards(folder, split, verify=False)
     for name, expected in manifest.tokenizer_files.items():
         file = folder / TOKENIZER_FOLDER / name
-        if Path(name).name != name or not file.is_file() or sha256_file(file, inside=folder) != expected:
+        if (
+            Path(name).name != name
+            or not file.is_file()
+            or sha256_file(file, inside=folder, max_bytes=MAX_TOKENIZER_BYTES) != expected
+        ):
             raise UserError(
                 f"{file} is missing or not what was written: its sha256 is not the manifest's. {redo(folder)}"
             )

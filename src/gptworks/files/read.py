@@ -132,7 +132,7 @@ def _open_anywhere(path: Path) -> int:
 
 def _open_inside(path: Path, inside: Path) -> int:
     """A descriptor of what `path` names, each name on the way from `inside` opened by itself."""
-    root, names = inside.resolve(), Path(os.path.normpath(path.relative_to(inside)))
+    root, names = Path(os.path.realpath(inside)), Path(os.path.normpath(path.relative_to(inside)))
     try:
         for _ in range(_MOST_LINKS):
             if names.is_absolute() and names.is_relative_to(root):

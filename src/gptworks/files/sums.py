@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.errors import UserError
-from gptworks.files.read import check_regular, open_regular, read_regular
+from gptworks.files.read import open_regular, read_regular
 from gptworks.files.write import write_whole
 
 
-def sha256_file(path: Path, *, inside: Path | None = None) -> str:
+def sha256_file(path: Path, *, inside: Path | None = None, max_bytes: int | None = None) -> str:
     """The sha256 of a regular file's bytes, in hex; arguments and errors: see `open_regular`."""
-    with open_regular(path, inside=inside) as file:
+    with open_regular(path, inside=inside, max_bytes=max_bytes) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -68,8 +68,8 @@ def check_sums(folder: Path, max_bytes: int) -> None:
     for name, expected in sums.items():
         file = folder / name
         try:
-            check_regular(file, max_bytes, inside=folder)
-            state = None if sha256_file(file, inside=folder) == expected else "is not the file that was written"
+            sha256 = sha256_file(file, inside=folder, max_bytes=max_bytes)
+            state = None if sha256 == expected else "is not the file that was written"
         except FileNotFoundError:
             state = "is missing"
         if state is not None:

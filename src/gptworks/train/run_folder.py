@@ -76,7 +76,7 @@ def check_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ())
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run_dir={folder} is a file: give another run_dir=.")
     for path in folder.iterdir() if folder.is_dir() else ():
-        if path.is_symlink():
+        if path.is_symlink() and (path.name == ".lock" or path.name[0] != "."):
             check_inside(path, folder)
     if (folder / "recipe.yaml").exists():
         if not resume:
