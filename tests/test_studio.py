@@ -309,6 +309,21 @@ def test_what_cannot_be_is_refused_in_words(http: httpx.Client) -> None:
     refused(http, 400, "leads out", model="leads-out")
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors"])
+def test_a_run_with_a_fifo_does_not_hold_up_the_others(name: str, runs: Path, tmp_path: Path) -> None:
+    """One thread loads: what waits in it would stop every run."""
+    folder = tmp_path / "runs"
+    for run in ("good", "hostile"):
+        shutil.copytree(runs / "demo", folder / run)
+    for checkpoint in (folder / "hostile" / "checkpoints").iterdir():
+        (checkpoint / name).unlink()
+        os.mkfifo(checkpoint / name)
+    with running_app(create_studio([folder], SETTINGS, device="cpu", backend="torch")) as server, server.http() as http:
+        *_, error = events(http, model="hostile", prompt="line")
+        assert error["type"] == "error" and "is a FIFO" in error["message"]
+        made(http, model="good", prompt="line", settings={"max_tokens": 1})
+
+
 def test_a_damaged_checkpoint_is_an_error_in_words_and_others_go_on(http: httpx.Client) -> None:
     for _ in range(2):
         loading, error = events(http, model=HOSTILE, prompt="line", checkpoint=8)

@@ -144,9 +144,10 @@ def read_recipe(path: str | PathLike[str]) -> tuple[Path, dict[str, Any]]:
     path = Path(path)
     if path.as_posix() in shipped_paths() and not path.exists():
         path = shipped_paths()[path.as_posix()]
-    path = path / "recipe.yaml" if path.is_dir() else path
+    folder = path if path.is_dir() else None
+    path = path if folder is None else folder / "recipe.yaml"
     try:
-        tree = read_yaml(path)
+        tree = read_yaml(path, inside=folder)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(_no_such_recipe(path)) from None
     except OSError as error:

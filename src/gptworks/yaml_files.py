@@ -122,14 +122,17 @@ def _fault(why: str, place: Any) -> yaml.YAMLError:
     return yaml.MarkedYAMLError(problem=why, problem_mark=place.start_mark)
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml(path: Path, *, inside: Path | None = None) -> Any:
     """The data of a YAML file.
+
+    Args:
+        inside: a folder which no link may lead out of; see `gptworks.files.open_regular`.
 
     Raises:
         UserError: it is no regular UTF-8 file, no YAML, or larger or deeper than a recipe can be.
         OSError: it cannot be opened; FileNotFoundError where there is none.
     """
-    return parse_yaml(read_text(path, MAX_BYTES), str(path))
+    return parse_yaml(read_text(path, MAX_BYTES, inside=inside), str(path))
 
 
 def parse_yaml(text: str, origin: str) -> Any:
