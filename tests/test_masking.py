@@ -106,6 +106,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: Tokenizer)
 class Record:
     where: str
     conversations: list[list[Message]]
+    unlearned: frozenset[int] = frozenset()
 
 
 def test_processes_change_nothing_and_name_the_record_that_is_refused(

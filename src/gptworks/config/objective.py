@@ -11,7 +11,7 @@ DataFault = Literal[
     "nothing-learned", "little-learned", "prompts-learned", "unanswered", "empty-answers", "swapped-roles",
     "answers-altered", "answers-cut-away", "answers-cut-short", "no-end-token", "tokens-not-special",
     "template-changed", "no-base-run", "duplicates", "validation-overlap", "one-answer", "unknown-tokens",
-    "answers-alike",
+    "answers-alike", "keys-not-read",
 ]  # fmt: skip
 """What conversations and pairs of answers are checked for before the first step."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from gptworks.chat_template import find_chat_template
 from gptworks.config import AnyRecipe, FileTokenizer, GPT2Tokenizer, TokenizerConfig
 from gptworks.data.cleaning.choose import files_signature
+from gptworks.data.conversations.reading import READING_VERSION
 from gptworks.data.opened import sha256_text
 from gptworks.data.shards import FORMAT_VERSION, MANIFEST_FILE, read_manifest
 from gptworks.data.sources.choose import source_signature
@@ -45,6 +46,7 @@ def _settings(recipe: AnyRecipe) -> dict[str, Any]:
         "tokenizer": recipe.tokenizer.model_dump(mode="json"),
         "validation": data.validation.model_dump(mode="json"),
         "shard_tokens": data.shard_tokens,
+        **({"reading": READING_VERSION} if data.records else {}),
         **({"clean": [one.model_dump(mode="json") for one in data.clean]} if data.clean else {}),
     }
 

@@ -75,6 +75,9 @@ class Origin(Section):
     name: str
     shape: str
     records: int
+    unread: dict[str, tuple[int, int]] = Field(default_factory=dict)
+    """Keys of records (`tools`) and turns (`turn.name`) that mean something and were not read: the number of records
+    that state one, and the first of them."""
 
 
 class SplitFiles(Section):

@@ -34,13 +34,17 @@ def write_examples(
     for n_before, (record, examples) in enumerate(encode_records(template, records, processes)):
         if not origins or origins[-1].name != record.origin or record.record == 1:
             origins.append(Origin(name=record.origin, shape=record.shape, records=0))
-        origins[-1] = origins[-1].model_copy(update={"records": record.record})
+        counts = dict(origins[-1].unread)
+        for name in record.unread:
+            n_records, first = counts.get(name, (0, record.record))
+            counts[name] = (n_records + 1, first)
+        origins[-1] = origins[-1].model_copy(update={"records": record.record, "unread": counts})
         writer = writers["validation" if is_held_out(record.prompt, held_out_fraction) else "train"]
         for example in examples:
             if isinstance(record, Pair):
                 learned, hashes, flags = _last_run(example.learned), (0, 0, 0), NO_END * (not example.all_end)
             else:
-                learned, hashes, flags = example.learned, _hashes(record.messages), _flags(record.messages, example)
+                learned, hashes, flags = example.learned, _hashes(record.messages), _flags(record, example)
             writer.add(
                 example.ids,
                 example.text_bytes,
@@ -63,9 +67,10 @@ def _last_run(learned: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     return last
 
 
-def _flags(messages: list[Message], example: Example) -> int:
-    answers = [message["content"] for message in messages if message["role"] == "assistant"]
-    roles = [message["role"] for message in messages if message["role"] != "system"]
+def _flags(record: Conversation, example: Example) -> int:
+    turns = [turn for i, turn in enumerate(record.messages) if i not in record.unlearned]
+    answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    roles = [turn["role"] for turn in record.messages if turn["role"] != "system"]
     flags = NO_END * (not example.all_end) + ALTERED * (not example.as_given)
     flags += EMPTY * any(not answer.strip() for answer in answers) + UNANSWERED * (not answers)
     return flags + SWAPPED * (roles[:1] == ["assistant"] and roles[-1:] == ["user"])

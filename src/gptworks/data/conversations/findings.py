@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from gptworks.chat_template import MAX_TEMPLATE_BYTES, TEMPLATE_FILE, ChatTemplate
 from gptworks.config import DataFault, Recipe
+from gptworks.data.conversations.keys import meaning
 from gptworks.data.shards import EXAMPLE, Manifest, TokenShards
 from gptworks.errors import UserError
 from gptworks.files import read_text
@@ -72,8 +73,8 @@ class Look:
 
 
 def about_tokens(recipe: Recipe, manifest: Manifest, template: ChatTemplate) -> list[Finding]:
-    """Faults of template, tokenizer and base."""
-    findings = []
+    """Faults of records, template, tokenizer and base."""
+    findings = about_keys(manifest)
     if missing := template.missing_tokens():
         names = ", ".join(f'"{name}"' for name in missing)
         findings.append(
@@ -107,6 +108,27 @@ def about_tokens(recipe: Recipe, manifest: Manifest, template: ChatTemplate) -> 
         )
         findings.append(Finding("unknown-tokens", text))
     return findings
+
+
+def about_keys(manifest: Manifest) -> list[Finding]:
+    """What records state and nothing reads."""
+    places: dict[str, list[tuple[int, str]]] = {}
+    for origin in manifest.origins:
+        for name, (n_records, first) in origin.unread.items():
+            places.setdefault(name, []).append((n_records, f"{origin.name}, record {first}"))
+    if not places:
+        return []
+    listed = []
+    for name, found in places.items():
+        key, of_turn = name.removeprefix("turn."), name.startswith("turn.")
+        total = sum(n_records for n_records, _ in found)
+        where = f"{total:,} record{'s' * (total > 1)}, first {found[0][1]}"
+        listed.append(f"`{key}`{' of a turn' * of_turn}: {meaning(key, of_turn)} ({where})")
+    text = (
+        f"records state what is not read: {'; '.join(listed)}. Nothing of it is learned. Move it into the text of the "
+        f"turns, or take it out."
+    )
+    return [Finding("keys-not-read", text)]
 
 
 def example_columns(shards: TokenShards) -> dict[str, npt.NDArray[np.uint64]]:

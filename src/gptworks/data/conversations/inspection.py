@@ -88,7 +88,7 @@ def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
         *_about_repetition(columns, validation, look),
     ]
     return Inspection(
-        files=[origin.model_dump() for origin in manifest.origins],
+        files=[origin.model_dump(exclude={"unread"}) for origin in manifest.origins],
         n_examples=shards.n_documents,
         n_validation=held_out.n_documents,
         n_tokens=int(n_inputs.sum()),
@@ -132,7 +132,10 @@ def _about_answers(flags: npt.NDArray[np.uint64], look: Look) -> list[Finding]:
         return look.fault(name, (flags & flag) > 0, 0.01, what, fix)
 
     return [
-        *fault("unanswered", UNANSWERED, "have no assistant's turn", "Nothing of them is learned: take them out."),
+        *fault(
+            "unanswered", UNANSWERED, "have no assistant's turn that is learned",
+            "Nothing of them is learned: take them out.",
+        ),
         *fault("empty-answers", EMPTY, "have an empty answer", "It teaches silence: take them out."),
         *fault(
             "swapped-roles", SWAPPED, "begin with the assistant and end with the user",

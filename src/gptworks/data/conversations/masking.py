@@ -6,7 +6,7 @@ whole conversation, up to and with the end token. Tokens are those that the mode
 template's text and an answer would merge into one token across that border, each side is encoded by itself.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol, TypeVar
@@ -32,7 +32,7 @@ class Example:
     """[n], true where the token is learned."""
     text_bytes: int
     all_end: bool
-    """Whether every answer is followed by an end token."""
+    """Whether every learned answer is followed by an end token."""
     as_given: bool
     """Whether what is learned is the answers' own text, and nothing else but white space."""
 
@@ -45,6 +45,10 @@ class Record(Protocol):
 
     @property
     def conversations(self) -> list[list[Message]]: ...
+
+    @property
+    def unlearned(self) -> frozenset[int]:
+        """Indices of answers that are read only, in each of the conversations."""
 
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
@@ -80,13 +84,18 @@ def _examples_encoder(tokenizer: str, source: str, _: Advance) -> Callable[[list
 
 def _encode_record(template: ChatTemplate, record: Record) -> list[Example]:
     try:
-        return [encode_conversation(template, messages) for messages in record.conversations]
+        return [encode_conversation(template, messages, record.unlearned) for messages in record.conversations]
     except UserError as error:
         raise UserError(f"{record.where}: {error}") from None
 
 
-def encode_conversation(template: ChatTemplate, messages: Sequence[Message]) -> Example:
+def encode_conversation(
+    template: ChatTemplate, messages: Sequence[Message], unlearned: Collection[int] = ()
+) -> Example:
     """Tokens, and which are learned.
+
+    Args:
+        unlearned: indices of answers that are read only.
 
     Raises:
         UserError: the template refuses these turns, or writes a turn otherwise once others follow, so that what a model
@@ -94,9 +103,10 @@ def encode_conversation(template: ChatTemplate, messages: Sequence[Message]) -> 
     """
     guarded, guard = template.guarded(messages)
     whole = template.render(guarded)
-    places = [_place(template, guarded, i, whole) for i in range(len(messages)) if messages[i]["role"] == "assistant"]
+    answering = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i not in unlearned]
+    places = [_place(template, guarded, i, whole) for i in answering]
     cuts = [0, *(cut for place in places for cut in place), len(whole)]
-    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    answers = [messages[i]["content"] for i in answering]
     written = [template.before_special(whole[a:b]).replace(guard, "") for a, b in places]
     as_given = all(a.split() == b.split() for a, b in zip(answers, written, strict=True))
     parts = _encode_parts(template, whole, cuts, guard)

@@ -75,7 +75,7 @@ def inspect_pairs(recipe: Recipe, prepared: Prepared) -> PairInspection:
                     "Let the template write eos_token or a special token after each answer."),
     ]  # fmt: skip
     return PairInspection(
-        files=[origin.model_dump() for origin in manifest.origins],
+        files=[origin.model_dump(exclude={"unread"}) for origin in manifest.origins],
         n_pairs=len(pairs),
         n_validation=held_out.n_documents // 2,
         median_prompt=_median(np.minimum(n_tokens - learned, context)[:, 0]),

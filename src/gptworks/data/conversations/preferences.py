@@ -6,25 +6,30 @@ with the rejected one. The last answer alone is marked as learned.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from gptworks.chat_template import Message
 from gptworks.config import PreferencesSource
+from gptworks.data.conversations.keys import Fields, is_stated, unread_in_record
 from gptworks.data.conversations.reading import (
-    Fields,
     Record,
+    Turns,
     origins,
+    read_history,
     read_question,
-    read_system,
     read_text,
     read_turns,
+    short,
+    with_system,
 )
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 
-SHAPE = "preferences"
+SHAPE: Literal["preferences"] = "preferences"
 """What the manifest calls such files."""
 
 Int64s = npt.NDArray[np.int64]
@@ -47,6 +52,10 @@ class Pair(Record):
     def conversations(self) -> list[list[Message]]:
         return [[*self.prompt, answer] for answer in (self.chosen, self.rejected)]
 
+    @property
+    def unlearned(self) -> frozenset[int]:
+        return frozenset()
+
 
 def iter_pairs(sources: Iterable[PreferencesSource]) -> Iterator[Pair]:
     """All pairs of the sources, in order, files sorted by path.
@@ -60,7 +69,7 @@ def iter_pairs(sources: Iterable[PreferencesSource]) -> Iterator[Pair]:
                 try:
                     if not isinstance(record, Mapping):
                         raise ValueError(f"it is a {type(record).__name__}, not an object with fields")
-                    yield Pair(origin, number, SHAPE, *_read(record))
+                    yield _read(origin, number, record)
                 except ValueError as error:
                     raise UserError(f"{origin}, record {number}: {error}. {_RULE}") from None
 
@@ -71,33 +80,94 @@ _RULE = (
 )
 
 
-def _read(record: Fields) -> tuple[list[Message], Message, Message]:
-    """Prompt, chosen and rejected answer."""
-    sides = [_side(record, name) for name in ("chosen", "rejected")]
-    if any(not side or side[-1]["role"] != "assistant" for side in sides):
-        raise ValueError("`chosen` or `rejected` does not end with an answer of the assistant")
-    (*before, chosen), (*other, rejected) = sides
-    if before != other:
-        raise ValueError("`chosen` and `rejected` differ before their last answers, so they have no prompt in common")
-    prompt = _prompt(record)
-    if before[: len(prompt)] != prompt:  # else the lists repeat it
-        before = [*prompt, *before]
-    if not before:
+def _read(origin: str, number: int, record: Fields) -> Pair:
+    sides = {name: _side(record, name) for name in ("chosen", "rejected")}
+    for name, side in sides.items():
+        if not side.messages or side.messages[-1]["role"] != "assistant":
+            raise ValueError(f"`{name}` does not end with an answer of the assistant")
+        if len(side.messages) - 1 in side.unlearned:
+            raise ValueError(f"the answer of `{name}` is kept out of the loss, so the pair teaches nothing")
+    stated = _prompt(record)
+    prompt = with_system(record, Turns(_shared_prompt(stated.messages, {n: s.messages[:-1] for n, s in sides.items()})))
+    if not prompt.messages:
         raise ValueError(f"no prompt; its fields are {', '.join(map(str, record))}")
-    return before, chosen, rejected
+    chosen, rejected = (side.messages[-1] for side in sides.values())
+    of_turns = dict.fromkeys((*stated.unread, *sides["chosen"].unread, *sides["rejected"].unread))
+    unread = unread_in_record(record, SHAPE, [*prompt.messages, chosen, rejected])
+    return Pair(origin, number, SHAPE, (*unread, *of_turns), prompt.messages, chosen, rejected)
 
 
-def _side(record: Fields, name: str) -> list[Message]:
+def _shared_prompt(stated: list[Message], sides: Mapping[str, list[Message]]) -> list[Message]:
+    """The prompt that a record states once or several times: for itself, and before each of its answers.
+
+    What agrees is one prompt: the system message may be in one place only, the question of one place may be one of
+    several turns in another, and white space is not compared. Turns that begin with the assistant follow the prompt.
+
+    Raises:
+        ValueError: two places contradict each other.
+    """
+    places = {"the prompt": stated} | {f"`{name}`": turns for name, turns in sides.items()}
+    systems = [(where, turns[0]) for where, turns in places.items() if turns and turns[0]["role"] == "system"]
+    for (where, one), (other_where, other) in pairwise(systems):
+        if not _same(one, other):
+            raise ValueError(_contradiction(where, [one], other_where, [other]))
+    asked, chosen, rejected = (turns[1:] if turns[:1] and turns[0]["role"] == "system" else turns
+                               for turns in places.values())  # fmt: skip
+    if chosen and rejected and not (len(chosen) == len(rejected) and _holds(chosen, rejected)):
+        raise ValueError(_contradiction("`chosen`", chosen, "`rejected`", rejected))
+    before = chosen or rejected
+    if not asked or not before:
+        turns = asked or before
+    elif _holds(before, asked):
+        turns = before
+    elif _holds(asked[-len(before) :], before):
+        turns = asked
+    elif before[0]["role"] == "assistant":
+        turns = [*asked, *before]
+    else:
+        raise ValueError(_contradiction("the prompt", asked, "`chosen`" if chosen else "`rejected`", before))
+    return [*(system for _, system in systems[:1]), *turns]
+
+
+def _contradiction(where: str, turns: list[Message], other_where: str, others: list[Message]) -> str:
+    a, b = next(((a, b) for a, b in zip(turns, others, strict=False) if not _same(a, b)), (turns[-1], others[-1]))
+    return (
+        f"{where} and {other_where} state prompts that differ before the answers ({a['role']}: {short(a['content'])} "
+        f"against {b['role']}: {short(b['content'])}), so they have no prompt in common"
+    )
+
+
+def _holds(turns: list[Message], part: list[Message]) -> bool:
+    """Whether turns hold all turns of a part, one after the other."""
+    return any(all(map(_same, turns[i:], part)) for i in range(len(turns) - len(part) + 1))
+
+
+def _same(a: Message, b: Message) -> bool:
+    return (a["role"], a["content"].split()) == (b["role"], b["content"].split())
+
+
+def _side(record: Fields, name: str) -> Turns:
     if isinstance(record.get(name), str):
-        return [{"role": "assistant", "content": read_text(record, name)}]
-    return read_turns(record, name)
+        return Turns([{"role": "assistant", "content": read_text(record, name)}])
+    if isinstance(record.get(name), Mapping):  # ShareGPT's ranking: one turn
+        return read_turns({name: [record[name]]}, name, _turn_shape([record[name]]))
+    return read_turns(record, name, _turn_shape(record.get(name)))
 
 
-def _prompt(record: Fields) -> list[Message]:
-    if isinstance(record.get("prompt"), list):
-        return [*read_system(record), *read_turns(record, "prompt")]
-    name = next((name for name in ("prompt", "instruction", "question") if name in record), None)
-    return read_system(record) if name is None else [*read_system(record), read_question(record, name)]
+def _turn_shape(turns: object) -> Literal["messages", "sharegpt"]:
+    first = turns[0] if isinstance(turns, list) and turns else None
+    return "sharegpt" if isinstance(first, Mapping) and "from" in first and "role" not in first else "messages"
+
+
+def _prompt(record: Fields) -> Turns:
+    """What a record states of its prompt outside the answers, without its system message."""
+    for field in ("prompt", "messages", "conversations"):
+        if isinstance(record.get(field), list) and record[field]:
+            turns = read_turns(record, field, _turn_shape(record[field]))
+            if field == "prompt" or turns.messages[-1]["role"] != "assistant":
+                return turns
+    name = next((name for name in ("prompt", "instruction", "question") if is_stated(record, name)), None)
+    return Turns(read_history(record) if name is None else [*read_history(record), read_question(record, name)])
 
 
 class Pairs:

@@ -4,18 +4,24 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gptworks.chat_template import Message
 from gptworks.config import ConversationsSource
+from gptworks.data.conversations.keys import Fields, Shape, is_stated, learns, unread_in_record, unread_in_turn
 from gptworks.data.sources.opening import open_file, plain_name
 from gptworks.data.sources.records import Records, RecordsSource, open_dataset, read_jsonl, read_parquet, whole_text
 from gptworks.errors import UserError
 
-Fields = Mapping[str, Any]
+READING_VERSION = 2
+"""Part of a dataset's identity: raised when records are read otherwise."""
 
-_ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+_ROLES = {
+    "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
+    "developer": "system",
+}  # fmt: skip
 _ANSWERS = ("output", "response", "completion", "answer")
 
 
@@ -29,6 +35,8 @@ class Record:
     """From 1 within its origin."""
     shape: str
     """alpaca, sharegpt, messages or preferences."""
+    unread: tuple[str, ...]
+    """Keys that mean something and are not read: `tools`, and of a turn `turn.tool_calls`."""
 
     @property
     def where(self) -> str:
@@ -40,6 +48,8 @@ class Conversation(Record):
     """The turns of one example."""
 
     messages: list[Message]
+    unlearned: frozenset[int] = frozenset()
+    """Indices of answers that the record keeps out of the loss."""
 
     @property
     def conversations(self) -> list[list[Message]]:
@@ -67,8 +77,8 @@ def iter_conversations(sources: Iterable[ConversationsSource]) -> Iterator[Conve
     """
     for source in sources:
         for origin, records in origins(source):
-            read: Callable[[Fields], list[Message]] | None = None
-            shape: str = source.shape
+            read: Callable[[Fields], Turns] | None = None
+            shape: Shape | Literal["auto"] = source.shape
             for number, record in enumerate(records, 1):
                 try:
                     if not isinstance(record, Mapping):
@@ -76,11 +86,13 @@ def iter_conversations(sources: Iterable[ConversationsSource]) -> Iterator[Conve
                     if read is None:
                         shape = recognized(record) if shape == "auto" else shape
                         read = _SHAPES[shape]
-                    messages = read(record)
+                    assert shape != "auto"
+                    turns = read(record)
+                    unread = (*unread_in_record(record, shape, turns.messages), *turns.unread)
                 except ValueError as error:
                     read_as = "" if read is None else f" (its file is read as {shape})"
                     raise UserError(f"{origin}, record {number}: {error}{read_as}. {_RULE}") from None
-                yield Conversation(origin, number, shape, messages)
+                yield Conversation(origin, number, shape, unread, turns.messages, turns.unlearned)
 
 
 _RULE = (
@@ -89,13 +101,19 @@ _RULE = (
 )
 
 
-def recognized(record: Fields) -> str:
+def recognized(record: Fields) -> Shape:
     """The shape of a record, by its fields.
 
     Raises:
         ValueError: it has none of them.
     """
-    for shape, field in (("messages", "messages"), ("sharegpt", "conversations"), ("alpaca", "instruction")):
+    shapes: tuple[tuple[Shape, str], ...] = (
+        ("messages", "messages"), ("sharegpt", "conversations"), ("alpaca", "instruction"),
+    )  # fmt: skip
+    for shape, field in shapes:
+        if is_stated(record, field):
+            return shape
+    for shape, field in shapes:  # stated, but empty: its reader says so
         if field in record:
             return shape
     if "prompt" in record and any(field in record for field in _ANSWERS):
@@ -106,28 +124,77 @@ def recognized(record: Fields) -> str:
 # ---------------------------------------------------------------------------------------------------- shapes
 
 
-def _alpaca(record: Fields) -> list[Message]:
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What was read of a record, or of a list of turns in it."""
+
+    messages: list[Message]
+    unlearned: frozenset[int] = frozenset()
+    """Indices of answers that are not learned."""
+    unread: tuple[str, ...] = ()
+    """Keys of turns that mean something and are not read, as `turn.NAME`."""
+
+    def __add__(self, other: "Turns") -> "Turns":
+        after = frozenset(len(self.messages) + i for i in other.unlearned)
+        unread = tuple(dict.fromkeys((*self.unread, *other.unread)))
+        return Turns([*self.messages, *other.messages], self.unlearned | after, unread)
+
+
+def _alpaca(record: Fields) -> Turns:
+    if isinstance(record.get("prompt"), list) and "instruction" not in record:
+        return _prompt_and_completion(record)
     question = read_question(record, "prompt" if "prompt" in record and "instruction" not in record else "instruction")
-    answer = next((name for name in _ANSWERS if name in record), None)
+    present = [name for name in _ANSWERS if name in record]
+    answer = next((name for name in present if is_stated(record, name)), next(iter(present), None))
     if answer is None:
         raise ValueError(f"no answer: none of the fields {', '.join(_ANSWERS)}")
-    return [*read_system(record), question, {"role": "assistant", "content": read_text(record, answer)}]
+    messages = [*read_history(record), question, {"role": "assistant", "content": read_text(record, answer)}]
+    others = [
+        name for name in present if name != answer and is_stated(record, name) and not _same(record, name, answer)
+    ]
+    return with_system(record, Turns(messages, unread=tuple(others)))
 
 
-def _sharegpt(record: Fields) -> list[Message]:
-    return [*read_system(record), *read_turns(record, "conversations", "from", "value")]
+def _same(record: Fields, name: str, other: str) -> bool:
+    return isinstance(record[name], str) and record[name].split() == record[other].split()
 
 
-def _messages(record: Fields) -> list[Message]:
-    return read_turns(record, "messages")
+def _prompt_and_completion(record: Fields) -> Turns:
+    """TRL's conversational prompt and completion: of both only the completion's answers are learned."""
+    prompt, completion = read_turns(record, "prompt"), read_turns(record, "completion")
+    answers = frozenset(i for i, message in enumerate(prompt.messages) if message["role"] == "assistant")
+    return with_system(record, Turns(prompt.messages, answers, prompt.unread) + completion)
 
 
-_SHAPES = {"alpaca": _alpaca, "sharegpt": _sharegpt, "messages": _messages}
+def _sharegpt(record: Fields) -> Turns:
+    return with_system(record, read_turns(record, "conversations", "sharegpt"))
 
 
-def read_system(record: Fields) -> list[Message]:
-    """The system message of a record; empty where it has none."""
-    return [{"role": "system", "content": read_text(record, "system")}] if record.get("system") else []
+def _messages(record: Fields) -> Turns:
+    return with_system(record, read_turns(record, "messages"))
+
+
+_SHAPES: dict[str, Callable[[Fields], Turns]] = {"alpaca": _alpaca, "sharegpt": _sharegpt, "messages": _messages}
+
+
+def with_system(record: Fields, turns: Turns) -> Turns:
+    """Turns after the record's system message, which they may repeat.
+
+    Raises:
+        ValueError: they begin with another one, or the record states two.
+    """
+    stated = [(name, read_text(record, name)) for name in ("system", "system_prompt") if is_stated(record, name)]
+    if turns.messages and turns.messages[0]["role"] == "system":
+        stated.append(("the first turn", turns.messages[0]["content"]))
+    for (name, text), (other, also) in pairwise(stated):
+        if text.split() != also.split():
+            raise ValueError(
+                f"`{name}` and {other if ' ' in other else f'`{other}`'} are two system messages that differ "
+                f"({short(text)} and {short(also)}): leave one out"
+            )
+    if not stated or " " in stated[-1][0]:
+        return turns
+    return Turns([{"role": "system", "content": stated[0][1]}]) + turns
 
 
 def read_question(record: Fields, field: str) -> Message:
@@ -137,38 +204,79 @@ def read_question(record: Fields, field: str) -> Message:
     return {"role": "user", "content": f"{asked}\n\n{given}" if given else asked}
 
 
-def read_turns(record: Fields, field: str, role_field: str = "role", text_field: str = "content") -> list[Message]:
-    """The messages of a field; by default in OpenAI's shape.
+def read_history(record: Fields) -> list[Message]:
+    """The earlier questions and answers of an Alpaca record, which are learned like its last answer (LLaMA-Factory).
 
     Raises:
-        ValueError: it has another.
+        ValueError: `history` is not a list of [question, answer].
     """
+    if not is_stated(record, "history"):
+        return []
+    history = record["history"]
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        for pair in history
+    ):
+        raise ValueError("`history` is not a list of [question, answer], two texts each")
+    return [
+        {"role": role, "content": whole_text(text)}
+        for pair in history
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+
+
+def read_turns(record: Fields, field: str, shape: Shape = "messages") -> Turns:
+    """The messages of a field: of {role, content}, or in ShareGPT's shape of {from, value}.
+
+    Raises:
+        ValueError: it has another shape, or a switch of learning has no such value.
+    """
+    role_field, text_field = ("from", "value") if shape == "sharegpt" else ("role", "content")
     if field not in record:
         raise ValueError(f"no field `{field}`; its fields are {', '.join(map(str, record)) or 'none'}")
     turns = record[field]
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"`{field}` is {_kind(turns) if turns else 'empty'}, not a list of turns")
     messages: list[Message] = []
+    unlearned, unread = set[int](), dict[str, None]()
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, Mapping) or role_field not in turn or text_field not in turn:
             raise ValueError(f"turn {number} of `{field}` is not an object with `{role_field}` and `{text_field}`")
         role = turn[role_field]
-        if role not in _ROLES:
+        if not isinstance(role, str) or role not in _ROLES:
             raise ValueError(f"turn {number} is of {role!r}; known are {', '.join(_ROLES)}")
         messages.append({"role": _ROLES[role], "content": _content(turn, text_field, number)})
-    return messages
+        answers = _ROLES[role] == "assistant"
+        if answers and not learns(turn, number):
+            unlearned.add(number - 1)
+        unread |= dict.fromkeys(f"turn.{name}" for name in unread_in_turn(turn, shape, answers))
+    return Turns(messages, frozenset(unlearned), tuple(unread))
+
+
+_TEXT_PARTS = (None, "text", "input_text", "output_text")
 
 
 def _content(turn: Fields, field: str, number: int) -> str:
     """The text of a turn; OpenAI's messages may have it in parts."""
     content = turn[field]
-    if isinstance(content, list) and all(
-        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
-    ):
-        return whole_text("".join(part["text"] for part in content))
+    if isinstance(content, list):
+        texts = []
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if not isinstance(part, Mapping) or kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+                what = f"of type {kind!r}" if isinstance(kind, str) else _kind(part)
+                raise ValueError(f"`{field}` of turn {number} has a part {what}; parts are of type text")
+            texts.append(part["text"])
+        return whole_text("".join(texts))
     if not isinstance(content, str):
-        raise ValueError(f"`{field}` of turn {number} is {_kind(content)}, not text")
+        calls = [name for name in ("tool_calls", "function_call", "refusal", "audio") if is_stated(turn, name)]
+        instead = f", and its `{calls[0]}` is not read" if calls else ""
+        raise ValueError(f"`{field}` of turn {number} is {_kind(content)}, not text{instead}")
     return whole_text(content)
+
+
+def short(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:39]}…")
 
 
 def read_text(record: Fields, field: str) -> str:

@@ -1,0 +1,268 @@
+"""The keys that training programs give a meaning in records and turns: which are read here, and what the others mean.
+
+Sources: OpenAI's fine-tuning format, mistral-finetune and axolotl (per-turn training), LLaMA-Factory's Alpaca and
+ShareGPT formats, ms-swift, TRL's dataset formats. A key of this table that is not read becomes the finding
+`keys-not-read`. Keys that are in no table, such as id or source, are ignored, unless they are misspellings.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gptworks.chat_template import Message
+
+Fields = Mapping[str, Any]
+Shape = Literal["alpaca", "sharegpt", "messages", "preferences"]
+
+_ALL: tuple[Shape, ...] = ("alpaca", "sharegpt", "messages", "preferences")
+_INSTRUCTIONS: tuple[Shape, ...] = ("alpaca", "preferences")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key of records or of turns."""
+
+    meaning: str
+    """What the programs that write it mean by it."""
+    read_in: tuple[Shape, ...] = ()
+    """Shapes of record in which it is read; in others it is a finding."""
+    asks_nothing: tuple[object, ...] = ()
+    """Values that ask for what happens anyway."""
+    matters: tuple[object, ...] = ()
+    """The only values that mean something; empty: all others do."""
+
+
+LEARNING_SWITCHES = ("weight", "train", "training", "loss")
+"""Of a turn: 0 or false keeps an answer out of the loss."""
+
+_TOOLS = "tools that the model may call"
+_MEDIA = "media that belong to the text"
+_REASONING = "the model's reasoning before its answer"
+_ANSWER = "an answer"
+_SWITCH = "whether the text is learned"
+_BAD = (False, 0, "false", "0")
+
+RECORD_KEYS: Mapping[str, Key] = {
+    "messages": Key("the turns", ("messages",)),
+    "conversations": Key("the turns", ("sharegpt",)),
+    "instruction": Key("the question", _INSTRUCTIONS),
+    "prompt": Key("the question", _INSTRUCTIONS),
+    "question": Key("the question", ("preferences",)),
+    "query": Key("the question"),
+    "input": Key("text that belongs to the question", _INSTRUCTIONS),
+    "system": Key("the system message", _ALL),
+    "system_prompt": Key("the system message", _ALL),
+    "history": Key("earlier turns", _INSTRUCTIONS),
+    "output": Key(_ANSWER, ("alpaca",)),
+    "response": Key(_ANSWER, ("alpaca",)),
+    "completion": Key(_ANSWER, ("alpaca",)),
+    "answer": Key(_ANSWER, ("alpaca",)),
+    "chosen": Key("the preferred answer: use a source of type preferences", ("preferences",)),
+    "rejected": Key("an answer to avoid: use a source of type preferences", ("preferences",)),
+    "tools": Key(_TOOLS),
+    "functions": Key(_TOOLS),
+    "images": Key(_MEDIA),
+    "image": Key(_MEDIA),
+    "videos": Key(_MEDIA),
+    "video": Key(_MEDIA),
+    "audios": Key(_MEDIA),
+    "audio": Key(_MEDIA),
+    "documents": Key("texts that the chat template writes"),
+    "chat_template_kwargs": Key("settings of the chat template"),
+    "reasoning_content": Key(_REASONING),
+    "reasoning": Key(_REASONING),
+    "thinking": Key(_REASONING),
+    "label": Key("whether the answer is a good one (KTO)", matters=_BAD),
+    "kto_tag": Key("whether the answer is a good one (KTO)", matters=_BAD),
+    "score": Key("how good the answer is"),
+    "margin": Key("by how much the chosen answer is better"),
+    "weight": Key("how much the record counts", asks_nothing=(True, 1)),
+    "train": Key(_SWITCH, asks_nothing=(True, 1)),
+    "training": Key(_SWITCH, asks_nothing=(True, 1)),
+    "loss": Key(_SWITCH, asks_nothing=(True, 1)),
+    "loss_mask": Key("which text is learned"),
+    "loss_scale": Key("how much text counts in the loss"),
+    "mask": Key("which text is learned"),
+}
+
+TURN_KEYS: Mapping[str, Key] = {
+    "role": Key("who speaks", ("messages", "preferences")),
+    "content": Key("the text", ("messages", "preferences")),
+    "from": Key("who speaks", ("sharegpt",)),
+    "value": Key("the text", ("sharegpt",)),
+    **{name: Key(_SWITCH, _ALL) for name in LEARNING_SWITCHES},
+    "train_detail": Key("which characters are learned"),
+    "training_detail": Key("which characters are learned"),
+    "loss_mask": Key("which text is learned"),
+    "loss_scale": Key("how much text counts in the loss"),
+    "mask": Key("whether the text is kept out of the loss", asks_nothing=(False, 0)),
+    "name": Key("which participant speaks"),
+    "tool_calls": Key("calls of tools, which are part of the answer"),
+    "function_call": Key("a call of a tool, which is the answer"),
+    "tool_call_id": Key("which call of a tool this answers"),
+    "tools": Key(_TOOLS),
+    "functions": Key(_TOOLS),
+    "refusal": Key("the answer, a refusal"),
+    "prefix": Key("whether the text is the beginning of an answer", asks_nothing=(False, 0)),
+    "reasoning_content": Key(_REASONING),
+    "reasoning": Key(_REASONING),
+    "thinking": Key(_REASONING),
+    "images": Key(_MEDIA),
+    "image": Key(_MEDIA),
+    "videos": Key(_MEDIA),
+    "video": Key(_MEDIA),
+    "audios": Key(_MEDIA),
+    "audio": Key(_MEDIA),
+    "label": Key("whether the answer is a good one (KTO)", matters=_BAD),
+    "kto_tag": Key("whether the answer is a good one (KTO)", matters=_BAD),
+    "score": Key("how good the answer is"),
+    "chosen": Key("the preferred answer"),
+    "rejected": Key("an answer to avoid"),
+}
+
+_SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating"))
+_SIDES = re.compile(r"(chosen|rejected)[_-]|[_-](chosen|rejected)$")
+_ABOUT_SIDES = re.compile(r"[_-](model|source|id|name|rank|length|len|tokens)$|^(model|source|id)[_-]")
+
+
+def is_stated(fields: Fields, name: str) -> bool:
+    """Whether a key has a value: null, an empty text or list are none (a table has them where a row has no value)."""
+    value = fields.get(name)
+    return value is not None and not (isinstance(value, str | list | tuple | Mapping) and not value)
+
+
+def unread_in_record(record: Fields, shape: Shape, messages: Sequence[Message]) -> Iterator[str]:
+    """Stated keys of a record that mean something and that a record of this shape does not read.
+
+    Args:
+        messages: what was read of it; a key that only repeats some of it is not lost.
+    """
+    read = {_plain(message["content"]) for message in messages}
+    for name in record:
+        if not is_stated(record, name) or not isinstance(name, str):
+            continue
+        if (key := RECORD_KEYS.get(name)) is not None:
+            if shape not in key.read_in and not _asks_nothing(key, record[name]) and not _repeats(record[name], read):
+                yield name
+        elif _SIDES.search(name):
+            if not _about_sides(record, name, shape):
+                yield name
+        elif _misspelt(name, RECORD_KEYS):
+            yield name
+
+
+def unread_in_turn(turn: Fields, shape: Shape, answers: bool) -> Iterator[str]:
+    """Stated keys of a turn that mean something and that are not read.
+
+    Args:
+        answers: whether it is the assistant's, so that what is learned of it can be switched off.
+    """
+    for name in turn:
+        if not is_stated(turn, name) or not isinstance(name, str):
+            continue
+        if (key := TURN_KEYS.get(name)) is not None:
+            if name in LEARNING_SWITCHES and not answers:
+                if turn[name]:  # questions are never learned
+                    yield name
+            elif shape not in key.read_in and not _asks_nothing(key, turn[name]):
+                yield name
+        elif _misspelt(name, TURN_KEYS):
+            yield name
+
+
+def meaning(name: str, of_turn: bool) -> str:
+    """What a key that is not read means, for people."""
+    keys = TURN_KEYS if of_turn else RECORD_KEYS
+    if name in keys:
+        return keys[name].meaning
+    if not of_turn and _SIDES.search(name):
+        return "about two answers, of which one is preferred"
+    return f"perhaps `{_misspelt(name, keys)}`"
+
+
+def learns(turn: Fields, number: int) -> bool:
+    """Whether an answer is learned, by its switches.
+
+    Raises:
+        ValueError: a switch has another value than 0, 1, false and true, or two contradict each other.
+    """
+    switches: dict[str, bool] = {}
+    for name in LEARNING_SWITCHES:
+        if not is_stated(turn, name):
+            continue
+        value = turn[name]
+        if isinstance(value, str):
+            value = {"0": 0, "false": 0, "1": 1, "true": 1}.get(value.strip().lower(), value)
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise ValueError(
+                f"`{name}` of turn {number} is {turn[name]!r}; it is 1 or true (the answer is learned) or 0 or false "
+                f"(it is not)"
+            )
+        switches[name] = bool(value)
+    if len(set(switches.values())) > 1:
+        said = " and ".join(f"`{name}` {turn[name]!r}" for name in switches)
+        raise ValueError(f"turn {number} states {said}, which contradict each other: leave one out")
+    return all(switches.values())
+
+
+def _asks_nothing(key: Key, value: Any) -> bool:
+    if isinstance(value, str):
+        value = value.strip().lower()
+    if not isinstance(value, str | bool | int | float):
+        return False
+    return value not in key.matters if key.matters else value in key.asks_nothing
+
+
+def _repeats(value: Any, read: set[str]) -> bool:
+    """Whether a value has no text but what was read."""
+    if isinstance(value, str):
+        return _plain(value) in read
+    if isinstance(value, list | tuple):
+        return all(isinstance(item, str | list | tuple | Mapping) and _repeats(item, read) for item in value)
+    if isinstance(value, Mapping):
+        texts = [value[name] for name in ("content", "value") if name in value]
+        return bool(texts) and all(isinstance(text, str) and _plain(text) in read for text in texts)
+    return False
+
+
+def _about_sides(record: Fields, name: str, shape: Shape) -> bool:
+    """Whether a key of a pair says no more than is known: scores that agree, or who wrote an answer."""
+    if shape != "preferences":
+        return False
+    for better, worse in _SCORES:
+        if name.replace("-", "_") in (better, worse):
+            one, other = (
+                next((record[k] for k in (side, side.replace("_", "-")) if k in record), None)
+                for side in (better, worse)
+            )
+            return isinstance(one, int | float) and isinstance(other, int | float) and one >= other
+    return _ABOUT_SIDES.search(name) is not None
+
+
+def _misspelt(name: str, keys: Iterable[str]) -> str | None:
+    """The key that a name is a misspelling of: another case or joint, one letter more, fewer, other or exchanged."""
+    plain = _joined(name)
+    for key in keys:
+        if name != key and plain == _joined(key):
+            return key
+    return next((key for key in keys if len(key) >= 5 and len(plain) >= 5 and _one_edit(plain, _joined(key))), None)
+
+
+def _joined(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name).casefold()
+
+
+def _one_edit(a: str, b: str) -> bool:
+    if abs(len(a) - len(b)) > 1:
+        return False
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    rest, other = a[at:], b[at:]
+    return (
+        rest[1:] == other or rest == other[1:] or rest[1:] == other[1:]
+        or (rest[:2] == other[:2][::-1] and rest[2:] == other[2:])
+    )  # fmt: skip
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split())
