@@ -16,12 +16,12 @@ from jinja2 import Environment
 
 import hf
 from gptworks.chat_template import BUILT_IN, ChatTemplate
+from gptworks.confined import jail
+from gptworks.confined.sandbox import Sandbox
 from gptworks.errors import UserError
-from gptworks.evaluate import jail
 from gptworks.evaluate.bootstrap import interval, paired_difference
 from gptworks.evaluate.metrics import figure_of, means, pass_at_k, text_statistics
 from gptworks.evaluate.results import HEADING, Evaluation, Measured, read_evaluations, save_evaluations
-from gptworks.evaluate.sandbox import Sandbox
 from gptworks.evaluate.scoring import encode_pair, score_pairs
 from gptworks.evaluate.task import Task, _compiled, load_task
 from gptworks.evaluate.tasks import Asked, run_task
@@ -355,7 +355,7 @@ def _read_if_there(path: Path) -> bytes:
 )
 def test_a_program_finds_no_proof_of_passing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The token that says so is made when the program has ended, so that there is none to find before."""
-    monkeypatch.setattr("gptworks.evaluate.sandbox.secrets.token_hex", lambda n: "f00d" * 8)
+    monkeypatch.setattr("gptworks.confined.sandbox.secrets.token_hex", lambda n: "f00d" * 8)
     program = f"{place}\nassert 'f00d' * 8 not in found"
     assert Sandbox(1).run(program, 20.0, 256) == "passed"
     stolen = (
@@ -365,7 +365,7 @@ def test_a_program_finds_no_proof_of_passing(place: str, monkeypatch: pytest.Mon
 
 
 def test_programs_are_not_run_where_they_cannot_be_closed_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptworks.evaluate.sandbox.sys.platform", "darwin")
+    monkeypatch.setattr("gptworks.confined.sandbox.sys.platform", "darwin")
     with pytest.raises(UserError, match="Linux's namespaces"):
         Sandbox(1)
     monkeypatch.undo()

@@ -12,6 +12,7 @@ import torch
 from gptworks.checkpoint import Report, choose_checkpoint
 from gptworks.choices import LoadedWeights
 from gptworks.config import PythonStdlibSource, Recipe
+from gptworks.confined.sandbox import Sandbox
 from gptworks.data.batches import OneDataset, evaluation_windows
 from gptworks.data.conversations.packing import held_out_rows
 from gptworks.data.opened import Prepared, find_of_run, held_out_text
@@ -24,7 +25,6 @@ from gptworks.evaluate.calibration import measure_calibration
 from gptworks.evaluate.loss import compressor_bits_per_byte, evaluate_by_position, evaluate_loss, watched
 from gptworks.evaluate.memorization import measure_memorization
 from gptworks.evaluate.results import Evaluation, Measured
-from gptworks.evaluate.sandbox import Sandbox
 from gptworks.evaluate.scoring import SLOTS, Progress
 from gptworks.evaluate.task import Task
 from gptworks.evaluate.tasks import run_task

@@ -5,10 +5,10 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from gptworks.confined.sandbox import Sandbox
 from gptworks.errors import UserError
 from gptworks.evaluate.metrics import check_libraries, means, pass_at_k, text_statistics
 from gptworks.evaluate.results import Evaluation, Measured
-from gptworks.evaluate.sandbox import Sandbox
 from gptworks.evaluate.scoring import Progress, Scored, complete_all, encode_pair, score_pairs
 from gptworks.evaluate.task import Code, ExactMatch, Generation, Item, MultipleChoice, Sampled, Task
 from gptworks.infer.engine import Engine

@@ -148,7 +148,7 @@ def evaluate(
         shots: with a task: solved items shown before each.
         limit: with a task or the harness: ask only so many items.
         chat: with a task: ask by the run's chat template.
-        run_generated_code: let tasks run programs that the model wrote; see gptworks/evaluate/sandbox.py.
+        run_generated_code: let tasks run programs that the model wrote; see gptworks/confined/sandbox.py.
         harness: tasks of lm-evaluation-harness.
         calibration: whether its probabilities are as often right as they say.
         memorization: how much of what it writes is copied from the training text.

@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from gptworks.confined import jail
 from gptworks.errors import UserError
-from gptworks.evaluate import jail
 
 DISK_BYTES = 16 << 20
 _MOST_REPLY_BYTES = 4096
