@@ -2,9 +2,14 @@
 
 import json
 import math
+import os
 import random
 import secrets
+import subprocess
+import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +306,92 @@ def test_a_program_is_closed_off_from_the_machine(program: str, tmp_path: Path) 
     own.chmod(0o666)
     assert Sandbox(1).run(program.replace("{own!r}", repr(str(own))), 20.0, 256) == "passed"
     assert own.read_text() == "of the user"
+
+
+_CALL = """import ctypes
+def call(*arguments):
+    found = libc.syscall(*arguments)
+    return found if found >= 0 else -ctypes.get_errno()
+libc = ctypes.CDLL(None, use_errno=True)
+"""
+_SYSTEM_CALLS = {"x86_64": 0, "aarch64": 1}
+_KEPT_BY_THE_KERNEL = [
+    # the call's numbers on x86_64 and aarch64, from the kernel's headers; its arguments; what refuses it
+    ("shmget", (29, 194), "0, 1 << 20, 0o1600", "EPERM"), ("semget", (64, 190), "0, 100, 0o1600", "EPERM"),
+    ("msgget", (68, 186), "0, 0o1600", "EPERM"), ("mq_open", (240, 180), "b'q', 66, 0o600, 0", "EPERM"),
+    ("memfd_create", (319, 279), "b'm', 0", "EPERM"), ("keyctl", (250, 219), "0, -3, 0", "EPERM"),
+    ("request_key", (249, 218), "b'user', b'secret', 0, 0", "EPERM"),
+    ("add_key", (248, 217), "b'user', b'k', b'v', 1, -2", "EPERM"), ("ptrace", (101, 117), "16, 1, 0, 0", "EPERM"),
+    ("process_vm_readv", (310, 270), "1, 0, 0, 0, 0, 0", "EPERM"), ("bpf", (321, 280), "0, 0, 0", "EPERM"),
+    ("userfaultfd", (323, 282), "0", "EPERM"), ("perf_event_open", (298, 241), "0, 0, -1, -1, 0", "EPERM"),
+    ("syslog", (103, 116), "10, 0, 0", "EPERM"), ("unshare", (272, 97), "0x10000000", "EPERM"),
+    ("io_uring_setup", (425, 425), "8, 0", "ENOSYS"), ("pidfd_open", (434, 434), "1, 0", "ENOSYS"),
+    ("memfd_secret", (447, 447), "0", "ENOSYS"), ("AF_VSOCK", (41, 198), "40, 1, 0", "EAFNOSUPPORT"),
+    ("AF_ALG", (41, 198), "38, 5, 0", "EAFNOSUPPORT"), ("AF_PACKET", (41, 198), "17, 3, 0", "EAFNOSUPPORT"),
+]  # fmt: skip
+
+
+def _closed_off_programs() -> list[str]:
+    machine = _SYSTEM_CALLS.get(os.uname().machine, 1)
+    refused = [
+        f"assert call({numbers[machine]}, {arguments}) == -errno.{error}, {name!r}"
+        for name, numbers, arguments, error in _KEPT_BY_THE_KERNEL
+    ]
+    return [
+        "\n".join(["import errno", _CALL, *refused]),
+        "import asyncio\nasyncio.run(asyncio.sleep(0))",  # a socket pair
+        "import socket\nassert [name for _, name in socket.if_nameindex()] in ([], ['lo'])",
+        "import os\nassert os.getuid() == 65534 and not os.path.exists('/home') and not os.path.exists('/proc/1')",
+        "import os\ntry: os.setuid(0)\nexcept OSError: pass\nassert os.getuid() == os.geteuid() == 65534",
+        "import os, signal\nos.kill(1, signal.SIGKILL)\nimport time\ntime.sleep(0.05)"
+        if os.getuid()
+        else "import os\ntry: os.kill(1, 9)\nexcept PermissionError: pass",
+        "import os\nassert all(not os.access(f'{at}/{name}', os.W_OK) for at, _, names in os.walk('/usr/bin')"
+        " for name in names)",
+        "import tempfile, random, multiprocessing, subprocess, decimal\ntempfile.TemporaryFile().write(b'x')",
+    ]
+
+
+def test_what_the_kernel_keeps_for_all_is_refused_to_a_program() -> None:
+    programs = _closed_off_programs()
+    outcomes = Sandbox(2).run_all(programs, 30.0, 256)
+    assert dict(zip(programs, outcomes, strict=True)) == dict.fromkeys(programs, "passed")
+
+
+def test_an_ordinary_users_programs_are_closed_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.getuid() != 0:
+        pytest.skip("not root: the other tests run as an ordinary user")
+    user = {"user": 12345, "group": 12345, "extra_groups": []}
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        copied = Path(folder) / "jail.py"
+        copied.write_bytes(Path(jail.__file__).read_bytes())
+        for path in (copied.parent, copied):
+            path.chmod(0o755)
+        python = next(
+            (one for one in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3") if _runs(one, user)), None
+        )
+        if python is None:
+            pytest.skip("no interpreter that another user may run")
+        monkeypatch.setattr(jail, "__file__", str(copied))
+        monkeypatch.setattr(sys, "executable", python)
+        monkeypatch.setattr("gptworks.confined.sandbox.subprocess.Popen", partial(subprocess.Popen, **user))
+        own = Path(folder) / "own"
+        own.write_text("of the user")
+        os.chown(own, 12345, 12345)
+        programs = [
+            *_closed_off_programs(),
+            f"import os\nassert os.listdir('.') == ['program.py'] and not os.path.exists({str(own)!r})",
+            "import os\ntry: os.fork()\nexcept OSError: pass\nelse: raise AssertionError",
+        ]
+        outcomes = Sandbox(2).run_all(programs, 30.0, 256)
+    assert dict(zip(programs, outcomes, strict=True)) == dict.fromkeys(programs, "passed")
+
+
+def _runs(python: str, user: dict[str, Any]) -> bool:
+    try:
+        return subprocess.run([python, "-I", "-S", "-c", ""], check=False, cwd="/", **user).returncode == 0
+    except OSError:
+        return False
 
 
 def test_a_program_fills_no_disk() -> None:

@@ -4,13 +4,19 @@
 
 It needs nothing but the standard library. By Linux's namespaces the program gets its own users, processes, network
 (none) and file system: the interpreter and the system's libraries, read-only, and an empty folder in memory.
+
+Neither namespaces nor limits cover what a program can keep in the kernel: shared memory, semaphores and message queues
+of System V are outside RLIMIT_AS, a session keyring is the caller's, and AF_VSOCK reaches a virtual machine's host. A
+seccomp filter refuses those system calls, and every call newer than Linux 5.0.
 """
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
 import signal
+import struct
 import sys
 
 NOBODY = 65534
@@ -24,7 +30,35 @@ _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV, _DETACH = 4096, 16384, 1 
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41}
 _MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000  # the same number on every architecture
 _RDONLY, _NOSUID = 1, 2
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7, "riscv64": 0xC00000F3}
+"""AUDIT_ARCH_* of linux/audit.h, by what uname says."""
+_REFUSED_CALLS = {
+    # name: (number on x86_64, number on the others), from the kernel's tables of system calls
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
+    "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
+    "msgctl": (71, 187), "mq_open": (240, 180), "memfd_create": (319, 279), "io_setup": (206, 0),
+    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "chroot": (161, 51), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
+    "bpf": (321, 280), "userfaultfd": (323, 282), "perf_event_open": (298, 241), "fanotify_init": (300, 262),
+    "inotify_init": (253, 26), "inotify_init1": (294, 26), "syslog": (103, 116), "quotactl": (179, 60),
+    "personality": (135, 92),
+}  # fmt: skip
+_X86_ONLY = {"modify_ldt": 154, "iopl": 172, "ioperm": 173, "uselib": 134, "_sysctl": 156, "ustat": 136}
+_SOCKET_CALLS = ((41, 198), (53, 199))
+"""socket and socketpair: only of _FAMILIES, which a network namespace confines."""
+_FAMILIES = (1, 2, 10, 16)
+"""AF_UNIX, AF_INET, AF_INET6, AF_NETLINK."""
+_FIRST_NEW_CALL = 424
+"""From here on the numbers are the same on every architecture. The C library has ways to do without these calls; what
+is above, on x86_64, is another ABI for the same calls."""
+_KEYCTL, _JOIN_SESSION_KEYRING = (250, 219), 1
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+"""Instructions of BPF: load a word of the call, jump if it is equal, if it is at least, return a verdict."""
+_ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -106,7 +140,8 @@ def _build_root(program: bytes, disk_bytes: int) -> None:
     """Make a root of the interpreter and the libraries, read-only, and a small folder; nothing else stays in reach."""
     root = "/tmp" if os.path.isdir("/tmp") else "/mnt"
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
-    shown = ["/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", sys.base_prefix]
+    own = [f"{sys.base_prefix}/{name}" for name in ("bin", "lib", "lib64")]  # a prefix may be somebody's home
+    shown = ["/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", *own]
     shown = [path for i, path in enumerate(shown) if os.path.exists(path) and path not in shown[:i]]
     held = {path: os.open(path, os.O_PATH) for path in shown if not os.path.islink(path)}  # /tmp is about to be covered
     links = {path: os.readlink(path) for path in shown if os.path.islink(path)}
@@ -155,10 +190,10 @@ def _become_program(seconds: int, memory_bytes: int) -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
     limits = {
         resource.RLIMIT_CPU: seconds, resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_FSIZE: FILE_BYTES,
-        resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 64, resource.RLIMIT_NPROC: 0,
+        resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 64, resource.RLIMIT_NPROC: 0, resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 64, resource.RLIMIT_MEMLOCK: 0,
     }  # fmt: skip
     for kind, value in limits.items():
         most = resource.getrlimit(kind)[1]
@@ -168,9 +203,51 @@ def _become_program(seconds: int, memory_bytes: int) -> None:
     os.execve(sys.executable, [sys.executable, "-I", "-S", "-c", CHILD], environment)
 
 
+def _leave_session_keyring() -> None:
+    """Have an empty session keyring instead of the caller's, which other calls than keyctl can search too."""
+    if _libc.syscall(_KEYCTL[os.uname().machine != "x86_64"], _JOIN_SESSION_KEYRING, None) < 0:
+        error = ctypes.get_errno()
+        if error not in (errno.ENOSYS, errno.EPERM):  # there are none, or the system refuses keyctl to all
+            raise OSError(error, f"keyctl: {os.strerror(error)}")
+
+
+def _filter(machine: str) -> bytes:
+    """The seccomp filter, in BPF: which system calls fail, and that those of another architecture kill."""
+    other = machine != "x86_64"
+    refused = sorted({numbers[other] for numbers in _REFUSED_CALLS.values()} | set(() if other else _X86_ONLY.values()))
+
+    def step(code: int, operand: int, if_true: int = 0, if_false: int = 0) -> bytes:
+        return struct.pack("=HBBI", code, if_true, if_false, operand)
+
+    program = step(_LOAD, 4) + step(_EQUAL, _ARCHITECTURES[machine], 1) + step(_RETURN, _KILL)
+    program += step(_LOAD, 0) + step(_AT_LEAST, _FIRST_NEW_CALL, 0, 1) + step(_RETURN, _FAIL | errno.ENOSYS)
+    for number in refused:
+        program += step(_EQUAL, number, 0, 1) + step(_RETURN, _FAIL | errno.EPERM)
+    for numbers in _SOCKET_CALLS:
+        program += step(_EQUAL, numbers[other], 0, len(_FAMILIES) + 3) + step(_LOAD, 16)  # the first argument
+        program += b"".join(step(_EQUAL, one, len(_FAMILIES) - i) for i, one in enumerate(_FAMILIES))
+        program += step(_RETURN, _FAIL | errno.EAFNOSUPPORT) + step(_RETURN, _ALLOW)
+    return program + step(_RETURN, _ALLOW)
+
+
+def _install_filter() -> None:
+    """Have the filter, with all that this process starts, for good."""
+    program = _filter(os.uname().machine)
+    buffer = ctypes.create_string_buffer(program, len(program))
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+    wanted = Program(len(program) // 8, ctypes.addressof(buffer))
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+    _check(_libc.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(wanted), 0, 0), "seccomp filter")
+
+
 def _guarded(seconds: int, memory_bytes: int) -> None:
     """Be the first process of the new pid namespace: when it ends, all others there are killed."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+    _leave_session_keyring()
+    _install_filter()
     program = os.fork()
     if program == 0:
         _become_program(seconds, memory_bytes)

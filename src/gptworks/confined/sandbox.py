@@ -2,7 +2,9 @@
 
 What holds: a program has no network, no file of the machine but the interpreter and the system's libraries, both
 read-only, and a folder in memory with a size limit. It is nobody, cannot start processes, has limits of time, memory
-and file sizes, and is gone when its time is over. Where the system does not allow namespaces, no program is run.
+and file sizes, and is gone when its time is over. A seccomp filter refuses it what those limits do not count (System
+V's shared memory and queues) and what is the caller's (keyrings). Where the system allows neither namespaces nor the
+filter, no program is run.
 
 What does not hold: tests and program share an interpreter, so a program that is written against this very harness can
 claim to have passed. It finds no secret to do so: that it ended is answered with a random token, which is made only
